@@ -12,6 +12,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
+from lightning_odc import doctor
 from lightning_odc._version import __version__
 from lightning_odc.advisor.options import AdviseOptions
 from lightning_odc.bench.options import DemoOptions, TrainOptions
@@ -27,8 +28,6 @@ from lightning_odc.console import (
     run_written,
     say_first,
 )
-from lightning_odc.doctor import machine
-from lightning_odc.doctor.checks import examine, summary
 
 BAD_USAGE = 2
 INTERRUPTED = 130
@@ -104,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _doctor(_: dict[str, Any], form: Form) -> int:
     """``lightning-odc doctor``."""
     say_first(form)
-    findings = examine(machine.look())
+    findings = doctor.examine(doctor.look())
     is_ok = all(finding.level != "error" for finding in findings)
     if form.json:
         print(json.dumps({"ok": is_ok, "findings": [asdict(finding) for finding in findings]}, indent=2))
@@ -113,7 +112,7 @@ def _doctor(_: dict[str, Any], form: Form) -> int:
         if finding.level != "ok" or not form.quiet:
             print(finding.text)
     if not form.quiet:
-        print(summary(findings))
+        print(doctor.summary(findings))
     return int(not is_ok)
 
 

@@ -131,6 +131,7 @@ def test_the_root_is_the_public_face():
             "attached.py",
             "cli.py",
             "console.py",
+            "doctor.py",
             "errors.py",
             "fabric.py",
             "files.py",

@@ -1,0 +1,386 @@
+"""``lightning-odc doctor``: facts about the machine, and what they mean. Works where torch is broken."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import platform
+import re
+import resource
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from lightning_odc.engine.transports import host
+from lightning_odc.host_memory import Room, gib, rooms
+
+if TYPE_CHECKING:
+    from lightning_odc.engine.transports.preflight import DeviceFacts
+
+Level = Literal["ok", "warning", "error"]
+
+OLDEST_PYTHON = (3, 11)
+BOUNDS = {"torch": "2.9", "lightning": "2.5", "transformers": "5"}
+"""The oldest version of each package that works, as in ``pyproject.toml``."""
+MALICIOUS = {"lightning": ("2.6.2", "2.6.3")}
+"""Releases that must never be installed, as in ``pyproject.toml``."""
+LITTLE_MEMORY = 2 * 2**30
+LITTLE_SHM = 2**30
+FEW_FILES = 1024
+_LOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
+_OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
+_PATIENCE = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    topic: str  # the thing that was looked at, in one or two words
+    # ``"ok"``, ``"warning"`` (it works, with a restriction), or ``"error"`` (the strategy cannot run so)
+    level: Level
+    message: str  # the finding, in one sentence
+    remedy: str = ""  # what to do; empty if there is nothing to do
+
+    @property
+    def text(self) -> str:
+        """The text for people: a line, and below it what to do."""
+        line = f"{self.level:<8} {self.topic}: {self.message}"
+        return f"{line}\n         -> {self.remedy}" if self.remedy else line
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts. The defaults are those of a machine on which everything works, without GPUs."""
+
+    system: str = "Linux"  # ``"Linux"``, and other names that Python has for systems
+    kernel: str = "6.8"  # the release of the kernel
+    processor: str = "x86_64"  # ``"x86_64"``, for example
+    python: str = "3.11.9"
+    trouble: Mapping[str, str] = field(default_factory=dict)  # what went wrong, by the names of `PROBES`
+    memory: Sequence[Room] = ()  # what is left below every limit of host memory
+    shm: int | None = 2**34  # bytes that are free in ``/dev/shm``; ``None`` without it
+    open_files: int = 2**16  # the most files that a process may open
+    # versions of the installed packages; without an entry if one is missing
+    versions: Mapping[str, str] = field(default_factory=dict)
+    import_trouble: str = ""  # why this package cannot be imported; empty if it can
+    devices: Sequence[DeviceFacts] = ()  # what the CUDA transport would know of each GPU
+    gpu_without_torch: bool = False  # there is an NVIDIA GPU that this torch cannot use
+    nccl: bool = True  # whether torch has NCCL
+
+
+# -- facts ------------------------------------------------------------------------------------------------------------
+
+
+def look() -> Machine:
+    """The facts of this machine. Imports torch and Lightning, which takes some seconds."""
+    # This module imports all of torch and Lightning that the package needs.
+    import_trouble = trouble_of(lambda: import_module("lightning_odc.strategy.odc"))
+    devices, nccl = ((), False) if import_trouble else _find_gpus()
+    return Machine(
+        system=platform.system(),
+        kernel=platform.release(),
+        processor=platform.machine(),
+        python=platform.python_version(),
+        trouble={name: said for name, probe in PROBES.items() if (said := trouble_of(probe.run))},
+        memory=rooms(),
+        shm=_free_shm(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        versions={name: found for name in (*BOUNDS, "triton") if (found := _installed(name))},
+        import_trouble=import_trouble,
+        devices=devices,
+        gpu_without_torch=Path("/dev/nvidia0").exists() and not devices,
+        nccl=nccl,
+    )
+
+
+def trouble_of(probe: Callable[[], Any]) -> str:
+    """What goes wrong in a probe, in one line; empty if nothing does."""
+    try:
+        probe()
+    except Exception as error:  # whatever it is, it is what the user wants to know
+        said = " ".join(str(error).split())
+        return f"{type(error).__name__}: {said}" if said else type(error).__name__
+    return ""
+
+
+def _installed(package: str) -> str:
+    """The version of a package; empty if it is missing."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _free_shm() -> int | None:
+    try:
+        status = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return status.f_bavail * status.f_frsize
+
+
+def _find_gpus() -> tuple[Sequence[DeviceFacts], bool]:
+    """What the CUDA transport would know of each GPU, and whether torch has NCCL."""
+    import torch
+
+    from lightning_odc.engine.transports.symmetric import SymmetricDevice
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    facts = [SymmetricDevice(torch.device("cuda", index), None).facts() for index in range(count)]
+    return facts, torch.distributed.is_nccl_available()
+
+
+def _make_window() -> int:
+    """Anonymous memory of a page, allocated, sealed and mapped, as a window is; its descriptor."""
+    fd = os.memfd_create("lightning-odc-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, mmap.PAGESIZE)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        mmap.mmap(fd, mmap.PAGESIZE).close()
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _try_window_of_other() -> None:
+    """Another process opens a window by way of ``/proc``, as peers do."""
+    fd = _make_window()
+    command = [sys.executable, "-I", "-S", "-c", _OPEN, f"/proc/{os.getpid()}/fd/{fd}"]
+    try:
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=_PATIENCE, check=False)
+    finally:
+        os.close(fd)
+    if done.returncode:
+        raise OSError((done.stderr.strip().splitlines() or ["it ended without a word"])[-1])
+
+
+def _try_lock() -> None:
+    fd = _make_window()
+    try:
+        for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK):
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
+    finally:
+        os.close(fd)
+
+
+def _try_port() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        free.listen(1)
+        socket.create_connection(free.getsockname(), timeout=5).close()
+
+
+def _try_master_port() -> None:
+    """The port that the environment asks for; on the host of rank 0 it must be free before the ranks start."""
+    port, address = os.environ.get("MASTER_PORT", ""), os.environ.get("MASTER_ADDR", "localhost")
+    if port and address in ("localhost", "127.0.0.1", socket.gethostname()):
+        with socket.socket() as wanted:
+            wanted.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            wanted.bind(("", int(port)))
+
+
+class Probe(NamedTuple):
+    """A feature that is tried: by what, what to do if it fails, and how bad that is."""
+
+    run: Callable[[], Any]
+    remedy: str
+    level: Level = "error"
+
+
+_COLLECTIVE = 'or write ODCStrategy(communication="collective")'
+_ONE_CONTAINER = (
+    "run all ranks as one user in one container; docker run --security-opt seccomp=unconfined shows whether a "
+    f"profile forbids it; {_COLLECTIVE}"
+)
+KERNEL_PROBES = {
+    "shared memory": Probe(
+        lambda: os.close(_make_window()),
+        f"windows need memfd_create with seals (Linux 3.17); {_ONE_CONTAINER}",
+    ),
+    "memory of others": Probe(
+        _try_window_of_other,
+        f"ranks open each other's windows in /proc/<pid>/fd: mount /proc without hidepid, and {_ONE_CONTAINER}",
+    ),
+    "locks": Probe(
+        _try_lock,
+        f"gradients are added under locks of file descriptions (Linux 3.15); {_ONE_CONTAINER}",
+    ),
+    "watching peers": Probe(
+        lambda: os.close(os.pidfd_open(os.getpid())),
+        f"dead ranks are found by pidfd_open (Linux 5.3); {_ONE_CONTAINER}",
+    ),
+    "host identity": Probe(
+        host.boot_id, f"ranks compare /proc/sys/kernel/random/boot_id: mount /proc; {_COLLECTIVE}"
+    ),
+    "order of memory": Probe(
+        host.make_fence, f"install libatomic (apt-get install libatomic1); {_COLLECTIVE}"
+    ),
+}
+"""What the shared-memory transport asks of the kernel. GPUs need it, too, for control words."""
+NETWORK_PROBES = {
+    "free ports": Probe(
+        _try_port, "ranks meet at a port of 127.0.0.1: bring the loopback up (ip link set lo up)"
+    ),
+    "MASTER_PORT": Probe(
+        _try_master_port,
+        "another program listens there: export MASTER_PORT=29501, or unset it on one node",
+        "warning",
+    ),
+    "host name": Probe(
+        lambda: socket.getaddrinfo(socket.gethostname(), None),
+        "gloo looks the host name up: add it to /etc/hosts, or export GLOO_SOCKET_IFNAME=eth0 (one node: lo)",
+        "warning",
+    ),
+}
+"""What process groups ask of the network."""
+PROBES = KERNEL_PROBES | NETWORK_PROBES
+
+
+# -- findings ---------------------------------------------------------------------------------------------------------
+
+
+def examine(machine: Machine) -> list[Finding]:
+    """All findings on a machine, in the order in which they are said."""
+    return [
+        *_check_system(machine),
+        *(_check_version(package, machine.versions.get(package)) for package in BOUNDS),
+        *_check_import(machine),
+        *_check_probes("kernel", KERNEL_PROBES, machine.trouble),
+        *_check_limits(machine),
+        *_check_probes("network", NETWORK_PROBES, machine.trouble),
+        *_check_gpus(machine),
+    ]
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """One line over all findings."""
+    counts = {level: sum(one.level == level for one in findings) for level in ("error", "warning")}
+    said = [f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count]
+    if not said:
+        return f"Everything is fine: {len(findings)} checks."
+    return f"{' and '.join(said)} in {len(findings)} checks."
+
+
+def _check_system(machine: Machine) -> Iterator[Finding]:
+    if machine.system == "Linux":
+        yield Finding("system", "ok", f"Linux {machine.kernel} on {machine.processor}")
+    else:
+        said = f"{machine.system} has no shared memory of the kind that is needed"
+        remedy = 'use ODCStrategy(communication="collective") here, and Linux for the rest'
+        yield Finding("system", "error", said, remedy)
+    if _release(machine.python) < OLDEST_PYTHON:
+        remedy = "install Python 3.11 or newer: uv python install 3.13"
+        yield Finding("Python", "error", f"{machine.python} is too old", remedy)
+    else:
+        yield Finding("Python", "ok", machine.python)
+
+
+def _check_version(package: str, found: str | None) -> Finding:
+    """A package that is there, and new enough."""
+    oldest, is_extra = BOUNDS[package], package == "transformers"
+    level: Level = "warning" if is_extra else "error"
+    if found is None:
+        lacking = ": no packing of Hugging Face models, no demo, no bench" if is_extra else ""
+        remedy = 'pip install "lightning-odc[demo]"' if is_extra else f"pip install --upgrade {package}"
+        return Finding(package, level, f"is not installed{lacking}", remedy)
+    if found.partition("+")[0] in MALICIOUS.get(package, ()):
+        remedy = f"pip uninstall {package} now, change every password that this machine knew, install another release"
+        return Finding(package, "error", f"{found} was a malicious release", remedy)
+    if _release(found) < _release(oldest):
+        remedy = f'pip install --upgrade "{package}>={oldest}"'
+        return Finding(package, level, f"{found} is older than {oldest}", remedy)
+    return Finding(package, "ok", f"{found} ({oldest} or newer works)")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version: ``"2.13.0+cu130"`` is ``(2, 13, 0)``."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def _check_import(machine: Machine) -> Iterator[Finding]:
+    if machine.import_trouble:
+        said = f"the package cannot be imported: {machine.import_trouble}"
+        remedy = "pip install --upgrade lightning-odc torch lightning, and look at the first line above"
+        yield Finding("import", "error", said, remedy)
+
+
+def _check_probes(topic: str, probes: Mapping[str, Probe], trouble: Mapping[str, str]) -> Iterator[Finding]:
+    """A finding for each probe that failed; one for all of them where none did."""
+    failed = [name for name in probes if name in trouble]
+    for name in failed:
+        yield Finding(name, probes[name].level, trouble[name], probes[name].remedy)
+    if not failed:
+        yield Finding(topic, "ok", ", ".join(probes))
+
+
+def _check_limits(machine: Machine) -> Iterator[Finding]:
+    """Host memory below the limit that is reached first; shared memory; open files."""
+    if machine.memory:
+        room = min(machine.memory, key=lambda room: room.size)
+        said = f"{gib(room.size)} GiB are left: {room.limit}"
+        if room.size < LITTLE_MEMORY:
+            yield Finding("memory", "warning", said, f"{room.remedy}: a rank alone takes about 0.5 GiB")
+        else:
+            yield Finding("memory", "ok", said)
+    if machine.shm is None or machine.shm < LITTLE_SHM:
+        size = "does not exist" if machine.shm is None else f"has {gib(machine.shm)} GiB left"
+        said = f"it {size}; windows do not need it, but DataLoader workers pass batches through it"
+        remedy = "docker run --shm-size=8g or --ipc=host, or DataLoader(num_workers=0)"
+        yield Finding("/dev/shm", "warning", said, remedy)
+    if machine.open_files < FEW_FILES:
+        said = (
+            f"a process may open {machine.open_files} files; a rank opens two per peer, and its workers more"
+        )
+        yield Finding("open files", "warning", said, "ulimit -n 65536")
+
+
+def _check_gpus(machine: Machine) -> Iterator[Finding]:
+    """GPUs that can reach each other, and whose additions are atomic."""
+    if machine.import_trouble:
+        return
+    if not machine.devices:
+        if machine.gpu_without_torch:
+            remedy = "install a CUDA build of torch (https://pytorch.org/get-started), and look at nvidia-smi"
+            yield Finding("GPUs", "warning", "there is an NVIDIA GPU, and torch cannot use it", remedy)
+        else:
+            yield Finding("GPUs", "ok", "none: ranks are processes on the CPU")
+        return
+    names = sorted({one.name for one in machine.devices})
+    yield Finding("GPUs", "ok", f"{len(machine.devices)} ({', '.join(names)}); {machine.devices[0].stack}")
+    yield from _check_reach(machine.devices)
+    if not machine.nccl:
+        said = "this torch has none, and process groups of GPUs need it"
+        yield Finding("NCCL", "error", said, "install a CUDA build of torch")
+    if "triton" not in machine.versions:
+        said = "is not installed: gradients get an accumulator per source rank, which takes more memory"
+        yield Finding("Triton", "warning", said, "pip install 'lightning-odc[gpu]'")
+
+
+def _check_reach(devices: Sequence[DeviceFacts]) -> Iterator[Finding]:
+    """Check what the CUDA transport would refuse, with its messages; each GPU stands for a rank of the same number."""
+    from lightning_odc.engine.transports import preflight
+    from lightning_odc.engine.transports.base import WindowSpec
+    from lightning_odc.errors import WindowError
+
+    try:
+        preflight.check(devices, WindowSpec(units=(), words=0))
+    except WindowError as error:
+        remedy = "choose GPUs that can: CUDA_VISIBLE_DEVICES=..."
+        yield Finding("GPU memory of others", "error", str(error), remedy)
+        return
+    if reason := preflight.why_not_atomic(devices):
+        said = f"{reason}: gradients get an accumulator per source rank, which takes more memory"
+        yield Finding("GPU atomics", "warning", said, "nothing to do; GPUs joined by NVLink would need less")
+    elif len(devices) > 1:
+        said = "every GPU reads the memory of every other one and adds to it atomically"
+        yield Finding("GPU links", "ok", said)
