@@ -121,11 +121,10 @@ def _advise(parsed: dict[str, Any], form: Form) -> int:
     options = read_options(AdviseOptions, parsed)
     # The heavy imports wait until the options are right.
     say_first(form)
-    from lightning_odc.advisor.plans import Facts
-    from lightning_odc.advisor.question import ask
+    from lightning_odc.advisor.inputs import parse_inputs
     from lightning_odc.advisor.report import Advice
 
-    advice = Advice(Facts.of(ask(options)))
+    advice = Advice.on(parse_inputs(options))
     if form.json:
         print(json.dumps(advice.as_dict(), indent=2))
     else:

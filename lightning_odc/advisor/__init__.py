@@ -61,9 +61,8 @@ def advise(
         >>> advice.helps
         True
     """
+    from lightning_odc.advisor.inputs import parse_inputs
     from lightning_odc.advisor.options import AdviseOptions
-    from lightning_odc.advisor.plans import Facts
-    from lightning_odc.advisor.question import ask
     from lightning_odc.advisor.report import Advice
     from lightning_odc.console import OptionError
 
@@ -71,7 +70,7 @@ def advise(
         options = AdviseOptions(
             lengths, model, device, devices, nodes, minibatch_size, max_tokens, max_length, tokenizer, seed
         )
-        return Advice(Facts.of(ask(options, trainer, length_fn)))
+        return Advice.on(parse_inputs(options, trainer, length_fn))
     except OptionError as error:  # it names options of the command line: "--max-length 0: use 1 or more"
         said = re.sub(r"--([a-z-]+)( ?)", lambda at: at[1].replace("-", "_") + "=" * len(at[2]), str(error))
         raise OptionError(said) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from lightning_odc.bench.options import DISTRIBUTIONS
+from lightning_odc.bench.options import DISTRIBUTIONS, LONGEST_HELP
 from lightning_odc.console import OptionError, flag, option
 
 GPU_MEMORY = {"A100": 80e9, "H100": 80e9, "H200": 141e9, "MI300X": 192e9}
@@ -42,10 +42,7 @@ class AdviseOptions:
     nodes: int | None = option(None, "nodes (1)")
     minibatch_size: int | None = option(None, "samples per device and optimizer step (4)")
     max_tokens: int | None = option(None, "most tokens of a microbatch (those of the longest sample)")
-    max_length: int | None = option(
-        None,
-        "longest sample in tokens: texts, files and data sets drop longer ones, named distributions shrink",
-    )
+    max_length: int | None = option(None, LONGEST_HELP)
     tokenizer: str | None = option(
         None, "a Hugging Face tokenizer for texts; without one, 4 bytes count as a token", letter="T"
     )

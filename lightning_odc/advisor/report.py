@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from textwrap import indent
@@ -9,10 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.advisor.plans import WORTH, Facts
+from lightning_odc.advisor.inputs import Inputs
+from lightning_odc.advisor.plans import Memory, Plans, Traffic
 from lightning_odc.balance.arrays import Ints
+from lightning_odc.console import OptionError
 from lightning_odc.data.gain import Gain
 
+WORTH = 1.03
+"""A factor below this one is called none: what a plan leaves out is as large."""
 _GIGA = 1e9
 _LEAST_PART = 0.005
 _LITTLE = 0.03
@@ -24,75 +29,92 @@ class Advice:
     """What `lightning_odc.advise` returns. ``print(advice)`` is what ``lightning-odc advise`` prints.
 
     Attributes:
-        facts: What is certain: plans, memory and bytes between nodes.
+        inputs: Lengths, model and devices that it is about.
+        plans: Who waits under which plan.
+        memory: Bytes on a rank.
+        traffic: Bytes between nodes.
     """
 
-    facts: Facts
+    inputs: Inputs
+    plans: Plans
+    memory: Memory
+    traffic: Traffic
+
+    @classmethod
+    def on(cls, inputs: Inputs) -> Advice:
+        """Work all of it out."""
+        try:
+            plans = Plans.of(inputs)
+        except ValueError as error:
+            raise OptionError(" ".join(str(error).split())) from error
+        return cls(inputs, plans, Memory.of(inputs.model, inputs.place), Traffic.of(inputs))
+
+    @property
+    def fits(self) -> bool:
+        """Whether the model's states fit, before activations."""
+        return self.memory.states <= self.memory.limit
 
     @property
     def helps(self) -> bool:
-        """Whether on-demand communication shortens the plan, over the best one for collectives."""
-        return self.facts.helps
+        """Whether on-demand communication shortens the plan, over the best one for collectives, and its window fits."""
+        window_fits = self.memory.total <= self.memory.limit or not self.fits
+        return window_fits and self.plans.over_collectives >= WORTH
+
+    @property
+    def balancing_helps(self) -> bool:
+        """Whether balancing for collectives shortens the plan."""
+        return self.plans.collective.factor >= WORTH
 
     @property
     def gain(self) -> Gain:
         """What balancing on demand would gain over batches as they come, without the time of communication."""
-        return self.facts.plans.on_demand
+        return self.plans.on_demand
 
     @property
     def line(self) -> str:
         """The ``Trainer`` to write, below the import that it needs."""
-        place = self.facts.question.place
+        place = self.inputs.place
+        if place.devices == 1:
+            strategy = '"auto"'
+        elif self.helps:
+            strategy = '"odc"'
+        elif self.balancing_helps:
+            strategy = 'lightning_odc.ODCStrategy(communication="collective", balance="lb_micro")'
+        else:
+            strategy = '"ddp"' if place.is_cpu else '"fsdp"'  # Lightning's FSDP refuses processors
         nodes = f", num_nodes={place.nodes}" if place.nodes > 1 else ""
         kind = 'accelerator="cpu"' if place.is_cpu else 'accelerator="gpu"'
         precision = "" if place.is_cpu else ', precision="bf16-mixed"'
-        strategy = self._strategy()
         imported = "import lightning_odc\n" * ("odc" in strategy)
         return f"{imported}Trainer({kind}, devices={place.per_node}{nodes}{precision}, strategy={strategy})"
 
-    def _strategy(self) -> str:
-        """The value of ``Trainer(strategy=...)``. Lightning's FSDP refuses processors."""
-        place = self.facts.question.place
-        if place.devices == 1:
-            return '"auto"'
-        if self.helps:
-            return '"odc"'
-        if self.facts.balancing_helps:
-            return 'lightning_odc.ODCStrategy(communication="collective", balance="lb_micro")'
-        return '"ddp"' if place.is_cpu else '"fsdp"'
-
     def __str__(self) -> str:
-        rows = [f"{title:<{_TITLE}}{text}" for title, text in self._rows()]
+        verdict, memory = self._verdict(), self.memory
+        if not self.fits:
+            short = memory.states / max(memory.limit, 1.0)
+            enough = self.inputs.place.devices * 2 ** max(math.ceil(math.log2(short)), 0)
+            verdict = (
+                f"This would not fit: parameters, gradients and Adam take {_gb(memory.states)} per rank, before "
+                f"activations, and a rank has {_gb(memory.limit)}. {enough} devices would hold them.\n{verdict}"
+            )
         untried = ""
-        if "lightning_odc" in self.line and not self.facts.question.place.is_cpu:
+        if "lightning_odc" in self.line and not self.inputs.place.is_cpu:
             untried = "Lightning-ODC's code for GPUs has not run on a GPU yet."
-        plans, question = self.facts.plans, self.facts.question
-        steps = -(-len(question.samples.lengths) // question.samples_per_step)
+        rows = "\n".join(f"{title:<{_TITLE}}{text}" for title, text in self._rows())
+        steps = -(-len(self.inputs.samples.lengths) // self.inputs.samples_per_step)
         limits = (
-            f"These are plans for {plans.steps} of the {steps:,} steps of an epoch. Their time is counted in FLOPs, "
-            "without communication.\nTo measure time on this machine: lightning-odc bench train"
+            f"These are plans for {self.plans.steps} of the {steps:,} steps of an epoch. Their time is counted in "
+            "FLOPs, without communication.\nTo measure time on this machine: lightning-odc bench train"
         )
-        parts = [self._verdict(), indent(self.line, "    "), untried, "\n".join(rows), limits]
-        return "\n\n".join(filter(None, parts))
+        return "\n\n".join(filter(None, [verdict, indent(self.line, "    "), untried, rows, limits]))
 
     __repr__ = __str__
 
     def _verdict(self) -> str:
-        """One or two sentences; that it would not help, or not fit, comes first."""
-        facts = self.facts
-        said = self._gained()
-        if facts.fits:
-            return said
-        memory = facts.memory
-        return (
-            f"This would not fit: parameters, gradients and Adam take {_gb(memory.states)} per rank, before "
-            f"activations, and a rank has {_gb(memory.limit)}. {facts.enough_devices} devices would hold them.\n{said}"
-        )
-
-    def _gained(self) -> str:
-        plans, memory = self.facts.plans, self.facts.memory
+        """One or two sentences; that it would not help comes first."""
+        plans, memory = self.plans, self.memory
         idle, demand = plans.collective.idle, plans.on_demand.balanced_idle
-        if self.facts.question.place.devices == 1:
+        if self.inputs.place.devices == 1:
             return "This would not help: one device has no other to wait for."
         if self.helps:
             return (
@@ -103,70 +125,63 @@ class Advice:
         if plans.over_collectives >= WORTH:
             states, limit = _gb(memory.states), _gb(memory.limit)
             why = f"it adds {_gb(memory.window)} per rank to the {states} of the model, too much for {limit}"
-        elif self.facts.balancing_helps:
+        elif self.balancing_helps:
             balanced = plans.collective.balanced_idle
             why = f"collectives wait only {balanced:.0%} of the time, too, once batches are balanced"
         else:
-            return f"This would not help: {self._why_not()}"
+            if self.inputs.minibatch_size == 1:
+                return (
+                    "This would not help: one sample per device and step leaves nothing to share out. A larger "
+                    "minibatch would."
+                )
+            wait = f"would wait {idle:.0%} of the time for each other"
+            if idle < _LITTLE:
+                return f"This would not help: batches take equally long on all ranks, so they {wait}."
+            return f"This would not help: ranks {wait}, and no plan leaves much less."
         return (
             f"On-demand communication would not help: {why}. Balancing would: a planned step is "
             f"{plans.collective.factor:.2f} times as fast as with batches as they come."
         )
 
-    def _why_not(self) -> str:
-        """Why no plan is faster than batches as they come."""
-        idle = self.facts.plans.collective.idle
-        if self.facts.question.minibatch_size == 1:
-            return "one sample per device and step leaves nothing to share out. A larger minibatch would."
-        if idle < _LITTLE:
-            return f"batches take equally long on all ranks, so they would wait {idle:.0%} of the time for each other."
-        return f"ranks would wait {idle:.0%} of the time for each other, and no plan leaves much less."
-
     def _rows(self) -> Iterator[tuple[str, str]]:
         """Titles and lines; a line that goes on has no title."""
-        question, memory, traffic = self.facts.question, self.facts.memory, self.facts.traffic
-        skew = skew_of(question.samples.lengths)
-        yield "lengths", question.samples.source
+        samples, model, place = self.inputs.samples, self.inputs.model, self.inputs.place
+        plans, memory, traffic = self.plans, self.memory, self.traffic
+        skew = skew_of(samples.lengths)
+        yield "lengths", samples.source
         figures = ", ".join(f"{name} {skew[name]:,.0f}" for name in ("median", "mean", "90%", "longest"))
         yield "", f"{figures} ({skew['longest / mean']:.1f} x the mean)"
-        yield from self._waits()
-        if question.samples.collation.is_table:
-            gain = self.gain
-            shares = f"{gain.padding:.0%} of the computed tokens as batches come"
-            yield "padding", f"{shares}, {gain.balanced_padding:.0%} balanced"
-        yield "model", f"{question.model.name}, {question.model.parameters / _GIGA:.3g} B parameters"
+        if place.devices > 1:
+            yield "ranks wait", f"{plans.collective.idle:>4.0%} of the time as batches come"
+            yield "", f"{plans.collective.balanced_idle:>4.0%} balanced for collectives (lb_micro)"
+            yield "", f"{plans.on_demand.balanced_idle:>4.0%} balanced on demand (lb_mini)"
+            if plans.least_idle >= _LEAST_PART:
+                steps = f"in {plans.long_steps} of {plans.steps} steps"
+                why = f"{steps}, one sample is longer than an equal share of the work"
+                yield "", f"{plans.least_idle:>4.0%} under any plan, at least: {why}"
+        if samples.collation.is_table:
+            shares = f"{self.gain.padding:.0%} of the computed tokens as batches come"
+            yield "padding", f"{shares}, {self.gain.balanced_padding:.0%} balanced"
+        yield "model", f"{model.name}, {model.parameters / _GIGA:.3g} B parameters"
         parts = f"parameters {_gb(memory.parameters)}, gradients {_gb(memory.gradients)}, Adam {_gb(memory.optimizer)}"
         yield "memory per rank", f"{_gb(memory.states)} of {_gb(memory.limit)}, before activations: {parts}"
         if memory.window:
             yield "", f"on demand {_gb(memory.window)} more: published parameters and sums of gradients"
-        if question.place.nodes > 1:
+        if place.nodes > 1:
             yield "between nodes", f"a node sends {_gb(traffic.on_demand)} per step on demand"
-            yield (
-                "",
-                f"and {_gb(traffic.collective)} by collectives ({traffic.microbatches} microbatches per step)",
-            )
-        nodes = f" on {question.place.nodes} nodes" if question.place.nodes > 1 else ""
-        each = f"{question.minibatch_size} sample{'s' * (question.minibatch_size > 1)} per device and step"
-        yield "devices", f"{question.place.devices} x {question.place.device}{nodes}; {each}"
-
-    def _waits(self) -> Iterator[tuple[str, str]]:
-        plans = self.facts.plans
-        if self.facts.question.place.devices == 1:
-            return
-        yield "ranks wait", f"{plans.collective.idle:>4.0%} of the time as batches come"
-        yield "", f"{plans.collective.balanced_idle:>4.0%} balanced for collectives (lb_micro)"
-        yield "", f"{plans.on_demand.balanced_idle:>4.0%} balanced on demand (lb_mini)"
-        if plans.least_idle >= _LEAST_PART:
-            why = f"in {plans.long_steps} of {plans.steps} steps, one sample is longer than an equal share of the work"
-            yield "", f"{plans.least_idle:>4.0%} under any plan, at least: {why}"
+            repeated = f"({traffic.microbatches} microbatches per step)"
+            yield "", f"and {_gb(traffic.collective)} by collectives {repeated}"
+        nodes = f" on {place.nodes} nodes" if place.nodes > 1 else ""
+        size = self.inputs.minibatch_size
+        each = f"{size} sample{'s' * (size > 1)} per device and step"
+        yield "devices", f"{place.devices} x {place.device}{nodes}; {each}"
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON. Memory and traffic are in bytes; waits are parts of all ranks' time."""
-        facts, question = self.facts, self.facts.question
-        plans, place = facts.plans, question.place
+        inputs, plans = self.inputs, self.plans
         return {
             "helps": self.helps,
-            "fits": facts.fits,
+            "fits": self.fits,
             "trainer": self.line,
             "waits": {
                 "as_they_come": plans.collective.idle,
@@ -180,12 +195,12 @@ class Advice:
                 "over_collectives": plans.over_collectives,
             },
             "padding": {"as_they_come": self.gain.padding, "balanced": self.gain.balanced_padding},
-            "memory": asdict(facts.memory),
-            "between_nodes": asdict(facts.traffic),
-            "lengths": {"source": question.samples.source, "tokens": skew_of(question.samples.lengths)},
-            "model": {"name": question.model.name, "parameters": question.model.parameters},
-            "cluster": {"device": place.device, "devices": place.devices, "nodes": place.nodes},
-            "minibatch_size": question.minibatch_size,
+            "memory": asdict(self.memory),
+            "between_nodes": asdict(self.traffic),
+            "lengths": {"source": inputs.samples.source, "tokens": skew_of(inputs.samples.lengths)},
+            "model": {"name": inputs.model.name, "parameters": inputs.model.parameters},
+            "cluster": {name: getattr(inputs.place, name) for name in ("device", "devices", "nodes")},
+            "minibatch_size": inputs.minibatch_size,
             "steps_planned": plans.steps,
         }
 

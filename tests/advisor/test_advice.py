@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from lightning_odc import advise, cli
-from lightning_odc.advisor.plans import Facts, Memory, Plans, Traffic
-from lightning_odc.advisor.question import ModelFacts, Place, Question
+from lightning_odc.advisor.inputs import Inputs, Model, Place, Samples
+from lightning_odc.advisor.plans import Memory, Plans, Traffic
 from lightning_odc.advisor.report import Advice, skew_of
-from lightning_odc.advisor.samples import SampleFacts
 from lightning_odc.balance import Collation, PolynomialCost
 
 UNEVEN = np.random.default_rng(0).lognormal(7, 1, 600).astype(int) + 1
@@ -30,33 +29,33 @@ def advice_on(model: str = "1.5b", nodes: int = 1, length: int = 0, size: int = 
     return advise(lengths, model=model, device="A100", devices=4 * nodes, nodes=nodes, minibatch_size=size)
 
 
-def question_of(lengths: Any, devices: int = 4, size: int = 4, **samples: Any) -> Question:
+def inputs_of(lengths: Any, devices: int = 4, size: int = 4, **samples: Any) -> Inputs:
     """A token takes a second; the devices have memory without end."""
-    model = ModelFacts("linear", PolynomialCost(linear=1.0), 12, 12)
+    model = Model("linear", PolynomialCost(linear=1.0), 12, 12)
     place = Place("H100", devices, 1, float("inf"))
-    return Question(SampleFacts(np.asarray(lengths), "made up", **samples), model, place, size)
+    return Inputs(Samples(np.asarray(lengths), "made up", **samples), model, place, size)
 
 
 def test_plans_by_hand() -> None:
     """Pairs as they come: 8 beside 2, then 1 beside 7, in any order; the level plan is 9 and 9."""
-    plans = Plans.of(question_of([8, 2, 1, 7], devices=2, size=2))
+    plans = Plans.of(inputs_of([8, 2, 1, 7], devices=2, size=2))
     assert plans.on_demand.balanced == pytest.approx(9)
     assert plans.on_demand.balanced_idle == pytest.approx(0)
     assert (plans.steps, plans.long_steps, plans.least_idle) == (1, 0, 0)
-    long = Plans.of(question_of([30, 2, 1, 7], devices=2, size=2))
+    long = Plans.of(inputs_of([30, 2, 1, 7], devices=2, size=2))
     assert (long.long_steps, long.least_idle) == (1, pytest.approx(1 - 20 / 30))
     assert long.on_demand.balanced_idle == pytest.approx(long.least_idle)
 
 
 def test_equal_lengths_leave_nothing_to_wait_for() -> None:
-    plans = Plans.of(question_of([5] * 64))
+    plans = Plans.of(inputs_of([5] * 64))
     assert plans.on_demand.factor == plans.over_collectives == pytest.approx(1)
     assert plans.collective.idle == pytest.approx(0)
 
 
 def test_padding_is_that_of_the_loader() -> None:
-    question = question_of([1, 9] * 32, together=2, collation=Collation("padded"))
-    advice = Advice(Facts.of(question))
+    inputs = inputs_of([1, 9] * 32, together=2, collation=Collation("padded"))
+    advice = Advice.on(inputs)
     assert advice.gain.padding > 0.1 > advice.gain.balanced_padding
     assert f"padding          {advice.gain.padding:.0%} of the computed tokens as batches come" in str(advice)
     assert "padding" not in str(advice_on())
@@ -64,20 +63,20 @@ def test_padding_is_that_of_the_loader() -> None:
 
 def test_memory_and_bytes_are_those_of_the_page_about_several_nodes() -> None:
     """Seven billion parameters on 4 nodes of 8: 8.75 GB per rank, and a node sends 31.5 GB per step."""
-    model = ModelFacts("7b", PolynomialCost(linear=1.0), 7 * BILLION, 7 * BILLION)
+    model = Model("7b", PolynomialCost(linear=1.0), 7 * BILLION, 7 * BILLION)
     place = Place("H100", 32, 4, 80e9)
     memory = Memory.of(model, place)
     assert memory.total / BILLION == pytest.approx(8.75)
     assert memory.states == memory.parameters + memory.gradients + memory.optimizer == 16 * 7 * BILLION / 32
-    question = replace(question_of([5] * 256), model=model, place=place)
-    traffic = Traffic.of(question)
+    inputs = replace(inputs_of([5] * 256), model=model, place=place)
+    traffic = Traffic.of(inputs)
     assert traffic.on_demand / BILLION == pytest.approx(31.5)
     assert traffic.collective / BILLION == pytest.approx(4 * 3 * 2 * 7 * 31 / 32)
-    assert Traffic.of(replace(question, place=replace(place, nodes=1))).on_demand == 0
+    assert Traffic.of(replace(inputs, place=replace(place, nodes=1))).on_demand == 0
 
 
 def test_frozen_parameters_take_no_gradients() -> None:
-    model = ModelFacts("lora", PolynomialCost(linear=1.0), BILLION, BILLION // 100)
+    model = Model("lora", PolynomialCost(linear=1.0), BILLION, BILLION // 100)
     memory = Memory.of(model, Place("cpu", 2, 1, 80e9))
     assert (memory.gradients, memory.optimizer) == (0.02 * BILLION, 0.04 * BILLION)
     assert memory.window == (4 * BILLION + 4 * BILLION // 100) / 2
@@ -91,7 +90,7 @@ def test_uneven_lengths_gain() -> None:
         "import lightning_odc",
         'Trainer(accelerator="gpu", devices=4, precision="bf16-mixed", strategy="odc")',
     ]
-    plans = advice.facts.plans
+    plans = advice.plans
     assert plans.collective.idle > plans.collective.balanced_idle > plans.on_demand.balanced_idle
     assert plans.on_demand.balanced_idle >= plans.least_idle
     assert "between nodes" not in str(advice)
@@ -117,8 +116,8 @@ def test_one_sample_per_step_leaves_nothing_to_balance() -> None:
 
 
 def test_without_a_gain_processors_are_given_a_strategy_that_runs_on_them() -> None:
-    question = question_of([5] * 64, devices=2)
-    advice = Advice(Facts.of(replace(question, place=replace(question.place, device="cpu"))))
+    inputs = inputs_of([5] * 64, devices=2)
+    advice = Advice.on(replace(inputs, place=replace(inputs.place, device="cpu")))
     assert advice.line == 'Trainer(accelerator="cpu", devices=2, strategy="ddp")'
 
 
@@ -127,14 +126,14 @@ def test_one_device_waits_for_no_other(device: str) -> None:
     advice = advise([512, 4096] * 32, model="20m", device=device, devices=1)
     assert str(advice).startswith("This would not help: one device has no other to wait for")
     assert 'strategy="auto"' in advice.line
-    assert advice.facts.memory.window == 0
+    assert advice.memory.window == 0
 
 
 def test_a_window_that_does_not_fit_is_not_recommended() -> None:
-    whole = Facts.of(question_of(UNEVEN))
+    whole = Advice.on(inputs_of(UNEVEN))
     assert whole.helps
     memory = replace(whole.memory, limit=(whole.memory.states + whole.memory.total) / 2)
-    tight = Advice(replace(whole, memory=memory))
+    tight = replace(whole, memory=memory)
     assert not tight.helps
     assert str(tight).startswith("On-demand communication would not help: it adds ")
     assert "Balancing would: a planned step is " in str(tight)
@@ -143,7 +142,7 @@ def test_a_window_that_does_not_fit_is_not_recommended() -> None:
 
 def test_what_does_not_fit_comes_first() -> None:
     advice = advice_on(model="70b")
-    assert not advice.facts.fits
+    assert not advice.fits
     first = str(advice).splitlines()[0]
     assert first.startswith("This would not fit: parameters, gradients and Adam take 278 GB per rank")
     assert first.endswith("16 devices would hold them.")

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_odc import advise, cli
+from lightning_odc.advisor.inputs import Model, Place, find_model, inspect_loader, parse_inputs, read_lengths
 from lightning_odc.advisor.options import AdviseOptions
-from lightning_odc.advisor.question import ModelFacts, Place, _model, ask
-from lightning_odc.advisor.samples import inspect_loader, read_lengths
 from lightning_odc.bench.configs import PRESETS, config_of
 from lightning_odc.console import OptionError
 
@@ -24,8 +23,8 @@ LENGTHS = [7, 4096, 80, 650] * 20
 A100 = Place("A100", 8, 1, 80e9)
 
 
-def model_of(given: Any) -> ModelFacts:
-    return _model(given, A100)
+def model_of(given: Any) -> Model:
+    return find_model(given, A100)
 
 
 # -- lengths ----------------------------------------------------------------------------------------------------------
@@ -61,7 +60,7 @@ def test_an_array_and_a_file_of_numpy(tmp_path: Path) -> None:
 def test_texts_are_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n')
     monkeypatch.setattr(
-        "lightning_odc.advisor.samples._tokenizer", lambda _: lambda text: {"input_ids": text.split()}
+        "lightning_odc.advisor.inputs.load_tokenizer", lambda _: lambda text: {"input_ids": text.split()}
     )
     found = read_lengths(tmp_path / "a.jsonl", tokenizer="some")
     assert (found.lengths.tolist(), found.source) == ([3, 1], "2 lengths from a.jsonl, tokenized")
@@ -131,17 +130,19 @@ def test_a_loader_says_how_long_its_samples_are_and_how_it_pads() -> None:
 def test_a_trainer_says_on_what_it_trains() -> None:
     trainer = Trainer(accelerator="cpu", devices=2, strategy="odc", accumulate_grad_batches=3, logger=False)
     loader = DataLoader([torch.zeros(length) for length in LENGTHS], batch_size=2, collate_fn=list)
-    question = ask(AdviseOptions(loader, "1.5b"), trainer)
-    assert (question.place.devices, question.place.nodes, question.place.device) == (2, 1, "cpu")
-    assert (question.samples.together, question.minibatch_size) == (2, 6)
-    named = ask(AdviseOptions(loader, "1.5b", "h200", devices=16, nodes=2, minibatch_size=3), trainer)
+    inputs = parse_inputs(AdviseOptions(loader, "1.5b"), trainer)
+    assert (inputs.place.devices, inputs.place.nodes, inputs.place.device) == (2, 1, "cpu")
+    assert (inputs.samples.together, inputs.minibatch_size) == (2, 6)
+    named = parse_inputs(
+        AdviseOptions(loader, "1.5b", "h200", devices=16, nodes=2, minibatch_size=3), trainer
+    )
     assert named.place == Place("H200", 16, 2, 141e9)
     assert named.minibatch_size == 3
 
 
 def test_lengths_that_nothing_tells() -> None:
     with pytest.raises(ValueError, match=r"length_fn=lambda sample"):
-        ask(AdviseOptions(DataLoader([{"a": 1}] * 8, batch_size=2), "1.5b"))  # type: ignore[arg-type]
+        parse_inputs(AdviseOptions(DataLoader([{"a": 1}] * 8, batch_size=2), "1.5b"))  # type: ignore[arg-type]
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

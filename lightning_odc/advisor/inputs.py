@@ -1,0 +1,219 @@
+"""What the advice depends on: lengths, a model and devices, read from the forms that users have, and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_odc import host_memory
+from lightning_odc.advisor.options import GPU_MEMORY, AdviseOptions
+from lightning_odc.balance.arrays import Ints, as_lengths, first_number
+from lightning_odc.balance.collation import PACKED, Collation
+from lightning_odc.balance.costs import MICROBATCH, Cost
+from lightning_odc.balance.transformer import shape_of, transformer
+from lightning_odc.bench.configs import ACCEPTED, config_of, one_line
+from lightning_odc.bench.lengths import find_samples
+from lightning_odc.bench.options import DISTRIBUTIONS
+from lightning_odc.console import OptionError
+from lightning_odc.data.collation import find_collation
+from lightning_odc.data.gain import glance
+from lightning_odc.data.lengths import measure
+from lightning_odc.data.loader import is_stream
+from lightning_odc.data.rng import isolated_rng, with_own_rng
+from lightning_odc.strategy.model_facts import cost_of_model
+
+DEVICES_PER_NODE = 8
+"""The devices of a node, where nothing says how many."""
+_MOST_SAMPLES = 8192
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Lengths, and how batches are made of them."""
+
+    lengths: Ints  # ``[n]`` tokens of the samples
+    source: str  # how they were found, for people
+    together: int = 1  # samples of a batch
+    minibatch_size: int = 4  # samples per device and optimizer step, where the user does not say
+    collation: Collation = PACKED  # what the ``collate_fn`` makes of a batch
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a model."""
+
+    name: str  # what it is, for people
+    cost: Cost  # what a microbatch costs, in FLOPs or another unit
+    parameters: int  # how many it has
+    trained: int  # how many of them are trained
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a model is trained on."""
+
+    device: str
+    devices: int  # devices of all nodes together
+    nodes: int
+    memory: float  # bytes that a rank can take
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether ranks compute on processors."""
+        return self.device == "cpu"
+
+    @property
+    def width(self) -> int:
+        """Bytes of a parameter that computes: fp32 on processors, bf16 on GPUs."""
+        return 4 if self.is_cpu else 2
+
+    @property
+    def per_node(self) -> int:
+        """Devices of a node."""
+        return self.devices // self.nodes
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that the advice depends on."""
+
+    samples: Samples
+    model: Model
+    place: Place
+    minibatch_size: int  # samples per device and optimizer step
+    max_tokens: int | None = None  # most tokens of a microbatch; ``None``: the longest sample
+    seed: int = 0  # the seed of the order of samples
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of all devices in one optimizer step."""
+        return self.minibatch_size * self.place.devices
+
+
+def parse_inputs(options: AdviseOptions, trainer: Any = None, length_fn: Any = None) -> Inputs:
+    """Put everything together that a user gave; see `lightning_odc.advise` for the arguments."""
+    place = _place(options, trainer)
+    if hasattr(options.lengths, "dataset"):
+        batches = 1 if trainer is None else trainer.accumulate_grad_batches
+        samples = inspect_loader(options.lengths, batches, length_fn)
+    else:
+        samples = read_lengths(options.lengths, options.max_length, options.seed, options.tokenizer)
+    model = find_model(options.model, place)
+    size = options.minibatch_size or samples.minibatch_size
+    inputs = Inputs(samples, model, place, size, options.max_tokens, options.seed)
+    if len(samples.lengths) < inputs.samples_per_step:
+        raise OptionError(
+            f"a step of {place.devices} devices x {size} samples is more than the {len(samples.lengths)} lengths there "
+            "are: give more lengths, or a smaller --minibatch-size"
+        )
+    return inputs
+
+
+def _place(options: AdviseOptions, trainer: Any) -> Place:
+    """What the options say; where they say nothing, the trainer; and without a trainer, one node of 8 H100."""
+    nodes = options.nodes or (1 if trainer is None else trainer.num_nodes)
+    found = DEVICES_PER_NODE * nodes if trainer is None else trainer.num_devices * trainer.num_nodes
+    devices = options.devices or found
+    if devices % nodes:
+        raise OptionError(
+            f"--devices {devices} --nodes {nodes}: all nodes have equally many devices, so write a multiple of {nodes}"
+        )
+    if options.device is None and trainer is not None and trainer.strategy.root_device.type == "cuda":
+        known = torch.cuda.get_device_properties(trainer.strategy.root_device)
+        return Place(known.name, devices, nodes, known.total_memory)
+    device = str(options.device or ("H100" if trainer is None else "cpu"))
+    if device.lower() == "cpu":
+        return Place("cpu", devices, nodes, host_memory.available(devices // nodes))
+    if device.upper() not in GPU_MEMORY:
+        raise OptionError(f"--device {device!r} is unknown: choose from {', '.join((*GPU_MEMORY, 'cpu'))}")
+    return Place(device.upper(), devices, nodes, GPU_MEMORY[device.upper()])
+
+
+def find_model(given: Any, place: Place) -> Model:
+    """Cost and size of a module as it is, or of what `config_of` accepts."""
+    if isinstance(given, nn.Module):
+        counts = [(one.numel(), one.requires_grad) for one in given.parameters()]
+        known = cost_of_model(given, "cpu" if place.is_cpu else "cuda")
+        trained = sum(count for count, is_trained in counts if is_trained)
+        name = f"{type(given).__name__}, {known.source}"
+        return Model(name, known.cost, sum(count for count, _ in counts), trained)
+    config, name = config_of(given)
+    try:
+        shape, cost = shape_of(config), transformer(config, dense=place.is_cpu)
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise OptionError(
+            f"--model {name}: no dense decoder-only transformer ({one_line(error)}). Write {ACCEPTED}"
+        ) from error
+    embeddings = shape.head_weights * (1 if shape.tied else 2)
+    parameters = shape.layers * shape.layer_weights + embeddings
+    return Model(name, replace(cost, constant=MICROBATCH * cost.per_token), parameters, parameters)
+
+
+def read_lengths(
+    given: Any, max_length: int | None = None, seed: int = 0, tokenizer: str | None = None
+) -> Samples:
+    """Lengths that a user named or gave."""
+    if not isinstance(given, str | Path):
+        try:
+            lengths = first_number(as_lengths(np.asarray(given)))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise OptionError(f"lengths: {error}") from error
+        return Samples(lengths, f"{len(lengths):,} lengths")
+    if str(given) not in DISTRIBUTIONS and not Path(given).exists():
+        raise OptionError(
+            f"--lengths {str(given)!r} is neither one of {', '.join(DISTRIBUTIONS)}, nor a file (.txt with one per "
+            "line, .npy, .json, .jsonl), nor the folder of a data set"
+        )
+    found = find_samples(str(given), max_length, seed, load_tokenizer(tokenizer) if tokenizer else None)
+    return Samples(first_number(as_lengths(found.lengths)), found.source)
+
+
+def load_tokenizer(name: str) -> Any:
+    """A Hugging Face tokenizer, by its name or folder."""
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(name)
+    except ImportError:
+        needed = 'it needs transformers: pip install "lightning-odc[demo]"'
+        raise OptionError(f"--tokenizer {name}: {needed}") from None
+    except Exception as error:
+        raise OptionError(f"--tokenizer {name}: {one_line(error)}") from error
+
+
+def inspect_loader(dataloader: Any, batches: int, length_fn: Any = None) -> Samples:
+    """Look at the samples of a loader, from a copy of its data set: its generators and counters stay."""
+    dataset = dataloader.dataset
+    if is_stream(dataset) or dataloader.batch_size is None:
+        raise OptionError(
+            "a stream and a batch sampler do not say how long samples are before they are read: pass lengths, "
+            "advise([812, 4096, 77], model=...)"
+        )
+    try:
+        values, indices = glance(dataloader, min(len(dataset), _MOST_SAMPLES), length_fn or measure)
+    except Exception as error:
+        said = " ".join(str(error).split())
+        raise OptionError(
+            f'the loader: {said} Or pass length_fn=lambda sample: len(sample["tokens"])'
+        ) from error
+    if not len(values):
+        raise OptionError(
+            "the loader: its workers read the samples, so none was read here: pass lengths=[812, 4096, 77]"
+        )
+    copied = with_own_rng(dataset)
+    with isolated_rng():
+        collation = find_collation(dataloader.collate_fn, lambda place: copied[indices[place]], values)
+    how = "could not be recognized, and its batches are taken for packed ones"
+    return Samples(
+        first_number(values),
+        f"{len(values):,} of the loader's {len(dataset):,} samples; the collate_fn "
+        f"{collation.describe() if collation else how}",
+        dataloader.batch_size,
+        dataloader.batch_size * batches,
+        collation or PACKED,
+    )
