@@ -45,7 +45,7 @@ from lightning_odc.bench.options import (
 )
 from lightning_odc.bench.report import Outcome, show_percent
 from lightning_odc.bench.results import WARM_UP, Row
-from lightning_odc.bench.train import check, train_all
+from lightning_odc.bench.training import check, train_all
 from lightning_odc.bench.workload import Workload, cost_under, plans_of
 from lightning_odc.console import OptionError, option, prepare_output
 from lightning_odc.data.plan import RunInfo
@@ -175,7 +175,7 @@ def emulated_cost(name: str) -> Cost:
     if name in FITTED:
         return FITTED[name]
     try:
-        return resolve_cost(transformer(configuration(name, FITTED)))
+        return resolve_cost(transformer(configuration(name, ())))
     except OptionError:
         raise
     except ValueError as error:

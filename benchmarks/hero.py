@@ -17,7 +17,7 @@ from lightning_odc.bench.options import MODES as COMPARED
 from lightning_odc.bench.options import SHUFFLED, TrainOptions
 from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import WARM_UP
-from lightning_odc.bench.train import run_train
+from lightning_odc.bench.training import run_train
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline

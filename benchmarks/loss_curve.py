@@ -13,7 +13,7 @@ from pathlib import Path
 from lightning_odc.bench.options import AUTO, SHUFFLED, Combination, TrainOptions
 from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import WARM_UP
-from lightning_odc.bench.train import check, train_all
+from lightning_odc.bench.training import check, train_all
 from lightning_odc.bench.workload import Workload
 from lightning_odc.console import OptionError
 from lightning_odc.files import write_json

@@ -148,7 +148,7 @@ def _bench(parsed: dict[str, Any], form: Form) -> int:
     check_extra_packages("benchmark")
     say_first(form)
     from lightning_odc.bench.report import Outcome
-    from lightning_odc.bench.train import run_train
+    from lightning_odc.bench.training import run_train
     from lightning_odc.bench.workload import Workload
 
     return run_written(form, lambda: run_train(Outcome(Workload(options))), parsed["output"] / "bench.json")

@@ -36,8 +36,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_odc._compat import comms_of
-from lightning_odc.bench.devices import Placement, place
-from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.bench.processes import Placement, RankFailedError, Ranks, place
 from lightning_odc.bench.results import median_interval
 from lightning_odc.engine.collective import process_group_rendezvous, single_process
 from lightning_odc.engine.comm import all_gather, reduce_scatter, set_comms

@@ -8,11 +8,9 @@ from dataclasses import asdict, dataclass
 from textwrap import indent
 from typing import Any
 
-import numpy as np
-
 from lightning_odc.advisor.inputs import Inputs
 from lightning_odc.advisor.plans import Memory, Plans, Traffic
-from lightning_odc.balance.arrays import Ints
+from lightning_odc.bench.lengths import describe_tail, tail_of
 from lightning_odc.console import OptionError
 from lightning_odc.data.gain import Gain
 
@@ -147,10 +145,9 @@ class Advice:
         """Titles and lines; a line that goes on has no title."""
         samples, model, place = self.inputs.samples, self.inputs.model, self.inputs.place
         plans, memory, traffic = self.plans, self.memory, self.traffic
-        skew = skew_of(samples.lengths)
         yield "lengths", samples.source
-        figures = ", ".join(f"{name} {skew[name]:,.0f}" for name in ("median", "mean", "90%", "longest"))
-        yield "", f"{figures} ({skew['longest / mean']:.1f} x the mean)"
+        ratio = samples.lengths.max() / samples.lengths.mean()
+        yield "", f"{describe_tail(samples.lengths)} ({ratio:.1f} x the mean)"
         if place.devices > 1:
             yield "ranks wait", f"{plans.collective.idle:>4.0%} of the time as batches come"
             yield "", f"{plans.collective.balanced_idle:>4.0%} balanced for collectives (lb_micro)"
@@ -197,21 +194,12 @@ class Advice:
             "padding": {"as_they_come": self.gain.padding, "balanced": self.gain.balanced_padding},
             "memory": asdict(self.memory),
             "between_nodes": asdict(self.traffic),
-            "lengths": {"source": inputs.samples.source, "tokens": skew_of(inputs.samples.lengths)},
+            "lengths": {"source": inputs.samples.source, "tokens": tail_of(inputs.samples.lengths)},
             "model": {"name": inputs.model.name, "parameters": inputs.model.parameters},
             "cluster": {name: getattr(inputs.place, name) for name in ("device", "devices", "nodes")},
             "minibatch_size": inputs.minibatch_size,
             "steps_planned": plans.steps,
         }
-
-
-def skew_of(lengths: Ints) -> dict[str, float]:
-    """Figures that describe the tail of ``[n]`` lengths."""
-    mean = float(lengths.mean())
-    median, ninth = np.quantile(lengths, [0.5, 0.9]).tolist()
-    longest = float(lengths.max())
-    figures = {"count": len(lengths), "median": median, "mean": mean, "90%": ninth, "longest": longest}
-    return {**figures, "longest / mean": longest / mean, "deviation / mean": float(lengths.std()) / mean}
 
 
 def _gb(size: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,47 +33,41 @@ _PARAMETERS_PER_CUBE = 12 * _HEAD_SIZE**2
 _MOST_PARAMETERS = 1e14
 
 
-def config_of(given: Any) -> tuple[Any, str]:
-    """A Hugging Face configuration, object or mapping, and its name."""
+def config_of(given: Any, own: Iterable[str] = ()) -> tuple[Any, str]:
+    """A Hugging Face configuration, object or mapping, and its name; ``own`` are further names for the message."""
     # Given: a name of `PRESETS`; a number of parameters; a type of model that transformers knows; a
     # ``config.json`` or its folder; or a configuration.
     if isinstance(given, str | Path) and Path(given).exists():
-        return read_config(Path(given)), str(given)
-    if isinstance(given, str):
-        return _named(given)
+        return _read_config(Path(given)), str(given)
     if isinstance(given, int | float) and not isinstance(given, bool):
         return _decoder_with(float(given)), f"{given:.3g} parameters"
     if isinstance(given, Mapping) or hasattr(given, "to_dict"):
         raw = given if isinstance(given, Mapping) else given.to_dict()
         return given, str(raw.get("model_type") or "a configuration")
-    raise OptionError(f"--model {given!r} is unknown: write {ACCEPTED}")
+    name = given.lower() if isinstance(given, str) else ""
+    if name in PRESETS:
+        return PRESETS[name], name
+    if count := re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmbt]?)", name):
+        parameters = float(count[1]) * 1000 ** " kmbt".index(count[2] or " ")
+        return _decoder_with(parameters), f"{given} parameters"
+    try:
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(given), given
+    except Exception:  # transformers raises many kinds for a name that it does not know, or is not there
+        raise OptionError(f"--model {given!r} is unknown: write {', '.join((*own, ACCEPTED))}") from None
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     """What is in a ``config.json``, or in that of a folder."""
     try:
         found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
     except (OSError, ValueError) as error:
         raise OptionError(f"--model {path}: not a configuration: {one_line(error)}") from error
     if not isinstance(found, dict):
-        raise OptionError(
-            f"--model {path}: not a configuration: it holds a {type(found).__name__}, not an object"
-        )
+        kind = type(found).__name__
+        raise OptionError(f"--model {path}: not a configuration: it holds a {kind}, not an object")
     return found
-
-
-def _named(name: str) -> tuple[Any, str]:
-    if name.lower() in PRESETS:
-        return PRESETS[name.lower()], name.lower()
-    if count := re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmbt]?)", name.lower()):
-        parameters = float(count[1]) * 1000 ** " kmbt".index(count[2] or " ")
-        return _decoder_with(parameters), f"{name} parameters"
-    try:
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(name), name
-    except Exception:  # transformers raises many kinds for a name that it does not know, or is not there
-        raise OptionError(f"--model {name!r} is unknown: write {ACCEPTED}") from None
 
 
 def _decoder_with(parameters: float) -> Mapping[str, Any]:

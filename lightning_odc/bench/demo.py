@@ -5,19 +5,19 @@ It adds what a first look needs: the lengths before the run, a timeline of every
 
 from __future__ import annotations
 
-import itertools
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_odc.bench.corpus import read_samples
+from lightning_odc.bench.lengths import describe_tail
 from lightning_odc.bench.options import AUTO, MODES, Combination, DemoOptions, available_cores
-from lightning_odc.bench.report import Outcome, length_facts
+from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import WARM_UP, Row, Split, splits
-from lightning_odc.bench.train import run_train
+from lightning_odc.bench.training import run_train
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks import TimelineRecorder, draw_timelines, load_timeline
 
@@ -30,23 +30,7 @@ TITLES = {"on_demand": "on demand", "balanced": "on demand, balanced"}
 def run_demo(options: DemoOptions) -> int:
     """Train, print, write; returns the exit code, 1 if losses differ by more than rounding explains."""
     outcome = DemoOutcome(options)
-    code = run_train(outcome, partial(timeline_recorders, options))
-    return code or (0 if outcome.losses_agree else 1)
-
-
-def timeline_recorders(
-    options: DemoOptions, combination: Combination, repetition: int
-) -> list[TimelineRecorder]:
-    """What records the last minibatch of the last repetition, the same one under every mode."""
-    if repetition < options.repetitions - 1:
-        return []
-    last = WARM_UP + options.minibatches - 1
-    return [TimelineRecorder(timeline_folder(options.output, NAMES[combination]), (last, last))]
-
-
-def timeline_folder(output: Path, mode: str) -> Path:
-    """Where the timeline of a mode lies."""
-    return output / "timelines" / mode
+    return run_train(outcome, outcome.recorders) or int(not outcome.losses_agree)
 
 
 class DemoOutcome(Outcome):
@@ -61,17 +45,24 @@ class DemoOutcome(Outcome):
     def name_of(self, combination: Combination) -> str:
         return NAMES.get(combination, str(combination))
 
+    def recorders(self, combination: Combination, repetition: int) -> list[TimelineRecorder]:
+        """What records the last minibatch of the last repetition, the same one under every mode."""
+        if repetition < self.options.repetitions - 1:
+            return []
+        last = WARM_UP + self.options.minibatches - 1
+        folder = self.demo.output / "timelines" / self.name_of(combination)
+        return [TimelineRecorder(folder, (last, last))]
+
     @property
     def introduction(self) -> str:
         """What is trained on, and how ranks share it."""
         options, cores = self.options, available_cores()
         corpus = read_samples(self.demo.max_length, equal=self.demo.equal_lengths)
-        facts = ", ".join(f"{name} {value:,.0f}" for name, value in length_facts(corpus.lengths).items())
         lines = [
             f"{len(corpus.samples):,} functions and classes of Python {platform.python_version()}'s standard library; "
             f"{corpus.dropped:,} longer than {corpus.max_length:,} tokens left out",
-            f"tokens: {facts}",
-            histogram_text(corpus.lengths, corpus.max_length),
+            f"tokens: {describe_tail(corpus.lengths)}",
+            histogram(corpus.lengths, corpus.max_length),
             f"minibatch: {self.devices} x {options.samples_per_rank} samples, one per microbatch, the longest first "
             "(balanced: as it chooses)",
         ]
@@ -106,10 +97,7 @@ class DemoOutcome(Outcome):
             "runs": {self.name_of(row.combination): self._figures(row) for row in self.rows},
             "gain": None if self.gain is None else self.gain.record(),
             "timelines": {
-                mode: {
-                    "trace": str(timeline_folder(Path(), mode) / "timeline.json"),
-                    "idle_share": one.idle_fraction,
-                }
+                mode: {"trace": f"timelines/{mode}/timeline.json", "idle_share": one.idle_fraction}
                 for mode, one in self._timelines().items()
             },
         }
@@ -120,11 +108,9 @@ class DemoOutcome(Outcome):
         totals = [one for run in runs for one in run.totals]
         minibatches = sum(run.count for run in runs)
         kinds = totals[0].traffic if totals else {}
+        samples = self.options.ranks * self.options.samples_per_rank * row.minibatches
         return {
-            "samples_per_second": self.options.ranks
-            * self.options.samples_per_rank
-            * row.minibatches
-            / row.total,
+            "samples_per_second": samples / row.total,
             "tokens_per_second": row.tokens / row.total,
             "seconds_per_minibatch": [run.seconds(index) for run in runs for index in run.timed],
             "loss": [runs[-1].loss(index) for index in range(runs[-1].count)],
@@ -138,10 +124,8 @@ class DemoOutcome(Outcome):
 
     def _timelines(self) -> dict[str, Any]:
         """Of the modes that came so far."""
-        traces = {
-            mode: timeline_folder(self.demo.output, mode) / "timeline.json"
-            for mode in self.demo.communication
-        }
+        folder = self.demo.output / "timelines"
+        traces = {mode: folder / mode / "timeline.json" for mode in self.demo.communication}
         return {mode: load_timeline(trace) for mode, trace in traces.items() if trace.exists()}
 
     def write_files(self) -> None:
@@ -159,20 +143,13 @@ class DemoOutcome(Outcome):
         )
 
 
-def histogram(lengths: Sequence[int], longest: int) -> list[tuple[int, int, int]]:
-    """``(from, to, count)`` of `BINS` equal bins over ``1..longest``, both ends included."""
-    edges = [round(longest * step / BINS) for step in range(BINS + 1)]
-    pairs = itertools.pairwise(edges)
-    return [(low + 1, high, sum(low < length <= high for length in lengths)) for low, high in pairs]
-
-
-def histogram_text(lengths: Sequence[int], longest: int, width: int = 40) -> str:
-    """The histogram as lines of blocks, the fullest bin ``width`` blocks wide."""
-    bins = histogram(lengths, longest)
-    fullest = max(count for *_, count in bins)
+def histogram(lengths: Sequence[int], longest: int, width: int = 40) -> str:
+    """Lines of blocks for `BINS` equal bins over ``1..longest``, the fullest bin ``width`` blocks wide."""
+    edges = np.linspace(0, longest, BINS + 1).round().astype(int)
+    counts, _ = np.histogram(lengths, edges + 0.5)  # a length on an edge belongs to the lower bin
     digits = len(f"{longest:,}")
     lines = []
-    for low, high, count in bins:
-        bar = "█" * round(width * count / fullest) or ("▏" if count else "")
+    for low, high, count in zip(edges[:-1] + 1, edges[1:], counts.tolist(), strict=True):
+        bar = "█" * round(width * count / max(counts)) or ("▏" if count else "")
         lines.append(f"{low:>{digits},} - {high:>{digits},}  {bar} {count:,}")
     return "\n".join(lines)

@@ -14,16 +14,16 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from lightning_odc.balance.arrays import LENGTH_LIMIT
-from lightning_odc.bench.corpus import encode, read_samples
+from lightning_odc.bench.corpus import VOCABULARY, encode, read_samples
 from lightning_odc.console import OptionError
 from lightning_odc.data.lengths import LengthArray, LengthsUnknownError, find_lengths
 
@@ -34,8 +34,7 @@ _COLUMNS = ("length", "num_tokens", "n_tokens")
 _BYTES_OF_A_TOKEN = 4
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """What is known of a data set's lengths, in tokens."""
 
     mean: float
@@ -80,7 +79,11 @@ def find_samples(name: str, max_length: int | None, seed: int, tokenizer: Any = 
     # Texts, files and data sets lose what is longer than ``max_length``; named distributions shrink. Without a
     # tokenizer, 4 bytes of a text are taken for a token.
     if name in ("stdlib", "equal"):
-        return _text(max_length or _TEXT_CAP, name == "equal")
+        corpus = read_samples(max_length or _TEXT_CAP, equal=name == "equal")
+        what = "equal pieces" if name == "equal" else "functions and classes"
+        source = f"{len(corpus.samples)} {what} of the standard library"
+        lengths = np.array(corpus.lengths)
+        return Samples(lengths, source, lambda index: encode(corpus.samples[index]), VOCABULARY)
     if name in PUBLISHED:
         return Samples(draw(name, _DRAWN, max_length, seed), f"{name}, lognormal by its published statistics")
     lengths, how = _read(Path(name), tokenizer)
@@ -95,8 +98,7 @@ def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> Le
     """Lengths from a named distribution, int64 ``[count]``."""
     # All shrink in proportion to the longest, which by default is the published one.
     known = PUBLISHED[name]
-    location = _location(known.mean / known.longest, _SIGMA)
-    normal = statistics.NormalDist(location, _SIGMA)
+    normal = statistics.NormalDist(_location(known.mean / known.longest, _SIGMA), _SIGMA)
     # Another stream than the loader's shuffle, which would otherwise sort what it is given.
     below = np.random.default_rng([seed, len(PUBLISHED)]).random(count) * normal.cdf(0.0)
     fractions = np.exp([normal.inv_cdf(max(float(value), 1e-12)) for value in below])
@@ -115,17 +117,40 @@ def _location(mean: float, sigma: float) -> float:
     return low
 
 
-def _text(max_length: int, equal: bool) -> Samples:
-    corpus = read_samples(max_length, equal=equal)
-    source = f"{len(corpus.samples)} {'equal pieces' if equal else 'functions and classes'} of the standard library"
-    return Samples(np.array(corpus.lengths), source, lambda index: encode(corpus.samples[index]), 258)
+def tail_of(lengths: ArrayLike) -> dict[str, float]:
+    """The figures that describe ``[n]`` lengths."""
+    values = np.asarray(lengths)
+    median, ninth = np.quantile(values, [0.5, 0.9]).tolist()
+    mean, longest = float(values.mean()), float(values.max())
+    return {"count": len(values), "median": median, "mean": mean, "90%": ninth, "longest": longest}
+
+
+def describe_tail(lengths: ArrayLike) -> str:
+    """The same for people."""
+    figures = list(tail_of(lengths).items())[1:]
+    return ", ".join(f"{name} {value:,.0f}" for name, value in figures)
 
 
 def _read(path: Path, tokenizer: Any) -> tuple[LengthArray, str]:
-    """Lengths from a file of numbers, a file of records, or the folder of a data set; and how they were found."""
-    count = _Count(tokenizer)
+    """Lengths from a file of numbers, a file of records, or the folder of a data set; and how texts were counted."""
+    how = ""
     try:
-        found = _from_folder(path) if path.is_dir() else _from_file(path, count)
+        if path.is_dir():
+            found: Any = _from_folder(path)
+        elif path.suffix == ".npy":
+            found = np.load(path, allow_pickle=False)
+        elif path.suffix in (".json", ".jsonl"):
+            text = path.read_text()
+            is_lines = path.suffix == ".jsonl"
+            records = (
+                [json.loads(line) for line in text.splitlines() if line.strip()]
+                if is_lines
+                else json.loads(text)
+            )
+            counted = [_length_of(record, tokenizer) for record in records]
+            found, how = [length for length, _ in counted], max((how for _, how in counted), default="")
+        else:
+            found = [float(word) for word in path.read_text().replace(",", " ").split()]
         lengths = np.asarray(found, dtype=np.float64)
     except (OSError, ValueError, TypeError, OverflowError, LengthsUnknownError) as error:
         reason = " ".join(str(error).split())
@@ -136,53 +161,32 @@ def _read(path: Path, tokenizer: Any) -> tuple[LengthArray, str]:
         raise OptionError(
             f"--lengths {path}: no sample can have {lengths.max():g} tokens, lengths are below 2**40"
         )
-    return lengths.astype(np.int64), count.how
+    return lengths.astype(np.int64), how
 
 
-class _Count:
-    """Counts the tokens of texts."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.how = ""  # how that was done, for people; empty as long as there was no text
-
-    def __call__(self, text: str) -> int:
-        if self._tokenizer is None:
-            self.how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
-            return -(-len(text.encode()) // _BYTES_OF_A_TOKEN)
-        self.how = ", tokenized"
-        return len(self._tokenizer(text)["input_ids"])
-
-
-def _from_file(path: Path, count: _Count) -> Any:
-    if path.suffix == ".npy":
-        return np.load(path, allow_pickle=False)
-    text = path.read_text()
-    if path.suffix == ".jsonl":
-        return [_length_of(json.loads(line), count) for line in text.splitlines() if line.strip()]
-    if path.suffix == ".json":
-        return [_length_of(item, count) for item in json.loads(text)]
-    return [float(word) for word in text.replace(",", " ").split()]
-
-
-def _length_of(record: Any, count: _Count) -> float:
-    """The length in a number, a list of token ids, or a record with ``input_ids``, a length column or a text."""
+def _length_of(record: Any, tokenizer: Any) -> tuple[float, str]:
+    """The length in a number, a list of token ids, or a record; and how its tokens were counted if it is a text."""
     if isinstance(record, list):
         if not all(isinstance(token, int) for token in record):
             raise ValueError("a list is of something else than token ids")
-        return len(record)
+        return len(record), ""
     if not isinstance(record, dict):
-        return float(record)
+        return float(record), ""
     if "input_ids" in record:
-        return len(record["input_ids"])
+        return len(record["input_ids"]), ""
     for column in _COLUMNS:
         if column in record:
-            return float(record[column])
-    if isinstance(record.get("text"), str):
-        return count(record["text"])
-    raise ValueError(
-        f"a record has no 'input_ids', no 'text' and none of {', '.join(_COLUMNS)}, only {', '.join(sorted(record))}"
-    )
+            return float(record[column]), ""
+    text = record.get("text")
+    if not isinstance(text, str):
+        keys = ", ".join(sorted(record))
+        raise ValueError(
+            f"a record has no 'input_ids', no 'text' and none of {', '.join(_COLUMNS)}, only {keys}"
+        )
+    if tokenizer is None:
+        how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
+        return -(-len(text.encode()) // _BYTES_OF_A_TOKEN), how
+    return len(tokenizer(text)["input_ids"]), ", tokenized"
 
 
 def _from_folder(path: Path) -> LengthArray:

@@ -1,12 +1,9 @@
-"""The models of a benchmark: our own small table, or a Hugging Face configuration, by its type or from a file."""
+"""The models of a benchmark: our own small table, or what `config_of` knows, with random weights."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +11,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn import functional
 from transformers import (
-    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -24,8 +20,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from lightning_odc.balance import transformer
-from lightning_odc.bench.configs import one_line, read_config
+from lightning_odc.bench.configs import config_of, one_line
 from lightning_odc.bench.corpus import VOCABULARY
 from lightning_odc.console import OptionError
 from lightning_odc.data.packing import IGNORE_INDEX, PackedBatch
@@ -43,9 +38,7 @@ SIZES = {"tiny": (2, 64), "demo": (4, 256), "small": (6, 384), "wide": (2, 768)}
 
 def find_config(name: str, max_length: int) -> PretrainedConfig:
     """The configuration of a causal language model."""
-    # The name is one of `SIZES`; layers x width of another such model, as in ``4x256``; a ``config.json`` as
-    # Hugging Face writes it; or a type of model that transformers knows, such as ``gpt2``, in its default
-    # configuration.
+    # The name is one of `SIZES`; layers x width of another such model, as in ``4x256``; or what `config_of` knows.
     if name in SIZES:
         return byte_llama(*SIZES[name], max_length)
     if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
@@ -54,7 +47,14 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
             raise OptionError(f"--model {name}: the width {width} is not a multiple of {HEAD_SIZE}")
         return byte_llama(layers, width, max_length)
     config = configuration(name, SIZES)
-    if not _is_causal(config):
+    is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if is_causal and config.architectures:
+        is_causal = any(name.endswith(_CAUSAL_HEADS) for name in config.architectures)
+    elif is_causal and not getattr(config, "is_decoder", False):
+        # It does not say what it is for: then its type is for predicting the next token, and for nothing else.
+        others = (MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+        is_causal = not any(type(config) in mapping for mapping in others)
+    if not is_causal:
         raise OptionError(f"--model {name}: {config.model_type} is not a causal language model")
     config.use_cache = False
     return config
@@ -74,45 +74,19 @@ def byte_llama(layers: int, width: int, max_length: int) -> LlamaConfig:
     )
 
 
-def _is_causal(config: PretrainedConfig) -> bool:
-    """Whether it says so, or else whether its type is made for nothing but predicting the next token."""
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return False
-    if config.architectures:
-        return any(name.endswith(_CAUSAL_HEADS) for name in config.architectures)
-    others = (MODEL_FOR_MASKED_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
-    return getattr(config, "is_decoder", False) or not any(type(config) in mapping for mapping in others)
-
-
 def configuration(name: str, own: Iterable[str]) -> PretrainedConfig:
-    """Read a configuration from a file, or take the default of a type; ``own`` are further names for the message."""
-    if Path(name).is_file():
-        return _read_config(Path(name))
-    if name not in CONFIG_MAPPING:
-        raise OptionError(
-            f"--model {name!r} is neither a file, nor one of {', '.join(own)}, nor a type of model that transformers "
-            "knows, such as gpt2 or qwen2"
-        )
-    try:
-        return AutoConfig.for_model(name)
-    except Exception as error:
-        raise OptionError(f"--model {name}: it has no default configuration: {one_line(error)}") from error
-
-
-def _read_config(path: Path) -> PretrainedConfig:
-    raw = read_config(path)
-    if "model_type" not in raw:
-        raise OptionError(
-            f'--model {path}: not a configuration that transformers knows: it has no "model_type"'
-        )
-    kind = raw.pop("model_type")
+    """What `config_of` knows as an object; ``own`` are further names for the message."""
+    given, _ = config_of(name, own)
+    if isinstance(given, PretrainedConfig):
+        return given
+    values = dict(given)
+    if "model_type" not in values:
+        raise OptionError(f'--model {name}: it has no "model_type", so transformers cannot make it')
     # Every type checks its values in its own way, with exceptions of its own: bases of theirs are not public.
     try:
-        return AutoConfig.for_model(kind, **raw)
+        return AutoConfig.for_model(values.pop("model_type"), **values)
     except Exception as error:
-        raise OptionError(
-            f"--model {path}: not a configuration that transformers knows: {one_line(error)}"
-        ) from error
+        raise OptionError(f"--model {name}: transformers cannot make it: {one_line(error)}") from error
 
 
 def count_parameters(name: str, config: PretrainedConfig) -> int:
@@ -120,18 +94,9 @@ def count_parameters(name: str, config: PretrainedConfig) -> int:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # as in `_read_config`
+    except Exception as error:  # as in `configuration`
         raise OptionError(f"--model {name}: no model can be made of it: {one_line(error)}") from error
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def planned_cost(name: str, config: PretrainedConfig) -> Any:
-    """The cost that ``--cost`` names, for a model on this machine's CPUs. Attention covers whole microbatches there."""
-    if name != "model":
-        return name
-    with suppress(ValueError):
-        return transformer(config, dense=True)
-    return "quadratic_dense"
 
 
 class BenchModule(LightningModule):
@@ -179,40 +144,29 @@ class BenchModule(LightningModule):
             loss, count = self.compute(microbatch)
             self._count(loss * bool(weight), count if weight else 0)
             mean = loss * (weight / max(count, 1) / len(microbatches))
+            # DDP reduces in the pass that `manual_backward` announces, and in no other.
             if number < len(microbatches) - 1:
-                # DDP reduces in the pass that `manual_backward` announces, and in no other.
-                self.lag_backward(mean)
-            else:
-                self._reduce(mean)
+                self.backward(mean)
+                continue
+            if self.watch is not None:
+                self.watch.begin_batch()
+                self.watch.before_backward()
+            self.manual_backward(mean)
+            if self.watch is not None:
+                self.watch.after_backward()
         optimizer.step()
-
-    def _reduce(self, loss: Tensor) -> None:
-        if self.watch is not None:
-            self.watch.begin_batch()
-            self.watch.before_backward()
-        self.manual_backward(loss)
-        if self.watch is not None:
-            self.watch.after_backward()
-
-    def lag_backward(self, loss: Tensor) -> None:
-        """A backward pass without reduction."""
-        loss.backward()
 
 
 class CausalModel(BenchModule):
     """A causal language model over packed samples."""
 
-    def __init__(
-        self, config: PretrainedConfig, seed: int, slowness: float = 1.0, by_hand: bool = False
-    ) -> None:
+    def __init__(self, config: PretrainedConfig, seed: int, by_hand: bool = False) -> None:
         super().__init__(by_hand)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        self.slowness = slowness  # a factor; a device that is 1.5 times slower sleeps after each pass
 
     def compute(self, microbatch: PackedBatch) -> tuple[Tensor, int]:
-        begin = time.thread_time()
         targets = microbatch["labels"][0, 1:]
         # `use_cache=False`: see Note [Packed samples do not see each other].
         output = self.model(
@@ -220,19 +174,4 @@ class CausalModel(BenchModule):
         )
         logits = output.logits[0, :-1].float()
         loss = functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        self._lag(begin)
         return loss, int((targets != IGNORE_INDEX).sum())
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        begin = time.thread_time()
-        super().backward(loss, *args, **kwargs)
-        self._lag(begin)
-
-    def lag_backward(self, loss: Tensor) -> None:
-        begin = time.thread_time()
-        super().lag_backward(loss)
-        self._lag(begin)
-
-    def _lag(self, begin: float) -> None:
-        if self.slowness > 1:
-            time.sleep((self.slowness - 1) * (time.thread_time() - begin))

@@ -72,14 +72,6 @@ def combinations(*texts: str) -> tuple[Combination, ...]:
     return tuple(map(Combination.parse, texts))
 
 
-RUNS_HELP = (
-    f"combinations: one of {', '.join(COMMUNICATIONS)}, a plus, one of {', '.join(POLICIES)}; a second plus and a cost "
-    'override --cost; auto is the choice of strategy="odc"'
-)
-LENGTHS_HELP = (
-    f"one of {', '.join(DISTRIBUTIONS)}; a .txt, .json or .jsonl file of lengths or token ids; or the folder of a "
-    "data set"
-)
 DEVICE_HELP = (
     "device that ranks compute on, cpu or cuda; figures in the documentation are for cpu. If there are fewer GPUs than "
     "ranks, ranks share them: that shows that it works, not how fast"
@@ -99,7 +91,8 @@ class TrainOptions:
             *("collective+local_sort", "collective+lb_micro"),
             *("lockstep+lb_micro", "on_demand+lb_micro", "on_demand+lb_mini"),
         ),
-        RUNS_HELP,
+        f"combinations: one of {', '.join(COMMUNICATIONS)}, a plus, one of {', '.join(POLICIES)}; a second plus and a "
+        'cost override --cost; auto is the choice of strategy="odc"',
         letter="C+P",
     )
     model: str = option(
@@ -109,7 +102,12 @@ class TrainOptions:
         "config.json",
         letter="M",
     )
-    lengths: str = option("stdlib", LENGTHS_HELP, letter="L")
+    lengths: str = option(
+        "stdlib",
+        f"one of {', '.join(DISTRIBUTIONS)}; a .txt, .json or .jsonl file of lengths or token ids; or the folder of a "
+        "data set",
+        letter="L",
+    )
     cost: str = option(
         "model", f"cost that the planner uses, one of {', '.join(COSTS)}", letter="C", choices=COSTS
     )

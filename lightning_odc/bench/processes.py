@@ -1,4 +1,7 @@
-"""The ranks of a benchmark: processes on this machine that outlive a job, and none of which outlives its parent."""
+"""The ranks of a benchmark: processes on this machine that outlive a job, and the device of each.
+
+No process outlives its parent. If there are fewer GPUs than ranks, ranks share them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -28,12 +31,82 @@ import torch.distributed as dist
 from lightning_odc import host_memory
 from lightning_odc.bench.options import available_cores
 from lightning_odc.console import OptionError
+from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 PROCESS_BYTES = 150 * 2**20
 """Private memory of a rank that has imported everything and made nothing yet, about."""
 _GRACE_SECONDS = 10.0
 
 Tell = Callable[[Any], None]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The devices of all ranks."""
+
+    # With 3 ranks and 2 GPUs, ranks 0 and 2 share ``cuda:0``, and rank 1 has ``cuda:1``.
+
+    ranks: int
+    gpus: int = 0  # the number of GPUs that they use, at most one per rank; 0 on processors
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The device of every rank, by rank."""
+        if not self.gpus:
+            return [torch.device("cpu")] * self.ranks
+        return [torch.device("cuda", rank % self.gpus) for rank in range(self.ranks)]
+
+    @property
+    def accelerator(self) -> str:
+        """What ``Trainer(accelerator=...)`` calls them."""
+        return "gpu" if self.gpus else "cpu"
+
+    @property
+    def shares(self) -> bool:
+        """Whether several ranks have the same GPU."""
+        return 0 < self.gpus < self.ranks
+
+    @property
+    def backend(self) -> str:
+        """The backend of the process group. NCCL refuses ranks that share a GPU; gloo moves their bytes by the host."""
+        if not self.gpus:
+            return "gloo"
+        return "cpu:gloo,cuda:gloo" if self.shares else "cpu:gloo,cuda:nccl"
+
+    @property
+    def caption(self) -> str:
+        """What tables and pictures have to say about times of ranks that share a GPU; else empty."""
+        if not self.shares:
+            return ""
+        where = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
+        return f"{self.ranks} ranks on {where}: shows that it works, not how fast"
+
+    def enter(self, rank: int) -> None:
+        """Take the device of a rank. Call it in the rank's process, before that makes its process group."""
+        # The variable that lets ranks share a GPU is set here and not by the parent: the server from which
+        # ranks are forked may be older, with another environment.
+        if self.shares:
+            os.environ[OVERLAP_VARIABLE] = "1"
+        if self.gpus:
+            torch.cuda.set_device(self.devices[rank])
+
+
+def place(device: str, ranks: int) -> Placement:
+    """Where this many ranks run on this machine: one GPU each if there are enough, else several on one."""
+    if device == "cpu":
+        return Placement(ranks)
+    if torch.version.cuda is None:
+        raise OptionError(
+            f'There is no GPU for device "cuda": this torch ({torch.__version__}) is built without CUDA. Write "cpu" '
+            "instead, or install a build with CUDA."
+        )
+    found = torch.cuda.device_count()
+    if not found:
+        raise OptionError(
+            'There is no GPU for device "cuda": torch finds none (`nvidia-smi` and CUDA_VISIBLE_DEVICES show why). '
+            'Write "cpu" instead.'
+        )
+    return Placement(ranks, min(found, ranks))
 
 
 class RankFailedError(RuntimeError):
@@ -66,22 +139,15 @@ class CutShort:
 
 def check_memory(needed: int, what: str, instead: str) -> None:
     """Refuse what does not fit into memory."""
-    short = host_memory.shortage(what, needed, f"use {instead}", each=0)
-    if short:
+    if short := host_memory.shortage(what, needed, f"use {instead}", each=0):
         raise OptionError(short)
 
 
-def threads_per_rank(world_size: int) -> int:
-    """The cores divided among the ranks."""
-    return max(available_cores() // world_size, 1)
-
-
 class _Rank(NamedTuple):
-    """A process, the pipe to talk with it, and one whose end it takes for ours."""
+    """A process, and the pipe to talk with it."""
 
     process: BaseProcess
     pipe: Connection
-    lifeline: Connection
 
 
 class Ranks:
@@ -125,19 +191,19 @@ class Ranks:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._scratch = tempfile.TemporaryDirectory(prefix="lightning-odc-")
-        store = str(Path(self._scratch.name) / "store")
+        store = f"file://{self._scratch.name}/store"
         for rank in range(self.world_size):
             pipe, theirs = context.Pipe()
-            watched, lifeline = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main,
-                args=(theirs, watched, rank, self.world_size, store, self._prepare, self._backend),
-                daemon=True,
-            )
+            group = {
+                "backend": self._backend,
+                "init_method": store,
+                "rank": rank,
+                "world_size": self.world_size,
+            }
+            process = context.Process(target=_rank_main, args=(theirs, group, self._prepare), daemon=True)
             process.start()
             theirs.close()
-            watched.close()
-            self._ranks.append(_Rank(process, pipe, lifeline))
+            self._ranks.append(_Rank(process, pipe))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -158,7 +224,6 @@ class Ranks:
             rank.process.kill()
             rank.process.join()
             rank.pipe.close()
-            rank.lifeline.close()
         self._ranks.clear()
 
     @property
@@ -227,23 +292,17 @@ def run_ranks(
         raise SystemExit(str(error)) from None
 
 
-def _rank_main(
-    pipe: Connection,
-    lifeline: Connection,
-    rank: int,
-    world_size: int,
-    store: str,
-    prepare: Callable[[int], None] | None,
-    backend: str,
-) -> None:
+def _rank_main(pipe: Connection, group: dict[str, Any], prepare: Callable[[int], None] | None) -> None:
+    """Run jobs until there is none; ``group`` are the arguments of `torch.distributed.init_process_group`."""
+    rank, world_size = group["rank"], group["world_size"]
     gc.freeze()  # a full collection would copy the memory that the server shares with all ranks: 0.4 s for each
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     if prepare is not None:
         prepare(rank)
-    torch.set_num_threads(threads_per_rank(world_size))
+    torch.set_num_threads(max(available_cores() // world_size, 1))
     os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.init_process_group(**group)
     while (job := pipe.recv()) is not None:
         function, arguments, telling = job
         options = {"tell": partial(_tell, pipe)} if telling else {}
@@ -264,8 +323,8 @@ def _tell(pipe: Connection, item: Any) -> None:
     pipe.send(("told", item))
 
 
-def _end_with(lifeline: Connection) -> None:
-    """End this process when the parent, which holds the other end and never writes, is gone."""
-    with suppress(EOFError, OSError):
-        lifeline.recv()
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)

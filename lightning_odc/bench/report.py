@@ -12,17 +12,15 @@ from functools import cached_property
 from typing import Any
 
 import lightning
-import numpy as np
 import torch
 import transformers
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
 from rich.console import Console
 
 from lightning_odc._version import __version__
-from lightning_odc.bench.devices import Placement, place
+from lightning_odc.bench.lengths import describe_tail, tail_of
 from lightning_odc.bench.options import Combination, TrainOptions, available_cores
-from lightning_odc.bench.processes import CutShort
+from lightning_odc.bench.processes import CutShort, Placement, place
 from lightning_odc.bench.results import (
     Interval,
     Row,
@@ -30,7 +28,6 @@ from lightning_odc.bench.results import (
     Split,
     baseline_of,
     loss_difference,
-    quartiles,
     splits,
     summarize,
 )
@@ -88,35 +85,34 @@ class Outcome:
     # -- for people ----------------------------------------------------------------------------------------------
 
     @property
-    def introduction(self) -> str:
-        """What is about to be measured."""
-        options, samples = self.options, self.workload.samples
-        facts = ", ".join(f"{name} {value:,.0f}" for name, value in length_facts(samples.lengths).items())
-        return (
-            f"model {options.model} on {self.devices}, {options.samples_per_rank} samples per rank and minibatch; "
-            f"{samples.source} (tokens: {facts}); {options.repetitions} repetitions of {options.minibatches} "
-            f"minibatches, the combinations in turns"
-        )
-
-    @property
     def devices(self) -> str:
         """How many devices of which kind."""
         return f"{self.options.ranks} ranks{' on GPUs' if self.options.device == 'cuda' else ''}"
+
+    @property
+    def introduction(self) -> str:
+        """What is about to be measured."""
+        options, samples = self.options, self.workload.samples
+        return (
+            f"model {options.model} on {self.devices}, {options.samples_per_rank} samples per rank and minibatch; "
+            f"{samples.source} (tokens: {describe_tail(samples.lengths)}); {options.repetitions} repetitions of "
+            f"{options.minibatches} minibatches, the combinations in turns"
+        )
+
+    def introduce(self) -> None:
+        """Print the introduction."""
+        print(self.introduction, flush=True)
 
     def cells(self, row: Row) -> dict[str, str]:
         """All that is known of a row, by head."""
         low, middle, high = row.seconds
         communication, policy, _ = row.combination
-        cells = {
-            "communication": communication,
-            "policy": policy,
-            "cost": self.options.cost_of(row.combination),
-        }
-        if len({self.options.cost_of(run) for run in self.options.runs}) < 2:
-            del cells["cost"]  # the same in all rows
+        cells = {"communication": communication, "policy": policy}
+        if len({self.options.cost_of(run) for run in self.options.runs}) > 1:
+            cells["cost"] = self.options.cost_of(row.combination)
         return cells | {
             "s/minibatch [95 %]": f"{middle:.3f} [{low:.3f}, {high:.3f}]",
-            "speed-up [95 %]": "-" if row.speed_up is None else show_ratio(row.speed_up, row.doubt),
+            "speed-up [95 %]": show_ratio(row.speed_up, row.doubt),
             "idle": show_percent(row.idle),
             "idle, estimated": show_percent(row.estimated_idle),
             "over bound": show_percent(row.over_bound),
@@ -128,12 +124,11 @@ class Outcome:
 
     def _short_cells(self, row: Row) -> dict[str, str]:
         """What fits into 80 columns."""
-        ratio = "-" if row.speed_up is None else show_ratio(row.speed_up, row.doubt, "?", digits=2)
         return {
             "": self.name_of(row.combination),
             "tokens\n/s": f"{row.tokens / row.total:,.0f}",
             "s/mini-\nbatch": f"{row.seconds[1]:.3f}",
-            "speed-up [95 %]": ratio,
+            "speed-up [95 %]": show_ratio(row.speed_up, row.doubt, "?", digits=2),
             "idle": show_percent(row.idle),
             "over\nbound": show_percent(row.over_bound),
         }
@@ -172,10 +167,6 @@ class Outcome:
         table = markdown(list(cells[0]), [list(one.values()) for one in cells])
         return "\n".join([*caption, table, "", *self.lines])
 
-    def introduce(self) -> None:
-        """Print the introduction."""
-        print(self.introduction, flush=True)
-
     def show(self) -> None:
         """Print a table and sentences."""
         console = Console(highlight=False, soft_wrap=True)
@@ -194,19 +185,19 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """The content of the JSON file."""
-        given, samples = asdict(self.options), self.workload.samples
+        samples, given = self.workload.samples, asdict(self.options)
         given |= {"runs": [str(run) for run in self.options.runs], "output": None}
         return {
             "options": given,
             "caption": self.placement.caption or None,
-            "lengths": {"source": samples.source, "tokens": length_facts(samples.lengths)},
+            "lengths": {"source": samples.source, "tokens": tail_of(samples.lengths)},
             "baseline": str(baseline_of([row.combination for row in self.rows])),
             "rows": [row.record() for row in self.rows],
             "splits": [split.record() for split in splits(self.runs)],
             "loss_difference": loss_difference(self.runs),
             "cut_short": self.cut.failure or None,
             "error": self.cut.details or None,
-            "runs": [_run_record(run) for run in self.runs if run.count],
+            "runs": [run.record() for run in self.runs if run.count],
             "machine": machine(self.load, self.placement.gpus),
         }
 
@@ -225,22 +216,11 @@ class Outcome:
         (folder / told).unlink(missing_ok=True)
         write_json(folder / f"{name}.json", self.as_dict())
         write_whole(folder / f"{name}.md", f"{self.introduction}\n\n{self.text}\n".encode())
-        names = {self.name_of(row.combination): row for row in self.rows}
         buffer = io.BytesIO()
-        rows_picture(names, self.placement.caption).savefig(buffer, format="png", dpi=120)
+        named = {self.name_of(row.combination): row for row in self.rows}
+        rows_picture(named, self.placement.caption).savefig(buffer, format="png", dpi=120)
         write_whole(folder / f"{name}.png", buffer.getvalue())
         print(f"files in {folder}/: {name}.json, {name}.md (the whole table), {name}.png")
-
-
-def length_facts(lengths: ArrayLike) -> dict[str, float]:
-    """The figures that describe the tail: median, mean, 90th percentile, longest."""
-    ordered = np.sort(lengths).tolist()
-    return {
-        "median": quartiles(ordered)[1],
-        "mean": sum(ordered) / len(ordered),
-        "90%": ordered[int(0.9 * (len(ordered) - 1))],
-        "longest": ordered[-1],
-    }
 
 
 def machine(load: float, gpus: int = 0) -> dict[str, Any]:
@@ -258,18 +238,6 @@ def machine(load: float, gpus: int = 0) -> dict[str, Any]:
     }
 
 
-def _run_record(run: Run) -> dict[str, Any]:
-    return {
-        "combination": str(run.combination),
-        "repetition": run.repetition,
-        "seconds": [run.seconds(index) for index in range(run.count)],
-        "idle": [[one.idle for one in run.of(index)] for index in range(run.count)],
-        "losses": [run.loss(index) for index in range(run.count)],
-        "estimated_idle": run.estimates,
-        "totals": [asdict(one) for one in run.totals],
-    }
-
-
 def show_percent(fraction: float | None, digits: int = 1) -> str:
     """A fraction in percent, or a dash."""
     return "-" if fraction is None else f"{100 * fraction:z.{digits}f} %"
@@ -279,8 +247,12 @@ def _show_mib(size: int) -> str:
     return f"{size / MIB:.0f} MiB" if size else "-"
 
 
-def show_ratio(ratio: Interval, doubt: str = "", instead: str = "not measurable", digits: int = 3) -> str:
-    """A ratio with its interval; the interval alone where there is a reason to doubt the ratio."""
+def show_ratio(
+    ratio: Interval | None, doubt: str = "", instead: str = "not measurable", digits: int = 3
+) -> str:
+    """A ratio with its interval; the interval alone where there is a reason to doubt the ratio; or a dash."""
+    if ratio is None:
+        return "-"
     low, middle, high = (f"{one:.{digits}f}" for one in ratio)
     return f"{instead if doubt else f'x{middle}'} [{low}, {high}]"
 
@@ -291,17 +263,11 @@ def rows_picture(rows: Mapping[str, Row], caption: str = "") -> Figure:
     axes = figure.add_subplot()
     for height, (name, row) in enumerate(rows.items()):
         low, middle, high = row.seconds
-        idle = row.idle or 0.0
+        waiting = middle * (row.idle or 0.0)
         colour = MODES.get(name, MODES.get(row.combination.communication, GREY))
         axes.barh(height, middle, color=colour, alpha=0.6)
-        axes.barh(
-            height,
-            middle * idle,
-            left=middle * (1 - idle),
-            color="none",
-            hatch="///",
-            edgecolor="white",
-        )
+        hatched: Any = {"color": "none", "hatch": "///", "edgecolor": "white"}
+        axes.barh(height, waiting, left=middle - waiting, **hatched)
         axes.errorbar(middle, height, xerr=[[middle - low], [high - middle]], color="black", capsize=3)
         if row.speed_up is not None and not row.doubt:
             axes.annotate(f" x{row.speed_up[1]:.2f}", (high, height), va="center")

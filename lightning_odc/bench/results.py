@@ -122,6 +122,18 @@ class Run:
                 one.waits["collective"] = seconds
                 one.meetings = []
 
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "combination": str(self.combination),
+            "repetition": self.repetition,
+            "seconds": [self.seconds(index) for index in range(self.count)],
+            "idle": [[one.idle for one in self.of(index)] for index in range(self.count)],
+            "losses": [self.loss(index) for index in range(self.count)],
+            "estimated_idle": self.estimates,
+            "totals": [asdict(one) for one in self.totals],
+        }
+
 
 @dataclass
 class Row:
@@ -214,11 +226,11 @@ def doubt(slow: dict[Key, float], fast: dict[Key, float]) -> str:
 
 def by_repetition(slow: dict[Key, float], fast: dict[Key, float]) -> list[float]:
     """The speed-up of every repetition, over the minibatches that both have."""
-    keys = sorted(slow.keys() & fast.keys())
-    return [
-        sum(slow[key] for key in own) / sum(fast[key] for key in own)
-        for _, own in ((number, list(group)) for number, group in itertools.groupby(keys, lambda key: key[0]))
-    ]
+    ratios = []
+    for _, group in itertools.groupby(sorted(slow.keys() & fast.keys()), lambda key: key[0]):
+        keys = list(group)
+        ratios.append(sum(slow[key] for key in keys) / sum(fast[key] for key in keys))
+    return ratios
 
 
 def times(runs: Sequence[Run], combination: Combination) -> dict[Key, float]:
@@ -233,16 +245,10 @@ def times(runs: Sequence[Run], combination: Combination) -> dict[Key, float]:
 
 def baseline_of(combinations: Sequence[Combination]) -> Combination:
     """What speed-ups are over: the paper's baseline if it is there, then ours, any collectives, else the first."""
-    preferred = [
-        *(
-            one
-            for policy in (PAPERS_OWN, "lb_micro")
-            for one in combinations
-            if one[:2] == ("collective", policy)
-        ),
-        *(one for one in combinations if one.communication == "collective"),
-    ]
-    return (preferred or combinations)[0]
+    order = {PAPERS_OWN: 0, "lb_micro": 1}
+    return min(
+        combinations, key=lambda one: order.get(one.policy, 2) if one.communication == "collective" else 3
+    )
 
 
 def summarize(runs: Sequence[Run], cores: int) -> list[Row]:
@@ -252,15 +258,11 @@ def summarize(runs: Sequence[Run], cores: int) -> list[Row]:
     if not order:
         return []
     slow = times(measured, baseline_of(order))
-    return [
-        _row(one, [run for run in measured if run.combination == one], slow, times(measured, one), cores)
-        for one in order
-    ]
+    return [_row(one, [run for run in measured if run.combination == one], slow, cores) for one in order]
 
 
-def _row(
-    combination: Combination, runs: list[Run], slow: dict[Key, float], own: dict[Key, float], cores: int
-) -> Row:
+def _row(combination: Combination, runs: list[Run], slow: dict[Key, float], cores: int) -> Row:
+    own = times(runs, combination)
     minibatches = [run.of(index) for run in runs for index in run.timed]
     records = [one for of_ranks in minibatches for one in of_ranks]
     busiest = sum(max(one.seconds - one.idle for one in of_ranks) for of_ranks in minibatches)
@@ -333,17 +335,12 @@ def _cause(slow: Combination, fast: Combination) -> str:
 
 def loss_difference(runs: Sequence[Run]) -> float:
     """The largest relative difference between the losses of one minibatch under any two combinations."""
-    # Infinite if a loss is NaN or infinite.
+    # Infinite if a loss is NaN or infinite: comparisons with NaN are false, and ``max`` alone would pass over it.
     losses: dict[int, list[float]] = {}
     for run in runs:
         for index in range(run.count):
             losses.setdefault(index, []).append(run.loss(index))
-    return max(map(relative_spread, losses.values()), default=0.0)
-
-
-def relative_spread(losses: Sequence[float]) -> float:
-    """Largest minus smallest over the size of the smallest; infinite if one of them is NaN or infinite."""
-    # Comparisons with NaN are false: ``max`` and ``min`` alone would pass over it.
-    if not all(map(math.isfinite, losses)):
+    if not all(math.isfinite(loss) for of_minibatch in losses.values() for loss in of_minibatch):
         return math.inf
-    return (max(losses) - min(losses)) / max(abs(min(losses)), 1e-12)
+    spreads = [(max(them) - min(them)) / max(abs(min(them)), 1e-12) for them in losses.values()]
+    return max(spreads, default=0.0)

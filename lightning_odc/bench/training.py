@@ -1,33 +1,111 @@
-"""One rank of a training benchmark: a fit of one combination, reported minibatch by minibatch."""
+"""Trains combinations in turns, each on every rank at once, and keeps all measurements if something fails."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lightning_odc.bench.devices import Placement, place
 from lightning_odc.bench.models import BenchModule
 from lightning_odc.bench.options import AUTO, Combination
-from lightning_odc.bench.processes import Tell
-from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Totals
+from lightning_odc.bench.processes import PROCESS_BYTES, Placement, Ranks, Tell, check_memory, place
+from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run, Totals
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks.idle.measurement import watch_for
 from lightning_odc.callbacks.idle.sources import GradientWatch, Watch
+from lightning_odc.console import OptionError, prepare_output
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Microbatch
 from lightning_odc.engine.keeping import CudaMemory
+from lightning_odc.host_memory import gib
 from lightning_odc.strategy.odc import ODCStrategy
 from lightning_odc.strategy.options import Options
+
+if TYPE_CHECKING:
+    from lightning_odc.bench.report import Outcome
+
+PRELOAD = ("lightning.pytorch", "lightning_odc.bench.training")
+
+CallbacksOf = Callable[[Combination, int], Sequence[Callback]]
+"""More callbacks of a combination in a repetition."""
+
+
+def run_train(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> int:
+    """Measure, print, write; returns the exit code: 0, 1 after a failed rank, 130 after Ctrl-C."""
+    check(outcome.workload)
+    if outcome.options.output is not None:
+        prepare_output(outcome.options.output)
+    with outcome.cut:
+        outcome.introduce()
+        train_all(outcome, callbacks_of)
+    outcome.show()
+    outcome.write_files()
+    return outcome.cut.code
+
+
+def check(workload: Workload) -> None:
+    """What needs to look at devices, models, lengths and memory."""
+    options = workload.options
+    place(options.device, options.ranks)
+    if options.ranks * options.samples_per_rank > len(workload.samples):
+        raise OptionError(
+            f"a minibatch of {options.ranks} ranks x {options.samples_per_rank} samples is more than the "
+            f"{len(workload.samples)} there are"
+        )
+    each = PROCESS_BYTES + workload.check()
+    what = f"{options.ranks} ranks with {gib(each)} GiB each"
+    check_memory(options.ranks * each, what, "fewer ranks, a smaller --model, or a shorter --max-length")
+
+
+def train_all(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> None:
+    """Fill the outcome's runs. A bar shows how many minibatches of all of them have ended."""
+    options, where, workload = outcome.options, outcome.placement, outcome.workload
+    minibatches = WARM_UP + options.minibatches
+    columns = (
+        MofNCompleteColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        TextColumn("{task.description}"),
+    )
+    # Drawn when a minibatch ends, not by a thread that would run beside the measured work.
+    shown: Any = {"console": Console(stderr=True), "auto_refresh": False, "transient": True}
+    with (
+        Progress(BarColumn(24), *columns, **shown) as progress,
+        Ranks(options.ranks, PRELOAD, where.enter, where.backend) as ranks,
+    ):
+        bar = progress.add_task("starting", total=minibatches * options.repetitions * len(options.runs))
+        progress.refresh()
+        for repetition, combination in itertools.product(range(options.repetitions), options.runs):
+            nothing_yet: list[list[MinibatchRecord]] = [[] for _ in range(options.ranks)]
+            run = Run(combination, repetition, nothing_yet, common_clock=not where.gpus)
+            run.estimates = workload.estimated_idle(combination, minibatches)
+            outcome.runs.append(run)
+            title = f"{outcome.name_of(combination)} {repetition + 1}/{options.repetitions}"
+
+            def heard(rank: int, record: MinibatchRecord, run: Run = run, title: str = title) -> None:
+                before = run.count
+                run.ranks[rank].append(record)
+                for index in range(before, run.count):
+                    run.resolve(index)
+                    progress.update(bar, advance=1, description=title, refresh=True)
+
+            callbacks = callbacks_of(combination, repetition) if callbacks_of else ()
+            run.totals = ranks.call(fit, workload, combination, callbacks, heard=heard)
+
+
+# -- on a rank --------------------------------------------------------------------------------------------------------
 
 
 def fit(
@@ -47,9 +125,8 @@ def fit(
         workload.plain_loader() if combination.policy == AUTO else workload.loader(combination, rank)
     )
     recorder = MinibatchRecorder(tell)
-    trainer = make_trainer(
-        workload, combination, placement, [recorder, *callbacks, *workload.callbacks(combination)]
-    )
+    all_callbacks = [recorder, *callbacks, *workload.callbacks(combination)]
+    trainer = make_trainer(workload, combination, placement, all_callbacks)
     trainer.fit(workload.module(rank, by_hand), ByHand(loader) if by_hand else loader)
     return recorder.totals
 
@@ -70,7 +147,13 @@ class ByHand:
                 microbatches = []
 
 
-Books = tuple[dict[str, float], float, float, int]
+class Spent(NamedTuple):
+    """What a rank has spent since its fit began."""
+
+    waits: dict[str, float]  # seconds of waiting, by cause
+    settling: float  # seconds
+    processor: float  # seconds of processor time
+    bytes_read: int
 
 
 class MinibatchRecorder(Callback):
@@ -80,7 +163,7 @@ class MinibatchRecorder(Callback):
         self.totals = Totals()  # of this rank, after the fit
         self._tell = tell
         self._began: float | None = None
-        self._before: Books = ({}, 0.0, 0.0, 0)
+        self._before = Spent({}, 0.0, 0.0, 0)
         self._done: MinibatchRecord | None = None
         self._ended = 0.0
         self._watch = Watch(complete=True)
@@ -118,27 +201,30 @@ class MinibatchRecorder(Callback):
 
     def _close(self, trainer: Trainer, now: float) -> None:
         """End the running minibatch, if there is one, at ``now``."""
-        waits, settling, processor, bytes_read = after = self._books(trainer)
+        before, after = self._before, _spent(trainer)
         meetings = self._watch.read(self._watch.take_meetings(), wait=True) or []
         if self._began is not None and self._done is not None:
-            before, done = self._before, self._done
+            done = self._done
             done.seconds = now - self._began
-            done.waits = {cause: seconds - before[0].get(cause, 0.0) for cause, seconds in waits.items()}
-            done.settling, done.processor = settling - before[1], processor - before[2]
-            done.bytes_read = bytes_read - before[3]
+            done.waits = {
+                cause: seconds - before.waits.get(cause, 0.0) for cause, seconds in after.waits.items()
+            }
+            done.settling = after.settling - before.settling
+            done.processor = after.processor - before.processor
+            done.bytes_read = after.bytes_read - before.bytes_read
             done.meetings = meetings
             self._tell(done)
         self._before = after
 
-    def _books(self, trainer: Trainer) -> Books:
-        """So far: seconds of waiting by cause, of settling, of processor time; bytes read."""
-        strategy = trainer.strategy
-        if not isinstance(strategy, ODCStrategy):
-            return {}, 0.0, time.process_time(), 0
-        engine = strategy.engine
-        waits = {str(cause): seconds for cause, seconds in engine.waits.items()}
-        settling = engine.seconds.get("settle_and_publish", 0.0)
-        return waits, settling, time.process_time(), engine.traffic.bytes_read
+
+def _spent(trainer: Trainer) -> Spent:
+    strategy = trainer.strategy
+    if not isinstance(strategy, ODCStrategy):
+        return Spent({}, 0.0, time.process_time(), 0)
+    engine = strategy.engine
+    waits = {str(cause): seconds for cause, seconds in engine.waits.items()}
+    settling = engine.seconds.get("settle_and_publish", 0.0)
+    return Spent(waits, settling, time.process_time(), engine.traffic.bytes_read)
 
 
 def make_trainer(
@@ -150,17 +236,22 @@ def make_trainer(
     if communication == "ddp":
         strategy = DDPStrategy(parallel_devices=placement.devices)
     else:
+        balancing: dict[str, Any] = {"balance": None}
+        if combination.policy == AUTO:
+            # What ``strategy="odc"`` chooses, by its name: ``"auto"`` leaves samples of equal length alone, which a
+            # control compares.
+            choice = Options(communication=communication).policy(
+                placement.ranks, indexed=True, device_type=placement.devices[0].type
+            )
+            cost, most = workload.planned_cost(combination), workload.max_tokens
+            balancing = {"balance": choice, "cost": cost, "max_tokens": most}
         units: Any = workload.units
         strategy = ODCStrategy(
             parallel_devices=placement.devices,
             communication=communication,
             auto_wrap_policy=units,
             hang_report_after=None,
-            **(
-                _balancing(workload, combination, placement)
-                if combination.policy == AUTO
-                else {"balance": None}
-            ),
+            **balancing,
         )
     return Trainer(
         strategy=strategy,
@@ -175,17 +266,6 @@ def make_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-
-
-def _balancing(workload: Workload, combination: Combination, placement: Placement) -> dict[str, Any]:
-    """What ``strategy="odc"`` chooses, and what the options say otherwise."""
-    # The policy goes by name, because ``"auto"`` leaves samples of equal length alone, which a control
-    # compares.
-    communication: Any = combination.communication
-    policy = Options(communication=communication).policy(
-        len(placement.devices), indexed=True, device_type=placement.devices[0].type
-    )
-    return {"balance": policy, "cost": workload.planned_cost(combination), "max_tokens": workload.max_tokens}
 
 
 def _begin_memory(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -16,8 +17,9 @@ from torch.utils.data import DataLoader
 from lightning_odc.balance.arrays import Plan, as_lengths
 from lightning_odc.balance.evaluate import collective_cost, microbatch_costs, on_demand_cost
 from lightning_odc.balance.planner import Planner
+from lightning_odc.balance.transformer import transformer
 from lightning_odc.bench.lengths import Samples, find_samples
-from lightning_odc.bench.models import BenchModule, CausalModel, count_parameters, find_config, planned_cost
+from lightning_odc.bench.models import BenchModule, CausalModel, count_parameters, find_config
 from lightning_odc.bench.options import (
     AUTO,
     EQUAL_COUNTS,
@@ -34,6 +36,7 @@ from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, RunInfo
 
 _OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort", AUTO: "steal"}
 """The loader's policy that comes closest to one that only benchmarks have."""
+_find_samples = functools.lru_cache(maxsize=1)(find_samples)
 _STATE_BYTES = 4 * (4 + 2)  # fp32: parameter, gradient, two moments; published shard and accumulator
 
 
@@ -51,7 +54,7 @@ class Workload:
     @property
     def samples(self) -> Samples:
         """All of them."""
-        return _samples(self.options.lengths, self.options.max_length, self.options.seed)
+        return _find_samples(self.options.lengths, self.options.max_length, self.options.seed)
 
     @property
     def longest(self) -> int:
@@ -59,8 +62,13 @@ class Workload:
         return int(self.samples.lengths.max())
 
     def planned_cost(self, combination: Combination) -> Any:
-        """What plans are made by."""
-        return planned_cost(self.options.cost_of(combination), find_config(self.options.model, self.longest))
+        """What plans are made by: the cost that ``--cost`` names."""
+        named = self.options.cost_of(combination)
+        if named != "model":
+            return named
+        with suppress(ValueError):  # attention covers whole microbatches on this machine's CPUs
+            return transformer(find_config(self.options.model, self.longest), dense=True)
+        return "quadratic_dense"
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """A microbatch of samples."""
@@ -152,11 +160,6 @@ def plans_of(loader: BalancedDataLoader, count: int) -> Iterator[Plan]:
     """The plans of the first ``count`` minibatches."""
     for step in range(count):
         yield loader.plan(step % len(loader), epoch=step // len(loader)).microbatches
-
-
-@functools.lru_cache(maxsize=1)
-def _samples(lengths: str, max_length: int | None, seed: int) -> Samples:
-    return find_samples(lengths, max_length, seed)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_odc import _compat_lightning
-from lightning_odc.bench.devices import place
+from lightning_odc.bench.processes import place
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 

@@ -16,7 +16,7 @@ import pytest
 from lightning_odc import advise, cli
 from lightning_odc.advisor.inputs import Inputs, Model, Place, Samples
 from lightning_odc.advisor.plans import Memory, Plans, Traffic
-from lightning_odc.advisor.report import Advice, skew_of
+from lightning_odc.advisor.report import Advice
 from lightning_odc.balance import Collation, PolynomialCost
 
 UNEVEN = np.random.default_rng(0).lognormal(7, 1, 600).astype(int) + 1
@@ -146,11 +146,6 @@ def test_what_does_not_fit_comes_first() -> None:
     first = str(advice).splitlines()[0]
     assert first.startswith("This would not fit: parameters, gradients and Adam take 278 GB per rank")
     assert first.endswith("16 devices would hold them.")
-
-
-def test_skew_of_lengths() -> None:
-    skew = skew_of(np.array([1] * 9 + [91]))
-    assert (skew["median"], skew["mean"], skew["longest"], skew["longest / mean"]) == (1, 10, 91, 9.1)
 
 
 def test_a_million_lengths_are_sampled() -> None:

@@ -17,9 +17,8 @@ pytest.importorskip("rich")
 from lightning_odc import ODCStrategy, cli
 from lightning_odc.bench import training
 from lightning_odc.bench.demo import DemoOutcome
-from lightning_odc.bench.devices import Placement, place
 from lightning_odc.bench.options import Combination, DemoOptions, TrainOptions
-from lightning_odc.bench.processes import Ranks
+from lightning_odc.bench.processes import Placement, Ranks, place
 from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import MinibatchRecord, Run, Totals
 from lightning_odc.bench.workload import Workload

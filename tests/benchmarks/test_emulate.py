@@ -107,7 +107,7 @@ def test_the_cost_of_a_type_of_model_is_its_flops() -> None:
     [
         ("--ranks 1000", "--ranks 1000 is too many: the most is 64"),
         ("--ranks 64 --samples-per-rank 4096", "is more than the 4096 there are"),
-        ("--model big", "--model 'big' is neither a file, nor one of 1.5b, 7b, nor a type"),
+        ("--model big", "--model 'big' is unknown: write 1.5b, 7b, 14b"),
         ("--model t5", "has experts or an encoder"),
         ("--slow-rank 0.5", "--slow-rank 0.5: use 1 or more"),
         ("--device cuda", "leave out --device"),

@@ -16,8 +16,7 @@ from benchmarks.gpu import __main__ as benchmark
 from benchmarks.gpu import host_time
 from benchmarks.gpu.host_time import BUSY, SHAPES, Setting, Shape, Way, settings
 from benchmarks.gpu.report import host_tables
-from lightning_odc.bench.devices import Placement
-from lightning_odc.bench.processes import RankFailedError
+from lightning_odc.bench.processes import Placement, RankFailedError
 from tests.support.ranks import start_server
 
 TWO_LAYERS = Shape("two layers", 2, 8, 1, 2)

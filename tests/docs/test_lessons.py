@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_odc import ODCStrategy
 from lightning_odc.bench.corpus import Corpus
-from lightning_odc.bench.devices import Placement
+from lightning_odc.bench.processes import Placement
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
