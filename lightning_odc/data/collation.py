@@ -6,7 +6,8 @@ What the trial does not show is seen while training, by a `PaddingWatch`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_odc.data.minibatch import Minibatch, token_count, token_tensor
 from lightning_odc.data.weighting import parts_in
 
 _ROUNDED_UP = 64  # collators pad to a multiple of at most this many tokens
-_MULTIPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_PADDED = [Collation("padded", 2**power) for power in range(11)]
 
 Shape = tuple[int, ...]
 Path = tuple[Any, ...]
@@ -37,7 +38,7 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
 
     def shapes_of(*indices: int) -> Shapes:
         # it may change its samples
-        return _shapes(collate_fn([deepcopy(sample(index)) for index in indices]))
+        return dict(_walk(collate_fn([deepcopy(sample(index)) for index in indices]), ()))
 
     # The shapes of the shortest sample, of the longest one and of both together tell:
     #   [10], [17]  ->  (1, 10), (1, 17), together (2, 17)      pads
@@ -47,7 +48,7 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
     #                   (1, 10), (1, 17), together (1, 27)      packs
     #                   a list of (10,), (17,)                  keeps apart
     #                   an error                                stacks what is equally long
-    ends = short, long = int(lengths.argmin()), int(lengths.argmax())
+    ends = short, long = [int(lengths.argmin()), int(lengths.argmax())]
     try:
         alone = shapes_of(short), shapes_of(long)
     except Exception:  # whatever it is, training will meet it, too
@@ -55,26 +56,31 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
     try:
         together = shapes_of(short, long)
     except Exception:
-        return Collation("stacked") if _runs(shapes_of, short, short) else None
-    if (path := _telling(alone, together, lengths[list(ends)].tolist() if several else None)) is None:
-        return Collation("apart") if _is_apart(*alone, together) else None
+        with suppress(Exception):
+            shapes_of(short, short)
+            return Collation("stacked")
+        return None
+    if (path := _telling(alone, together, lengths[ends].tolist() if several else None)) is None:
+        parts = [*alone[0].values(), *alone[1].values()]
+        return Collation("apart") if parts and sorted(parts) == sorted(together.values()) else None
     shapes = alone[0][path], alone[1][path], together[path]
     axis = _row_axis(*shapes)
     if axis is None:
         return Collation("packed")
     cuts = "input_ids" in path or (alone[0] == alone[1] and shapes[0][axis] >= lengths[short])
-    options = _paddings([shape[axis] for shape in shapes], lengths[list(ends)], cuts)
-    if not options:
-        return None
-    return _settled(options, lambda index: shapes_of(index)[path][axis], lengths)
-
-
-def _runs(function: Callable[..., Any], *arguments: Any) -> bool:
-    try:
-        function(*arguments)
-    except Exception:
-        return False
-    return True
+    own, (row, long_row, _) = lengths[ends], [shape[axis] for shape in shapes]
+    if row == long_row and own[0] < own[1]:  # all samples are in between
+        # Equal rows that are shorter than the long sample are its beginning if `cuts`, else something else.
+        return Collation("padded", fixed=row) if cuts or row >= own[1] else None
+    fitting = [one for one in _PADDED if one.row_lengths(own).tolist() == [row, long_row]] or _PADDED[:1]
+    while len(fitting) > 1:  # try a sample in whose rows the multiples differ
+        differ = np.flatnonzero(fitting[0].row_lengths(lengths) != fitting[-1].row_lengths(lengths))
+        if not len(differ):
+            break
+        index = int(differ[0])
+        row = shapes_of(index)[path][axis]
+        fitting = [one for one in fitting if one.tokens([int(lengths[index])]) == row] or fitting[:1]
+    return fitting[0]
 
 
 def _telling(alone: tuple[Shapes, Shapes], together: Shapes, tokens: list[int] | None) -> Path | None:
@@ -89,7 +95,10 @@ def _telling(alone: tuple[Shapes, Shapes], together: Shapes, tokens: list[int] |
 
     for path in sorted(common, key=rank):
         shapes = alone[0][path], alone[1][path], together[path]
-        if _row_axis(*shapes) is not None or _joins(*shapes):
+        is_alike = len({len(shape) for shape in shapes}) == 1
+        sizes = list(zip(*shapes, strict=True))[:2] if is_alike else []
+        joins = any(one + other == both and min(one, other) > 1 for one, other, both in sizes)
+        if joins or _row_axis(*shapes) is not None:  # one row holds both samples, or a table does
             return path
     return None
 
@@ -102,48 +111,6 @@ def _row_axis(short: Shape, long: Shape, both: Shape) -> int | None:
             if is_table and both[columns] == max(short[columns], long[columns]) > 1:
                 return columns
     return None
-
-
-def _joins(short: Shape, long: Shape, both: Shape) -> bool:
-    """Whether one row holds both samples."""
-    if not len(short) == len(long) == len(both):
-        return False
-    sizes = list(zip(short, long, both, strict=True))[:2]
-    return any(one + other == sum_ and min(one, other) > 1 for one, other, sum_ in sizes)
-
-
-def _paddings(columns: Sequence[int], lengths: LengthArray, cuts: bool) -> list[Collation]:
-    """What pads the short sample, the long one, and both to rows of these lengths; several multiples may."""
-    short, long, both = columns
-    if short == long and lengths[0] < lengths[1]:  # no sample is outside these two
-        # Equal rows that are shorter than the long sample are its beginning if `cuts`, else something else.
-        return [Collation("padded", fixed=both)] if cuts or both >= lengths[1] else []
-    padded = [Collation("padded", multiple) for multiple in _MULTIPLES]
-    return [one for one in padded if one.row_lengths(lengths).tolist() == [short, long]] or [
-        Collation("padded")
-    ]
-
-
-def _settled(options: list[Collation], row_of: Callable[[int], int], lengths: LengthArray) -> Collation:
-    """The one of several multiples that is right for all samples: tried with samples in whose rows they differ."""
-    while len(options) > 1:
-        differ = np.flatnonzero(options[0].row_lengths(lengths) != options[-1].row_lengths(lengths))
-        if not len(differ):
-            break
-        index = int(differ[0])
-        row = row_of(index)
-        options = [one for one in options if one.tokens([int(lengths[index])]) == row] or options[:1]
-    return options[0]
-
-
-def _is_apart(short: Shapes, long: Shapes, both: Shapes) -> bool:
-    """Whether the batch of two holds what the batches of one hold."""
-    parts = [*short.values(), *long.values()]
-    return len(both) == len(parts) > 0 and sorted(parts) == sorted(both.values())
-
-
-def _shapes(batch: Any) -> Shapes:
-    return dict(_walk(batch, ()))
 
 
 def _walk(batch: Any, path: Path) -> Iterator[tuple[Path, Shape]]:
@@ -172,14 +139,13 @@ class PaddingWatch:
         if self._has_warned or minibatch.origin is None:
             return
         for microbatch, detail in zip(minibatch, minibatch.origin.details, strict=True):
-            tokens = [length[0] if isinstance(length, list) else length for length in detail.lengths]
+            lengths = [length[0] if isinstance(length, list) else length for length in detail.lengths]
             found = token_count(microbatch)
-            if found is not None and found > (self._max_tokens or sum(tokens)):
-                self._compare(found, token_tensor(microbatch), tokens)
+            if found is not None and found > (self._max_tokens or sum(lengths)):
+                self._compare(found, token_tensor(microbatch), lengths)
 
     def _compare(self, found: int, tokens: Tensor | None, lengths: list[int]) -> None:
         rows, longest, planned = len(lengths), max(lengths), sum(lengths)
-        most = self._max_tokens or planned
         # A table may have rows that are shorter than the longest sample, where the collate_fn cuts it.
         is_table = rows > 1 and tokens is not None and tokens.dim() == 2 and rows in tokens.shape
         if not (is_table or rows * longest <= found) or found >= rows * (longest + _ROUNDED_UP):
@@ -187,8 +153,8 @@ class PaddingWatch:
         self._has_warned = True
         warnings.warn(
             f"The collate_fn pads: {rows} samples of {planned} tokens together became a microbatch of {found}, more "
-            f"than max_tokens={most}. Balancing counts the samples' own tokens, so such microbatches take more memory "
-            "and time than planned: the trial of the collate_fn with two samples did not show it. Pack "
-            'them, packing=True, or run one sample per microbatch: policy (or balance) "local_sort".',
+            f"than max_tokens={self._max_tokens or planned}. Balancing counts the samples' own tokens, so such "
+            "microbatches take more memory and time than planned: the trial of the collate_fn with two samples did not "
+            'show it. Pack them, packing=True, or run one sample per microbatch: policy (or balance) "local_sort".',
             stacklevel=4,
         )

@@ -35,15 +35,20 @@ def balanced_from(
             "BalancedDataLoader(dataset, minibatch_size=8, ...), or yield `Minibatch`es yourself."
         )
     # Options not given here are the loader's own. By default no microbatch has more tokens than its largest batch.
-    size = _batch_size(dataloader)
+    size, sampler = _batch_size(dataloader), dataloader.sampler
+    if seed is None and isinstance(sampler, DistributedSampler):
+        seed = sampler.seed
+    elif seed is None and dataloader.generator is not None:
+        seed = dataloader.generator.initial_seed()
+    workers: Any = {name: getattr(dataloader, name) for name in WorkerOptions.__annotations__}
     balanced = BalancedDataLoader(
         dataloader.dataset,
         minibatch_size=size,
         collate_fn=dataloader.collate_fn,
         shuffle=_shuffles(dataloader, distributed_sampler),
-        seed=_seed(dataloader) if seed is None else seed,
+        seed=seed,
         drop_last=dataloader.drop_last,
-        **_workers(dataloader),
+        **workers,
         **options,
     )
     balanced.options = replace(balanced.options, batch_size=size, minibatch_size=size * batches)
@@ -72,11 +77,8 @@ def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
     sampler: Any = dataloader.sampler
     if type(sampler) is SequentialSampler:
         return False
-    if (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    ):
+    is_random = type(sampler) is RandomSampler and not sampler.replacement
+    if is_random and sampler.num_samples == len(sampler.data_source):
         return True
     own = _compat.wrapped_sampler(sampler)
     if isinstance(sampler, DistributedSampler) and own is None:
@@ -90,25 +92,6 @@ def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
         f"Balancing chooses samples itself and would ignore DataLoader(sampler={type(own or sampler).__name__}(...)). "
         "Write DataLoader(dataset, batch_size=8, shuffle=True), with torch.utils.data.Subset(dataset, indices) to "
         "choose."
-    )
-
-
-def _seed(dataloader: DataLoader[Any]) -> int | None:
-    sampler: Any = dataloader.sampler
-    if isinstance(sampler, DistributedSampler):
-        return sampler.seed
-    return None if dataloader.generator is None else dataloader.generator.initial_seed()
-
-
-def _workers(dataloader: DataLoader[Any]) -> WorkerOptions:
-    return WorkerOptions(
-        num_workers=dataloader.num_workers,
-        pin_memory=dataloader.pin_memory,
-        prefetch_factor=dataloader.prefetch_factor,
-        persistent_workers=dataloader.persistent_workers,
-        timeout=dataloader.timeout,
-        worker_init_fn=dataloader.worker_init_fn,
-        multiprocessing_context=dataloader.multiprocessing_context,
     )
 
 

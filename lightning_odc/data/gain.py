@@ -54,7 +54,10 @@ def planned_gain(
     evaluate = collective_cost if planner.policy in COLLECTIVE_SAFE else on_demand_cost
     come, balanced = _Sum(), _Sum()
     for part in [whole[first : first + size] for first in range(0, len(whole), size)][:_MOST_MINIBATCHES]:
-        dealt = [_batches(part, rank, batch_size, batches, num_ranks) for rank in range(num_ranks)]
+        # A distributed sampler gives a rank every `num_ranks`-th sample.
+        by_rank = [range(rank, len(part), num_ranks) for rank in range(num_ranks)]
+        begins = range(0, batch_size * batches, batch_size)
+        dealt = [[list(samples[begin : begin + batch_size]) for begin in begins] for samples in by_rank]
         planned = planner.plan(part)
         come.add(collective_cost(dealt, part, **come_as), dealt, part, **come_as)
         balanced.add(evaluate(planned, part, **balanced_as), planned, part, **balanced_as)
@@ -87,12 +90,6 @@ class _Sum:
     @property
     def padding(self) -> float:
         return max(1 - self.own / self.computed, 0.0)  # a collate_fn that cuts computes fewer
-
-
-def _batches(own: LengthArray, rank: int, batch_size: int, batches: int, num_ranks: int) -> list[list[int]]:
-    """A rank's batches of one optimizer step, of every ``num_ranks``-th sample, as a distributed sampler deals."""
-    dealt = np.arange(rank, len(own), num_ranks)
-    return [dealt[i * batch_size : (i + 1) * batch_size].tolist() for i in range(batches)]
 
 
 def glance(

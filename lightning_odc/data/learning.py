@@ -17,17 +17,11 @@ minibatch ``k``, counted from the beginning of training, is planned with what ca
 these records are known to all ranks, and later ones do not count. What was known after each of the last ``lag``
 minibatches is saved with the loader, so a resumed run makes the plans of an uninterrupted one.
 
-The sampler plans in the process that trains; workers only read assigned samples.
-
 Note [After running out]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A microbatch that ran out of memory was cut and run again, which takes time. So later plans have a lower cap: 80 % of
-the tokens that ran out, on all ranks that had the same cap, because the same samples may be on any of them next time.
-It stays at least the longest sample, which is never cut. Earlier plans may run out, too, with as many tokens. That
-changes nothing more. Nor does a sample that does not fit alone: no cap helps it. For the same reason the whole
-microbatch counts, and not the parts that also ran out: one sample in all of them may be the reason.
-
-A cap never rises: nothing shows that more fits.
+A microbatch that ran out of memory was cut and run again, which takes time. So later plans have a lower cap, on all
+ranks that had the same cap, because the same samples may be on any of them next time. A cap never rises: nothing shows
+that more fits.
 """
 
 from __future__ import annotations
@@ -166,28 +160,24 @@ class DelayedCap(History["int | list[int]"]):
         """The cap of all ranks; or one for each, where they differ or a list was given."""
         return list(self.caps) if self._by_rank or len(set(self.caps)) > 1 else self.caps[0]
 
-    @property
-    def has_learnt(self) -> bool:
-        """Whether a later run can go on from more than the options say."""
-        return self.ran_out > 0
-
     def observe(self, by_rank: Sequence[Sequence[Any] | None]) -> None:
         """Take in what `Retry.take` returned on each rank in an optimizer step; the same on all ranks."""
         told = [(rank, *report) for rank, report in enumerate(by_rank) if report is not None]
         for rank, _, ran_out in told:
             self.ran_out += len(ran_out)
+            # Parts that ran out, too, do not count: one sample in all of them may be the reason.
             for tokens, samples in ran_out:
-                if samples != 1:
+                if samples != 1:  # no cap helps one that does not fit alone
                     self._fall(rank, tokens)
         if told:
             self.learn(max(number for _, number, _ in told), self.value)
 
     def _fall(self, rank: int, tokens: int) -> None:
-        """See Note [After running out]."""
         own = self.caps[rank]
-        lower = min(own, max(int(_LEFT * (tokens or own)), 1))
-        others = [cap for cap in self.caps if cap != own]
-        if max([lower, *others]) < self._least:
+        lower = min(
+            own, max(int(_LEFT * (tokens or own)), 1)
+        )  # plans made earlier may run out with as many tokens
+        if max([lower, *(cap for cap in self.caps if cap != own)]) < self._least:
             lower = self._least
         self.caps = [lower if cap == own else cap for cap in self.caps]
 
@@ -228,7 +218,7 @@ class Learning:
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, by name."""
         state = {} if self.cost is None else {"learning": self.cost.state_dict()}
-        if self.cap is not None and self.cap.has_learnt:
+        if self.cap is not None and self.cap.ran_out:
             state["memory"] = self.cap.state_dict()
         return state
 

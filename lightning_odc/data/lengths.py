@@ -335,12 +335,21 @@ def dataset_key(dataset: Any, length_of: Callable[[Any], Any]) -> str:
     some = np.random.default_rng(len(dataset)).integers(0, len(dataset), _SAMPLED)
     # A change elsewhere, in a data set of the same class and size, is not noticed here. The loader compares every
     # sample that it reads with its remembered length.
+    function = getattr(length_of, "__code__", None)
+    code = []
+    if function is not None:
+        constants = [one for one in function.co_consts if not isinstance(one, CodeType)]
+        code = [function.co_code.hex(), repr(function.co_names), repr(constants)]
     facts: dict[str, Any] = {
         "version": _VERSION,
         "class": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
         "samples": len(dataset),
         "fingerprint": str(getattr(dataset, "_fingerprint", "")),
-        "measured by": [str(getattr(length_of, "__module__", "")), *_code_of(length_of)],
+        "measured by": [
+            length_of.__module__,
+            getattr(length_of, "__qualname__", repr(type(length_of))),
+            *code,
+        ],
         "seen": [],
     }
     for index in sorted({0, len(dataset) - 1, *some.tolist()}):
@@ -349,17 +358,6 @@ def dataset_key(dataset: Any, length_of: Callable[[Any], Any]) -> str:
             sample = dataset[index]
         facts["seen"].append([index, repr(length_of(sample)), digest_of(sample)])
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _code_of(function: Any) -> list[str]:
-    """Name and code of a function, and of those inside of it, as far as they can be seen."""
-    code = function if isinstance(function, CodeType) else getattr(function, "__code__", None)
-    if code is None:
-        return [getattr(function, "__qualname__", type(function).__qualname__)]
-    parts = [code.co_qualname, code.co_code.hex(), repr(code.co_names)]
-    for constant in code.co_consts:
-        parts += _code_of(constant) if isinstance(constant, CodeType) else [repr(constant)]
-    return parts
 
 
 def digest_of(sample: Any) -> str:

@@ -139,18 +139,9 @@ class BalancedDataLoader:
         if packing not in (True, False, "auto"):
             raise ValueError(f'packing={packing!r} is unknown: write packing=True, False or "auto".')
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        self.options = BatchOptions(
-            minibatch_size,
-            max_tokens,
-            policy,
-            cost,
-            weighting,
-            shuffle,
-            seed,
-            drop_last,
-            1 if window is None else window,
-            regroup,
-        )
+        windows = 1 if window is None else window
+        counted = minibatch_size, max_tokens, policy, cost, weighting
+        self.options = BatchOptions(*counted, shuffle, seed, drop_last, windows, regroup)
         self.asked_weighting: Weighting = weighting  # that of the options may be what a trial has found
         self.unroll = unroll
         self.yields_minibatches = not unroll
@@ -192,7 +183,7 @@ class BalancedDataLoader:
         self.minibatches_per_step = info.minibatches_per_step
         cap = None if self._reading is None else self._reading.learning.cap
         # A fit that begins may be of another model, of whose memory nothing is known.
-        if info != self._info or (begins and cap is not None and cap.has_learnt):
+        if info != self._info or (begins and cap is not None and cap.ran_out):
             self._info, self._reading = info, None
 
     def choose_packing(self, keeps_apart: bool) -> bool:

@@ -121,24 +121,16 @@ class AllRanks:
 
     def of(self, ranks: Sequence[int]) -> AllRanks:
         """The plans of some ranks, numbered from 0 in the given order."""
-        fetch = self.fetch
-
-        def fetch_of(index: int, number: int) -> Any:
-            return fetch(ranks[index], number)
-
+        costs, weights = [self.costs[rank] for rank in ranks], [self.weights[rank] for rank in ranks]
         details = None if self.details is None else [self.details[rank] for rank in ranks]
-        return AllRanks(
-            [self.costs[rank] for rank in ranks], [self.weights[rank] for rank in ranks], fetch_of, details
-        )
+        return AllRanks(costs, weights, lambda index, number: self.fetch(ranks[index], number), details)
 
     def map(self, function: Callable[[Any], Any]) -> AllRanks:
         """The same, with ``function`` applied to every microbatch that is fetched."""
         fetch = self.fetch
-
-        def fetch_mapped(rank: int, number: int) -> Any:
-            return function(fetch(rank, number))
-
-        return AllRanks(self.costs, self.weights, fetch_mapped, self.details)
+        return AllRanks(
+            self.costs, self.weights, lambda rank, number: function(fetch(rank, number)), self.details
+        )
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -181,21 +173,16 @@ class Minibatch:
         self.plan = plan
         self.all_ranks = None
         self.origin = None
-        self._check()
-
-    def _check(self) -> None:
         if any(isinstance(microbatch, Minibatch) for microbatch in self.microbatches):
             raise TypeError(
                 "A microbatch cannot be a Minibatch itself: Minibatch([a, b]), not Minibatch([Minibatch(...)])."
             )
-        if self.weights is None:
-            return
-        if len(self.weights) != len(self.microbatches):
+        if self.weights is not None and len(self.weights) != len(self.microbatches):
             raise ValueError(
                 f"Minibatch(...) got {len(self.microbatches)} microbatches but {len(self.weights)} weights; give one "
                 "weight per microbatch: Minibatch([a, b], weights=[3, 5])."
             )
-        for index, weight in enumerate(self.weights):
+        for index, weight in enumerate(self.weights or ()):
             if not 0 <= weight < float("inf"):
                 raise ValueError(
                     f"The weight of microbatch {index} is {weight}; weights must be finite and not negative."

@@ -151,7 +151,13 @@ class PackingCollator:
         if sample.get("attention_mask") is None:
             return row
         kept = _row(sample["attention_mask"], "attention_mask", index).bool()
-        return {name: _cut(_row(ids, name, index), kept, name, index) for name, ids in row.items()}
+        rows = {name: _row(ids, name, index) for name, ids in row.items()}
+        for name, ids in rows.items():
+            if len(ids) != len(kept):
+                raise ValueError(
+                    f"sample {index} has {len(ids)} {name} but {len(kept)} entries in its attention_mask"
+                )
+        return {name: ids[kept] for name, ids in rows.items()}
 
 
 def _first_row(batch: Any, index: int) -> Mapping[str, Any]:
@@ -167,15 +173,6 @@ def _first_row(batch: Any, index: int) -> Mapping[str, Any]:
         ids = torch.as_tensor(row[name])
         row[name] = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
     return row
-
-
-def _cut(ids: Tensor, kept: Tensor, name: str, index: int) -> Tensor:
-    """The entries where a mask is set: ``[5, 6, 0]`` under ``[1, 1, 0]`` is ``[5, 6]``."""
-    if len(ids) != len(kept):
-        raise ValueError(
-            f"sample {index} has {len(ids)} {name} but {len(kept)} entries in its attention_mask"
-        )
-    return ids[kept]
 
 
 def packs(collate_fn: Any) -> bool:

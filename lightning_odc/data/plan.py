@@ -189,20 +189,19 @@ class BatchOptions:
 
     def _largest_batch(self, lengths: LengthArray, num_replicas: int, collation: Collation) -> Caps:
         """The most tokens (of rows of numbers, the most of each) in a batch of the user's own loader, which fits."""
-        rows = collation.row_lengths(lengths)
-        if rows.ndim == 1:
-            return self._largest_sum(rows, num_replicas, collation.is_table)
-        tokens = self._largest_sum(rows[:, 0], num_replicas, collation.is_table)
-        return tokens, *(self._largest_sum(number, num_replicas, False) for number in rows[:, 1:].T)
-
-    def _largest_sum(self, sizes: IndexArray, num_replicas: int, is_table: bool) -> int:
-        longest, size = max(int(sizes.max()), 1), self.batch_size or 1
-        whole = len(sizes) // (size * num_replicas) * size * num_replicas
-        if size == 1 or not whole:
-            return longest
-        dealt = sizes[:whole].reshape(-1, size, num_replicas)  # [batches, samples, ranks]
-        sums = size * dealt.max(1) if is_table else dealt.sum(1)
-        return max(longest, int(sums.max()))
+        rows, size = np.atleast_2d(collation.row_lengths(lengths).T), self.batch_size or 1
+        most = np.maximum(rows.max(1), 1)
+        whole = rows.shape[1] // (size * num_replicas) * size * num_replicas
+        if size > 1 and whole:
+            dealt = rows[:, :whole].reshape(
+                len(rows), -1, size, num_replicas
+            )  # [numbers, batches, samples, ranks]
+            sums = dealt.sum(2)
+            if collation.is_table:
+                sums[0] = size * dealt[0].max(1)  # of further numbers, nothing is padded
+            most = np.maximum(most, sums.max((1, 2)))
+        tokens, *others = most.tolist()
+        return (tokens, *others) if lengths.ndim == 2 else tokens
 
     def delayed_cost(self, num_replicas: int, rank: int, info: RunInfo) -> DelayedCost | None:
         """The cost, if it is one that learns, for so many ranks; the first one fits it."""
@@ -245,7 +244,18 @@ class EpochPlan:
         self.collation = info.collation
         self.num_replicas = num_replicas
         self.samples_per_minibatch = options.minibatch_size * num_replicas
-        self._check()
+        if len(lengths) < num_replicas:
+            raise ValueError(
+                f"The data set has {len(lengths)} samples, fewer than {num_replicas} ranks: some rank would never "
+                f"have work. Write Trainer(devices={max(len(lengths), 1)}) or use more data."
+            )
+        if not len(self):
+            size = options.batch_size or options.minibatch_size
+            raise ValueError(
+                f"drop_last=True leaves no minibatch: {len(lengths)} samples do not fill one of "
+                f"{size * num_replicas} (minibatch_size={size} on {num_replicas} ranks). Write drop_last=False or a "
+                "smaller minibatch_size."
+            )
         # Minibatches are mostly asked for one after another, so the latest epoch and the latest window are kept.
         self._epoch: int | None = None
         self._order: IndexArray = np.arange(len(lengths))
@@ -253,20 +263,6 @@ class EpochPlan:
         self._minibatches: list[IndexArray] = []
         planner = options.planner(num_replicas, lengths.values[self.order(0)], info)
         self.planner = planner.capped_for(lengths.values)
-
-    def _check(self) -> None:
-        if len(self.lengths) < self.num_replicas:
-            raise ValueError(
-                f"The data set has {len(self.lengths)} samples, fewer than {self.num_replicas} ranks: some rank would "
-                f"never have work. Write Trainer(devices={max(len(self.lengths), 1)}) or use more data."
-            )
-        if not len(self):
-            size = self.options.batch_size or self.options.minibatch_size
-            raise ValueError(
-                f"drop_last=True leaves no minibatch: {len(self.lengths)} samples do not fill one of "
-                f"{size * self.num_replicas} (minibatch_size={size} on {self.num_replicas} ranks). Write "
-                "drop_last=False or a smaller minibatch_size."
-            )
 
     def __len__(self) -> int:
         """Minibatches per epoch."""
@@ -314,8 +310,7 @@ class EpochPlan:
             )
         indices = self.samples(epoch, step)
         lengths, name = self.lengths.values[indices], self.options.name(epoch, step, self.lengths)
-        is_planned = caps is None or caps == self.planner.max_tokens
-        planner = self.planner if is_planned else replace(self.planner, max_tokens=caps)
+        planner = self.planner if caps is None else replace(self.planner, max_tokens=caps)
         return MinibatchPlan.of(self.options, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
@@ -351,10 +346,16 @@ class MinibatchPlan:
     ) -> MinibatchPlan:
         """Distribute the samples ``indices`` of one minibatch; ``name`` begins the plan's text."""
         planner = planner if learnt is None else replace(planner, cost=learnt)
-        positions: Any = whole_batches(options, planner, lengths) if options.whole else planner.plan(lengths)
-        if learnt is None and not options.whole and _are_alike(planner, lengths):
-            first = turn % planner.num_ranks  # see Note [Ranks take turns]
-            positions = positions[first:] + positions[:first]
+        if options.whole:
+            positions: Any = whole_batches(options, planner, lengths)
+        else:
+            positions = planner.plan(lengths)
+            costs = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
+            by_rank = (costs.samples, costs.overhead, costs.pair)
+            is_equal = all(bool((values == values[0]).all()) for values in by_rank)
+            if learnt is None and is_equal and not isinstance(planner.max_tokens, list):
+                first = turn % planner.num_ranks  # see Note [Ranks take turns]
+                positions = positions[first:] + positions[:first]
         counts = options.sample_weights(lengths)
         if options.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
             counts *= planner.num_ranks * options.batches / len(lengths)
@@ -395,12 +396,3 @@ def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray)
         open_ranks = [rank for rank in range(ranks) if len(level[rank]) < len(dealt[rank])]
         level[min(open_ranks, key=lambda rank: sum(costs[other] for other in level[rank]))].append(batch)
     return [[batches[batch] for batch in sorted(part)] for part in level]
-
-
-def _are_alike(planner: Planner, lengths: LengthArray) -> bool:
-    """Whether ranks may swap their parts of a plan: these samples cost the same on all, and so do microbatches."""
-    terms = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
-    by_rank = (terms.samples, terms.overhead, terms.pair)
-    return not isinstance(planner.max_tokens, list) and all(
-        bool((values == values[0]).all()) for values in by_rank
-    )

@@ -39,7 +39,7 @@ class Progress:
     def __init__(self) -> None:
         self.latest = Position()  # up to where all has been yielded: what a checkpoint taken now must have
         self._next: Position | None = None
-        self._saved: Mapping[str, Any] = {}
+        self._saved: Order | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass at the start of ``epoch``; inside it, if a loaded position waits for that very epoch."""
@@ -48,8 +48,9 @@ class Progress:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Begin the next pass where `state` was taken."""
-        self._saved = dict(state)
         self._next = self.latest = Position(state["epoch"], state["minibatches"], state["microbatches"])
+        names = ("order", "samples_per_minibatch", "batches")
+        self._saved = Order(*(state[name] for name in names)) if "order" in state else None
 
     def state(self, order: Order | None = None) -> dict[str, Any]:
         """What `load` takes; with the order of samples if anything of the epoch is done."""
@@ -64,11 +65,9 @@ class Progress:
             self.latest = Position(self.latest.epoch + 1)
         if 0 < minibatches <= self.latest.minibatches:
             self.latest = Position(self.latest.epoch + 1)
-        saved, self._saved = self._saved, {}
-        if saved and self.latest.started:
-            batches = saved.get("batches", order.batches)
-            before = Order(saved["order"], saved["samples_per_minibatch"], batches)
-            self.latest = translated(self.latest, before, order)
+        saved, self._saved = self._saved, None
+        if saved is not None and self.latest.started:
+            self.latest = translated(self.latest, saved, order)
         return self.latest
 
 

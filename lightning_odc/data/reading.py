@@ -49,7 +49,7 @@ from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, che
 from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Samples, Task
 from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan, RunInfo
 from lightning_odc.data.position import Order
-from lightning_odc.data.rng import PrivateRng, isolated_rng, seed_rng, with_own_rng
+from lightning_odc.data.rng import RandomState, isolated_rng, seed_rng, with_own_rng
 from lightning_odc.data.workers import WorkerOptions, torch_loader
 
 Collate = Callable[[list[Any]], Any]
@@ -350,7 +350,7 @@ class StreamReading(IterableDataset[Minibatch]):
                     step += 1
 
     def _windows(self, epoch: int, size: int) -> Iterator[list[Any]]:
-        rng = PrivateRng(self._options.seed, epoch)
+        rng = RandomState.seeded(self._options.seed, epoch)
         with rng.active():
             source = iter(self._dataset)
         for number in count():

@@ -49,12 +49,19 @@ def random_numbers_of(detail: Detail | None, device: torch.device, seed: int) ->
 
 
 class RandomState:
-    """The global generators as they were at one moment."""
+    """The global generators as they were at one moment; those of a GPU among them, if one is given."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
         self._inside = _states()
         self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+
+    @classmethod
+    def seeded(cls, *key: int) -> RandomState:
+        """What they would be after `seed_rng`."""
+        with isolated_rng():
+            seed_rng(*key)
+            return cls()
 
     def restore(self) -> None:
         """Let them go on from there."""
@@ -62,17 +69,9 @@ class RandomState:
         if self._device is not None and self._on_device is not None:
             torch.cuda.set_rng_state(self._on_device, self._device)
 
-
-class PrivateRng:
-    """A separate state of random numbers: inside :meth:`active`, global generators continue from its last use."""
-
-    def __init__(self, *key: int) -> None:
-        with isolated_rng():
-            seed_rng(*key)
-            self._inside = _states()
-
     @contextmanager
     def active(self) -> Iterator[None]:
+        """Let them go on from there meanwhile, and remember how far they came."""
         with isolated_rng():
             _restore(self._inside)
             try:
@@ -87,15 +86,13 @@ def with_own_rng(value: Any) -> Any:
         return value.clone_state()
     if isinstance(value, random.Random | np.random.Generator | np.random.RandomState):
         return copy.deepcopy(value)
+    if isinstance(value, list) and value and all(isinstance(part, Dataset) for part in value):
+        return [with_own_rng(part) for part in value]
     if not isinstance(value, Dataset):
-        return [with_own_rng(part) for part in value] if _holds_datasets(value) else value
+        return value
     twin = copy.copy(value)
     vars(twin).update({name: with_own_rng(part) for name, part in vars(twin).items()})
     return twin
-
-
-def _holds_datasets(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(part, Dataset) for part in value)
 
 
 def _states() -> tuple[Any, Any, torch.Tensor]:

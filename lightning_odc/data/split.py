@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_odc.balance.arrays import first_number
 from lightning_odc.data.lengths import LengthArray
-from lightning_odc.data.minibatch import Detail, Samples, Task
+from lightning_odc.data.minibatch import Detail, Task
 from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.data.weighting import Rule, planned_count, tensors_of
 
@@ -34,73 +34,70 @@ def middle(sizes: Sequence[float]) -> int:
 
 def parts_of(task: Task, rule: Rule) -> list[Task]:
     """The two parts of a microbatch; empty if it cannot be cut."""
-    samples = None if task.detail is None else task.detail.samples
-    if samples is not None:
-        return _read_again(task.weight, task.detail.lengths, samples) if task.detail is not None else []
-    found = pieces_of(task.microbatch)
-    if found is None:
+    detail = task.detail
+    if detail is not None and detail.samples is not None:
+        indices = detail.samples.indices
+        if len(indices) < 2:
+            return []
+        at = middle([length[0] if isinstance(length, list) else length for length in detail.lengths])
+        parts = [detail.samples.read(indices[:at]), detail.samples.read(indices[at:])]
+        planned = sum(
+            part.weight for part in parts
+        )  # a user's function may give other weights to fewer samples
+        return [part._replace(weight=task.weight * part.weight / (planned or 1.0)) for part in parts]
+    if (found := pieces_of(task.microbatch)) is None:
         return []
     sizes, take = found
     at = middle(sizes)
     groups = range(at), range(at, len(sizes))
     halves = [take(group) for group in groups]
-    planned = [planned_count(rule, [sizes[index] for index in group]) for group in groups]
-    counted = [None if rule.counter is None else rule.counter.of(half) for half in halves]
     # A loss that is a mean is then `sum_p weight_p L_p / sum_p weight_p` over the parts.
+    counted = [None if rule.counter is None else rule.counter.of(half) for half in halves]
     shares = [float(count or 0.0) for count in counted]
-    shares = shares if sum(shares) else planned
-    details = _details(task.detail, len(sizes), at)
+    if not sum(shares):
+        shares = [planned_count(rule, [sizes[index] for index in group]) for group in groups]
+    details: list[Detail | None] = [None, None]
+    if detail is not None and len(detail.lengths) == len(sizes):
+        # The first part has the random numbers that the whole began with.
+        details = [
+            Detail(detail.lengths[:at], detail.seed),
+            Detail(detail.lengths[at:], (*detail.seed, at)),
+        ]
     return [
-        Task(half, task.weight * share / sum(shares), detail)
-        for half, share, detail in zip(halves, shares, details, strict=True)
+        Task(half, task.weight * share / sum(shares), of_half)
+        for half, share, of_half in zip(halves, shares, details, strict=True)
     ]
 
 
 def pieces_of(batch: Any) -> tuple[list[int], Take] | None:
     """The sizes of the samples that a batch seems to hold, and what makes a batch of some; ``None`` for one sample."""
     # Nothing in a batch says which axis holds samples. So what was cut is to be tried: Note [The loss is tried].
-    return _packed(batch) or _rows(batch)
-
-
-def _read_again(weight: float, lengths: list[Any], samples: Samples) -> list[Task]:
-    indices = samples.indices
-    if len(indices) < 2:
-        return []
-    at = middle([length[0] if isinstance(length, list) else length for length in lengths])
-    parts = [samples.read(indices[:at]), samples.read(indices[at:])]
-    planned = sum(part.weight for part in parts)  # a user's function may give other weights to fewer samples
-    return [part._replace(weight=weight * part.weight / (planned or 1.0)) for part in parts]
-
-
-def _details(detail: Detail | None, samples: int, at: int) -> list[Detail | None]:
-    """What is known of both parts. The first one has the random numbers that the whole began with."""
-    if detail is None or len(detail.lengths) != samples:
-        return [None, None]
-    seed = detail.seed
-    return [Detail(detail.lengths[:at], seed), Detail(detail.lengths[at:], (*seed, at))]
+    if (packed := _packed(batch)) is not None:
+        return packed
+    # Tensors that all have one entry per sample, `[samples, ...]`; those of one axis alone are tokens of one sample.
+    sizes = [tuple(tensor.shape) for _, tensor in tensors_of(batch) if tensor.dim()]
+    counts = {size[0] for size in sizes}
+    if max(map(len, sizes), default=0) < 2 or len(counts) != 1 or (count := counts.pop()) < 2:
+        return None
+    return [1] * count, lambda part: some_rows(batch, count, part)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------
 
 
-def _rows(batch: Any) -> tuple[list[int], Take] | None:
-    """For tensors that all have one entry per sample, ``[samples, ...]``."""
-    counts = {tensor.size(0) for _, tensor in tensors_of(batch) if tensor.dim()}
-    is_row = all(tensor.dim() < 2 for _, tensor in tensors_of(batch))  # of tokens, of one sample
-    if is_row or len(counts) != 1 or (count := counts.pop()) < 2:
-        return None
-    return [1] * count, lambda part: some_rows(batch, count, part)
-
-
-def some_rows(value: Any, count: int, part: Sequence[int]) -> Any:
+def some_rows(batch: Any, count: int, part: Sequence[int]) -> Any:
     """A batch with some of its ``count`` rows. A list of text is cut, too, if it has one entry per row."""
-    if isinstance(value, Tensor):
-        # a range is not copied
-        rows: Any = slice(part.start, part.stop) if isinstance(part, range) else list(part)
-        return value[rows] if value.dim() else value
-    if isinstance(value, list) and len(value) == count and not any(True for _ in tensors_of(value)):
-        return [value[index] for index in part]
-    return _mapped(value, lambda inner: some_rows(inner, count, part))
+    rows: Any = (
+        slice(part.start, part.stop) if isinstance(part, range) else list(part)
+    )  # a range is not copied
+
+    def take(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value[rows] if value.dim() else value
+        is_text = len(value) == count and not any(True for _ in tensors_of(value))
+        return [value[index] for index in part] if is_text else [some_rows(one, count, part) for one in value]
+
+    return apply_to_collection(batch, (Tensor, list), take)
 
 
 def _packed(batch: Any) -> tuple[list[int], Take] | None:
@@ -156,22 +153,6 @@ def _some_packed(batch: Any, bounds: list[int], samples: Sequence[int]) -> Any:
         elif isinstance(value, list) and len(value) == len(bounds) - 1:
             part[name] = [value[index] for index in samples]
     return part
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A container of the same kind, with ``function`` applied to what is in it."""
-    if isinstance(value, Mapping):
-        made: Any = copy.copy(value)
-        for name, inner in value.items():
-            made[name] = function(inner)
-        return made
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(function, value))
-    if isinstance(value, list | tuple):
-        return type(value)(map(function, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: function(getattr(value, field.name)) for field in fields(value)})
-    return value
 
 
 # -- the samples that a loss is tried with -----------------------------------------------------------------

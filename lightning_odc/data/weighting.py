@@ -47,8 +47,8 @@ class Counter:
 
     def of(self, batch: Any) -> Tensor | None:
         """The count, a scalar in float64 on the device of the tensor; ``None`` for a batch without that tensor."""
-        found = named(batch, "labels") if self.path == ("labels",) else _at(batch, self.path)
-        if not isinstance(found, Tensor) or found.is_complex():
+        found = named(batch, "labels") if self.path == ("labels",) else dict(tensors_of(batch)).get(self.path)
+        if found is None or found.is_complex():
             return None
         if self.path == ("labels",) and (found.is_floating_point() or found.dtype is torch.bool):
             return None  # targets of a regression, or of several classes at once
@@ -232,15 +232,6 @@ def named(batch: Any, name: str) -> Tensor | None:
     if not is_row:  # nor a long row of plain values, each of which would be looked at
         return None
     return next((found for part in batch if (found := named(part, name)) is not None), None)
-
-
-def _at(batch: Any, path: Sequence[Any]) -> Any:
-    try:
-        for key in path:
-            batch = batch[key] if isinstance(batch, Mapping | list | tuple) else getattr(batch, key)
-    except (KeyError, IndexError, AttributeError):
-        return None
-    return batch
 
 
 def tensors_of(batch: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
