@@ -31,7 +31,6 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
@@ -314,20 +313,46 @@ class StreamReading(IterableDataset[Minibatch]):
         return minibatch
 
     def __iter__(self) -> Iterator[Minibatch]:
+        """Read a window, cut it into minibatches of all ranks, and yield this rank's part of each."""
         epoch, first = self._begin
-        set_epoch = getattr(self._dataset, "set_epoch", None)
-        if callable(set_epoch):
+        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
-        info = self._info
-        for step, samples in enumerate(self._minibatches(epoch)):
-            lengths = self._lengths_of(step, samples)
-            if step == 0:
-                info = replace(info, collation=self._find_collation(epoch, samples, lengths))
-            if info.collation.fixed is None:  # else the collate_fn cuts what is longer
-                with _named_in_stream(step):
-                    check_longest(lengths, self._options.max_tokens)
-            if step >= first:
-                yield self._minibatch(epoch, step, samples, lengths, info)
+        options, info, step = self._options, self._info, 0
+        for samples in self._windows(epoch, options.window * self._size):
+            try:
+                found = [plain(self._length_of(sample)) for sample in samples]
+                lengths = checked(found, name="the stream's samples")
+                if step == 0:
+                    info = replace(info, collation=self._find_collation(epoch, samples, lengths))
+                if info.collation.fixed is None:  # else the collate_fn cuts what is longer
+                    check_longest(lengths, options.max_tokens)
+            except ValueError as error:
+                error.add_note(
+                    f"Samples are counted from minibatch {step} of the stream, where a window begins."
+                )
+                raise
+            for group in options.minibatches(lengths, self._num_replicas):
+                used = group[: options.count_samples(len(group), self._num_replicas)]
+                if len(used) and step >= first:
+                    own = [samples[index] for index in used]
+                    yield self._minibatch(epoch, step, own, lengths[used], info)
+                step += 1
+
+    def _windows(self, epoch: int, size: int) -> Iterator[list[Any]]:
+        """The samples of one window after another, of all ranks."""
+        rng = RandomState.seeded(self._options.seed, epoch)
+        with rng.active():
+            source = iter(self._dataset)
+        for number in count():
+            with rng.active():
+                window = list(islice(source, size))
+            if window and self._options.shuffle:  # one order per epoch and window
+                order = epoch_order(len(window), self._options.seed, epoch << 32 | number)
+                yield [window[index] for index in order]
+            elif window:
+                yield window
+            if len(window) < size:
+                return
 
     def _find_collation(self, epoch: int, samples: list[Any], lengths: LengthArray) -> Collation:
         with isolated_rng():
@@ -336,39 +361,6 @@ class StreamReading(IterableDataset[Minibatch]):
         if self.learning.cost is not None and collation.kind != "packed":
             self.learning.cost.keep_apart()
         return collation
-
-    def _minibatches(self, epoch: int) -> Iterator[list[Any]]:
-        """The samples of one minibatch after another, of all ranks."""
-        options, ranks, step = self._options, self._num_replicas, 0
-        for window in self._windows(epoch, options.window * self._size):
-            alike = np.ones(len(window), dtype=np.int64)
-            lengths = self._lengths_of(step, window) if options.regroup else alike
-            for group in options.minibatches(lengths, ranks):
-                used = group[: options.count_samples(len(group), ranks)]
-                if len(used):
-                    yield [window[index] for index in used]
-                    step += 1
-
-    def _windows(self, epoch: int, size: int) -> Iterator[list[Any]]:
-        rng = RandomState.seeded(self._options.seed, epoch)
-        with rng.active():
-            source = iter(self._dataset)
-        for number in count():
-            with rng.active():
-                window = list(islice(source, size))
-            if self._options.shuffle:  # one order per epoch and window
-                order = epoch_order(len(window), self._options.seed, epoch << 32 | number)
-                yield [window[index] for index in order]
-            else:
-                yield window
-            if len(window) < size:
-                return
-
-    def _lengths_of(self, step: int, samples: list[Any]) -> LengthArray:
-        """The lengths of samples, checked; ``step`` is the minibatch to name where one is wrong."""
-        with _named_in_stream(step):
-            found = [plain(self._length_of(sample)) for sample in samples]
-            return checked(found, name="the stream's samples")
 
     def _minibatch(
         self, epoch: int, step: int, samples: list[Any], lengths: LengthArray, info: RunInfo
@@ -390,16 +382,6 @@ class StreamReading(IterableDataset[Minibatch]):
         minibatch = Minibatch(microbatches, plan.weights_of(self._rank, self._unroll), plan.text)
         minibatch.origin = options.origin(details)
         return minibatch
-
-
-@contextmanager
-def _named_in_stream(step: int) -> Iterator[None]:
-    """Say of an error about samples in which minibatch they are."""
-    try:
-        yield
-    except ValueError as error:
-        error.add_note(f"In minibatch {step} of the stream; samples are counted from its beginning.")
-        raise
 
 
 def collate(collate_fn: Collate, samples: list[Any]) -> Any:
