@@ -16,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_odc.attached import DEFAULT_TIMEOUT, memory_size
+from lightning_odc.attached import DEFAULT_TIMEOUT
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
@@ -61,18 +61,19 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
     ) -> None:
         options.check_choice("communication", communication, ("on_demand", "collective"))
         options.check_choice("state_dict_type", state_dict_type, options.STATE_DICT_TYPES)
-        memory_size(keep_gathered)
+        self.options = options.Options(
+            communication=communication,
+            deterministic=deterministic,
+            accumulator_dtype=accumulator_dtype,
+            keep_gathered=keep_gathered,
+        )
         super().__init__(
             self._shard,
             save_distributed_checkpoint=state_dict_type == "sharded",
             process_group_backend=process_group_backend,
             timeout=timeout,
         )
-        self.communication = communication
         self.auto_wrap_policy = auto_wrap_policy
-        self.deterministic = deterministic
-        self.accumulator_dtype = accumulator_dtype
-        self.keep_gathered = keep_gathered
         self.timeout = timeout
         self._backward_sync_control: Any = _Accumulation()
         self.model: nn.Module | None = None

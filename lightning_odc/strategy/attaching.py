@@ -16,26 +16,28 @@ from lightning_odc.engine.transports import check_transport
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.sharding.nodes import check_rows, gloo_checked, layout_of
 from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
+from lightning_odc.strategy.options import Options
 
 
 class AttachingStrategy:
     """A part of a strategy of Lightning's, which stands behind it: `attach`, with the ranks that Lightning started."""
 
-    communication: Any
-    deterministic: bool
-    accumulator_dtype: Any
-    keep_gathered: int | str
+    options: Options
     timeout: Any
     _attached: Attached | None = None
     _launcher: Any
     _on_teardown: ExitStack
-    _transport = "auto"
     _mesh_of_nodes: Any = None  # that the user asked for: nodes, and ranks per node
 
     @property
     def _as_strategy(self) -> Any:
         """This object, with the attributes that all strategies of Lightning have."""
         return self
+
+    @property
+    def communication(self) -> str:
+        """The argument."""
+        return self.options.communication
 
     @property
     def _replicates(self) -> bool:
@@ -65,7 +67,7 @@ class AttachingStrategy:
 
     def setup_environment(self) -> None:
         if self.communication != "collective":
-            check_transport(self._transport, self._device_type(), type(self).__name__)
+            check_transport(self.options.transport, self._device_type(), type(self).__name__)
         cores = part_of_the_cores(self._device_type(), self._as_strategy.num_processes)
         self._on_teardown.enter_context(cores)
         with gloo_checked(self):
@@ -94,16 +96,20 @@ class AttachingStrategy:
         )
         engine = make_engine(
             place,
-            communication=self.communication,
-            keep_gathered=self.keep_gathered,
-            deterministic=self.deterministic,
-            accumulator_dtype=self.accumulator_dtype,
+            communication=self.options.communication,
+            keep_gathered=self.options.keep_gathered,
+            deterministic=self.options.deterministic,
+            accumulator_dtype=self.options.accumulator_dtype,
             timeout=self.timeout,
             hang_report=hang_report,
         )
         self._attached = Attached(model, engine)  # before it is used, so that a failure releases it
         engine.attach(model, gradients=gradients)
         return self._attached
+
+    @property
+    def is_attached(self) -> bool:
+        return self._attached is not None
 
     @property
     def attached(self) -> Attached:

@@ -30,7 +30,6 @@ from lightning_odc import _compat, _compat_lightning
 from lightning_odc.data.convert import check_samplers
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.weighting import Counter, Rule
-from lightning_odc.engine.base import Engine
 from lightning_odc.strategy import logbook
 from lightning_odc.strategy.logbook import METRIC, LogBook, Total, flush, metric_of, ranks_of, replaced_log
 from lightning_odc.strategy.microbatch import counted_weight, explained
@@ -47,16 +46,14 @@ _SMALLER = (
 class Evaluation:
     """One pass over loaders to validate, test or predict on this rank; see Note [Values of an evaluation]."""
 
-    def __init__(
-        self, strategy: ShardedStrategy, engine: Engine, always: bool, rule: Rule | None = None
-    ) -> None:
+    def __init__(self, strategy: ShardedStrategy, rule: Rule | None) -> None:
         assert strategy.lightning_module is not None
         self.logs_locally = False  # what is logged now stays this rank's
         self._strategy = strategy
         self._module = strategy.lightning_module
-        self._engine = engine
-        self._always = always
-        self._rule = rule
+        self._engine = strategy.engine
+        self._always = strategy.communication != "collective"
+        self._rule = rule  # what microbatches counted in training
         self._labels = Counter(skips_first=causal_model(self._module) is not None)
         self._had_minibatches = False  # until then it is not known what a loader yields
         self._logbook = LogBook()
@@ -91,7 +88,7 @@ class Evaluation:
     @explained(_SMALLER)
     def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch; of a `Minibatch` the microbatches one by one, and log the values of all of them."""
-        run = partial(call_step, self._strategy, self._engine, name)
+        run = partial(call_step, self._strategy, name)
         if not (args and isinstance(args[0], Minibatch)):
             return run(*args, **kwargs)
         if name == "predict_step":

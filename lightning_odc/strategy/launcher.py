@@ -122,10 +122,8 @@ class ForkLauncher(_compat_lightning.Launcher):
         sys.stderr.flush()
         # The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork. A child of
         # a thread that has computed in parallel (any larger tensor in an earlier cell) hangs when it does the same.
-        context = multiprocessing.get_context("fork")
-        self._processes = [
-            context.Process(target=work, args=(i,)) for i in range(self._strategy.num_processes)
-        ]
+        new = multiprocessing.get_context("fork").Process
+        self._processes = [new(target=work, args=(rank,)) for rank in range(self._strategy.num_processes)]
         for process in self._processes:
             thread = threading.Thread(target=process.start)
             thread.start()
@@ -151,17 +149,16 @@ class ForkLauncher(_compat_lightning.Launcher):
 
     def _raise_first_error(self, directory: Path) -> None:
         """The error of the rank that failed first, not of one that failed since another did."""
-        failed = [rank for rank, process in enumerate(self._processes) if process.exitcode != 0]
-        if not failed:
+        codes = {rank: process.exitcode for rank, process in enumerate(self._processes) if process.exitcode}
+        if not codes:
             return
-        raised = [rank for rank in failed if (directory / f"error{rank}").exists()]
-        died = [rank for rank in failed if rank not in raised and self._processes[rank] not in self._ended]
+        raised = [rank for rank in codes if (directory / f"error{rank}").exists()]
+        died = [rank for rank in codes if rank not in raised and self._processes[rank] not in self._ended]
         if died:
-            code = self._processes[died[0]].exitcode
-            verdict = self._kills.verdict() if code == -signal.SIGKILL else ""
+            verdict = self._kills.verdict() if codes[died[0]] == -signal.SIGKILL else ""
             raise PeerFailedError(
-                f"Rank {died[0]} died with exit code {code} (a negative one is a signal; -9 often means that memory "
-                f"was used up). What was trained in this run is lost. {verdict}".rstrip()
+                f"Rank {died[0]} died with exit code {codes[died[0]]} (a negative one is a signal; -9 often means that "
+                f"memory was used up). What was trained in this run is lost. {verdict}".rstrip()
             )
         first = min(raised, key=lambda rank: (directory / f"followed{rank}").exists())
         text = (directory / f"error{first}").read_text()
@@ -184,7 +181,9 @@ class ForkLauncher(_compat_lightning.Launcher):
         trainer: Any,
         rank: int,
     ) -> None:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        parent = cast(Any, multiprocessing.parent_process())
+        # This rank ends when its notebook is gone.
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
         os.environ["LOCAL_RANK"] = str(rank)
         try:
             if trainer is None:
@@ -203,14 +202,6 @@ class ForkLauncher(_compat_lightning.Launcher):
                 (directory / f"followed{rank}").touch()
             (directory / f"error{rank}").write_text("".join(traceback.format_exception(error)))
             sys.exit(1)
-
-
-def _end_with_parent() -> None:
-    """End this rank when its notebook is gone."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _outcome(trainer: Any, result: Any) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from lightning_odc.balance import Cost, quadratic, transformer
 from lightning_odc.balance.costs import MICROBATCH
 from lightning_odc.data.packing import PackingCollator
 from lightning_odc.data.rng import isolated_rng
-from lightning_odc.engine.base import Engine
 from lightning_odc.strategy.sharded import ShardedStrategy
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -73,7 +72,7 @@ def _is_configuration(config: Any) -> bool:
     return callable(getattr(config, "to_dict", None)) and isinstance(getattr(config, "model_type", None), str)
 
 
-def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
+def packing_trouble(strategy: ShardedStrategy) -> str:
     """Why samples of this model must not be packed, on all ranks together; empty if it keeps them apart."""
     module: Any = strategy.lightning_module
     model = causal_model(module)
@@ -84,7 +83,7 @@ def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
         )
     # Nothing of the three tiny batches stays: see Note [A leak is measured by a leak].
     trouble: list[str] = []
-    engine.refresh()
+    strategy.engine.refresh()
     # Within the forward of the sharded module, parameters are gathered.
     module.odc_check = lambda: trouble.append(_trouble_of(model, strategy.root_device))
     try:
@@ -92,8 +91,8 @@ def packing_trouble(strategy: ShardedStrategy, engine: Engine) -> str:
             _compat_lightning.call_as_forward(strategy.model, module, "odc_check")
     finally:
         del module.odc_check
-    engine.reshard()
-    return next(filter(None, engine.exchange("check of packing", trouble[0])), "")
+    strategy.engine.reshard()
+    return next(filter(None, strategy.engine.exchange("check of packing", trouble[0])), "")
 
 
 def keeps_apart(model: nn.Module, device: torch.device) -> bool:

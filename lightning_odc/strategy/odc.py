@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -191,12 +191,6 @@ class ODCStrategy(ShardedStrategy):
             device_mesh=device_mesh,
             state_dict_type=state_dict_type,
         )
-        self._transport = transport
-        self.communication = communication
-        self.deterministic = deterministic
-        self.accumulator_dtype = accumulator_dtype
-        self.keep_gathered = keep_gathered
-        self.balance = balance
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
         self._training_data: TrainingData | None = None
@@ -242,14 +236,7 @@ class ODCStrategy(ShardedStrategy):
         self._on_teardown.enter_context(ends)
         self.barrier()
         if fitting:
-            computed_in = (self.precision_plugin.compute_dtype, self._mixed_precision_policy().param_dtype)
-            self._training = Training(
-                self,
-                engine,
-                fp16=torch.float16 in computed_in,
-                on_out_of_memory=self.options.on_out_of_memory,
-                skips_nonfinite=self.options.on_nonfinite == "skip",
-            )
+            self._training = Training(self)
             self.setup_optimizers(trainer)
             if self._on_demand:
                 refuse_optimizers(self.optimizers)
@@ -344,17 +331,13 @@ class ODCStrategy(ShardedStrategy):
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
         assert self._evaluation is not None
-        return self._evaluation.step("validation_step", *args, **kwargs)
+        return self._evaluation.step(step, *args, **kwargs)
 
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None
-        return self._evaluation.step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._evaluation is not None
-        return self._evaluation.step("predict_step", *args, **kwargs)
+    validation_step = partialmethod(_evaluate, "validation_step")
+    test_step = partialmethod(_evaluate, "test_step")
+    predict_step = partialmethod(_evaluate, "predict_step")
 
     def on_train_start(self) -> None:
         super().on_train_start()
@@ -362,7 +345,7 @@ class ODCStrategy(ShardedStrategy):
         self.engine.evaluating = False
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        check_single(trainer.train_dataloader, self.balance)
+        check_single(trainer.train_dataloader, self.options.balance)
         if isinstance(trainer.train_dataloader, BalancedDataLoader):
             _compat_lightning.load_loader_states(trainer)
         self._hold_signals(meeting=self._on_demand)
@@ -414,7 +397,7 @@ class ODCStrategy(ShardedStrategy):
         self.engine.evaluating = True
         self._hold_signals(meeting=self._on_demand)
         self.publish_parameters()
-        self._evaluation = Evaluation(self, self.engine, self.communication != "collective", self._rule)
+        self._evaluation = Evaluation(self, self._rule)
         return self._evaluation
 
     def _hold_signals(self, *, meeting: bool) -> None:
@@ -436,10 +419,8 @@ class ODCStrategy(ShardedStrategy):
         if module is None or not module.trainer.training:
             return dataloader
         if self._training_data is None:
-            self._training_data = TrainingData(module.trainer, self.options)
+            self._training_data = TrainingData(self)
             self._on_teardown.callback(self._training_data.release)
-        # There is no engine if setup() asks for the data.
-        self._training_data.engine = None if self._attached is None else self.engine
         self._training_data.training = self._training
         return self._training_data.process(dataloader)
 

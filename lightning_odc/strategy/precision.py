@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -94,16 +94,6 @@ _COMPUTE_DTYPE = {
 _WEIGHT_UNIT = "odc_weight_unit"
 
 
-class TrainingSteps(Protocol):
-    """What the plugin needs of `lightning_odc.strategy.step.Training`."""
-
-    def loss_divisor(self) -> float: ...
-
-    def around_backward(self) -> AbstractContextManager[None]: ...
-
-    def settle(self) -> None: ...
-
-
 class ODCPrecision(FSDPPrecision):
     """Lightning's ``FSDPPrecision`` for ``fully_shard``: autocast on the right device, clipping by the global norm."""
 
@@ -117,7 +107,7 @@ class ODCPrecision(FSDPPrecision):
         # Instead of the one that the base class makes, which is for CUDA and FSDP1.
         self.scaler: Any = LossScaler(device_type) if precision == "16-mixed" else None
         self.device_type = device_type
-        self.training: TrainingSteps | None = None  # while a fit runs
+        self.training: Any = None  # the `Training` of `step.py`, while a fit runs
         self.weight_unit: float | None = None  # Note [Weights under fp16]; `None`: not agreed
         self.gradient_norm: Tensor | None = None  # over all ranks, before they were clipped last
 

@@ -175,15 +175,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         return model
 
     def _shard(self, model: nn.Module, announce: bool) -> None:
-        shard_model(
-            model,
-            self.shard_mesh,
-            wrap_policy=self.kwargs.get("auto_wrap_policy"),
-            mixed_precision=self._mixed_precision_policy(),
-            reshard_after_forward=self._reshard_after_forward,
-            cpu_offload=self.cpu_offload.offload_params,
-            announce=announce,
-        )
+        policy = self.kwargs.get("auto_wrap_policy")
+        shard_model(model, self.shard_mesh, wrap_policy=policy, announce=announce, **self._how_to_shard)
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -202,20 +195,23 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
             averaging.copy_values(self.model, average)
 
-    def _mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        on_demand = self._on_demand
+    @property
+    def mixed_precision_policy(self) -> MixedPrecisionPolicy:
         if (given := self.mixed_precision) is not None:
-            return precision_policy(given.param_dtype, given.reduce_dtype, on_demand)
-        return self.precision_plugin.policy(on_demand)
+            return precision_policy(given.param_dtype, given.reduce_dtype, self._on_demand)
+        return self.precision_plugin.policy(self._on_demand)
+
+    @property
+    def _how_to_shard(self) -> dict[str, Any]:
+        return {
+            "mixed_precision": self.mixed_precision_policy,
+            "reshard_after_forward": self._reshard_after_forward,
+            "cpu_offload": self.cpu_offload.offload_params,
+        }
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        shards = wrapping_shards(
-            self.shard_mesh,
-            mixed_precision=self._mixed_precision_policy(),
-            reshard_after_forward=self._reshard_after_forward,
-            cpu_offload=self.cpu_offload.offload_params,
-        )
+        shards = wrapping_shards(self.shard_mesh, **self._how_to_shard)
         module = self.lightning_module  # `configure_model` may shard it
         with shards, nullcontext() if module is None else self._names.recorded(module):
             yield
@@ -275,10 +271,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         regroup(self.lightning_module.trainer, self.lightning_module)
-        if self._optimizers_with_state:
-            checkpoints.load_optimizers(
-                self._optimizers_with_state, checkpoint["optimizer_states"], self.model
-            )
+        if optimizers := self._optimizers_with_state:
+            checkpoints.load_optimizers(optimizers, checkpoint["optimizer_states"], self.model)
 
     @property
     def _optimizers_with_state(self) -> list[Optimizer]:

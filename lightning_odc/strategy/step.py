@@ -1,18 +1,11 @@
 """A training step on this rank, from Lightning's call to the user's ``training_step``, and on to backward and settle.
 
-Read `Training` from the top: `step` runs a batch. `_parts` yields a microbatch, and its parts if memory runs out, and
-`_run` runs them. `around_backward` is the context of every backward pass, `settle` completes the gradients, and
-`end_step` publishes the parameters.
-
 Note [The last backward belongs to Lightning]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Lightning calls ``training_step`` once per batch, then ``zero_grad``, then ``backward`` once. Of a `Minibatch`, all
 microbatches run inside that one ``training_step`` call, and all but the last are backpropagated there. The last loss
-is returned with its graph, and *with the value* of all this rank's microbatches, so that progress bars,
-``on_train_batch_end`` and loggers see all of them. A rank without microbatches returns a zero. So do ranks that help
-each other: there, no backward pass is left for later.
-
-An example: this rank's ``Minibatch([a, b, c], weights=[3, 5, 2])``, with the losses ``La``, ``Lb``, ``Lc``. ::
+is returned with its graph, and *with the value* of all this rank's microbatches. An example: this rank's
+``Minibatch([a, b, c], weights=[3, 5, 2])``, with the losses ``La``, ``Lb``, ``Lc``. ::
 
     Lightning              here                                    accumulated gradient of the rank
     training_step(...)     forward(a)                              0
@@ -44,7 +37,7 @@ from lightning_odc.data.minibatch import Minibatch, Task, sample_count
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.data.split import parts_of, pieces_of
 from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of
-from lightning_odc.engine.base import Counting, Engine
+from lightning_odc.engine.base import Counting
 from lightning_odc.errors import ODCError
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, replaced_log
 from lightning_odc.strategy.loss_trial import try_loss
@@ -62,7 +55,6 @@ from lightning_odc.strategy.microbatch import (
     warn_of_drop,
 )
 from lightning_odc.strategy.model_facts import causal_model
-from lightning_odc.strategy.options import OnOutOfMemory
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
 
@@ -82,13 +74,13 @@ class _Batch:
 _MANUAL = f"With manual optimization, no batch runs again in parts. {MAKE_ROOM}."
 
 
-def call_step(strategy: ShardedStrategy, engine: Engine, name: str, *args: Any, **kwargs: Any) -> Any:
+def call_step(strategy: ShardedStrategy, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
     module = strategy.lightning_module
     assert module is not None
     forward = module.forward
     try:
-        with strategy.precision_plugin.forward_context(), engine.traced("forward", step=name):
+        with strategy.precision_plugin.forward_context(), strategy.engine.traced("forward", step=name):
             return _compat_lightning.call_as_forward(strategy.model, module, name, *args, **kwargs)
     except BaseException:
         # Lightning has put the step in its place, and takes it back when the step begins. A hook may fail before.
@@ -99,19 +91,13 @@ def call_step(strategy: ShardedStrategy, engine: Engine, name: str, *args: Any, 
 class Training:
     """The training steps of one fit."""
 
-    def __init__(
-        self,
-        strategy: ShardedStrategy,
-        engine: Engine,
-        fp16: bool,
-        on_out_of_memory: OnOutOfMemory = "raise",
-        skips_nonfinite: bool = False,
-    ) -> None:
+    def __init__(self, strategy: ShardedStrategy) -> None:
         assert strategy.lightning_module is not None
-        self._strategy = strategy
+        self._strategy, options = strategy, strategy.options
         self._module = strategy.lightning_module
-        self._engine = engine
-        self._fp16 = fp16
+        self._engine = engine = strategy.engine
+        computed_in = (strategy.precision_plugin.compute_dtype, strategy.mixed_precision_policy.param_dtype)
+        self._fp16 = torch.float16 in computed_in
         self._seed = strategy.broadcast(torch.initial_seed())  # of the user's `torch.manual_seed`
         self._logbook = LogBook()
         self._logged = LoggedNames(self._module)  # by the plain batch at hand
@@ -125,8 +111,8 @@ class Training:
         self._labels = Counter(skips_first=causal_model(self._module) is not None)
         self.communicates = False  # whether the step that was tried talks to other ranks
         self._rules_of_parts: dict[Any, Verdict] = {}  # by the shapes of batches
-        self._skips_nonfinite = skips_nonfinite
-        self._retry = Retry(on_out_of_memory, engine, strategy.root_device, self._module.buffers())
+        self._skips_nonfinite = options.on_nonfinite == "skip"
+        self._retry = Retry(options.on_out_of_memory, engine, strategy.root_device, self._module.buffers())
         self._batch = _Batch()
         self._part: Part | None = None  # that ran forward last
         # The part whose backward pass is Lightning's, and what runs instead if that runs out of memory.
@@ -142,33 +128,33 @@ class Training:
             self._loaders_unchecked = False  # until now it was not known what they yield
             if _compat_lightning.deals_out(self._module.trainer):
                 check_samplers(self._module.trainer.train_dataloader)
-        self._begin_batch("Minibatch" if is_minibatch else "plain batch")
-        is_automatic = self._module.automatic_optimization
+        trainer, is_automatic = self._module.trainer, self._module.automatic_optimization
+        self._has_settled = False
+        self._part = self._pending = None
+        if trainer.fit_loop.batch_idx == 0:
+            self.check_hooks_ran()
+        if is_minibatch and not is_automatic:
+            self._engine.drop_emptied_anywhere()
+        stops_anyway = trainer.max_steps == trainer.global_step + 1
+        # Lightning's `zero_grad` at the first batch of a step must reach the accumulators of all ranks.
+        self._engine.begin_batch(
+            opens_window=is_automatic and trainer.fit_loop.batch_idx % self._accumulated == 0,
+            kind="Minibatch" if is_minibatch else "plain batch",
+            is_last=trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway,
+        )
         if is_minibatch and is_automatic:
             return self._minibatch(*args, **kwargs)
         if is_automatic and args:
             return self._plain(*args, **kwargs)
         self._engine.begin_forward()
         with nullcontext() if is_automatic else explained(_MANUAL):
-            output = call_step(self._strategy, self._engine, "training_step", *args, **kwargs)
+            output = self._call(*args, **kwargs)
         if not is_automatic:
             self._step_in_hooks()
         return output
 
-    def _begin_batch(self, kind: str) -> None:
-        """What Lightning's ``zero_grad`` does at the first batch of a step must reach all ranks' accumulators."""
-        trainer = self._module.trainer
-        if trainer.fit_loop.batch_idx == 0:
-            self.check_hooks_ran()
-        self._has_settled = False
-        self._part = self._pending = None
-        is_first = trainer.fit_loop.batch_idx % self._accumulated == 0
-        stops_anyway = trainer.max_steps == trainer.global_step + 1
-        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway
-        opens_window = self._module.automatic_optimization and is_first
-        if kind == "Minibatch" and not self._module.automatic_optimization:
-            self._engine.drop_emptied_anywhere()
-        self._engine.begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        return call_step(self._strategy, "training_step", *args, **kwargs)
 
     @property
     def _accumulated(self) -> int:
@@ -296,9 +282,7 @@ class Training:
             random_numbers_of(task.detail, self._strategy.root_device, self._seed),
             self._stopwatch.running(),
         ):
-            output = call_step(
-                self._strategy, self._engine, "training_step", task.microbatch, *batch.args, **batch.kwargs
-            )
+            output = self._call(task.microbatch, *batch.args, **batch.kwargs)
         item = contribution(output, task.weight, batch.counting, labels, part.is_part, batch.is_sum)
         if item is not None and item.counting is Counting.EXACT:
             part.counts_nothing = CountsNothing(weight=counts)
@@ -368,7 +352,7 @@ class Training:
 
         def run(batch: Any) -> Any:
             self._engine.begin_forward()
-            return call_step(self._strategy, self._engine, "training_step", batch, *args)
+            return self._call(batch, *args)
 
         verdict, self.communicates = try_loss(self._module, self._strategy.root_device, run, batch_of, tokens)
         return verdict

@@ -13,7 +13,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import host_memory
-from lightning_odc.balance.arrays import Caps, first_number
+from lightning_odc.balance.arrays import first_number
 from lightning_odc.data.convert import ChosenSamplesError, balanced_from
 from lightning_odc.data.gain import glance
 from lightning_odc.data.lengths import LengthArray, LengthsUnknownError, digest_of, measure
@@ -40,7 +39,8 @@ from lightning_odc.strategy.model_facts import (
     packing_trouble,
     watch_packed_calls,
 )
-from lightning_odc.strategy.options import Options, check_loader
+from lightning_odc.strategy.options import check_loader
+from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
 
 _WORTH_BALANCING = 1.02
@@ -54,12 +54,12 @@ _BYTES_PER_PARAMETER = 16  # fp32: itself, its gradient, and two states of Adam
 class TrainingData:
     """Makes the training loaders of one fit, and what the trainer counts in them."""
 
-    def __init__(self, trainer: Trainer, options: Options) -> None:
-        self.accumulation = Accumulation(trainer)  # what is folded into minibatches
-        self._trainer = trainer
-        self._options = options
-        self.engine: Engine | None = None  # before ranks can talk to each other
+    def __init__(self, strategy: ShardedStrategy) -> None:
+        assert strategy.lightning_module is not None
+        self.accumulation = Accumulation(strategy.lightning_module.trainer)  # what is folded into minibatches
         self.training: Training | None = None
+        self._trainer = strategy.lightning_module.trainer
+        self._strategy, self._options = strategy, strategy.options
         self._announced = False
         self._begun: tuple[float, float] | None = None  # when the first epoch began, and the waits until then
         self._policy_reason = ""
@@ -68,6 +68,11 @@ class TrainingData:
         self._loader: BalancedDataLoader | None = None
         self._verdict: Verdict | None = None  # the loss was not tried yet
         self._converted: tuple[int, BalancedDataLoader, Any] | None = None  # the epoch, and both loaders
+
+    @property
+    def _engine(self) -> Engine | None:
+        """What lets ranks talk to each other; ``None`` where ``setup()`` asks for the data."""
+        return self._strategy.engine if self._strategy.is_attached else None
 
     @property
     def rule(self) -> Rule | None:
@@ -121,22 +126,22 @@ class TrainingData:
         if not self._announced:
             self._announced = True
             batches, module = self.accumulation.batches, self._trainer.lightning_module
-            model = cost_of_model(module, self._trainer.strategy.root_device.type)
-            strategy: Any = self._trainer.strategy
+            model = cost_of_model(module, self._strategy.root_device.type)
+            strategy = self._strategy
             rule = self.rule if loader.asked_weighting == "auto" else None
             rank_zero_info(brief(loader, model, batches, self._policy_reason, rule))
             if note := note_on_size(loader, module, strategy.root_device, strategy.num_processes):
                 rank_zero_info(note)
-            if self.engine is not None and self._options.communication == "on_demand":
-                self._begun = time.monotonic(), sum(self.engine.waits.values())
+            if self._engine is not None and self._options.communication == "on_demand":
+                self._begun = time.monotonic(), sum(self._engine.waits.values())
 
     def end_epoch(self) -> None:
         """Say what was measured in the first epoch. All ranks together."""
-        if self._begun is None or self.engine is None:
+        if self._begun is None or self._engine is None:
             return
         (begun, waited), self._begun = self._begun, None
-        seconds, waited = time.monotonic() - begun, sum(self.engine.waits.values()) - waited
-        by_rank = self.engine.exchange("measured in the first epoch", waited / seconds)
+        seconds, waited = time.monotonic() - begun, sum(self._engine.waits.values()) - waited
+        by_rank = self._engine.exchange("measured in the first epoch", waited / seconds)
         rank_zero_info(
             f"Measured: the first epoch took {seconds:.1f} s, and ranks waited for each other "
             f"{sum(by_rank) / len(by_rank):.0%} of it."
@@ -145,7 +150,7 @@ class TrainingData:
     def _adapt(self, loader: BalancedDataLoader) -> None:
         """Give the loader the model's facts."""
         options, trainer = self._options, self._trainer
-        model = cost_of_model(trainer.lightning_module, trainer.strategy.root_device.type)
+        model = cost_of_model(trainer.lightning_module, self._strategy.root_device.type)
         info = RunInfo(
             prior=model.cost,
             dense=model.dense,
@@ -190,7 +195,7 @@ class TrainingData:
 
     def _try_loss(self, loader: BalancedDataLoader) -> Verdict:
         """What all ranks have found together, with equal samples at the same time."""
-        training, engine = self.training, self.engine
+        training, engine = self.training, self._engine
         if training is None or engine is None:
             return Verdict(None, "the training data was asked for before the model was set up")
         failure = ""
@@ -221,10 +226,10 @@ class TrainingData:
 
     def _compare(self, loader: BalancedDataLoader) -> None:
         """Find out before training that ranks would make different plans; streams are compared as they are read."""
-        if self.engine is None or loader.is_stream:
+        if self._engine is None or loader.is_stream:
             return
         facts = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest}; the collate_fn {loader.collation}"
-        by_rank = self.engine.exchange("compare training data", facts)
+        by_rank = self._engine.exchange("compare training data", facts)
         other = next((rank for rank, theirs in enumerate(by_rank) if theirs != by_rank[0]), None)
         if other is not None:
             raise DisagreementError(
@@ -236,13 +241,12 @@ class TrainingData:
     def _settle_packing(self, loader: BalancedDataLoader) -> None:
         """Find out whether the model keeps packed samples apart; once per fit."""
         if self._packing_trouble is None:
-            strategy: Any = self._trainer.strategy
-            if self.engine is None:
+            if self._engine is None:
                 raise ValueError(
                     "packing= is checked on the sharded model, and the training data was asked for before it was set "
                     "up: read trainer.estimated_stepping_batches in configure_optimizers, not in setup."
                 )
-            self._packing_trouble = packing_trouble(strategy, self.engine)
+            self._packing_trouble = packing_trouble(self._strategy)
         if self._packing_trouble and loader.packing is True:
             raise ValueError(f"packing=True: {self._packing_trouble}")
         if self._packing_trouble and not self._announced:
@@ -263,6 +267,10 @@ class TrainingData:
         """The balanced loader, with accumulation folded into it; or the same one, where ``"auto"`` cannot balance."""
         options, world_size = self._options, self._trainer.world_size
         indexed = not is_stream(getattr(dataloader, "dataset", ()))
+        known = world_size, indexed, self._strategy.root_device.type
+        policy = options.policy(*known, prepares_workers(dataloader))
+        if policy != options.policy(*known):
+            self._policy_reason = "stealing reads samples in this process, where no worker_init_fn has run"
         epoch, balanced, original = self._converted or (None, None, None)
         if options.balance == "auto" and balanced is not None and epoch == self._trainer.current_epoch:
             balanced.stand_aside(original)
@@ -276,7 +284,7 @@ class TrainingData:
                 distributed_sampler="replace",  # Lightning has put it in
                 num_replicas=world_size,
                 rank=self._trainer.global_rank,
-                policy=self._policy(dataloader, indexed),
+                policy=policy,
                 window=None if indexed else 1,
                 **options.of_loader,
             )
@@ -299,15 +307,6 @@ class TrainingData:
         self._fold(balanced, dataloader.dataset)
         return balanced
 
-    def _policy(self, dataloader: Any, indexed: bool) -> str:
-        """The policy for a loader; why it is not to steal where only the loader's workers speak against it."""
-        device_type = self._trainer.strategy.root_device.type
-        known = self._trainer.world_size, indexed, device_type
-        policy = self._options.policy(*known, prepares_workers(dataloader))
-        if policy != self._options.policy(*known):
-            self._policy_reason = "stealing reads samples in this process, where no worker_init_fn has run"
-        return policy
-
     def _reason_against(self, dataloader: Any, indexed: bool) -> str:
         """Why ``"auto"`` cannot balance this; empty if it can."""
         module = self._trainer.lightning_module
@@ -323,25 +322,24 @@ class TrainingData:
                 "balancing needs an IterableDataset that can be read twice and yields the same samples on every rank. "
                 'Take the division over ranks out of it, and write ODCStrategy(balance="lb_mini").'
             )
-        if indexed and not self._options.length_fn and (count := self._equally_long(dataloader)):
-            return f"all samples that were looked at ({count}) are equally long."
-        return ""
-
-    def _equally_long(self, dataloader: Any) -> int:
-        """How many samples all ranks have looked at, if these are equally long; 0 if not, or if that takes time."""
-        count = 0
+        if not indexed or self._options.length_fn:
+            return ""
+        count = 0  # samples that were looked at and are equally long
         with suppress(Exception):  # what a data set raises here, it raises where lengths are looked up
             lengths, _ = glance(dataloader, _LOOKED_AT, measure)
-            enough = max(min(_LOOKED_AT, len(dataloader.dataset)), 1)
+            enough = max(min(_LOOKED_AT, len(cast(Any, dataloader.dataset))), 1)
             count = len(lengths) if len(lengths) >= enough and (lengths == lengths[0]).all() else 0
-        return min(self.engine.exchange("a glance at lengths", count)) if self.engine else 0
+        count = min(self._engine.exchange("a glance at lengths", count)) if self._engine else 0
+        return f"all samples that were looked at ({count}) are equally long." if count else ""
 
     def _reads_one_stream(self, dataset: Any) -> bool:
         """Whether all ranks begin with the same samples; see Note [One stream on all ranks]."""
         digest = beginning(dataset, self._options.length_fn or measure)
         if self._trainer.world_size == 1:
             return digest is not None
-        digests = self.engine.exchange("compare the streams of all ranks", digest) if self.engine else [None]
+        digests = (
+            self._engine.exchange("compare the streams of all ranks", digest) if self._engine else [None]
+        )
         return digest is not None and set(digests) == {digest}
 
     def _left_alone(self, dataloader: object, reason: str) -> object:
@@ -428,9 +426,19 @@ def beginning(dataset: Any, length_of: Callable[[Any], Any]) -> str | None:
 def brief(
     loader: BalancedDataLoader, model: ModelCost, batches: int, reason: str = "", rule: Rule | None = None
 ) -> str:
-    """The lines that describe balanced training before it begins."""
+    """The lines that describe balanced training before it begins. They say only what is certain from lengths."""
+    if loader.options.whole:
+        expected = "as with your batches under collectives, with fewer waits; DeviceIdleMonitor measures them"
+    elif (gain := loader.planned_gain(batches)) is None:
+        expected = "not known before the stream is read; DeviceIdleMonitor measures it"
+    else:
+        expected = (
+            f"{gain.balanced_padding:.0%} of the computed tokens are padding, instead of {gain.padding:.0%}; ranks "
+            f"wait {gain.balanced_idle:.0%} of the time for each other, instead of {gain.idle:.0%} (planned from "
+            "lengths, against your batches under collectives)"
+        )
     chosen = _choices(loader, batches, reason, rule)
-    return f"Found: {_data(loader)}; {model.source}.\nChosen: {chosen}.\nExpected: {_expectation(loader, batches)}."
+    return f"Found: {_data(loader)}; {model.source}.\nChosen: {chosen}.\nExpected: {expected}."
 
 
 def note_on_size(
@@ -454,22 +462,17 @@ def note_on_size(
 
 
 def _data(loader: BalancedDataLoader) -> str:
+    def spread(values: LengthArray, unit: str = "") -> str:
+        return f"from {values.min():,} to {values.max():,}{unit}, {float(values.mean()):,.0f} on average"
+
     if loader.is_stream:
         return "a stream of samples; the collate_fn is tried with the first samples"
-    values = loader.lengths.values
-    tokens, *others = np.atleast_2d(values.T)
-    further = [f"; number {place} of each {_spread(of)}" for place, of in enumerate(others, 2)]
+    tokens, *others = np.atleast_2d(loader.lengths.values.T)
+    further = "".join(f"; number {place} of each {spread(of)}" for place, of in enumerate(others, 2))
     collation = "could not be recognized, and its microbatches are taken for packed ones"
     if loader.collation is not None:
         collation = loader.collation.describe()
-    return (
-        f"{len(values):,} samples {_spread(tokens, ' tokens')}{''.join(further)}; the collate_fn {collation}"
-    )
-
-
-def _spread(values: LengthArray, unit: str = "") -> str:
-    mean = float(values.mean())
-    return f"from {values.min():,} to {values.max():,}{unit}, {mean:,.0f} on average"
+    return f"{len(tokens):,} samples {spread(tokens, ' tokens')}{further}; the collate_fn {collation}"
 
 
 def _choices(loader: BalancedDataLoader, batches: int, reason: str, rule: Rule | None) -> str:
@@ -484,24 +487,10 @@ def _choices(loader: BalancedDataLoader, batches: int, reason: str, rule: Rule |
     cost = f'cost="{options.cost}"' if is_name else f"cost={type(options.cost).__name__}"
     if options.is_auto:
         cost += " from the model's size" + (", then from measured times" if loader.learns else "")
-    most = "" if loader.max_tokens is None else f"; at most {_caps(loader.max_tokens)} in a microbatch"
+    most, caps = "", loader.max_tokens
+    if isinstance(caps, int):
+        most = f"; at most {caps:,} tokens in a microbatch"
+    elif caps is not None:
+        most = f"; at most {caps} {'tokens (by rank)' if isinstance(caps, list) else '(by number)'} in a microbatch"
     counts = "" if rule is None else f"; {rule} (the loss was tried)"
     return f'policy "{options.policy}"{because}; {samples}{most}; {cost}{counts}'
-
-
-def _caps(caps: Caps) -> str:
-    if isinstance(caps, int):
-        return f"{caps:,} tokens"
-    return f"{caps} tokens (by rank)" if isinstance(caps, list) else f"{caps} (by number)"
-
-
-def _expectation(loader: BalancedDataLoader, batches: int) -> str:
-    """What is certain from lengths. How much faster that is depends on more, and a clock tells."""
-    if loader.options.whole:
-        return "as with your batches under collectives, with fewer waits; DeviceIdleMonitor measures them"
-    gain = loader.planned_gain(batches)
-    if gain is None:
-        return "not known before the stream is read; DeviceIdleMonitor measures it"
-    padding = f"{gain.balanced_padding:.0%} of the computed tokens are padding, instead of {gain.padding:.0%}"
-    waits = f"ranks wait {gain.balanced_idle:.0%} of the time for each other, instead of {gain.idle:.0%}"
-    return f"{padding}; {waits} (planned from lengths, against your batches under collectives)"

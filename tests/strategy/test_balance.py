@@ -131,7 +131,7 @@ def test_an_unknown_policy():
 def test_the_registered_names(name, balance):
     strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
     assert isinstance(strategy, ODCStrategy)
-    assert strategy.balance == balance
+    assert strategy.options.balance == balance
     assert ODCStrategy().balance == "auto"
 
 

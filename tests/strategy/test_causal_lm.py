@@ -190,7 +190,7 @@ class Constant(Counted):
 
 def test_other_trouble() -> None:
     strategy: Any = SimpleNamespace(lightning_module=Inside(nn.Linear(1, 1)))
-    assert packing_trouble(strategy, None).startswith("Inside has no Hugging Face causal model")  # type: ignore[arg-type]
+    assert packing_trouble(strategy).startswith("Inside has no Hugging Face causal model")
     with torch.no_grad():
         assert "does not take what a packed batch has" in _trouble_of(OldForCausalLM(), CPU)
         assert "does not number the tokens of each by position_ids" in _trouble_of(Counted(), CPU)
@@ -207,7 +207,7 @@ class Checks(ODCStrategy):
         module = self.lightning_module
         assert module is not None
         before = states(module)
-        self.found = packing_trouble(self, self.engine)
+        self.found = packing_trouble(self)
         assert states(module) == before, "nothing of the check stays"
         return dataloader
 

@@ -206,7 +206,7 @@ def _by_cli(arguments: list[str]) -> dict[str, Any]:
     assert isinstance(strategy, ODCStrategy)
     reads = command.trainer.callback_metrics["reads"].item()
     return {
-        "deterministic": strategy.deterministic,
+        "deterministic": strategy.options.deterministic,
         "reads": reads,
         "parameters": {checkpoint_name(n): value for n, value in full_parameters(command.model).items()},
     }
