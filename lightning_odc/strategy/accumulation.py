@@ -3,24 +3,18 @@
 Note [Folded accumulation]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``DataLoader(batch_size=b)`` with ``Trainer(accumulate_grad_batches=k)`` makes an optimizer step of ``b * k`` samples
-per rank. Balanced one batch at a time, a plan has ``b`` samples per rank to choose from: with ``b=1`` there is nothing
-to choose. So all ``b * k`` become one `Minibatch`, and the trainer steps after each. While it fits, its
-``accumulate_grad_batches`` is 1, and numbers that count batches are divided by ``k``. Numbers that count optimizer
-steps (``global_step``, ``max_steps``, ``every_n_train_steps``, ``log_every_n_steps``) stay.
-
-An example: 100 samples, ``batch_size=2``, ``accumulate_grad_batches=4``, 2 ranks. ::
+per rank. All of them become one `Minibatch`, so that a plan has something to choose from, and the trainer steps after
+each. While it fits, its ``accumulate_grad_batches`` is 1, and numbers that count batches are divided by ``k``. Numbers
+that count optimizer steps (``global_step``, ``max_steps``, ``every_n_train_steps``) stay. An example: 100 samples,
+``batch_size=2``, ``accumulate_grad_batches=4``, 2 ranks. ::
 
                                     accumulated                   folded
     samples of a batch, all ranks   4                             16
     batches per epoch               25                            7, the last one of 4 samples
-    optimizer steps per epoch       ceil(25 / 4) = 7              7
     limit_train_batches=10          10 batches, 3 steps           ceil(10 / 4) = 3
     limit_train_batches=0.5         12 batches, 3 steps           ceil(12 / 4) = 3
     val_check_interval=8            after 2 steps, 4, 6           ceil(8 / 4) = 2
     a scheduler's frequency=8       after 2 steps, 4, 6           8 / gcd(8, 4) = 2
-
-``drop_last=True`` leaves out the samples that do not fill a *batch*, as before, so that an epoch may end with a smaller
-`Minibatch`.
 """
 
 from __future__ import annotations
@@ -65,15 +59,13 @@ class Accumulation:
         if self.batches == 1:
             return
         trainer = cast(Any, self._trainer)
-        self._change(_FACTOR, 1)
-        self._change(_LIMIT, folded_limit(trainer.limit_train_batches, num_batches, self.batches))
+        folded = {_FACTOR: 1, _LIMIT: folded_limit(trainer.limit_train_batches, num_batches, self.batches)}
         interval = getattr(trainer, _INTERVAL, None)  # there is none where validation goes by time
         if isinstance(interval, int):
-            self._change(_INTERVAL, math.ceil(interval / self.batches))
-
-    def _change(self, name: str, value: Any) -> None:
-        self._before[name] = getattr(self._trainer, name)
-        setattr(self._trainer, name, value)
+            folded[_INTERVAL] = math.ceil(interval / self.batches)
+        self._before = {name: getattr(trainer, name) for name in folded}
+        for name, value in folded.items():
+            setattr(trainer, name, value)
 
     def fold_schedulers(self, schedulers: Iterable[LRSchedulerConfig]) -> None:
         """Let schedulers that step by batches step as often as before. Once per fit: a fit creates new ones."""

@@ -30,11 +30,6 @@ class AttachingStrategy:
     _mesh_of_nodes: Any = None  # that the user asked for: nodes, and ranks per node
 
     @property
-    def _as_strategy(self) -> Any:
-        """This object, with the attributes that all strategies of Lightning have."""
-        return self
-
-    @property
     def communication(self) -> str:
         """The argument."""
         return self.options.communication
@@ -45,52 +40,48 @@ class AttachingStrategy:
         return False
 
     @property
-    def _on_demand(self) -> bool:
-        return self.communication != "collective" and self._as_strategy.world_size > 1
+    def _on_demand(self: Any) -> bool:
+        return self.communication != "collective" and self.world_size > 1
 
     @property
-    def _layout(self) -> Layout | None:
+    def _layout(self: Any) -> Layout | None:
         """Rows and columns of ranks; ``None`` if all of them are one row, or collectives treat them as one."""
         if not (self._replicates or self._on_demand):
             return None
-        ranks = self._as_strategy
-        layout = layout_of(self._mesh_of_nodes, ranks.num_nodes, ranks.world_size, ranks.global_rank)
+        layout = layout_of(self._mesh_of_nodes, self.num_nodes, self.world_size, self.global_rank)
         return layout if len(layout.rows) > 1 else None
 
-    def _device_type(self) -> str:
-        return cast(str, self._as_strategy.root_device.type)
+    def _device_type(self: Any) -> str:
+        return cast(str, self.root_device.type)
 
-    def _configure_launcher(self) -> None:
+    def _configure_launcher(self: Any) -> None:
         self._launcher = interactive_launcher(self)
         if self._launcher is None:
             cast(Any, super())._configure_launcher()
 
-    def setup_environment(self) -> None:
+    def setup_environment(self: Any) -> None:
         if self.communication != "collective":
             check_transport(self.options.transport, self._device_type(), type(self).__name__)
-        cores = part_of_the_cores(self._device_type(), self._as_strategy.num_processes)
-        self._on_teardown.enter_context(cores)
+        self._on_teardown.enter_context(part_of_the_cores(self._device_type(), self.num_processes))
         with gloo_checked(self):
             cast(Any, super()).setup_environment()
         if self._layout is not None:
             check_rows(self._layout, self._replicates, self.communication)
 
     def _attach(
-        self,
+        self: Any,
         model: nn.Module,
         replicas: DeviceMesh | None = None,
         hang_report: HangReport | None = None,
         gradients: bool = True,
     ) -> Attached:
         """Make the engine of a sharded model. All ranks together."""
-        ranks = self._as_strategy
-        environment = ranks.cluster_environment
         place = Place(
-            ranks.root_device,
-            ranks.global_rank,
-            ranks.world_size,
-            ranks.num_processes,
-            environment.main_address if environment else "",
+            self.root_device,
+            self.global_rank,
+            self.world_size,
+            self.num_processes,
+            self.cluster_environment.main_address if self.cluster_environment else "",
             self._layout,
             replicas,
         )
@@ -103,9 +94,9 @@ class AttachingStrategy:
             timeout=self.timeout,
             hang_report=hang_report,
         )
-        self._attached = Attached(model, engine)  # before it is used, so that a failure releases it
+        self._attached = attached = Attached(model, engine)  # first, so that a failure releases it
         engine.attach(model, gradients=gradients)
-        return self._attached
+        return attached
 
     @property
     def is_attached(self) -> bool:

@@ -2,15 +2,11 @@
 
 Note [Values of an evaluation]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Ranks run the batches that they have and do not wait. Until the last one Lightning adds up what this rank logs, by
-name, and nothing is reduced over ranks. Then, before Lightning computes the values of the epoch, all ranks tell each
-other their sums once, by name; names are merged in an order that all agree on, and Lightning finds the results already
-computed. So it does not matter in which order a rank logged its names, how often, or whether at all.
-
-torchmetrics objects synchronise themselves, by collectives. They are computed at the same point, in the same order, on
-all ranks: also on those that have not logged them.
-
-A value of a microbatch weighs what it does in training: its labels (Note [Labels are counted]), or ``num_items``.
+Ranks run the batches that they have and do not wait. Until the last one, Lightning adds up what this rank logs, by
+name. Then, before Lightning computes the values of the epoch, all ranks tell each other their sums once; names are
+merged in an order that all agree on, and Lightning finds the results already computed. So it does not matter in which
+order a rank logged its names, how often, or whether at all. torchmetrics objects, which synchronise by collectives,
+are computed at the same point and in the same order, also on ranks that have not logged them.
 
 With stock collectives and plain batches Lightning's own way is left alone.
 """
@@ -115,6 +111,7 @@ class Evaluation:
                     samples = float(len(detail.lengths))
                     weight = weight - samples if rule.weighting == "next_token" else samples
                 outputs.append(run(microbatch, *args, **kwargs))
+                # As in training: Note [Labels are counted].
                 self._logbook.weigh(counted_weight(outputs[-1], weight, labels))
         with self._locally():
             flush(self._logbook.take(), self._module)

@@ -5,12 +5,10 @@ What it finds is decided in `lightning_odc.data.weighting`: see Note [The loss i
 Note [A trial without chance]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Losses can be compared if they differ by nothing but the samples. So while a step is tried, a ``TorchFunctionMode`` is
-between its code and torch. It computes in float64, whatever the dtype of parameters and autocast: 16-bit rounding is
-ten times the difference between the losses of an untrained model. It leaves dropout out, in training mode, in which
-batch norm shows that it couples samples. And random numbers are constants: their mean, or a permutation that mixes up
-samples, so that mixup shows. Where float64 fails, say in a kernel of the user's, the step runs in its own arithmetic.
-If all losses are equal, as with a last layer of zeros, the trial runs once more with trained weights a little off.
-Tables that are made of constants keep their dtype, because a step may keep them.
+between its code and torch. It computes in float64: 16-bit rounding is ten times the difference between the losses of an
+untrained model. It leaves dropout out, in training mode, in which batch norm shows that it couples samples. Random
+numbers are constants: their mean, or a permutation that mixes up samples, so that mixup shows. Where float64 fails, say
+in a kernel of the user's, the step runs in its own arithmetic.
 """
 
 from __future__ import annotations
@@ -86,6 +84,7 @@ def try_loss(
                 losses, noise = losses_of(groups, rules, _Quiet(wide=True))
             except Exception:
                 losses, noise = losses_of(groups, rules, _Quiet(wide=False))
+            # As with a last layer of zeros: once more, with trained weights a little off.
             if all(abs(each.loss - losses[0].loss) <= 1e-9 * abs(each.loss) for each in losses):
                 losses, noise = losses_of(groups, rules, _Quiet(wide=True, shakes=True))
         except Exception as error:  # whatever it is, training will meet it, too

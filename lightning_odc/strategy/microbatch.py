@@ -18,10 +18,7 @@ Note [Run again in parts]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 On demand, ranks do not wait for each other inside a minibatch. So a microbatch that does not fit is cut in two, and a
 part that does not fit is cut again, down to single samples. A single sample runs once more, because units that stayed
-gathered have been freed by then. Gradients that units had added before stay: Note [Added once]. The weights of the
-parts replace that of the whole. If the forward pass of the whole had ended, its logged values stay, and the parts log
-nothing. A microbatch that does not count (its loss was not finite, say) does not run again. Eight samples, the last one
-too long::
+gathered have been freed by then. Eight samples, the last one too long::
 
     12345678             runs out in its forward pass
       1234               fits
@@ -31,8 +28,8 @@ too long::
           7              fits
           8, and again   runs out: "split" raises, "skip" drops it
 
-`lightning_odc.strategy.step.Training` yields these one after the other, and tells `Retry` how each ended. A sample can
-only be dropped while no unit has added its gradient, because nothing takes that back.
+Gradients that units had added before stay: Note [Added once]. Nothing takes them back, so a sample can only be dropped
+while no unit has added its gradient.
 """
 
 from __future__ import annotations

@@ -12,12 +12,10 @@ Three tiny samples ``a``, ``b`` and ``c`` of four tokens go through the model, i
     plain   c b a      q2
 
 The samples are kept apart if ``|p1 - p2|`` is zero, and they are at the right positions if ``|p1 - alone|`` is. Neither
-is exactly zero: attention adds in another order, and experts get other rows together. The right tolerance depends on
-dtype, depth and initial values. So the difference is compared with a real leak of the same model, ``|q1 - q2|`` and
-``|q1 - alone|``. In a leak the ratio is about 1. Rounding in bf16 (2^-9 of every value, twice per layer) adds up to
-``sqrt(2 * 80) * 2^-9``, 2.5 % of a logit in 80 layers. The text before ``b`` changes logits by their own size in a
-trained model, and by a fifth of it in a small random one. So a quarter of the leak is between both. ``p1`` and ``p2``
-have the same shapes and differ far less.
+is exactly zero, because attention adds in another order. So the difference is compared with a real leak of the same
+model, ``|q1 - q2|`` and ``|q1 - alone|``. In a leak the ratio is about 1. Rounding in bf16 (2^-9 of every value, twice
+per layer) adds up to ``sqrt(2 * 80) * 2^-9``, 2.5 % of a logit in 80 layers. The text before ``b`` changes logits by
+their own size in a trained model, and by a fifth of it in a small random one. A quarter of the leak is between both.
 """
 
 from __future__ import annotations
@@ -125,7 +123,13 @@ def _trouble_of(model: nn.Module, device: torch.device) -> str:
     """What is wrong on this rank, see `packing_trouble`."""
     attention = _compat.attention_of(model.config)
     shown = _name(model) + ("" if attention is None else f" (attn_implementation={attention!r})")
-    a, b, c = _samples(model)
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    special = [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
+    # Twelve tokens. Of a vocabulary of 140: 10, 20, 30 and so on. The first and the last ones are often special.
+    tokens = [int(text.vocab_size) * (index + 1) // (3 * _LENGTH + 2) for index in range(3 * _LENGTH)]
+    tokens = [token + 1 if token in special else token for token in tokens]
+    a, b, c = (tokens[first : first + _LENGTH] for first in range(0, 3 * _LENGTH, _LENGTH))
     second = slice(_LENGTH, 2 * _LENGTH)
     try:
         packed = [_logits(model, PackingCollator()(row), device)[0, second] for row in ([a, b, c], [c, b, a])]
@@ -158,17 +162,6 @@ def _name(module: nn.Module) -> str:
     """The class name that the user knows."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if isinstance(module, FSDPModule) else name
-
-
-def _samples(model: nn.Module) -> list[list[int]]:
-    """Three samples of tokens from all over the vocabulary."""
-    config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    special = [getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
-    # Of 140: 10, 20, 30 and so on, to 120. The first and the last ones are often special.
-    tokens = [int(text.vocab_size) * (index + 1) // (3 * _LENGTH + 2) for index in range(3 * _LENGTH)]
-    tokens = [token + 1 if token in special else token for token in tokens]
-    return [tokens[first : first + _LENGTH] for first in range(0, 3 * _LENGTH, _LENGTH)]
 
 
 def _logits(model: nn.Module, batch: dict[str, Any], device: torch.device) -> Tensor:

@@ -232,17 +232,15 @@ class ODCStrategy(ShardedStrategy):
         if fitting:
             self._setup_averages(trainer)
         self._on_teardown.enter_context(counted_by_microbatch(trainer.callbacks))  # type: ignore[attr-defined]
-        ends = first_and_last(trainer, engine, self.on_exception, self._end_epoch)
+        ends = first_and_last(trainer, engine, self.on_exception, lambda: self._data.end_epoch())
         self._on_teardown.enter_context(ends)
         self.barrier()
         if fitting:
-            self._training = Training(self)
+            self._training = self.precision_plugin.training = Training(self)
             self.setup_optimizers(trainer)
             if self._on_demand:
                 refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
-        if fitting:
-            self.precision_plugin.training = self._training
 
     def _hang_report(self, trainer: pl.Trainer) -> HangReport | None:
         """What says where this rank is, after so long a wait: on stderr and in the trainer's directory."""
@@ -254,9 +252,8 @@ class ODCStrategy(ShardedStrategy):
         def place() -> str:
             return f", in epoch {trainer.current_epoch} after {trainer.global_step} optimizer steps"
 
-        return HangReport(
-            self.options.hang_report_after.total_seconds(), directory, trainer.global_rank, place
-        )
+        seconds = self.options.hang_report_after.total_seconds()
+        return HangReport(seconds, directory, trainer.global_rank, place)
 
     def teardown(self) -> None:
         self._give_values_back()
@@ -349,21 +346,13 @@ class ODCStrategy(ShardedStrategy):
         if isinstance(trainer.train_dataloader, BalancedDataLoader):
             _compat_lightning.load_loader_states(trainer)
         self._hold_signals(meeting=self._on_demand)
-        folded = 1
-        if self._training_data is not None:
-            self._training_data.accumulation.fold_schedulers(self.lr_scheduler_configs)
-            folded = self._training_data.accumulation.batches
-        compare_programs(self.engine, trainer, folded)
+        data = self._data
+        data.accumulation.fold_schedulers(self.lr_scheduler_configs)
+        compare_programs(self.engine, trainer, data.accumulation.batches)
         compare_batches(self.engine, trainer)
         self.publish_parameters()
-        if self._training_data is not None:
-            self._training_data.training = self._training
-            self._training_data.begin()
-            self._rule = self._training_data.rule
-
-    def _end_epoch(self) -> None:
-        if self._training_data is not None:
-            self._training_data.end_epoch()
+        data.begin()
+        self._rule = data.rule
 
     def on_train_end(self) -> None:
         super().on_train_end()
@@ -378,8 +367,7 @@ class ODCStrategy(ShardedStrategy):
         self.engine.evaluating = False
         self.publish_parameters()
 
-    def on_test_start(self) -> None:
-        self._begin_evaluation().begin()
+    on_test_start = on_validation_start
 
     def on_test_end(self) -> None:
         self._give_values_back()
@@ -413,16 +401,19 @@ class ODCStrategy(ShardedStrategy):
 
     # -- data ---------------------------------------------------------------------------------------------
 
-    def process_dataloader(self, dataloader: object) -> object:
-        """Level the training data over ranks, if asked to; see `TrainingData`."""
-        module = self.lightning_module
-        if module is None or not module.trainer.training:
-            return dataloader
+    @property
+    def _data(self) -> TrainingData:
         if self._training_data is None:
             self._training_data = TrainingData(self)
             self._on_teardown.callback(self._training_data.release)
         self._training_data.training = self._training
-        return self._training_data.process(dataloader)
+        return self._training_data
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Level the training data over ranks, if asked to; see `TrainingData`."""
+        module = self.lightning_module
+        is_training = module is not None and module.trainer.training
+        return self._data.process(dataloader) if is_training else dataloader
 
     # -- values -------------------------------------------------------------------------------------------
 
@@ -470,8 +461,7 @@ class ODCStrategy(ShardedStrategy):
         return super().all_gather(tensor, group, sync_grads)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._training_data is not None:
-            self._training_data.accumulation.show_interval()
+        self._data.accumulation.show_interval()
         if isinstance(batch, Minibatch):
             assert self.lightning_module is not None
             _compat_lightning.count_batch_once(self.lightning_module.trainer)

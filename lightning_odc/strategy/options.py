@@ -28,6 +28,7 @@ from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
 Communication = Literal["on_demand", "collective", "lockstep"]
 OnOutOfMemory = Literal["split", "skip", "raise"]
 
+_OF_LOADER = ("max_tokens", "cost", "length_fn", "weighting", "packing")
 STATE_DICT_TYPES = ("full", "sharded")
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 #: Arguments of FSDP1.
@@ -70,8 +71,13 @@ class Options:
                 "floating-point dtype of torch, or None for fp32."
             )
         self._check_balance()
-        if self.communication == "collective":
-            self._warn_of_no_engine()
+        given = self._given("deterministic", "accumulator_dtype", "keep_gathered")
+        if self.communication == "collective" and given:
+            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
+            rank_zero_warn(
+                f'ODCStrategy({shown}) has no effect under communication="collective", where PyTorch\'s collectives do '
+                "the work."
+            )
 
     def _check_balance(self) -> None:
         if self.balance is not None:
@@ -82,37 +88,22 @@ class Options:
         # Refuses options that no loader would take.
         policy = self.balance if self.balance not in (None, "auto") else "lb_mini"
         BatchOptions(1, self.max_tokens, policy, self.cost, self.weighting)
-        defaults = {field.name: field.default for field in fields(self)}
-        given = [name for name, value in self.of_loader.items() if value != defaults[name]]
-        if self.balance is None and given:
+        if self.balance is None and (given := self._given(*_OF_LOADER)):
             names = ", ".join(f"{name}=..." for name in given)
             rank_zero_warn(
                 f"ODCStrategy(balance=None, {names}) balances nothing, so {names} has no effect: write "
                 f"ODCStrategy({names}). Pass arguments of your own BalancedDataLoader to the loader."
             )
 
-    def _warn_of_no_engine(self) -> None:
-        """Say which options of the engine were given although stock collectives do its work."""
-        names = [
-            f"{n}={getattr(self, n)!r}" for n in ("deterministic", "accumulator_dtype") if getattr(self, n)
-        ]
-        names += [f"keep_gathered={self.keep_gathered!r}"] * (self.keep_gathered != "auto")
-        if names:
-            rank_zero_warn(
-                f'ODCStrategy({", ".join(names)}) has no effect under communication="collective", where PyTorch\'s '
-                "collectives do the work."
-            )
+    def _given(self, *names: str) -> dict[str, Any]:
+        """The options, of these names, that have other values than the defaults."""
+        defaults = {field.name: field.default for field in fields(self)}
+        return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
 
     @property
     def of_loader(self) -> dict[str, Any]:
         """The arguments of `balanced_from`."""
-        return {
-            "max_tokens": self.max_tokens,
-            "cost": self.cost,
-            "length_fn": self.length_fn,
-            "weighting": self.weighting,
-            "packing": self.packing,
-        }
+        return {name: getattr(self, name) for name in _OF_LOADER}
 
     def policy(
         self, world_size: int, indexed: bool, device_type: str, prepared_in_workers: bool = False

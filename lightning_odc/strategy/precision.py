@@ -2,11 +2,10 @@
 
 Note [Weights under fp16]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-The gradient of ``w_m L_m`` is ``w_m`` times that of ``L_m``, and a loss that is summed over ``n`` items is ``n`` times
-their mean. Weights are often numbers of tokens, and fp16 ends at 65504. So gradients would overflow until the loss
-scale has shrunk by the size of the weights. The *weight unit* prevents that. It is a power of two near the weight of
-one microbatch. Every weighted loss is divided by it before its backward pass, and so is the denominator of Note [Who
-divides]. Dividing by a power of two changes no digits, except where numbers leave the range of their dtype.
+The gradient of ``w_m L_m`` is ``w_m`` times that of ``L_m``. Weights are often numbers of tokens, and fp16 ends at
+65504. So gradients would overflow until the loss scale has shrunk by the size of the weights. The *weight unit*
+prevents that: a power of two near the weight of one microbatch. Every weighted loss is divided by it before its
+backward pass, and so is the denominator of Note [Who divides]. Dividing by a power of two changes no digits.
 
 Gradients of all ranks are added up, so all ranks need the same unit. They agree on it once, in the first step that has
 weights. Each rank says the weight of its first microbatches when it comes to its first backward pass, or to the settle
