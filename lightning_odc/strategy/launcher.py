@@ -228,10 +228,11 @@ def _take_over(trainer: Trainer, outcome: dict[str, Any]) -> Any:
         trainer.fit_loop.load_state_dict(outcome["progress"])
         trainer.fit_loop.restarting = False  # it has run; it is not to be resumed
         for callback in cast(Any, trainer).callbacks:
-            state = outcome["callbacks"].get(callback.state_key)
-            if state and isinstance(callback, ModelCheckpoint):
-                callback.dirpath = state["dirpath"]  # else it takes the state for that of another directory
-            if state:
+            if state := outcome["callbacks"].get(callback.state_key):
+                if isinstance(callback, ModelCheckpoint):
+                    callback.dirpath = state[
+                        "dirpath"
+                    ]  # else it takes the state for that of another directory
                 callback.load_state_dict(state)
     return outcome["result"]
 

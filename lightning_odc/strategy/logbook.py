@@ -373,17 +373,11 @@ def ranks_of(group: Any) -> tuple[int, ...] | None:
 
 
 def _to_floats(values: list[Any]) -> list[float]:
-    """Plain numbers, with one synchronisation per device for all tensors on it."""
-    floats = [0.0 if isinstance(value, Tensor) else float(value) for value in values]
-    places: dict[torch.device, list[int]] = {}
-    for index, value in enumerate(values):
-        if isinstance(value, Tensor):
-            places.setdefault(value.device, []).append(index)
-    for indices in places.values():
-        stacked = torch.stack([values[index].double().reshape(()) for index in indices])
-        for index, number in zip(indices, stacked.tolist(), strict=True):
-            floats[index] = number
-    return floats
+    """Plain numbers, with one synchronisation for all tensors."""
+    tensors = [value.detach().double().reshape(()) for value in values if isinstance(value, Tensor)]
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+    numbers = iter(torch.stack([tensor.to(device) for tensor in tensors]).tolist() if tensors else [])
+    return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]
 
 
 def named_options(signature: inspect.Signature, *args: Any, **options: Any) -> dict[str, Any]:

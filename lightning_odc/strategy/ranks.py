@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import lightning
@@ -192,31 +193,29 @@ _NAMES = {
 }
 
 
+@dataclass(eq=False)
 class FirstCallback(Callback):
     """Runs before all other callbacks, and counts the ends that this rank has come to: see Note [Who has left]."""
 
-    def __init__(
-        self, engine: Engine, fail: Callable[[BaseException], None], end_epoch: Callable[[], None]
-    ) -> None:
-        self._engine = engine
-        self._fail = fail
-        self._end_epoch = end_epoch
+    engine: Engine
+    fail: Callable[[BaseException], None]
+    end_epoch: Callable[[], None]
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if isinstance(self._engine, OnDemandEngine):
-            self._engine.protocol.announce_end()
+        if isinstance(self.engine, OnDemandEngine):
+            self.engine.protocol.announce_end()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._come_to(_EPOCH, trainer)
-        self._end_epoch()
+        self.end_epoch()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._come_to(_TRAINING, trainer)
 
     def _come_to(self, end: int, trainer: Trainer) -> None:
-        if not isinstance(self._engine, OnDemandEngine):
+        if not isinstance(self.engine, OnDemandEngine):
             return
-        self._engine.protocol.announce_end()
+        self.engine.protocol.announce_end()
         if not _compat_lightning.BROADCASTS_BEFORE_BATCHES:
             return
         # Lightning broadcasts from rank 0 before every batch, where rank 0 hangs if another rank has left the epoch. So
@@ -233,24 +232,24 @@ class FirstCallback(Callback):
 
     # Callbacks that change the model at the end of an evaluation find its shards.
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._engine.reshard()
+        self.engine.reshard()
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
     # Callbacks that save when a rank has failed find its peers told: these come to save, too, instead of waiting
     # for that rank to take its step.
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._fail(exception)
+        self.fail(exception)
 
 
+@dataclass(eq=False)
 class LastCallback(Callback):
     """Runs after all other callbacks: publishes what they write into the model when an evaluation begins."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    engine: Engine
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._engine.refresh()
+        self.engine.refresh()
 
     on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -45,37 +45,26 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         *,
         precision_plugin: Precision | None,
         timeout: timedelta | None,
-        state_dict_type: Literal["full", "sharded"],
         sharding_strategy: Any,
         device_mesh: Any,
-        mixed_precision: Any,
-        auto_wrap_policy: Any,
-        activation_checkpointing_policy: Any,
-        **kwargs: Any,
+        **of_fsdp: Any,
     ) -> None:
-        options.check_choice("state_dict_type", state_dict_type, options.STATE_DICT_TYPES)
+        options.check_choice("state_dict_type", of_fsdp["state_dict_type"], options.STATE_DICT_TYPES)
         options.check_sharding(sharding_strategy, device_mesh)
-        options.check_wrapping("auto_wrap_policy", auto_wrap_policy)
-        options.check_wrapping("activation_checkpointing_policy", activation_checkpointing_policy)
+        for name in ("auto_wrap_policy", "activation_checkpointing_policy"):
+            options.check_wrapping(name, of_fsdp[name])
         options.check_time("timeout", timeout, "datetime.timedelta(minutes=30)")
-        options.check_mixed_precision(mixed_precision)
+        options.check_mixed_precision(of_fsdp["mixed_precision"])
         name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
         within_node = nodes.WITHIN_NODE.get(name, name)  # the base class takes hybrid ones only for FSDP1
         super().__init__(
-            precision_plugin=None,
-            timeout=timeout,
-            state_dict_type=state_dict_type,
-            sharding_strategy=cast(Any, within_node),
-            mixed_precision=mixed_precision,
-            auto_wrap_policy=auto_wrap_policy,
-            activation_checkpointing_policy=activation_checkpointing_policy,
-            **kwargs,
+            precision_plugin=None, timeout=timeout, sharding_strategy=cast(Any, within_node), **of_fsdp
         )
         self.sharding_strategy = ShardingStrategy[name]
         self.device_mesh = self._mesh_of_nodes = device_mesh
         self._reshard_after_forward = within_node == "FULL_SHARD"
         self._mesh: DeviceMesh | None = None
-        self.state_dict_type = state_dict_type
+        self.state_dict_type = of_fsdp["state_dict_type"]
         self.timeout = timeout or DEFAULT_TIMEOUT
         self.precision_plugin = precision_plugin
         self._on_teardown = ExitStack()

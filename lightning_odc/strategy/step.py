@@ -61,8 +61,9 @@ from lightning_odc.strategy.sharded import ShardedStrategy
 
 @dataclass
 class _Batch:
-    """How the microbatches of a batch run."""
+    """How the microbatches of a batch run, and what they add up to."""
 
+    sums: Sums
     args: tuple[Any, ...] = ()  # that ``training_step`` takes behind the microbatch
     kwargs: dict[str, Any] = field(default_factory=dict)
     counter: Counter | None = None  # what is counted in the microbatch instead of its weight
@@ -113,7 +114,7 @@ class Training:
         self._rules_of_parts: dict[Any, Verdict] = {}  # by the shapes of batches
         self._skips_nonfinite = options.on_nonfinite == "skip"
         self._retry = Retry(options.on_out_of_memory, engine, strategy.root_device, self._module.buffers())
-        self._batch = _Batch()
+        self._batch = _Batch(Sums(strategy.root_device))
         self._part: Part | None = None  # that ran forward last
         # The part whose backward pass is Lightning's, and what runs instead if that runs out of memory.
         self._pending: tuple[Part, Iterator[Part]] | None = None
@@ -166,7 +167,8 @@ class Training:
         self._stopwatch.open(minibatch)
         self._retry.open(minibatch)
         self._engine.begin_minibatch(len(minibatch), minibatch.plan)
-        self._batch, sums = _Batch(args, kwargs), Sums(self._strategy.root_device)
+        sums = Sums(self._strategy.root_device)
+        self._batch = _Batch(sums, args, kwargs)
         if (origin := minibatch.origin) is not None:
             self._batch.counter = origin.counter or (self._labels if origin.by_labels else None)
             self._batch.is_sum = origin.is_sum
@@ -174,24 +176,14 @@ class Training:
         last = len(minibatch) - 1 if minibatch.all_ranks is None else None
         with self._logbook.recording(self._module):
             for index, task in enumerate(self._engine.tasks(minibatch)):
-                parts = self._parts(task, index)
-                if index != last:
-                    self._run(parts, sums)
-                    continue
-                part = next(parts)
-                with part:
-                    self._forward(part)
-                if part.item is None:
-                    self._run(parts, sums)
-                else:
-                    sums.add(part.item)
-                    self._pending = part, parts
+                self._run(self._parts(task, index), keeps_graph=index == last)
         pending = None if self._pending is None else self._pending[0].item
         return {"loss": sums.under(pending), **sums.extras}
 
     def _plain(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a batch that is one microbatch. Lightning's backward pass follows."""
-        self._batch = _Batch(args, kwargs, counting=Counting.MEAN, samples=sample_count(batch) or 1)
+        sums = Sums(self._strategy.root_device)
+        self._batch = _Batch(sums, args, kwargs, counting=Counting.MEAN, samples=sample_count(batch) or 1)
         parts, output = self._parts(Task(batch, 1.0, None), 0), None
         part = next(parts)
         with self._logged.noting(), part:
@@ -200,9 +192,8 @@ class Training:
             self._pending = None if part.item is None else (part, parts)
             return output
         # A name is logged once: its value may be synchronised with other ranks.
-        sums = Sums(self._strategy.root_device)
         with self._logbook.recording(self._module):
-            self._run(parts, sums)
+            self._run(parts)
         totals = self._logbook.take()
         flush((total for total in totals if total.name not in self._logged.names), self._module)
         return {"loss": sums.under(None), **sums.extras}
@@ -220,7 +211,7 @@ class Training:
             self._engine.backward_done = False
         if part.error is not None:
             cut_graph(loss)
-        self._run(parts, Sums(self._strategy.root_device))  # Lightning has the value already
+        self._run(parts)
         return loss.detach()
 
     # -- a microbatch -------------------------------------------------------------------------------------
@@ -249,8 +240,8 @@ class Training:
         for half in halves:
             yield from self._parts(half, index, part, is_last_try=len(halves) == 1)
 
-    def _run(self, parts: Iterator[Part], sums: Sums) -> None:
-        """Run a microbatch, or what is left of it."""
+    def _run(self, parts: Iterator[Part], keeps_graph: bool = False) -> None:
+        """Run a microbatch, or what is left of it; if Lightning runs its backward pass, only forward."""
         for part in parts:
             quiet = replaced_log(self._module, lambda *_, **__: None) if part.is_logged else nullcontext()
             with part, quiet:
@@ -258,7 +249,10 @@ class Training:
                 if part.item is None:
                     continue
                 if not part.is_logged:
-                    sums.add(part.item)
+                    self._batch.sums.add(part.item)
+                if keeps_graph and not part.is_part:
+                    self._pending = part, parts
+                    return
                 if part.is_part:
                     self._engine.retry(part.added)
                 self._more = True
@@ -404,7 +398,7 @@ class Training:
         stepped = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
         if shards.isdisjoint(stepped):
             self.settle()
-            self._publish()
+            self.end_step(by_lightning=False)
         else:  # one of these optimizers may step in a later batch
             self._hooks_wait = True
 
@@ -420,12 +414,9 @@ class Training:
                 "    self.trainer.strategy.publish_parameters()"
             )
 
-    def end_step(self) -> None:
-        """An optimizer of Lightning has stepped: publish the parameters and log the values of the step."""
-        self._has_stepped = True
-        self._publish()
-
-    def _publish(self) -> None:
+    def end_step(self, by_lightning: bool = True) -> None:
+        """An optimizer has stepped: publish the parameters and log the values of the step."""
+        self._has_stepped |= by_lightning
         self._engine.publish()
         self._has_said_weight = False
         totals, self._totals = self._totals, []

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader, ODCStrategy
-from lightning_odc.strategy.accumulation import Accumulation, folded_limit
+from lightning_odc.strategy.training_data import Accumulation, folded_limit
 from tests.strategy.test_balance import SAMPLES, Padded, pad, reference
 from tests.support.fits import assert_same
 from tests.support.models import full_parameters
