@@ -75,7 +75,7 @@ def try_loss(
     with untouched(module, device) as restore:
         try:
             rules = rules_of(made(range(len(tokens))))
-            chosen = _telling([_counts(rules, made([s]), [tokens[s]]) for s in range(len(tokens))])
+            chosen = _distinguishing([_counts(rules, made([s]), [tokens[s]]) for s in range(len(tokens))])
             # Ten of six samples: each alone, two pairs, all of them, and the first pair again.
             pairs = [(chosen[0], chosen[-1]), *([(chosen[1], chosen[2])] if len(chosen) > 3 else [])]
             every = [tuple(chosen)] * (len(chosen) > 2)
@@ -103,22 +103,21 @@ def _counts(rules: list[Rule], batch: Any, tokens: Sequence[int]) -> dict[Rule, 
     return {rule: float(count) for rule, count in counts.items() if count is not None}
 
 
-def _telling(counts: list[dict[Rule, float]]) -> list[int]:
+def _distinguishing(counts: list[dict[Rule, float]]) -> list[int]:
     """Samples that distinguish rules: the first one, then always the shortest of those in which most rules differ."""
     chosen = [0]
     # Each rule's counts of the chosen samples, as multiples of the first.
-    seen: dict[Rule, tuple[float, ...]] = {r: () for r in counts[0] if all(r in of for of in counts)}
+    seen: dict[Rule, tuple[float, ...]] = {r: () for r in counts[0] if all(r in others for others in counts)}
     while len(chosen) < min(_TRIED, len(counts)):
         seen_with = {
-            sample: {r: (*of, counts[sample][r] / (counts[0][r] or 1.0)) for r, of in seen.items()}
+            sample: {r: (*before, counts[sample][r] / (counts[0][r] or 1.0)) for r, before in seen.items()}
             for sample in range(len(counts))
             if sample not in chosen
         }
-
-        differing = [
-            (len({of for rule, of in by_rule.items() if rule.is_usual}), len(set(by_rule.values())), -sample)
-            for sample, by_rule in seen_with.items()
-        ]
+        differing = []
+        for sample, by_rule in seen_with.items():
+            usual = {multiples for rule, multiples in by_rule.items() if rule.is_usual}
+            differing.append((len(usual), len(set(by_rule.values())), -sample))
         chosen.append(-max(differing)[-1])
         seen = seen_with[chosen[-1]]
     return chosen

@@ -230,19 +230,19 @@ class Part:
     """A microbatch, or a part of one: ``with part:`` run it. If memory runs out there, the error is kept."""
 
     def __init__(
-        self, task: Task, index: int, retry: Retry, of: Part | None = None, is_last_try: bool = False
+        self, task: Task, index: int, retry: Retry, whole: Part | None = None, is_last_try: bool = False
     ) -> None:
         batch = task.microbatch
         self.run = task  # what the step gets, which may take items out of a mapping
         self.task = task._replace(microbatch=copy.copy(batch) if isinstance(batch, MutableMapping) else batch)
         self.index = index  # in this rank's minibatch
-        self.is_part = of is not None
+        self.is_part = whole is not None
         self.is_last_try = is_last_try  # it ran out of memory before, and cannot be cut
         self.item: Contribution | None = None  # until its forward pass has ended
         self.counts_nothing = CountsNothing(weight=task.weight)  # exact when its forward pass has ended
-        self.added: Added = Added() if of is None else of.added  # by units, before it broke off
+        self.added: Added = Added() if whole is None else whole.added  # by units, before it broke off
         # What the whole has logged stays, and its parts log nothing.
-        self.is_logged: bool = of is not None and (of.is_logged or of.item is not None)
+        self.is_logged: bool = whole is not None and (whole.is_logged or whole.item is not None)
         self.error: Exception | None = None  # memory ran out
         self.buffers = [(buffer, buffer.clone()) for buffer in retry.buffers]
         self._retry = retry
@@ -289,13 +289,13 @@ class Retry:
     """What becomes of microbatches that run out of memory; see Note [Run again in parts]."""
 
     def __init__(
-        self, answer: OnOutOfMemory, engine: Engine, device: torch.device, buffers: Iterable[Tensor] = ()
+        self, policy: OnOutOfMemory, engine: Engine, device: torch.device, buffers: Iterable[Tensor] = ()
     ) -> None:
         self.engine = engine
         self.device = device
         # Those that a forward pass may change, as far as is known.
-        self.buffers = [] if answer == "raise" else list(buffers)
-        self._answer = answer
+        self.buffers = [] if policy == "raise" else list(buffers)
+        self._policy = policy
         self._has_run = self._has_warned = False
         self._tried: list[str] = []  # what ran out of memory, of the microbatch at hand
         self._in_a_row = 0  # samples that were dropped, and nothing fitted between them
@@ -305,7 +305,7 @@ class Retry:
 
     def why_not(self) -> str:
         """Why nothing runs again now; empty if it may."""
-        if self._answer == "raise":
+        if self._policy == "raise":
             return (
                 'ODCStrategy(on_out_of_memory="split") runs a microbatch that does not fit again, in parts.'
             )
@@ -334,8 +334,8 @@ class Retry:
         """Leave out what cannot be cut; or raise its error, as always if there is a reason why it cannot run again."""
         self._note(part, reason)
         self._in_a_row += 1
-        stays = self._answer == "skip" and bool(part.added.times)
-        if reason or stays or self._answer != "skip" or self._in_a_row > _MOST_DROPPED:
+        stays = self._policy == "skip" and bool(part.added.times)
+        if reason or stays or self._policy != "skip" or self._in_a_row > _MOST_DROPPED:
             assert part.error is not None
             part.error.add_note(self._advice(stays))
             raise part.error
@@ -349,7 +349,7 @@ class Retry:
 
     def _advice(self, stays: bool) -> str:
         instead = f"{MAKE_ROOM}."
-        if self._answer != "skip":
+        if self._policy != "skip":
             instead += ' Or leave it out: ODCStrategy(on_out_of_memory="skip").'
         elif self._in_a_row > _MOST_DROPPED:
             instead = (

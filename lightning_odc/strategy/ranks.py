@@ -137,7 +137,7 @@ class PendingSignals(Callback):
         """Take the place of the trainer's handlers, which exist only after the strategy's setup."""
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         callbacks.append(self)
-        watch = threading.Thread(target=self._press, name="lightning-odc signals", daemon=True)
+        watch = threading.Thread(target=self._repeat_sigterm, name="lightning-odc signals", daemon=True)
         if threading.current_thread() is threading.main_thread():  # elsewhere no handler can be set
             self._handlers = dict(_compat_lightning.handlers_of_lightning())
             for number in self._handlers:
@@ -178,7 +178,7 @@ class PendingSignals(Callback):
                 self._since = time.monotonic()
         self._signals.raised.add(number)
 
-    def _press(self) -> None:
+    def _repeat_sigterm(self) -> None:
         while not self._stop.wait(_LOOK_EVERY):
             if self._since is not None and time.monotonic() - self._since >= self.patience:
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
@@ -206,13 +206,13 @@ class FirstCallback(Callback):
             self.engine.protocol.announce_end()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._come_to(_EPOCH, trainer)
+        self._announce_end(_EPOCH, trainer)
         self.end_epoch()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._come_to(_TRAINING, trainer)
+        self._announce_end(_TRAINING, trainer)
 
-    def _come_to(self, end: int, trainer: Trainer) -> None:
+    def _announce_end(self, end: int, trainer: Trainer) -> None:
         if not isinstance(self.engine, OnDemandEngine):
             return
         self.engine.protocol.announce_end()

@@ -217,10 +217,10 @@ class Training:
     # -- a microbatch -------------------------------------------------------------------------------------
 
     def _parts(
-        self, task: Task, index: int, of: Part | None = None, is_last_try: bool = False
+        self, task: Task, index: int, whole: Part | None = None, is_last_try: bool = False
     ) -> Iterator[Part]:
         """Yield a microbatch; if it runs out of memory in its ``with``, its parts, too: Note [Run again in parts]."""
-        part = Part(task, index, self._retry, of, is_last_try)
+        part = Part(task, index, self._retry, whole, is_last_try)
         yield part
         if part.error is None:
             self._retry.fits(part)
