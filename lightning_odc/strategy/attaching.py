@@ -112,7 +112,7 @@ class AttachingStrategy:
         if self._attached is None:
             raise RuntimeError(
                 f"{type(self).__name__} has no engine now. With Fabric, call `model, optimizer = fabric.setup(model, "
-                "optimizer)`. With the Trainer, it exists only while that runs; look at it from a callback."
+                "optimizer)`. Otherwise it exists only while the trainer runs; look at it from a callback."
             )
         return self._attached
 

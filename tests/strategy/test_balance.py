@@ -132,7 +132,7 @@ def test_the_registered_names(name, balance):
     strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
     assert isinstance(strategy, ODCStrategy)
     assert strategy.options.balance == balance
-    assert ODCStrategy().balance == "auto"
+    assert ODCStrategy().options.balance == "auto"
 
 
 def _loaders(rank: int) -> list[str]:
