@@ -18,7 +18,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from lightning_odc.engine.transports import host
 from lightning_odc.host_memory import Room, gib, rooms
 
 if TYPE_CHECKING:
@@ -138,6 +137,11 @@ def _find_gpus() -> tuple[Sequence[DeviceFacts], bool]:
     return facts, torch.distributed.is_nccl_available()
 
 
+def _host() -> Any:
+    """Imported when it is tried, since its room imports torch."""
+    return import_module("lightning_odc.engine.transports.host")
+
+
 def _make_window() -> int:
     """Anonymous memory of a page, allocated, sealed and mapped, as a window is; its descriptor."""
     fd = os.memfd_create("lightning-odc-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -219,10 +223,11 @@ KERNEL_PROBES = {
         f"dead ranks are found by pidfd_open (Linux 5.3); {_ONE_CONTAINER}",
     ),
     "host identity": Probe(
-        host.boot_id, f"ranks compare /proc/sys/kernel/random/boot_id: mount /proc; {_COLLECTIVE}"
+        lambda: _host().boot_id(),
+        f"ranks compare /proc/sys/kernel/random/boot_id: mount /proc; {_COLLECTIVE}",
     ),
     "order of memory": Probe(
-        host.make_fence, f"install libatomic (apt-get install libatomic1); {_COLLECTIVE}"
+        lambda: _host().make_fence(), f"install libatomic (apt-get install libatomic1); {_COLLECTIVE}"
     ),
 }
 """What the shared-memory transport asks of the kernel. GPUs need it, too, for control words."""

@@ -31,15 +31,12 @@ VOCABULARY = 258
 SPECIAL_TOKENS = 2
 """How many tokens :func:`encode` adds to the bytes of a sample."""
 
+STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 # Test suites, bundled applications, and tables in which nearly the same text stands many times.
 SKIPPED_DIRECTORIES = frozenset(
     {"dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages"}
     | {"test", "tests", "turtledemo"}
 )
-
-
-class CorpusError(OptionError):
-    """The standard library's source cannot serve as the requested corpus."""
 
 
 @dataclass(frozen=True)
@@ -72,13 +69,13 @@ def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
     # Longer definitions are *dropped*, not truncated: truncation would put about a sixth of all samples at
     # exactly the cap, a spike that no data has and that flatters on-demand communication, and would train on
     # functions without an end.
-    root = _standard_library() if root is None else root
+    root = root or STANDARD_LIBRARY
     definitions, files = _definitions(root)
     if not definitions:
-        raise CorpusError(f"there are no Python source files in {root} to cut samples from")
+        raise OptionError(f"there are no Python source files in {root} to cut samples from")
     samples = tuple(text for text in definitions if len(text) + SPECIAL_TOKENS <= max_length)
     if not samples:
-        raise CorpusError(f"no function or class in {root} fits in {max_length} tokens")
+        raise OptionError(f"no function or class in {root} fits in {max_length} tokens")
     return Corpus(samples, max_length, dropped=len(definitions) - len(samples), files=files)
 
 
@@ -95,13 +92,9 @@ def _definitions(root: Path) -> tuple[tuple[bytes, ...], int]:
     return tuple(text for path in files for text in cut_definitions(path.read_bytes())), len(files)
 
 
-def _standard_library() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
 def source_files(root: Path | None = None) -> list[Path]:
     """All modules outside the skipped folders, in an order that no file system changes."""
-    root = _standard_library() if root is None else root
+    root = root or STANDARD_LIBRARY
     relative = (path.relative_to(root) for path in root.rglob("*.py"))
     kept = (path for path in relative if SKIPPED_DIRECTORIES.isdisjoint(path.parts))
     return [root / path for path in sorted(kept, key=Path.as_posix)]

@@ -1,16 +1,19 @@
-"""``lightning-odc bench``: real ranks on tiny models, what is kept when a run is cut short, and what is refused."""
+"""``lightning-odc bench`` and ``demo``: real ranks on tiny models, what is kept when cut short, and what is refused."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +24,16 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from lightning_odc import cli, host_memory
+from lightning_odc.bench.demo import DemoOutcome, histogram
+from lightning_odc.bench.lengths import describe_tail
+from lightning_odc.bench.options import DemoOptions
 from lightning_odc.bench.processes import RankFailedError, Ranks
 from lightning_odc.bench.results import MinibatchRecord
+from lightning_odc.callbacks import load_timeline
 
 ROOT = Path(__file__).parents[2]
-TINY = [
-    "--model",
-    "tiny",
-    "--max-length",
-    "128",
-    "--samples-per-rank",
-    "3",
-    "--minibatches",
-    "2",
-    "--repetitions",
-    "1",
-]
+TINY = "--model tiny --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 1"
+SMALL = "--model 2x64 --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 2 --seed 3"
 
 
 def bench(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -57,7 +54,9 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
         "on_demand+steal",
         "on_demand+auto",
     ]
-    code, found = bench(tmp_path, *TINY, "--lengths", "aime", "--runs", *runs)  # real text: the demo's tests
+    code, found = bench(
+        tmp_path, *TINY.split(), "--lengths", "aime", "--runs", *runs
+    )  # real text: the demo's tests
     assert code == 0
     rows = {row["combination"]: row for row in found["rows"]}
     assert list(rows) == runs
@@ -152,10 +151,10 @@ def await_windows(candidates: Callable[[], list[int]], ended: Callable[[], bool]
     return []
 
 
-# Only the second combination has windows: when they are there, the first one has ended.
-LONG = ["--model", "tiny", "--max-length", "128", "--samples-per-rank", "2", "--minibatches", "10"]
-LONG += ["--repetitions", "1", "--runs", "collective+lb_micro", "on_demand+lb_mini"]
-LONG += ["--lengths", "aime"]  # no text, which every process would cut
+# Only the second combination has windows: when they are there, the first one has ended. No text, which every process
+# would cut.
+LONG = "--model tiny --max-length 128 --samples-per-rank 2 --minibatches 10 --repetitions 1 --lengths aime"
+LONG += " --runs collective+lb_micro on_demand+lb_mini"
 
 
 def check_partial(output: Path) -> None:
@@ -166,31 +165,46 @@ def check_partial(output: Path) -> None:
     assert found["cut_short"]
 
 
-def test_what_was_measured_is_kept_after_ctrl_c_and_no_process_is(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "lightning_odc", "bench", *LONG, "--output", str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert await_windows(lambda: members(process.pid), lambda: process.poll() is not None)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-        out, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+@pytest.fixture
+def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a command in a session of its own, as if inside a cluster's job; when it ends, so do its processes."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "lightning_odc", *arguments],
+                env=os.environ | {"PYTHONPATH": str(ROOT), "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "job"},
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return started[-1]
+
+    yield begin
+    deadline = time.monotonic() + 30
+    while any(members(process.pid) for process in started) and time.monotonic() < deadline:
+        time.sleep(0.05)  # the server of the ranks follows its parent
+    left_behind = [process for process in started if members(process.pid)]
+    for process in left_behind:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not left_behind
+
+
+def test_what_was_measured_is_kept_after_ctrl_c_and_no_process_is(tmp_path: Path, start: Any) -> None:
+    process = start("bench", *LONG.split(), "--output", str(tmp_path))
+    assert await_windows(lambda: members(process.pid), lambda: process.poll() is not None)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.strip().splitlines()[-1] == "lightning-odc: interrupted; what was measured before is kept"
     assert "Traceback" not in err
     assert "collective+lb_micro  " in out
     check_partial(tmp_path)
-    deadline = time.monotonic() + 30
-    while members(process.pid) and time.monotonic() < deadline:  # the server of the ranks follows its parent
-        time.sleep(0.05)
-    assert members(process.pid) == []
 
 
 def test_what_was_measured_is_kept_when_a_rank_is_killed(
@@ -205,7 +219,7 @@ def test_what_was_measured_is_kept_when_a_rank_is_killed(
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    code = cli.main(["bench", *LONG, "--output", str(tmp_path)])
+    code = cli.main(["bench", *LONG.split(), "--output", str(tmp_path)])
     killer.join()
     assert (code, len(killed)) == (1, 1)
     err = capsys.readouterr().err
@@ -233,7 +247,7 @@ def test_nothing_measured_leaves_earlier_results(
     for name in names:
         (tmp_path / name).write_text("earlier")
     failed = isinstance(error, RankFailedError)
-    assert cli.main(["bench", "train", *TINY, "--output", str(tmp_path)]) == (1 if failed else 130)
+    assert cli.main(["bench", "train", *TINY.split(), "--output", str(tmp_path)]) == (1 if failed else 130)
     assert [(tmp_path / name).read_text() for name in names] == ["earlier"] * len(names)
     told = tmp_path / "bench-error.txt"
     assert (told.read_text() if told.exists() else "") == "the traceback" * failed
@@ -326,3 +340,137 @@ def test_bad_options_get_one_line(
     assert shown.err.startswith("lightning-odc: ")
     assert shown.err.count("\n") == 1
     assert message in shown.err
+
+
+# -- the demo ----------------------------------------------------------------------------------------------------------
+
+
+def check_run(run: dict[str, Any], minibatches: int, repetitions: int) -> None:
+    assert len(run["seconds_per_minibatch"]) == minibatches * repetitions
+    assert all(seconds > 0 for seconds in run["seconds_per_minibatch"])
+    assert len(run["loss"]) == minibatches + 1
+    assert run["loss"][-1] < run["loss"][0]
+    assert run["samples_per_second"] == pytest.approx(
+        6 * minibatches * repetitions / sum(run["seconds_per_minibatch"])
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_train_under_every_mode(tmp_path: Path, start: Any) -> None:
+    modes = ["balanced", "collective", "on_demand", "lockstep"]
+    process = start("demo", *SMALL.split(), "--output", str(tmp_path), "--communication", *modes)
+    out, err = process.communicate(timeout=170)
+    assert process.returncode == 0, err
+
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert list(result["runs"]) == modes
+    runs = result["runs"]
+    for run in runs.values():
+        check_run(run, minibatches=2, repetitions=2)
+    assert result["loss_difference"] <= 1e-5
+    gain = result["gain"]
+    assert (gain["fast"], list(gain["factors"])) == (
+        "on_demand+auto",
+        ["cheaper bytes", "fewer waits", "balancing"],
+    )
+    assert gain["total"][1] == pytest.approx(
+        runs["balanced"]["samples_per_second"] / runs["collective"]["samples_per_second"]
+    )
+    assert math.prod(factor[1] for factor in gain["factors"].values()) == pytest.approx(gain["total"][1])
+
+    # The one-sided path was taken, by two ranks: each of them reads the peer's shard of each unit (two layers and the
+    # rest) at least once in a minibatch, and the waits are measured.
+    assert runs["on_demand"]["traffic_per_minibatch"]["reads"] >= 2 * 3
+    assert runs["collective"]["traffic_per_minibatch"]["reads"] == 0
+    assert runs["on_demand"]["idle_share"] > 0
+    # The strategy itself has planned: short samples share a microbatch, and ranks may take from each other.
+    assert {mode: run["policy"] for mode, run in runs.items()} == {
+        "balanced": "steal",
+        "collective": "local_sort",
+        "on_demand": "local_sort",
+        "lockstep": "local_sort",
+    }
+    assert runs["balanced"]["traffic_per_minibatch"]["reads"] > 0
+    tokens = {}
+    for mode in modes:
+        assert 0 < runs[mode]["idle_share"] < 1
+        timeline = load_timeline(tmp_path / result["timelines"][mode]["trace"])
+        assert timeline.waiting_seen
+        for rank in timeline.ranks:
+            assert [span.details["number"] for span in rank.of("minibatch")] == [2]
+            assert mode == "balanced" or len(rank.of("forward")) == 3
+        spans = [span for rank in timeline.ranks for span in rank.of("forward")]
+        tokens[mode] = sum(span.details["tokens"] for span in spans)
+    assert len(set(tokens.values())) == 1  # the same samples, without padding
+
+    # Ranks are silent.
+    begins = tuple(f"{mode}  " for mode in modes)
+    assert [line.split()[0] for line in out.splitlines() if line.startswith(begins)] == modes
+    assert 'balanced is Trainer(strategy="odc"); it chose policy "steal"' in out
+    assert "- balanced over collective: " in out
+    assert "losses agree" in out
+    assert "Warning" not in err
+    assert f"files in {tmp_path}/:" in out
+    names = ["result.json", "result.md", "result.png", "timelines", "timelines.png"]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
+    assert all(name in out for name in names)
+    assert sorted(path.name for path in (tmp_path / "timelines").iterdir()) == sorted(modes)
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_every_process_with_one_line(tmp_path: Path, start: Any) -> None:
+    process = start("demo", *SMALL.split(), "--output", str(tmp_path), "--minibatches", "100000")
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("minibatch: "):
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to all processes of the foreground.
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert [line for line in err.splitlines() if line] == [
+        "lightning-odc: loading torch ...",
+        "lightning-odc: interrupted; what was measured before is kept",
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_one_process_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = (
+        f"--devices 1 --output {tmp_path} --communication on_demand balanced --repetitions 1 --equal-lengths"
+    )
+    assert cli.main(["demo", *SMALL.split(), *options.split()]) == 0
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["gain"] is None
+    assert result["runs"]["balanced"]["policy"] == "lb_mini"  # there is nobody to take from
+    tokens = result["lengths"]["tokens"]
+    assert tokens["median"] == tokens["longest"]
+    (rank,) = load_timeline(tmp_path / result["timelines"]["on_demand"]["trace"]).ranks
+    assert len(rank.of("forward")) == 3
+    out = capsys.readouterr().out
+    assert "on_demand" in out
+    assert "over collective" not in out
+
+
+def test_without_collectives_there_is_no_gain_to_tell() -> None:
+    outcome = DemoOutcome(DemoOptions(communication=("lockstep", "balanced")))
+    assert outcome.gain is None
+    assert [outcome.name_of(run) for run in outcome.options.runs] == ["lockstep", "balanced"]
+
+
+def test_every_length_falls_into_one_bin() -> None:
+    lines = histogram(list(range(1, 2049)), 2048).splitlines()
+    bins = [[int(word.replace(",", "")) for word in re.findall(r"[\d,]+", line)] for line in lines]
+    assert (bins[0][0], bins[-1][1]) == (1, 2048)
+    assert all(upper + 1 == lower for (_, upper, _), (lower, _, _) in itertools.pairwise(bins))
+    assert all(count == upper - lower + 1 for lower, upper, count in bins)
+
+
+def test_the_histogram_shows_a_single_sample() -> None:
+    lines = histogram([10] * 1000 + [100], 100, width=20).splitlines()
+    assert lines[0].endswith("█" * 20 + " 1,000")
+    assert lines[-1].endswith("▏ 1")
+    assert lines[5].endswith("  0")
+
+
+def test_a_tail_in_words() -> None:
+    assert describe_tail([1] * 9 + [91]) == "median 1, mean 10, 90% 10, longest 91"

@@ -1,0 +1,105 @@
+"""Ranks that break, stand still, are killed twice, or run for long: the others end or go on, and nothing is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.robustness.endurance import endure
+from benchmarks.robustness.faults import DISK_FULL, FAULTS, PLACES, STEP, attempt
+from benchmarks.robustness.resume_trials import trial
+from benchmarks.robustness.stalls import give_up, pause, slow_loader, undisturbed
+
+# -- one rank breaks at a place ---------------------------------------------------------------------------------------
+
+
+#: What the issue of a broken rank may cost the others, on a machine that may be busy.
+SECONDS = 10
+
+TRIALS = [
+    ("killed", "adding, lock held"),
+    ("killed", "checkpoint not yet in place"),
+    ("segfault", "reading a shard"),
+    ("exits", "before the meeting"),
+    ("out of memory", "publishing"),
+    ("raises", "optimizer step"),
+    ("raises", "loading data"),
+    ("interrupted", "validation"),
+    ("terminated", "forward"),
+    ("terminated alone", "saving a checkpoint"),
+]
+
+CODES = {"killed": -9, "segfault": -11, "exits": 7}
+
+
+def test_every_fault_and_every_place_is_tried() -> None:
+    assert {fault for fault, _ in TRIALS} == set(FAULTS)
+    assert {place for _, place in TRIALS} == set(PLACES)
+
+
+@pytest.mark.parametrize(("fault", "place"), [*TRIALS, DISK_FULL])
+def test_all_ranks_end(fault: str, place: str) -> None:
+    result = attempt(fault, place)
+    assert result.seconds < SECONDS
+    assert result.checkpoints >= STEP
+    assert all(code != 0 for code in result.exit_codes)
+    assert CODES.get(fault, 1) in result.exit_codes
+    if fault.startswith("terminated"):
+        assert all("SIGTERMException" in error for error in result.errors)
+    else:
+        assert result.named == result.survivors == 2
+
+
+# -- a rank stands still ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def expected() -> str:
+    return undisturbed()
+
+
+@pytest.mark.parametrize("place", ["adding, lock held", "publishing"])
+def test_a_stopped_rank_is_waited_for(expected, place):
+    result = pause(place, expected, seconds=1.0)
+    assert result.same
+    assert result.reports == result.named == 2
+    assert result.seconds < 10
+
+
+def test_a_rank_that_stays_stopped_is_given_up(expected):
+    result = give_up("before the meeting", timeout=1.0)
+    assert result.gave_up is not None
+    assert 0.9 < result.gave_up < 10
+    assert result.reports == result.named == 2
+
+
+def test_a_slow_loader_is_waited_for(expected):
+    result = slow_loader(expected, factor=50)
+    assert result.same
+    assert result.reports == result.named == 2
+
+
+# -- a training is killed twice ---------------------------------------------------------------------------------------
+
+
+def test_two_crashes_change_nothing():
+    found = trial(2, seed=1, kind="sharded")
+    assert len(found.crashes) == 2
+    assert found.equal
+    assert found.samples_exact
+
+
+# -- many short minibatches -------------------------------------------------------------------------------------------
+
+
+def test_nothing_grows():
+    found = endure(100)
+    # Steps of 0.01 times gradients that differ by a few of their last bits in fp32 (1e-6 of values below 10), a hundred
+    # times: 1e-5. A microbatch that is lost once moves parameters by 1e-3.
+    assert found["difference"] < 1e-5
+    assert all(reads > 100 for reads in found["read"])
+    for grown in found["growth"]:
+        assert grown["descriptors"] == grown["threads"] == grown["python_threads"] == 0
+        assert (
+            grown["private_kib"] < 8 * 1024
+        )  # the allocator's own doing; a window has 0.5 MiB, a leak one per step
+        assert grown["shared_kib"] < 256
