@@ -18,7 +18,7 @@ block 0. The second part breaks off once more, after the head. ``g`` stands for 
     y once more     is left out      is left out      adds g(y)
     in the sums     g(x y)           g(x y)           g(x) + g(y)
 
-All this needs a unit to run as often in a part as in the whole, or not at all. A part compares that before it adds.
+A part that runs a unit another number of times than the whole, but not 0 times, is refused before it adds.
 """
 
 from __future__ import annotations

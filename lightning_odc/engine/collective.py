@@ -1,8 +1,4 @@
-"""The engine that leaves communication to ``fully_shard``'s own collectives: the other half of every honest A/B.
-
-It is also the engine of a single process, where nothing communicates. It keeps the same books as the on-demand
-engine, so that weighting, logging and accumulation mean the same (Note [Who divides]).
-"""
+"""The engine that leaves communication to ``fully_shard``'s own collectives, and that of a single process."""
 
 from __future__ import annotations
 

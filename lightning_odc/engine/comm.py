@@ -12,10 +12,8 @@ The root unit has the parameters outside of blocks, such as embeddings and the h
 calls the root module once per ``training_step``. With manual optimization a step may run the model and go backward
 several times within that one call, in any order. So the root unit is gathered again when one of its layers is called,
 and before a backward pass (which finds the memory of the parameters that it saved filled again). The gradients of the
-root unit are reduced when a backward pass through any other unit ends.
-
-``toggle_optimizer`` freezes parameters within the step. It freezes shards, because optimizers hold shards. When
-``fully_shard`` gathers a unit, its parameters become frozen, too. But the root unit is gathered already.
+root unit are reduced when a backward pass through any other unit ends. ``toggle_optimizer`` freezes shards within the
+step, when the root unit is gathered already: see `Unit.match_frozen`.
 """
 
 from __future__ import annotations
@@ -192,9 +190,7 @@ def probe(
     watching = GatherComm(lambda _comm, _output, own: shown.append(own.clone()))
     with _numbered(unit):
         set_comms(unit.modules, watching, StockReduceScatter())
-        unit.modules[
-            0
-        ].unshard()  # what the peers' slices hold does not matter: the unit is resharded at once
+        unit.modules[0].unshard()  # what it holds of peers does not matter: it is resharded at once
         for slot in unit.slots:
             slot.compute_dtype = slot.current.dtype
             while_gathered(slot)
@@ -202,7 +198,16 @@ def probe(
         (own,) = shown
         for slot in unit.slots:
             slot.has_gradient = slot.hooked or slot.name in keep
-        _lay_out_like(unit, own, accumulator_dtype)
+        unit.lay_out(accumulator_dtype)
+        spec = unit.spec()
+        derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
+        if spec.shard_numel == own.numel() and spec.shard_dtype == own.dtype:
+            unit.write_shard(derived)
+    if spec.shard_numel != own.numel() or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
+        raise NotImplementedError(
+            f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
+            'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
+        )
 
 
 @contextmanager
@@ -210,29 +215,20 @@ def _numbered(unit: Unit) -> Iterator[None]:
     """A context in which the elements of this rank's shards are distinct numbers, by parameter and place."""
     # Parameters with equal contents, as norms and biases are in the beginning, would look the same in any order.
     kept = [(slot, slot.local.clone()) for slot in unit.slots if type(slot.local) is Tensor]
+
+    def write(slot: ParamSlot, content: Tensor) -> None:
+        with torch.inference_mode(slot.local.is_inference()), torch.no_grad():
+            slot.local.copy_(content)
+
     first = 0
     try:
         for slot, content in kept:
-            _write(slot, _numbers(first, content))
+            write(slot, _numbers(first, content))
             first += content.numel() + 1
         yield
     finally:
         for slot, content in kept:
-            _write(slot, content)
-
-
-def _lay_out_like(unit: Unit, own: Tensor, accumulator_dtype: torch.dtype | None) -> None:
-    """Lay out a unit so that its shard is bit for bit what ``fully_shard`` passes as ``own``, or refuse it."""
-    unit.lay_out(accumulator_dtype)
-    spec = unit.spec()
-    derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
-    if spec.shard_numel == own.numel() and spec.shard_dtype == own.dtype:
-        unit.write_shard(derived)
-    if spec.shard_numel != own.numel() or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
-        raise NotImplementedError(
-            f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
-            'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
-        )
+            write(slot, content)
 
 
 def _numbers(first: int, like: Tensor) -> Tensor:
@@ -247,11 +243,6 @@ def _numbers(first: int, like: Tensor) -> Tensor:
     return numbers.to(like.dtype).repeat(rounds)[: like.numel()].view(like.shape)
 
 
-def _write(slot: ParamSlot, content: Tensor) -> None:
-    with torch.inference_mode(slot.local.is_inference()), torch.no_grad():
-        slot.local.copy_(content)
-
-
 class RootUnit:
     """Keeps the root unit gathered where it is needed; see Note [The root unit]."""
 
@@ -263,7 +254,7 @@ class RootUnit:
         self._hooks: list[RemovableHandle] = [
             layer.register_forward_pre_hook(self._before_layer) for layer in layers
         ]
-        # ``fully_shard`` has gathered the unit then.
+        # ``fully_shard`` has gathered the unit when these are called.
         self._hooks.append(model.register_forward_pre_hook(lambda *_: self.match_frozen()))
 
     def gather(self) -> None:

@@ -3,14 +3,12 @@
 Note [Read once per minibatch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A published shard changes only after all ranks have met, at the end of the minibatch. So a rank that gathers a unit for
-the second time in a minibatch reads the same numbers again. It has freed them only to save memory. If there is memory
-for it, the unit stays gathered: it is read once, and all units are freed before the optimizer steps. Other ranks do
-not notice, so every rank decides for itself. (Collectives cannot do this: all ranks would have to agree about when to
-gather.)
+the second time in a minibatch reads the same numbers again. If there is memory for it, the unit stays gathered: it is
+read once, and freed before the optimizer steps. Other ranks do not notice, so every rank decides for itself.
 
-Frozen parameters do not even change at the end. In fine-tuning with adapters, these are nearly all parameters. Spare
-memory keeps the buffer into which their shards were read, and in the next minibatch only the other parameters are
-read. Besides the version of a unit, an owner says in which version its frozen part changed last.
+Frozen parameters, in fine-tuning with adapters nearly all, do not even change at the end. Spare memory keeps the buffer
+into which their shards were read, and in the next minibatch only the other parameters are read. Besides the version of
+a unit, an owner says in which version its frozen part changed last.
 
 The worth of keeping a unit is its visits in a minibatch less one, times the time of a read, per byte. A read takes
 as long as asking for it and copying it, and asking takes as long as copying 64 KiB. So of units with the same number of
@@ -25,19 +23,17 @@ The first minibatch keeps nothing: it counts visits, and shows how much memory t
 
 Note [Gathered for a while]
 ~~~~~~~~~~~~~~~~~~~~~~~
-Sampling runs the model once per token, and would read every unit for every token if nothing is kept: before the first
-minibatch, while nothing is trained, or for units without room in training. During sampling, `Keeping.gathered` keeps
-more units. It uses the memory that is free now, because the gradients and activations of training come later. It looks
-again in every pass, because a cache of keys and values grows. If memory becomes tight, a unit is no longer kept:
-``fully_shard`` frees it after its pass. Three blocks, 5 tokens, memory tight at the third::
+Sampling runs the model once per token, and would read every unit for every token. So `Keeping.gathered` keeps more
+units meanwhile, in the memory that is free now: the gradients and activations of training come later. It looks again in
+every pass, because a cache of keys and values grows. If memory becomes tight, a unit is no longer kept: ``fully_shard``
+frees it after its pass. Three blocks, 5 tokens, memory tight at the third::
 
     token          1           2    3           4           5
     is read        b0 b1 b2    -    -           b0          b0
     stays          b0 b1 b2    all  b1 b2       b1 b2       b1 b2
 
 ``generate`` is such a loop. For sharded models, Hugging Face goes on until the longest answer of all ranks has ended.
-On demand each rank ends with its own. Meanwhile a module has its ``generate`` as an attribute, like torch's
-``register_fsdp_forward_method``. So its class and other models of that class do not change.
+On demand each rank ends with its own.
 """
 
 from __future__ import annotations
@@ -160,8 +156,8 @@ class _Kept:
 class Keeping:
     """What one rank keeps of its peers' shards; see Note [Read once per minibatch]."""
 
-    # It takes only what training leaves: `choose` plans once per version, `relieve` and `_ease` take back where memory
-    # becomes tight, and `give_back` ends it where memory has run out, before a microbatch is made smaller.
+    # It takes only what training leaves: `choose` plans once per version, `relieve` and `_before` take back where
+    # memory becomes tight, and `give_back` ends it where memory has run out, before a microbatch is made smaller.
 
     def __init__(self, budget: KeepGathered, memory: Memory) -> None:
         self._budget = budget  # bytes, or ``"auto"``: what is left beside training, with a margin
@@ -292,13 +288,12 @@ class Keeping:
 
     def _before(self, kept: _Kept, *_: Any) -> None:
         """Before a unit runs."""
-        if kept.gathered:
-            kept.unit.match_frozen()
-            if not torch.compiler.is_compiling() and self._contexts and self._budget == "auto":
-                self._ease(kept)
-
-    def _ease(self, kept: _Kept) -> None:
-        """If memory is tight, stop keeping the next unit, and check again at the one after it. Once in a pass."""
+        if not kept.gathered:
+            return
+        kept.unit.match_frozen()
+        if torch.compiler.is_compiling() or not self._contexts or self._budget != "auto":
+            return
+        # Once in a pass: if memory is tight, stop keeping the next unit, and check again at the one after it.
         if self._asks is not None and self._asks is not kept:
             return
         self._asks = kept  # also in the next pass, unless it is given up now
@@ -332,6 +327,7 @@ class Keeping:
 @contextmanager
 def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """A context in which ``generate`` of every module that has one waits for no rank, and keeps units gathered."""
+    # As torch's `register_fsdp_forward_method`, it sets an attribute of the module: other models of its class stay.
     # Looks at classes and at what was set on a module, so that no property runs and no wrapper passes it on.
     found = [
         m for m in model.modules() if callable(vars(m).get("generate", getattr(type(m), "generate", None)))

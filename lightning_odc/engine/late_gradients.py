@@ -4,18 +4,16 @@ Note [Gradients arrive late]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 After a backward pass the gradients lie in the accumulators of their owners, and ``fully_shard`` has put zeros into
 ``.grad`` of the shards. Until the engine settles and puts the real gradients there, these zeros are *placeholders*: a
-subclass of ``DTensor`` that intercepts every operation. ``fully_shard`` adds more zeros to the local tensor
-inside, which is not intercepted. So the user's operations either work or raise. They are never silently without effect:
+subclass of ``DTensor`` that intercepts every operation. So the user's operations either work or raise. They are never
+silently without effect:
 
 - emptying it (``zero_grad()``) drops the gradient of that shard, as under stock sharding. Before a later backward pass
   adds to the same accumulators, the ranks meet and empty them;
 - anything else (looking at the gradient, clipping it by hand) is an error that shows what to write.
 
-``fully_shard`` also calls the hooks of ``register_post_accumulate_grad_hook`` on a shard, once per backward pass. So
-the engine holds such a hook when its parameter receives a gradient: ``fully_shard`` calls a stand-in that does
-nothing. When the step settles, the hook is called with the gradient of the whole minibatch in ``.grad``: once per
-optimizer step, on every rank, in the order of the units. The stand-in has the hook's own key, so the user's handle
-still removes it.
+``fully_shard`` also calls the hooks of ``register_post_accumulate_grad_hook`` on a shard, once per backward pass. So a
+stand-in takes the hook's place until the step settles, and then the hook is called with the gradient of the whole
+minibatch in ``.grad``: once per optimizer step, on every rank, in the order of the units.
 
 Note [Who drops a gradient]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -163,7 +161,9 @@ class LateHooks:
 
     def hold(self, shard: Tensor) -> None:
         """Let the hooks of a sharded parameter wait; a gradient for it is under way."""
-        hooks = _compat.gradient_hooks_of(shard)
+        hooks = _compat.gradient_hooks_of(
+            shard
+        )  # a stand-in has the hook's key, so the user's handle removes it
         for key, hook in hooks.items():
             if not isinstance(hook, DeferredHook):
                 hooks[key] = DeferredHook(hook, self)

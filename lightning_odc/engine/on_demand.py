@@ -401,7 +401,10 @@ class OnDemandEngine(Engine):
         if not any(unit.is_offloaded for unit in self._units):
             return totals
         # All copies to the host are asked for before it waits for the first.
-        copies = [unit.at_home(total) for unit, total in zip(self._units, totals, strict=True)]
+        copies = [
+            total.to(unit.slots[0].local.device, non_blocking=True)
+            for unit, total in zip(self._units, totals, strict=True)
+        ]
         protocol.finished = False
         protocol.finish()
         return iter(copies)

@@ -26,30 +26,21 @@ A rank posts its record of meeting ``m`` into mailbox ``m % 2``. It can post ``m
 ``m + 1``, to which every peer came, and a peer comes to ``m + 1`` only after it has read all records of ``m``. So two
 mailboxes are enough, and no rank reads a record that is being overwritten.
 
-A record that is longer than a mailbox takes several meetings in a row, one for each mailbox that it fills. Its length
-comes first, so after the first of them every rank knows the longest record and with it how many more meetings all come
-to; a rank with nothing left to say posts nothing into its mailbox.
-
 Note [When the host waits for its device]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 On GPUs the host only asks: copies, adds and optimizer steps are done later, in the order of their streams. Words and
-mailboxes are written by the host. So wherever Note [Versions instead of barriers] says that something is announced
-*after* something was done, the host's word must not overtake the device. There are two such places in a minibatch:
+mailboxes are written by the host, and must not overtake the device. There are two such places in a minibatch:
 
 1. *Before a meeting* (`Protocol.finish`): all own reads and adds are done, on all streams. A peer overwrites its shard
-   and takes its sums out as soon as it has my record. This is where the host waits, once per minibatch. It would wait
-   here anyway, for its peers, and everything that it needs from the step (losses, counts, comparisons of contents)
-   can be read then.
+   and takes its sums out as soon as it has my record. Here the host waits, once per minibatch, as it would anyway for
+   its peers.
 2. *Before a version* (`Transport.announce`): my accumulators are zeroed and my shard is written. The host does not
-   wait for that. It records an event behind the writes, and prepares the next minibatch. A thread writes the word when
-   the event has happened.
+   wait for that. It records an event behind the writes, and a thread writes the word when the event has happened.
 
 The other direction needs nothing: a peer's word is read by the host before it asks its device for anything that
-depends on it, and what the word announces was done on the other device before it was written. Between an own read of a
-version and the own adds that follow from it the order is that of the streams, which ``fully_shard`` keeps.
-
-Everything that is written into a window outside of `UnitWindow.gather` and `UnitWindow.accumulate` is written on the
-stream that is current when the next announcement or meeting is, which for a training loop is always the same one.
+depends on it. Between an own read of a version and the own adds that follow from it the order is that of the streams,
+which ``fully_shard`` keeps. What else is written into a window is written on the stream that is current at the next
+announcement or meeting.
 """
 
 from __future__ import annotations
@@ -267,6 +258,8 @@ class Protocol(RankState):
 
     def _exchange(self, kind: str, record: Any) -> list[Any]:
         """The records of all ranks; see Note [Meetings are at most one ahead]. ``kind`` is for messages."""
+        # A record that is longer than a mailbox takes several meetings in a row. Its length comes first, so after the
+        # first of them every rank knows how many more all come to.
         text = json.dumps(record).encode()
         own = len(text).to_bytes(_LENGTH_BYTES, "little") + text
         heard = self._meet_once(own[:_MAILBOX_BYTES], kind)

@@ -1,19 +1,13 @@
-"""Finding parameters that were changed at a wrong moment, before a peer computes with an old value.
-
-There are three such cases. If a unit runs between the end of a version and the next one, its window refuses
-(`UnitWindow.check_not_ended`). The other two show in the contents only, which are compared here: a shard changed after
-it was published, or a gathered parameter was written to.
+"""Finds parameters that were changed at a wrong moment: a shard after it was published, or a gathered parameter.
 
 Note [When shards are compared]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 If a parameter is changed while peers read its published shard, nothing records it: version counters do not see writes
 through ``parameter.data``. So a rank compares its shards with those that it published, bit for bit: at the first
-gather of a version, and after the last backward pass of a batch. Comparing at every gather would cost two more reads of
-each shard per microbatch. A change after the last backward pass is harmless: no rank reads that shard until the
-optimizer has stepped and all ranks have published. A model in ``eval()`` may never reach a backward pass, so every
-gather compares there, and units that stay gathered are compared when they are freed. A rank that ran nothing compares
-when the step settles. If the host runs ahead of its device, the results of all comparisons are read when the step
-settles.
+gather of a version, and after the last backward pass of a batch. A change after that is harmless: no rank reads that
+shard until the optimizer has stepped and all ranks have published. A model in ``eval()`` may never reach a backward
+pass, so every gather compares there, and units that stay gathered are compared when they are freed. A rank that ran
+nothing compares when the step settles, where a host that runs ahead of its device reads all answers.
 """
 
 from __future__ import annotations

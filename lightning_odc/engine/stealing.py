@@ -4,10 +4,9 @@ Note [Every microbatch runs exactly once]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Every rank's microbatches are a queue: its owner takes from the front, thieves take from the back. One word of the
 owner's window holds front and back. It is changed under one lock, so no microbatch is taken twice. The owner comes
-to the meeting only when its queue is empty, so none is left. The word also holds the number of the minibatch, so a
-thief sees when an owner has not begun this one, or has gone on (ranks may be apart by the minibatches of one optimizer
-step). The weight and the data of a microbatch do not depend on the rank that runs it, so the gradient is that of the
-plan (Note [Who divides]).
+to the meeting only when its queue is empty, so none is left. The word also holds the number of the minibatch, since
+ranks may be apart by the minibatches of one optimizer step. The weight and the data of a microbatch do not depend on
+the rank that runs it, so the gradient is that of the plan (Note [Who divides]).
 
 Two ranks, costs ``[[1], [5, 4, 3, 2]]`` (in seconds, say), minibatch number 7. Front and back of rank 1, whose
 microbatches are 0 to 3, and what happens::
@@ -20,10 +19,7 @@ microbatches are 0 to 3, and what happens::
       1    2    1             3   2.5 + 4 + 3 = 9.5 s there, number 2 takes 3 s here: rank 0 takes it
       2    2    none          5   rank 1 takes 1; rank 0, done at 6, finds the queue empty and goes to the meeting
 
-Rank 1 is done at 9 instead of 14.
-
-Prompts to be sampled are such queues, too. They have no gradient, so they may also be stolen under
-``deterministic=True``.
+Rank 1 is done at 9 instead of 14. Prompts to be sampled are such queues, too, also under ``deterministic=True``.
 """
 
 from __future__ import annotations

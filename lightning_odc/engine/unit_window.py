@@ -148,11 +148,13 @@ class UnitWindow:
         self.own_shard = by_window[rank][state.column.own]  # this rank's row of it
         self._shards = [shard for shards in zip(*by_window, strict=True) for shard in shards]
         # Window 0 with [s0] at 0 and [s2] at 2 * shard_numel; then the own one with [s3] alone, since s1 is here.
-        self._published = [
-            _Published(owner, transport.watch(owner, self._word), transport.watch(owner, edited_word), parts)
-            for owner in [*own_first[1:], rank]
-            if (parts := self._parts_in(owner))
-        ]
+        self._published = []
+        for owner in [*own_first[1:], rank]:
+            others = [one for one in range(owner, self.owners, self._world_size) if one != self.own]
+            if others:
+                parts = [([self._shards[one]], one * spec.shard_numel) for one in others]
+                version, edited = transport.watch(owner, self._word), transport.watch(owner, edited_word)
+                self._published.append(_Published(owner, version, edited, parts))
         # One accumulator per source, which needs no lock; else one for all sources.
         source, locked = (rank, False) if sources > 1 else (0, transport.needs_locks)
         self._source = source
@@ -170,11 +172,6 @@ class UnitWindow:
     def _by_node(self, whole: Tensor, numel: int) -> list[Tensor]:
         """The part of each rank of the column in a shard or an accumulator of one window."""
         return [whole.narrow(0, node * numel, numel) for node in range(self._state.column.size)]
-
-    def _parts_in(self, owner: int) -> list[tuple[list[Tensor], int]]:
-        """The shards of other ranks that a window holds, and where each begins in the whole unit."""
-        ranks = range(owner, self.owners, self._world_size)
-        return [([self._shards[one]], one * self.spec.shard_numel) for one in ranks if one != self.own]
 
     def publish(self, edited: bool = True) -> None:
         """Make `own_shard` readable as the current version. ``edited``: more than what is trained may have changed."""
@@ -200,24 +197,19 @@ class UnitWindow:
             if window.version() != state.version:
                 self._await_version(window)
             if known is not None and window.edited() <= known.since:
-                spared += self._read_trained(window, out, known.trained)
+                for (shard,), place in window.parts:
+                    for start, end in known.trained:
+                        read([shard[start:end]], out[place + start : place + end])
+                spared += len(window.parts) * (numel - sum(end - start for start, end in known.trained))
             elif not at_once:
-                for shard, start in window.parts:
-                    read(shard, out.narrow(0, start, numel))
+                for parts, place in window.parts:
+                    read(parts, out.narrow(0, place, numel))
         if at_once:
             read(self._shards, out)
         traffic, others = state.traffic, self.owners - 1
         traffic.reads += others if spared < others * numel else 0
         traffic.bytes_read += (others * numel - spared) * self.spec.shard_dtype.itemsize
         self._go_on("read", begin)
-
-    def _read_trained(self, window: _Published, out: Tensor, trained: Sequence[tuple[int, int]]) -> int:
-        """Returns how many elements it did not read."""
-        for (shard,), begin in window.parts:
-            for start, end in trained:
-                self._transport.read([shard[start:end]], out[begin + start : begin + end])
-        read = sum(end - start for start, end in trained)
-        return len(window.parts) * (self.spec.shard_numel - read)
 
     def accumulate(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
         """Add each owner's chunk into its accumulator. ``chunks``: ``[owners * numel]``, in rank order."""
@@ -232,7 +224,12 @@ class UnitWindow:
                 self._await_any_lock(waiting)
                 waiting = self._add_where_free(waiting, rows, segments)
         else:
-            self._add_at_once(chunks, segments)
+            by_node = chunks.view(state.column.size, self._world_size, -1)
+            for node, of_node in enumerate(by_node):
+                for part in segments:
+                    start = node * self.spec.grad_numel + part.target
+                    addends = of_node.narrow(1, part.source, part.numel)
+                    self._transport.add_rows(self.index, self._source, start, addends)
         state.traffic.adds += self.owners - 1
         state.traffic.bytes_added += chunks.nbytes
         if state.lockstep:
@@ -271,6 +268,7 @@ class UnitWindow:
             )
 
     def _go_on(self, done: str, begin: int) -> None:
+        """The unit has been read, or added to."""
         state = self._state
         state.finished = False
         state.peers.begin(Activity.COMPUTE, self.index)
@@ -303,15 +301,6 @@ class UnitWindow:
                 f"{rank(self._transport.rank)} still works on version {state.version}: the ranks took different "
                 "numbers of optimizer steps. Every rank must call the same optimizer steps in the same order."
             )
-
-    def _add_at_once(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
-        by_node = chunks.view(self._state.column.size, self._world_size, -1)
-        for node, rows in enumerate(by_node):
-            for part in segments:
-                start = node * self.spec.grad_numel + part.target
-                self._transport.add_rows(
-                    self.index, self._source, start, rows.narrow(1, part.source, part.numel)
-                )
 
     def _add_where_free(
         self, targets: Sequence[_Accumulator], rows: Sequence[Tensor], segments: Sequence[Segment]

@@ -5,10 +5,9 @@ Note [How a unit lies in memory]
 ``fully_shard`` hands the comm objects flat buffers. A rank's part of the all-gather buffer is the concatenation of its
 shards of all parameters of the unit, in post-order of the module tree (for ``fully_shard([a, b])`` first ``a``, then
 ``b``), each padded on its sharded dimension to ``ceil(n / world_size)`` and cast to the compute dtype (to bytes if
-compute dtypes differ). The reduce-scatter buffer has one row per owner with the same order and padding, but holds only
-parameters that received a gradient since the last reduce-scatter. The first is derived here and compared with what
-``fully_shard`` really passes, bit for bit, when the engine attaches (shards hold distinct numbers meanwhile). The
-second is known from a hook on every unsharded parameter.
+compute dtypes differ). `comm.probe` compares that with what ``fully_shard`` really passes. The reduce-scatter buffer
+has one row per owner with the same order and padding, but holds only parameters that received a gradient since the last
+reduce-scatter, which a hook on every unsharded parameter notes.
 
 Two ranks, a weight ``w`` of shape ``[3, 2]`` and a bias ``b`` of shape ``[3]``: each rank has 2 rows, rank 1 one of
 padding, so ``shard_numel`` is 4 + 2::
@@ -269,7 +268,7 @@ class Unit:
 
     @torch.no_grad()
     def add_to_grads(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:
-        """Add ``scale * total`` (``[grad_numel]``, see `at_home`) to ``.grad`` of the shards of ``used`` parameters."""
+        """Add ``scale * total`` (``[grad_numel]``, where shards are) to ``.grad`` of ``used`` parameters."""
         empty: list[tuple[DTensor, Tensor]] = []
         kept: list[tuple[DTensor, Tensor]] = []
         is_used = dict(zip(self.slots, used, strict=True))
@@ -292,18 +291,6 @@ class Unit:
     def is_offloaded(self) -> bool:
         """Whether shards are not on the device that computes: ``cpu_offload``."""
         return self.slots[0].local.device.type != self.slots[0].home.device_mesh.device_type
-
-    def at_home(self, total: Tensor) -> Tensor:
-        """``total`` where the shards are, which with ``cpu_offload`` is host memory. There, read it after a wait."""
-        return total.to(self.slots[0].local.device, non_blocking=True)
-
-    def describe(self) -> list[str]:
-        """One line per parameter, for comparing ranks."""
-        return [
-            f"{slot.name}: shape {list(slot.sharded.shape)}, {slot.sharded.dtype}, computed in {slot.compute_dtype}, "
-            f"{'trainable' if slot.grad_offset >= 0 else 'frozen'}"
-            for slot in self.slots
-        ]
 
 
 def _joined(fresh: list[ParamSlot]) -> list[Segment]:
@@ -348,7 +335,15 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 def compare_models(units: Sequence[Unit], rendezvous: Rendezvous) -> None:
     """Raise on every rank, naming the first difference, if the ranks sharded different models."""
-    lines = [line for unit in units for line in [f"unit {unit.name}", *unit.describe()]]
+    lines = []
+    for unit in units:
+        lines.append(f"unit {unit.name}")
+        for slot in unit.slots:
+            kind = "trainable" if slot.grad_offset >= 0 else "frozen"
+            lines.append(
+                f"{slot.name}: shape {list(slot.sharded.shape)}, {slot.sharded.dtype}, "
+                f"computed in {slot.compute_dtype}, {kind}"
+            )
     digests = rendezvous(hashlib.sha256("\n".join(lines).encode()).hexdigest())
     if len(set(digests)) == 1:
         return

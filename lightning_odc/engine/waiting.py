@@ -9,8 +9,6 @@ its peers describe it.
 
 from __future__ import annotations
 
-import os
-import stat
 import sys
 import threading
 import time
@@ -188,7 +186,9 @@ class HangReport:
         note = "(There is no file of it.)"
         if self.path is not None and self._writable:
             try:
-                _append(self.path, f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n{self._stacks()}\n")
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a") as file:
+                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n{self._stacks()}\n")
                 note = f"Also in {self.path}, with the Python stack."
             except OSError as error:
                 self._writable = False
@@ -221,17 +221,3 @@ class HangReport:
             + "".join(traceback.format_stack(frames[ident]))
             for ident in sorted(frames, key=lambda ident: ident != self._watched)
         )
-
-
-def _append(path: Path, text: str) -> None:
-    """Write to the end of a plain file in a plain directory, made if missing; links and pipes there are errors."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:  # without a reader, a pipe would keep the rank here for ever: hence O_NONBLOCK
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with os.fdopen(os.open(path.name, flags, 0o644, dir_fd=folder), "a") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(f"{path} is not a regular file")
-            file.write(text)
-    finally:
-        os.close(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 import threading
 import time
@@ -177,35 +176,6 @@ def test_ranks_that_wait_while_windows_are_opened_say_so(ranks, folder):
     err = ranks["late"][0]
     assert "This is rank 0, in epoch 0 after 0 optimizer steps; it opens its window and maps those" in err
     assert "shared_memory.py" in (folder / "late" / "odc-hang-reports" / "rank0.txt").read_text()
-
-
-def test_a_link_in_the_place_of_the_file_is_not_followed(tmp_path, capsys):
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    (tmp_path / "rank3.txt").symlink_to(precious)
-    HangReport(1.0, tmp_path, 3).tell("something")
-    assert precious.read_text() == "mine"
-    assert "could not be written" in capsys.readouterr().err
-
-
-def test_a_link_in_the_place_of_the_directory_is_not_followed(tmp_path, capsys):
-    (tmp_path / "theirs").mkdir()
-    (tmp_path / "reports").symlink_to(tmp_path / "theirs")
-    HangReport(1.0, tmp_path / "reports", 3).tell("something")
-    assert list((tmp_path / "theirs").iterdir()) == []
-    assert "could not be written" in capsys.readouterr().err
-
-
-@pytest.mark.timeout(20)
-@pytest.mark.parametrize("is_read", [False, True])
-def test_a_pipe_in_the_place_of_the_file_keeps_nobody_waiting(tmp_path, capsys, is_read):
-    os.mkfifo(tmp_path / "rank3.txt")
-    reader = os.open(tmp_path / "rank3.txt", os.O_RDONLY | os.O_NONBLOCK) if is_read else None
-    HangReport(1.0, tmp_path, 3).tell("something")
-    assert "could not be written" in capsys.readouterr().err
-    if reader is not None:
-        assert os.read(reader, 1) == b""
-        os.close(reader)
 
 
 def test_without_a_directory_there_is_stderr(capsys):

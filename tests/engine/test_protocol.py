@@ -19,7 +19,7 @@ from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.errors import DisagreementError, PeerFailedError, StaleShardError, WaitTimeoutError
 from notebooks.support.threads import ThreadHub
-from tests.support.interleaving import Interleaved, Scheduler, interleave
+from tests.support.interleaving import Interleaved, Scheduler, interleave, together
 
 UNITS = (
     UnitSpec("first", 4, torch.float32, 4, torch.float32),
@@ -267,33 +267,17 @@ def breaks(protocol_class: type[Protocol]) -> bool:
 # -- failures and waits -------------------------------------------------------------------------------------
 
 
-def pair(timeout: float = 0.3, **options: Any) -> tuple[ThreadHub, list[Protocol]]:
-    hub = ThreadHub(2)
-    protocols = [Protocol(hub.transport(rank), UNITS, timeout=timeout, **options) for rank in range(2)]
-    together(*(p.open for p in protocols))
+def opened(world_size: int = 2, timeout: float = 20, **options: Any) -> tuple[ThreadHub, list[Protocol]]:
+    hub = ThreadHub(world_size)
+    protocols = [
+        Protocol(hub.transport(rank), UNITS, timeout=timeout, **options) for rank in range(world_size)
+    ]
+    together(*(protocol.open for protocol in protocols))
     return hub, protocols
 
 
-def together(*functions: Any) -> list[BaseException | None]:
-    errors: list[BaseException | None] = [None] * len(functions)
-
-    def run(index: int) -> None:
-        try:
-            functions[index]()
-        except Exception as error:
-            errors[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return errors
-
-
 def test_a_wait_gives_up_at_its_deadline_and_says_where_everybody_is():
-    _, (first, second) = pair()
+    _, (first, second) = opened(timeout=0.3)
     second.begin_microbatch(3)
     begin = time.monotonic()
     with pytest.raises(WaitTimeoutError) as error:
@@ -307,7 +291,7 @@ def test_a_wait_gives_up_at_its_deadline_and_says_where_everybody_is():
 
 
 def test_a_failed_peer_stops_the_wait_with_its_error():
-    _, (first, second) = pair(timeout=20)
+    _, (first, second) = opened()
     second.fail("Traceback: ValueError: no such token")
     begin = time.monotonic()
     with pytest.raises(PeerFailedError, match=r"(?s)Rank 1 failed, so rank 0 stops too.*no such token"):
@@ -316,7 +300,7 @@ def test_a_failed_peer_stops_the_wait_with_its_error():
 
 
 def test_the_first_failure_is_reported_not_those_that_followed():
-    _, (first, second, third) = three()
+    _, (first, second, third) = opened(3)
     third.fail("ValueError: the cause")
     second.fail(FOLLOWED + "whatever")
     with pytest.raises(PeerFailedError, match=r"Rank 2 failed.*\n.*the cause"):
@@ -324,7 +308,7 @@ def test_the_first_failure_is_reported_not_those_that_followed():
 
 
 def test_a_peer_that_failed_and_ended_at_once_is_heard():
-    _, (first, second) = pair(timeout=20)
+    _, (first, second) = opened()
 
     def ended() -> list[int]:
         second.fail("ValueError: the last word")
@@ -336,29 +320,23 @@ def test_a_peer_that_failed_and_ended_at_once_is_heard():
 
 
 def test_a_peer_that_left_or_died_stops_the_wait():
-    hub, (first, second) = pair(timeout=20)
+    hub, (first, second) = opened()
     second.close()
-    with pytest.raises(PeerFailedError, match="Rank 1 has left the training while rank 0 still needs it"):
-        first.meet("step")
-    hub, (first, second) = pair(timeout=20)
+    for wait in (lambda: first.meet("step"), lambda: first.windows[0].gather(torch.zeros(8))):
+        with pytest.raises(PeerFailedError, match="Rank 1 has left the training while rank 0 still needs it"):
+            wait()
+    hub, (first, second) = opened()
     hub.dead.add(1)
     with pytest.raises(PeerFailedError, match="rank 1 ended without a word"):
         first.meet("step")
 
 
 def test_a_peer_that_left_after_its_part_is_no_failure():
-    hub, (first, second) = pair(timeout=20)
+    hub, (first, second) = opened()
     publish(second)
     second.close()
     hub.dead.add(1)
     check_gather(first, 0)
-
-
-def three(**options: Any) -> tuple[ThreadHub, list[Protocol]]:
-    hub = ThreadHub(3)
-    protocols = [Protocol(hub.transport(rank), UNITS, timeout=20, **options) for rank in range(3)]
-    together(*(p.open for p in protocols))
-    return hub, protocols
 
 
 def steal(protocol: Protocol) -> Any:
@@ -390,7 +368,7 @@ GONE = {
 )
 def test_a_wait_goes_on_while_those_it_needs_can_end_it(case, gone):
     """Between two meetings ranks may be apart by batches: gradients are accumulated, or shares are empty."""
-    hub, ranks = three()
+    hub, ranks = opened(3)
     first, second, third = ranks
     done = threading.Event()
     publish(second)
@@ -421,17 +399,10 @@ def test_a_wait_goes_on_while_those_it_needs_can_end_it(case, gone):
     assert len(looks) == 3
 
 
-def test_a_shard_that_its_owner_never_publishes_is_not_waited_for():
-    _, (first, second) = pair(timeout=20)
-    second.close()
-    with pytest.raises(PeerFailedError, match="Rank 1 has left the training while rank 0 still needs it"):
-        first.windows[0].gather(torch.zeros(8))
-
-
 @pytest.mark.parametrize("case", ["meeting", "lockstep", "queue"])
 def test_a_rank_that_has_gone_on_is_named_by_those_that_wait_for_it(case):
     """By its rank in the job: these three may be the second node of two."""
-    _, ranks = three(lockstep=case == "lockstep")
+    _, ranks = opened(3, lockstep=case == "lockstep")
     first, second, third = ranks
     first.transport.job_rank = lambda peer: 3 + peer  # type: ignore[method-assign]
     waits = {
@@ -447,14 +418,14 @@ def test_a_rank_that_has_gone_on_is_named_by_those_that_wait_for_it(case):
 
 
 def test_ranks_that_meet_for_different_reasons_disagree():
-    _, (first, second) = pair(timeout=20)
+    _, (first, second) = opened()
     errors = together(lambda: first.meet("optimizer step"), lambda: second.meet("validation"))
     assert all(isinstance(error, DisagreementError) for error in errors)
     assert "Rank 0 is at 'optimizer step' of meeting 1, rank 1 at 'validation'" in str(errors[0])
 
 
 def test_records_of_any_length_arrive():
-    _, protocols = pair(timeout=20)
+    _, protocols = opened()
     heard: list[Any] = [None, None]
     for lengths in ((0, 1_000_000), (70_000, 5), (65_500, 65_600), (1, 1)):
         texts = ["a" * lengths[0], "b" * lengths[1]]
@@ -467,7 +438,7 @@ def test_records_of_any_length_arrive():
 
 
 def test_a_rank_that_fell_behind_in_versions_is_told():
-    _, (first, second) = pair(timeout=20)
+    _, (first, second) = opened()
     publish(second)
     second.next_version()
     publish(second)
@@ -478,7 +449,7 @@ def test_a_rank_that_fell_behind_in_versions_is_told():
 
 
 def test_waits_are_measured_by_cause():
-    _, (first, second) = pair(timeout=20)
+    _, (first, second) = opened()
 
     def late() -> None:
         time.sleep(0.2)
@@ -501,29 +472,8 @@ def test_waits_are_measured_by_cause():
     assert (first.traffic.reads, first.traffic.bytes_read) == (1, 16)
 
 
-def test_lockstep_waits_at_every_unit():
-    _, protocols = pair(timeout=20, lockstep=True)
-    first, second = protocols
-
-    def fast() -> None:
-        publish(first)
-        for _ in range(3):
-            first.windows[0].gather(torch.zeros(8))
-        first.meet("step")
-
-    def slow() -> None:
-        publish(second)
-        for _ in range(3):
-            time.sleep(0.1)
-            second.windows[0].gather(torch.zeros(8))
-        second.meet("step")
-
-    assert together(fast, slow) == [None, None]
-    assert first.waiter.seconds[Cause.LOCKSTEP] == pytest.approx(0.3, abs=0.15)
-
-
 def test_who_waits_at_a_barrier_is_reported_as_waiting():
-    _, (first, second) = pair(timeout=20, lockstep=True)
+    _, (first, second) = opened(lockstep=True)
 
     def slow() -> None:
         publish(second)
@@ -565,7 +515,7 @@ SPANS = {
 @pytest.mark.parametrize("case", SPANS)
 def test_reads_adds_and_waits_are_traced(case):
     lockstep, expected = SPANS[case]
-    _, (first, second) = pair(timeout=20, lockstep=lockstep)
+    _, (first, second) = opened(lockstep=lockstep)
     tracer = Tracer()
     first.listen(tracer)
 

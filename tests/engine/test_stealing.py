@@ -17,7 +17,7 @@ from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import WorkQueues, tasks
 from lightning_odc.engine.transports.base import Lock
 from notebooks.support.threads import ThreadHub
-from tests.engine.test_protocol import UNITS
+from tests.engine.test_protocol import UNITS, opened
 from tests.support.fits import assert_same
 from tests.support.interleaving import Interleaved, Scheduler, interleave
 from tests.support.models import summed_loss
@@ -27,14 +27,7 @@ from tests.support.ranks import Cases, run_calls, run_ranks
 
 def queues(costs: list[list[float]], rates: list[float] | None = None) -> list[WorkQueues]:
     """The queues of all ranks, seen from each of them."""
-    hub = ThreadHub(len(costs))
-    protocols = [Protocol(hub.transport(rank), UNITS, timeout=5) for rank in range(len(costs))]
-    threads = [threading.Thread(target=protocol.open) for protocol in protocols]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    result = [WorkQueues(protocol, 1, costs) for protocol in protocols]
+    result = [WorkQueues(protocol, 1, costs) for protocol in opened(len(costs))[1]]
     for queue, rate in zip(result, rates or [], strict=False):
         queue.report_rate(rate)
     return result
@@ -87,14 +80,7 @@ def test_a_thief_that_comes_too_late_helps_the_next_peer():
 
 
 def test_a_peer_that_has_not_begun_is_waited_for_and_then_helped():
-    hub = ThreadHub(2)
-    protocols = [Protocol(hub.transport(rank), UNITS, timeout=5) for rank in range(2)]
-    threads = [threading.Thread(target=protocol.open) for protocol in protocols]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    costs = [[], [1.0, 1.0]]
+    (_, protocols), costs = opened(), [[], [1.0, 1.0]]
     early = WorkQueues(protocols[0], 2, costs)
     WorkQueues(protocols[1], 1, costs)  # of the minibatch before
     timer = threading.Timer(0.2, lambda: WorkQueues(protocols[1], 2, costs))

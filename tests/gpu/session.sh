@@ -31,6 +31,7 @@ export PY
 
 first() { # 5 minutes: is anything else worth the time?
   run 30 machine bash -c machine
+  run 30 doctor "$PY" -m lightning_odc doctor
   run 180 probe "$PY" -m tests.gpu.probe
   run 120 contract "$PY" -m pytest tests/gpu/test_contract.py -x -q -p no:cacheprovider --gpu-report "$OUT/contract.json"
 }
@@ -50,7 +51,6 @@ bench() { # 9 minutes
 
 train() { # 9 minutes
   local odc=("$PY" -m lightning_odc)
-  run 30 doctor "${odc[@]}" doctor
   run 90 nccl "${odc[@]}" bench train --device cuda --ranks 1 --model 4x512 --precision bf16-mixed \
     --runs collective+local_sort --minibatches 2 --repetitions 1 --output "$OUT/nccl"
   run 280 train "${odc[@]}" bench train --device cuda --ranks 2 --model 24x1024 --precision bf16-mixed \

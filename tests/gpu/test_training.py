@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.engine.units import Unit
 from lightning_odc.errors import StaleShardError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from tests.gpu.ranks import (
@@ -142,12 +145,17 @@ def test_uneven_shares_equal_one_process(world_size):
         assert [run["sources"] for run in (shared, first, kept)] == [1, world_size, 1]
 
 
+def _offloaded(rank: int, device: torch.device) -> dict[str, Any]:
+    with nullcontext() if HAS_GPU else patch.object(Unit, "is_offloaded", True):
+        return _train(rank, device, offload=True)
+
+
 def _options(rank: int) -> dict[str, dict[str, Any]]:
     device = start(rank)
     return {
         "foreach, clipped": _train(rank, device, "foreach", clip=True),
         "fused, clipped": _train(rank, device, "fused", clip=True),
-        "offload": _train(rank, device, offload=True),
+        "offload": _offloaded(rank, device),
         "bf16": _train(rank, device, dtype=torch.bfloat16),
     }
 
@@ -157,6 +165,9 @@ def test_optimizers_clipping_offload_and_bf16():
     assert_same(runs["foreach, clipped"]["parameters"], one_process("foreach", clip=True), TOLERANCE)
     assert_same(runs["fused, clipped"]["parameters"], one_process("fused", clip=True), TOLERANCE)
     assert_same(runs["offload"]["parameters"], one_process(), TOLERANCE)
+    assert (
+        runs["offload"]["device_waits"] == 2 * STEPS + 1
+    )  # once more in every step, for sums in host memory
     assert runs["bf16"]["dtype"] == torch.bfloat16
     # bf16 has 8 binary digits, and AdamW's steps of LR are what four steps can differ by.
     assert_same(runs["bf16"]["parameters"], one_process(), 2 * STEPS * LR)
@@ -266,33 +277,37 @@ def test_one_rank_trains_with_the_backend_of_lightning(tmp_path):
     assert found == ["nccl" if HAS_GPU else "gloo", steps, True]
 
 
-def _edits(rank: int) -> str:
-    device = start(rank)
-    model = Net().to(device)
-    shard_model(model, mesh_for(device.type, 2))
-    own = engine(rank, device)
-    own.attach(model)
-    if rank == 1:
-        model.head.weight.to_local().data.add_(1.0)
-    tokens = minibatch(0)[0].to(device)
-    with own.backward():
-        summed_loss(model, tokens).backward()
-    message = ""
-    try:
-        own.settle(None)
-    except StaleShardError as error:
-        message = str(error)
-        own.fail(message)
-    except RuntimeError as error:  # of the rank whose peer has failed
-        message = str(error)
-    rendezvous()(None)
-    own.close()
-    return message
+def _edits(rank: int) -> list[str]:
+    """Rank 1 changes its shard, then what is gathered."""
+    device, messages = start(rank), []
+    for edits_gathered in (False, True):
+        model = Net().to(device)
+        shard_model(model, mesh_for(device.type, 2), reshard_after_forward=False)
+        own = engine(rank, device)
+        own.attach(model)
+        if rank == 1 and not edits_gathered:
+            model.head.weight.to_local().data.add_(1.0)
+        loss = summed_loss(model, minibatch(0)[0].to(device))
+        if rank == 1 and edits_gathered:
+            model.head.weight.data.add_(1.0)
+        with own.backward():
+            loss.backward()
+        try:
+            own.settle(None)
+        except StaleShardError as error:
+            own.fail(str(error))
+            messages.append(str(error))
+        except RuntimeError as error:  # of the rank whose peer has failed
+            messages.append(str(error))
+        rendezvous()(None)
+        own.close()
+    return messages
 
 
 def test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles():
-    for message in run_ranks(_edits):
-        assert "'head.weight' changed after it was published" in message
+    for shard, gathered in run_ranks(_edits):
+        assert "'head.weight' changed after it was published" in shard
+        assert "'head.weight' was changed inside `forward`" in gathered
 
 
 def _with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False) -> list[Any]:

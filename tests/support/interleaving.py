@@ -32,6 +32,25 @@ def interleave(count: int, seed: int, work: Callable[[int, Scheduler], None]) ->
     return scheduler
 
 
+def together(*functions: Callable[[], Any]) -> list[BaseException | None]:
+    """Call all functions at once, in a thread each; returns their errors."""
+    errors: list[BaseException | None] = [None] * len(functions)
+
+    def run(index: int) -> None:
+        try:
+            functions[index]()
+        except Exception as error:
+            errors[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    return errors
+
+
 class Scheduler:
     """Lets exactly one of ``count`` threads run between two of its operations.
 

@@ -3,9 +3,8 @@
 Note [A copy per node]
 ~~~~~~~~~~~~~~~~~~~~~~
 The model is sharded over all ranks of all nodes. Yet ranks read and add inside their node only. Each byte goes over
-the link between nodes once per minibatch, for any number of microbatches. Two facts allow that. A published shard
-does not change inside a minibatch, so a node needs to receive it once. And a node can add up its own gradients, so it
-needs to send them once. Both happen when all ranks are there: at publishing, and at the end of a version.
+the link between nodes once per minibatch, when all ranks are there: a published shard at publishing, since it does not
+change inside a minibatch; and the sum of a node's gradients at the end of a version.
 
 So the window of a rank holds, for every unit, the shards and the sums of its whole *column*, one row per node. An
 example: two nodes of two ranks, columns ``(0, 2)`` and ``(1, 3)``, and a unit of 8 numbers, 2 per rank, all equal to 10
@@ -23,12 +22,10 @@ times the rank. ``. .`` is a row that has not come yet::
 
 Why no further barrier is needed: the version word of a rank's unit now says that all rows of its window are of this
 version. A thread (`Sharing`) stores it when the all-gather has ended. A row is overwritten only after all ranks of all
-nodes have said that they are done with the version before, and a rank sends its shard only after that, too. Everything
-else is as in Note [Versions instead of barriers], inside a row. A rank comes to a meeting only with the shards of its
-column, so that collectives of one version never meet those of another.
+nodes have said that they are done with the version before, and a rank sends its shard only after that, too.
 
-This is appendix E of the paper (*Revisiting Parameter Server in LLM Post-Training*, arXiv 2601.19362), and close to the
-secondary shards of ZeRO++ (arXiv 2306.10209).
+Appendix E of *Revisiting Parameter Server in LLM Post-Training* (arXiv 2601.19362); like secondary shards of ZeRO++
+(arXiv 2306.10209).
 """
 
 from __future__ import annotations
@@ -170,7 +167,9 @@ class Sharing:
         everything = [(0, window.spec.shard_numel)]
         runs = everything if edited else list(trained)
         whole = runs == everything
-        own = window.own_shard if whole else _cut(window.own_shard, runs)
+        # ``a b c d e`` with the runs ``(0, 2), (4, 5)`` is sent as ``a b e``, and pasted there.
+        parts = [window.own_shard[start:end] for start, end in runs]
+        own = window.own_shard if whole else torch.cat([window.own_shard[:0], *parts])
         if not own.numel():
             return announce
         heard = window.shards.view(-1) if whole else own.new_empty(window.shards.size(0) * own.numel())
@@ -181,23 +180,12 @@ class Sharing:
         def end() -> None:
             arrived()
             if not whole:
-                _paste(heard.view(window.shards.size(0), -1), window.shards, runs)
+                pasted = heard.view(window.shards.size(0), -1).split([end - start for start, end in runs], 1)
+                for (start, end), part in zip(runs, pasted, strict=True):
+                    window.shards[:, start:end] = part
             announce()
 
         return end
-
-
-def _cut(shard: Tensor, runs: Trained) -> Tensor:
-    """Cut runs out and join them: ``a b c d e`` with the runs ``(0, 2), (4, 5)`` gives ``a b e``."""
-    return torch.cat([shard[:0], *(shard[start:end] for start, end in runs)])
-
-
-def _paste(cut: Tensor, shards: Tensor, runs: Trained) -> None:
-    """The reverse of `_cut` for several shards: one per row of ``cut`` and of ``shards``."""
-    begin = 0
-    for start, end in runs:
-        shards[:, start:end] = cut[:, begin : begin + end - start]
-        begin += end - start
 
 
 def _after_this(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
@@ -225,6 +213,7 @@ class CopiesProtocol(SpanningProtocol):
         units: Sequence[UnitSpec],
         *,
         layout: Layout,
+        link: ReplicaLink,  # to this rank's column, not yet opened
         group: ColumnGroup,  # of this rank's column, opened
         sharing: Sharing,  # not yet opened
         trained: Sequence[Trained],  # parts of a shard that every optimizer step changes, by unit
@@ -232,9 +221,9 @@ class CopiesProtocol(SpanningProtocol):
     ) -> None:
         assert [rank for row in layout.rows for rank in row] == list(range(layout.world_size))
         column = Column(len(layout.rows), layout.node)
-        super().__init__(transport, units, layout=layout, group=group, column=column, **options)
+        super().__init__(transport, units, layout=layout, link=link, group=group, column=column, **options)
         self._spec = replace(self._spec, holds=_HOLDS)
-        self.peers.beyond = self._trouble
+        self.peers.beyond = lambda: link.trouble() or sharing.trouble
         self._sharing = sharing
         self._trained = trained
         self._edited: list[int] = []
@@ -266,7 +255,8 @@ class CopiesProtocol(SpanningProtocol):
             self._sharing.begin(self.version, edited_units)
 
     def meet(self, kind: str, item: Any = None) -> list[Any]:
-        # This rank's window is to hold the shards of its column. The last unit is announced last.
+        # A rank comes with the shards of its column, so that collectives of one version never meet those of another.
+        # The last unit is announced last.
         last = len(self._units) - 1
         version = self.transport.watch(self.transport.rank, Word.COUNT + last)
         if version() != self.version:
@@ -298,10 +288,6 @@ class CopiesProtocol(SpanningProtocol):
             for other in others:
                 total += other
             return total  # [10, 10]
-
-    def _trouble(self) -> str:
-        """What is wrong on other nodes, or with the link to them; empty if nothing is."""
-        return self._link.trouble() or self._sharing.trouble
 
 
 class CopiesEngine(SpanningEngine):

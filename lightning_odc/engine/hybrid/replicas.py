@@ -1,10 +1,9 @@
 """Hybrid sharding: on demand inside a node, one sum over nodes per minibatch.
 
-Every node holds a whole replica of the model, sharded over its own ranks. They run the protocol among themselves as if
-there were no other nodes. Gradients leave a node only after a meeting that ends a version (see Note [Two levels]).
-Every rank then sums over its column, unit by unit, the sums that its row has made for its shards. It uses the sum of a
-unit while those of later units are under way. After that all replicas take the same optimizer step, so parameters need
-not be sent. Four ranks on two nodes, a unit of 4 numbers, 2 per rank::
+Every node holds a whole replica of the model, sharded over its own ranks. Gradients leave a node only after a meeting
+that ends a version (see Note [Two levels]): every rank sums over its column what its row has added up for its shards.
+Then all replicas take the same optimizer step, so parameters need not be sent. Two nodes, a unit of 4 numbers, 2 per
+rank::
 
     rank                      0            1            2            3
     has added up, shape [2]   [1, 1]       [5, 5]       [2, 2]       [7, 7]       of the microbatches of its row

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 
 from lightning_odc.engine.transports.base import WindowSpec
 from lightning_odc.errors import WindowError
@@ -45,13 +45,13 @@ class DeviceFacts:
 
 def check(facts: Sequence[DeviceFacts], spec: WindowSpec) -> None:
     """Refuse before anything is allocated. Every rank comes to the same answer."""
-    looks = (_backends, _sockets, _same_device, _same_number, _slices, _access)
-    reasons = chain(chain.from_iterable(look(facts) for look in looks), _memory(facts, spec))
-    for reason in reasons:
+    looks = [_what_torch_has(facts), _which_devices(facts), _access(facts), _memory(facts, spec)]
+    for reason in chain.from_iterable(looks):
         raise WindowError(f"{reason} {_OTHERWISE}")
 
 
-def _backends(facts: Sequence[DeviceFacts]) -> Iterator[str]:
+def _what_torch_has(facts: Sequence[DeviceFacts]) -> Iterator[str]:
+    folders = [own.socket.rpartition("/")[0] for own in facts]
     for rank, own in enumerate(facts):
         if own.is_rocm:
             yield (
@@ -63,48 +63,41 @@ def _backends(facts: Sequence[DeviceFacts]) -> Iterator[str]:
                 f"the torch of rank {rank} ({own.stack}) has no symmetric memory for GPUs: install a build of torch "
                 "2.9 or newer with CUDA, and a driver that this CUDA works with."
             )
-        elif own.backend != "CUDA":
+        if own.backend != "CUDA":
             yield (
                 f"symmetric memory of rank {rank} is provided by {own.backend}, and this transport needs torch's own, "
                 '"CUDA": unset the environment variable TORCH_SYMMMEM (or set TORCH_SYMMMEM=CUDA), and do not choose '
                 "another backend before the trainer runs."
             )
-
-
-def _sockets(facts: Sequence[DeviceFacts]) -> Iterator[str]:
-    for rank, own in enumerate(facts):
         if len(own.socket.encode()) > _LONGEST_SOCKET:
             yield (
                 f"torch hands memory handles over by a socket, and its path on rank {rank} is longer than Linux "
                 f"allows ({own.socket}): set TMPDIR to a shorter one, such as /tmp."
             )
-    folders = [own.socket.rpartition("/")[0] for own in facts]
-    for rank, folder in enumerate(folders):
-        if folder != folders[0]:
+        if folders[rank] != folders[0]:
             yield (
                 "torch hands memory handles over by sockets in the folder for temporary files, which is "
-                f"{folders[0]} for rank 0 and {folder} for rank {rank}: set TMPDIR to the same folder for all ranks, "
-                "such as /tmp (under SLURM, a prolog may have set it for each)."
+                f"{folders[0]} for rank 0 and {folders[rank]} for rank {rank}: set TMPDIR to the same folder for all "
+                "ranks, such as /tmp (under SLURM, a prolog may have set it for each)."
             )
 
 
-def _same_device(facts: Sequence[DeviceFacts]) -> Iterator[str]:
-    counts = Counter(own.uuid for own in facts)
+def _which_devices(facts: Sequence[DeviceFacts]) -> Iterator[str]:
+    by_number: dict[int, int] = {}  # the first rank that knows its device by this number
     for rank, own in enumerate(facts):
-        if counts[own.uuid] > 1 and not own.shares_device:
-            sharing = [peer for peer, other in enumerate(facts) if other.uuid == own.uuid]
+        sharing = [str(peer) for peer, other in enumerate(facts) if other.uuid == own.uuid]
+        if len(sharing) > 1 and not own.shares_device:
             yield (
-                f"ranks {', '.join(map(str, sharing))} use one and the same GPU ({own.name}), and rank {rank} does "
+                f"ranks {', '.join(sharing)} use one and the same GPU ({own.name}), and rank {rank} does "
                 "not allow it. Give every rank a GPU of its own (Trainer(devices=N) with N visible GPUs). For tests "
                 f'only, set {OVERLAP_VARIABLE}=1 for every rank and use ODCStrategy(process_group_backend="gloo").'
             )
-
-
-def _same_number(facts: Sequence[DeviceFacts]) -> Iterator[str]:
-    """Torch identifies devices by number. That works only if all processes see the same devices."""
-    first: dict[int, int] = {}
-    for rank, own in enumerate(facts):
-        peer = first.setdefault(own.index, rank)
+        if " MIG " in f" {own.name} " and len(sharing) < len(facts):
+            yield (
+                f"rank {rank} runs on a MIG slice ({own.name}), and slices cannot map each other's memory, nor that "
+                "of other GPUs. Use whole GPUs (an administrator turns MIG off: `nvidia-smi -mig 0`)."
+            )
+        peer = by_number.setdefault(own.index, rank)
         if facts[peer].uuid != own.uuid and not own.shares_device:
             yield (
                 f"ranks {peer} and {rank} have different GPUs, but both know theirs as number {own.index}, and torch "
@@ -114,44 +107,30 @@ def _same_number(facts: Sequence[DeviceFacts]) -> Iterator[str]:
             )
 
 
-def _slices(facts: Sequence[DeviceFacts]) -> Iterator[str]:
-    sliced = [rank for rank, own in enumerate(facts) if " MIG " in f" {own.name} "]
-    if sliced and len({own.uuid for own in facts}) > 1:
-        yield (
-            f"rank {sliced[0]} runs on a MIG slice ({facts[sliced[0]].name}), and slices cannot map each other's "
-            "memory, nor that of other GPUs. Use whole GPUs (an administrator turns MIG off: `nvidia-smi -mig 0`)."
-        )
-
-
 def _access(facts: Sequence[DeviceFacts]) -> Iterator[str]:
-    for rank, own in enumerate(facts):
-        for peer, other in enumerate(facts):
-            if own.reaches.get(other.uuid, True):
-                continue
+    for (rank, own), (peer, other) in product(enumerate(facts), repeat=2):
+        if not own.reaches.get(other.uuid, True):
             models = (
-                f"They are different models ({own.name} and {other.name}), which seldom can: use GPUs of one model. "
-                if own.name != other.name
-                else ""
+                f"They are different models ({own.name} and {other.name}), which seldom can: use equal ones. "
             )
             yield (
                 f"the GPU of rank {rank} cannot access the memory of the GPU of rank {peer} (no peer-to-peer access, "
-                f"P2P). {models}Look at `nvidia-smi topo -p2p r` and `nvidia-smi topo -m`; GPUs joined by NVLink, or "
-                "below one PCIe root, usually can, unless the machine (IOMMU, ACS, virtualisation) forbids it. Choose "
-                "GPUs that can by CUDA_VISIBLE_DEVICES."
+                f"P2P). {models * (own.name != other.name)}Look at `nvidia-smi topo -p2p r` and `nvidia-smi topo -m`; "
+                "GPUs joined by NVLink, or below one PCIe root, usually can, unless the machine (IOMMU, ACS, "
+                "virtualisation) forbids it. Choose GPUs that can by CUDA_VISIBLE_DEVICES."
             )
 
 
 def why_not_atomic(facts: Sequence[DeviceFacts]) -> str:
     """Why additions to a peer's memory may be lost although the kernel runs; empty if none can be."""
-    for rank, own in enumerate(facts):
-        for peer, other in enumerate(facts):
-            # Over PCIe a GPU usually reads, adds and writes back, and what another added in between is gone. Where a
-            # process does not see its peer's GPU, it cannot ask.
-            if own.uuid != other.uuid and not own.atomics.get(other.uuid, False):
-                return (
-                    f"additions from the GPU of rank {rank} to the memory of that of rank {peer} are not known to be "
-                    "atomic, as over PCIe (`nvidia-smi topo -p2p a` shows which are; NVLink has them)"
-                )
+    for (rank, own), (peer, other) in product(enumerate(facts), repeat=2):
+        # Over PCIe a GPU usually reads, adds and writes back, and what another added in between is gone. Where a
+        # process does not see its peer's GPU, it cannot ask.
+        if own.uuid != other.uuid and not own.atomics.get(other.uuid, False):
+            return (
+                f"additions from the GPU of rank {rank} to the memory of that of rank {peer} are not known to be "
+                "atomic, as over PCIe (`nvidia-smi topo -p2p a` shows which are; NVLink has them)"
+            )
     return ""
 
 

@@ -70,7 +70,10 @@ class MappedWindow:
         fd = os.memfd_create("lightning-odc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.fchmod(fd, 0o600)
-            _allocate(fd, size)
+            try:
+                os.posix_fallocate(fd, 0, size)
+            except OSError as error:
+                raise WindowError(_limited(size, "allocated", error)) from error
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
             return cls(fd, size)
         except BaseException:
@@ -129,13 +132,6 @@ class RangeLock:
         if self._fence is not None:
             self._fence()
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._give)
-
-
-def _allocate(fd: int, size: int) -> None:
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        raise WindowError(_limited(size, "allocated", error)) from error
 
 
 def _map(fd: int, size: int) -> Tensor:

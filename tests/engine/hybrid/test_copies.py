@@ -31,10 +31,8 @@ from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.errors import DisagreementError, WindowError
 from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.sharding.nodes import layout_of
-from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from notebooks.support.threads import ThreadHub
 from tests import test_fabric
-from tests.engine.test_protocol import together
 from tests.strategy.test_balance import Padded, plain, reference
 from tests.strategy.test_parity import (
     STEPS,
@@ -43,9 +41,11 @@ from tests.strategy.test_parity import (
     one_process,
     train,
 )
+from tests.support import fits
+from tests.support.interleaving import together
 from tests.support.models import Block, Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer
-from tests.support.nodes import as_nodes, make_copies_engine
+from tests.support.nodes import as_nodes
 from tests.support.ranks import run_ranks, try_ranks
 
 #: Microbatches of each rank, of six.
@@ -53,6 +53,7 @@ COUNTS = (3, 1, 0, 2)
 ALL = 2**30
 BLOCKS = 3
 LR = 0.01
+CLIP = 0.05
 
 
 # -- the engine -----------------------------------------------------------------------------------------------
@@ -68,73 +69,6 @@ def _edit_one_row(model: nn.Module, step: int) -> None:
                 own[0] += 0.5  # type: ignore[index, operator]
 
 
-def _unfreezing(
-    model: nn.Module,
-    shares: list[list[int]],
-    begin: Callable[[bool], None],
-    backward: Callable[[Tensor], None],
-    settle: Callable[[int], None],
-    publish: Callable[[], None],
-) -> dict[str, Tensor]:
-    """Two batches per step. Between those of the second step parameters are unfrozen; one gradient is dropped."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1)
-    for step in range(3):
-        for half in range(2):
-            if (step, half) == (1, 1):
-                model.requires_grad_(True)
-            begin(half == 0)
-            for index in shares[half]:
-                backward(minibatch(step)[index])
-            if (step, half) == (2, 0):
-                model.blocks[2].up.weight.grad = None  # type: ignore[index, union-attr]
-        settle(step)
-        optimizer.step()
-        publish()
-        optimizer.zero_grad()
-    return full_parameters(model)
-
-
-def _unfrozen(rank: int) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Net(frozen=True)
-    shard_model(model, mesh_for("cpu", 4))
-    engine = make_copies_engine(rank)
-    engine.attach(model)
-
-    def backward(tokens: Tensor) -> None:
-        engine.ledger.add(tokens.numel() - 1)
-        loss = summed_loss(model, tokens)
-        with engine.backward(manual=True):
-            loss.backward()
-
-    shares = [[[0], [1], [2], [3]], [[], [4], [], [5]]]  # by batch and rank
-    parameters = _unfreezing(
-        model,
-        [by_rank[rank] for by_rank in shares],
-        lambda opens: engine.begin_batch(opens_window=opens, kind="plain batch"),
-        backward,
-        lambda _: engine.settle([]) and None,
-        engine.publish,
-    )
-    engine.close()
-    return parameters
-
-
-def _unfrozen_alone() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    model = Net(frozen=True)
-
-    def divide(step: int) -> None:
-        items = sum(tokens.numel() - 1 for tokens in minibatch(step))
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= items
-
-    shares = [[0, 1, 2, 3], [4, 5]]
-    backward = lambda tokens: summed_loss(model, tokens).backward()  # noqa: E731
-    return _unfreezing(model, shares, lambda _: None, backward, divide, lambda: None)
-
-
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
     "deterministic": {"deterministic": True},
@@ -148,10 +82,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def _engine(rank: int) -> dict[str, Any]:
     init_gloo(rank)
-    found: dict[str, Any] = {
-        name: train(rank, "copies", COUNTS, **{"net": {}, **case}) for name, case in CASES.items()
-    }
-    return found | {"unfrozen": _unfrozen(rank)}
+    return {name: train(rank, "copies", COUNTS, **{"net": {}, **case}) for name, case in CASES.items()}
 
 
 @pytest.fixture(scope="module")
@@ -201,12 +132,6 @@ def test_kept_units_are_read_once_per_minibatch(engine):
     reads = engine[0]["frozen"]["reads"]
     # The first block is frozen and read a second time only because it was changed.
     assert reads[1:] == [3 * (BLOCKS + 1), 3 * (BLOCKS + 1), 3 * BLOCKS]
-
-
-def test_unfreezing_and_dropping_in_the_middle_of_a_step(engine):
-    expected = _unfrozen_alone()
-    for result in engine:
-        assert_same(result["unfrozen"], expected)
 
 
 def test_deterministic_runs_are_bit_equal(engine, plain_net):
@@ -263,12 +188,6 @@ def _fit(rank: int, **options: Any) -> dict[str, Any]:
     return watcher.seen
 
 
-def _fit_alone(_: int, **options: Any) -> dict[str, Tensor]:
-    module = TokenModule("items", lr=LR)
-    trainer(1, **options).fit(module, loader(_shares(None)))
-    return full_parameters(module)
-
-
 class ByHand(TokenModule):
     """Manual optimization: every rank goes backward once, and all step together."""
 
@@ -280,7 +199,7 @@ class ByHand(TokenModule):
         optimizer: Any = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(summed_loss(self.net, batch) / (batch.numel() - 1))
-        self.clip_gradients(optimizer, 0.05, "norm")
+        self.clip_gradients(optimizer, CLIP, "norm")
         optimizer.step()
 
     def on_train_start(self) -> None:
@@ -296,72 +215,53 @@ def _by_hand(rank: int, **options: Any) -> dict[str, Tensor]:
     return full_parameters(module)
 
 
-def _by_hand_alone() -> dict[str, Tensor]:
-    module = ByHand()
-    optimizer = module.configure_optimizers()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for batch in minibatch(step)[:4]:
-            (summed_loss(module.net, batch) / (batch.numel() - 1) / 4).backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
-        optimizer.step()
-    return full_parameters(module)
+class Drops(ByHand):
+    """Of two passes over each minibatch, the second counts."""
 
-
-class DropsByHand(TokenModule):
-    """Manual optimization in which half of what is added does not count.
-
-    Args:
-        inside: Of two passes over each minibatch the second counts; otherwise every second minibatch does.
-    """
-
-    def __init__(self, inside: bool) -> None:
-        super().__init__(lr=LR)
-        self.automatic_optimization = False
-        self.inside = inside
-
-    def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
+    def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:  # type: ignore[override]
         optimizer: Any = self.optimizers()
-        if self.inside:
-            self.add(minibatch, 1000.0)
+        for factor in (1000.0, 1.0):
             optimizer.zero_grad()
-        counts = self.inside or batch_idx % 2 == 1
-        self.add(minibatch, 1.0 if counts else 1000.0)
-        if counts:
-            optimizer.step()
-        optimizer.zero_grad()
-
-    def add(self, minibatch: Minibatch, factor: float) -> None:
-        for tokens in minibatch:
-            self.manual_backward(factor * summed_loss(self.net, tokens))
+            for tokens in minibatch:
+                self.manual_backward(factor * summed_loss(self.net, tokens))
+        optimizer.step()
 
 
-def _dealt(step: int, counts: tuple[int, ...], rank: int | None) -> list[Tensor]:
-    """So many microbatches for each rank; those of one, or of all."""
-    batches = token_batches([7, 12, 3], seed=step)
-    return batches if rank is None else batches[sum(counts[:rank]) :][: counts[rank]]
-
-
-def _every_second(rank: int | None) -> list[Minibatch]:
-    """Those that do not count are empty on rank 2, the others on rank 1."""
-    counts = ((1, 1, 0, 1), (1, 0, 1, 1))
-    return [Minibatch(_dealt(step, counts[step % 2], rank)) for step in range(2 * STEPS)]
-
-
-def _dropping(rank: int, inside: bool) -> dict[str, Tensor]:
-    module = DropsByHand(inside)
-    trainer(2, num_nodes=2).fit(module, loader(_shares(rank) if inside else _every_second(rank)))
+def _dropping(rank: int) -> dict[str, Tensor]:
+    module = Drops()
+    trainer(2, num_nodes=2).fit(module, loader(_shares(rank)))
     return full_parameters(module)
 
 
-def _dropping_alone(inside: bool) -> dict[str, Tensor]:
-    module = DropsByHand(inside)
+def _dropping_alone() -> dict[str, Tensor]:
+    module = Drops()
     optimizer = module.configure_optimizers()
-    for share in _shares(None) if inside else _every_second(None)[1::2]:
+    for share in _shares(None):
         optimizer.zero_grad()
         for tokens in share:
             (summed_loss(module.net, tokens) / 4).backward()  # the mean over ranks
         optimizer.step()
+    return full_parameters(module)
+
+
+class Unfreezes(TokenModule):
+    """Trains its first block from the second minibatch on, between those of one optimizer step."""
+
+    def __init__(self) -> None:
+        super().__init__("items", lr=LR)
+        self.net.blocks[0].requires_grad_(False)  # type: ignore[operator]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.requires_grad_(True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def _unfrozen(rank: int | None) -> dict[str, Tensor]:
+    module, where = Unfreezes(), {"devices": 1} if rank is None else {"devices": 2, "num_nodes": 2}
+    trainer(2, accumulate_grad_batches=2, **where).fit(module, loader(_shares(rank)))
     return full_parameters(module)
 
 
@@ -419,7 +319,7 @@ def _strategy(rank: int, directory: str) -> dict[str, Any]:
         "fp32": _fit(rank),
         "zero 2": _fit(rank, sharding_strategy="SHARD_GRAD_OP"),
         "bf16": _fit(rank, precision="bf16-mixed"),
-        "clipped": _fit(rank, gradient_clip_val=0.05),
+        "clipped": _fit(rank, gradient_clip_val=CLIP),
         "by hand": _by_hand(rank),
         "lockstep": _by_hand(rank, communication="lockstep"),
         "steal": _stealing(rank),
@@ -430,8 +330,8 @@ def _strategy(rank: int, directory: str) -> dict[str, Any]:
         "fp16": _by_hand(rank, precision="16-mixed"),
         "offloaded": _fit(rank, cpu_offload=True),
         "checkpointed": _fit(rank, activation_checkpointing_policy={Block}),
-        "dropped inside": _dropping(rank, inside=True),
-        "dropped": _dropping(rank, inside=False),
+        "dropped": _dropping(rank),
+        "unfrozen": _unfrozen(rank),
         "other version": _other_version(rank),
     }
 
@@ -442,19 +342,23 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def _alone(_: int) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "fp32": {},
-        "bf16": {"precision": "bf16-mixed"},
-        "clipped": {"gradient_clip_val": 0.05},
-    }
-    found = {name: _fit_alone(0, **given) for name, given in options.items()}
-    found |= {"dropped inside": _dropping_alone(inside=True), "dropped": _dropping_alone(inside=False)}
-    return found | {"by hand": _by_hand_alone(), "steal": reference(4)}
+    """What plain torch has no few lines for: one rank."""
+    bf16 = fits.fitted(TokenModule("items", lr=LR), _shares(None), 1, precision="bf16-mixed")
+    return {"bf16": bf16, "unfrozen": _unfrozen(None)}
 
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    return run_ranks(_alone, world_size=1)[0]
+    steps = [minibatch(step) for step in range(STEPS)]
+    by_hand = [batches[:4] for batches in steps]  # one of each rank
+    return {
+        "fp32": fits.one_process(TokenModule("items", lr=LR), steps),
+        "clipped": fits.one_process(TokenModule("items", lr=LR), steps, clip=CLIP),
+        "by hand": fits.one_process(TokenModule(lr=LR), by_hand, clip=CLIP),
+        "dropped": _dropping_alone(),
+        "steal": reference(4),
+        **run_ranks(_alone, world_size=1)[0],
+    }
 
 
 def test_full_shard_on_two_nodes_shards_over_all_ranks(ranks, alone):
@@ -502,10 +406,10 @@ def test_what_saves_memory_changes_nothing(ranks, alone, name):
         assert_same(result[name]["parameters"], alone["fp32"])
 
 
-@pytest.mark.parametrize("name", ["dropped inside", "dropped"])
-def test_dropped_gradients_where_a_rank_has_no_microbatch(ranks, alone, name):
+def test_gradients_are_dropped_and_parameters_unfrozen_where_a_rank_has_no_microbatch(ranks, alone):
     for result in ranks:
-        assert_same(result[name], alone[name])
+        for name in ("dropped", "unfrozen"):
+            assert_same(result[name], alone[name])
 
 
 def test_another_version_on_a_node_is_refused_on_all(ranks):
@@ -681,6 +585,12 @@ def _play(protocol: CopiesProtocol, rank: int, world: int, edits: int) -> list[A
     return seen
 
 
+def _parts(layout: Layout, board: Board) -> dict[str, Any]:
+    column: Any = SlowColumn(board, layout.node)
+    link, shares = (BoardLink(board, kind, layout.node) for kind in ("records", "shares"))
+    return {"layout": layout, "link": link, "group": column, "sharing": Sharing(shares, column)}  # type: ignore[arg-type]
+
+
 def _protocols(nodes: int, **options: Any) -> list[CopiesProtocol]:
     """By rank, two on each node. Threads will play the ranks."""
     rows = tuple((2 * node, 2 * node + 1) for node in range(nodes))
@@ -688,12 +598,9 @@ def _protocols(nodes: int, **options: Any) -> list[CopiesProtocol]:
     protocols = []
     for rank in range(2 * nodes):
         node, place = divmod(rank, 2)
-        layout = Layout(rows, rank)
-        column: Any = SlowColumn(boards[place], node)
-        links: list[Any] = [BoardLink(boards[place], kind, node) for kind in ("records", "shares")]
         transport = hubs[node].transport(place)
-        transport.job_rank = lambda peer, row=layout.row: row[peer]  # type: ignore[method-assign, misc]
-        parts = {"layout": layout, "link": links[0], "group": column, "sharing": Sharing(links[1], column)}
+        transport.job_rank = lambda peer, row=rows[node]: row[peer]  # type: ignore[method-assign, misc]
+        parts = _parts(Layout(rows, rank), boards[place])
         protocols.append(CopiesProtocol(transport, UNITS, trained=TRAINED, timeout=20, **parts, **options))
     return protocols
 
@@ -794,10 +701,7 @@ def test_nodes_with_different_numbers_of_ranks_are_refused():
 
 
 def test_windows_that_do_not_fit_say_what_they_hold():
-    layout, board = Layout(((0,), (1,)), 0), Board(2)
-    column: Any = SlowColumn(board, 0)
-    links: list[Any] = [BoardLink(board, kind, 0) for kind in ("records", "shares")]
-    parts = {"layout": layout, "link": links[0], "group": column, "sharing": Sharing(links[1], column)}
+    parts = _parts(Layout(((0,), (1,)), 0), Board(2))
     huge = [UnitSpec("huge", 2**45, torch.float32, 0, torch.float32)]
     transport = SharedMemoryTransport(0, 1, single_process)
     protocol = CopiesProtocol(transport, huge, trained=[[]], timeout=20, **parts)

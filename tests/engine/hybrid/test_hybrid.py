@@ -24,9 +24,10 @@ from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.errors import DisagreementError
 from lightning_odc.sharding.nodes import layout_of
 from notebooks.support.threads import ThreadHub
-from tests.engine.test_protocol import UNITS, together
+from tests.engine.test_protocol import UNITS
 from tests.strategy.test_balance import Padded, plain, reference
 from tests.support.fits import assert_same
+from tests.support.interleaving import together
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
 

@@ -6,9 +6,9 @@ device for the CUDA transport, which ``tests/gpu`` runs on a real one.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from notebooks.support.threads import ThreadHub
 from tests.support.fake_device import fake_cuda
+from tests.support.interleaving import together
 from tests.support.models import init_gloo
 from tests.support.ranks import Cases, run_cases
 
@@ -45,12 +46,7 @@ def in_threads(scenario: Scenario, world_size: int) -> list[Any]:
     def run(rank: int) -> None:
         results[rank] = scenario(hub.transport(rank), lambda item: hub.rendezvous(rank, item))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
+    assert together(*(partial(run, rank) for rank in range(world_size))) == [None] * world_size
     return results
 
 

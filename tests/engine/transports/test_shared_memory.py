@@ -13,10 +13,12 @@ import signal
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from lightning_odc import host_memory
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.transports import host, shared_memory
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.shared_memory import HEADER_BYTES, MappedWindow, SharedMemoryTransport
 from lightning_odc.errors import WindowError
 from lightning_odc.host_memory import Room
 from tests.engine.transports.test_contract import (
@@ -36,7 +38,7 @@ from tests.engine.transports.test_contract import (
     in_one_process,
 )
 from tests.support.models import init_gloo
-from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
+from tests.support.ranks import Cases, run_calls, run_cases, run_ranks, try_ranks
 
 LINUX = tuple(int(number) for number in platform.release().split("-")[0].split(".")[:2])
 
@@ -92,87 +94,122 @@ def test_a_killed_rank_is_known_dead_and_its_lock_is_freed(forks):
 # -- opening ----------------------------------------------------------------------------------------------
 
 
-def _refused(rank: int, sabotage: Callable[[], None] | None = None, spec: WindowSpec = SPEC) -> str:
-    """Rank 1 does ``sabotage`` before it opens; returns the error, which no rank may survive or leak after."""
+@contextmanager
+def limited(what: int, most: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(what)
+    resource.setrlimit(what, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, (soft, hard))
+
+
+@contextmanager
+def little_address_space() -> Iterator[None]:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    with limited(resource.RLIMIT_AS, used + 2**27):
+        yield
+
+
+def sees(rooms: list[Room]) -> Any:
+    return patch.object(host_memory, "rooms", lambda: rooms)
+
+
+def signs(sign: Callable[[MappedWindow, bytes, int], None]) -> Any:
+    return patch.object(MappedWindow, "write_header", sign)
+
+
+def sabotage(what: str, stack: ExitStack) -> None:
+    """Do to this rank what is wrong with it, until the stack ends."""
+    header, made, addressed = (
+        MappedWindow.write_header,
+        MappedWindow.create.__func__,  # type: ignore[attr-defined]
+        SharedMemoryTransport._create,
+    )
+    larger = classmethod(lambda cls, size: made(cls, size + 4096))
+    nowhere = lambda *args: replace(addressed(*args), fd=999)  # noqa: E731
+    contexts: dict[str, list[Any]] = {
+        "little memory": [sees([Room(1000, "a test allows 1000 bytes", "allow more")])],
+        "huge windows": [],
+        "RLIMIT_AS": [little_address_space()],
+        "RLIMIT_FSIZE": [limited(resource.RLIMIT_FSIZE, 4096)],
+        "a limit that was not seen": [little_address_space(), sees([])],
+        "signs with another secret": [signs(lambda own, _, rank: header(own, bytes(32), rank))],
+        "signs as another rank": [signs(lambda own, secret, _: header(own, secret, 0))],
+        "larger": [patch.object(MappedWindow, "create", larger)],
+        "not sealed": [patch.object(shared_memory, "_SEALS", 0)],
+        "sealed against shrinking only": [patch.object(shared_memory, "_SEALS", fcntl.F_SEAL_SHRINK)],
+        "another host": [patch.object(host, "boot_id", lambda: "another")],
+        "another descriptor": [patch.object(SharedMemoryTransport, "_create", nowhere)],
+    }
+    for context in contexts[what]:
+        stack.enter_context(context)
+
+
+HUGE = WindowSpec(units=(UnitSpec("huge", 2**45, torch.float32, 0, torch.float32),), words=1)
+LARGE = WindowSpec(units=(UnitSpec("large", 2**26, torch.float32, 0, torch.float32),), words=1)
+SPECS = {"huge windows": HUGE} | dict.fromkeys(
+    ["RLIMIT_AS", "RLIMIT_FSIZE", "a limit that was not seen"], LARGE
+)
+
+#: By what is wrong with rank 1: what all ranks say after "could not share memory with its peers", as patterns.
+REFUSED = {
+    "little memory": [
+        r"Rank 1 .*: the windows \(2 ranks of 0\.00 GiB: ",
+        "need 0.00 GiB, but 0.00 GiB are free: a test allows 1000 bytes. To go on, allow more, or use",
+        "bf16-mixed",
+    ],
+    "huge windows": [r"Rank 0 .*: the windows \(2 ranks of", "need 262144.00 GiB, but "],
+    "RLIMIT_AS": [
+        r"Rank 1 .*: the windows \(2 ranks of 0\.25 GiB: ",
+        "need 0.50 GiB, but 0.12 GiB are free: the process's own limit is ",
+        r"of address space \(RLIMIT_AS\)\. To go on, raise it \(`ulimit -v unlimited`\), or use",
+    ],
+    "RLIMIT_FSIZE": [
+        r"Rank 1 .*: a window of 0\.25 GiB could not be allocated: File too large\. Look at the limits of",
+    ],
+    "a limit that was not seen": [
+        r"Rank 1 .*: a window of 0\.25 GiB could not be mapped: Cannot allocate memory\. Look at the limits of",
+    ],
+    "signs with another secret": ["Rank 0 .*: the window of rank 1 does not belong to this job"],
+    "signs as another rank": ["Rank 0 .*: the window of rank 1 does not belong to this job"],
+    "larger": [r"Rank 0 .*: the window of rank 1 has \d+ bytes, expected \d+"],
+    "not sealed": ["Rank 0 .*: the window of rank 1 is not sealed"],
+    "sealed against shrinking only": ["Rank 0 .*: the window of rank 1 is not sealed"],
+    "another host": ["Rank 0 .*: rank 1 runs on another host"],
+    "another descriptor": [r"Rank 0 .*: the window of rank 1 \(process \d+\) cannot be opened: No such file"],
+}
+
+
+def _refused(rank: int, what: str) -> str:
+    """The error of an opening, which no rank may survive or leak after."""
     init_gloo(rank)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
-    rendezvous(None)  # starts threads, which some sabotage would prevent
-    if rank == 1 and sabotage is not None:
-        sabotage()
-    transport = SharedMemoryTransport(rank, 2, rendezvous)
-    with pytest.raises(WindowError) as error:
-        transport.open(spec)
+    rendezvous(None)  # starts threads, which some limits would prevent
+    transport, spec = SharedMemoryTransport(rank, 2, rendezvous), SPECS.get(what, SPEC)
+    with ExitStack() as stack:
+        if rank == 1:
+            sabotage(what, stack)
+        with pytest.raises(WindowError) as error:
+            transport.open(spec)
     assert not _window_links()
-    assert "lightning-odc" not in Path("/proc/self/maps").read_text()
+    assert _window_maps() == 0
     return str(error.value)
 
 
-def refusal(sabotage: Callable[[], None] | None, spec: WindowSpec = SPEC) -> str:
-    first, second = run_ranks(_refused, sabotage, spec)
+@pytest.fixture(scope="module")
+def refused() -> Cases:
+    return run_cases(_refused, {what: (what,) for what in REFUSED})
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_wrong_with_one_rank_is_refused_on_every_rank(refused, what):
+    first, second = refused[what]
     assert first == second
-    return first
-
-
-def see_no_memory() -> None:
-    host_memory.rooms = lambda: [Room(1000, "a test allows 1000 bytes", "allow more")]  # type: ignore[assignment]
-
-
-def test_too_little_memory_is_refused_on_every_rank():
-    message = refusal(see_no_memory)
-    assert message.startswith(
-        "Rank 1 could not share memory with its peers: the windows (2 ranks of 0.00 GiB: "
-    )
-    assert (
-        "need 0.00 GiB, but 0.00 GiB are free: a test allows 1000 bytes. To go on, allow more, or use"
-        in message
-    )
-    assert "bf16-mixed" in message
-
-
-def test_windows_larger_than_this_machine_are_refused():
-    unit = UnitSpec("huge", 2**45, torch.float32, 0, torch.float32)
-    message = refusal(None, WindowSpec(units=(unit,), words=1))
-    assert "Rank 0 could not share memory with its peers: the windows (2 ranks of" in message
-    assert "need 262144.00 GiB, but " in message
-
-
-def forbid_large_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-
-def forbid_more_memory() -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**27, used + 2**27))
-
-
-LARGE = WindowSpec(units=(UnitSpec("large", 2**26, torch.float32, 0, torch.float32),), words=1)
-
-
-def test_a_limit_of_one_process_is_refused_on_every_rank():
-    message = refusal(forbid_more_memory, LARGE)
-    begin = "Rank 1 could not share memory with its peers: the windows (2 ranks of 0.25 GiB: "
-    assert message.startswith(begin)
-    assert "need 0.50 GiB, but 0.12 GiB are free: the process's own limit is " in message
-    assert "of address space (RLIMIT_AS). To go on, raise it (`ulimit -v unlimited`), or use" in message
-
-
-def forbid_more_memory_unseen() -> None:
-    forbid_more_memory()
-    host_memory.rooms = list  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize(
-    ("limit", "reason"),
-    [
-        (forbid_large_files, "allocated: File too large"),
-        (forbid_more_memory_unseen, "mapped: Cannot allocate memory"),
-    ],
-    ids=["RLIMIT_FSIZE", "what was not seen"],
-)
-def test_a_refusal_of_the_kernel_is_one_on_every_rank(limit, reason):
-    message = refusal(limit, LARGE)
-    begin = "Rank 1 could not share memory with its peers: a window of 0.25 GiB could not be"
-    assert message.startswith(f"{begin} {reason}. Look at the limits of the process (`ulimit -a`)")
+    begin, *others = REFUSED[what]
+    assert re.match(begin.replace(".*", "could not share memory with its peers"), first), first
+    for other in others:
+        assert re.search(other, first), first
 
 
 def _just_enough_memory(rank: int) -> int:
@@ -180,7 +217,7 @@ def _just_enough_memory(rank: int) -> int:
     init_gloo(rank)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     pids = rendezvous(os.getpid())
-    size = shared_memory.HEADER_BYTES + SPEC.total_bytes
+    size = HEADER_BYTES + SPEC.total_bytes
 
     def what_is_left() -> int:
         time.sleep(rank)
@@ -208,59 +245,6 @@ def test_a_rank_that_looks_late_does_not_count_windows_twice():
     assert all(left <= 0 for left in run_ranks(_just_enough_memory))
 
 
-# -- attaching --------------------------------------------------------------------------------------------
-
-
-def sign_with_another_secret() -> None:
-    real = shared_memory.MappedWindow.write_header
-    shared_memory.MappedWindow.write_header = lambda self, _, rank: real(self, bytes(32), rank)  # type: ignore[method-assign]
-
-
-def sign_as_another_rank() -> None:
-    real = shared_memory.MappedWindow.write_header
-    shared_memory.MappedWindow.write_header = lambda self, secret, _: real(self, secret, 0)  # type: ignore[method-assign]
-
-
-def make_it_larger() -> None:
-    real = shared_memory.MappedWindow.create.__func__  # type: ignore[attr-defined]
-    shared_memory.MappedWindow.create = classmethod(lambda cls, size: real(cls, size + 4096))  # type: ignore[method-assign, assignment]
-
-
-def leave_it_unsealed() -> None:
-    shared_memory._SEALS = 0
-
-
-def seal_against_shrinking_only() -> None:
-    shared_memory._SEALS = fcntl.F_SEAL_SHRINK
-
-
-def name_another_host() -> None:
-    host.boot_id = lambda: "another"  # type: ignore[assignment]
-
-
-def name_another_descriptor() -> None:
-    real = SharedMemoryTransport._create
-    SharedMemoryTransport._create = lambda *args: replace(real(*args), fd=999)  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(
-    ("sabotage", "reason"),
-    [
-        (sign_with_another_secret, "the window of rank 1 does not belong to this job"),
-        (sign_as_another_rank, "the window of rank 1 does not belong to this job"),
-        (make_it_larger, r"the window of rank 1 has \d+ bytes, expected \d+"),
-        (leave_it_unsealed, "the window of rank 1 is not sealed"),
-        (seal_against_shrinking_only, "the window of rank 1 is not sealed"),
-        (name_another_host, "rank 1 runs on another host"),
-        (name_another_descriptor, r"the window of rank 1 \(process \d+\) cannot be opened: No such file"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_window_that_is_not_what_it_should_be_is_refused(sabotage, reason):
-    message = refusal(sabotage)
-    assert re.match(f"Rank 0 could not share memory with its peers: {reason}", message), message
-
-
 @pytest.fixture(scope="module")
 def ranks() -> Cases:
     """Runs in one launch. The error of the last one keeps its window for a while, so maps are counted before."""
@@ -274,7 +258,7 @@ def _posts_a_lie(rank: int) -> str:
     transport = SharedMemoryTransport(rank, 2, rendezvous)
     transport.open(SPEC)
     if rank == 1:
-        start = shared_memory.HEADER_BYTES + SPEC.mailbox_offset(0)
+        start = HEADER_BYTES + SPEC.mailbox_offset(0)
         transport._regions[1].bytes[start : start + 8] = (101).to_bytes(8, "little")
     rendezvous(None)
     with pytest.raises(WindowError) as error:
