@@ -48,7 +48,7 @@ from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
-from lightning_odc.engine.unit_window import AlreadyGathered, Traffic, UnitWindow
+from lightning_odc.engine.unit_window import Traffic, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError, StaleShardError
@@ -234,8 +234,7 @@ class OnDemandEngine(Engine):
             unit.regroup(shards, own.numel() // unit.shard_numel, output)
             return
         self._staleness.before_gather(unit, own)
-        known = AlreadyGathered(comm.gathered_in, unit.trained) if comm.gathered_in else None
-        window.gather(output, known)
+        window.gather(output, comm.gathered_in, unit.trained)
         comm.gathered_in = self.protocol.version if comm.keeps_buffer else 0
 
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:

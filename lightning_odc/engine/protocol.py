@@ -57,7 +57,7 @@ from torch import Tensor
 from lightning_odc.engine.peers import MAILBOXES, RECORD_BOXES, Activity, Peers, Signals, Word
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
-from lightning_odc.engine.unit_window import ALONE, Column, RankState, UnitWindow
+from lightning_odc.engine.unit_window import RankState, UnitWindow
 from lightning_odc.engine.waiting import Cause, HangReport, Waiter
 from lightning_odc.errors import DisagreementError
 
@@ -86,7 +86,8 @@ class Protocol(RankState):
             transport's cheap bytes and a collective's waits.
         hang_report: says where this rank is when ranks have waited for long.
         signals: see the attribute.
-        column: the ranks whose shards this rank's window holds; by default this rank alone.
+        nodes: how many ranks' shards this rank's window holds, one per node; by default its own alone.
+        node: place of this rank among them.
 
     Attributes:
         lockstep: the same, for as long as all ranks run the same microbatches.
@@ -111,11 +112,13 @@ class Protocol(RankState):
         lockstep: bool = False,
         hang_report: HangReport | None = None,
         signals: Signals | None = None,
-        column: Column = ALONE,
+        nodes: int = 1,
+        node: int = 0,
     ) -> None:
         peers = Peers(transport, units)
         waiter = Waiter(timeout, peers.check, peers.report, hang_report)
-        super().__init__(transport, _FIRST_VERSION, lockstep, peers, waiter, column)
+        super().__init__(transport, _FIRST_VERSION, lockstep, peers, waiter)
+        self.nodes, self.node = nodes, node
         self.device_waits = 0
         self.signals = Signals() if signals is None else signals
         self.deterministic = deterministic
@@ -126,17 +129,22 @@ class Protocol(RankState):
         self._meetings = 0
         self.queues = 0
         self._ends = 0
+        why_staged = transport.why_not_shared(self._units)
+        if why_staged and not deterministic and transport.rank == 0:
+            warnings.warn(
+                "Gradients are added into one accumulator per source rank instead of a shared one, which takes "
+                f"{transport.world_size} times the memory for accumulators: {why_staged}.",
+                stacklevel=2,
+            )
         self._spec = WindowSpec(
             units=tuple(  # the shards and the sums of the whole column, one after the other
-                replace(
-                    unit, shard_numel=column.size * unit.shard_numel, grad_numel=column.size * unit.grad_numel
-                )
+                replace(unit, shard_numel=nodes * unit.shard_numel, grad_numel=nodes * unit.grad_numel)
                 for unit in self._units
             ),
             words=Word.COUNT + 2 * len(self._units),
             mailboxes=MAILBOXES,
             mailbox_bytes=_MAILBOX_BYTES,
-            sources=transport.world_size if self._is_staged() else 1,
+            sources=transport.world_size if deterministic or why_staged else 1,
         )
 
     @property
@@ -179,17 +187,6 @@ class Protocol(RankState):
         self.peers.leave()
         self.windows = []  # they hold views of the windows, and a window lives as long as its views
         self.transport.close()
-
-    def _is_staged(self) -> bool:
-        """Whether every source rank has separate accumulators."""
-        reason = self.transport.why_not_shared(self._units)
-        if reason and not self.deterministic and self.transport.rank == 0:
-            warnings.warn(
-                "Gradients are added into one accumulator per source rank instead of a shared one, which takes "
-                f"{self.transport.world_size} times the memory for accumulators: {reason}.",
-                stacklevel=2,
-            )
-        return self.deterministic or bool(reason)
 
     def total(self, unit: int) -> Tensor:
         """The gradients of the whole minibatch for this rank's shard of ``unit``, 1-D.

@@ -31,34 +31,20 @@ class Traffic:
     bytes_shared: int = 0  # bytes of published shards that came from other nodes
 
 
-class Column(NamedTuple):
-    """The ranks whose shards one window holds. On one node it is the window's owner alone."""
-
-    size: int  # 1, or on several nodes one rank per node: see Note [A copy per node]
-    own: int  # place of this rank among them
-
-
-ALONE = Column(1, 0)
-
-
 class RankState(Traced):
     """What all units of one rank share: how far it is, how it waits, what it has moved."""
 
     def __init__(
-        self,
-        transport: Transport,
-        version: int,
-        lockstep: bool,
-        peers: Peers,
-        waiter: Waiter,
-        column: Column,
+        self, transport: Transport, version: int, lockstep: bool, peers: Peers, waiter: Waiter
     ) -> None:
         self.transport = transport
         self.version = version
         self.lockstep = lockstep
         self.peers = peers
         self.waiter = waiter
-        self.column = column
+        # How many ranks' shards each window holds, and the place of its owner among them: on several nodes it may be
+        # one rank per node, see Note [A copy per node].
+        self.nodes, self.node = 1, 0
         self.ended = False  # the version has ended on all ranks, and the next one has not begun here
         self.finished = False  # nothing was asked of the device since the host waited for it last
         self.traffic = Traffic()
@@ -104,13 +90,6 @@ class _Published(NamedTuple):
     parts: list[tuple[list[Tensor], int]]  # each shard in a list by itself, and its begin in the whole unit
 
 
-class AlreadyGathered(NamedTuple):
-    """What the buffer of a unit has from earlier reads."""
-
-    since: int  # the version of which it holds all
-    trained: Sequence[tuple[int, int]]  # parts of a shard (begin, end) that every optimizer step changes
-
-
 class _Accumulator(NamedTuple):
     """Where this rank adds gradients to one window."""
 
@@ -130,11 +109,11 @@ class UnitWindow:
         self._state = state
         self._transport = transport = state.transport
         rank, self._world_size = transport.rank, transport.world_size
-        # Two nodes of two ranks, seen from rank 1: transport ranks 0 and 1, a column of size 2 whose row 0 is own. The
+        # Two nodes of two ranks, seen from rank 1: transport ranks 0 and 1, 2 nodes of which the own one is 0. The
         # unit has 4 owners, 0 to 3. Window 0 holds the shards of ranks 0 and 2, window 1 those of ranks 1 and 3:
         # ``by_window`` is [[s0, s2], [s1, s3]], and transposed and joined it is in rank order, [s0, s1, s2, s3].
-        self.owners = state.column.size * self._world_size  # ranks over which the unit is sharded
-        self.own = state.column.own * self._world_size + rank  # 1: place of this rank among them
+        self.owners = state.nodes * self._world_size  # ranks over which the unit is sharded
+        self.own = state.node * self._world_size + rank  # 1: place of this rank among them
         # [1, 0]: ranks begin at different windows, so that they do not all wait for one lock.
         own_first = [(rank + step) % self._world_size for step in range(self._world_size)]
         self._word = Word.COUNT + index
@@ -143,9 +122,9 @@ class UnitWindow:
             self._by_node(transport.shard(owner, index), spec.shard_numel)
             for owner in range(self._world_size)
         ]
-        # what this rank's window holds, shape ``[column.size, shard_numel]``
-        self.shards = transport.shard(rank, index).view(state.column.size, spec.shard_numel)
-        self.own_shard = by_window[rank][state.column.own]  # this rank's row of it
+        # what this rank's window holds, shape ``[nodes, shard_numel]``
+        self.shards = transport.shard(rank, index).view(state.nodes, spec.shard_numel)
+        self.own_shard = by_window[rank][state.node]  # this rank's row of it
         self._shards = [shard for shards in zip(*by_window, strict=True) for shard in shards]
         # Window 0 with [s0] at 0 and [s2] at 2 * shard_numel; then the own one with [s3] alone, since s1 is here.
         self._published = []
@@ -171,7 +150,7 @@ class UnitWindow:
 
     def _by_node(self, whole: Tensor, numel: int) -> list[Tensor]:
         """The part of each rank of the column in a shard or an accumulator of one window."""
-        return [whole.narrow(0, node * numel, numel) for node in range(self._state.column.size)]
+        return [whole.narrow(0, node * numel, numel) for node in range(self._state.nodes)]
 
     def publish(self, edited: bool = True) -> None:
         """Make `own_shard` readable as the current version. ``edited``: more than what is trained may have changed."""
@@ -184,23 +163,27 @@ class UnitWindow:
             self._transport.store(self._edited_word, version)
         self._transport.announce(self._word, version)
 
-    def gather(self, out: Tensor, known: AlreadyGathered | None = None) -> None:
-        """Copy the current shards of all other ranks into ``out``, ``[owners * shard_numel]`` with the own one."""
+    def gather(self, out: Tensor, since: int = 0, trained: Sequence[tuple[int, int]] = ()) -> None:
+        """Copy the current shards of all other ranks into ``out``, ``[owners * shard_numel]`` with the own one.
+
+        If ``out`` has all of version ``since`` already, only the ``trained`` parts of a shard (begin, end) are read,
+        which every optimizer step changes, unless its owner has edited more since then.
+        """
         state, read, numel = self._state, self._transport.read, self.spec.shard_numel
         self.check_not_ended()
         self.gathers += 1
-        at_once, spared = self._is_small and known is None, 0  # elements that need not be read
+        at_once, spared = self._is_small and not since, 0  # elements that need not be read
         begin = time.monotonic_ns()
         if state.lockstep:
             state.barrier()
         for window in self._published:
             if window.version() != state.version:
                 self._await_version(window)
-            if known is not None and window.edited() <= known.since:
+            if since and window.edited() <= since:
                 for (shard,), place in window.parts:
-                    for start, end in known.trained:
+                    for start, end in trained:
                         read([shard[start:end]], out[place + start : place + end])
-                spared += len(window.parts) * (numel - sum(end - start for start, end in known.trained))
+                spared += len(window.parts) * (numel - sum(end - start for start, end in trained))
             elif not at_once:
                 for parts, place in window.parts:
                     read(parts, out.narrow(0, place, numel))
@@ -224,7 +207,7 @@ class UnitWindow:
                 self._await_any_lock(waiting)
                 waiting = self._add_where_free(waiting, rows, segments)
         else:
-            by_node = chunks.view(state.column.size, self._world_size, -1)
+            by_node = chunks.view(state.nodes, self._world_size, -1)
             for node, of_node in enumerate(by_node):
                 for part in segments:
                     start = node * self.spec.grad_numel + part.target
@@ -237,7 +220,7 @@ class UnitWindow:
         self._go_on("add", begin)
 
     def summed(self) -> Tensor:
-        """What all ranks added here, between a version's end and `clear`: ``[column.size * grad_numel]``."""
+        """What all ranks added here, between a version's end and `clear`: ``[nodes * grad_numel]``."""
         if len(self._sums) == 1:
             return self._sums[0]
         total = self._sums[0].clone()  # of one accumulator per source, in rank order
@@ -246,8 +229,8 @@ class UnitWindow:
         return total
 
     def by_node(self, accumulator: Tensor) -> Tensor:
-        """An accumulator of this rank's window, or `summed`, as ``[column.size, grad_numel]``."""
-        return accumulator.view(self._state.column.size, self.spec.grad_numel)
+        """An accumulator of this rank's window, or `summed`, as ``[nodes, grad_numel]``."""
+        return accumulator.view(self._state.nodes, self.spec.grad_numel)
 
     def clear(self, start: int = 0, numel: int | None = None) -> None:
         """Zero this rank's accumulators before the next `publish`, or a part of each shard's."""
@@ -285,7 +268,7 @@ class UnitWindow:
             state.waiter.until(ready, cause, lambda: what, peer, lambda: state.peers.check_not_left(owner))
 
         read = f"waiting to read {unit} from {describe(owner)}"
-        if state.column.size == 1:
+        if state.nodes == 1:
             until(lambda: window.version() >= state.version, Cause.READ, read, rank(owner))
         else:
             # The owner publishes its own shard, then the shards of other nodes come. Words begin at 0, versions at 1.

@@ -244,7 +244,7 @@ class Unit:
             module.set_gradient_divide_factor(factor)
 
     def carry(self, accumulator: Tensor, gradients: Mapping[str, Tensor]) -> None:
-        """Put gradients into this rank's empty accumulator, both ``[column.size, ...]``, padded."""
+        """Put gradients into this rank's empty accumulator, both ``[nodes, ...]``, padded."""
         for slot in self.trainable:
             if slot.name in gradients:
                 accumulator.narrow(1, slot.grad_offset, slot.padded_numel).copy_(gradients[slot.name])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 from lightning_odc.engine import waiting
 from lightning_odc.engine.transports.base import Lock, Transport
+from notebooks.support.threads import ThreadHub
 
 
 def interleave(count: int, seed: int, work: Callable[[int, Scheduler], None]) -> Scheduler:
@@ -49,6 +51,17 @@ def together(*functions: Callable[[], Any]) -> list[BaseException | None]:
         thread.join(30)
         assert not thread.is_alive()
     return errors
+
+
+def on_ranks(world_size: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
+    """Call ``function(rank, rendezvous)`` in a thread for each rank; returns results or errors by rank."""
+    hub, results = ThreadHub(world_size, timeout=20), [None] * world_size
+
+    def run(rank: int) -> None:
+        results[rank] = function(rank, lambda item: hub.rendezvous(rank, item))
+
+    errors = together(*(partial(run, rank) for rank in range(world_size)))
+    return [error or result for error, result in zip(errors, results, strict=True)]
 
 
 class Scheduler:

@@ -53,7 +53,7 @@ from lightning_odc.engine.hybrid.spanning import (
 from lightning_odc.engine.peers import Activity, Word
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Transport, UnitSpec
-from lightning_odc.engine.unit_window import Column, RankState, UnitWindow
+from lightning_odc.engine.unit_window import RankState, UnitWindow
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.errors import PeerFailedError
 
@@ -220,8 +220,8 @@ class CopiesProtocol(SpanningProtocol):
         **options: Any,
     ) -> None:
         assert [rank for row in layout.rows for rank in row] == list(range(layout.world_size))
-        column = Column(len(layout.rows), layout.node)
-        super().__init__(transport, units, layout=layout, link=link, group=group, column=column, **options)
+        options |= {"nodes": len(layout.rows), "node": layout.node}
+        super().__init__(transport, units, layout=layout, link=link, group=group, **options)
         self._spec = replace(self._spec, holds=_HOLDS)
         self.peers.beyond = lambda: link.trouble() or sharing.trouble
         self._sharing = sharing

@@ -108,8 +108,13 @@ class Connection:
                     self._incoming += data
                     self._parse()
                 self.broken = "ended without a word (killed, out of memory, or crashed)"
+        except ConnectionError as error:
+            self.broken = f"ended without a word (killed, out of memory, or crashed): {error.strerror}"
         except OSError as error:
-            self.broken = self._describe(error)
+            self.broken = (
+                f"cannot be reached any more: its host is down or cut off, with no sign of it for up to "
+                f"{self._silence:g} s ({error.strerror})"
+            )
 
     def say_last(self, kind: Kind, message: bytes = b"") -> None:
         """Send the last message; what is said after it does not count."""
@@ -141,14 +146,6 @@ class Connection:
                 self.failure = message.decode(errors="replace")
             else:
                 self.has_left = True
-
-    def _describe(self, error: OSError) -> str:
-        if isinstance(error, ConnectionError):
-            return f"ended without a word (killed, out of memory, or crashed): {error.strerror}"
-        return (
-            f"cannot be reached any more: its host is down or cut off, with no sign of it for up to "
-            f"{self._silence:g} s ({error.strerror})"
-        )
 
 
 @dataclass(frozen=True)
@@ -271,7 +268,13 @@ class ReplicaLink:
                 sock = socket.create_connection((host, first.port), timeout=_ATTEMPT)
                 hello = _proof(first.secret, "hello", self.rank)
                 sock.sendall(hello + self.rank.to_bytes(_RANK_BYTES, "little"))
-                answer = _receive(sock, _DIGEST_BYTES, end)
+                answer = b""
+                while len(answer) < _DIGEST_BYTES:
+                    sock.settimeout(max(end - time.monotonic(), 0.001))
+                    more = sock.recv(_DIGEST_BYTES - len(answer))
+                    if not more:
+                        raise ConnectionError("the connection was closed")
+                    answer += more
                 if not hmac.compare_digest(answer, _proof(first.secret, "welcome", self.rank)):
                     raise ConnectionError("another program answered")
                 return Connection(sock, f"{self._first} ({host})", self._silence)
@@ -352,17 +355,6 @@ class ReplicaLink:
 
 def _proof(secret: bytes, word: str, rank: int) -> bytes:
     return hmac.digest(secret, f"lightning-odc {word} {rank}".encode(), "sha256")
-
-
-def _receive(sock: socket.socket, count: int, end: float) -> bytes:
-    data = b""
-    while len(data) < count:
-        sock.settimeout(max(end - time.monotonic(), 0.001))
-        more = sock.recv(count - len(data))
-        if not more:
-            raise ConnectionError("the connection was closed")
-        data += more
-    return data
 
 
 def _listen() -> socket.socket:

@@ -196,7 +196,7 @@ class SharedMemoryTransport(Transport):
         self._rendezvous = rendezvous
         self._job_ranks = job_ranks or range(world_size)
         self._spec = WindowSpec(units=(), words=0)
-        self._regions: dict[int, MappedWindow] = {}
+        self._windows: dict[int, MappedWindow] = {}
         self._addresses: list[Address] = []
         self._pidfds: dict[int, int] = {}
         self._fence: host.Fence | None = None  # see Note [What orders memory]
@@ -231,40 +231,40 @@ class SharedMemoryTransport(Transport):
         return secrets.token_bytes(_SECRET_BYTES)
 
     def _create(self, size: int, secret: bytes) -> Address:
-        own = self._regions[self.rank] = MappedWindow.create(size)
+        own = self._windows[self.rank] = MappedWindow.create(size)
         own.write_header(secret, self.job_rank(self.rank))
         return Address(host.boot_id(), os.getpid(), own.fd)
 
     def _attach(self, size: int, secret: bytes) -> None:
         for peer, address in enumerate(self._addresses):
             if peer != self.rank:
-                self._regions[peer] = MappedWindow.attach(self.job_rank(peer), address, secret, size)
+                self._windows[peer] = MappedWindow.attach(self.job_rank(peer), address, secret, size)
                 self._pidfds[peer] = os.pidfd_open(address.pid)
-            self._regions[peer].map_units(self._spec)
+            self._windows[peer].map_units(self._spec)
 
     def close(self) -> None:
         for fd in self._pidfds.values():
             os.close(fd)
         self._pidfds.clear()
-        for region in self._regions.values():
+        for region in self._windows.values():
             region.close()
-        self._regions.clear()
+        self._windows.clear()
 
     # -- data plane ---------------------------------------------------------------------------------------
 
     def shard(self, owner: int, unit: int) -> Tensor:
-        return self._regions[owner].shards[unit]
+        return self._windows[owner].shards[unit]
 
     def accumulator(self, owner: int, unit: int, source: int = 0) -> Tensor:
-        return self._regions[owner].accumulators[unit][source]
+        return self._windows[owner].accumulators[unit][source]
 
     def lock(self, owner: int, unit: int) -> RangeLock:
-        return RangeLock(self._regions[owner].fd, unit, self._fence)
+        return RangeLock(self._windows[owner].fd, unit, self._fence)
 
     # -- control plane ------------------------------------------------------------------------------------
 
     def load(self, owner: int, word: int) -> int:
-        value = self._regions[owner].words[word]
+        value = self._windows[owner].words[word]
         if self._fence is not None:
             place = (threading.get_ident(), owner, word)
             if self._seen.get(place) != value:
@@ -275,22 +275,22 @@ class SharedMemoryTransport(Transport):
     def watch(self, owner: int, word: int) -> Callable[[], int]:
         if self._fence is not None:
             return super().watch(owner, word)
-        return partial(self._regions[owner].words.__getitem__, word)
+        return partial(self._windows[owner].words.__getitem__, word)
 
     def store(self, word: int, value: int, owner: int | None = None) -> None:
         if self._fence is not None:
             self._fence()
-        self._regions[self.rank if owner is None else owner].words[word] = value
+        self._windows[self.rank if owner is None else owner].words[word] = value
 
     def post(self, box: int, message: bytes) -> None:
         check_message(self._spec, message)
         start = HEADER_BYTES + self._spec.mailbox_offset(box)
         payload = len(message).to_bytes(8, "little") + message
-        self._regions[self.rank].bytes[start : start + len(payload)] = payload
+        self._windows[self.rank].bytes[start : start + len(payload)] = payload
 
     def fetch(self, owner: int, box: int) -> bytes:
         start = HEADER_BYTES + self._spec.mailbox_offset(box)
-        memory = self._regions[owner].bytes
+        memory = self._windows[owner].bytes
         length = int.from_bytes(memory[start : start + 8], "little")
         if length > self._spec.mailbox_bytes:
             raise WindowError(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from lightning_odc.engine.hybrid import link as link_module
 from lightning_odc.engine.hybrid.link import Connection, Kind, ReplicaLink
 from lightning_odc.errors import ODCError, PeerFailedError, WindowError
 from notebooks.support.threads import ThreadHub
+from tests.support.interleaving import together
 
 SILENCE = 30.0
 
@@ -77,25 +78,16 @@ def test_a_length_that_nobody_means_is_refused(ends):
 
 
 def columns(count: int) -> list[ReplicaLink]:
-    hub = ThreadHub(count)
-    ranks = range(count)
-
-    def rendezvous(rank: int) -> Callable[[Any], list[Any]]:
-        return lambda item: hub.rendezvous(rank, item)
-
-    return [ReplicaLink(rank, ranks, rendezvous(rank), "127.0.0.1", [0], SILENCE) for rank in ranks]
-
-
-def opened(made: list[ReplicaLink]) -> None:
-    with ThreadPoolExecutor(len(made)) as pool:
-        for future in [pool.submit(column.open) for column in made]:
-            future.result(timeout=30)
+    hub, ranks = ThreadHub(count), range(count)
+    return [
+        ReplicaLink(rank, ranks, partial(hub.rendezvous, rank), "127.0.0.1", [0], SILENCE) for rank in ranks
+    ]
 
 
 @pytest.fixture
 def three() -> Iterator[list[ReplicaLink]]:
     made = columns(3)
-    opened(made)
+    assert together(*(column.open for column in made)) == [None] * 3
     yield made
     for column in made:
         column.close()
@@ -168,7 +160,7 @@ def test_strangers_are_turned_away(monkeypatch):
     strangers: list[socket.socket] = []
     monkeypatch.setattr(link_module, "_listen", listen_and_tell)
     made = columns(2)
-    opened(made)
+    assert together(*(column.open for column in made)) == [None, None]
     made[0].begin({"rank": 0})
     made[1].begin({"rank": 1})
     eventually(lambda: all(column.complete() for column in made))
@@ -216,22 +208,8 @@ def test_a_rank_that_cannot_connect_ends_all_with_the_reason(monkeypatch):
         raise OSError("no route to host")
 
     monkeypatch.setattr(socket, "create_connection", refuse)
-    made = columns(2)
-    errors: list[str] = []
-
-    def open_one(column: ReplicaLink) -> None:
-        try:
-            column.open()
-        except WindowError as error:
-            errors.append(str(error))
-
-    threads = [threading.Thread(target=open_one, args=(column,)) for column in made]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(errors) == 2
-    for error in errors:
-        assert "rank 1: rank 0 on" in error
-        assert "no route to host" in error
-        assert "Nodes must be able to open TCP connections" in error
+    for error in together(*(column.open for column in columns(2))):
+        assert isinstance(error, WindowError)
+        assert "rank 1: rank 0 on" in str(error)
+        assert "no route to host" in str(error)
+        assert "Nodes must be able to open TCP connections" in str(error)

@@ -24,8 +24,8 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.hybrid.replicas import Replicas
 from lightning_odc.errors import ODCError
 from lightning_odc.sharding.nodes import layout_of
-from tests.support.fits import assert_same
-from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
+from tests.support.fits import assert_same, one_process
+from tests.support.modules import TokenModule, loader, token_batches, trainer
 from tests.support.ranks import run_ranks, try_ranks
 from tests.support.several_hosts import COUNTS, STEPS, module, run, shares, start_on
 
@@ -68,15 +68,9 @@ def ranks(hosts: Hosts) -> list[dict[str, list[dict[str, Any]]]]:
     return run_ranks(_train, hosts, not NO_LIMIT, world_size=4, timeout=170)
 
 
-def _alone(_: int) -> dict[str, torch.Tensor]:
-    trained = module()
-    trainer(1).fit(trained, loader(shares(None)))
-    return full_parameters(trained)
-
-
 @pytest.fixture(scope="module")
 def alone() -> dict[str, torch.Tensor]:
-    return run_ranks(_alone, world_size=1)[0]
+    return one_process(module(), [list(share) for share in shares(None)])
 
 
 @pytest.mark.parametrize("sharding", RUNS)

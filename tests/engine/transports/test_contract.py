@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from notebooks.support.threads import ThreadHub
 from tests.support.fake_device import fake_cuda
-from tests.support.interleaving import together
+from tests.support.interleaving import on_ranks
 from tests.support.models import init_gloo
 from tests.support.ranks import Cases, run_cases
 
@@ -41,13 +40,7 @@ Scenario = Callable[[Transport, Callable[[Any], list[Any]]], Any]
 
 def in_threads(scenario: Scenario, world_size: int) -> list[Any]:
     hub = ThreadHub(world_size, timeout=20)
-    results: list[Any] = [None] * world_size
-
-    def run(rank: int) -> None:
-        results[rank] = scenario(hub.transport(rank), lambda item: hub.rendezvous(rank, item))
-
-    assert together(*(partial(run, rank) for rank in range(world_size))) == [None] * world_size
-    return results
+    return on_ranks(world_size, lambda rank, meet: scenario(hub.transport(rank), meet))
 
 
 def on_a_fake_device(scenario: Scenario, world_size: int) -> list[Any]:

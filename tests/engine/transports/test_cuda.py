@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,9 +18,8 @@ from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.cuda import Announcer, CudaTransport
 from lightning_odc.errors import WindowError
-from notebooks.support.threads import ThreadHub
 from tests.support.fake_device import FakeDevice, FakeMark, fake_cuda
-from tests.support.interleaving import together
+from tests.support.interleaving import on_ranks
 
 WORLD = 3
 UNITS = (
@@ -30,18 +28,6 @@ UNITS = (
 )
 COMPUTE, GATHER, REDUCE = 0, 1, 2
 STEPS = 6
-
-
-def in_threads(function: Callable[[int, Any], Any]) -> list[Any]:
-    """Call ``function(rank, rendezvous)`` on every rank; returns results or errors."""
-    hub = ThreadHub(WORLD, timeout=20)
-    results: list[Any] = [None] * WORLD
-
-    def run(rank: int) -> None:
-        results[rank] = function(rank, lambda item: hub.rendezvous(rank, item))
-
-    errors = together(*(partial(run, rank) for rank in range(WORLD)))
-    return [error or result for error, result in zip(errors, results, strict=True)]
 
 
 # -- what the host must wait for --------------------------------------------------------------------------
@@ -124,7 +110,7 @@ def play(seed: int, transport: type[CudaTransport] = CudaTransport, **options: A
         plays[rank] = Play(protocol, device)
         plays[rank].run()
 
-    for error in in_threads(run):
+    for error in on_ranks(WORLD, run):
         assert error is None, error
     return plays
 
@@ -213,7 +199,7 @@ def test_sums_are_staged_where_they_cannot_be_shared(facts, reason, plainly):
         return Protocol(transport, UNITS, timeout=5)._spec.sources, device.adds_plainly
 
     with pytest.warns(UserWarning, match=reason) as told:
-        assert in_threads(opens) == [(WORLD, plainly)] * WORLD
+        assert on_ranks(WORLD, opens) == [(WORLD, plainly)] * WORLD
     assert len(told) == 1  # said once, by rank 0
 
 
@@ -261,6 +247,6 @@ def test_what_fails_on_one_rank_fails_on_all(case):
             Protocol(transport, UNITS, timeout=5).open()
         return str(error.value)
 
-    (message,) = set(in_threads(opens))
+    (message,) = set(on_ranks(WORLD, opens))
     for reason in reasons:
         assert reason in message

@@ -259,7 +259,7 @@ def _posts_a_lie(rank: int) -> str:
     transport.open(SPEC)
     if rank == 1:
         start = HEADER_BYTES + SPEC.mailbox_offset(0)
-        transport._regions[1].bytes[start : start + 8] = (101).to_bytes(8, "little")
+        transport._windows[1].bytes[start : start + 8] = (101).to_bytes(8, "little")
     rendezvous(None)
     with pytest.raises(WindowError) as error:
         transport.fetch(1, 0)
@@ -434,7 +434,7 @@ def test_stores_are_fenced_before_and_loads_after(monkeypatch):
 
     monkeypatch.setattr(shared_memory.fcntl, "fcntl", lock)
     transport = SharedMemoryTransport(0, 1, lambda item: [item])
-    transport._regions[0] = Window()  # type: ignore[assignment]
+    transport._windows[0] = Window()  # type: ignore[assignment]
     transport._fence = lambda: events.append("fence")
     operations: list[tuple[Callable[[], Any], list[str]]] = [
         (lambda: transport.load(0, 0), ["load", "fence"]),
