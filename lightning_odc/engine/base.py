@@ -332,21 +332,21 @@ class Engine(Traced, ABC):
             return "its gradient had been added, and memory ran out after its backward pass"
         return "" if hasattr(FSDPModule, "reset_iter_state") else _NO_RESET
 
+    @abstractmethod
     def undo(self) -> Added | None:
         """Free all that a microbatch which broke off has gathered and computed, and drop every trace of its run.
 
         Returns:
             What it has added, which stays: see Note [Added once]; `None` if it broke off before its backward pass.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def retry(self, added: Added) -> None:
         """The next backward pass is that of a part of a microbatch that broke off.
 
         Args:
             added: What `undo` returned; empty if it broke off in its forward pass.
         """
-        raise NotImplementedError
 
     @abstractmethod
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
@@ -398,7 +398,7 @@ class Engine(Traced, ABC):
 
     def unlisten(self, tracer: Tracer) -> None:
         """Let this one trace no longer. Idempotent."""
-        self._listeners = [one for one in self._listeners if one is not tracer]
+        self._listeners = [other for other in self._listeners if other is not tracer]
         self._let_trace(fanout(*self._listeners))
 
     def _let_trace(self, tracer: Tracer | None) -> None:

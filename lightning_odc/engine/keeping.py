@@ -262,7 +262,7 @@ class Keeping:
             self._contexts -= 1
             if not self._contexts:
                 self._measure()
-                ended, self._in_context = [one for one in self._in_context if one[0].gathered], []
+                ended, self._in_context = [pair for pair in self._in_context if pair[0].gathered], []
                 for kept, _ in ended:
                     self.bytes -= kept.size
                     kept.keep(False)

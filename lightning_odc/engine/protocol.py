@@ -225,7 +225,8 @@ class Protocol(RankState):
         """
         kinds, items = self._hear(kind, item)
         while DISCARD in kinds:
-            self.drop_together([what for one, what in zip(kinds, items, strict=True) if one == DISCARD], kind)
+            named = [theirs for reason, theirs in zip(kinds, items, strict=True) if reason == DISCARD]
+            self.drop_together(named, kind)
             if kind == DISCARD:
                 return items
             kinds, items = self._hear(kind, item)

@@ -129,9 +129,9 @@ class UnitWindow:
         # Window 0 with [s0] at 0 and [s2] at 2 * shard_numel; then the own one with [s3] alone, since s1 is here.
         self._published = []
         for owner in [*own_first[1:], rank]:
-            others = [one for one in range(owner, self.owners, self._world_size) if one != self.own]
+            others = [peer for peer in range(owner, self.owners, self._world_size) if peer != self.own]
             if others:
-                parts = [([self._shards[one]], one * spec.shard_numel) for one in others]
+                parts = [([self._shards[peer]], peer * spec.shard_numel) for peer in others]
                 version, edited = transport.watch(owner, self._word), transport.watch(owner, edited_word)
                 self._published.append(_Published(owner, version, edited, parts))
         # One accumulator per source, which needs no lock; else one for all sources.
@@ -224,8 +224,8 @@ class UnitWindow:
         if len(self._sums) == 1:
             return self._sums[0]
         total = self._sums[0].clone()  # of one accumulator per source, in rank order
-        for one in self._sums[1:]:
-            total += one
+        for of_source in self._sums[1:]:
+            total += of_source
         return total
 
     def by_node(self, accumulator: Tensor) -> Tensor:

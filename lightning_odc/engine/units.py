@@ -327,7 +327,7 @@ def find_units(model: nn.Module) -> list[Unit]:
         if isinstance(module, FSDPModule) and module not in grouped:
             modules = _compat.modules_grouped_with(module)
             grouped.update(modules)
-            slots = [slot for one in modules for slot in _slots_of(one, names, seen)]
+            slots = [slot for member in modules for slot in _slots_of(member, names, seen)]
             if slots:
                 units.append(Unit(len(units), names.get(id(modules[0])) or _ROOT, list(modules), slots))
     return units

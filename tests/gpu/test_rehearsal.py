@@ -53,6 +53,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 def test_the_tests_are_collected_without_packages_that_they_do_not_need():
     """A Python of a machine with a GPU has torch and lightning, and maybe nothing else."""
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
@@ -88,6 +89,7 @@ def test_the_probe_says_which_step_failed(capsys):
     ]
 
 
+@pytest.mark.slow
 def test_the_probe_as_a_program():
     """Where `nvidia-smi` and other tools are missing, too."""
     line = [sys.executable, "-m", "tests.gpu.probe"]

@@ -138,7 +138,7 @@ class Sharing:
         # Ranks come out of the optimizer step at different times. So this waits at a connection until the whole column
         # has published. Only then do collectives begin, which may so give up early.
         told = self._await_column(job.edited)  # [[], [3]]: the rank on the second node has edited unit 3
-        edited = {index for one in told for index in one}
+        edited = {index for units in told for index in units}
         begins = (
             partial(self._begin, window, trained, job.version, window.index in edited)
             for window, trained in self._units

@@ -211,8 +211,8 @@ class SpanningProtocol(Protocol):
         by_column = super()._exchange(kind, column)  # [[R0, R2], [R1, R3]], from the ranks of this row
         records: list[Any] = [None] * self._layout.world_size
         for ranks, heard in zip(self._layout.columns, by_column, strict=True):
-            for rank, one in zip(ranks, heard, strict=True):
-                records[rank] = one
+            for rank, theirs in zip(ranks, heard, strict=True):
+                records[rank] = theirs
         return records  # [R0, R1, R2, R3]
 
     def await_nodes(self, unit: int, end: Callable[[], Tensor]) -> Tensor:

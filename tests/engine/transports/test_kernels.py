@@ -12,11 +12,8 @@ import pytest
 
 from tests.support.ranks import run_ranks
 
-pytestmark = pytest.mark.slow
-
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed (pip install triton)"
-)
+NO_TRITON = importlib.util.find_spec("triton") is None
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_TRITON, reason="Triton is not installed")]
 
 
 def _version(package: str) -> tuple[int, int]:

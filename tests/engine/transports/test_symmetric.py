@@ -128,6 +128,7 @@ _compat.symmetric_rendezvous(None, None, 0.5)
 """
 
 
+@pytest.mark.slow
 def test_a_rendezvous_that_hangs_ends_the_process():
     """torch holds the interpreter's lock there, so no Python code could."""
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=50)
