@@ -25,7 +25,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_odc.rl.microbatch import Microbatch
+from lightning_odc.rl.rollout import Microbatch
 from lightning_odc.rl.rollouts import Rollouts
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "gspo"]
@@ -67,16 +67,12 @@ def group_advantages(
                 f"A response of group {group!r} has the reward {reward}, and rewards are compared: use finite ones."
             )
         members.setdefault(group, []).append(reward)
-    # Rounding must not make equal rewards differ from their mean.
-    means = {
-        group: own[0] if min(own) == max(own) else math.fsum(own) / len(own) for group, own in members.items()
-    }
-    if not scale:
-        return [reward - means[group] for reward, group in zip(rewards, groups, strict=True)]
-    spreads = {}
+    means, spreads = {}, {}
     for group, own in members.items():
-        variance = math.fsum((reward - means[group]) ** 2 for reward in own) / max(len(own) - 1, 1)
-        spreads[group] = math.sqrt(variance) + epsilon
+        # Rounding must not make equal rewards differ from their mean.
+        mean = own[0] if min(own) == max(own) else math.fsum(own) / len(own)
+        variance = math.fsum((reward - mean) ** 2 for reward in own) / max(len(own) - 1, 1)
+        means[group], spreads[group] = mean, math.sqrt(variance) + epsilon if scale else 1.0
     return [
         (reward - means[group]) / spreads[group] if reward != means[group] else 0.0
         for reward, group in zip(rewards, groups, strict=True)
@@ -162,9 +158,15 @@ def policy_loss(
     ratio, advantages = log_ratio.exp(), microbatch.advantages[owner]
     clipped_ratio = ratio.clamp(1 - low, 1 + high)
     gain = torch.minimum(ratio * advantages, clipped_ratio * advantages)
-    kl = _kl(logprobs if beta else logprobs.detach(), microbatch.ref_logprobs)
-    weights = _weights(loss_type, microbatch, max_response_length, logprobs.dtype)
-    total = ((beta * kl - gain) * weights).sum()
+    kl = torch.zeros_like(logprobs)
+    if microbatch.ref_logprobs is not None:
+        # k3, ``r - 1 - log r`` for the ratio ``r`` of reference to policy. It is not negative, and unbiased.
+        log_reference = microbatch.ref_logprobs - (logprobs if beta else logprobs.detach())
+        kl = log_reference.exp() - log_reference - 1
+    lengths = microbatch.lengths[owner].to(logprobs.dtype)
+    constants = {"dapo": 1, "dr_grpo": max_response_length or 1}
+    weights = 1 / (torch.full_like(lengths, constants[loss_type]) if loss_type in constants else lengths)
+    total = ((beta * kl - gain) * weights).sum()  # ``w_t`` and ``l_t`` of the Note
     count = len(owner) if loss_type == "dapo" else len(microbatch.indices)
     divisor = microbatch.whole.tokens if loss_type == "dapo" else microbatch.whole.sequences
     return PolicyLoss(
@@ -176,24 +178,6 @@ def policy_loss(
         kl=kl.detach().sum(),
         clipped=(clipped_ratio * advantages < ratio * advantages).sum(),
     )
-
-
-def _kl(logprobs: Tensor, ref_logprobs: Tensor | None) -> Tensor:
-    """``[N]``: k3, ``r - 1 - log r`` for the ratio ``r`` of reference to policy. Not negative, and unbiased."""
-    if ref_logprobs is None:
-        return torch.zeros_like(logprobs)
-    log_ratio = ref_logprobs - logprobs
-    return log_ratio.exp() - log_ratio - 1
-
-
-def _weights(
-    loss_type: LossType, microbatch: Microbatch, max_response_length: int | None, dtype: torch.dtype
-) -> Tensor:
-    """``[N]``: ``w_t`` of Note [Sum, and divide once]."""
-    lengths = microbatch.lengths[microbatch.sequence].to(dtype)
-    if loss_type == "dapo":
-        return torch.ones_like(lengths)
-    return 1 / (torch.full_like(lengths, max_response_length or 1) if loss_type == "dr_grpo" else lengths)
 
 
 def _checked(

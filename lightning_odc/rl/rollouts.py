@@ -6,14 +6,13 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import numpy as np
 
 from lightning_odc.balance import Collation, Plan, epoch_order, on_demand_cost, plan_minibatch
-from lightning_odc.rl.microbatch import Microbatch, Whole
 from lightning_odc.rl.ranks import Ranks, strategy_of
-from lightning_odc.rl.rollout import Rollout, from_bytes, to_bytes
+from lightning_odc.rl.rollout import Microbatch, Rollout, Whole, from_bytes, to_bytes
 from lightning_odc.strategy.model_facts import causal_model, cost_of_model, keeps_apart
 
 _PADDED, _PACKED = Collation("padded"), Collation()
@@ -198,8 +197,7 @@ def exchange(
             error.
     """
     strategy = strategy_of(where, "rl.exchange(self, rollouts)")
-    items: Sequence[Any] = own
-    if wrong := [type(one).__name__ for one in items if not isinstance(one, Rollout)]:
+    if wrong := [type(one).__name__ for one in own if not isinstance(cast(Any, one), Rollout)]:
         raise TypeError(
             f"rl.exchange(self, rollouts) takes a list of rl.Rollout, and got a {wrong[0]} in it: "
             "[rl.Rollout(prompt + response, len(prompt), reward)]."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_odc.errors import DisagreementError
-from lightning_odc.rl.microbatch import Microbatch
+from lightning_odc.rl.rollout import Microbatch
 from lightning_odc.rl.rollouts import Rollouts, fingerprint
 from lightning_odc.strategy.model_facts import causal_model, keeps_apart, undisturbed
 
@@ -88,9 +88,8 @@ def score(
     planned = [index for rank in rollouts.plan for microbatch in rank for index in microbatch]
     scored = torch.cat([part.view(torch.float32) for part in by_rank])  # one rank after another, as planned
     pieces = scored.split([rollouts[index].response_length for index in planned])
-    scores = [
-        piece.clone() for _, piece in sorted(zip(planned, pieces, strict=True), key=lambda pair: pair[0])
-    ]
+    by_index = dict(zip(planned, pieces, strict=True))
+    scores = [by_index[index].clone() for index in range(len(rollouts))]
     if into is not None:
         for one, values in zip(rollouts, scores, strict=True):
             setattr(one, into, values)

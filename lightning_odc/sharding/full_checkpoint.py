@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -25,14 +26,14 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.files import replacing
 from lightning_odc.sharding import sharded_checkpoint
 from lightning_odc.sharding.optimizers import part_of
-from lightning_odc.sharding.sharded_checkpoint import check_names, check_optimizers
+from lightning_odc.sharding.sharded_checkpoint import check_names
 
 _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'
 
@@ -133,7 +134,12 @@ def load(
         )
         if "current_model_state" in rest:  # a WeightAveraging callback will load both models itself
             rest["state_dict"] = saved_model
-    check_optimizers(len(rest.setdefault("optimizer_states", [])), len(optimizers))
+    saved = len(rest.setdefault("optimizer_states", []))
+    if optimizers and saved != len(optimizers):
+        raise ValueError(
+            f"The checkpoint has {saved} optimizers, `configure_optimizers` made {len(optimizers)}. To load the model "
+            "alone, write `trainer.fit(MyModule.load_from_checkpoint(path))`, without `ckpt_path`."
+        )
     # The loss scale of other strategies, by the name of their class.
     for other in ("FSDPPrecision", "MixedPrecision"):
         if other in rest:
@@ -199,3 +205,51 @@ def _labelled(
                 )
             known[label] = names[label] if isinstance(label, str) else parameter
     return known
+
+
+# -- averages of weights: a sharded copy of the model that Lightning's ``WeightAveraging`` callbacks keep -----------
+# The callback copies the model before it is sharded. So the copy is sharded in the same way: every rank averages, swaps
+# in and out its own shards, which also takes a ``world_size``-th of the memory.
+
+
+def averages(trainer: pl.Trainer) -> list[nn.Module]:
+    """The averaged copies of the model that callbacks hold, if it is being fitted."""
+    return _compat_lightning.averaged_models(list(trainer.callbacks))  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def copy_values(source: nn.Module, target: nn.Module) -> None:
+    """Copy parameters and buffers of a model into its copy, which is sharded in the same way."""
+    values = [*source.parameters(), *source.buffers()]
+    for value, to in zip(values, [*target.parameters(), *target.buffers()], strict=True):
+        to.copy_(value)
+
+
+def check_kept_whole(found: list[nn.Module], full: bool) -> None:
+    """Refuse what cannot be saved: the callback puts a second model into the checkpoint."""
+    if found and not full:
+        raise ValueError(
+            "WeightAveraging callbacks put two models into a checkpoint, and a sharded one has room for one. Use "
+            'ODCStrategy(state_dict_type="full") with them.'
+        )
+
+
+def assembled(state: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint without shards: those of averages become whole. All ranks together."""
+    return apply_to_collection(state, DTensor, lambda shard: shard.full_tensor().cpu())
+
+
+def cut(checkpoint: dict[str, Any], model: nn.Module) -> None:
+    """Cut the models in a full checkpoint into shards as ``model``, in place, as the callback loads them into it."""
+    shards = get_model_state_dict(model)
+
+    def like(value: Tensor, shard: Any) -> Tensor:
+        if not isinstance(shard, DTensor):
+            return value
+        return distribute_tensor(
+            value.to(shard.device_mesh.device_type), shard.device_mesh, shard.placements, src_data_rank=None
+        )
+
+    for key in ("state_dict", "current_model_state"):
+        if key in checkpoint:
+            checkpoint[key] = {n: like(value, shards.get(n)) for n, value in checkpoint[key].items()}

@@ -150,15 +150,6 @@ def check_names(saved: Collection[str], wanted: Collection[str]) -> None:
         )
 
 
-def check_optimizers(saved: int, wanted: int) -> None:
-    """Compare the numbers of optimizers."""
-    if wanted and saved != wanted:
-        raise ValueError(
-            f"The checkpoint has {saved} optimizers, `configure_optimizers` made {wanted}. To load the model alone, "
-            "write `trainer.fit(MyModule.load_from_checkpoint(path))`, without `ckpt_path`."
-        )
-
-
 def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
     """Let a fit that was stopped in the middle of an epoch go on there, if its loader has saved the place."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {})

@@ -56,7 +56,9 @@ def shard_model(
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
         if announce:
             _announce(model, wrap_policy, targets)
-        for module in checked_units(model, targets):
+        units = with_dtype_units(model, targets)
+        _refuse_ties(model, units)
+        for module in units:
             _shard_unit(module, options)
     if not isinstance(model, FSDPModule):
         # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
@@ -65,13 +67,6 @@ def shard_model(
     for name, parameter in named():
         if name in hooked and parameter is not hooked[name]:
             _compat.move_gradient_hooks(hooked[name], parameter)
-
-
-def checked_units(model: nn.Module, chosen: list[nn.Module]) -> list[nn.Module]:
-    """The modules that become units, innermost first: the chosen ones, and those whose dtype asks for it."""
-    targets = with_dtype_units(model, chosen)
-    _refuse_ties(model, targets)
-    return targets
 
 
 def wrapping_shards(

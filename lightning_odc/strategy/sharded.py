@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
 from lightning_odc.attached import DEFAULT_TIMEOUT
-from lightning_odc.sharding import averaging, nodes, sharded_checkpoint
 from lightning_odc.sharding import full_checkpoint as checkpoints
+from lightning_odc.sharding import nodes, sharded_checkpoint
 from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
 from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, regroup
@@ -177,12 +177,12 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
         assert self.model is not None
-        averages = averaging.averages(trainer)
-        averaging.check_kept_whole(averages, self._full)
+        averages = checkpoints.averages(trainer)
+        checkpoints.check_kept_whole(averages, self._full)
         for average in averages:
             self._shard(average, announce=False)
             materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
-            averaging.copy_values(self.model, average)
+            checkpoints.copy_values(self.model, average)
 
     @property
     def mixed_precision_policy(self) -> MixedPrecisionPolicy:
@@ -230,7 +230,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
         path = checkpoints.location(self.broadcast(filepath))
         if self._full:
-            checkpoint = averaging.assembled(checkpoint)
+            checkpoint = checkpoints.assembled(checkpoint)
         checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
         if not self._full:
             sharded_checkpoint.save(checkpoint, cast(Path, path), self.global_rank)
@@ -252,8 +252,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
             self.load_optimizer_state_dict(rest)
         reopen_epoch(rest)
-        if averaging.averages(self.lightning_module.trainer):
-            averaging.cut(rest, self.model)
+        if checkpoints.averages(self.lightning_module.trainer):
+            checkpoints.cut(rest, self.model)
         return rest
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

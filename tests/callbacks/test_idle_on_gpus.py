@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import time
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, record_function
 
-from lightning_odc import Minibatch
 from lightning_odc.callbacks.idle import measurement, sources
 from lightning_odc.callbacks.idle.monitor import DeviceIdleMonitor
-from lightning_odc.callbacks.idle.sampling import KernelRecord, SampledWatch
+from lightning_odc.callbacks.idle.sampling import (
+    KernelRecord,
+    SampledWatch,
+    TimeSlice,
+    durations,
+    kernel_records,
+    parts_of,
+    transfers,
+    waited,
+)
 from lightning_odc.callbacks.idle.sources import GradientWatch, StreamWaits, WaitTracer, Watch
 from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, IdleSummary, StepNumbers
 from lightning_odc.engine.tracing import Tracer, fanout
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import WaitTimeoutError
-from tests.callbacks.test_idle import (
-    SCALES,
-    SLACK,
-    SLEEPS,
-    STEPS,
-    Sleeper,
-    check_row,
-    expected_idle,
-    microbatch,
-    one_process,
-    sleeps,
-)
-from tests.callbacks.test_kernels import EXAMPLE, GATHER, MS, records
-from tests.support.modules import Memory, loader, trainer
+from tests.callbacks.test_idle import MS, SCALES, SLACK, STEPS, errors_of, fit, one_process
+from tests.support.modules import Memory
 from tests.support.ranks import run_ranks
 
 
@@ -98,20 +96,14 @@ def test_a_wait_counts_as_far_as_the_device_had_nothing_to_do():
     stream.now = 10
     waits.leave()
     assert waits.take() == pytest.approx({IdleCause.READ: 0.005, IdleCause.LOCK: 0.0})
-    assert waits.take() == {IdleCause.READ: 0.0, IdleCause.LOCK: 0.0}
-
-
-def test_a_wait_behind_kernels_is_no_idle_time_and_is_read_without_waiting():
-    stream = Stream()
-    waits = counting(stream)
     stream.launch(20)
-    waits.enter(IdleCause.DATA)
-    stream.now = 7
-    waits.leave()
-    assert waits.take() == {}
-    assert stream.now == 7
-    stream.now = 20
-    assert waits.take() == {IdleCause.DATA: 0.0}
+    waits.enter(IdleCause.READ)
+    stream.now = 17
+    waits.leave()  # behind kernels, and read without waiting for them
+    assert waits.take() == {IdleCause.READ: 0.0, IdleCause.LOCK: 0.0}
+    assert stream.now == 17 and waits._ended
+    stream.now = 30
+    assert waits.take()[IdleCause.READ] == 0.0 and not waits._ended
 
 
 def test_waits_nest_and_count_only_in_training():
@@ -176,6 +168,103 @@ def test_the_end_of_a_backward_pass_on_a_stream(monkeypatch):
     assert watch.read(meetings, wait=False) is None
     assert watch.read(meetings, wait=True) == [(-6 * MS, 0)]
     assert stream.now == 12
+
+
+# -- records of kernels --------------------------------------------------------------------------------------
+
+GATHER, REDUCE = (
+    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "ncclDevKernel_ReduceScatter",
+)
+
+
+def records(*spans: tuple[str, float, float]) -> list[KernelRecord]:
+    """Names, begins and ends in milliseconds."""
+    return [KernelRecord(name, round(begin * MS), round(end * MS)) for name, begin, end in spans]
+
+
+#: The example of Note [Waiting inside a kernel].
+EXAMPLE = [
+    records(("model", 0, 4), (GATHER, 3, 12), ("model", 12, 15)),
+    records(("model", 0, 10), (GATHER, 10, 12), ("model", 12, 15)),
+]
+
+
+def test_waiting_inside_a_kernel():
+    transfer = transfers([durations(one) for one in EXAMPLE])
+    assert transfer == {GATHER: [2 * MS]}
+    window = TimeSlice(0, 15 * MS)
+    assert [waited(one, window, transfer) for one in EXAMPLE] == pytest.approx([0.006, 0.0])
+    assert waited(EXAMPLE[0], TimeSlice(0, 6 * MS), transfer) == pytest.approx(0.002)
+    first, second = (parts_of(one, window) for one in EXAMPLE)
+    assert [first[part] for part in DevicePart] == pytest.approx([0.007, 0.008, 0])
+    assert [second[part] for part in DevicePart] == pytest.approx([0.013, 0.002, 0])
+
+
+def test_kernels_of_a_name_belong_together_in_order():
+    # On rank 1 the reduce-scatter of the first unit comes before the gather of the next, on rank 0 behind it.
+    ranks = [
+        records((GATHER, 0, 5), (GATHER, 5, 6), (REDUCE, 6, 9)),
+        records((GATHER, 4, 5), (REDUCE, 5, 6), (GATHER, 6, 9)),
+    ]
+    assert transfers([durations(one) for one in ranks]) == {GATHER: [MS, MS], REDUCE: [MS]}
+
+
+def test_ranks_with_other_collectives_are_not_compared():
+    assert transfers([durations(EXAMPLE[0]), durations(EXAMPLE[1] * 2)]) is None
+    assert transfers([durations(EXAMPLE[0]), {}]) is None
+    assert transfers([{}, {}]) == {}
+
+
+spans = st.tuples(st.sampled_from(["model", "copy", GATHER, REDUCE]), st.integers(0, 50), st.integers(1, 20))
+
+
+@given(st.lists(spans, max_size=12), st.integers(0, 20), st.integers(21, 80))
+def test_parts_are_what_counting_milliseconds_says(drawn, begin, end):
+    ran = sorted(records(*((name, at, at + length) for name, at, length in drawn)), key=lambda one: one.begin)
+    own = {ms for name, at, length in drawn if name in ("model", "copy") for ms in range(at, at + length)}
+    other = {ms for name, at, length in drawn if name in (GATHER, REDUCE) for ms in range(at, at + length)}
+    inside = set(range(begin, end))
+    window = TimeSlice(begin * MS, end * MS)
+    parts = parts_of(ran, window)
+    assert parts[DevicePart.KERNEL] == pytest.approx(len(own & inside) / 1e3)
+    assert parts[DevicePart.COLLECTIVE] == pytest.approx(len((other - own) & inside) / 1e3)
+    assert sum(parts.values()) == pytest.approx((end - begin) / 1e3)
+    alone = {name: [0] * len(of_name) for name, of_name in durations(ran).items()}
+    assert waited(ran, window, alone) == pytest.approx(parts[DevicePart.COLLECTIVE])
+    assert waited(ran, window, durations(ran)) == 0.0
+
+
+def event(name: str, begin: float, end: float, device: str = "CUDA", annotation: bool = False) -> Any:
+    """As `torch.profiler` gives it, in microseconds."""
+    return SimpleNamespace(
+        name=name,
+        device_type=SimpleNamespace(name=device),
+        is_user_annotation=annotation,
+        time_range=SimpleNamespace(start=begin, end=end),
+    )
+
+
+def test_records_are_what_ran_on_the_device():
+    events = [
+        event("gemm", 20.5, 30),
+        event("cudaLaunchKernel", 1, 2, "CPU"),
+        event("nccl:all_gather", 5, 40, annotation=True),
+        event(GATHER, 7, 9),
+    ]
+    found = kernel_records(events)
+    assert found == [KernelRecord(GATHER, 7000, 9000), KernelRecord("gemm", 20500, 30000)]
+    assert [one.is_collective for one in found] == [True, False]
+
+
+def test_events_of_torch_have_what_is_looked_at():
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile, record_function("named"):
+        torch.ones(2) + 1
+    events = profile.events()
+    assert kernel_records(events) == []
+    assert {one.device_type.name for one in events} == {"CPU"}
+    assert [one.name for one in events if one.is_user_annotation] == ["named"]
+    assert all(one.time_range.end >= one.time_range.start for one in events)
 
 
 # -- samples -------------------------------------------------------------------------------------------------
@@ -245,9 +334,7 @@ def test_the_second_step_under_the_profiler_counts():
     assert [step.seen for step in steps] == [False, False, False, True]
     assert [step.seconds for step in steps] == [1.0, 1.0, 1.0, pytest.approx(0.015)]
     assert steps[3].waits == pytest.approx({IdleCause.COLLECTIVE: 0.006})
-    assert steps[3].parts == pytest.approx(
-        {DevicePart.KERNEL: 0.007, DevicePart.COLLECTIVE: 0.008, DevicePart.EMPTY: 0.0}
-    )
+    assert [steps[3].parts[part] for part in DevicePart] == pytest.approx([0.007, 0.008, 0.0])
     assert profile.asked == ["start", "stop"] * 2
     # The other rank's sample took 0.5 s: one in 100 * 0.5 / 0.015 steps, rounded up, after step 4.
     run_steps(sampler, stream, 3333)
@@ -265,13 +352,7 @@ def test_a_step_that_is_interrupted_does_not_count():
     sampler.interrupt()
     assert profile.asked == ["start", "stop"] * 2
     steps = run_steps(sampler, stream, 10)
-    assert [step.seen for step in steps[:5]] == [
-        False,
-        False,
-        False,
-        True,
-        False,
-    ]  # 2 steps later, and 2 for it
+    assert [step.seen for step in steps].index(True) == 3  # 2 steps later, and 2 for it
     assert sampler.why == ""
 
 
@@ -359,16 +440,6 @@ def test_a_summary_speaks_of_the_steps_that_were_looked_at():
     assert summary.values(complete=False, per_rank=True)["gpu/kernel_seconds"] == 1.0
 
 
-@given(
-    parts=st.dictionaries(st.sampled_from(list(DevicePart)), st.floats(0, 1e6)),
-    seen=st.booleans(),
-    meetings=st.lists(st.tuples(*[st.integers(0, 2**53)] * 2), max_size=3),
-)
-def test_parts_travel_unchanged(parts, seen, meetings):
-    step = StepNumbers(1.0, meetings=meetings, parts=parts, seen=seen)
-    assert StepNumbers.from_floats([*step.to_floats(), 0.0]) == step
-
-
 # -- in a trainer --------------------------------------------------------------------------------------------
 
 
@@ -380,30 +451,19 @@ class HostStream(Stream):
         return super().mark()
 
 
-def fit(rank: int, communication: str, scale: int) -> tuple[DeviceIdleMonitor, Memory]:
-    monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
-    fitting = trainer(2, communication=communication, callbacks=[monitor], logger=memory)
-    batches = [Minibatch(map(microbatch, step)) for step in sleeps(rank, scale)]
-    fitting.fit(Sleeper("items"), loader(batches))
-    return monitor, memory
-
-
 def _on_demand(rank: int, scale: int) -> Any:
     measurement.compute_stream = lambda device: HostStream()  # type: ignore[assignment, return-value]
-    monitor, memory = fit(rank, "on_demand", scale)
+    monitor, memory = fit(rank, "on_demand", 2, scale)
     return memory.steps if rank == 0 else memory.rows, monitor.complete
 
 
 def test_waits_on_a_stream_are_what_the_arithmetic_says():
-    errors: list[float] = []
     for scale in SCALES[2]:
         (rows, complete), rest = run_ranks(_on_demand, scale)
         assert complete and rest == ([], True)
-        for step, row in enumerate(rows):
-            idle = check_row(row, [sum(sleeps(rank, scale)[step]) for rank in range(2)])
-            expected = expected_idle("on_demand", step, 2, scale)
-            errors.append(max(abs(a - b) for a, b in zip(idle, expected, strict=True)))
+        for row in rows:
             assert {"idle/lock_seconds", "idle/settle_seconds", "idle/data_seconds"} <= set(row)
+        errors = errors_of(rows, "on_demand", 2, scale)
         if min(errors) < SLACK * scale:
             return
     pytest.fail(f"waiting is off by {errors} s")
@@ -427,9 +487,9 @@ def _sampled(rank: int) -> Any:
     torch.distributed.get_backend_config = lambda: "cuda:nccl"
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        monitor, memory = fit(rank, "collective", 1)
+        monitor, memory = fit(rank, "collective", 2, 1)
         fails = "stop" if rank == 1 else ""
-        broken, _ = fit(rank, "collective", 1)
+        broken, _ = fit(rank, "collective", 2, 1)
     said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
     return memory.rows, monitor.complete, monitor.last_epoch, broken.complete, broken.last_epoch, said
 
@@ -443,10 +503,9 @@ def test_the_step_that_was_looked_at_has_an_idle_fraction(sampled):
     (rows, complete, epoch, *_), (nothing, also, same, *_) = sampled
     assert complete and also and nothing == [] and same == epoch
     steps = [row for _, row in rows if "step_seconds" in row]
-    assert len(steps) == STEPS == len(SLEEPS[0]) == 4
-    assert [("idle/fraction" in row, "gpu/kernel_seconds" in row) for row in steps] == [
-        (False, False)
-    ] * 3 + [(True, True)]
+    assert len(steps) == STEPS == 4
+    for name in ("idle/fraction", "gpu/kernel_seconds"):
+        assert [name in row for row in steps] == [False, False, False, True]
     last = steps[-1]
     assert last["gpu/kernel_seconds_rank0"] == pytest.approx(0.007)
     assert last["gpu/kernel_seconds_rank1"] == pytest.approx(0.013)

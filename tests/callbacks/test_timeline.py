@@ -27,10 +27,10 @@ from lightning_odc.callbacks.timeline.spans import RankTimeline, merge
 from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.tracing import Span
 from lightning_odc.files import write_whole
+from tests.callbacks.test_idle import MS, Sleeper, microbatch
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
 
-MS = 1_000_000
 STEPS = 3
 SLEEPS = {0: [0.10, 0.05], 1: [0.03]}
 """Seconds that each microbatch of a rank takes, by rank."""
@@ -38,13 +38,8 @@ SLACK = 0.04
 """Seconds by which two processes on a shared machine may be late; far less than what is told apart."""
 
 
-class Sleeper(TokenModule):
-    """Sleeps in every microbatch as long as its first token says, in hundredths of a second.
-
-    Args:
-        slow_optimizer: the rank whose optimizer sleeps 0.2 s.
-        fails: what to do in step 2 on rank 1.
-    """
+class Scripted(Sleeper):
+    """Has a slow optimizer on one rank, or fails in step 2 on rank 1."""
 
     def __init__(self, slow_optimizer: int | None = None, fails: str = "") -> None:
         super().__init__("items")
@@ -56,20 +51,11 @@ class Sleeper(TokenModule):
             if self.fails == "exit":
                 os._exit(1)
             raise RuntimeError("scripted")
-        time.sleep(batch[0, 0].item() / 100)
-        return super().training_step(batch.clamp(max=10), batch_idx)
+        return super().training_step(batch, batch_idx)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.global_rank == self.slow_optimizer:
             time.sleep(0.2)
-
-
-def microbatch(seconds: float, tokens: int) -> Tensor:
-    return torch.tensor([[round(seconds * 100)] + [1] * (tokens - 1)])
-
-
-def share(sleeps: list[float]) -> Minibatch:
-    return Minibatch([microbatch(seconds, 5 + index) for index, seconds in enumerate(sleeps)])
 
 
 def _fit(rank: int, directory: Path, module: dict[str, Any], steps: Any, options: dict[str, Any]) -> Any:
@@ -77,7 +63,8 @@ def _fit(rank: int, directory: Path, module: dict[str, Any], steps: Any, options
     equal = options.get("communication", "on_demand") != "on_demand"
     sleeps = SLEEPS[rank][:1] if equal else SLEEPS[rank]
     fitting = trainer(2, callbacks=[recorder], timeout=None, **options)
-    fitting.fit(Sleeper(**module), loader([share(sleeps) for _ in range(STEPS)]))
+    share = Minibatch([microbatch(seconds, 5 + index) for index, seconds in enumerate(sleeps)])
+    fitting.fit(Scripted(**module), loader([share] * STEPS))
     return recorder.timeline
 
 
@@ -230,9 +217,7 @@ def _fit_ddp(rank: int, directory: Path) -> Any:
     recorder = TimelineRecorder(directory, range(1, 3))
     batches = [microbatch(SLEEPS[rank][0], 6) for _ in range(2 * STEPS)]
     fitting = trainer(2, callbacks=[recorder], strategy="ddp", accumulate_grad_batches=2)
-    module = Sleeper()
-    module.returns = "mean"
-    fitting.fit(module, loader(batches))
+    fitting.fit(Sleeper("mean"), loader(batches))
     return recorder.timeline
 
 
@@ -447,21 +432,21 @@ def test_the_true_offset_lies_within_the_uncertainty(offset, delays):
     assert second.uncertainty_ns <= 2 * 10**6
 
 
-@pytest.mark.parametrize(
-    ("batch", "tokens"),
-    [
-        ({"mask": torch.ones(2, 9), "input_ids": torch.ones(2, 3, dtype=torch.long)}, 6),
-        ([torch.ones(1, 4, dtype=torch.long), torch.ones(1)], 4),
-        ((torch.rand(3, 3), torch.ones(3, dtype=torch.long)), None),
-        ({"text": "abc", "ids": {"x": torch.ones(5, dtype=torch.int32)}}, 5),
-        ((torch.rand(2), {"input_ids": torch.ones(2, 3, dtype=torch.long)}), 6),
-        (Minibatch([torch.ones(1, 4, dtype=torch.long), torch.ones(1, 2, dtype=torch.long)]), 6),
-        ("text", None),
-        (None, None),
-    ],
-    ids=["input_ids", "first", "images", "nested", "tuple", "share", "text", "none"],
-)
-def test_token_counts(batch, tokens):
+TOKENS = {
+    "input_ids": ({"mask": torch.ones(2, 9), "input_ids": torch.ones(2, 3, dtype=torch.long)}, 6),
+    "first": ([torch.ones(1, 4, dtype=torch.long), torch.ones(1)], 4),
+    "images": ((torch.rand(3, 3), torch.ones(3, dtype=torch.long)), None),
+    "nested": ({"text": "abc", "ids": {"x": torch.ones(5, dtype=torch.int32)}}, 5),
+    "tuple": ((torch.rand(2), {"input_ids": torch.ones(2, 3, dtype=torch.long)}), 6),
+    "share": (Minibatch([torch.ones(1, n, dtype=torch.long) for n in (4, 2)]), 6),
+    "text": ("text", None),
+    "none": (None, None),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+def test_token_counts(kind):
+    batch, tokens = TOKENS[kind]
     assert token_count(batch) == tokens
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,31 @@ from torch import Tensor
 
 import lightning_odc
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import Cases, run_calls
 
 KINDS = ["full", "sharded"]
+PRECISIONS = {"full": "16-mixed", "sharded": "bf16-mixed"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saving")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Cases:
+    """All that two ranks do, in one launch. The last ones end in an error, the same on both ranks."""
+    calls: dict[Any, tuple[Any, ...]] = {}
+    for kind in KINDS:
+        calls["keep", kind] = (_keep_some, str(folder / f"keep {kind}"), kind)
+        calls["stages", kind] = (_all_stages, str(folder), kind)
+        calls["inference", kind] = (_in_and_out_of_inference_mode, f"{folder}/again {kind}", kind)
+    calls["plugins"] = (_other_io, str(folder))
+    calls["asynchronous"] = (_save_while_training_goes_on, str(folder))
+    calls["refused"] = (_refused, str(folder))
+    calls["weights"] = (_resume_weights, str(folder))
+    calls["plugin of shards"] = (_asynchronous_shards,)
+    return run_calls(calls)
 
 
 def _batches(rank: int) -> Any:
@@ -58,16 +81,13 @@ def _keep_some(rank: int, directory: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_model_checkpoint_keeps_the_best_and_the_last(tmp_path, kind):
-    for files, is_last_equal, values in run_ranks(_keep_some, str(tmp_path), kind):
-        assert files == [
-            "epoch=0.ckpt",
-            "epoch=1.ckpt",
-            "last.ckpt",
-        ]  # the loss falls: the first are the highest
+def test_model_checkpoint_keeps_the_best_and_the_last(ranks, folder, kind):
+    for files, is_last_equal, values in ranks["keep", kind]:
+        # The loss falls: the first are the highest.
+        assert files == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
         assert is_last_equal
         assert values[0] == pytest.approx(values[1], rel=1e-6)
-    assert (tmp_path / "last.ckpt").is_dir() == (kind == "sharded")
+    assert (folder / f"keep {kind}" / "last.ckpt").is_dir() == (kind == "sharded")
 
 
 def _all_stages(rank: int, directory: str, kind: str) -> Any:
@@ -92,19 +112,18 @@ def _all_stages(rank: int, directory: str, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_stage_saves_and_loads(tmp_path, kind):
-    outcomes = run_ranks(_all_stages, str(tmp_path), kind)
-    for rank, (names, expected, found) in enumerate(outcomes):
+def test_every_stage_saves_and_loads(ranks, folder, kind):
+    for rank, (names, expected, found) in enumerate(ranks["stages", kind]):
         assert names == ([] if kind == "full" and rank else expected)
         assert found == [True] * 4
     if kind == "full":
-        weights = torch.load(tmp_path / "full-weights", weights_only=True)
+        weights = torch.load(folder / "full-weights", weights_only=True)
         assert "state_dict" in weights and "optimizer_states" not in weights
 
 
-def _in_and_out_of_inference_mode(rank: int, path: str, kind: str, precision: str) -> Any:
+def _in_and_out_of_inference_mode(rank: int, path: str, kind: str) -> Any:
     """One module goes through every stage, and then its training goes on."""
-    options = {"state_dict_type": kind, "precision": precision, "deterministic": True}
+    options = {"state_dict_type": kind, "precision": PRECISIONS[kind], "deterministic": True}
     t, module = trainer(2, **options), Staged()
     t.fit(module, _batches(rank))
     trained = full_parameters(module)
@@ -120,24 +139,9 @@ def _in_and_out_of_inference_mode(rank: int, path: str, kind: str, precision: st
     return [*found, not _equal(full_parameters(module), trained)]
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("full", "16-mixed"), ("sharded", "bf16-mixed")])
-def test_a_module_is_loaded_again_in_and_out_of_inference_mode(tmp_path, kind, precision):
-    path = str(tmp_path / "one.ckpt")
-    assert run_ranks(_in_and_out_of_inference_mode, path, kind, precision) == [[True] * 10] * 2
-
-
-def _resume_weights(rank: int, directory: str, kind: str) -> None:
-    t = trainer(2, state_dict_type=kind)
-    t.fit(Staged(), _batches(rank))
-    t.save_checkpoint(f"{directory}/weights", weights_only=True)
-    trainer(2, max_epochs=2).fit(Staged(), _batches(rank), ckpt_path=f"{directory}/weights")
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_alone_cannot_resume_training(tmp_path, kind):
-    for outcome in try_ranks(_resume_weights, str(tmp_path), kind, timeout=60):
-        assert outcome.exitcode == 1
-        assert "has 0 optimizers, `configure_optimizers` made 1. To load the model alone" in outcome.error
+def test_a_module_is_loaded_again_in_and_out_of_inference_mode(ranks, kind):
+    assert ranks["inference", kind] == [[True] * 10] * 2
 
 
 class NumpyIO(CheckpointIO):
@@ -160,8 +164,6 @@ class SlowIO(TorchCheckpointIO):
     """Writes long after training went on."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        import time
-
         time.sleep(0.3)
         super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -190,13 +192,12 @@ def _other_io(rank: int, directory: str) -> Any:
     return found
 
 
-def test_plugins_and_urls(tmp_path):
-    for found in run_ranks(_other_io, str(tmp_path)):
-        assert found == [True] * 2
-    assert (tmp_path / "url").is_file() and (tmp_path / "own").read_bytes() == b"my format"
+def test_plugins_and_urls(ranks, folder):
+    assert ranks["plugins"] == [[True] * 2] * 2
+    assert (folder / "url").is_file() and (folder / "own").read_bytes() == b"my format"
 
 
-def _save_while_training_goes_on(rank: int, directory: str, world_size: int) -> Any:
+def _save_while_training_goes_on(rank: int, directory: str) -> Any:
     seen: list[dict[str, Tensor]] = []
 
     class Noting(Staged):
@@ -204,34 +205,17 @@ def _save_while_training_goes_on(rank: int, directory: str, world_size: int) -> 
             seen.append(full_parameters(self))
 
     keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, save_top_k=-1)
-    t = trainer(world_size, plugins=[Slowly()], callbacks=[keeper], enable_checkpointing=True, max_epochs=1)
+    t = trainer(2, plugins=[Slowly()], callbacks=[keeper], enable_checkpointing=True)
     t.fit(Noting(), _batches(rank))
     return seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_asynchronous_saving_keeps_the_values_of_its_time(tmp_path, world_size):
-    seen = run_ranks(_save_while_training_goes_on, str(tmp_path), world_size, world_size=world_size)[0]
+def test_asynchronous_saving_keeps_the_values_of_its_time(ranks, folder):
+    seen = ranks["asynchronous"][0]
     assert len(seen) == 3
     for step in (1, 2, 3):
-        saved = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"]
+        saved = torch.load(folder / f"step={step}.ckpt", weights_only=True)["state_dict"]
         assert _equal(saved, seen[step - 1])
-
-
-def _over_each_other(rank: int, directory: str) -> Any:
-    for kind in (*KINDS, *KINDS):
-        t, module = trainer(2, state_dict_type=kind), Staged()
-        t.fit(module, _batches(rank))
-        t.save_checkpoint(f"{directory}/one.ckpt")
-        other = Staged()
-        t.validate(other, _batches(rank), ckpt_path=f"{directory}/one.ckpt", verbose=False)
-        assert _equal(full_parameters(other), full_parameters(module))
-        assert Path(f"{directory}/one.ckpt").is_dir() == (kind == "sharded")
-    return True
-
-
-def test_one_kind_replaces_the_other(tmp_path):
-    assert run_ranks(_over_each_other, str(tmp_path)) == [True, True]
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------
@@ -258,21 +242,41 @@ def _refused(rank: int, directory: str) -> list[str]:
     return messages
 
 
-def test_paths_and_options_that_are_refused(tmp_path):
-    for messages in run_ranks(_refused, str(tmp_path)):
+def test_paths_and_options_that_are_refused(ranks, folder):
+    for messages in ranks["refused"]:
         assert "exists and is a directory" in messages[0]
         assert "is no checkpoint: neither a file nor a directory of shards" in messages[1]
         assert "does not use `storage_options`" in messages[2]
         assert 'Use ODCStrategy(state_dict_type="full")' in messages[3]
-    assert (tmp_path / "mine" / "notes.txt").exists()
+    assert (folder / "mine" / "notes.txt").exists()
 
 
-def _asynchronous_shards(rank: int) -> None:
-    trainer(1, state_dict_type="sharded", plugins=[AsyncCheckpointIO()]).fit(Staged(), _batches(rank))
+def _resume_weights(rank: int, directory: str) -> list[str]:
+    messages = []
+    for kind in KINDS:
+        t = trainer(2, state_dict_type=kind)
+        t.fit(Staged(), _batches(rank))
+        t.save_checkpoint(f"{directory}/{kind} alone", weights_only=True)
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            trainer(2, max_epochs=2).fit(Staged(), _batches(rank), ckpt_path=f"{directory}/{kind} alone")
+        messages.append(str(caught.value))
+    return messages
 
 
-def test_sharded_checkpoints_use_no_plugin():
-    (outcome,) = try_ranks(_asynchronous_shards, world_size=1, timeout=60)
-    assert "AsyncCheckpointIO would not be used" in outcome.error
+def test_weights_alone_cannot_resume_training(ranks):
+    for messages in ranks["weights"]:
+        assert len(messages) == 2
+        for message in messages:
+            assert "has 0 optimizers, `configure_optimizers` made 1. To load the model alone" in message
+
+
+def _asynchronous_shards(rank: int) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        trainer(2, state_dict_type="sharded", plugins=[AsyncCheckpointIO()]).fit(Staged(), _batches(rank))
+    return str(caught.value)
+
+
+def test_sharded_checkpoints_use_no_plugin(ranks):
+    assert all("AsyncCheckpointIO would not be used" in message for message in ranks["plugin of shards"])
     with pytest.raises(ValueError, match="choose one of 'full', 'sharded'"):
         lightning_odc.ODCStrategy(state_dict_type="half")  # type: ignore[arg-type]

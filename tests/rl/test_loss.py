@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_odc import rl
-from lightning_odc.rl.microbatch import Microbatch, Whole
+from lightning_odc.rl.rollout import Microbatch, Whole
 from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out, textbook_loss
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 3), st.integers(0, 5)), min_size=1, max_size=6)

@@ -57,7 +57,7 @@ _PATIENCE = 2.0  # seconds after an error for the device to come to its end
 # -- records of kernels ---------------------------------------------------------------------------------------
 
 
-class Window(NamedTuple):
+class TimeSlice(NamedTuple):
     """A part of the device's time."""
 
     begin: int  # nanoseconds of the clock of records
@@ -89,7 +89,7 @@ def kernel_records(events: Iterable[Any]) -> list[KernelRecord]:
     return sorted(found, key=lambda record: (record.begin, record.end))
 
 
-def parts_of(records: Sequence[KernelRecord], window: Window) -> dict[DevicePart, float]:
+def parts_of(records: Sequence[KernelRecord], window: TimeSlice) -> dict[DevicePart, float]:
     """Seconds of a window in which own kernels ran, nothing but collectives, and nothing: they add up to all of it."""
     own = _covered((record for record in records if not record.is_collective), window)
     busy = _covered(records, window)
@@ -121,7 +121,9 @@ def transfers(by_rank: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[
     }
 
 
-def waited(records: Sequence[KernelRecord], window: Window, transfer: Mapping[str, Sequence[int]]) -> float:
+def waited(
+    records: Sequence[KernelRecord], window: TimeSlice, transfer: Mapping[str, Sequence[int]]
+) -> float:
     """Seconds of a window in which this device was idle inside collectives. See Note [Waiting inside a kernel]."""
     left = {name: iter(of_name) for name, of_name in transfer.items()}
     own = [record for record in records if not record.is_collective]
@@ -133,12 +135,9 @@ def waited(records: Sequence[KernelRecord], window: Window, transfer: Mapping[st
     return _covered([*own, *waits], window) - _covered(own, window)
 
 
-def _covered(records: Iterable[KernelRecord], window: Window) -> float:
+def _covered(records: Iterable[KernelRecord], window: TimeSlice) -> float:
     """Seconds of a window that at least one record covers."""
-    inside = (
-        record._replace(begin=max(record.begin, window.begin), end=min(record.end, window.end))
-        for record in records
-    )
+    inside = ((max(record.begin, window.begin), min(record.end, window.end)) for record in records)
     return covered(inside) / 1e9
 
 
@@ -256,7 +255,7 @@ class SampledWatch(Watch):
             return
         # Of steps of 0.5 s, a sample that took 2 s is one in 400.
         self._due = self._steps + max(math.ceil(max(costs) / max(_COST * max(lengths), 1e-6)), 1)
-        window = Window(records[-1].begin - round(seconds * 1e9), records[-1].begin)
+        window = TimeSlice(records[-1].begin - round(seconds * 1e9), records[-1].begin)
         numbers.seconds, numbers.parts, numbers.seen = seconds, parts_of(records, window), True
         transfer = transfers(by_rank) if self.complete else None
         self.complete = transfer is not None

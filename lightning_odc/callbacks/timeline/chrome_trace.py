@@ -68,6 +68,17 @@ class TimelineFiles:
 
 FORMAT = "lightning-odc timeline 1"
 
+_RUN = ("run", "strategy", "world_size", "waiting_seen", "notes")
+_RANK = {
+    "rank": "rank",
+    "host": "host",
+    "dropped": "dropped",
+    "complete": "complete",
+    "clock_offset_ns": "offset_ns",
+    "clock_uncertainty_ns": "uncertainty_ns",
+}
+"""Facts in the file, and the attributes that hold them."""
+
 _COMPUTE, _COMMUNICATION, _WAITING = 1, 2, 3
 _THREADS = {_COMPUTE: "computing", _COMMUNICATION: "communicating", _WAITING: "waiting"}
 _COMMUNICATIONS = COLLECTIVES | {"read", "add", "settle", "publish"}
@@ -75,28 +86,11 @@ _COMMUNICATIONS = COLLECTIVES | {"read", "add", "settle", "publish"}
 
 def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The timeline as a JSON-serialisable object."""
+    ranks = [{key: getattr(rank, name) for key, name in _RANK.items()} for rank in timeline.ranks]
+    about = {name: getattr(timeline, name) for name in _RUN}
     return {
         "displayTimeUnit": "ms",
-        "otherData": {
-            "format": FORMAT,
-            "run": timeline.run,
-            "strategy": timeline.strategy,
-            "world_size": timeline.world_size,
-            "waiting_seen": timeline.waiting_seen,
-            "notes": timeline.notes,
-            "remarks": remarks(timeline),
-            "ranks": [
-                {
-                    "rank": rank.rank,
-                    "host": rank.host,
-                    "dropped": rank.dropped,
-                    "complete": rank.complete,
-                    "clock_offset_ns": rank.offset_ns,
-                    "clock_uncertainty_ns": rank.uncertainty_ns,
-                }
-                for rank in timeline.ranks
-            ],
-        },
+        "otherData": {"format": FORMAT, **about, "remarks": remarks(timeline), "ranks": ranks},
         "traceEvents": [event for rank in timeline.ranks for event in _events(rank)],
     }
 
@@ -106,39 +100,20 @@ def from_chrome_trace(trace: Any) -> Timeline:
     about = trace.get("otherData") if isinstance(trace, dict) else None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
+    spans: dict[int, list[Span]] = {}
     try:
-        return _read(trace, about)
+        for event in trace["traceEvents"]:
+            if event["ph"] == "X":
+                begin = round(event["ts"] * 1000)
+                end = begin + round(event["dur"] * 1000)
+                spans.setdefault(event["pid"], []).append(Span(event["cat"], begin, end, event["args"]))
+        ranks = []
+        for rank in about["ranks"]:
+            facts = {name: rank[key] for key, name in _RANK.items()}
+            ranks.append(RankTimeline(spans=spans.get(rank["rank"], []), **facts))
+        return Timeline(ranks, **{name: about[name] for name in _RUN})
     except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"this trace is damaged: {type(error).__name__}: {error}") from error
-
-
-def _read(trace: dict[str, Any], about: dict[str, Any]) -> Timeline:
-    spans: dict[int, list[Span]] = {}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            begin = round(event["ts"] * 1000)
-            end = begin + round(event["dur"] * 1000)
-            spans.setdefault(event["pid"], []).append(Span(event["cat"], begin, end, event["args"]))
-    ranks = [
-        RankTimeline(
-            rank=rank["rank"],
-            host=rank["host"],
-            spans=spans.get(rank["rank"], []),
-            dropped=rank["dropped"],
-            complete=rank["complete"],
-            offset_ns=rank["clock_offset_ns"],
-            uncertainty_ns=rank["clock_uncertainty_ns"],
-        )
-        for rank in about["ranks"]
-    ]
-    return Timeline(
-        ranks,
-        world_size=about["world_size"],
-        strategy=about["strategy"],
-        run=about["run"],
-        waiting_seen=about["waiting_seen"],
-        notes=about["notes"],
-    )
 
 
 def encode(timeline: Timeline) -> bytes:

@@ -19,9 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Gives every rank's object to every rank, in rank order; all ranks together.
-Exchange = Callable[[Any], list[Any]]
-
 _ROUNDS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -41,8 +38,9 @@ class Clock(NamedTuple):
     uncertainty_ns: int = 0  # how wrong that can be, at most; ranks on one machine share the clock: 0
 
 
-def measure_clocks(exchange: Exchange) -> list[Clock]:
+def measure_clocks(exchange: Callable[[Any], list[Any]]) -> list[Clock]:
     """Every rank's clock, in rank order. All ranks together; does not depend on the direction of any message."""
+    # ``exchange`` gives every rank's object to every rank, in rank order.
     machines: list[tuple[str, str]] = exchange((socket.gethostname(), machine()))
     if len({machine for _, machine in machines}) == 1:
         return [Clock(host) for host, _ in machines]
@@ -57,22 +55,16 @@ def measure_clocks(exchange: Exchange) -> list[Clock]:
 def place_clocks(machines: Sequence[tuple[str, str]], passages: Sequence[Sequence[Passage]]) -> list[Clock]:
     """The arithmetic of `measure_clocks`: see Note [Bounds of a clock's offset]."""
     # ``machines``: the host's name and the machine's identity by rank. ``passages``: by rank, one per round.
-    bounds: dict[str, list[tuple[int, int]]] = {}
+    # All ranks of a machine have the same clock, so the bounds of each of them hold for all.
+    pairs: dict[str, list[tuple[Passage, Passage]]] = {}
     for (_, machine), mine in zip(machines, passages, strict=True):
-        pairs = list(zip(mine, passages[0], strict=True))
-        low = max(own.entered - reference.left for own, reference in pairs)
-        high = min(own.left - reference.entered for own, reference in pairs)
-        bounds.setdefault(machine, []).append((low, high))
-    clocks = []
-    for host, machine in machines:
-        if machine == machines[0][1]:
-            clocks.append(Clock(host))
-            continue
-        # All ranks of a machine have the same clock, so all their bounds hold for it.
-        low = max(lower for lower, _ in bounds[machine])
-        high = min(upper for _, upper in bounds[machine])
-        clocks.append(Clock(host, (low + high) // 2, (high - low + 1) // 2))
-    return clocks
+        pairs.setdefault(machine, []).extend(zip(mine, passages[0], strict=True))
+    clocks = {machines[0][1]: (0, 0)}
+    for machine, together in pairs.items():
+        low = max(own.entered - reference.left for own, reference in together)
+        high = min(own.left - reference.entered for own, reference in together)
+        clocks.setdefault(machine, ((low + high) // 2, (high - low + 1) // 2))
+    return [Clock(host, *clocks[machine]) for host, machine in machines]
 
 
 def machine() -> str:

@@ -1,4 +1,4 @@
-"""`TimelineRecorder`: Lightning's hooks translated into a recording, and the recording into files."""
+"""`TimelineRecorder`: Lightning's hooks translated into a recording of one rank, and the recording into files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import secrets
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,17 +14,24 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import files
 from lightning_odc.callbacks.timeline import gantt
 from lightning_odc.callbacks.timeline.chrome_trace import TimelineFiles, decode, encode
 from lightning_odc.callbacks.timeline.clocks import measure_clocks
-from lightning_odc.callbacks.timeline.recording import Recording
-from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline, merge
+from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline, merge
+from lightning_odc.data.minibatch import token_count
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.tracing import Tracer
 from lightning_odc.strategy.odc import ODCStrategy
 
 Steps = range | tuple[int, int] | None
 T = TypeVar("T")
+
+_OVERHEAD = 0.01  # of the time, for saving
+_FIRST_PAUSE = 2.0  # seconds
 
 
 class TimelineRecorder(Callback):
@@ -63,6 +71,7 @@ class TimelineRecorder(Callback):
         self._writable = True
         self._recording: Recording | None = None
         self._files: TimelineFiles | None = None
+        self._save_from = 0.0
 
     @property
     def trace_path(self) -> Path:
@@ -87,7 +96,7 @@ class TimelineRecorder(Callback):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.timeline = None
+        self.timeline, self._save_from = None, 0.0
         if not self._writable:
             return
         strategy: Any = trainer.strategy
@@ -112,7 +121,7 @@ class TimelineRecorder(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._recording is not None and self._wants(trainer.global_step):
+        if self._recording is not None and (self.steps is None or trainer.global_step in self.steps):
             self._recording.begin_batch(trainer.global_step, batch)
 
     def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
@@ -137,12 +146,12 @@ class TimelineRecorder(Callback):
             return
         recorded = recording.step is not None
         step = trainer.global_step
-        recording.end_batch(step, self._wants(step))
+        recording.end_batch(step, self.steps is None or step in self.steps)
         over = self.steps is not None and step > max(self.steps, default=-1)
         if over and not recording.complete:
             recording.complete = True
             self._save(merge_if_last=True)
-        elif recorded and recording.may_save():
+        elif recorded and time.monotonic() >= self._save_from:
             self._save()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -188,16 +197,14 @@ class TimelineRecorder(Callback):
             self._recording.release()
         self._recording = None
 
-    def _wants(self, step: int) -> bool:
-        return self.steps is None or step in self.steps
-
     def _save(self, merge_if_last: bool = False) -> None:
         """Bring this rank's file up to date."""
         recording, own, began = self._recording, self._files, time.monotonic()
         assert recording is not None and own is not None
         merged = self.trace_path if merge_if_last else None
         _attempt(lambda: own.write_rank(recording.timeline(), merged, whole=True))
-        recording.saved(began)
+        now = time.monotonic()
+        self._save_from = now + max(_FIRST_PAUSE, (now - began) / _OVERHEAD)
 
     def _write(self, timeline: Timeline) -> None:
         assert self._files is not None
@@ -206,6 +213,145 @@ class TimelineRecorder(Callback):
             gantt.draw_timelines({timeline.strategy: timeline}, self.picture_path)
         except Exception as error:  # whatever it is, it must not end a fit that went well
             rank_zero_warn(f"{self.trace_path} is written, but no picture: {error}")
+
+
+class MicrobatchTracer(Tracer):
+    """A tracer that numbers the forward and backward passes of an optimizer step."""
+
+    # A backward pass belongs to the forward pass before it, once; one without (the loss of an empty share)
+    # stays without a number.
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity)
+        self._tokens: list[int | None] = []  # of the next forward pass: one number, once it has an input
+        self._forwards = 0
+        self._last: dict[str, Any] = {}
+
+    def begin_step(self) -> None:
+        """The next forward pass is the first of a step."""
+        self._forwards = 0
+        self._last = {}
+
+    def see_input(self, batch: Any) -> None:
+        """What the next forward pass gets; what modules inside it get is not counted."""
+        if not self._tokens:
+            self._tokens = [token_count(batch)]
+
+    def record(self, kind: str, begin: int, **details: Any) -> None:
+        if kind == "forward":
+            known = {"tokens": self._tokens[0]} if self._tokens and self._tokens[0] is not None else {}
+            self._tokens = []
+            if details.get("step", "training_step") == "training_step":
+                details.pop("step", None)
+                known = self._last = {"microbatch": self._forwards, **known}
+                self._forwards += 1
+            details |= known
+        elif kind == "backward":
+            details |= self._last
+            self._last = {}
+        super().record(kind, begin, **details)
+
+
+class Recording:
+    """What one rank has recorded so far. Call `release` at the end."""
+
+    def __init__(
+        self,
+        run: Timeline,  # without ranks
+        own: RankTimeline,  # without spans
+        origin_ns: int,  # rank 0's clock at the beginning
+        capacity: int,
+        engine: Engine | None,
+        module: nn.Module,
+    ) -> None:
+        self.run = run
+        self.own = own
+        self.tracer = MicrobatchTracer(capacity)
+        self.step: int | None = None  # the optimizer step that is being recorded, if one is
+        self.complete = False  # whether all that was asked for is recorded
+        self._engine = engine  # which traces what it does; ``None`` to go by Lightning's hooks alone
+        self._module = module  # the module whose inputs are looked at to count tokens
+        self._phase, self._phase_began = "", 0  # by the hooks, without an engine
+        self._hook: RemovableHandle | None = None
+        self._shift = origin_ns + own.offset_ns
+        self._step_began = 0
+        self._gap_began = time.monotonic_ns()
+
+    def begin_epoch(self) -> None:
+        """Count waits as waits for data from now on."""
+        self._gap_began = time.monotonic_ns()
+
+    def begin_batch(self, step: int, batch: Any) -> None:
+        """A batch of a step that is to be recorded begins."""
+        self.tracer.record("data", self._gap_began)
+        if self.step != step:
+            self.step, self._step_began = step, time.monotonic_ns()
+            self.tracer.begin_step()
+        if self._hook is None:
+            self._hook = self._module.register_forward_pre_hook(self._see_forward)
+            if self._engine is not None:
+                self._engine.listen(self.tracer)
+        if self._engine is None:
+            self.tracer.see_input(batch)
+            self.enter("forward")
+
+    def enter(self, kind: str) -> None:
+        """A hook says what comes now."""
+        if self._engine is None and self.step is not None:
+            self.leave()
+            self._phase, self._phase_began = kind, time.monotonic_ns()
+
+    def leave(self) -> None:
+        """A hook says that what went on is over."""
+        if self._phase:
+            self.tracer.record(self._phase, self._phase_began)
+        self._phase = ""
+
+    def end_batch(self, next_step: int, wanted: bool) -> None:
+        """A batch ends; what comes next is of ``next_step``, and ``wanted`` or not."""
+        self.leave()
+        if self.step is not None and next_step != self.step:
+            self._end_step()
+        if not wanted:
+            self.release()
+        self._gap_began = time.monotonic_ns()
+
+    def end_gap(self, kind: str) -> None:
+        """What went on between two batches until now was loading data, or validation."""
+        if self._hook is not None:
+            self.tracer.record(kind, self._gap_began)
+        self._gap_began = time.monotonic_ns()
+
+    def interrupt(self) -> None:
+        """Training ends in the middle of something: keep what is known of it."""
+        self.leave()
+        if self.step is not None:
+            self._end_step()
+        self.release()
+
+    def release(self) -> None:
+        """Stop listening. Idempotent."""
+        if self._hook is not None:
+            self._hook.remove()
+            if self._engine is not None:
+                self._engine.unlisten(self.tracer)
+        self._hook = None
+
+    def timeline(self) -> Timeline:
+        """This rank's timeline so far."""
+        shift = self._shift
+        spans = [one._replace(begin=one.begin - shift, end=one.end - shift) for one in self.tracer.spans]
+        own = replace(self.own, spans=spans, dropped=self.tracer.dropped, complete=self.complete)
+        seen = self.run.waiting_seen or any(span.kind in COLLECTIVES for span in spans)
+        return replace(self.run, ranks=[own], waiting_seen=seen, notes=list(self.run.notes))
+
+    def _see_forward(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if self._engine is not None and inputs:
+            self.tracer.see_input(inputs[0])
+
+    def _end_step(self) -> None:
+        self.tracer.record("minibatch", self._step_began, number=self.step)
+        self.step = None
 
 
 def _as_range(steps: Any) -> range | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from lightning_odc.engine.tracing import Span
 from lightning_odc.metrics import idle_fraction
@@ -49,12 +48,12 @@ class RankTimeline:
     @property
     def covered_seconds(self) -> float:
         """Time of which it is known what this rank did, waiting included."""
-        return covered(self.spans) / 1e9
+        return covered((span.begin, span.end) for span in self.spans) / 1e9
 
     @property
     def idle_seconds(self) -> float:
         """Time in which this rank waited for others."""
-        return covered(self.of("wait")) / 1e9
+        return covered((span.begin, span.end) for span in self.of("wait")) / 1e9
 
     @property
     def idle_fraction(self) -> float:
@@ -138,21 +137,11 @@ def _add_collective_waits(ranks: list[RankTimeline]) -> tuple[list[RankTimeline]
     return with_waits, any(meetings)
 
 
-class Stretch(Protocol):
-    """Anything that has a begin and an end."""
-
-    @property
-    def begin(self) -> int: ...
-
-    @property
-    def end(self) -> int: ...
-
-
-def covered(stretches: Iterable[Stretch]) -> int:
-    """Nanoseconds covered by at least one of the stretches; those that end before they begin cover nothing."""
-    ordered = sorted(stretches, key=lambda stretch: stretch.begin)
-    total, reached = 0, ordered[0].begin if ordered else 0
-    for span in ordered:
-        total += max(span.end - max(span.begin, reached), 0)
-        reached = max(reached, span.end)
+def covered(stretches: Iterable[tuple[int, int]]) -> int:
+    """Nanoseconds covered by at least one stretch, begin to end; one that ends before it begins covers nothing."""
+    ordered = sorted(stretches)
+    total, reached = 0, ordered[0][0] if ordered else 0
+    for begin, end in ordered:
+        total += max(end - max(begin, reached), 0)
+        reached = max(reached, end)
     return total
