@@ -35,8 +35,7 @@ from lightning_odc._compat import comms_of
 from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
 from lightning_odc.bench.report import machine
 from lightning_odc.bench.results import Interval, bootstrap, median_interval
-from lightning_odc.bench.tables import markdown
-from lightning_odc.console import OptionError, check_options, option, prepare_output
+from lightning_odc.console import OptionError, check_options, markdown, option, prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import WithinContext, set_comms
 from lightning_odc.engine.on_demand import OnDemandEngine

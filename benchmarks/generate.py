@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 
 from lightning_odc.bench.models import byte_llama
 from lightning_odc.bench.processes import run_ranks
-from lightning_odc.bench.tables import markdown
+from lightning_odc.console import markdown
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
 from lightning_odc.engine.keeping import HostMemory, Keeping

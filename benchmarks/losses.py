@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import ODCStrategy
 from lightning_odc.bench.processes import Ranks
-from lightning_odc.bench.tables import markdown
+from lightning_odc.console import markdown
 from lightning_odc.files import write_json
 from tests.support.losses import KINDS, RANDOM, STATEFUL, Losses, collate, dealt, meant, samples
 from tests.support.models import full_parameters

@@ -33,7 +33,7 @@ from lightning_odc.balance import transformer
 from lightning_odc.bench.corpus import BOS, read_corpus
 from lightning_odc.bench.models import byte_llama
 from lightning_odc.bench.processes import Ranks
-from lightning_odc.bench.tables import markdown
+from lightning_odc.console import markdown
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.files import write_json
 

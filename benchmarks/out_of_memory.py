@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.bench.processes import run_ranks
-from lightning_odc.bench.tables import markdown
+from lightning_odc.console import markdown
 
 
 class Runs(torch.autograd.Function):

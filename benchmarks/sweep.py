@@ -13,9 +13,8 @@ from benchmarks.emulate import EmulatedOptions, EmulatedOutcome, EmulatedWorkloa
 from lightning_odc.bench.options import PAPERS_OWN, Combination
 from lightning_odc.bench.report import machine, show_percent, show_ratio
 from lightning_odc.bench.results import Interval, loss_difference, ratio_interval, times
-from lightning_odc.bench.tables import markdown
 from lightning_odc.bench.training import check
-from lightning_odc.console import check_options, option, prepare_output
+from lightning_odc.console import check_options, markdown, option, prepare_output
 from lightning_odc.files import write_json, write_whole
 
 # Lockstep meets as collectives do. On a few cores gloo's own time is not what a real machine's collectives take, and

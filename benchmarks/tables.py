@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_odc.bench.tables import markdown
+from lightning_odc.console import markdown
 
 _LINE = "<!-- {}: {} -->"
 

@@ -1,4 +1,4 @@
-"""What every command of ``lightning-odc`` shares: options that stand once, in a dataclass, and the form of its output.
+"""What every command of ``lightning-odc`` shares: options that stand once, in a dataclass, tables, the form of output.
 
 The fields of a dataclass, made by `option`, are the flags of a command: `add_options` adds them to its parser, and
 `read_options` makes the dataclass of what was parsed. It judges itself in ``__post_init__``, by `check_options` and
@@ -13,12 +13,15 @@ import importlib.util
 import io
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_odc.files import check_directory
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 PROGRAM = "lightning-odc"
 EXTRA_PACKAGES = ("transformers", "matplotlib", "rich")
@@ -125,6 +128,25 @@ def add_form(parser: argparse.ArgumentParser, quiet: str = "print errors only") 
     """Add ``--json`` and ``--quiet``, whose help says what it does."""
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
     parser.add_argument("--quiet", action="store_true", help=quiet)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table for `rich.console.Console.print`: the first column to the left, the others to the right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for number, name in enumerate(head):
+        drawn.add_column(Text(name), justify="right" if number else "left", no_wrap=not number)
+    for row in rows:
+        drawn.add_row(*map(Text, row))
+    return drawn
+
+
+def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table, one line per row; every cell is written with ``str``."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
 def complain(message: str) -> None:

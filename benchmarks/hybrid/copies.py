@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts
 from benchmarks.hybrid.replicas import LAYERS, Layer, prepare
 from lightning_odc.bench.processes import Ranks
-from lightning_odc.bench.tables import markdown
+from lightning_odc.console import markdown
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
 from lightning_odc.engine.hybrid.copies import CopiesEngine

@@ -29,7 +29,7 @@ from benchmarks.hosts import Hosts, bytes_sent, several_hosts
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import PolynomialCost
 from lightning_odc.bench.processes import run_ranks
-from lightning_odc.bench.tables import markdown
+from lightning_odc.console import markdown
 from notebooks.support.sleeping import Pause
 
 _RANKS = 4

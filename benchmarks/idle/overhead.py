@@ -21,10 +21,10 @@ from lightning.pytorch import Callback
 from lightning_odc.bench.options import Combination, TrainOptions
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, quartiles
-from lightning_odc.bench.tables import markdown
 from lightning_odc.bench.training import fit
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
+from lightning_odc.console import markdown
 
 VARIANTS = ("nothing", "monitor", "recorder off", "recorder on")
 _NEVER = (10**9, 10**9)

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.bench.processes import run_ranks
-from lightning_odc.bench.tables import markdown
 from lightning_odc.callbacks import DeviceIdleMonitor
+from lightning_odc.console import markdown
 
 MODES = ("on_demand", "lockstep", "collective", "ddp", "model_parallel")
 EVEN = [[2.0, 1.0]] * 4

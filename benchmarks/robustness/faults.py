@@ -29,7 +29,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from lightning_odc.bench.tables import markdown
+from lightning_odc.console import markdown
 from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
 from tests.support.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.support.ranks import Outcome, try_ranks

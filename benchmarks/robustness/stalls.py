@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from benchmarks.robustness.faults import PLACES, WORLD_SIZE, train, victim_of
-from lightning_odc.bench.tables import markdown
+from lightning_odc.console import markdown
 from tests.support.ranks import run_ranks, try_ranks
 
 #: Deterministic sums take no lock, so here the sums are in arrival order.

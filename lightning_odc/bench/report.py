@@ -31,9 +31,9 @@ from lightning_odc.bench.results import (
     splits,
     summarize,
 )
-from lightning_odc.bench.tables import markdown, table
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks.timeline.palette import GREY, MODES
+from lightning_odc.console import markdown, table
 from lightning_odc.files import write_json, write_whole
 
 MIB = 2**20
