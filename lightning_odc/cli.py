@@ -137,9 +137,10 @@ def _demo(parsed: dict[str, Any], form: Form) -> int:
     options = read_options(DemoOptions, parsed)
     check_extra_packages("demo")
     say_first(form)
-    from lightning_odc.bench.demo import run_demo
+    from lightning_odc.bench.demo import DemoOutcome, run_demo
 
-    return run_written(form, partial(run_demo, options), options.output / "result.json")
+    outcome = DemoOutcome(options)
+    return run_written(form, partial(run_demo, outcome), lambda: outcome.json)
 
 
 def _bench(parsed: dict[str, Any], form: Form) -> int:
@@ -151,7 +152,8 @@ def _bench(parsed: dict[str, Any], form: Form) -> int:
     from lightning_odc.bench.training import run_train
     from lightning_odc.bench.workload import Workload
 
-    return run_written(form, lambda: run_train(Outcome(Workload(options))), parsed["output"] / "bench.json")
+    outcome = Outcome(Workload(options))
+    return run_written(form, partial(run_train, outcome), lambda: outcome.json)
 
 
 class _Command(NamedTuple):

@@ -160,9 +160,8 @@ def say_first(form: Form) -> None:
         print(f"{PROGRAM}: loading torch ...", file=sys.stderr, flush=True)
 
 
-def run_written(form: Form, run: Callable[[], int], document: Path) -> int:
-    """Run a command that prints text and writes a JSON document, and show what the form asks for; its exit code."""
-    before = _stamp(document)
+def run_written(form: Form, run: Callable[[], int], document: Callable[[], str]) -> int:
+    """Run a command that prints text and has a JSON document, or none, and show what is asked for; its exit code."""
     text, errors = io.StringIO(), io.StringIO()
     with contextlib.ExitStack() as stack:
         if form.json or form.quiet:
@@ -173,16 +172,5 @@ def run_written(form: Form, run: Callable[[], int], document: Path) -> int:
     if code and form.quiet:
         sys.stderr.write(errors.getvalue())
     if form.json:
-        is_new = _stamp(document) not in (before, None)
-        nothing = json.dumps({"error": text.getvalue(), "exit_code": code})
-        print(document.read_text().rstrip() if is_new else nothing)
+        print(document().rstrip() or json.dumps({"error": text.getvalue(), "exit_code": code}))
     return code
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """A value that differs once a file has been written again; ``None`` without a file."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns

@@ -78,8 +78,13 @@ def _beside(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
-    """Write a record as `write_whole` does; JSON has neither NaN nor infinity, they become ``null``."""
-    write_whole(path, (json.dumps(_finite(record), indent=2, allow_nan=False) + "\n").encode())
+    """Write a record as `write_whole` does."""
+    write_whole(path, as_json(record).encode())
+
+
+def as_json(record: Mapping[str, Any]) -> str:
+    """A document. JSON has neither NaN nor infinity, they become ``null``."""
+    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
 
 
 def _finite(value: Any) -> Any:

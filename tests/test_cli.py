@@ -6,7 +6,6 @@ import json
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,8 +23,8 @@ def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[DemoOptions]:
 
     seen: list[DemoOptions] = []
 
-    def record(given: DemoOptions) -> int:
-        seen.append(given)
+    def record(given: demo.DemoOutcome) -> int:
+        seen.append(given.demo)
         return 0
 
     monkeypatch.setattr(demo, "run_demo", record)
@@ -127,7 +126,7 @@ def test_an_interrupt_is_one_line(
 ) -> None:
     from lightning_odc.bench import demo
 
-    def interrupted(_: DemoOptions) -> int:
+    def interrupted(_: demo.DemoOutcome) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "run_demo", interrupted)
@@ -168,56 +167,49 @@ def test_the_examples_of_the_help_are_commands_that_exist() -> None:
         assert "command" in vars(cli._build_parser().parse_args(line))
 
 
-def outcome_of(code: int, document: Path | None) -> Callable[[DemoOptions], int]:
-    """A demo that prints, and writes its document if it has one."""
-
-    def run_demo(_: DemoOptions) -> int:
-        print("a table")
-        print("a bar", file=sys.stderr)
-        if document is not None:
-            document.write_text('{"speedup": 1.5}\n')
-        return code
-
-    return run_demo
+DOCUMENT = '{"speedup": 1.5}\n'
+NOTHING = json.dumps({"error": "a table\n", "exit_code": 1}) + "\n"
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "out", "err"),
+    ("options", "code", "document", "out", "err"),
     [
-        ("", 0, "a table\n", "a bar\n"),
-        ("--json", 0, '{"speedup": 1.5}\n', "a bar\n"),
-        ("--quiet", 0, "", ""),
-        ("--quiet", 1, "", "a bar\n"),
-        ("--json --quiet", 0, '{"speedup": 1.5}\n', ""),
+        ("", 0, DOCUMENT, "a table\n", "a bar\n"),
+        ("--json", 0, DOCUMENT, DOCUMENT, "a bar\n"),
+        ("--json", 1, "", NOTHING, "a bar\n"),
+        ("--quiet", 0, DOCUMENT, "", ""),
+        ("--quiet", 1, DOCUMENT, "", "a bar\n"),
+        ("--json --quiet", 0, DOCUMENT, DOCUMENT, ""),
     ],
 )
 def test_output_has_the_form_that_was_asked_for(
     options: str,
     code: int,
+    document: str,
     out: str,
     err: str,
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("rich")
     from lightning_odc.bench import demo
 
-    monkeypatch.setattr(demo, "run_demo", outcome_of(code, tmp_path / "result.json"))
-    assert cli.main(["demo", "--output", str(tmp_path), *options.split()]) == code
+    def run_demo(_: demo.DemoOutcome) -> int:
+        print("a table")
+        print("a bar", file=sys.stderr)
+        return code
+
+    monkeypatch.setattr(demo, "run_demo", run_demo)
+    monkeypatch.setattr(demo.DemoOutcome, "json", document)
+    assert cli.main(["demo", *options.split()]) == code
     assert capsys.readouterr() == (out, err)
 
 
-def test_json_of_a_run_that_wrote_nothing_is_not_that_of_the_one_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_measured_nothing_has_no_document() -> None:
     pytest.importorskip("rich")
-    from lightning_odc.bench import demo
+    from lightning_odc.bench.demo import DemoOutcome
 
-    (tmp_path / "result.json").write_text("of the run before")
-    monkeypatch.setattr(demo, "run_demo", outcome_of(1, None))
-    assert cli.main(["demo", "--output", str(tmp_path), "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {"error": "a table\n", "exit_code": 1}
+    assert DemoOutcome(DemoOptions()).json == ""
 
 
 def test_help_does_not_wait_for_torch() -> None:

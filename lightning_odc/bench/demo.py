@@ -27,9 +27,8 @@ TITLES = {"on_demand": "on demand", "balanced": "on demand, balanced"}
 """What pictures call modes whose names are not words."""
 
 
-def run_demo(options: DemoOptions) -> int:
+def run_demo(outcome: DemoOutcome) -> int:
     """Train, print, write; returns the exit code, 1 if losses differ by more than rounding explains."""
-    outcome = DemoOutcome(options)
     return run_train(outcome, outcome.recorders) or int(not outcome.losses_agree)
 
 

@@ -34,7 +34,7 @@ from lightning_odc.bench.results import (
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks.timeline.palette import GREY, MODES
 from lightning_odc.console import markdown, table
-from lightning_odc.files import write_json, write_whole
+from lightning_odc.files import as_json, write_whole
 
 MIB = 2**20
 LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-3}
@@ -184,7 +184,7 @@ class Outcome:
     # -- for programs --------------------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the JSON file."""
+        """The content of the JSON file, of which `json` is the text."""
         samples, given = self.workload.samples, asdict(self.options)
         given |= {"runs": [str(run) for run in self.options.runs], "output": None}
         return {
@@ -201,6 +201,11 @@ class Outcome:
             "machine": machine(self.load, self.placement.gpus),
         }
 
+    @property
+    def json(self) -> str:
+        """The JSON file; empty if nothing was measured."""
+        return as_json(self.as_dict()) if self.rows else ""
+
     def write_files(self) -> None:
         """Write JSON, Markdown and a picture into the output folder, if there is one."""
         # Nothing measured replaces no earlier results: then there is only ``bench-error.txt``, if a rank said
@@ -214,7 +219,7 @@ class Outcome:
                 print(f"files in {folder}/: {told}")
             return
         (folder / told).unlink(missing_ok=True)
-        write_json(folder / f"{name}.json", self.as_dict())
+        write_whole(folder / f"{name}.json", self.json.encode())
         write_whole(folder / f"{name}.md", f"{self.introduction}\n\n{self.text}\n".encode())
         buffer = io.BytesIO()
         named = {self.name_of(row.combination): row for row in self.rows}
