@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat
 from lightning_odc.engine.advice import refuse_optimizers
-from lightning_odc.engine.base import Counting, Engine
+from lightning_odc.engine.base import Counting, Engine, total_weight
 from lightning_odc.engine.collective import (
     CollectiveEngine,
     is_broken_group,
@@ -258,6 +258,7 @@ class Attached:
     def __init__(self, model: nn.Module, engine: Engine) -> None:
         self.model, self.engine = model, engine
         self._ran = 0  # backward passes since the last optimizer step
+        self._divisor = 1.0  # of the gradients that were settled last
         self._closed = self._has_failed = False
 
     def __enter__(self) -> Attached:
@@ -292,8 +293,12 @@ class Attached:
         with self.engine.backward(manual=True, more=more):
             yield
 
-    def settle(self) -> None:
-        """Complete the gradients in ``.grad``, all ranks together. `step` does it by itself."""
+    def settle(self) -> float:
+        """Complete the gradients in ``.grad``, all ranks together. `step` does it by itself.
+
+        Returns:
+            What the sums were divided by: the sum of all weights, or without weights the number of ranks.
+        """
         if not self.engine.settled:
             if self.engine.ran_outside:
                 raise ODCError(
@@ -302,8 +307,9 @@ class Attached:
                     "        loss.backward()"
                 )
             self.engine.ledger.is_idle = not self._ran
-            self.engine.settle(None)
+            self._divisor = total_weight(self.engine.settle(None))
             self._ran = 0
+        return self._divisor
 
     def step(
         self, *optimizers: Optimizer, max_norm: float | None = None, norm_type: float = 2.0

@@ -102,7 +102,10 @@ def test_the_package_imports_nothing_beside_it():
 
 def test_the_engine_the_planner_and_attach_do_without_lightning():
     begin = {name for name in FILES if name.startswith(("lightning_odc.engine", "lightning_odc.balance"))}
-    reached, todo = set(), begin | {"lightning_odc.attached", "lightning_odc.pretrained"}
+    reached, todo = (
+        set(),
+        begin | {f"lightning_odc.{name}" for name in ("attached", "huggingface", "pretrained")},
+    )
     while todo:
         reached |= todo
         todo = {found for name in todo for found in imports(name)} - reached
@@ -136,6 +139,7 @@ def test_the_root_is_the_public_face():
             "fabric.py",
             "files.py",
             "host_memory.py",
+            "huggingface.py",
             "metrics.py",
             "pretrained.py",
             "ray.py",

@@ -65,6 +65,7 @@ MODULES = {
         *("WaitTimeoutError", "WindowError"),
     },
     "lightning_odc.fabric": {"ODCFabricStrategy"},
+    "lightning_odc.huggingface": {"ODCTrainerMixin"},
     "lightning_odc.metrics": {
         "IdleFraction",
         "LoadImbalance",

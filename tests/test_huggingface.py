@@ -1,0 +1,347 @@
+"""Hugging Face's ``Trainer`` with the mix-in: uneven microbatches on two ranks, against one process in plain torch.
+
+The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.data import IterableDataset
+
+pytest.importorskip("accelerate")
+
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from lightning_odc.huggingface import ODCTrainerMixin
+from tests.docs.blocks import ROOT, blocks
+from tests.strategy.test_models import causal_lm
+from tests.strategy.test_parity import assert_same
+from tests.support.models import full_parameters
+from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
+
+PAGE = ROOT / "docs" / "huggingface.md"
+#: Optimizer steps of 8 samples. The long one fills a rank, and the other rank runs the short ones.
+LENGTHS = [20, 8, 9, 7, 8, 9, 8, 7, 8, 7, 19, 9, 8, 6, 7, 9]
+LONGEST = 20
+EPOCHS, LR, CLIP = 2, 0.002, 0.5
+
+Sample = dict[str, list[int]]
+
+
+def samples() -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(1, 11, (n,), generator=generator).tolist()} for n in LENGTHS]
+
+
+def padded(batch: list[Sample]) -> dict[str, Tensor]:
+    """Labels of one token are masked, so that microbatches count less than their tokens."""
+    rows = [torch.tensor(sample["input_ids"]) for sample in batch]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    labels = ids.masked_fill((ids == 0) | (ids == 3), -100)
+    return {"input_ids": ids, "labels": labels, "attention_mask": (ids > 0).long()}
+
+
+def new_model() -> Any:
+    torch.manual_seed(0)
+    return causal_lm()
+
+
+def one_process() -> tuple[dict[str, Tensor], list[float], list[float]]:
+    """Parameters, norms and losses of plain torch, with all samples of a step in one batch."""
+    model, norms, losses = new_model(), [], []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    for _ in range(EPOCHS):
+        for first in range(0, len(LENGTHS), 8):
+            batch = padded(samples()[first : first + 8])
+            loss = model(**batch).loss
+            loss.backward()
+            losses.append(loss.item())
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return full_parameters(model), norms, losses
+
+
+class GathersMetrics(Trainer):
+    """Has a metric of all ranks in every microbatch, as TRL's ``SFTTrainer``."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum() > 0
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Balanced(ODCTrainerMixin, GathersMetrics):
+    """Keeps how many microbatches it has run."""
+
+    counts: list[int]
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+        self.counts.append(len(inputs))
+        return super().training_step(model, inputs, *args)
+
+
+class OnRank0(TrainerCallback):
+    """Evaluates and streams on one rank alone, after every optimizer step."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.same: list[bool] = []
+        self.reads = 0
+
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        odc = self.trainer.odc
+        self.reads = odc.engine.traffic.reads
+        streamed = {}
+        if self.trainer.args.process_index == 0:
+            with torch.no_grad():
+                model(**padded(samples()[:1]))
+            streamed = dict(odc.stream_parameters())
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+        self.same += [torch.equal(value, whole[name]) for name, value in streamed.items()]
+
+
+def arguments(folder: str, **options: Any) -> TrainingArguments:
+    known = {
+        "use_cpu": True,
+        "fsdp": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": EPOCHS,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": CLIP,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "remove_unused_columns": False,
+        "disable_tqdm": True,
+        "report_to": [],
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(folder, **{**known, **options})
+
+
+def balanced(folder: str, callbacks: Any = (), engine: Any = None, **options: Any) -> Balanced:
+    made = Balanced(
+        new_model(),
+        arguments(folder, **options),
+        padded,
+        train_dataset=samples(),
+        eval_dataset=samples()[:5],
+        callbacks=[*callbacks],
+        balance={"max_tokens": LONGEST},
+        engine=engine,
+    )
+    made.counts = []
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("huggingface")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Cases:
+    names = ("trained", "resumed", "page")
+    calls: dict[Any, tuple[Any, ...]] = {name: (globals()[f"_{name}"], str(folder / name)) for name in names}
+    return run_calls(calls | {"refused": (_refused, str(folder))})
+
+
+def _trained(rank: int, folder: str) -> dict[str, Any]:
+    alone = OnRank0()
+    made = balanced(folder, [alone], train_sampling_strategy="sequential")
+    alone.trainer = made
+    made.train()
+    assert made.odc is None
+    logged = [row for row in made.state.log_history if "loss" in row]
+    return {
+        "parameters": full_parameters(made.model),
+        "norms": [row["grad_norm"] for row in logged],
+        "losses": [row["loss"] for row in logged],
+        "counts": made.counts,
+        "reads": alone.reads,
+        "same": alone.same,
+        "flos": made.state.total_flos,
+    }
+
+
+def test_uneven_microbatches_end_in_the_parameters_of_one_process(ranks):
+    parameters, norms, losses = one_process()
+    for result in ranks["trained"]:
+        assert_same(result["parameters"], parameters)
+        assert result["norms"] == pytest.approx(norms, rel=1e-5)
+        assert result["losses"] == pytest.approx(losses, rel=1e-5)
+        assert result["reads"] > 0
+        assert result["flos"] > 0
+    first, second = (result["counts"] for result in ranks["trained"])
+    assert first[::2] == second[::2] == [0] * 4  # of two accumulated batches, the last has all microbatches
+    assert first[1::2] != second[1::2]
+
+
+def test_one_rank_evaluates_and_streams_while_the_others_go_on(ranks):
+    assert ranks["trained"][0]["same"] == [True] * len(full_parameters(causal_lm())) * 4
+    assert ranks["trained"][1]["same"] == []
+
+
+def _resumed(rank: int, folder: str) -> dict[str, Any]:
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    # By default, a rank of these tests starts its workers from a server of their own, which imports everything.
+    workers = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
+    straight = balanced(folder, **workers, **options)
+    straight.train()
+    loss = straight.evaluate()["eval_loss"]
+    resumed = balanced(folder + " again", load_best_model_at_end=True, **options)
+    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    assert rank == resumed.args.process_index
+    resumed.save_model(folder + " saved")
+    with pytest.raises(ValueError, match="Make a new trainer"):
+        resumed.train()
+    return {
+        "straight": full_parameters(straight.model),
+        "resumed": full_parameters(resumed.model),
+        "best": resumed.state.best_model_checkpoint,
+        "losses": [loss, resumed.evaluate()["eval_loss"], resumed.state.best_metric],
+        "counts": (straight.counts, resumed.counts),
+    }
+
+
+def test_saving_resuming_and_evaluating_go_on_working(ranks, folder, monkeypatch):
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # its threads outlive the call
+    for result in ranks["resumed"]:
+        assert_same(result["resumed"], result["straight"])
+        assert result["best"].endswith("checkpoint-4")
+        assert result["losses"] == pytest.approx([result["losses"][0]] * 3, rel=1e-5)
+        straight, resumed = result["counts"]
+        assert resumed == straight[-len(resumed) :]
+    for saved in (folder / "resumed saved", folder / "resumed again" / "checkpoint-4"):
+        read = AutoModelForCausalLM.from_pretrained(saved)
+        assert_same(full_parameters(read), ranks["resumed"][0]["resumed"])
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(samples())
+
+
+def _refused(rank: int, folder: str) -> dict[str, str]:
+    wrong: dict[str, dict[str, Any]] = {
+        "fsdp=True": {"fsdp": None},
+        "bf16=True": {"fp16": True},
+        'leave it at "no"': {"include_num_input_tokens_seen": "all"},
+    }
+    said = {}
+    for words, options in wrong.items():
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            balanced(folder, **options)
+        said[words] = str(error.value)
+    streamed = balanced(folder, max_steps=1)
+    streamed.train_dataset = Stream()
+    with pytest.raises(ValueError, match="cannot be planned"):
+        streamed.train()
+    return said
+
+
+def test_what_does_not_work_is_refused_with_the_line_to_write(ranks):
+    for said in ranks["refused"]:
+        assert [words for words, message in said.items() if words not in message] == []
+
+
+def _page(rank: int, folder: str) -> float:
+    script = next(block for block in blocks(PAGE) if "ODCTrainerMixin, " in block.text)
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    namespace: dict[str, Any] = {}
+    exec(compile(script.text, str(PAGE), "exec"), namespace)
+    return sum(p.full_tensor().sum().item() for p in namespace["trainer"].model.parameters())
+
+
+def test_the_script_of_the_page_runs_on_two_ranks(ranks):
+    first, second = ranks["page"]
+    assert first == second
+
+
+class Killed(TrainerCallback):
+    def on_step_end(self, args: Any, *_: Any, **__: Any) -> None:
+        if args.process_index == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _die(rank: int, folder: str) -> None:
+    balanced(folder, [Killed()], engine={"timeout": timedelta(seconds=20)}).train()
+
+
+def test_the_others_hear_of_a_rank_that_dies(tmp_path):
+    survivor, killed = try_ranks(_die, str(tmp_path), timeout=60)
+    # It may have been in a collective of Trainer's: that error has a note.
+    assert re.search(r"rank 1 \(process \d+\) ended without a word .*SIGKILL", survivor.error)
+    assert killed.exitcode == -signal.SIGKILL
+
+
+def _sft(rank: int, folder: str) -> tuple[list[float], list[int], dict[str, Tensor]]:
+    """TRL's ``SFTTrainer`` on text: balanced on two ranks, stock on one."""
+    import datasets
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    class BalancedSFT(ODCTrainerMixin, SFTTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            counts.append(len(inputs))
+            return super().training_step(model, inputs, *args)
+
+    counts: list[int] = []
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(11)}, unk_token="w1"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
+    texts = [{"text": " ".join(f"w{index}" for index in sample["input_ids"])} for sample in samples()]
+    options = arguments(folder).to_dict()
+    is_alone = os.environ["WORLD_SIZE"] == "1"
+    config = SFTConfig(
+        folder,
+        **{
+            name: options[name]
+            for name in ("num_train_epochs", "learning_rate", "max_grad_norm", "report_to")
+        },
+        use_cpu=True,
+        fsdp=None if is_alone else True,
+        bf16=False,
+        logging_steps=1,
+        save_strategy="no",
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=8 if is_alone else 2,
+        gradient_accumulation_steps=1 if is_alone else 2,
+        train_sampling_strategy="sequential",
+    )
+    balance = {} if is_alone else {"balance": {"max_tokens": LONGEST + 1}}
+    made = (SFTTrainer if is_alone else BalancedSFT)(
+        new_model(),
+        config,
+        train_dataset=datasets.Dataset.from_list(texts),
+        processing_class=tokenizer,
+        **balance,
+    )
+    made.train()
+    losses = [row["loss"] for row in made.state.log_history if "loss" in row]
+    return losses, counts, full_parameters(made.model)
+
+
+def test_trl_s_sft_trainer_ends_in_the_parameters_of_one_process(tmp_path):
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    ((losses, _, parameters),) = run_ranks(_sft, str(tmp_path), world_size=1)
+    found = run_ranks(_sft, str(tmp_path))
+    for own_losses, _, own in found:
+        assert_same(own, parameters)
+        assert own_losses == pytest.approx(losses, rel=1e-5)
+    assert found[0][1] != found[1][1]
