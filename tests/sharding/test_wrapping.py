@@ -27,7 +27,7 @@ from lightning_odc.sharding.wrapping import (
     with_dtype_units,
     wrap_targets,
 )
-from tests.strategy.test_models import Watch
+from tests.support.fits import Watch
 from tests.support.models import Block, Net, full_parameters, init_gloo
 from tests.support.modules import loader, trainer
 from tests.support.ranks import run_ranks

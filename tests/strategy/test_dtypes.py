@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import lightning_odc
 from lightning_odc import Minibatch
-from tests.strategy.test_gradients import Sgd
-from tests.support.models import WIDTH, Block
-from tests.support.modules import full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.fits import Sgd, fit, fitted, largest_difference, one_process
+from tests.support.models import WIDTH, Block, full_parameters, token_batches
+from tests.support.ranks import Cases, run_calls
 
 LR = 0.1
 SINCE = 1753056000.123456  # seconds; fp32 can tell apart moments that are 128 s apart
@@ -69,78 +68,65 @@ def _dtypes_of(module: nn.Module) -> list[torch.dtype]:
     return [tensor.dtype for tensor in (*module.parameters(), *module.buffers())]
 
 
-def _one_process(module: Any, steps: list[list[Tensor]], clip: float = math.inf) -> dict[str, Tensor]:
-    """In plain torch, on the batches of all ranks."""
-    optimizer = module.configure_optimizers()
-    for batches in steps:
-        optimizer.zero_grad()
-        outputs = [module.training_step(batch, 0) for batch in batches]
-        if isinstance(outputs[0], Tensor):
-            outputs = [{"loss": loss, "num_items": 1} for loss in outputs]
-        (
-            sum(output["loss"] for output in outputs) / sum(output["num_items"] for output in outputs)
-        ).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), clip)
-        optimizer.step()
-    return full_parameters(module)
-
-
 CLIP = 0.5
 OTHER_STEPS = [[tokens[:2], tokens[2:]] for tokens in (token_batches([5, 9, 4], seed=s) for s in range(3))]
 
 
-def _fit_mixed_dtypes(rank: int, directory: str) -> Any:
-    found = {}
-    minibatches = [Minibatch(ranks[rank]) for ranks in OTHER_STEPS]
-    single = [Minibatch(ranks[rank][:1]) for ranks in OTHER_STEPS]
-    for communication, batches, options in (
-        (
-            "on_demand",
-            minibatches,
-            {"activation_checkpointing_policy": {MixedBlock}, "accumulator_dtype": torch.float64},
-        ),
-        ("collective", single, {}),
-    ):
-        module = MixedDtypes()
-        before = _dtypes_of(module)
-        t = trainer(2, communication=communication, gradient_clip_val=CLIP, **options)
-        t.fit(module, loader(batches))
-        t.save_checkpoint(path := f"{directory}/{communication}.ckpt")
-        found[communication] = full_parameters(module), _dtypes_of(module) == before, float(module.since)
-        resumed = MixedDtypes()
-        trainer(2, communication=communication).fit(resumed, loader([]), ckpt_path=path)
-        values = full_parameters(resumed)
-        trained = found[communication][0].values()
-        assert all(torch.equal(*pair) for pair in zip(values.values(), trained, strict=True))
-        mixed = MixedDtypes()
-        trainer(2, communication=communication, precision="bf16-mixed").fit(mixed, loader(single))
-        found[communication] += (full_parameters(mixed),)
-    return found
+def _fit_mixed_dtypes(rank: int, directory: str, communication: str) -> Any:
+    batches, options = [Minibatch(ranks[rank][:1]) for ranks in OTHER_STEPS], {}
+    single = batches
+    if communication == "on_demand":
+        batches = [Minibatch(ranks[rank]) for ranks in OTHER_STEPS]
+        options = {"activation_checkpointing_policy": {MixedBlock}, "accumulator_dtype": torch.float64}
+    module = MixedDtypes()
+    before = _dtypes_of(module)
+    t = fit(module, batches, communication=communication, gradient_clip_val=CLIP, **options)
+    t.save_checkpoint(path := f"{directory}/{communication}.ckpt")
+    trained = full_parameters(module)
+    resumed = fitted(MixedDtypes(), [], communication=communication, ckpt_path=path)
+    assert all(torch.equal(*pair) for pair in zip(resumed.values(), trained.values(), strict=True))
+    mixed = fitted(MixedDtypes(), single, communication=communication, precision="bf16-mixed")
+    return trained, _dtypes_of(module) == before, float(module.since), mixed
 
 
-def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(tmp_path):
-    for found in run_ranks(_fit_mixed_dtypes, str(tmp_path)):
-        mixed_on_demand, mixed_collective = found["on_demand"][-1], found["collective"][-1]
-        for name, start in full_parameters(MixedDtypes()).items():
-            value, reference = mixed_on_demand[name], mixed_collective[name]
-            if (
-                start.dtype == torch.float64
-            ):  # torch 2.15 casts these gradients elsewhere: one rounding to bf16
-                moved = (reference - start).abs().max().item()
-                torch.testing.assert_close(value, reference, rtol=0, atol=2**-8 * moved + 1e-6)
-            else:  # sums of two bf16 or complex numbers, whoever sums them
-                torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
-        for communication, (parameters, same_dtypes, since, mixed) in found.items():
-            count = None if communication == "on_demand" else 1
-            steps = [[batch for minibatch in ranks for batch in minibatch[:count]] for ranks in OTHER_STEPS]
-            expected = _one_process(MixedDtypes(), steps, CLIP)
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    folder = str(tmp_path_factory.mktemp("dtypes"))
+    calls: dict[Any, Any] = {
+        ("mixed", kind): (_fit_mixed_dtypes, folder, kind) for kind in ("on_demand", "collective")
+    }
+    return run_calls(calls | {name: (_fit_double, name) for name in DOUBLES})
+
+
+def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(two_ranks):
+    start = full_parameters(MixedDtypes())
+    steps = {
+        "on_demand": [[batch for own in ranks for batch in own] for ranks in OTHER_STEPS],
+        "collective": [[own[0] for own in ranks] for ranks in OTHER_STEPS],
+    }
+    for communication, batches in steps.items():
+        expected = one_process(MixedDtypes(), batches, CLIP)
+        for parameters, same_dtypes, since, mixed in two_ranks["mixed", communication]:
             assert same_dtypes
             assert since == SINCE
-            for name, start in full_parameters(MixedDtypes()).items():
-                if start.is_complex():
-                    assert (mixed[name] - start).imag.abs().max() > 1e-4
+            for name, value in start.items():
+                if value.is_complex():
+                    assert (mixed[name] - value).imag.abs().max() > 1e-4
             for value, reference in zip(parameters.values(), expected.values(), strict=True):
                 torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
+
+
+def test_under_mixed_precision_both_communications_round_them_alike(two_ranks):
+    for (*_, ours), (*_, stock) in zip(
+        two_ranks["mixed", "on_demand"], two_ranks["mixed", "collective"], strict=True
+    ):
+        for name, start in full_parameters(MixedDtypes()).items():
+            if start.dtype == torch.float64:
+                # torch 2.15 casts these gradients elsewhere: one rounding to bf16
+                moved = (stock[name] - start).abs().max().item()
+                torch.testing.assert_close(ours[name], stock[name], rtol=0, atol=2**-8 * moved + 1e-6)
+            else:  # sums of two bf16 or complex numbers, whoever sums them
+                torch.testing.assert_close(ours[name], stock[name], rtol=1e-5, atol=1e-6)
 
 
 class Double(Sgd):
@@ -157,40 +143,34 @@ class Double(Sgd):
         return {"loss": loss, "num_items": items} if self.returns == "items" else loss / items
 
 
-def _fit_double(rank: int) -> Any:
-    found = {}
-    minibatches = [
-        Minibatch(batches) for ranks in OTHER_STEPS for batches in (ranks[rank][:1], ranks[rank][1:], [])
-    ]
-    single = [ranks[rank][0] for ranks in OTHER_STEPS]
-    for name, returns, batches, options in (
-        ("minibatches", "items", minibatches, {}),
-        ("in order", "items", minibatches, {"deterministic": True}),
-        ("plain", "mean", single, {}),
-        ("collective", "items", single, {"communication": "collective"}),
-    ):
-        module = Double(returns)
-        trainer(2, accumulate_grad_batches=3, **options).fit(module, loader(batches))
-        found[name] = full_parameters(module), module.dtype, module.trainer.callback_metrics
-    return found
+#: What a step returns, whether it gets minibatches, and options.
+DOUBLES: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "minibatches": ("items", True, {}),
+    "in order": ("items", True, {"deterministic": True}),
+    "plain": ("mean", False, {}),
+    "collective": ("items", False, {"communication": "collective"}),
+}
 
 
-def test_a_model_in_fp64_has_the_precision_of_fp64():
-    references = {
-        "minibatches": _one_process(
-            Double("items"), [[b for r in ranks for b in r] for ranks in OTHER_STEPS]
-        ),
-        "plain": _one_process(Double(), [[ranks[r][0] for ranks in OTHER_STEPS for r in range(2)]]),
-        "collective": _one_process(
-            Double("items"), [[ranks[r][0] for ranks in OTHER_STEPS for r in range(2)]]
-        ),
-    }
-    references["in order"] = references["minibatches"]
-    for found in run_ranks(_fit_double):
-        for name, (parameters, dtype, _) in found.items():
-            assert dtype == torch.float64
-            for key, value in parameters.items():
-                assert (value - references[name][key]).abs().max() < 1e-13, (name, key)
+def _fit_double(rank: int, name: str) -> Any:
+    returns, as_minibatches, options = DOUBLES[name]
+    batches: list[Any] = [ranks[rank][0] for ranks in OTHER_STEPS]
+    if as_minibatches:
+        batches = [Minibatch(b) for ranks in OTHER_STEPS for b in (ranks[rank][:1], ranks[rank][1:], [])]
+    module = Double(returns)
+    return fitted(module, batches, accumulate_grad_batches=3, **options), module.dtype
+
+
+@pytest.mark.parametrize("name", DOUBLES)
+def test_a_model_in_fp64_has_the_precision_of_fp64(name, two_ranks):
+    returns, as_minibatches, _ = DOUBLES[name]
+    steps = [[batch for own in ranks for batch in own] for ranks in OTHER_STEPS]
+    if not as_minibatches:  # one step on the first batch of each
+        steps = [[own[0] for ranks in OTHER_STEPS for own in ranks]]
+    expected = one_process(Double(returns), steps)
+    for parameters, dtype in two_ranks[name]:
+        assert dtype == torch.float64
+        assert largest_difference(parameters, expected) < 1e-13
 
 
 def test_what_a_precision_does_not_name_stays():

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import Parameter, getattr_static, signature
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,11 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_odc import ODCStrategy
 from lightning_odc.fabric import ODCFabricStrategy
-from tests.strategy.test_gradients import Sgd
-from tests.support.fits import assert_same
-from tests.support.models import Net
-from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.fits import Sgd, are_equal, assert_same, fit, fitted
+from tests.support.models import Net, full_parameters, token_batches
+from tests.support.modules import TokenModule, loader, trainer
+from tests.support.ranks import Cases, run_calls
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS.parent / "docs" / "lightning-parity.md"
@@ -39,7 +39,7 @@ STATES = ("works", "refused", "not applicable", "needs a GPU")
 
 
 def _batches(rank: int) -> Any:
-    return loader(token_batches([5, 8], seed=rank))
+    return token_batches([5, 8], seed=rank)
 
 
 # -- constructor ----------------------------------------------------------------------------------------------
@@ -149,21 +149,31 @@ class Watched(Sgd):
         return self.mean_loss(batch)
 
 
+DTYPES = {"32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory) -> tuple[Path, Cases]:
+    """All that two ranks do, in one launch; the first call starts the process group."""
+    folder = tmp_path_factory.mktemp("parity")
+    calls: dict[Any, Any] = {"options": (_train,)}
+    calls |= {("context", *case): (_init_module, *case) for case in product(DTYPES, (False, True))}
+    calls |= {("configured", *case): (_configure, *case) for case in product(DTYPES, (None, "meta"))}
+    return folder, run_calls(calls | {"sharded": (_sharded,), "objects": (_load_objects, str(folder))})
+
+
 def _train(rank: int) -> Any:
-    foreign, before = Foreign(), full_parameters(Foreign())
+    foreign, watched = Foreign(), Watched()
     with mock.patch("torch.distributed.init_process_group", wraps=dist.init_process_group) as init:
-        trainer(2, timeout=timedelta(seconds=77)).fit(foreign, _batches(rank))
-    unchanged = all(torch.equal(value, before[name]) for name, value in full_parameters(foreign).items())
-    mixed = MixedPrecision(param_dtype=torch.bfloat16)
-    watched, strategy = Watched(), ODCStrategy(balance=None, mixed_precision=mixed, hang_report_after=None)
-    trainer(2, strategy=strategy).fit(watched, _batches(rank))
+        unchanged = fitted(foreign, _batches(rank), timeout=timedelta(seconds=77))
+    fit(watched, _batches(rank), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     return init.call_args.kwargs["timeout"], unchanged, watched.computed_in
 
 
-def test_options_reach_what_they_are_for():
-    for timeout, unchanged, dtypes in run_ranks(_train):
+def test_options_reach_what_they_are_for(two_ranks):
+    for timeout, unchanged, dtypes in two_ranks[1]["options"]:
         assert timeout == timedelta(seconds=77)
-        assert unchanged
+        assert are_equal(unchanged, full_parameters(Foreign()))
         assert dtypes == {torch.bfloat16}
 
 
@@ -175,42 +185,26 @@ class Placed(Watched):
         self.placed = weight.device.type, weight.dtype
 
 
-def _init_modules(rank: int) -> Any:
-    found = {}
-    for precision, dtype in (
-        ("32-true", torch.float32),
-        ("16-true", torch.float16),
-        ("bf16-true", torch.bfloat16),
-    ):
-        for empty in (False, True):
-            t = Trainer(
-                accelerator="cpu",
-                devices=2,
-                strategy=ODCStrategy(balance=None),
-                precision=precision,
-                max_steps=1,
-                barebones=True,
-            )
-            with t.init_module(empty_init=empty):
-                module = Placed()
-            device = module.net.head.weight.device.type
-            assert module.net.head.weight.dtype == dtype
-            t.fit(module, _batches(rank))
-            finite = all(bool(value.isfinite().all()) for value in full_parameters(module).values())
-            found[precision, empty] = device, module.placed, module.computed_in, finite
-    return found
+def is_finite(module: TokenModule) -> bool:
+    return all(bool(value.isfinite().all()) for value in full_parameters(module).values())
 
 
-def test_modules_made_in_the_trainers_context():
-    for found in run_ranks(_init_modules):
-        assert len(found) == 6
-        for (precision, empty), (device, placed, computed_in, finite) in found.items():
-            dtype = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}[
-                precision.split("-")[0]
-            ]
-            assert device == ("meta" if empty else "cpu")
-            assert placed == ("cpu", dtype) and computed_in == {dtype}
-            assert finite
+def _init_module(rank: int, precision: Any, empty: bool) -> Any:
+    strategy = ODCStrategy(balance=None)
+    t = Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, precision=precision, max_steps=1, barebones=True
+    )
+    with t.init_module(empty_init=empty):
+        module = Placed()
+    made = module.net.head.weight.device.type, module.net.head.weight.dtype
+    t.fit(module, loader(_batches(rank)))
+    return made, module.placed, module.computed_in, is_finite(module)
+
+
+def test_modules_made_in_the_trainers_context(two_ranks):
+    for (precision, dtype), empty in product(DTYPES.items(), (False, True)):
+        expected = ("meta" if empty else "cpu", dtype), ("cpu", dtype), {dtype}, True
+        assert two_ranks[1]["context", precision, empty] == [expected] * 2
 
 
 class MadeInPlace(Placed):
@@ -231,26 +225,16 @@ class MadeInPlace(Placed):
                 self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="eager")  # type: ignore[assignment]
 
 
-def _configure(rank: int) -> Any:
-    found = {}
-    for precision in ("32-true", "16-true", "bf16-true"):
-        for device in (None, "meta"):
-            module = MadeInPlace(device, compiled=precision == "bf16-true")
-            trainer(2, precision=precision, max_steps=1).fit(module, _batches(rank))
-            finite = all(bool(value.isfinite().all()) for value in full_parameters(module).values())
-            found[precision, device] = module.made, module.placed, module.computed_in, finite
-    return found
+def _configure(rank: int, precision: str, device: str | None) -> Any:
+    module = MadeInPlace(device, compiled=precision == "bf16-true")
+    fit(module, _batches(rank), precision=precision, max_steps=1)
+    return module.made, module.placed, module.computed_in, is_finite(module)
 
 
-def test_modules_made_in_configure_model():
-    dtypes = {"32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
-    for found in run_ranks(_configure):
-        assert len(found) == 6
-        for (precision, device), (made, placed, computed_in, finite) in found.items():
-            dtype = dtypes[precision]
-            assert made == (device or "cpu", dtype)
-            assert placed == ("cpu", dtype) and computed_in == {dtype}
-            assert finite
+def test_modules_made_in_configure_model(two_ranks):
+    for (precision, dtype), device in product(DTYPES.items(), (None, "meta")):
+        expected = (device or "cpu", dtype), ("cpu", dtype), {dtype}, True
+        assert two_ranks[1]["configured", precision, device] == [expected] * 2
 
 
 class ForModelParallel(TokenModule):
@@ -264,20 +248,17 @@ class ForModelParallel(TokenModule):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-def _sharded_by_lightning(rank: int) -> Any:
+def _sharded(rank: int) -> Any:
+    """By Lightning's strategy, and by ours."""
     theirs: Any = {"strategy": TrainerStrategy(2, 1)}
-    found = []
-    for options in (theirs, {"communication": "on_demand"}, {"communication": "collective"}):
-        module = ForModelParallel()
-        trainer(2, **options).fit(module, _batches(rank))
-        found.append(full_parameters(module))
-    return found
+    every = (theirs, {"communication": "on_demand"}, {"communication": "collective"})
+    return [fitted(ForModelParallel(), _batches(rank), **options) for options in every]
 
 
-def test_a_module_written_for_model_parallel_strategy():
-    for found in run_ranks(_sharded_by_lightning):
-        for ours in found[1:]:
-            assert_same(ours, found[0])
+def test_a_module_written_for_model_parallel_strategy(two_ranks):
+    for theirs, *ours in two_ranks[1]["sharded"]:
+        for parameters in ours:
+            assert_same(parameters, theirs)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -310,21 +291,18 @@ class LoadsStrictly(TokenModule):
 
 
 def _load_objects(rank: int, directory: str) -> Any:
-    found = {}
+    found = []
     Path(f"{directory}/sharded").mkdir(exist_ok=True)
     Path(f"{directory}/sharded/notes.txt").touch()
-    for kind, path in (("full", "full"), ("full", f"file://{directory}/url"), ("sharded", "sharded")):
-        t = trainer(2, state_dict_type=kind)
-        t.fit(WithObject("mean"), _batches(rank))
-        path = path if "://" in path else f"{directory}/{path}"
-        t.save_checkpoint(path)
-        module, maps = WithObject("mean"), []
+    for kind, path in (("full", "full"), ("full", "url"), ("sharded", "sharded")):
+        place = f"{'file://' if path == 'url' else ''}{directory}/{path}"
+        fit(WithObject("mean"), _batches(rank), state_dict_type=kind).save_checkpoint(place)
+        module, maps, strict = WithObject("mean"), [], LoadsStrictly(place)  # type: ignore[var-annotated]
         with mock.patch("torch.load", side_effect=_noting(torch.load, maps)):
-            trainer(2).validate(module, _batches(rank), ckpt_path=path, verbose=False)
-        strict = LoadsStrictly(path)
-        trainer(2).validate(strict, _batches(rank), verbose=False)
-        found[kind, path] = module.has_loaded, maps, strict.refusal
-    return list(found.values())
+            trainer(2).validate(module, loader(_batches(rank)), ckpt_path=place, verbose=False)
+        trainer(2).validate(strict, loader(_batches(rank)), verbose=False)
+        found.append((module.has_loaded, any(maps), strict.refusal))
+    return found
 
 
 def _noting(load: Any, maps: list[bool]) -> Any:
@@ -335,17 +313,13 @@ def _noting(load: Any, maps: list[bool]) -> Any:
     return noting
 
 
-def test_objects_are_trusted_unless_the_user_says_otherwise(tmp_path):
-    for found in run_ranks(_load_objects, str(tmp_path)):
-        assert [has_loaded for has_loaded, _, _ in found] == [True] * 3
-        assert [any(maps) for _, maps, _ in found] == [
-            True,
-            False,
-            False,
-        ]  # a file is mapped, not read as a whole
-        for _, _, refusal in found:
-            assert "Weights only load failed" in refusal
-    assert (tmp_path / "sharded" / "notes.txt").exists()
+def test_objects_are_trusted_unless_the_user_says_otherwise(two_ranks):
+    folder, ranks = two_ranks
+    for found in ranks["objects"]:
+        # A file is mapped, not read as a whole.
+        assert [one[:2] for one in found] == [(True, True), (True, False), (True, False)]
+        assert all("Weights only load failed" in refusal for *_, refusal in found)
+    assert (folder / "sharded" / "notes.txt").exists()
 
 
 # -- the table --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_odc import _compat
 from lightning_odc.sharding.initialize import materialize
 from lightning_odc.sharding.optimizers import ParameterNames
-from tests.strategy.test_gradients import Manual, Sgd, _mean_over_rows
+from tests.support.fits import Manual, Sgd, numbers
 from tests.support.models import Block, Net, init_gloo
 from tests.support.modules import full_parameters, loader, token_batches, trainer
 from tests.support.ranks import run_ranks
@@ -25,15 +25,12 @@ BATCHES = [[batch[:, :4] for batch in token_batches([4] * 5, seed=rank)] for ran
 
 
 class OnRows(Sgd):
-    """On one device, a batch has a row for each rank; the loss is the mean of their means."""
+    """On one device, a batch has a row for each rank."""
 
     def __init__(self) -> None:
         super().__init__(lr=0.5)
         self.rates: list[float] = []
         self.steps: list[int] = []
-
-    def mean_loss(self, batch: Tensor) -> Tensor:
-        return _mean_over_rows(self, batch)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -86,7 +83,6 @@ class Adversaries(Manual):
     The gradients of the second one must not contain what the first one's losses would have given its parameters.
     """
 
-    mean_loss = OnRows.mean_loss
     validation_step = OnRows.validation_step
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -171,13 +167,13 @@ def _make(name: str, world_size: int) -> tuple[Sgd, Trainer]:
     if "scheduling" in options:
         options["callbacks"] = [GradientAccumulationScheduler(options.pop("scheduling"))]
     if world_size == 1:
+        options.pop("activation_checkpointing_policy", None)
         options |= {"strategy": "auto"}
     return make(), trainer(world_size, **options)
 
 
 def _outcome(module: Sgd, t: Trainer) -> Any:
-    values = {name: float(value) for name, value in t.callback_metrics.items()}
-    values["global_step"] = t.global_step
+    values = numbers(t.callback_metrics) | {"global_step": t.global_step}
     parameters = {_compat.checkpoint_name(name): p for name, p in full_parameters(module).items()}
     return parameters, (getattr(module, "rates", []), getattr(module, "steps", [])), values
 
@@ -197,7 +193,7 @@ def _fit_all(rank: int, world_size: int) -> Any:
 @pytest.fixture(scope="module")
 def outcomes() -> list[Any]:
     """Of one device without this package, then of two ranks."""
-    return run_ranks(_fit_all, 1, world_size=1) + run_ranks(_fit_all, 2)
+    return [_fit_all(0, 1), *run_ranks(_fit_all, 2)]
 
 
 @pytest.mark.parametrize("name", STYLES)

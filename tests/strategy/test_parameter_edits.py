@@ -14,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer, callbacks
 from torch import Tensor, nn
 
 from lightning_odc import ODCStrategy
-from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support import fits
+from tests.support.fits import are_equal, assert_same, failure
+from tests.support.models import full_parameters, token_batches
+from tests.support.modules import TokenModule
+from tests.support.ranks import run_calls
 
 #: Hooks after which Lightning or the strategy comes by anyway.
 SEEN = {
@@ -76,52 +78,47 @@ class Edits(TokenModule):
 
 
 def fit(rank: int, communication: str, module: TokenModule, *own: Any, **options: Any) -> dict[str, Tensor]:
-    t = trainer(2, communication=communication, max_epochs=2, callbacks=list(own), **options)
-    t.num_sanity_val_steps = 0
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0, "callbacks": [*own], **options}
     batches = token_batches([5, 7, 4], seed=rank)
-    t.fit(module, loader(batches), loader(batches[:2]))
-    if communication == "on_demand":
-        assert module.trainer.world_size == 2
+    t = fits.fit(module, batches, validation=batches[:2], communication=communication, **options)
     return full_parameters(module) | {k: v.clone() for k, v in t.callback_metrics.items()}
 
 
-def outcome(rank: int, communication: str, module: Edits) -> Any:
-    try:
-        found = fit(rank, communication, module)
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
-    assert module.edited
-    return found
+def message_of(rank: int, make: Callable[[], Edits]) -> str:
+    with pytest.raises(RuntimeError) as error:
+        fit(rank, "on_demand", make())
+    return f"{type(error.value).__name__}: {error.value}"
 
 
-def outcomes(rank: int, make: Callable[[], Edits], allowed: bool) -> Any:
-    """The message of an edit that is not allowed; whether an allowed one ends in the reference's parameters."""
-    found = outcome(rank, "on_demand", make())
-    return equal(found, outcome(rank, "collective", make())) if allowed else found
+def counts_as_under_collectives(rank: int, make: Callable[[], Edits]) -> bool:
+    module, other = make(), make()
+    same = are_equal(fit(rank, "on_demand", module), fit(rank, "collective", other))
+    return same and module.edited and other.edited
 
 
-def _edits_everywhere(rank: int) -> dict[tuple[str, bool], Any]:
-    cases = [(place, False) for place in SEEN | PUBLISHED | REFUSED] + [(place, True) for place in PUBLISHED]
-    return {
-        (place, publish): outcomes(rank, partial(Edits, place, halve, publish), publish or place in SEEN)
-        for place, publish in sorted(cases)
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """All that two ranks do, in one launch."""
+    folder = tmp_path_factory.mktemp("edits")
+    calls: dict[Any, Any] = {
+        (place, publish): (counts_as_under_collectives, partial(Edits, place, halve, publish))
+        for place, publish in [*((place, False) for place in SEEN), *((place, True) for place in PUBLISHED)]
     }
+    calls |= {place: (message_of, partial(Edits, place, halve)) for place in PUBLISHED | REFUSED}
+    others = {"ways": (_ways_of_editing,), "refusals": (_refusals,), "goes back": (_goes_back, folder)}
+    return folder, run_calls(calls | others | ({"averages": (_averages, folder)} if HAS_AVERAGING else {}))
 
 
-def equal(one: Any, other: Any) -> bool:
-    assert isinstance(one, dict) and isinstance(other, dict), (one, other)
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+@pytest.mark.parametrize("place", sorted(SEEN | PUBLISHED))
+def test_an_edit_is_read_everywhere(place, two_ranks):
+    assert two_ranks[1][place, place in PUBLISHED] == [True, True]
 
 
-def test_an_edit_is_read_everywhere_or_refused():
-    for found in run_ranks(_edits_everywhere):
-        for (place, publish), message in found.items():
-            if place in SEEN or publish:
-                assert message is True, place
-            else:
-                assert isinstance(message, str), place
-                assert message.startswith("StaleShardError: Parameter 'net."), (place, message)
-                assert "`trainer.strategy.publish_parameters()` on all of them" in message
+@pytest.mark.parametrize("place", sorted(PUBLISHED | REFUSED))
+def test_an_edit_that_is_not_published_is_refused(place, two_ranks):
+    for message in two_ranks[1][place]:
+        assert message.startswith("StaleShardError: Parameter 'net."), message
+        assert "`trainer.strategy.publish_parameters()` on all of them" in message
 
 
 def load_itself(module: TokenModule) -> None:
@@ -145,14 +142,14 @@ def gathered_row(module: TokenModule) -> None:
 
 def _ways_of_editing(rank: int) -> list[Any]:
     ways = [load_itself, initialise, one_number]
-    missed = [outcome(rank, "on_demand", Edits("on_train_batch_end", way)) for way in ways]
-    missed.append(outcome(rank, "on_demand", Edits("end of training_step", gathered_row)))
-    told = [outcomes(rank, partial(Edits, "on_train_batch_end", way, publish=True), True) for way in ways]
-    return [missed, told]
+    missed = [message_of(rank, partial(Edits, "on_train_batch_end", way)) for way in ways]
+    missed.append(message_of(rank, partial(Edits, "end of training_step", gathered_row)))
+    makes = [partial(Edits, "on_train_batch_end", way, publish=True) for way in ways]
+    return [missed, [counts_as_under_collectives(rank, make) for make in makes]]
 
 
-def test_every_way_of_editing_is_found():
-    ranks = run_ranks(_ways_of_editing)
+def test_every_way_of_editing_is_found(two_ranks):
+    ranks = two_ranks[1]["ways"]
     names = ["net.embed.weight", "net.blocks.1.up.weight", "net.blocks.2.up.weight", "net.head.weight"]
     for which, name in enumerate(names):
         # A rank sees its own shard; the others hear of it.
@@ -165,9 +162,7 @@ def test_every_way_of_editing_is_found():
 
 # -- averages ----------------------------------------------------------------------------------------------------
 
-needs_averaging = pytest.mark.skipif(
-    not hasattr(callbacks, "WeightAveraging"), reason="lightning < 2.6 has no WeightAveraging"
-)
+HAS_AVERAGING = hasattr(callbacks, "WeightAveraging")
 
 
 class Watches(callbacks.Callback):
@@ -185,30 +180,23 @@ class Watches(callbacks.Callback):
 def _averages(rank: int, root: Path) -> int:
     results = []
     for communication in ("on_demand", "collective"):
-        watch, checkpoint = Watches(), root / f"{communication}.ckpt"
-        own = [callbacks.EMAWeightAveraging(decay=0.5), watch]
-        last = fit(rank, communication, TokenModule(), *own)
+        watch, path = Watches(), root / f"{communication}.ckpt"
+        average = partial(callbacks.EMAWeightAveraging, decay=0.5)
+        last = fit(rank, communication, TokenModule(), average(), watch)
         # A run that ends after the first epoch, and another one that goes on from there:
-        first = trainer(2, communication=communication, callbacks=[callbacks.EMAWeightAveraging(decay=0.5)])
-        batches = token_batches([5, 7, 4], seed=rank)
-        first.fit(Saves(checkpoint), loader(batches), loader(batches[:2]))
-        own = [callbacks.EMAWeightAveraging(decay=0.5)]
-        again = trainer(2, communication=communication, max_epochs=2, callbacks=own)
-        module = TokenModule()
-        again.fit(module, loader(batches), loader(batches[:2]), ckpt_path=checkpoint)
-        resumed = full_parameters(module) | {k: v.clone() for k, v in again.callback_metrics.items()}
-        assert equal(resumed, last)
+        fit(rank, communication, Saves(path), average(), max_epochs=1)
+        assert are_equal(fit(rank, communication, TokenModule(), average(), ckpt_path=path), last)
         assert len(watch.seen) == 4
         results.append([last, watch.seen])
     (last, seen), (other_last, others_seen) = results
-    assert equal(last, other_last)
-    assert all(equal(*pair) for pair in zip(seen, others_seen, strict=True))
+    assert are_equal(last, other_last)
+    assert all(are_equal(*pair) for pair in zip(seen, others_seen, strict=True))
     expected, averages, val_loss = one_process_averages()
-    for name, value in expected.items():
-        assert (last[name] - value).abs().max() <= 1e-5, name
-        # Two validation batches each epoch: both with the average of that epoch.
-        for epoch, average in enumerate(averages):
-            assert (seen[2 * epoch + 1][name] - average[name]).abs().max() <= 1e-5, name
+    assert_same({name: last[name] for name in expected}, expected)
+    for epoch, of_epoch in enumerate(
+        averages
+    ):  # two validation batches each: both with the average of that epoch
+        assert_same(seen[2 * epoch + 1], of_epoch)
     assert abs(last["val_loss"] - val_loss) <= 1e-4
     return len(seen)
 
@@ -222,12 +210,12 @@ class Saves(TokenModule):
         self.trainer.save_checkpoint(self.path)
 
 
-@needs_averaging
-def test_averages_are_kept_in_shards_and_validated_on_every_rank(tmp_path):
-    assert run_ranks(_averages, tmp_path) == [4, 4]
-    saved = torch.load(tmp_path / "on_demand.ckpt", weights_only=True)
-    for name, average in one_process_averages()[1][0].items():
-        assert (saved["state_dict"][name] - average).abs().max() <= 1e-5
+@pytest.mark.skipif(not HAS_AVERAGING, reason="lightning < 2.6 has no WeightAveraging")
+def test_averages_are_kept_in_shards_and_validated_on_every_rank(two_ranks):
+    folder, found = two_ranks
+    assert found["averages"] == [4, 4]
+    saved = torch.load(folder / "on_demand.ckpt", weights_only=True)
+    assert_same(saved["state_dict"], one_process_averages()[1][0])
     TokenModule().load_state_dict(saved["current_model_state"])
 
 
@@ -255,22 +243,20 @@ def one_process_averages() -> tuple[dict[str, Tensor], list[dict[str, Tensor]], 
 
 
 def _refusals(rank: int) -> list[str]:
-    cases: list[tuple[Any, dict[str, Any]]] = [
-        (callbacks.StochasticWeightAveraging(swa_lrs=0.1), {}),
-    ]
-    if hasattr(callbacks, "WeightAveraging"):
-        cases.append((callbacks.EMAWeightAveraging(), {"state_dict_type": "sharded"}))
-    messages = []
-    for callback, options in cases:
-        with pytest.raises((MisconfigurationException, ValueError)) as error:
-            fit(rank, "on_demand", TokenModule(), callback, **options)
-        messages.append(str(error.value))
+    batches = token_batches([5, 7, 4], seed=rank)
+    messages = [failure(TokenModule(), batches, callbacks=[callbacks.StochasticWeightAveraging(swa_lrs=0.1)])]
+    if HAS_AVERAGING:
+        options: dict[str, Any] = {
+            "callbacks": [callbacks.EMAWeightAveraging()],
+            "state_dict_type": "sharded",
+        }
+        messages.append(failure(TokenModule(), batches, **options))
     return messages
 
 
-def test_averages_that_cannot_be_kept_are_refused():
-    for messages in run_ranks(_refusals):
-        assert messages[0] == "SWA does not currently support sharded models."
+def test_averages_that_cannot_be_kept_are_refused(two_ranks):
+    for messages in two_ranks[1]["refusals"]:
+        assert "SWA does not currently support sharded models." in messages[0]
         assert all('ODCStrategy(state_dict_type="full")' in message for message in messages[1:])
 
 
@@ -301,9 +287,9 @@ def _goes_back(rank: int, root: Path) -> bool:
         for kind in ("full", "sharded")
         for communication in ("on_demand", "collective")
     ]
-    assert not equal(results[0], fit(rank, "on_demand", TokenModule()))
-    return all(equal(results[0], other) for other in results[1:])
+    assert not are_equal(results[0], fit(rank, "on_demand", TokenModule()))
+    return all(are_equal(results[0], other) for other in results[1:])
 
 
-def test_a_checkpoint_loaded_in_mid_run_reaches_every_rank(tmp_path):
-    assert run_ranks(_goes_back, tmp_path) == [True, True]
+def test_a_checkpoint_loaded_in_mid_run_reaches_every_rank(two_ranks):
+    assert two_ranks[1]["goes back"] == [True, True]

@@ -17,18 +17,11 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from lightning_odc.errors import ODCError
-from tests.strategy.test_gradients import Manual, Sgd
-from tests.support.modules import full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.fits import Manual, Sgd, Watch, failure, fit, fitted, largest_difference
+from tests.support.models import full_parameters, token_batches
+from tests.support.ranks import run_calls, run_ranks
 
 BATCHES = [token_batches([5, 9, 4, 7], seed=rank) for rank in range(2)]
-
-
-def whole_norm(parameter: Tensor) -> float:
-    assert parameter.grad is not None
-    norm = parameter.grad.norm()
-    return float(norm.full_tensor()) if hasattr(norm, "full_tensor") else float(norm)
 
 
 class StepsInHooks(Sgd):
@@ -104,18 +97,16 @@ class Norms(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for name, parameter in pl_module.named_parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: self.seen.append((name, whole_norm(p)))
+                lambda p, name=name: self.seen.append((name, self.norm(p)))
             )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.complete += [(name, whole_norm(p)) for name, p in pl_module.named_parameters()]
+        self.complete += [(name, self.norm(p)) for name, p in pl_module.named_parameters()]
 
-
-class Watch(Callback):
-    adds = 0
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.adds = trainer.strategy.engine.traffic.adds
+    @staticmethod
+    def norm(parameter: Any) -> float:
+        norm = parameter.grad.norm()
+        return float(norm.full_tensor()) if hasattr(norm, "full_tensor") else float(norm)
 
 
 MODULES: dict[str, Callable[[], Sgd]] = {
@@ -128,51 +119,49 @@ MODULES: dict[str, Callable[[], Sgd]] = {
 }
 
 
-def _fit(rank: int, module: Sgd, communication: str, batches: list[Any], **options: Any) -> dict[str, Tensor]:
+def _fit(rank: int, module: Sgd, communication: str = "on_demand", *callbacks: Callback) -> dict[str, Tensor]:
     watch = Watch()
-    callbacks = [watch, *options.pop("callbacks", [])]
-    trainer(2, communication=communication, callbacks=callbacks, **options).fit(module, loader(batches))
-    assert (watch.adds > 0) == (communication == "on_demand")
-    return full_parameters(module)
+    trained = fitted(module, BATCHES[rank], communication=communication, callbacks=[watch, *callbacks])
+    assert (watch.traffic[-1].adds > 0) == (communication == "on_demand")
+    return trained
 
 
-def _fits(rank: int) -> dict[str, tuple[float, float]]:
-    """By module: how far on demand is from collectives, and from the parameters before."""
-    found = {}
-    for name, make in MODULES.items():
-        begin = full_parameters(make())
-        ours, stock = (
-            _fit(rank, make(), communication, BATCHES[rank]) for communication in ("on_demand", "collective")
-        )
-        found[name] = tuple(
-            max((ours[key] - other[key]).abs().max().item() for key in ours) for other in (stock, begin)
-        )
-    return found  # type: ignore[return-value]
+def _compare(rank: int, name: str) -> tuple[float, float]:
+    """How far on demand is from collectives, and from the parameters before."""
+    ours, stock = (_fit(rank, MODULES[name](), kind) for kind in ("on_demand", "collective"))
+    return tuple(largest_difference(ours, other) for other in (stock, full_parameters(MODULES[name]())))  # type: ignore[return-value]
 
 
-def test_what_hooks_do_counts_as_under_collectives():
-    for found in run_ranks(_fits):
-        assert found.keys() == MODULES.keys()
-        for name, (from_stock, from_begin) in found.items():
-            assert from_stock == 0, name
-            assert from_begin > 0.01, name
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """All that two ranks do, in one launch."""
+    calls: dict[Any, Any] = {name: (_compare, name) for name in MODULES}
+    calls |= {kind: (_norms, kind) for kind in ("on_demand", "collective")}
+    calls |= {"resumes": (_resumes, tmp_path_factory.mktemp("hooks"))}
+    return run_calls(calls | {"in vain": (_waits_in_vain,), "refused": (_refused,)})
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_hooks_do_counts_as_under_collectives(name, two_ranks):
+    for from_stock, from_begin in two_ranks[name]:
+        assert from_stock == 0
+        assert from_begin > 0.01
 
 
 def _norms(rank: int, communication: str) -> list[Any]:
-    norms, own = Norms(), BATCHES[rank]
-    shares = [Minibatch(own[: 1 + 2 * rank]), Minibatch(own[3 * rank :])]
-    _fit(
-        rank, Sgd("items"), communication, shares if communication == "on_demand" else own, callbacks=[norms]
-    )
-    accumulating = Norms()
-    if communication == "on_demand":
-        _fit(rank, Sgd(), communication, own, callbacks=[accumulating], accumulate_grad_batches=2)
+    """On demand, of minibatches and of batches that are accumulated by two; else, of single batches."""
+    norms, accumulating, own = Norms(), Norms(), BATCHES[rank]
+    if communication == "collective":
+        _fit(rank, Sgd("items"), communication, norms)
+    else:
+        fit(Sgd("items"), [Minibatch(own[: 1 + 2 * rank]), Minibatch(own[3 * rank :])], callbacks=[norms])
+        fit(Sgd(), own, callbacks=[accumulating], accumulate_grad_batches=2)
     return [norms.seen, norms.complete, accumulating.seen, accumulating.complete]
 
 
 @pytest.mark.parametrize("communication", ["on_demand", "collective"])
-def test_a_hook_sees_the_gradient_of_the_whole_minibatch_once_per_step(communication):
-    first, other = run_ranks(_norms, communication)
+def test_a_hook_sees_the_gradient_of_the_whole_minibatch_once_per_step(communication, two_ranks):
+    first, other = two_ranks[communication]
     steps, parameters = (2 if communication == "on_demand" else 4), len(list(Sgd().parameters()))
     seen, complete, accumulating, accumulated = first
     assert len(seen) == steps * parameters
@@ -187,16 +176,15 @@ def _resumes(rank: int, root: Path) -> list[tuple[int, int]]:
     """Runs without an optimizer of Lightning are saved and resumed."""
     steps = []
     for kind in ("full", "sharded"):
-        first, again = (trainer(2, state_dict_type=kind, max_epochs=epochs) for epochs in (1, 2))
-        first.fit(StepsInHooks(), loader(BATCHES[rank]))
+        first = fit(StepsInHooks(), BATCHES[rank], state_dict_type=kind)
         first.save_checkpoint(root / kind)
-        again.fit(StepsInHooks(), loader(BATCHES[rank]), ckpt_path=root / kind)
+        again = fit(StepsInHooks(), BATCHES[rank], ckpt_path=root / kind, max_epochs=2)
         steps.append((first.global_step, again.global_step))
     return steps
 
 
-def test_training_without_an_optimizer_of_lightning_is_resumed(tmp_path):
-    assert run_ranks(_resumes, tmp_path) == [[(4, 8), (4, 8)]] * 2
+def test_training_without_an_optimizer_of_lightning_is_resumed(two_ranks):
+    assert two_ranks["resumes"] == [[(4, 8), (4, 8)]] * 2
 
 
 class StepsLightningsOptimizers(StepsInHooksByHand):
@@ -226,16 +214,13 @@ class SettlesByHand(StepsWhatLightningHolds):
 
 
 def _waits_in_vain(rank: int) -> list[Any]:
-    with pytest.raises(ODCError) as error:
-        _fit(rank, StepsWhatLightningHolds(), "on_demand", BATCHES[rank])
-    module = SettlesByHand()
-    begin = full_parameters(module)
-    settled = _fit(rank, module, "on_demand", BATCHES[rank])
-    return [str(error.value), max((settled[key] - begin[key]).abs().max().item() for key in begin)]
+    message = failure(StepsWhatLightningHolds(), BATCHES[rank])
+    settled = _fit(rank, SettlesByHand())
+    return [message, largest_difference(settled, full_parameters(SettlesByHand()))]
 
 
-def test_hooks_that_would_never_be_called_are_an_error_that_shows_what_to_write():
-    for message, moved in run_ranks(_waits_in_vain):
+def test_hooks_that_would_never_be_called_are_an_error_that_shows_what_to_write(two_ranks):
+    for message, moved in two_ranks["in vain"]:
         assert "return None from `configure_optimizers`" in message
         assert "self.trainer.strategy.settle_gradients()" in message
         assert moved > 0.01
@@ -261,21 +246,12 @@ class ReducesFromTheBeginning(Sgd):
 
 
 def _refused(rank: int) -> list[str]:
-    messages = []
-    for module in (
-        StepsLightningsOptimizers(),
-        ReducesFromTheBeginning(),
-        ReducesByItself(0),
-        ReducesByItself(2),
-    ):
-        with pytest.raises((RuntimeError, ValueError)) as error:
-            _fit(rank, module, "on_demand", BATCHES[rank])
-        messages.append(str(error.value))
-    return messages
+    modules = StepsLightningsOptimizers(), ReducesFromTheBeginning(), ReducesByItself(0), ReducesByItself(2)
+    return [failure(module, BATCHES[rank]) for module in modules]
 
 
-def test_hooks_that_cannot_work_are_refused():
-    for lightnings, *reduces in run_ranks(_refused):
+def test_hooks_that_cannot_work_are_refused(two_ranks):
+    for lightnings, *reduces in two_ranks["refused"]:
         assert "torch.optim" in lightnings
         for message in reduces:
             assert "'net.blocks.1'" in message
@@ -285,8 +261,7 @@ def test_hooks_that_cannot_work_are_refused():
 
 def _alone(rank: int) -> list[Any]:
     norms = Norms()
-    shares = [Minibatch(BATCHES[0][:3]), Minibatch(BATCHES[0][3:])]
-    trainer(1, callbacks=[norms]).fit(Sgd("items"), loader(shares))
+    fit(Sgd("items"), [Minibatch(BATCHES[0][:3]), Minibatch(BATCHES[0][3:])], 1, callbacks=[norms])
     return [norms.seen, norms.complete]
 
 

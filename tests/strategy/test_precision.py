@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import lightning_odc
 from lightning_odc import Minibatch
 from lightning_odc.strategy.precision import LossScaler
-from tests.strategy.test_gradients import Manual, Sgd
-from tests.support.modules import full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.fits import Manual, Sgd, are_equal, fit, fitted, largest_difference
+from tests.support.models import full_parameters, token_batches
+from tests.support.modules import loader, trainer
+from tests.support.ranks import Cases, run_calls
 
 LR = 0.1
 BATCHES = [token_batches([5, 9, 4], seed=rank) for rank in range(2)]
@@ -45,34 +48,49 @@ class Watched(Sgd):
         return self.mean_loss(batch)
 
 
-def _fit_each(rank: int, precisions: list[str]) -> Any:
-    found = {}
-    for precision in precisions:
-        for communication in ("on_demand", "collective"):
-            module = Watched()
-            t = trainer(2, precision=precision, communication=communication)
-            t.fit(module, loader(BATCHES[rank]))
-            found[precision, communication] = (module.seen, full_parameters(module))
-    return found
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cases]:
+    """All that two ranks train, in one launch."""
+    folder = tmp_path_factory.mktemp("precision")
+    calls: dict[Any, Any] = {
+        (precision, kind): (_fit_in, precision, kind)
+        for precision in ["32-true", *PRECISIONS]
+        for kind in COMMUNICATIONS
+    }
+    calls |= {("overflow", *case): (_overflow, *case) for case in OVERFLOWS}
+    calls |= {("weighted", *case): (_fit_weighted, *case) for case in WEIGHTED}
+    calls |= {("resume", precision): (_resume, folder, precision) for precision in ("16-mixed", "16-true")}
+    others = {"clipped": (_scale_by_hand, folder), "items": (_fit_items,), "by hand": (_fit_sharded_by_hand,)}
+    return folder, run_calls(calls | others)
 
 
-def test_every_precision_computes_in_its_dtype_and_ends_where_fp32_does():
-    start = torch.cat([p.flatten() for p in full_parameters(Watched()).values()])
-    for found in run_ranks(_fit_each, ["32-true", *PRECISIONS]):
-        flat = {key: torch.cat([p.float().flatten() for p in found[key][1].values()]) for key in found}
-        reference = flat["32-true", "on_demand"]
-        moved = (reference - start).abs().max()
-        assert moved > 0.03
-        for precision, (compute, kept, spacing) in PRECISIONS.items():
-            for communication in ("on_demand", "collective"):
-                seen, parameters = found[precision, communication]
-                autocast = compute if "mixed" in precision else None
-                assert seen == {(compute, autocast)}
-                assert {p.dtype for p in parameters.values()} == {kept}
-                # The largest gradients lose a few times the spacing in forward and backward pass; parameters that are
-                # kept in the dtype lose half of it, relative to values below 4, at the start and in each of 3 steps.
-                bound = 8 * spacing * moved + (0 if kept is torch.float32 else 4 * 2 * spacing)
-                assert (flat[precision, communication] - reference).abs().max() < bound
+COMMUNICATIONS = ("on_demand", "collective")
+
+
+def _fit_in(rank: int, precision: str, communication: str) -> Any:
+    module = Watched()
+    parameters = fitted(module, BATCHES[rank], precision=precision, communication=communication)
+    return module.seen, parameters
+
+
+def flat(parameters: dict[str, Tensor]) -> Tensor:
+    return torch.cat([p.float().flatten() for p in parameters.values()])
+
+
+@pytest.mark.parametrize("communication", COMMUNICATIONS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_computes_in_its_dtype_and_ends_where_fp32_does(precision, communication, two_ranks):
+    compute, kept, spacing = PRECISIONS[precision]
+    reference = flat(two_ranks[1]["32-true", "on_demand"][0][1])
+    moved = (reference - flat(full_parameters(Watched()))).abs().max()
+    assert moved > 0.03
+    for seen, parameters in two_ranks[1][precision, communication]:
+        assert seen == {(compute, compute if "mixed" in precision else None)}
+        assert {p.dtype for p in parameters.values()} == {kept}
+        # The largest gradients lose a few times the spacing in forward and backward pass; parameters that are
+        # kept in the dtype lose half of it, relative to values below 4, at the start and in each of 3 steps.
+        bound = 8 * spacing * moved + (0 if kept is torch.float32 else 4 * 2 * spacing)
+        assert (flat(parameters) - reference).abs().max() < bound
 
 
 # -- loss scaling ----------------------------------------------------------------------------------------------
@@ -101,20 +119,20 @@ class Overflows(Sgd):
         self.after.append(full_parameters(self))
 
 
-def _overflow(rank: int, communication: str, in_scalar: bool) -> Any:
+#: Whether the gradient that overflows is a scalar's, and the communication.
+OVERFLOWS = [(False, "on_demand"), (True, "on_demand"), (True, "collective")]
+
+
+def _overflow(rank: int, in_scalar: bool, communication: str) -> Any:
     module = Overflows(in_scalar)
-    trainer(2, precision="16-mixed", communication=communication).fit(module, loader(BATCHES[rank]))
-    same = [
-        all(torch.equal(a[k], b[k]) for k in a) for a, b in zip(module.after, module.after[1:], strict=False)
-    ]
-    finite = all(bool(p.isfinite().all()) for p in module.after[-1].values())
-    return module.scales, same, finite
+    fit(module, BATCHES[rank], precision="16-mixed", communication=communication)
+    same = [are_equal(*pair) for pair in itertools.pairwise(module.after)]
+    return module.scales, same, all(bool(p.isfinite().all()) for p in module.after[-1].values())
 
 
-@pytest.mark.parametrize("in_scalar", [False, True], ids=["in a shard", "in a scalar"])
-@pytest.mark.parametrize("communication", ["on_demand", "collective"])
-def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(communication, in_scalar):
-    for scales, same, finite in run_ranks(_overflow, communication, in_scalar):
+@pytest.mark.parametrize("case", OVERFLOWS, ids=str)
+def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(case, two_ranks):
+    for scales, same, finite in two_ranks[1]["overflow", *case]:
         assert scales == [FULL, FULL / 2, FULL / 2]
         assert same == [True, False]
         assert finite
@@ -142,50 +160,59 @@ class ClipsByHand(Manual):
         return [torch.optim.SGD(blocks, lr=1.0), torch.optim.SGD(others, lr=1.0)]
 
 
-def _scale_by_hand(rank: int, directory: str) -> Any:
+def _scale_by_hand(rank: int, folder: Path) -> Any:
     norms = []
     for precision in ("32-true", "16-mixed"):
         module = ClipsByHand()
-        trainer(2, precision=precision).fit(module, loader(BATCHES[rank][:2]))
+        fit(module, BATCHES[rank][:2], precision=precision)
         norms.append(module.norms)
-    empty = Sgd("items")
-    t = trainer(2, precision="16-mixed")
-    t.fit(empty, loader([Minibatch([]), Minibatch(BATCHES[rank][rank:])]))
-    t.precision_plugin.scaler.update(128.0)
-    t.save_checkpoint(f"{directory}/odc.ckpt")
-    return norms, _restored(directory, "odc.ckpt")
+    t = fit(Sgd("items"), [Minibatch([]), Minibatch(BATCHES[rank][rank:])], precision="16-mixed")
+    t.precision_plugin.scaler.update(128.0)  # type: ignore[attr-defined]
+    t.save_checkpoint(folder / "odc.ckpt")
+    return norms, _restored(folder / "odc.ckpt", 2)
 
 
-def _restored(directory: str, name: str) -> float:
-    t = trainer(2, precision="16-mixed", max_epochs=1)
-    t.fit(Sgd("items"), loader([Minibatch([])]), ckpt_path=f"{directory}/{name}")
-    return float(t.precision_plugin.scaler.state_dict()["scale"])
+def _restored(path: Path, world_size: int) -> float:
+    t = fit(Sgd("items"), [Minibatch([])], world_size, precision="16-mixed", ckpt_path=path)
+    return float(t.precision_plugin.scaler.state_dict()["scale"])  # type: ignore[attr-defined]
 
 
-def test_scaled_gradients_are_clipped_and_dropped_as_others(tmp_path):
-    for (reference, scaled), scale in run_ranks(_scale_by_hand, str(tmp_path)):
+def test_scaled_gradients_are_clipped_and_dropped_as_others(two_ranks):
+    folder, found = two_ranks
+    for (reference, scaled), scale in found["clipped"]:
         assert reference[0] > 1
         assert reference[1] == pytest.approx(0.01, rel=1e-4)
         assert scaled == pytest.approx(reference, rel=0.01)  # a few times the spacing of fp16, 0.001
         assert scale == 128.0
-    checkpoint = torch.load(tmp_path / "odc.ckpt", weights_only=False)
+    checkpoint = torch.load(folder / "odc.ckpt", weights_only=False)
     assert checkpoint["ODCPrecision"]["scale"] == 128.0
 
 
-def _restore_others(rank: int, directory: str) -> float:
-    return _restored(directory, "other.ckpt")
+PLUGINS = ("FSDPPrecision", "MixedPrecision")
+OF_ONE = ("bf16-true", "16-true")
 
 
-@pytest.mark.parametrize("name", ["FSDPPrecision", "MixedPrecision"])
-def test_the_scale_of_another_strategys_checkpoint_is_taken_over(tmp_path, name):
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    folder = tmp_path_factory.mktemp("others")
     module = Sgd("items")
     plain = Trainer(accelerator="cpu", max_epochs=0, logger=False, enable_progress_bar=False, barebones=True)
     plain.fit(module, loader(BATCHES[0]))
-    plain.save_checkpoint(tmp_path / "other.ckpt")
-    checkpoint = torch.load(tmp_path / "other.ckpt", weights_only=False)
-    checkpoint[name] = {**LossScaler("cpu").state_dict(), "scale": 32.0}
-    torch.save(checkpoint, tmp_path / "other.ckpt")
-    assert run_ranks(_restore_others, str(tmp_path), world_size=1) == [32.0]
+    plain.save_checkpoint(folder / "plain.ckpt")
+    checkpoint = torch.load(folder / "plain.ckpt", weights_only=False)
+    for name in PLUGINS:
+        torch.save({**checkpoint, name: {**LossScaler("cpu").state_dict(), "scale": 32.0}}, folder / name)
+    calls: dict[Any, Any] = {name: (_restore, folder / name) for name in PLUGINS}
+    return run_calls(calls | {precision: (_report_ones, precision) for precision in OF_ONE}, world_size=1)
+
+
+def _restore(rank: int, path: Path) -> float:
+    return _restored(path, 1)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_the_scale_of_another_strategys_checkpoint_is_taken_over(name, one_rank):
+    assert one_rank[name] == [32.0]
 
 
 class ShardedByHand(Watched):
@@ -198,14 +225,12 @@ class ShardedByHand(Watched):
 
 
 def _fit_sharded_by_hand(rank: int) -> dict[str, Tensor]:
-    module = ShardedByHand()
-    trainer(2, precision="16-mixed").fit(module, loader(BATCHES[rank]))
-    return full_parameters(module)
+    return fitted(ShardedByHand(), BATCHES[rank], precision="16-mixed")
 
 
-def test_fp16_units_that_reduce_in_fp32():
-    expected = run_ranks(_fit_each, ["16-mixed"])[0]["16-mixed", "on_demand"][1]
-    for parameters in run_ranks(_fit_sharded_by_hand):
+def test_fp16_units_that_reduce_in_fp32(two_ranks):
+    _, expected = two_ranks[1]["16-mixed", "on_demand"][0]
+    for parameters in two_ranks[1]["by hand"]:
         for name, value in expected.items():  # the same fp16 numbers, summed in fp32 in another order
             torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-6)
 
@@ -214,7 +239,15 @@ WEIGHTS = (1.0, 4096.0, 1e6)
 STEPS = 24
 
 
-def _fit_weighted(rank: int, communication: str, precision: str) -> Any:
+WEIGHTED = [
+    ("16-mixed", "on_demand"),
+    ("16-mixed", "collective"),
+    ("16-true", "on_demand"),
+    ("32-true", "collective"),
+]
+
+
+def _fit_weighted(rank: int, precision: str, communication: str) -> Any:
     """By weight of the microbatches: the number of skipped steps (each halves the scale), and the last parameters."""
     found = {}
     for weight in WEIGHTS:
@@ -224,36 +257,26 @@ def _fit_weighted(rank: int, communication: str, precision: str) -> Any:
             batches = token_batches([5, 9][:count], seed=2 * step + rank)
             minibatches.append(Minibatch(batches, weights=[weight] * count))
         module = Sgd(lr=LR)
-        t = trainer(2, precision=precision, communication=communication, deterministic=True)
-        t.fit(module, loader(minibatches))
+        t = fit(module, minibatches, precision=precision, communication=communication, deterministic=True)
         scaler = t.precision_plugin.scaler
         skipped = None if scaler is None else round(math.log2(FULL / scaler.get_scale()))
         found[weight] = (skipped, full_parameters(module))
     return found
 
 
-@pytest.mark.parametrize(
-    ("precision", "communication"),
-    [
-        ("16-mixed", "on_demand"),
-        ("16-mixed", "collective"),
-        ("16-true", "on_demand"),
-        ("32-true", "collective"),
-    ],
-)
-def test_weights_do_not_count_against_the_range_of_fp16(precision, communication):
+@pytest.mark.parametrize(("precision", "communication"), WEIGHTED)
+def test_weights_do_not_count_against_the_range_of_fp16(precision, communication, two_ranks):
     start = full_parameters(Sgd(lr=LR))
-    for found in run_ranks(_fit_weighted, communication, precision):
+    for found in two_ranks[1]["weighted", precision, communication]:
         skipped, expected = found[1.0]
         assert skipped == (1 if precision == "16-mixed" else None)
-        assert max(float((value - start[name]).abs().max()) for name, value in expected.items()) > 0.03
+        assert (flat(expected) - flat(start)).abs().max() > 0.03
         for weight, (skips, parameters) in found.items():
             assert skips == skipped, weight
-            for name, value in parameters.items():
-                assert value.isfinite().all()
-                # 4096 is a power of two, 1e6 is 0.95 of one: other roundings of fp16 in each of 24 steps.
-                bound = 0.0 if weight == 4096 else 1e-5 if precision == "32-true" else 24 * LR * 2**-10 * 8
-                assert (value.float() - expected[name].float()).abs().max() <= bound, (weight, name)
+            assert flat(parameters).isfinite().all()
+            # 4096 is a power of two, 1e6 is 0.95 of one: other roundings of fp16 in each of 24 steps.
+            bound = 0.0 if weight == 4096 else 1e-5 if precision == "32-true" else 24 * LR * 2**-10 * 8
+            assert (flat(parameters) - flat(expected)).abs().max() <= bound, weight
 
 
 class OfItems(Sgd):
@@ -269,31 +292,25 @@ class OfItems(Sgd):
 
 
 def _fit_items(rank: int) -> Any:
-    found = {}
-    for per_token in (0.25, 4096.0):
-        for kind in ("plain", "minibatches"):
-            batches = token_batches([5, 9, 4, 6], seed=rank)
-            minibatches = [
-                Minibatch(batches[:rank]),
-                Minibatch(batches),
-                Minibatch([]),
-                Minibatch(batches[rank:]),
-            ]
+    """By kind of batch: the scale and the parameters, if a token counts a quarter and if it counts 4096."""
+    batches = token_batches([5, 9, 4, 6], seed=rank)
+    shares = [Minibatch(own) for own in (batches[:rank], batches, [], batches[rank:])]
+    found: dict[str, list[Any]] = {"plain": [], "minibatches": []}
+    for kind, data in (("plain", batches), ("minibatches", shares)):
+        for per_token in (0.25, 4096.0):
             module = OfItems(per_token)
-            t = trainer(2, precision="16-mixed", deterministic=True, accumulate_grad_batches=2)
-            t.fit(module, loader(batches if kind == "plain" else minibatches))
-            found[kind, per_token] = t.precision_plugin.scaler.get_scale(), full_parameters(module)
+            t = fit(module, data, precision="16-mixed", deterministic=True, accumulate_grad_batches=2)
+            found[kind].append((t.precision_plugin.scaler.get_scale(), full_parameters(module)))  # type: ignore[attr-defined]
     return found
 
 
-def test_sums_do_not_count_against_the_range_of_fp16():
-    start = full_parameters(Sgd(lr=LR))
-    for found in run_ranks(_fit_items):
-        for kind in ("plain", "minibatches"):
-            (scale, small), (other, large) = found[kind, 0.25], found[kind, 4096.0]
-            assert scale == other >= FULL / 2  # at most one of two steps was skipped
-            assert all(torch.equal(large[name], value) for name, value in small.items())
-            assert any((value - start[name]).abs().max() > 0.01 for name, value in small.items())
+@pytest.mark.parametrize("kind", ["plain", "minibatches"])
+def test_sums_do_not_count_against_the_range_of_fp16(kind, two_ranks):
+    for found in two_ranks[1]["items"]:
+        (scale, small), (other, large) = found[kind]
+        assert scale == other >= FULL / 2  # at most one of two steps was skipped
+        assert are_equal(small, large)
+        assert largest_difference(small, full_parameters(Sgd(lr=LR))) > 0.01
 
 
 class Lightens(Sgd):
@@ -305,25 +322,19 @@ class Lightens(Sgd):
         return loader([Minibatch([batch], weights=[[4096.0, 64.0][epoch]]) for batch in tokens])
 
 
-def _resume(rank: int, directory: str, precision: str) -> Any:
-    def fit(module: Lightens, epochs: int, path: str | None = None) -> Trainer:
-        options: dict[str, Any] = {"deterministic": True, "reload_dataloaders_every_n_epochs": 1}
-        t = trainer(2, precision=precision, max_epochs=epochs, **options)
-        t.fit(module, ckpt_path=path)
-        return t
-
-    whole, resumed, path = Lightens(lr=LR), Lightens(lr=LR), f"{directory}/half.ckpt"
-    states = [fit(whole, 2).precision_plugin.state_dict()]
-    fit(Lightens(lr=LR), 1).save_checkpoint(path)
-    states.append(fit(resumed, 2, path).precision_plugin.state_dict())
-    after = full_parameters(resumed)
-    return states, [torch.equal(value, after[name]) for name, value in full_parameters(whole).items()]
+def _resume(rank: int, folder: Path, precision: str) -> Any:
+    options = {"precision": precision, "deterministic": True, "reload_dataloaders_every_n_epochs": 1}
+    whole, resumed, path = Lightens(lr=LR), Lightens(lr=LR), folder / f"{precision}.ckpt"
+    states = [fit(whole, None, max_epochs=2, **options).precision_plugin.state_dict()]
+    fit(Lightens(lr=LR), None, **options).save_checkpoint(path)
+    states.append(fit(resumed, None, max_epochs=2, ckpt_path=path, **options).precision_plugin.state_dict())
+    return states, are_equal(full_parameters(whole), full_parameters(resumed))
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
-def test_the_unit_of_weights_is_resumed(tmp_path, precision):
-    for (whole, resumed), same in run_ranks(_resume, str(tmp_path), precision):
-        assert same == [True] * len(same)
+def test_the_unit_of_weights_is_resumed(precision, two_ranks):
+    for (whole, resumed), same in two_ranks[1]["resume", precision]:
+        assert same
         assert resumed == whole
         assert resumed["odc_weight_unit"] == 4096.0
 
@@ -340,14 +351,14 @@ class OfOne(Sgd):
 
 def _report_ones(rank: int, precision: str) -> Any:
     module, many = OfOne(), Minibatch(token_batches([3]) * 300, weights=[1000.0] * 300)
-    trainer(1, precision=precision).fit(module, loader([many]))
+    fit(module, [many], 1, precision=precision)
     return module.reported.dtype, float(module.reported)
 
 
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_losses_of_a_minibatch_are_summed_in_fp32(precision):
+@pytest.mark.parametrize("precision", OF_ONE)
+def test_losses_of_a_minibatch_are_summed_in_fp32(precision, one_rank):
     """In bf16, 256 + 1 is 256; in fp16, 100 * 1000 is infinite."""
-    assert run_ranks(_report_ones, precision, world_size=1) == [(torch.float32, 1.0)]
+    assert one_rank[precision] == [(torch.float32, 1.0)]
 
 
 def test_a_precision_that_is_not_supported_is_an_error_at_construction():

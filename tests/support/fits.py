@@ -11,9 +11,11 @@ to 2^-8, equally on all sides; gradients may differ by the order of sums in fp32
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -65,6 +67,13 @@ def fitted(module: LightningModule, batches: Any, world_size: int = 2, **options
     """The parameters after a fit."""
     fit(module, batches, world_size, **options)
     return full_parameters(module)
+
+
+def failure(module: LightningModule, batches: Any, world_size: int = 2, **options: Any) -> str:
+    """The error that a fit ends with, whole."""
+    with pytest.raises(Exception) as error:  # noqa: PT011 - the caller looks at it
+        fit(module, batches, world_size, **options)
+    return "".join(traceback.format_exception(error.value))
 
 
 def one_process(module: Any, steps: Iterable[Sequence[Any]], clip: float = math.inf) -> Parameters:
@@ -127,7 +136,7 @@ class Watch(Callback):
     @property
     def reads(self) -> int:
         """From peers, until the last batch."""
-        return int(self.traffic[-1].reads)
+        return int(self.traffic[-1].reads) if self.traffic else 0
 
 
 class Sgd(TokenModule):
@@ -138,6 +147,9 @@ class Sgd(TokenModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if self.returns == "items" else self.mean_loss(batch)
 
     def mean_loss(self, batch: Tensor) -> Tensor:
         """Over the tokens of a row, then over the rows."""

@@ -29,12 +29,7 @@ class Net(nn.Module):
     """Embedding, blocks, head; optionally tied, partly frozen, with scalars, or with a block that some batches skip."""
 
     def __init__(
-        self,
-        depth: int = 3,
-        vocab: int = 11,
-        tied: bool = False,
-        frozen: bool = False,
-        scalars: bool = False,
+        self, depth: int = 3, vocab: int = 11, tied: bool = False, frozen: bool = False, scalars: bool = False
     ) -> None:
         super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(0.5)) if scalars else None

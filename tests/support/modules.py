@@ -20,14 +20,18 @@ import lightning_odc
 from tests.support.models import Net, full_parameters, summed_loss, token_batches
 
 
-class ListDataset(IterableDataset[Any]):
-    """Yields the given batches, in order."""
+class Unsized(IterableDataset[Any]):
+    """Yields the given batches, and does not say how many there are."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self.batches = list(batches)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.batches)
+
+
+class ListDataset(Unsized):
+    """Yields the given batches, in order."""
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -36,6 +40,11 @@ class ListDataset(IterableDataset[Any]):
 def loader(batches: Sequence[Any]) -> torch.utils.data.DataLoader[Any]:
     """A data loader that yields ready-made batches (a ``Minibatch`` or a tensor of tokens)."""
     return torch.utils.data.DataLoader(ListDataset(batches), batch_size=None)
+
+
+def unsized(batches: Sequence[Any]) -> torch.utils.data.DataLoader[Any]:
+    """As `loader`, without a length."""
+    return torch.utils.data.DataLoader(Unsized(batches), batch_size=None)
 
 
 class Memory(Logger):
