@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,50 +29,39 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.sharding.wrapping import refuse_layers
 from lightning_odc.strategy.microbatch import contribution
-from tests.support.models import Block
-from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.fits import are_equal, assert_same, failure, fit, fitted
+from tests.support.models import Block, full_parameters, token_batches
+from tests.support.modules import TokenModule, trainer
+from tests.support.ranks import Cases, run_calls
+
+HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
+LB_MINI = {"balance": "lb_mini"}
+UNKNOWN: list[tuple[dict[str, Any], str]] = [
+    ({"communication": "ring"}, "is not known; choose one of 'on_demand', 'collective'"),
+    ({"transport": "pigeon"}, "is not known; choose one of 'auto', 'shared_memory'"),
+    ({"state_dict_type": "half"}, r"state_dict_type='half'\) is not known"),
+    ({"sharding_strategy": "NO_SHARD"}, r'has nothing to read on demand: use Trainer\(strategy="ddp"\)'),
+    ({"sharding_strategy": "WHATEVER"}, r"choose one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
+    ({"device_mesh": (2, 2)}, r'Write sharding_strategy="HYBRID_SHARD"'),
+    ({**HYBRID, "device_mesh": (4,)}, r"device_mesh=\(nodes, ranks per node\)"),
+    ({**HYBRID, "device_mesh": 4}, r"device_mesh=\(nodes, ranks per node\)"),
+    (
+        {"balance": "steal", "deterministic": True},
+        r'Use balance="lb_mini" with deterministic=True \(the same',
+    ),
+    ({"accumulator_dtype": torch.int32}, "write torch.float32, another floating-point dtype"),
+    ({"accumulator_dtype": "float32"}, "write torch.float32, another floating-point dtype"),
+    ({"max_tokens": 0}, r"max_tokens must be a whole number of at least 1, got 0: max_tokens=8"),
+    ({**LB_MINI, "max_tokens": -5}, r"max_tokens must be .*, got -5: max_tokens=8"),
+    ({**LB_MINI, "max_tokens": "16k"}, r"max_tokens must be .*, got '16k': max_tokens=8"),
+    ({**LB_MINI, "weighting": "tokens"}, r"weighting='tokens' is unknown; write one of 'auto', 'label'"),
+    ({**LB_MINI, "cost": "cubic"}, r"cost='cubic' is unknown"),
+    ({"timeout": 5}, r"write datetime.timedelta\(minutes=30\)"),
+    ({"timeout": timedelta(0)}, r"write datetime.timedelta\(minutes=30\)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"communication": "ring"},
-            r"communication='ring'\) is not known; choose one of 'on_demand', 'collective'",
-        ),
-        (
-            {"transport": "pigeon"},
-            r"transport='pigeon'\) is not known; choose one of 'auto', 'shared_memory'",
-        ),
-        ({"state_dict_type": "half"}, r"state_dict_type='half'\) is not known"),
-        ({"sharding_strategy": "NO_SHARD"}, r'has nothing to read on demand: use Trainer\(strategy="ddp"\)'),
-        ({"device_mesh": (2, 2)}, r'Write sharding_strategy="HYBRID_SHARD"'),
-        (
-            {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (4,)},
-            r"device_mesh=\(nodes, ranks per node\)",
-        ),
-        ({"sharding_strategy": "HYBRID_SHARD", "device_mesh": 4}, r"device_mesh=\(nodes, ranks per node\)"),
-        ({"sharding_strategy": "WHATEVER"}, r"choose one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
-        (
-            {"balance": "steal", "deterministic": True},
-            r'Use balance="lb_mini" with deterministic=True \(the same plan without stealing\)',
-        ),
-        ({"accumulator_dtype": torch.int32}, "write torch.float32, another floating-point dtype"),
-        ({"accumulator_dtype": "float32"}, "write torch.float32, another floating-point dtype"),
-        ({"max_tokens": 0}, r"max_tokens must be a whole number of at least 1, got 0: max_tokens=8"),
-        ({"balance": "lb_mini", "max_tokens": -5}, r"max_tokens must be .*, got -5: max_tokens=8"),
-        ({"balance": "lb_mini", "max_tokens": "16k"}, r"max_tokens must be .*, got '16k': max_tokens=8"),
-        (
-            {"balance": "lb_mini", "weighting": "tokens"},
-            r"weighting='tokens' is unknown; write one of 'auto', 'label'",
-        ),
-        ({"balance": "lb_mini", "cost": "cubic"}, r"cost='cubic' is unknown"),
-        ({"timeout": 5}, r"write datetime.timedelta\(minutes=30\)"),
-        ({"timeout": timedelta(0)}, r"write datetime.timedelta\(minutes=30\)"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
+@pytest.mark.parametrize(("options", "message"), UNKNOWN, ids=lambda value: str(value)[:40])
 def test_unknown_values(options, message):
     with pytest.raises(ValueError, match=message):
         ODCStrategy(**options)
@@ -112,18 +102,28 @@ class Miscounts(TokenModule):
         return output | {"num_items": torch.tensor(self.items)} if batch.shape[1] == 3 else output
 
 
-def _miscounts(rank: int) -> None:
-    for communication in ("on_demand", "collective"):
-        for items in (-2.0, float("inf"), float("nan")):
-            lengths = [5, 3] if rank == 0 else [6, 7]
-            with pytest.raises(Exception, match=r'rank 0 .*"num_items" must be finite and at least 0'):
-                trainer(2, communication=communication).fit(
-                    Miscounts(items), loader([Minibatch(token_batches(lengths))])
-                )
+def _miscounts(rank: int, communication: str, items: float) -> str:
+    minibatch = Minibatch(token_batches([5, 3] if rank == 0 else [6, 7]))
+    return failure(Miscounts(items), [minibatch], communication=communication)
 
 
-def test_a_number_of_items_on_a_device_is_found_out_by_all():
-    run_ranks(_miscounts)
+@pytest.fixture(scope="module")
+def two_ranks() -> Cases:
+    """What two ranks do, in one launch."""
+    kinds = ("on_demand", "collective")
+    calls: dict[Any, Any] = {case: (_miscounts, *case) for case in MISCOUNTS}
+    calls |= {(case, kind): (_sharded, case, kind) for case in SHARDED for kind in kinds}
+    calls |= {"wrapped": (_fit_hand_wrapped,), "penalty": (_weighted_penalty,), "advised": (_advised,)}
+    return run_calls(calls)
+
+
+MISCOUNTS = [("on_demand", -2.0), ("on_demand", float("inf")), ("collective", float("nan"))]
+
+
+@pytest.mark.parametrize("case", MISCOUNTS, ids=str)
+def test_a_number_of_items_on_a_device_is_found_out_by_all(case, two_ranks):
+    for message in two_ranks[case]:
+        assert re.search(r'rank 0 .*"num_items" must be finite and at least 0', message)
 
 
 def test_numbers_of_items_of_numpy():
@@ -139,23 +139,19 @@ def test_arguments_of_fsdp1_without_meaning_are_named():
     ODCStrategy(use_orig_params=True, limit_all_gathers=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"balanse": "lb_mini"}, r"^ODCStrategy does not know balanse=: did you mean balance=\?$"),
-        ({"policy": "lb_mini"}, r"^ODCStrategy does not know policy=: did you mean balance=\?$"),
-        ({"balanced": "lb_mini"}, r"^ODCStrategy does not know balanced=: did you mean balance=\?$"),
-        (
-            {"max_token": 8, "comunication": 1},
-            r"comunication=: did you mean communication=\? .*max_tokens=\?$",
-        ),
-        (
-            {"stage": 3},
-            r"^ODCStrategy does not know stage=\. Its arguments are accelerator, .*weighting.*after\.$",
-        ),
-    ],
-    ids=str,
-)
+MISSPELT: list[tuple[dict[str, Any], str]] = [
+    ({"balanse": "lb_mini"}, r"^ODCStrategy does not know balanse=: did you mean balance=\?$"),
+    ({"policy": "lb_mini"}, r"^ODCStrategy does not know policy=: did you mean balance=\?$"),
+    ({"balanced": "lb_mini"}, r"^ODCStrategy does not know balanced=: did you mean balance=\?$"),
+    ({"max_token": 8, "comunication": 1}, r"comunication=: did you mean communication=\? .*max_tokens=\?$"),
+    (
+        {"stage": 3},
+        r"^ODCStrategy does not know stage=\. Its arguments are accelerator, .*weighting.*after\.$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), MISSPELT, ids=str)
 def test_misspelt_arguments(options, message):
     with pytest.raises(TypeError, match=message):
         ODCStrategy(**options)
@@ -180,17 +176,22 @@ def test_pytorch_lightnings_trainer_explains_itself():
         other.Trainer(strategy=ODCStrategy(), accelerator="cpu", devices=1)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_a_minibatch_in_a_strategy_that_does_not_know_it(strategy):
-    message = run_ranks(_fit_elsewhere, strategy, world_size=1)[0]
-    assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
+@pytest.fixture(scope="module")
+def one_rank() -> Cases:
+    calls: dict[Any, Any] = {strategy: (_fit_elsewhere, strategy) for strategy in ("auto", "ddp")}
+    calls |= {case: (_fit_odd, case) for case in OUTPUTS} | {"skips": (_fit_skipping,)}
+    return run_calls(calls, world_size=1)
 
 
 def _fit_elsewhere(rank: int, strategy: str) -> str:
-    t = trainer(1, strategy=strategy)
-    with pytest.raises(TypeError) as error:
-        t.fit(TokenModule(), loader([Minibatch(token_batches([5]))]))
-    return str(error.value)
+    return failure(TokenModule(), [Minibatch(token_batches([5]))], 1, strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_a_minibatch_in_a_strategy_that_does_not_know_it(strategy, one_rank):
+    (message,) = one_rank[strategy]
+    assert "NotUnrolledError" in message
+    assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
 
 
 class HandWrapped(TokenModule):
@@ -200,14 +201,12 @@ class HandWrapped(TokenModule):
 
 
 def _fit_hand_wrapped(rank: int) -> str:
-    with pytest.raises(TypeError) as error:
-        trainer(2).fit(HandWrapped(), loader([Minibatch(token_batches([5]))]))
-    return str(error.value)
+    return failure(HandWrapped(), [Minibatch(token_batches([5]))])
 
 
-def test_modules_wrapped_in_fsdp1():
-    for message in run_ranks(_fit_hand_wrapped):
-        assert message.startswith("net.head is wrapped in FullyShardedDataParallel")
+def test_modules_wrapped_in_fsdp1(two_ranks):
+    for message in two_ranks["wrapped"]:
+        assert "TypeError: net.head is wrapped in FullyShardedDataParallel" in message
         assert "fully_shard(self.block)" in message
 
 
@@ -224,42 +223,32 @@ class Odd(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-OUTPUTS: dict[str, tuple[Any, type[Exception], str]] = {
-    "float": (lambda loss: loss.item(), TypeError, "must return a loss tensor.*It returned float"),
-    "no loss": (lambda loss: {"losses": loss}, TypeError, "It returned dict"),
-    "negative": (
-        lambda loss: {"loss": loss, "num_items": -1},
-        ValueError,
-        '"num_items" must be a finite number of at least',
-    ),
-    "text": (
-        lambda loss: {"loss": loss, "num_items": "3"},
-        ValueError,
-        '"num_items" must be a finite number of at least',
-    ),
+ITEMS = r'ValueError.*"num_items" must be a finite number of at least'
+OUTPUTS: dict[str, tuple[Any, str]] = {
+    "float": (lambda loss: loss.item(), "TypeError.*must return a loss tensor.*It returned float"),
+    "no loss": (lambda loss: {"losses": loss}, "TypeError.*It returned dict"),
+    "negative": (lambda loss: {"loss": loss, "num_items": -1}, ITEMS),
+    "text": (lambda loss: {"loss": loss, "num_items": "3"}, ITEMS),
 }
 
 
+def _fit_odd(rank: int, case: str) -> str:
+    return failure(Odd(OUTPUTS[case][0]), [Minibatch([0])], 1)
+
+
 @pytest.mark.parametrize("case", OUTPUTS)
-def test_odd_outputs_of_training_step(case):
-    run_ranks(_fit_odd, case, world_size=1)
-
-
-def _fit_odd(rank: int, case: str) -> None:
-    output, error, message = OUTPUTS[case]
-    with pytest.raises(error, match=message):
-        trainer(1).fit(Odd(output), loader([Minibatch([0])]))
-
-
-def test_a_step_may_skip_a_microbatch():
-    run_ranks(_fit_skipping, world_size=1)
+def test_odd_outputs_of_training_step(case, one_rank):
+    assert re.search(f"(?s){OUTPUTS[case][1]}", one_rank[case][0])
 
 
 def _fit_skipping(rank: int) -> None:
     module = Odd(lambda _: None)
-    before = module.layer.weight.detach().clone()
-    trainer(1).fit(module, loader([Minibatch([0, 1])]))
-    assert torch.equal(module.layer.weight.full_tensor(), before)  # type: ignore[operator]
+    before = full_parameters(module)
+    assert are_equal(fitted(module, [Minibatch([0, 1])], 1), before)
+
+
+def test_a_step_may_skip_a_microbatch(one_rank):
+    assert one_rank["skips"] == [None]
 
 
 def test_the_engine_outside_a_run():
@@ -321,74 +310,57 @@ def flatten(module: Any) -> Any:
     return nn.utils.parameters_to_vector(module.parameters())
 
 
+def norm(module: Any) -> Any:
+    return grad_norm(module, 2)
+
+
+def histogram(module: Any) -> Any:
+    return [p.detach().numpy() for p in module.parameters()]
+
+
+def copied(module: Any) -> Any:
+    return copy.deepcopy(module.net)
+
+
+MIXED, NO_RULE = "got mixed torch.Tensor and DTensor", "Sharding propagation failed"
+NOT_YET, STATE = "its data is not allocated yet", "lightning_module_state_dict()"
 #: What is done and where, torch's own words (none if this package raises first), and what to write.
 SHARDED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
-    "penalty": (penalty, "training_step", "got mixed torch.Tensor and DTensor", "alpha=2 * 0.01"),
-    "method": (
-        encode,
-        "training_step",
-        "got mixed torch.Tensor and DTensor",
-        "register_fsdp_forward_method(",
-    ),
-    "average": (
-        average,
-        "on_before_zero_grad",
-        "got mixed torch.Tensor and DTensor",
-        "update it in `on_train_batch_end`",
-    ),
-    "norm": (
-        lambda module: grad_norm(module, 2),
-        "on_before_optimizer_step",
-        "its data is not allocated yet",
-        "precision_plugin.gradient_norm",
-    ),
-    "histogram": (
-        lambda module: [p.detach().numpy() for p in module.parameters()],
-        "on_train_batch_end",
-        "is not supported for tensor subclasses",
-        "p.full_tensor()",
-    ),
-    "copy": (
-        lambda module: copy.deepcopy(module.net),
-        "on_train_start",
-        "FSDP does not support deepcopy",
-        "lightning_module_state_dict()",
-    ),
-    "pickle": (pickle.dumps, "on_train_start", "_fsdp_init.FSDP", "lightning_module_state_dict()"),
-    "vector": (flatten, "on_train_batch_end", "Sharding propagation failed", "torch.optim.AdamW"),
-    "Adafactor": (
-        torch.optim.Adafactor,
-        "configure_optimizers",
-        "Sharding propagation failed",
-        "torch.optim.AdamW",
-    ),
+    "penalty": (penalty, "training_step", MIXED, "alpha=2 * 0.01"),
+    "method": (encode, "training_step", MIXED, "register_fsdp_forward_method("),
+    "average": (average, "on_before_zero_grad", MIXED, "update it in `on_train_batch_end`"),
+    "norm": (norm, "on_before_optimizer_step", NOT_YET, "precision_plugin.gradient_norm"),
+    "histogram": (histogram, "on_train_batch_end", "not supported for tensor subclasses", "p.full_tensor()"),
+    "copy": (copied, "on_train_start", "FSDP does not support deepcopy", STATE),
+    "pickle": (pickle.dumps, "on_train_start", "_fsdp_init.FSDP", STATE),
+    "vector": (flatten, "on_train_batch_end", NO_RULE, "torch.optim.AdamW"),
+    "Adafactor": (torch.optim.Adafactor, "configure_optimizers", NO_RULE, "torch.optim.AdamW"),
     "LBFGS": (torch.optim.LBFGS, "configure_optimizers", "", "torch.optim.AdamW"),
 }
 
 
-def _sharded(rank: int) -> dict[str, list[str]]:
-    texts: dict[str, list[str]] = {}
-    for case, (act, hook, _, _) in SHARDED.items():
-        for communication in ("on_demand", "collective"):
-            with pytest.raises((RuntimeError, AssertionError, ValueError, pickle.PicklingError)) as error:
-                trainer(2, communication=communication).fit(Does(act, hook), loader(token_batches([5])))
-            texts.setdefault(case, []).append("".join(traceback.format_exception_only(error.value)))
-    return texts
+def _sharded(rank: int, case: str, communication: str) -> str:
+    act, hook, *_ = SHARDED[case]
+    with pytest.raises((RuntimeError, AssertionError, ValueError, pickle.PicklingError)) as error:
+        fit(Does(act, hook), token_batches([5]), communication=communication)
+    return "".join(traceback.format_exception_only(error.value))
 
 
-def test_errors_of_torch_about_sharded_parameters_say_what_to_write():
+@pytest.mark.parametrize("case", SHARDED)
+def test_errors_of_torch_about_sharded_parameters_say_what_to_write(case, two_ranks):
     page = (Path(__file__).parents[2] / "docs" / "faq.md").read_text()
-    for texts in run_ranks(_sharded):
-        for case, (_, _, words, advice) in SHARDED.items():
-            assert len(texts[case]) == 2
-            for text in texts[case]:
-                assert words in text, case
-                assert text.count(advice) == 1, text
-                assert not words or text.partition(": ")[2].startswith("ODCStrategy shards"), text
-            assert words in page
-        on_demand, collective = texts["LBFGS"]
-        assert on_demand.startswith("ValueError: LBFGS runs the model several times in one step")
-        assert "Cannot flatten unevenly sharded tensor" in collective
+    _, _, words, advice = SHARDED[case]
+    assert words in page
+    for on_demand, collective in zip(
+        two_ranks[case, "on_demand"], two_ranks[case, "collective"], strict=True
+    ):
+        for text in (on_demand, collective):
+            assert words in text
+            assert text.count(advice) == 1, text
+            assert not words or text.partition(": ")[2].startswith("ODCStrategy shards"), text
+        if case == "LBFGS":
+            assert on_demand.startswith("ValueError: LBFGS runs the model several times in one step")
+            assert "Cannot flatten unevenly sharded tensor" in collective
 
 
 class AllAtOnce(torch.optim.SGD):
@@ -419,14 +391,14 @@ def test_bitsandbytes_and_adalora_are_refused_by_name():
         refuse_layers(nn.Sequential(nn.Linear(1, 1), adapters()), sync_batchnorm=False)
 
 
-def _weighted_penalty(rank: int) -> None:
+def _weighted_penalty(rank: int) -> str:
     minibatch = Minibatch(token_batches([5, 4]), weights=[1.0, 3.0])
-    with pytest.raises(RuntimeError, match=r"(?s)'net.blocks.2.down.*alpha=2 \* 0.01"):
-        trainer(2).fit(Does(penalty_of_blocks, "training_step"), loader([minibatch]))
+    return failure(Does(penalty_of_blocks, "training_step"), [minibatch])
 
 
-def test_a_penalty_that_no_weight_would_divide():
-    run_ranks(_weighted_penalty)
+def test_a_penalty_that_no_weight_would_divide(two_ranks):
+    for message in two_ranks["penalty"]:
+        assert re.search(r"(?s)'net.blocks.2.down.*alpha=2 \* 0.01", message)
 
 
 class Advised(TokenModule):
@@ -438,7 +410,7 @@ class Advised(TokenModule):
         self.histograms: list[int] = []
 
     def on_fit_start(self) -> None:
-        for block in self.net.blocks:
+        for block in self.net.blocks if self._is_sharded else ():
             register_fsdp_forward_method(block, "encode")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -463,12 +435,9 @@ class Advised(TokenModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def _advised(rank: int, world_size: int) -> Any:
+def _advised(rank: int) -> Any:
     module = Advised()
-    t = trainer(world_size, **({} if world_size > 1 else {"strategy": "auto"}))
-    t.fit(module, loader(token_batches([6, 6])))
-    if world_size == 1:
-        return full_parameters(module)
+    t = fit(module, token_batches([6, 6]))
     assert module.histograms == [p.numel() for p in module.parameters()]
     state = t.strategy.lightning_module_state_dict()
     if rank > 0:
@@ -479,12 +448,8 @@ def _advised(rank: int, world_size: int) -> Any:
     return full_parameters(alone)
 
 
-def test_what_these_messages_say_is_right():
-    (one,), (whole, nothing) = run_ranks(_advised, 1, world_size=1), run_ranks(_advised, 2)
+def test_what_these_messages_say_is_right(two_ranks):
+    whole, nothing = two_ranks["advised"]
     assert nothing == {}
-    assert one.keys() == whole.keys()
-    for (
-        name,
-        value,
-    ) in one.items():  # gradients of two equal ranks, whose mean is exact, and a penalty added last
-        torch.testing.assert_close(whole[name], value, rtol=1e-5, atol=1e-6)
+    # Gradients of two equal ranks, whose mean is exact, and a penalty added last.
+    assert_same(whole, fitted(Advised(), token_batches([6, 6]), 1, strategy="auto"))

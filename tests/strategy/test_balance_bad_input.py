@@ -9,37 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, Sampler, WeightedRandomSampler
 
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from tests.strategy.test_balance import SAMPLES, Padded, pad
-from tests.support.modules import trainer
-from tests.support.ranks import run_ranks
+from tests.support.fits import failure, fit
+from tests.support.modules import ListDataset, trainer
+from tests.support.ranks import Cases, run_calls, run_ranks
 
 
-class WithLengths(Dataset[Any]):
+class WithLengths(list[Any]):
     """Samples that say something about their lengths."""
 
     def __init__(self, lengths: Any) -> None:
+        super().__init__(SAMPLES)
         self.lengths = lengths
-
-    def __len__(self) -> int:
-        return len(SAMPLES)
-
-    def __getitem__(self, index: int) -> Any:
-        return SAMPLES[index]
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(SAMPLES)
 
 
 class OwnBatches(Sampler[list[int]]):
@@ -71,7 +55,7 @@ LOADERS: dict[str, Any] = {
     "own batch sampler": lambda: batches(batch_size=1, batch_sampler=OwnBatches(3)),
     "sampler": lambda: batches(sampler=WeightedRandomSampler([1.0] * 24, 24)),
     "unknown": lambda: batches(dataset=[torch.zeros(2, 2, 2)] * 8),
-    "stolen stream": lambda: batches(dataset=Stream()),
+    "stolen stream": lambda: batches(dataset=ListDataset(SAMPLES)),
     "batches": lambda: batches(batch_size=None),
     "list": lambda: [torch.zeros(1, 2)] * 4,
 }
@@ -105,55 +89,60 @@ CASES: list[tuple[str, bool, str]] = [
 ]
 
 
-def _fit_all(rank: int) -> list[str]:
-    messages = []
-    for name, distributed, _ in CASES:
-        policy = "steal" if name == "stolen stream" else "lb_mini"
-        strategy = ODCStrategy(balance=policy, max_tokens=20 if name == "too long" else None)
-        t = trainer(2, strategy=strategy, use_distributed_sampler=distributed)
-        with pytest.raises((ValueError, TypeError)) as error:
-            t.fit(Padded(), LOADERS[name]())
-        messages.append(str(error.value))
-        # Both ranks make the mistake: neither is told that it followed from something else.
-        assert not any("followed" in note for note in getattr(error.value, "__notes__", []))
-    return messages
+def _refused(rank: int, name: str, distributed: bool) -> str:
+    options = {
+        "balance": "steal" if name == "stolen stream" else "lb_mini",
+        "use_distributed_sampler": distributed,
+    }
+    if name == "too long":
+        options["max_tokens"] = 20
+    t = trainer(2, **options)
+    with pytest.raises((ValueError, TypeError)) as error:
+        t.fit(Padded(), LOADERS[name]())
+    # Both ranks make the mistake: neither is told that it followed from something else.
+    assert not any("followed" in note for note in getattr(error.value, "__notes__", []))
+    return str(error.value)
+
+
+#: A loader's own policy, options of the strategy, and what is said.
+EXPLICIT: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "lb_mini",
+        {"communication": "collective"},
+        'policy="lb_mini" gives ranks different numbers.*use communication="on_demand", or policy="lb_micro"',
+    ),
+    ("steal", {"communication": "lockstep"}, 'policy="steal" gives ranks different numbers'),
+    ("steal", {"deterministic": True}, 'Use policy="lb_mini" with deterministic=True'),
+]
+
+
+def _explicit(rank: int, number: int) -> str:
+    """Loaders that would train until ranks have unequal counts, or until somebody steals, are refused before."""
+    policy, options, _ = EXPLICIT[number]
+    module = Padded()
+    with pytest.raises(ValueError, match="policy=") as error:
+        fit(module, BalancedDataLoader(SAMPLES, minibatch_size=4, policy=policy, collate_fn=pad), **options)
+    assert module.sizes == []
+    return str(error.value)
 
 
 @pytest.fixture(scope="module")
-def messages() -> list[list[str]]:
+def messages() -> Cases:
     """What both ranks were told, by case."""
-    return run_ranks(_fit_all)
+    calls: dict[Any, Any] = {case: (_refused, *case[:2]) for case in CASES}
+    return run_calls(calls | {number: (_explicit, number) for number in range(len(EXPLICIT))})
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{name}-{d}" for name, d, _ in CASES])
-def test_each_mistake_has_one_clear_error_on_every_rank(messages, number):
-    for by_case in messages:
-        assert re.search(f"(?s){CASES[number][2]}", by_case[number]), by_case[number]
+@pytest.mark.parametrize("case", CASES, ids=[f"{name}-{d}" for name, d, _ in CASES])
+def test_each_mistake_has_one_clear_error_on_every_rank(messages, case):
+    for message in messages[case]:
+        assert re.search(f"(?s){case[2]}", message), message
 
 
-def _explicit(rank: int) -> list[str]:
-    """Loaders that would train until ranks have unequal counts, or until somebody steals, are refused before."""
-    messages = []
-    for policy, options in (
-        ("lb_mini", {"communication": "collective"}),
-        ("steal", {"communication": "lockstep"}),
-        ("steal", {"deterministic": True}),
-    ):
-        own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy=policy, collate_fn=pad)
-        module, t = Padded(), trainer(2, **options)
-        with pytest.raises(ValueError, match="policy=") as error:
-            t.fit(module, own)
-        assert module.sizes == []
-        messages.append(str(error.value))
-    return messages
-
-
-def test_an_explicit_loader_that_the_strategy_cannot_run():
-    for collective, lockstep, deterministic in run_ranks(_explicit):
-        assert 'policy="lb_mini" gives ranks different numbers' in collective
-        assert 'use communication="on_demand", or policy="lb_micro"' in collective
-        assert 'policy="steal" gives ranks different numbers' in lockstep
-        assert 'Use policy="lb_mini" with deterministic=True' in deterministic
+@pytest.mark.parametrize("number", range(len(EXPLICIT)))
+def test_an_explicit_loader_that_the_strategy_cannot_run(messages, number):
+    for message in messages[number]:
+        assert re.search(f"(?s){EXPLICIT[number][2]}", message)
 
 
 def test_options_without_a_policy_are_said_to_do_nothing():
@@ -165,17 +154,15 @@ def test_options_without_a_policy_are_said_to_do_nothing():
         ODCStrategy(balance=None)
 
 
-def _elsewhere(rank: int, strategy: str) -> str:
-    own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad)
-    with pytest.raises(TypeError) as error:
-        trainer(1, strategy=strategy).fit(Padded(), own)
-    return str(error.value)
-
-
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_unequal_counts_under_a_strategy_that_runs_collectives(strategy):
-    (message,) = run_ranks(_elsewhere, strategy, world_size=1)
+    own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad)
+    (message,) = run_ranks(_elsewhere, own, strategy, world_size=1)
     assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
     assert 'BalancedDataLoader(..., policy="lb_micro", unroll=True)' in message
     with pytest.raises(ValueError, match='Write policy="lb_micro"'):
         BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", unroll=True)
+
+
+def _elsewhere(rank: int, own: BalancedDataLoader, strategy: str) -> str:
+    return failure(Padded(), own, 1, strategy=strategy)

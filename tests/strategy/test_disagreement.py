@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from lightning_odc import Minibatch
-from tests.support.modules import TokenModule, loader, token_batches, trainer
-from tests.support.ranks import try_ranks
+from tests.support.fits import failure, fit
+from tests.support.models import token_batches
+from tests.support.modules import TokenModule
+from tests.support.ranks import Cases, run_calls, try_ranks
 
 #: The ranks' own patience, longer than that of these tests.
 TIMEOUT = timedelta(minutes=10)
@@ -61,48 +63,47 @@ class LeavesTheEpoch(TokenModule):
         return -1 if batch_idx == 1 and self.trainer.global_rank == 1 else None
 
 
-def _fit(rank: int, case: str) -> None:
-    module_class, options, lr = CASES[case][:3]
-    different = rank == 1 or module_class in (StopsEarly, StepsOnce, LeavesTheEpoch)
-    module = (module_class if different else TokenModule)("items")
-    module.lr = lr if rank == 1 else 0.1
-    fit = trainer(2, timeout=TIMEOUT, **(options if rank == 1 else {}))
-    batches = token_batches([5, 9, 4])
-    manual = module_class is StepsOnce
-    fit.fit(module, loader(batches if manual else [Minibatch([batch]) for batch in batches]))
-
-
-CASES: dict[str, tuple[type[TokenModule], dict[str, Any], float, str]] = {
+#: What rank 1 does otherwise before the first step, and what both ranks are told.
+CASES: dict[str, tuple[dict[str, Any], str]] = {
     "code": (
-        OtherCode,
-        {},
-        0.1,
+        {"module": OtherCode},
         r"where rank 1 has\s+class tests.strategy.test_disagreement.OtherCode in a file with digest",
     ),
-    "dtype": (
-        TokenModule,
-        {"precision": "bf16-true"},
-        0.1,
-        r"net.embed.weight: shape \[11, 7\], torch.bfloat16",
-    ),
-    "precision": (TokenModule, {"precision": "bf16-mixed"}, 0.1, r"computed in torch.bfloat16"),
-    "learning rate": (TokenModule, {}, 0.2, r"where rank 1 has\s+optimizer 0: AdamW\(lr=0.2"),
-    "accumulation": (TokenModule, {"accumulate_grad_batches": 3}, 0.1, "accumulate_grad_batches=3"),
-    "clipping": (TokenModule, {"gradient_clip_val": 1.0}, 0.1, "gradient_clip_val=1.0"),
-    # Who finds it out, and in which words, depends on where Lightning's versions make ranks wait.
-    "optimizer steps": (StepsOnce, {}, 0.1, "DisagreementError: Rank [01] "),
-    "skips the epoch": (LeavesTheEpoch, {}, 0.1, "DisagreementError: Rank [01] "),
+    "dtype": ({"precision": "bf16-true"}, r"net.embed.weight: shape \[11, 7\], torch.bfloat16"),
+    "precision": ({"precision": "bf16-mixed"}, r"computed in torch.bfloat16"),
+    "learning rate": ({"lr": 0.2}, r"where rank 1 has\s+optimizer 0: AdamW\(lr=0.2"),
+    "accumulation": ({"accumulate_grad_batches": 3}, "accumulate_grad_batches=3"),
+    "clipping": ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
 }
 
 
+def _differs(rank: int, case: str) -> str:
+    options = dict(CASES[case][0]) if rank == 1 else {}
+    module = options.pop("module", TokenModule)("items", lr=options.pop("lr", 0.1))
+    return failure(module, [Minibatch([b]) for b in token_batches([5, 9, 4])], timeout=TIMEOUT, **options)
+
+
+def _fits_another_file(rank: int, folder: Path) -> str:
+    file = folder / str(rank) / "edited.py"
+    file.parent.mkdir()
+    file.write_text(OF_TWO_FILES.format(factor=rank))
+    sys.path.insert(0, str(file.parent))
+    edited = importlib.import_module("edited")
+    return failure(edited.Edited("items"), [Minibatch(token_batches([5]))], timeout=TIMEOUT)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """What both ranks are told before the first step, in one launch."""
+    calls: dict[Any, Any] = {case: (_differs, case) for case in CASES}
+    return run_calls(calls | {"files": (_fits_another_file, tmp_path_factory.mktemp("files"))})
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_named_at_once(case):
-    outcomes = try_ranks(_fit, case, timeout=90)
-    for outcome in outcomes:
-        assert outcome.exitcode == 1, case
-    texts = "".join(outcome.error for outcome in outcomes)
-    assert "DisagreementError" in texts
-    assert re.search(CASES[case][3], texts), texts
+def test_it_is_named_before_the_first_step(case, told):
+    for text in told[case]:
+        assert "DisagreementError" in text
+        assert re.search(CASES[case][1], text), text
 
 
 OF_TWO_FILES = """
@@ -113,37 +114,29 @@ class Edited(TokenModule):
 """
 
 
-def _fits_another_file(rank: int, folder: Path) -> None:
-    file = folder / str(rank) / "edited.py"
-    file.parent.mkdir()
-    file.write_text(OF_TWO_FILES.format(factor=rank))
-    sys.path.insert(0, str(file.parent))
-    edited = importlib.import_module("edited")
-    trainer(2, timeout=TIMEOUT).fit(edited.Edited("items"), loader([Minibatch(token_batches([5]))]))
-
-
-def test_another_version_of_the_same_class_is_named(tmp_path):
-    for outcome in try_ranks(_fits_another_file, tmp_path, timeout=90):
-        assert outcome.exitcode == 1
-        first, second = re.findall(r"class edited.Edited in a file with digest ([0-9a-f]{12})", outcome.error)
+def test_another_version_of_the_same_class_is_named(told):
+    for text in told["files"]:
+        first, second = set(re.findall(r"class edited.Edited in a file with digest ([0-9a-f]{12})", text))
         assert first != second
 
 
-def _stops(rank: int, who: int) -> int:
-    module = StopsEarly("items")
-    module.who = who
-    fit = trainer(2, timeout=TIMEOUT)
-    fit.fit(module, loader([Minibatch([batch]) for batch in token_batches([5, 9, 4])]))
-    return int(fit.global_step)
+def _parts(rank: int, module: type[TokenModule], who: int = 1) -> None:
+    made = module("items")
+    made.who = who  # type: ignore[assignment]
+    batches = token_batches([5, 9, 4])
+    fit(made, batches if module is StepsOnce else [Minibatch([batch]) for batch in batches], timeout=TIMEOUT)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_leaves_the_loop_is_told_by_all(who):
-    """``trainer.should_stop``, Lightning's way to ``break``."""
-    outcomes = try_ranks(_stops, who, timeout=90)
+# Who finds it out, and in which words, depends on where Lightning's versions make ranks wait.
+@pytest.mark.parametrize(
+    ("module", "who"), [(StepsOnce, 1), (LeavesTheEpoch, 1), (StopsEarly, 0), (StopsEarly, 1)]
+)
+def test_ranks_that_part_in_mid_run_are_told(module, who):
+    """The last one by ``trainer.should_stop``, Lightning's way to ``break``."""
+    outcomes = try_ranks(_parts, module, who, timeout=90)
     assert [outcome.exitcode for outcome in outcomes] == [1, 1]
     texts = "".join(outcome.error for outcome in outcomes)
-    assert re.search("DisagreementError: Rank [01] (is at|has ended)", texts), texts
+    assert re.search("DisagreementError: Rank [01] ", texts), texts
 
 
 class Gathers(TokenModule):
@@ -166,7 +159,7 @@ class Gathers(TokenModule):
 def _gathers(rank: int, lengths: list[list[int]], pads: bool = False) -> None:
     module = Gathers()
     module.pads = pads
-    trainer(2, timeout=TIMEOUT).fit(module, loader([Minibatch(token_batches(lengths[rank]))]))
+    fit(module, [Minibatch(token_batches(lengths[rank]))], timeout=TIMEOUT)
 
 
 @pytest.mark.parametrize(

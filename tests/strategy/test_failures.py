@@ -8,47 +8,58 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_odc import Minibatch, host_memory
 from lightning_odc.host_memory import Room
+from tests.support.fits import failure, fit
 from tests.support.models import WIDTH
-from tests.support.modules import TokenModule, loader, token_batches, trainer
-from tests.support.ranks import Outcome, run_ranks, try_ranks
+from tests.support.modules import TokenModule, loader, token_batches, trainer, unsized
+from tests.support.ranks import Cases, run_calls, try_ranks
 from tests.test_host_memory import V2_MOUNT, count_kill, tree
 
 #: Far below the strategy's own timeout of 30 minutes, far above what a busy machine needs.
 SECONDS = 20
 
 
-def fit(rank: int, module: TokenModule, batches: list[Any], **options: Any) -> Trainer:
-    t = trainer(2, **options)
-    t.fit(module, loader(batches))
-    return t
+def batches(count: int = 4, lengths: Sequence[int] = (5, 9, 4)) -> list[Minibatch]:
+    return [Minibatch(token_batches(lengths)) for _ in range(count)]
 
 
-class Raises(TokenModule):
-    def __init__(self, rank: int, at: int) -> None:
+class Acts(TokenModule):
+    """Does something before its microbatch of that number, on one rank."""
+
+    def __init__(self, rank: int, act: Callable[[], Any], at: int = 4, who: int = 1) -> None:
         super().__init__("items")
-        self.failing, self.at = rank == 1, at
+        self.act, self.at = (act if rank == who else None), at
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        if self.failing and len(self.seen) == self.at:
-            raise ValueError("no such token")
+        if self.act is not None and len(self.seen) == self.at:
+            self.act()
         return super().training_step(batch, batch_idx)
 
 
+def throw(error: BaseException) -> None:
+    raise error
+
+
+class Raises(Acts):
+    def __init__(self, rank: int, at: int) -> None:
+        super().__init__(rank, partial(throw, ValueError("no such token")), at)
+
+
 def _raises(rank: int, at: int) -> None:
-    fit(rank, Raises(rank, at), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+    fit(Raises(rank, at), batches())
 
 
 @pytest.mark.parametrize("at", [0, 2, 4], ids=["first microbatch", "last microbatch", "second minibatch"])
@@ -62,7 +73,7 @@ def test_a_rank_that_raises_stops_the_others_with_its_error(at):
 
 def _raises_and_saves(rank: int, directory: str) -> None:
     options = {"enable_checkpointing": True, "callbacks": [OnExceptionCheckpoint(directory, "last")]}
-    fit(rank, Raises(rank, 4), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)], **options)
+    fit(Raises(rank, 4), batches(), **options)
 
 
 def test_callbacks_that_save_when_a_rank_has_failed(tmp_path):
@@ -87,7 +98,7 @@ class SavesAlone(TokenModule):
 
 
 def _saves_alone(rank: int, path: Path) -> None:
-    fit(rank, SavesAlone(path), token_batches([5, 9, 4]), timeout=timedelta(seconds=4))
+    fit(SavesAlone(path), token_batches([5, 9, 4]), timeout=timedelta(seconds=4))
 
 
 def test_a_rank_that_saves_alone_is_told_what_it_waits_for(tmp_path):
@@ -99,7 +110,7 @@ def test_a_rank_that_saves_alone_is_told_what_it_waits_for(tmp_path):
 
 
 def _saves_alone_afterwards(rank: int, path: Path) -> None:
-    t = fit(rank, TokenModule(), token_batches([5]), timeout=timedelta(seconds=20))
+    t = fit(TokenModule(), token_batches([5]), timeout=timedelta(seconds=20))
     if not t.is_global_zero:
         os._exit(0)
     t.save_checkpoint(path)
@@ -113,21 +124,9 @@ def test_a_rank_that_saves_alone_after_training_is_told_to_save_on_all(tmp_path)
 ENDINGS = {"interrupted": KeyboardInterrupt(), "exits": SystemExit(3), "exits well": SystemExit(0)}
 
 
-class Ends(TokenModule):
-    """Rank 1 ends in the middle of a minibatch without an error of its own."""
-
-    def __init__(self, rank: int, ending: str) -> None:
-        super().__init__("items")
-        self.ending = ENDINGS[ending] if rank == 1 else None
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        if self.ending is not None and len(self.seen) == 4:
-            raise self.ending
-        return super().training_step(batch, batch_idx)
-
-
-def _ends(rank: int, ending: str) -> None:
-    fit(rank, Ends(rank, ending), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+def _ends(rank: int, ending: str, everybody: bool = False) -> None:
+    """In the middle of a minibatch, without an error of its own: rank 1, or all ranks."""
+    fit(Acts(1 if everybody else rank, partial(throw, ENDINGS[ending])), batches())
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -140,25 +139,11 @@ def test_a_rank_that_is_interrupted_or_exits_stops_the_others(ending):
     assert survivor.exitcode == ended.exitcode == 1
 
 
-class Interrupted(TokenModule):
-    """Rank 1 gets a Ctrl+C while it waits for rank 0, which sleeps."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__("items")
-        self.rank = rank
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        if len(self.seen) == 5:
-            if self.rank == 0:
-                time.sleep(3)
-            else:
-                threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        return super().training_step(batch, batch_idx)
-
-
 def _interrupted(rank: int) -> None:
+    """Rank 1 gets a Ctrl+C while it waits for rank 0, which sleeps."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    fit(rank, Interrupted(rank), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+    interrupt = threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT))
+    fit(Acts(rank, interrupt.start if rank else partial(time.sleep, 3), at=5, who=rank), batches())
 
 
 def test_an_interrupt_ends_a_wait():
@@ -169,41 +154,23 @@ def test_an_interrupt_ends_a_wait():
         assert outcome.exitcode == 1
 
 
-def _both_interrupted(rank: int) -> None:
-    fit(rank, Ends(1, "interrupted"), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
-
-
 def test_all_ranks_may_be_interrupted_at_once():
-    for outcome in try_ranks(_both_interrupted, timeout=SECONDS):
+    for outcome in try_ranks(_ends, "interrupted", True, timeout=SECONDS):
         assert "KeyboardInterrupt" in outcome.error
         assert outcome.exitcode == 1
 
 
-class Dies(TokenModule):
-    def __init__(self, rank: int) -> None:
-        super().__init__("items")
-        self.dying = rank == 1
-        self.before_death: Callable[[], Any] = lambda: None
+def _dies(rank: int, folder: Path | None = None, group: str = "") -> None:
+    """Rank 1 is killed. With a folder, it is counted before, as one that the kernel chose."""
+    if folder is not None:
+        host_memory.ROOT = folder
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        if self.dying and len(self.seen) == 4:
-            self.before_death()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().training_step(batch, batch_idx)
+    def die() -> None:
+        if folder is not None:
+            (folder / "sys/fs/cgroup" / group / "memory.events").write_text("oom_kill 1\n")
+        os.kill(os.getpid(), signal.SIGKILL)
 
-
-def _dies(rank: int) -> None:
-    fit(rank, Dies(rank), [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
-
-
-def _killed_by_the_kernel(rank: int, folder: Path, group: str) -> None:
-    """Rank 1 ends as one does that the kernel chose: it is counted, and gets SIGKILL."""
-    host_memory.ROOT = folder
-    module = Dies(rank)
-    if rank == 1:
-        own = folder / "sys/fs/cgroup" / group / "memory.events"
-        module.before_death = lambda: own.write_text("oom_kill 1\n")  # type: ignore[assignment]
-    fit(rank, module, [Minibatch(token_batches([5, 9, 4])) for _ in range(4)])
+    fit(Acts(rank, die), batches())
 
 
 @pytest.mark.parametrize(
@@ -214,7 +181,7 @@ def test_a_rank_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_pa
     tree(tmp_path, "0::/job", [V2_MOUNT.format(top="/")], available_kib=2**20)
     for folder in ("job", ""):
         count_kill(tmp_path / "sys/fs/cgroup" / folder / "memory.events", 0)
-    survivor, killed = try_ranks(_killed_by_the_kernel, tmp_path, group, timeout=SECONDS)
+    survivor, killed = try_ranks(_dies, tmp_path, group, timeout=SECONDS)
     assert killed.exitcode == -signal.SIGKILL
     assert "PeerFailedError: rank 1 (process " in survivor.error
     found = survivor.error.split("ended without a word (killed, out of memory, or crashed).")[1]
@@ -231,19 +198,8 @@ def test_a_killed_rank_stops_the_others():
     assert "out-of-memory killer" not in survivor.error
 
 
-class Stalls(TokenModule):
-    def __init__(self, rank: int) -> None:
-        super().__init__("items")
-        self.stalling = rank == 1
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        if self.stalling:
-            time.sleep(4)
-        return super().training_step(batch, batch_idx)
-
-
 def _stalls(rank: int) -> None:
-    fit(rank, Stalls(rank), [Minibatch(token_batches([5]))], timeout=timedelta(seconds=2))
+    fit(Acts(rank, partial(time.sleep, 4), at=0), batches(1, [5]), timeout=timedelta(seconds=2))
 
 
 def test_a_stalled_rank_is_given_up_at_the_timeout():
@@ -254,10 +210,7 @@ def test_a_stalled_rank_is_given_up_at_the_timeout():
     assert "PeerFailedError: Rank 0 failed" in stalled.error or "WaitTimeoutError" in stalled.error
 
 
-def errors(function: Any, *args: Any, world_size: int = 2) -> list[str]:
-    outcomes: list[Outcome] = try_ranks(function, *args, world_size=world_size, timeout=60)
-    assert all(outcome.exitcode == 1 for outcome in outcomes)
-    return [outcome.error for outcome in outcomes]
+# -- errors of both ranks at the same place: one launch -------------------------------------------------------
 
 
 class RunsInBetween(TokenModule):
@@ -281,87 +234,38 @@ class StepsTwice(TokenModule):
         return Twice(self.parameters(), lr=0.1)
 
 
-def _runs_too_late(rank: int, module: type[TokenModule]) -> None:
-    fit(rank, module("items"), [Minibatch(token_batches([5])) for _ in range(2)])
+def _different_models(rank: int) -> str:
+    return failure(TokenModule("items", vocab=11 + rank), batches(1, [5]))
 
 
-@pytest.mark.parametrize("module", [RunsInBetween, StepsTwice])
-def test_a_model_that_runs_while_peers_change_their_shards(module):
-    found = errors(_runs_too_late, module)
-    assert "StaleShardError: The model ran (unit" in found[0] + found[1]
-    for message in found:
-        assert "`on_before_optimizer_step`" in message
-        assert "call their closure several times in one step (LBFGS) cannot work on demand" in message
+def _different_plans(rank: int) -> str:
+    return failure(TokenModule("items"), [Minibatch(token_batches([5]), plan=f"seed {rank}")])
 
 
-def _different_models(rank: int) -> None:
-    fit(rank, TokenModule("items", vocab=11 + rank), [Minibatch(token_batches([5]))])
+def _different_kinds(rank: int, communication: str) -> str:
+    tokens = token_batches([5])
+    return failure(TokenModule(), [Minibatch(tokens)] if rank else tokens, communication=communication)
 
 
-def test_different_models_are_found_at_setup():
-    for message in errors(_different_models):
-        assert "DisagreementError: The ranks built different models. The first difference" in message
-        assert "net.embed.weight: shape [11, 7]" in message
-        assert "net.embed.weight: shape [12, 7]" in message
+def _different_steps(rank: int) -> str:
+    return failure(TokenModule("items"), batches(2 + rank, [5]))
 
 
-def _different_plans(rank: int) -> None:
-    fit(rank, TokenModule("items"), [Minibatch(token_batches([5]), plan=f"seed {rank}")])
+def _uneven(rank: int, communication: str) -> str:
+    own = Minibatch(token_batches([5, 9, 4])[: 2 + rank])
+    return failure(TokenModule("items"), [own], communication=communication)
 
 
-def test_different_plans_are_found_at_the_first_minibatch():
-    for message in errors(_different_plans):
-        assert (
-            "Rank 1 follows a different minibatch plan from rank 0: ['seed 1'] against ['seed 0']" in message
-        )
+def _runs_too_late(rank: int, module: type[TokenModule]) -> str:
+    return failure(module("items"), batches(2, [5]))
 
 
-def _different_kinds(rank: int) -> None:
-    batches = token_batches([5])
-    fit(rank, TokenModule(), [Minibatch(batches)] if rank else batches)
+def _unknown_lengths(rank: int, counts: tuple[int, int]) -> str:
+    return failure(TokenModule("items"), unsized(batches(counts[rank], [5])))
 
 
-def test_a_minibatch_here_and_a_plain_batch_there():
-    for message in errors(_different_kinds):
-        assert "Rank 0 trained on plain batches, rank 1 on Minibatches" in message
-
-
-def _collective_kinds(rank: int) -> None:
-    batches = token_batches([5])
-    fit(rank, TokenModule(), [Minibatch(batches)] if rank else batches, communication="collective")
-
-
-def test_a_minibatch_here_and_a_plain_batch_there_under_collectives():
-    for message in errors(_collective_kinds):
-        assert (
-            "DisagreementError: The ranks begin their first batch with ['plain batch', 'Minibatch']"
-            in message
-        )
-
-
-class Endless(IterableDataset[Any]):
-    """A data set that does not say how many batches it has."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-
-def _unknown_lengths(rank: int, counts: tuple[int, int], options: dict[str, Any]) -> int:
-    data = DataLoader(Endless([Minibatch(token_batches([5])) for _ in range(counts[rank])]), batch_size=None)
-    t = trainer(2, **options)
-    t.fit(TokenModule("items"), data)
-    return t.global_step
-
-
-@pytest.mark.parametrize("counts", [(2, 3), (3, 2)], ids=str)
-def test_loaders_of_unknown_length_that_end_at_different_times(counts):
-    short = counts.index(2)
-    for message in errors(_unknown_lengths, counts, {}):
-        assert f"Rank {short} has no more batches in this epoch, rank {1 - short} has." in message
-    assert run_ranks(_unknown_lengths, counts, {"max_steps": 2, "max_epochs": -1}) == [2, 2]
+def _as_many_as_the_shortest(rank: int) -> int:
+    return fit(TokenModule("items"), unsized(batches(2 + rank, [5])), max_steps=2, max_epochs=-1).global_step
 
 
 class Shares(Dataset[Any]):
@@ -372,65 +276,90 @@ class Shares(Dataset[Any]):
         return Minibatch(token_batches([5]))
 
 
-def _dealt_out_again(rank: int, options: dict[str, Any]) -> None:
-    trainer(2, **options).fit(TokenModule("items"), DataLoader(Shares(), batch_size=None))
+def _dealt_out_again(rank: int) -> str:
+    fit(TokenModule("items"), DataLoader(Shares(), batch_size=None))
+    return failure(TokenModule("items"), DataLoader(Shares(), batch_size=None), use_distributed_sampler=True)
 
 
-def test_shares_that_lightning_would_deal_out_again():
-    for message in errors(_dealt_out_again, {"use_distributed_sampler": True}):
-        assert "Write Trainer(use_distributed_sampler=False)" in message
-    run_ranks(_dealt_out_again, {})
-
-
-def _different_steps(rank: int) -> None:
-    fit(rank, TokenModule("items"), [Minibatch(token_batches([5])) for _ in range(2 + rank)])
-
-
-def test_different_numbers_of_steps_are_found_before_the_first():
-    for message in errors(_different_steps):
-        assert "DisagreementError: The ranks have [2, 3] training batches per epoch (by rank)." in message
-
-
-def _uneven(rank: int, communication: str) -> None:
-    batches = token_batches([5, 9, 4])
-    fit(rank, TokenModule("items"), [Minibatch(batches[: 2 + rank])], communication=communication)
-
-
-@pytest.mark.parametrize("communication", ["collective", "lockstep"])
-def test_unequal_counts_are_refused_where_ranks_wait_at_every_unit(communication):
-    for message in errors(_uneven, communication):
-        assert f'ValueError: communication="{communication}"' in message
-        assert "this minibatch has [2, 3] (by rank)" in message
-        assert 'ODCStrategy(communication="on_demand")' in message
-
-
-def _no_memory(rank: int) -> None:
+def _no_memory(rank: int, later: bool) -> str:
+    """For windows; or for a larger window in the second batch, when more is trained."""
+    rooms = host_memory.rooms
     host_memory.rooms = lambda: [Room(4096, "a test", "allow more")]  # type: ignore[assignment]
-    fit(rank, TokenModule("items"), [Minibatch(token_batches([5]))])
-
-
-def test_windows_that_do_not_fit_in_memory():
-    for message in errors(_no_memory):
-        assert "WindowError: Rank 0 could not share memory with its peers: the windows (2 ranks of" in message
+    try:
+        if not later:
+            return failure(TokenModule("items"), batches(1, [5]))
+        module = Unfreezes("items", frozen=True)
+        module.rooms, host_memory.rooms = host_memory.rooms, rooms
+        return failure(module, batches(2, [5]))
+    finally:
+        host_memory.rooms = rooms
 
 
 class Unfreezes(TokenModule):
-    """Needs a larger window in its second batch, for which there is no memory."""
+    rooms: Any = None
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
-            host_memory.rooms = lambda: [Room(4096, "a test", "allow more")]  # type: ignore[assignment]
+            host_memory.rooms = self.rooms
             self.net.requires_grad_(True)
 
 
-def _no_memory_later(rank: int) -> None:
-    module = Unfreezes("items", frozen=True)
-    fit(rank, module, [Minibatch(token_batches([5])) for _ in range(2)])
+UNEVEN = ("ValueError: communication=", "has [2, 3] (by rank)", 'ODCStrategy(communication="on_demand")')
+TOO_LATE = ("`on_before_optimizer_step`", "call their closure several times in one step (LBFGS)")
+ENDS = "Rank {} has no more batches in this epoch, rank {} has."
+NO_MEMORY = "could not share memory with its peers: the windows (2 ranks of"
+#: By name: what a rank calls, and what every rank is told.
+TOLD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "models": (
+        (_different_models,),
+        (
+            "built different models. The first",
+            "net.embed.weight: shape [11, 7]",
+            "net.embed.weight: shape [12, 7]",
+        ),
+    ),
+    "plans": (
+        (_different_plans,),
+        ("Rank 1 follows a different minibatch plan from rank 0: ['seed 1'] against ['seed 0']",),
+    ),
+    "kinds": ((_different_kinds, "on_demand"), ("Rank 0 trained on plain batches, rank 1 on Minibatches",)),
+    "kinds under collectives": (
+        (_different_kinds, "collective"),
+        ("DisagreementError: The ranks begin their first batch with ['plain batch', 'Minibatch']",),
+    ),
+    "numbers of steps": ((_different_steps,), ("have [2, 3] training batches per epoch (by rank).",)),
+    "unequal counts, collective": ((_uneven, "collective"), UNEVEN),
+    "unequal counts, lockstep": ((_uneven, "lockstep"), UNEVEN),
+    "runs in between": ((_runs_too_late, RunsInBetween), TOO_LATE),
+    "steps twice": ((_runs_too_late, StepsTwice), TOO_LATE),
+    "rank 0 ends first": ((_unknown_lengths, (2, 3)), (ENDS.format(0, 1),)),
+    "rank 1 ends first": ((_unknown_lengths, (3, 2)), (ENDS.format(1, 0),)),
+    "dealt out again": ((_dealt_out_again,), ("Write Trainer(use_distributed_sampler=False)",)),
+    "no memory": ((_no_memory, False), (f"WindowError: Rank 0 {NO_MEMORY}",)),
+    "no memory later": ((_no_memory, True), (NO_MEMORY,)),
+}
 
 
-def test_a_larger_window_that_does_not_fit_in_memory():
-    for message in errors(_no_memory_later):
-        assert "could not share memory with its peers: the windows (2 ranks of" in message.splitlines()[-1]
+@pytest.fixture(scope="module")
+def told() -> Cases:
+    calls: dict[Any, Any] = {name: call for name, (call, _) in TOLD.items()}
+    return run_calls(calls | {"as many": (_as_many_as_the_shortest,), "again": (_fits_again,)})
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_cannot_go_on_is_told_to_every_rank(name, told):
+    for text in told[name]:
+        for words in TOLD[name][1]:
+            assert words in text, text
+
+
+def test_a_model_that_runs_while_peers_change_their_shards_is_stopped(told):
+    for name in ("runs in between", "steps twice"):
+        assert "StaleShardError: The model ran (unit" in "".join(told[name])
+
+
+def test_loaders_of_unknown_length_may_end_at_a_number_of_steps(told):
+    assert told["as many"] == [2, 2]
 
 
 SCRIPT = """
@@ -513,6 +442,6 @@ class Late(Callback):
         time.sleep(self.rank / 2)
 
 
-def test_a_failed_run_leaves_nothing_to_the_next_one():
+def test_a_failed_run_leaves_nothing_to_the_next_one(told):
     # Rank 0 waits for rank 1 at the end of a run that did not fail.
-    assert run_ranks(_fits_again) == [[[5, 9], 28.0, True]] * 2
+    assert told["again"] == [[[5, 9], 28.0, True]] * 2
