@@ -19,12 +19,9 @@ import lightning_odc  # noqa: F401 - registers the name
 from lightning_odc.errors import DisagreementError
 from lightning_odc.fabric import ODCFabricStrategy
 from tests.strategy.test_models import answers, causal_lm, counted
-from tests.support.fits import assert_same
-from tests.support.models import Net, full_parameters, summed_loss, token_batches
+from tests.support.fits import LR, assert_same, steps_of
+from tests.support.models import Net, full_parameters, summed_loss
 from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
-
-LR = 0.01
-LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [30, 2, 2, 3, 9, 5]]
 
 
 def make(strategy: Any = "odc", world_size: int = 2, **options: Any) -> Fabric:
@@ -39,22 +36,26 @@ def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=LR)
 
 
-def reference(clip: float | None = None, steps: int = 3) -> dict[str, Tensor]:
+def trained(clip: float | None = None, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """One process, plain torch."""
     model, optimizer = new_model()
-    for step, lengths in enumerate(LENGTHS[:steps]):
+    for batches in steps_of()[:steps]:
         optimizer.zero_grad()
-        batches = token_batches(lengths, seed=step)
         for batch in batches:
             (summed_loss(model, batch) / sum(b.numel() - 1 for b in batches)).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return full_parameters(model)
+    return model, optimizer
+
+
+def reference(clip: float | None = None, steps: int = 3) -> dict[str, Tensor]:
+    return full_parameters(trained(clip, steps)[0])
 
 
 def own(rank: int, counts: tuple[int, ...], step: int) -> list[Tensor]:
     start = sum(counts[:rank])
-    return token_batches(LENGTHS[step], seed=step)[start : start + counts[rank]]
+    return steps_of()[step][start : start + counts[rank]]
 
 
 def run_step(
@@ -97,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> Cases:
     """All that ends well on two ranks, in one launch; every test looks at its part."""
-    _save_one_step(folder / "one")
+    torch.save([one.state_dict() for one in trained(steps=1)], folder / "one")
     calls: dict[Any, tuple[Any, ...]] = {
         counts: (_train, counts, clip, options) for counts, clip, options in TRAINED if len(counts) == 2
     }
@@ -151,22 +152,20 @@ def _train_in(rank: int, precisions: list[str]) -> dict[str, dict[str, Tensor]]:
 
 
 def test_bf16(ranks):
-    start, one = full_parameters(new_model()[0]), reference()
-    flat = {
-        name: torch.cat([p.flatten() for p in values.values()])
-        for name, values in {"start": start, "one": one}.items()
-    }
-    moved = (flat["one"] - flat["start"]).abs().max()
+    def flat(parameters: dict[str, Tensor]) -> Tensor:
+        return torch.cat([p.float().flatten() for p in parameters.values()])
+
+    start, one = flat(full_parameters(new_model()[0])), flat(reference())
+    moved = (one - start).abs().max()
     for found in ranks["bf16"]:
         for precision, parameters in found.items():
             kept = torch.float32 if "mixed" in precision else torch.bfloat16
             assert {p.dtype for p in parameters.values()} == {kept}
-            got = torch.cat([p.float().flatten() for p in parameters.values()])
             # AdamW steps by a gradient's sign as much as by its size, and bf16 turns the sign of the smallest ones, so
             # bounds are on means; parameters kept in bf16 round by 2^-8 of values below 1, at the start and in 3 steps.
             bound = 0.2 * moved + (0 if kept is torch.float32 else 4 * 2**-8)
-            assert (got - flat["start"]).abs().mean() > 0.4 * moved, precision
-            assert (got - flat["one"]).abs().mean() < bound, precision
+            assert (flat(parameters) - start).abs().mean() > 0.4 * moved, precision
+            assert (flat(parameters) - one).abs().mean() < bound, precision
 
 
 def test_without_counts_it_is_the_mean_over_ranks(ranks):
@@ -217,15 +216,6 @@ def _go_on(rank: int, path: Path, together: bool) -> dict[str, Tensor]:
         run_step(fabric, model, optimizer, own(rank, (4, 2), step))
     fabric.strategy.teardown()
     return full_parameters(model.module)
-
-
-def _save_one_step(path: Path) -> None:
-    model, optimizer = new_model()
-    batches = token_batches(LENGTHS[0], seed=0)
-    for batch in batches:
-        (summed_loss(model, batch) / sum(b.numel() - 1 for b in batches)).backward()
-    optimizer.step()
-    torch.save((model.state_dict(), optimizer.state_dict()), path)
 
 
 @pytest.mark.parametrize("together", [True, False])

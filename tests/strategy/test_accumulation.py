@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_odc import BalancedDataLoader, ODCStrategy
+from lightning_odc import BalancedDataLoader
 from lightning_odc.strategy.training_data import Accumulation, folded_limit
 from tests.strategy.test_balance import SAMPLES, Padded, pad, reference
+from tests.support import fits
 from tests.support.fits import assert_same
 from tests.support.models import full_parameters
-from tests.support.modules import trainer
 from tests.support.ranks import run_ranks
 
 EPOCHS = 2
@@ -68,13 +69,11 @@ def loader(samples: list[Tensor] = SAMPLES[:22], **options: Any) -> DataLoader[T
     return DataLoader(samples, **{"batch_size": 1, "collate_fn": pad, **options})  # type: ignore[arg-type]
 
 
-def fit(world: int, balance: str | None, module: pl.LightningModule, data: Any, **options: Any) -> pl.Trainer:
-    strategy = ODCStrategy(balance=balance, deterministic=True)
-    defaults: dict[str, Any] = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "max_epochs": EPOCHS}
-    ckpt_path = options.pop("ckpt_path", None)
-    t = trainer(world, strategy=strategy, use_distributed_sampler=True, **{**defaults, **options})
-    t.fit(module, data, loader() if isinstance(module, Counted) else None, ckpt_path=ckpt_path)
-    return t
+def fit(balance: str | None, module: pl.LightningModule, data: Any, **options: Any) -> pl.Trainer:
+    given: dict[str, Any] = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "max_epochs": EPOCHS}
+    given |= {"balance": balance, "deterministic": True, "use_distributed_sampler": True, **options}
+    validation = loader() if isinstance(module, Counted) else None
+    return fits.fit(module, data, 2, validation, **given)
 
 
 def as_made(t: pl.Trainer) -> tuple[Any, ...]:
@@ -91,18 +90,9 @@ def _counts(rank: int, folder: str) -> list[dict[str, Any]]:
         place = Path(folder) / str(balance)
         save = ModelCheckpoint(place, "{step}", save_top_k=-1, every_n_train_steps=4)
         options = {"callbacks": [save], "enable_checkpointing": True, "val_check_interval": 8}
-        logger = CSVLogger(str(place), name="", version="")
+        options |= {"log_every_n_steps": 2, "reload_dataloaders_every_n_epochs": 1}
         module = Counted()
-        t = fit(
-            2,
-            balance,
-            module,
-            loader(),
-            logger=logger,
-            log_every_n_steps=2,
-            reload_dataloaders_every_n_epochs=1,
-            **options,
-        )
+        t = fit(balance, module, loader(), logger=CSVLogger(str(place), name="", version=""), **options)
         metrics = place / "metrics.csv"
         found.append(
             {
@@ -138,13 +128,12 @@ def test_whatever_counts_optimizer_steps_counts_as_before(tmp_path):
 # -- the same gradient, limits, resuming, failing -------------------------------------------------------------
 
 
-def _gradients(rank: int, folder: str) -> dict[str, Any]:
+def _gradients(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for balance, communication in (("lb_mini", "on_demand"), ("auto", "collective"), ("auto", "lockstep")):
         module = Padded(counted=True)
-        strategy = ODCStrategy(balance=balance, communication=communication)  # type: ignore[arg-type]
-        t = trainer(2, strategy=strategy, accumulate_grad_batches=4)
-        t.fit(module, loader(SAMPLES))
+        options = {"balance": balance, "communication": communication, "accumulate_grad_batches": 4}
+        t = fits.fit(module, loader(SAMPLES), **options)
         assert isinstance(t.train_dataloader, BalancedDataLoader)
         found[communication] = (
             full_parameters(module),
@@ -153,41 +142,24 @@ def _gradients(rank: int, folder: str) -> dict[str, Any]:
             sorted(size for batch in module.sizes for size in batch),
         )
     module = Counted(fails=True)
-    failing: list[pl.Trainer] = []
     with pytest.raises(RuntimeError, match="a failure of the user's"):
-        fit(2, "lb_mini", module, loader(), callbacks=[_Remember(failing)], limit_train_batches=8)
-    found["failed"] = as_made(failing[0]), module.factors[-1]
-    own = fit(2, "lb_mini", Padded(), BalancedDataLoader(SAMPLES, minibatch_size=2, collate_fn=pad))
+        fit("lb_mini", module, loader(), limit_train_batches=8)
+    found["failed"] = as_made(module.trainer), module.factors[-1]
+    own = fit("lb_mini", Padded(), BalancedDataLoader(SAMPLES, minibatch_size=2, collate_fn=pad))
     found["own"] = own.global_step, own.num_training_batches
     scheduled = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})], "accumulate_grad_batches": 1}
     warned = pytest.warns(UserWarning, match="so each of them is balanced alone")
-    with warned if rank == 0 else _Nothing():
-        found["scheduled"] = fit(2, "lb_mini", Counted(asks=False), loader(), **scheduled).global_step
-    limited = fit(2, "lb_mini", Counted(), loader(), limit_train_batches=0.4, max_epochs=1)
+    with warned if rank == 0 else nullcontext():
+        found["scheduled"] = fit("lb_mini", Counted(asks=False), loader(), **scheduled).global_step
+    limited = fit("lb_mini", Counted(), loader(), limit_train_batches=0.4, max_epochs=1)
     found["limited"] = limited.global_step, limited.num_training_batches
-    found["stopped"] = fit(2, "lb_mini", Counted(), loader(), max_steps=4, max_epochs=-1).global_step
-    found["dropped"] = fit(2, "lb_mini", Counted(), loader(drop_last=True), max_epochs=1).global_step
+    found["stopped"] = fit("lb_mini", Counted(), loader(), max_steps=4, max_epochs=-1).global_step
+    found["dropped"] = fit("lb_mini", Counted(), loader(drop_last=True), max_epochs=1).global_step
     return found
 
 
-class _Remember(pl.Callback):
-    def __init__(self, trainers: list[pl.Trainer]) -> None:
-        self._trainers = trainers
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._trainers.append(trainer)
-
-
-class _Nothing:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-def test_folded_steps_are_those_of_one_process(tmp_path):
-    results = run_ranks(_gradients, str(tmp_path))
+def test_folded_steps_are_those_of_one_process():
+    results = run_ranks(_gradients)
     for found in results:
         for communication in ("on_demand", "collective", "lockstep"):
             parameters, steps, policy, _ = found[communication]
@@ -195,9 +167,7 @@ def test_folded_steps_are_those_of_one_process(tmp_path):
             assert steps == 3
             assert policy == ("lb_mini" if communication == "on_demand" else "lb_micro")
         assert found["failed"] == ((4, 8, 1.0), 1), "folded while it ran, and put back"
-        assert found["own"] == (2 * 2, 6), (
-            "a loader of the user's own accumulates as before: 6 minibatches, 2 steps"
-        )
+        assert found["own"] == (2 * 2, 6), "a loader of the user's own accumulates as before"
         assert found["scheduled"] == 11 + 3
         assert found["limited"] == (1, 1)
         assert found["stopped"] == 4
@@ -206,23 +176,22 @@ def test_folded_steps_are_those_of_one_process(tmp_path):
     assert sizes == [len(sample) for sample in SAMPLES], "every sample exactly once"
 
 
-def _resume(rank: int, folder: str) -> list[dict[str, Tensor]]:
+def _resume(rank: int, folder: str) -> bool:
     """Saved after step 2 of 3, in the middle of the first epoch."""
     save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
     whole, again = Counted(), Counted()
-    t = fit(2, "lb_mini", whole, loader(shuffle=True), callbacks=[save], enable_checkpointing=True)
-    u = fit(2, "lb_mini", again, loader(shuffle=True), ckpt_path=Path(folder) / "step=2.ckpt")
+    t = fit("lb_mini", whole, loader(shuffle=True), callbacks=[save], enable_checkpointing=True)
+    u = fit("lb_mini", again, loader(shuffle=True), ckpt_path=Path(folder) / "step=2.ckpt")
     assert t.global_step == u.global_step == 6
     assert {step: whole.rates[step] for step in again.rates} == again.rates
     other = {"accumulate_grad_batches": 2, "ckpt_path": Path(folder) / "step=2.ckpt"}
     with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=4\)"):
-        fit(2, "lb_mini", Counted(), loader(shuffle=True), **other)
-    return [full_parameters(whole), full_parameters(again)]
+        fit("lb_mini", Counted(), loader(shuffle=True), **other)
+    return fits.are_equal(full_parameters(whole), full_parameters(again))
 
 
 def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit_or_says_what_to_write(tmp_path):
-    for whole, again in run_ranks(_resume, str(tmp_path)):
-        assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    assert run_ranks(_resume, str(tmp_path)) == [True, True]
 
 
 # -- without ranks --------------------------------------------------------------------------------------------
@@ -257,18 +226,18 @@ def test_nothing_is_changed_where_nothing_is_accumulated():
     assert as_made(t) == (2, 1.0, 1.0), "Lightning says that the two do not go together"
 
 
-@pytest.mark.parametrize(
-    ("limit", "num_batches", "expected"),
-    [
-        (10, 25, 3),
-        (1, 25, 1),
-        (0, 25, 0),
-        (1.0, 25, 1.0),
-        (0.5, 25, 3),
-        (0.01, 25, 0.01),
-        (1.0, math.inf, 1.0),
-    ],
-)
+LIMITS = [
+    (10, 25, 3),
+    (1, 25, 1),
+    (0, 25, 0),
+    (1.0, 25, 1.0),
+    (0.5, 25, 3),
+    (0.01, 25, 0.01),
+    (1.0, math.inf, 1.0),
+]
+
+
+@pytest.mark.parametrize(("limit", "num_batches", "expected"), LIMITS)
 def test_limits(limit, num_batches, expected):
     found = folded_limit(limit, num_batches, 4)
     assert (found, type(found)) == (expected, type(expected))

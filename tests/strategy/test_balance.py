@@ -26,13 +26,12 @@ from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.data.lengths import LengthsUnknownError, measure
 from lightning_odc.strategy.options import Options
 from lightning_odc.strategy.training_data import beginning, prepares_workers
-from tests.support.fits import assert_same
+from tests.support.fits import assert_same, failure, fit, one_process
 from tests.support.models import Net, full_parameters
-from tests.support.modules import said, trainer
-from tests.support.ranks import run_ranks
+from tests.support.modules import said
+from tests.support.ranks import Cases, run_calls, run_ranks
 
 SAMPLES = [torch.randint(11, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)]
-POLICIES = ["lb_mini", "lb_micro", "local_sort", "steal"]
 
 
 def pad(samples: list[Tensor]) -> Tensor:
@@ -65,51 +64,57 @@ def plain(**options: Any) -> DataLoader[Tensor]:
     return DataLoader(**{"dataset": SAMPLES, "batch_size": 4, "collate_fn": pad, **options})  # type: ignore[arg-type]
 
 
+def reference(world: int) -> dict[str, Tensor]:
+    """Plain torch on minibatches of four samples per rank, in the order of the data set."""
+    starts = range(0, len(SAMPLES), 4 * world)
+    return one_process(Padded(counted=True), [[s[None] for s in SAMPLES[i : i + 4 * world]] for i in starts])
+
+
 def _fit(
     rank: int, world: int, policy: str, counted: bool, communication: str = "on_demand"
 ) -> dict[str, Any]:
     module = Padded(counted)
-    strategy = ODCStrategy(balance=policy, weighting="next_token", communication=communication)  # type: ignore[arg-type]
-    t = trainer(world, strategy=strategy)  # no distributed sampler: Lightning's would shuffle
-    t.fit(module, plain())
+    options = {"balance": policy, "weighting": "next_token", "communication": communication}
+    t = fit(module, plain(), world, **options)  # no distributed sampler: Lightning's would shuffle
     return {"parameters": full_parameters(module), "sizes": module.sizes, "steps": t.global_step}
 
 
-def reference(world: int) -> dict[str, Tensor]:
-    """Plain torch on minibatches of four samples per rank, in the order of the data set."""
-    module = Padded(counted=True)
-    optimizer = module.configure_optimizers()
-    for start in range(0, len(SAMPLES), 4 * world):
-        outputs = [module.training_step(pad([sample]), 0) for sample in SAMPLES[start : start + 4 * world]]
-        optimizer.zero_grad()
-        for output in outputs:
-            (output["loss"] / sum(o["num_items"] for o in outputs)).backward()
-        optimizer.step()
-    return full_parameters(module)
+#: The policy, whether a step counts its items, and the communication.
+BALANCED = [
+    ("lb_mini", False, "on_demand"),
+    ("lb_micro", True, "on_demand"),
+    ("local_sort", False, "on_demand"),
+    ("steal", True, "on_demand"),
+    ("lb_micro", False, "collective"),
+    ("local_sort", True, "collective"),
+]
 
 
-@pytest.mark.parametrize("counted", [False, True], ids=["mean loss", "num_items"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_one_line_balances_and_the_gradient_is_exact(policy, counted):
-    results = run_ranks(_fit, 2, policy, counted)
+@pytest.fixture(scope="module")
+def two_ranks() -> Cases:
+    calls: dict[Any, Any] = {case: (_fit, 2, *case) for case in BALANCED}
+    calls |= {name: (_fit_auto, name) for name in LEFT_ALONE | AUTO} | {
+        name: (_plain, name) for name in PLAIN
+    }
+    return run_calls(calls | {"loaders": (_loaders,), "explicit": (_explicit,)})
+
+
+@pytest.mark.parametrize("case", BALANCED, ids=str)
+def test_one_line_balances_and_the_gradient_is_exact(case, two_ranks):
+    results = two_ranks[case]
     for result in results:
         assert_same(result["parameters"], reference(2))
         assert result["steps"] == 3
     sizes = sorted(size for result in results for batch in result["sizes"] for size in batch)
     assert sizes == sorted(len(sample) for sample in SAMPLES), "every sample exactly once"
     counts = [len(result["sizes"]) for result in results]
-    assert (counts[0] == counts[1]) or policy in ("lb_mini", "steal")
+    assert (counts[0] == counts[1]) or case[0] in ("lb_mini", "steal")
 
 
-def test_three_ranks_and_one():
-    for world in (1, 3):
-        results = run_ranks(_fit, world, "lb_mini", True, world_size=world)
-        assert_same(results[0]["parameters"], reference(world))
-
-
-@pytest.mark.parametrize("policy", ["lb_micro", "local_sort"])
-def test_equal_counts_run_over_collectives(policy):
-    assert_same(run_ranks(_fit, 2, policy, True, "collective")[0]["parameters"], reference(2))
+@pytest.mark.parametrize("world", [1, 3])
+def test_one_rank_and_three(world):
+    results = run_ranks(_fit, world, "lb_mini", True, world_size=world)
+    assert_same(results[0]["parameters"], reference(world))
 
 
 @pytest.mark.parametrize("policy", ["lb_mini", "steal"])
@@ -139,13 +144,12 @@ def _loaders(rank: int) -> list[str]:
     """What becomes of training and validation loaders."""
     module = Padded()
     module.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
-    t = trainer(2, strategy=ODCStrategy(balance="lb_mini"), use_distributed_sampler=True)
-    t.fit(module, plain(shuffle=True), plain())
+    t = fit(module, plain(shuffle=True), 2, plain(), balance="lb_mini", use_distributed_sampler=True)
     return [type(t.train_dataloader).__name__, type(t.val_dataloaders).__name__, str(t.num_training_batches)]
 
 
-def test_only_training_data_is_balanced():
-    assert run_ranks(_loaders) == [["BalancedDataLoader", "DataLoader", "3"]] * 2
+def test_only_training_data_is_balanced(two_ranks):
+    assert two_ranks["loaders"] == [["BalancedDataLoader", "DataLoader", "3"]] * 2
 
 
 class Opaque(torch.utils.data.Dataset[Any]):
@@ -226,7 +230,7 @@ class ReadOnce(Rows):
         self.iterator = iter(self.samples)
 
 
-class Manual(Padded):
+class ByHand(Padded):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -243,42 +247,59 @@ LEFT_ALONE: dict[str, tuple[Any, Any, str]] = {
         OpaqueModule,
         r"is not known. Write\n    ODCStrategy\(length_fn=",
     ),
-    "manual": (lambda rank: plain(), Manual, r"receives a Minibatch as a whole.*balance=\"lb_mini\""),
+    "manual": (lambda rank: plain(), ByHand, r"receives a Minibatch as a whole.*balance=\"lb_mini\""),
     "parts": (lambda rank: plain(dataset=Rows(rank, 2)), Padded, "yields the same samples on every rank"),
     "read once": (lambda rank: plain(dataset=ReadOnce()), Padded, "that can be read twice"),
 }
 
 
-def _auto(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (data, module, words) in LEFT_ALONE.items():
-        t = trainer(2, strategy="odc")
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            t.fit(module(), data(rank))
-        ours = [str(one.message) for one in caught if "leaves the training data as it is" in str(one.message)]
-        told = len(ours) == 1 and bool(re.search(words, ours[0]))
-        found[name] = type(t.train_dataloader).__name__, told == (rank == 0), t.global_step
-    for balance, name in (("auto", "stream"), ("lb_micro", "stream by name")):
+#: The loader, options, and the policy that is chosen.
+AUTO: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "stream": (
+        lambda rank: plain(dataset=Rows(), batch_size=2),
+        {"balance": "auto", "accumulate_grad_batches": 2},
+        "lb_mini",
+    ),
+    "stream by name": (
+        lambda rank: plain(dataset=Rows(), batch_size=2),
+        {"balance": "lb_micro", "accumulate_grad_batches": 2},
+        "lb_micro",
+    ),
+    "map": (lambda rank: plain(), {"balance": "auto", "cost": "tokens"}, "steal"),
+}
+
+
+def _fit_auto(rank: int, name: str) -> Any:
+    """The loader's class, its policy, the number of steps, the parameters, and what was said of leaving it alone."""
+    if name in AUTO:
+        make, options, _ = AUTO[name]
         module = Padded(counted=True)
-        t = trainer(2, strategy=ODCStrategy(balance=balance), accumulate_grad_batches=2)
-        t.fit(module, plain(dataset=Rows(), batch_size=2))
-        found[name] = full_parameters(module), t.train_dataloader.options.policy, t.global_step  # type: ignore[union-attr]
-    module, t = Padded(counted=True), trainer(2, strategy=ODCStrategy(cost="tokens"))
-    t.fit(module, plain())
-    found["map"] = full_parameters(module), t.train_dataloader.options.policy, t.global_step  # type: ignore[union-attr]
-    return found
+    else:
+        make, kind, _ = LEFT_ALONE[name]
+        options, module = {"balance": "auto"}, kind()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        t = fit(module, make(rank), **options)
+    texts = [str(one.message) for one in caught if "leaves the training data as it is" in str(one.message)]
+    own: Any = t.train_dataloader
+    policy = own.options.policy if isinstance(own, BalancedDataLoader) else ""
+    return type(own).__name__, policy, t.global_step, full_parameters(module), texts
 
 
-def test_auto_balances_what_it_can_and_leaves_the_rest_alone_in_one_warning():
-    for found in run_ranks(_auto):
-        for name in LEFT_ALONE:
-            assert found[name][:2] == ("DataLoader", True), name
-            assert found[name][2] > 0
-        for name, policy in (("stream", "lb_mini"), ("stream by name", "lb_micro"), ("map", "steal")):
-            parameters, used, steps = found[name]
-            assert (used, steps) == (policy, 3)
-            assert_same(parameters, reference(2))
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_auto_leaves_alone_what_it_cannot_balance_and_says_so_once(name, two_ranks):
+    for rank, (kind, _, steps, _, texts) in enumerate(two_ranks[name]):
+        assert kind == "DataLoader"
+        assert steps > 0
+        assert len(texts) == (rank == 0)
+        assert all(re.search(LEFT_ALONE[name][-1], text) for text in texts)
+
+
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_balances_what_it_can(name, two_ranks):
+    for _, policy, steps, parameters, _ in two_ranks[name]:
+        assert (policy, steps) == (AUTO[name][-1], 3)
+        assert_same(parameters, reference(2))
 
 
 def test_the_beginning_of_a_stream_tells_whether_ranks_read_the_same():
@@ -359,48 +380,41 @@ class Watched(Padded):
         return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_idx)
 
 
-def _plain(rank: int) -> dict[str, Any]:
-    """What training batches are, the steps, and what is said."""
-    found = {}
-    for name, (data, options, _) in PLAIN.items():
-        module = Watched()
-        t = trainer(2, strategy=ODCStrategy(**options))
-        with said() as text, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            t.fit(module, data())
-        words = "\n".join([text.getvalue(), *(str(one.message) for one in caught)])
-        found[name] = Minibatch in module.seen, len(module.seen), words
-    return found
+def _plain(rank: int, name: str) -> Any:
+    """Whether training batches are minibatches, the number of steps, and what is said."""
+    module, (make, options, _) = Watched(), PLAIN[name]
+    with said() as text, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(module, make(), **{"balance": "auto", **options})
+    words = "\n".join([text.getvalue(), *(str(one.message) for one in caught)])
+    return Minibatch in module.seen, len(module.seen), words
 
 
-def test_what_gains_nothing_or_chooses_its_samples_stays_as_it_is():
-    first, second = run_ranks(_plain)
-    for name, (_, _, expected) in PLAIN.items():
-        is_balanced, batches, words = first[name]
-        assert (is_balanced, second[name][0]) == (False, False), name
-        assert batches > 0, name
-        assert re.search(expected, words), f"{name}: {words}"
-        assert "Expected" not in words, name
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_gains_nothing_or_chooses_its_samples_stays_as_it_is(name, two_ranks):
+    (is_balanced, batches, words), (other, *_) = two_ranks[name]
+    assert not is_balanced and not other
+    assert batches > 0
+    assert re.search(PLAIN[name][-1], words), words
+    assert "Expected" not in words
 
 
 def _too_long(rank: int) -> str:
-    t = trainer(1, strategy=ODCStrategy(balance="lb_mini", max_tokens=20))
-    with pytest.raises(ValueError, match="max_tokens") as error:
-        t.fit(Padded(), plain())
-    return str(error.value)
+    return failure(Padded(), plain(), 1, balance="lb_mini", max_tokens=20)
 
 
 def test_a_sample_longer_than_max_tokens():
-    assert "25" in run_ranks(_too_long, world_size=1)[0]
-
-
-def test_an_explicit_loader_is_left_alone():
-    assert run_ranks(_explicit) == [3, 3]
+    (message,) = run_ranks(_too_long, world_size=1)
+    assert "ValueError" in message
+    assert re.search("25.*max_tokens", message)
 
 
 def _explicit(rank: int) -> int:
-    t = trainer(2, strategy=ODCStrategy(balance="lb_micro"), use_distributed_sampler=True)
     own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad)
-    t.fit(Padded(), own)
+    t = fit(Padded(), own, balance="lb_micro", use_distributed_sampler=True)
     assert t.train_dataloader is own
     return t.global_step
+
+
+def test_an_explicit_loader_is_left_alone(two_ranks):
+    assert two_ranks["explicit"] == [3, 3]

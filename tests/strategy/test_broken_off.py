@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc import Minibatch
 from lightning_odc.data.split import middle
 from tests.strategy.test_out_of_memory import (
     ROWS,
@@ -28,19 +28,19 @@ from tests.strategy.test_out_of_memory import (
     batches,
     differences,
     needs_reset,
+    one_step,
     table,
+    train,
 )
 from tests.support.models import WIDTH, Block, full_parameters
-from tests.support.modules import loader, trainer
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import Cases, run_calls, try_ranks
 
 
-def train(module: Short, data: Sequence[Any], callbacks: Any = (), **strategy: Any) -> Short:
-    t = trainer(
-        2, strategy=ODCStrategy(balance=None, hang_report_after=None, **strategy), callbacks=[*callbacks]
-    )
-    t.fit(module, loader(data))
-    return module
+@pytest.fixture(scope="module")
+def ranks() -> Cases:
+    """All that ends well, in one launch."""
+    functions = (holds, in_bits, by_sample, logs_first, overflows, leaves_all_out)
+    return run_calls({function.__name__: (function,) for function in functions})
 
 
 # -- memory -----------------------------------------------------------------------------------------------
@@ -103,14 +103,15 @@ def holds(rank: int) -> Any:
         "plain": [table(4, 4 + m, 0) for _, _, m, _ in HELD[1:]],
     }.items():
         told = HELD if name == "minibatches" else HELD[1:]
-        module = train(Holds(told if rank == 1 else (), returns_view=name == "minibatches"), data)
-        found[name] = cast(Holds, module).held, module.trips
+        module = Holds(told if rank == 1 else (), returns_view=name == "minibatches")
+        train(module, data)
+        found[name] = module.held, module.trips
     return found
 
 
 @needs_reset
-def test_nothing_of_a_microbatch_that_broke_off_is_in_memory_when_its_parts_begin() -> None:
-    other, cut = run_ranks(holds)
+def test_nothing_of_a_microbatch_that_broke_off_is_in_memory_when_its_parts_begin(ranks: Cases) -> None:
+    other, cut = ranks["holds"]
     for name in cut:
         assert other[name] == ([], 0)
         held, trips = cut[name]
@@ -171,13 +172,18 @@ def in_bits(rank: int) -> Any:
         for one, (_, _, m, fits) in zip(whole, told, strict=True)
     ]
     runs = [([], whole), ([], split), (told if rank == 1 else [], whole)]
-    return [cast(Still, train(Still(place), data, deterministic=True)).gradients for place, data in runs]
+    found = []
+    for place, data in runs:
+        module = Still(place)
+        train(module, data, deterministic=True)
+        found.append(module.gradients)
+    return found
 
 
 @needs_reset
-def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts() -> None:
+def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts(ranks: Cases) -> None:
     """Of the whole where it had added before memory ran out, else of the parts; no other sum, in no other order."""
-    for whole, split, retried in run_ranks(in_bits):
+    for whole, split, retried in ranks["in_bits"]:
         for (told, added), *steps in zip(BITS, whole, split, retried, strict=True):
             of_whole, of_split, ours = steps
             differ = 0
@@ -247,15 +253,14 @@ def by_sample(rank: int) -> Any:
 
 
 @needs_reset
-def test_units_and_layers_that_only_some_samples_run() -> None:
+def test_units_and_layers_that_only_some_samples_run(ranks: Cases) -> None:
     """A part may do without a unit that has added the gradient of the whole; and what ran before leaves no mark."""
     routed, gated = Routed(), Conditional()
     tables = [*batches(0, 1)[0], *batches(1, 1)[0]]
     two = [with_last_tokens(2, 3)] * 2
-    for module, ran in ((routed, tables), (gated, two)):
-        (sum(module.loss(one) for one in ran) / sum(one[:, 1:].numel() for one in ran)).backward()
-        module.configure_optimizers().step()
-    for rank, found in enumerate(run_ranks(by_sample)):
+    one_step(routed, tables)
+    one_step(gated, two)
+    for rank, found in enumerate(ranks["by_sample"]):
         for (states, trips), expected in zip(found, (routed, gated), strict=True):
             assert bool(trips) == (rank == 1)
             assert differences(states, [full_parameters(expected)])[0] < TOLERANCE, type(expected)
@@ -277,8 +282,8 @@ def logs_first(rank: int) -> Any:
 
 
 @needs_reset
-def test_a_plain_batch_logs_a_name_once() -> None:
-    (other, none), (cut, trips) = run_ranks(logs_first)
+def test_a_plain_batch_logs_a_name_once(ranks: Cases) -> None:
+    (other, none), (cut, trips) = ranks["logs_first"]
     assert not none
     assert trips > 3
     assert other == cut == {"rows": 8.0, "behind": 8.0}
@@ -312,16 +317,12 @@ def overflows(rank: int) -> Any:
 
 
 @needs_reset
-def test_what_is_left_out_and_runs_out_of_memory_does_not_run_again() -> None:
-    for rank, found in enumerate(run_ranks(overflows)):
+def test_what_is_left_out_and_runs_out_of_memory_does_not_run_again(ranks: Cases) -> None:
+    for rank, found in enumerate(ranks["overflows"]):
         for m, (states, trips, left_out) in zip((1, 2), found, strict=True):
-            module = Short()
             tables = [*batches(0, 1)[0], *(one for one in batches(1, 1)[0] if one.shape[1] != 4 + m)]
-            (sum(map(module.loss, tables)) / sum(one[:, 1:].numel() for one in tables)).backward()
-            module.configure_optimizers().step()
-            assert trips == rank
-            assert left_out == rank
-            assert differences(states, [full_parameters(module)])[0] < TOLERANCE, m
+            assert trips == left_out == rank
+            assert differences(states, [one_step(Short(), tables)])[0] < TOLERANCE, m
 
 
 class Unlogged(Short):
@@ -331,18 +332,16 @@ class Unlogged(Short):
 
 def leaves_all_out(rank: int) -> Any:
     module = Unlogged([["1", "forward", 0, 0]] if rank == 1 else ())
-    return train(module, [table(1, 4, rank)], on_out_of_memory="skip").states
+    train(module, [table(1, 4, rank)], on_out_of_memory="skip")
+    return module.states
 
 
 @needs_reset
-def test_a_rank_may_leave_out_all_that_it_has() -> None:
+def test_a_rank_may_leave_out_all_that_it_has(ranks: Cases) -> None:
     """Then it does not say how its losses are weighted, and goes along with the others."""
-    module = Short()
-    only = table(1, 4, 0)
-    (module.loss(only) / only[:, 1:].numel()).backward()
-    module.configure_optimizers().step()
-    for states in run_ranks(leaves_all_out):
-        assert differences(states, [full_parameters(module)])[0] < TOLERANCE
+    expected = one_step(Short(), [table(1, 4, 0)])
+    for states in ranks["leaves_all_out"]:
+        assert differences(states, [expected])[0] < TOLERANCE
 
 
 # -- runs that end ----------------------------------------------------------------------------------------

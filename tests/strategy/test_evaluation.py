@@ -10,30 +10,15 @@ import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc import Minibatch
 from lightning_odc.errors import DisagreementError
-from tests.strategy.test_strategy import LR, minibatches
-from tests.support.models import summed_loss
-from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.fits import LR, Watch, fit, numbers, shares
+from tests.support.models import full_parameters, summed_loss, token_batches
+from tests.support.modules import TokenModule, loader, trainer, unsized
+from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
 
 SOON = timedelta(seconds=20)
-
-
-class Endless(IterableDataset[Any]):
-    """Batches without a length."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-
-def unsized(batches: list[Any]) -> DataLoader[Any]:
-    return DataLoader(Endless(batches), batch_size=None)
 
 
 class Names(TokenModule):
@@ -41,12 +26,8 @@ class Names(TokenModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         length = batch.shape[1]
-        self.log(
-            "even" if length % 2 == 0 else "odd",
-            100.0 * (length % 2) + length,
-            sync_dist=True,
-            batch_size=length,
-        )
+        name, value = "even" if length % 2 == 0 else "odd", 100.0 * (length % 2) + length
+        self.log(name, value, sync_dist=True, batch_size=length)
         self.log("one", 1.0, sync_dist=True, batch_size=1)
         for reduction in ("sum", "min", max):
             name = f"{reduction if isinstance(reduction, str) else 'max'}"
@@ -81,7 +62,7 @@ DATA: dict[str, Any] = {
 
 
 def _validate(
-    rank: int, kind: str, cases: list[list[list[int]]], communication: str
+    rank: int, kind: str, cases: list[list[list[int]]], communication: str = "on_demand"
 ) -> list[dict[str, float]]:
     module, results = Names(), []
     t = trainer(len(cases[0]), communication=communication, timeout=SOON)
@@ -92,31 +73,54 @@ def _validate(
 
 
 CASES = [[[4, 5, 6], [5]], [[4], [7]], [[7, 4, 9], [4, 7, 6, 2]]]
+ONE_IS_EMPTY = [[[3, 8], []], [[], [5]]]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Cases:
+    """All that ends well on two ranks, in one launch."""
+    calls: dict[Any, Any] = {
+        kind: (_validate, kind, CASES if kind.startswith("plain") else [*CASES, *ONE_IS_EMPTY])
+        for kind in DATA
+    }
+    calls |= {"collective": (_validate, "minibatches", [EQUAL], "collective")}
+    calls |= {"lockstep": (_validate, "minibatches, unsized", [UNEQUAL], "lockstep")}
+    calls |= {("metrics", kind): (_evaluate_metrics, kind) for kind in ("minibatches", "plain, unsized")}
+    calls |= {number: (_fit_metrics, *TRAINED[number]) for number in range(len(TRAINED))}
+    calls |= {("beside", kind): (_evaluate, kind) for kind in EVALUATIONS}
+    others = {"stock": (_validate_stock,), "several": (_validate_several,), "epochs": (_fit_epochs,)}
+    return run_calls(calls | others | {"fails": (_validate_failing,)})
+
+
+def assert_exact(results: list[dict[str, float]], cases: list[list[list[int]]], rank: int) -> None:
+    for seen, lengths in zip(results, cases, strict=True):
+        expected = expected_of(lengths, rank)
+        assert {n: v for n, v in seen.items() if n in expected} == pytest.approx(expected, rel=1e-6)
+        unlogged = {"even", "odd", "own"} - expected.keys()
+        assert not unlogged & seen.keys()
 
 
 @pytest.mark.parametrize("kind", DATA)
-def test_values_are_exact_whatever_names_a_rank_logs_in_whatever_order(kind):
-    cases = CASES if "unsized" not in kind and kind != "minibatches" else [*CASES, [[3, 8], []], [[], [5]]]
-    for rank, results in enumerate(run_ranks(_validate, kind, cases, "on_demand")):
+def test_values_are_exact_whatever_names_a_rank_logs_in_whatever_order(kind, ranks):
+    cases = CASES if kind.startswith("plain") else [*CASES, *ONE_IS_EMPTY]
+    for rank, results in enumerate(ranks[kind]):
+        assert_exact(results, cases, rank)
         for seen, lengths in zip(results, cases, strict=True):
             batches = 4 if kind == "minibatches" else sum(len(own) for own in lengths)
-            expected = {**expected_of(lengths, rank), "batches_epoch": batches}
-            assert {name: seen[name] for name in seen if "_step" not in name} == pytest.approx(
-                expected, rel=1e-6
-            )
+            assert seen["batches_epoch"] == batches
             assert seen["one"] == 1.0
 
 
-@pytest.mark.parametrize(
-    ("communication", "world_size"), [("lockstep", 2), ("collective", 2), ("on_demand", 3)]
-)
-def test_shares_are_merged_in_every_communication(communication, world_size):
-    lengths = [[4, 6], [5, 7], [9, 3]][:world_size]
-    for rank, (seen,) in enumerate(
-        run_ranks(_validate, "minibatches", [lengths], communication, world_size=world_size)
-    ):
-        for name, value in expected_of(lengths, rank).items():
-            assert seen[name] == pytest.approx(value, rel=1e-6), name
+EQUAL, UNEQUAL = [[4, 6], [5, 7]], [[4, 6, 3], [5]]
+
+
+def test_shares_are_merged_in_every_communication_and_on_three_ranks(ranks):
+    on_three = [[4, 6], [5, 7], [9, 3]]
+    cases = [(EQUAL, ranks["collective"]), (UNEQUAL, ranks["lockstep"])]
+    cases.append((on_three, run_ranks(_validate, "minibatches", [on_three], world_size=3)))
+    for lengths, found in cases:
+        for rank, results in enumerate(found):
+            assert_exact(results, [lengths], rank)
 
 
 class Weights(TokenModule):
@@ -130,9 +134,9 @@ def _validate_stock(rank: int) -> list[dict[str, float]]:
     return t.validate(Weights(), loader(token_batches([4])), verbose=False)
 
 
-def test_collective_evaluation_of_plain_batches_is_lightnings_but_for_rounded_counts():
+def test_collective_evaluation_of_plain_batches_is_lightnings_but_for_rounded_counts(ranks):
     # Counts 3 and 2: a mean of integers would be 2, and the constant 1.25.
-    for (seen,) in run_ranks(_validate_stock):
+    for (seen,) in ranks["stock"]:
         assert seen == {"one": 1.0, "value": pytest.approx(2 / 5)}
 
 
@@ -153,8 +157,8 @@ def _validate_several(rank: int) -> list[dict[str, float]]:
     return trainer(2, timeout=SOON).validate(Several(), loaders, verbose=False)
 
 
-def test_every_loader_has_its_values_on_every_rank():
-    for results in run_ranks(_validate_several):
+def test_every_loader_has_its_values_on_every_rank(ranks):
+    for results in ranks["several"]:
         assert results == [
             {"length/dataloader_idx_0": 5.0, "only_0": 1.0, "hooks/dataloader_idx_0": 1.0},
             {"length/dataloader_idx_1": 7.0, "only_1": 1.0, "hooks/dataloader_idx_1": 1.0},
@@ -180,7 +184,7 @@ class Epochs(TokenModule):
             self.log(name, value, sync_dist=True, batch_size=1, reduce_fx=max, prog_bar=self.rank == 0)
 
     def on_validation_epoch_end(self) -> None:
-        self.ends.append({name: value.item() for name, value in self.trainer.callback_metrics.items()})
+        self.ends.append(numbers(self.trainer.callback_metrics))
         self.log("end", float(self.rank), sync_dist=True)
 
 
@@ -197,11 +201,11 @@ def _fit_epochs(rank: int) -> Any:
     options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
     t = trainer(2, timeout=SOON, callbacks=[Reads()], **options)
     t.fit(module, loader([Minibatch(token_batches([4 + rank]))]))
-    return module.ends[1:], {name: value.item() for name, value in t.callback_metrics.items()}
+    return module.ends[1:], numbers(t.callback_metrics)
 
 
-def test_hooks_at_the_end_of_the_epoch_see_global_values():
-    for seen, final in run_ranks(_fit_epochs):
+def test_hooks_at_the_end_of_the_epoch_see_global_values(ranks):
+    for seen, final in ranks["epochs"]:
         assert [values["a"] for values in seen] == [5.0, 15.0, 25.0]
         assert [values["b"] for values in seen] == [105.0, 115.0, 125.0]
         assert final == {"a": 25.0, "b": 125.0, "end": 0.5}
@@ -267,40 +271,35 @@ def _evaluate_metrics(rank: int, kind: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("kind", ["minibatches", "plain, unsized"])
-def test_metric_objects_are_synchronised_on_ranks_without_data_too(kind):
+def test_metric_objects_are_synchronised_on_ranks_without_data_too(kind, ranks):
     expected = [(5.0, 10.0), (7.0, 7.0), (6.0, 18.0)]
-    for results in run_ranks(_evaluate_metrics, kind):
+    for results in ranks["metrics", kind]:
         assert results == [
             {"val_mean": mean, "val_rows": total, "val_scalars": total} for mean, total in expected
         ]
 
 
+#: The communication, and lengths of microbatches by step and rank.
+TRAINED: list[tuple[str, list[list[list[int]]]]] = [
+    ("on_demand", [[[4, 6], []], [[8], []]]),
+    ("on_demand", [[[], [6]], [[3], [9]]]),
+    ("collective", [[[6], [6]], [[3], [9]]]),
+]
+
+
 def _fit_metrics(rank: int, communication: str, minibatches: list[list[list[int]]]) -> list[dict[str, float]]:
-    seen = []
-
-    class Epoch(Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            seen.append({name: value.item() for name, value in trainer.callback_metrics.items()})
-
-    t = trainer(2, timeout=SOON, communication=communication, max_epochs=2, callbacks=[Epoch()])
-    t.fit(Measured(), loader([Minibatch(token_batches(step[rank])) for step in minibatches]))
-    return seen
+    watch = Watch()
+    data = [Minibatch(token_batches(step[rank])) for step in minibatches]
+    fit(Measured(), data, timeout=SOON, communication=communication, max_epochs=2, callbacks=[watch])
+    return watch.epochs
 
 
-@pytest.mark.parametrize(
-    ("communication", "minibatches"),
-    [
-        ("on_demand", [[[4, 6], []], [[8], []]]),
-        ("on_demand", [[[], [6]], [[3], [9]]]),
-        ("collective", [[[6], [6]], [[3], [9]]]),
-    ],
-    ids=str,
-)
-def test_metric_objects_in_training(communication, minibatches):
-    lengths = [n for step in minibatches for own in step for n in own]
+@pytest.mark.parametrize("number", range(len(TRAINED)))
+def test_metric_objects_in_training(number, ranks):
+    lengths = [n for step in TRAINED[number][1] for own in step for n in own]
     expected = {"train_mean": sum(lengths) / len(lengths), "train_rows": sum(lengths)}
     expected["train_scalars"] = sum(lengths)
-    assert run_ranks(_fit_metrics, communication, minibatches) == [[expected, expected]] * 2
+    assert ranks[number] == [[expected, expected]] * 2
 
 
 class Missing(LightningModule):
@@ -353,73 +352,50 @@ def _validate_failing(rank: int) -> list[bool]:
     return [name in vars(o) for o in (module, t.validate_loop) for name in ("log", "on_run_end")]
 
 
-def test_an_evaluation_that_fails_leaves_no_trace():
-    assert run_ranks(_validate_failing) == [[False] * 4] * 2
+def test_an_evaluation_that_fails_leaves_no_trace(ranks):
+    assert ranks["fails"] == [[False] * 4] * 2
 
 
 # -- beside training ------------------------------------------------------------------------------------------
 
-EVALUATIONS: dict[str, Any] = {
-    "plain": lambda rank: token_batches([5, 9, 4] if rank == 0 else [7, 12, 3, 8, 6], seed=rank),
-    "minibatches": lambda rank: (
-        [Minibatch(token_batches([5, 9])), Minibatch([])]
-        if rank == 0
-        else [Minibatch(token_batches([7])), Minibatch(token_batches([12, 3])), Minibatch(token_batches([8]))]
-    ),
-    "nothing on rank 0": lambda rank: [Minibatch([] if rank == 0 else token_batches([7, 3])), Minibatch([])],
+#: Batches by rank.
+EVALUATIONS: dict[str, list[list[Any]]] = {
+    "plain": [token_batches([5, 9, 4]), token_batches([7, 12, 3, 8, 6], seed=1)],
+    "minibatches": [
+        [Minibatch(token_batches(sizes)) for sizes in ([5, 9], [])],
+        [Minibatch(token_batches(sizes)) for sizes in ([7], [12, 3], [8])],
+    ],
+    "nothing on rank 0": [[Minibatch([])] * 2, [Minibatch(token_batches([7, 3])), Minibatch([])]],
 }
 
 
-def _evaluate(rank: int, kind: str, communication: str) -> list[Any]:
-    module = TokenModule(lr=LR)
+def _evaluate(rank: int, kind: str, world_size: int = 2) -> list[Any]:
+    """What fitting, validating, testing, predicting and validating again give, and what the loss should be."""
+    module, data = TokenModule(lr=LR), EVALUATIONS[kind][rank]
     module.test_step = lambda batch: module.validation_step(batch, 0)  # type: ignore[method-assign, misc]
     module.predict_step = lambda batch, batch_idx: batch.shape[1]  # type: ignore[method-assign]
-    data = EVALUATIONS[kind](rank)
-    t = trainer(2, communication=communication)
-    t.fit(module, loader(minibatches(rank, (1, 1))), loader(data))
-    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
-    validated = t.validate(module, loader(data), verbose=False)[0]
-    tested = t.test(module, loader(data), verbose=False)[0]
-    predicted = t.predict(module, loader(data))
-    again = t.validate(module, loader(data), verbose=False)[0]
-    return [fitted, validated, tested, predicted, again, reference_val_loss(module, kind)]
-
-
-def reference_val_loss(module: TokenModule, kind: str) -> float:
-    """The mean over all evaluation microbatches of all ranks, by stock collectives on the trained module."""
-    batches = []
-    for rank in range(2):
-        for batch in EVALUATIONS[kind](rank):
-            batches += list(batch) if isinstance(batch, Minibatch) else [batch]
-    model = TokenModule(lr=LR)
-    model.load_state_dict(full_parameters(module))
+    t = fit(module, shares(rank, (1,) * world_size), world_size, data)
+    found: list[Any] = [numbers(t.callback_metrics)]
+    found += [evaluate(module, loader(data), verbose=False)[0] for evaluate in (t.validate, t.test)]
+    found += [t.predict(module, loader(data)), t.validate(module, loader(data), verbose=False)[0]]
+    alone = TokenModule()
+    alone.load_state_dict(full_parameters(module))
+    batches = [batch for own in EVALUATIONS[kind][:world_size] for batch in own]
+    flat = [b for batch in batches for b in (batch if isinstance(batch, Minibatch) else [batch])]
     with torch.no_grad():
-        return sum(summed_loss(model.net, b).item() / (b.numel() - 1) for b in batches) / len(batches)
+        return [*found, sum(summed_loss(alone.net, b).item() / (b.numel() - 1) for b in flat) / len(flat)]
 
 
-@pytest.mark.parametrize("kind", EVALUATIONS)
-def test_evaluation_with_different_numbers_of_batches_finishes_and_is_exact(kind):
-    results = run_ranks(_evaluate, kind, "on_demand")
-    for rank, (fitted, validated, tested, predicted, again, loss) in enumerate(results):
+@pytest.mark.parametrize(("kind", "world_size"), [*((kind, 2) for kind in EVALUATIONS), ("minibatches", 1)])
+def test_evaluation_with_different_numbers_of_batches_finishes_and_is_exact(kind, world_size, ranks):
+    found = ranks["beside", kind] if world_size == 2 else run_ranks(_evaluate, kind, 1, world_size=1)
+    for rank, (fitted, validated, tested, predicted, again, loss) in enumerate(found):
         for values in (fitted, validated, tested, again):
             assert values["val_one"] == 1.0
         for values in (validated, tested, again):
             assert values["val_loss"] == pytest.approx(loss, rel=1e-5)
         expected = [
             [b.shape[1] for b in batch] if isinstance(batch, Minibatch) else batch.shape[1]
-            for batch in EVALUATIONS[kind](rank)
+            for batch in EVALUATIONS[kind][rank]
         ]
         assert predicted == expected
-
-
-def test_evaluation_at_world_size_one():
-    fitted, validated, *_ = run_ranks(_evaluate_alone, world_size=1)[0]
-    assert fitted["val_one"] == validated["val_one"] == 1.0
-
-
-def _evaluate_alone(rank: int) -> list[Any]:
-    module, t = TokenModule(lr=LR), trainer(1)
-    data = [Minibatch(token_batches([5, 9])), Minibatch([])]
-    t.fit(module, loader(minibatches(rank, (6,))), loader(data))
-    fitted = {name: value.item() for name, value in t.callback_metrics.items()}
-    return [fitted, t.validate(module, loader(data), verbose=False)[0]]

@@ -27,9 +27,11 @@ from lightning_odc.data.weighting import Counter
 from lightning_odc.engine.base import Counting, Ledger, SettleRecord, check_records
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy.microbatch import contribution
+from tests.support import fits
+from tests.support.fits import largest_difference
 from tests.support.models import full_parameters
 from tests.support.modules import trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Cases, run_calls, run_ranks
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -85,8 +87,6 @@ class Tuned(LightningModule):
 class ByHand(Tuned):
     """A mean by hand: without labels it is 0 / 0, and so are its gradients."""
 
-    poison: int | None = None  # a token whose losses are NaN
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.mean(batch)
         self.log("loss", loss, sync_dist=True)
@@ -100,8 +100,6 @@ class ByHand(Tuned):
         labels = batch["labels"][:, 1:]
         mask, labels = (labels != -100).flatten(), labels.clamp(min=0).flatten()
         losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none") * mask
-        if self.poison is not None and bool((batch["input_ids"] == self.poison).any()):
-            losses = losses * float("nan")
         return losses.sum() / mask.sum()
 
 
@@ -118,11 +116,6 @@ def one_process(minibatch: list[Sample]) -> dict[str, Tensor]:
         parameter.grad = None if parameter.grad is None else parameter.grad / counted
     optimizer.step()
     return full_parameters(module)
-
-
-def largest_difference(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    assert set(ours) == set(expected)
-    return max(float((ours[name] - expected[name]).abs().max()) for name in expected)
 
 
 def fit(
@@ -199,35 +192,36 @@ def test_microbatches_ranks_and_minibatches_without_labels() -> None:
     assert largest_difference(half.parameters, one_process(MASKED)) < 2e-3
 
 
-def fit_by_hand(rank: int, communication: str, poison: int | None, world_size: int = 2) -> dict[str, Any]:
-    own = {"num_replicas": world_size, "rank": rank, "policy": "local_sort"}
-    lengths = [len(sample["input_ids"]) for sample in MASKED]
-    size = len(MASKED) // world_size
-    loader = BalancedDataLoader(MASKED, lengths=lengths, collate_fn=padded, minibatch_size=size, **own)
-    module = ByHand()
-    module.poison = poison
-    t = trainer(world_size, communication=communication)
-    t.fit(module, loader)
-    validated = ByHand()
-    t = trainer(world_size, communication=communication)
-    (values,) = t.validate(validated, loader, verbose=False)
-    return {"parameters": full_parameters(module), "loss": float(t.callback_metrics["val_loss"]), **values}
+def fit_by_hand(rank: int, communication: str, world_size: int = 2) -> Any:
+    shape: dict[str, Any] = {"num_replicas": world_size, "rank": rank, "policy": "local_sort"}
+    shape |= {"lengths": [len(sample["input_ids"]) for sample in MASKED], "collate_fn": padded}
+    loader = BalancedDataLoader(MASKED, minibatch_size=len(MASKED) // world_size, **shape)
+    parameters = fits.fitted(ByHand(), loader, world_size, communication=communication)
+    (values,) = trainer(world_size, communication=communication).validate(ByHand(), loader, verbose=False)
+    return parameters, values["val_loss"]
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> Cases:
+    return run_calls({kind: (fit_by_hand, kind) for kind in ("on_demand", "collective")})
 
 
 @pytest.mark.parametrize(
     ("communication", "world_size"), [("on_demand", 2), ("collective", 2), ("on_demand", 1)]
 )
-def test_gradients_of_a_mean_over_nothing_are_left_out(communication: str, world_size: int) -> None:
+def test_gradients_of_a_mean_over_nothing_are_left_out(
+    communication: str, world_size: int, by_hand: Cases
+) -> None:
+    module = ByHand()
+    counts = [float(Counter(skips_first=True).of(padded([one]))) for one in MASKED]  # type: ignore[arg-type]
     with torch.no_grad():
-        module = ByHand()
-        means = [
-            (float(module.mean(padded([one]))), Counter(skips_first=True).of(padded([one]))) for one in MASKED
-        ]
-    total = sum(float(mean * count) for mean, count in means if count)  # type: ignore[operator]
-    expected = total / sum(float(count) for _, count in means)  # type: ignore[arg-type]
-    for found in run_ranks(fit_by_hand, communication, None, world_size, world_size=world_size):
-        assert largest_difference(found["parameters"], one_process(MASKED)) < TOLERANCE
-        assert found["val_loss"] == pytest.approx(expected, rel=1e-6), "evaluated by labels, too"
+        means = [float(module.mean(padded([one]))) for one in MASKED]
+    expected = sum(mean * n for mean, n in zip(means, counts, strict=True) if n) / sum(counts)
+    alone = world_size == 1
+    ranks = run_ranks(fit_by_hand, communication, 1, world_size=1) if alone else by_hand[communication]
+    for parameters, val_loss in ranks:
+        assert largest_difference(parameters, one_process(MASKED)) < TOLERANCE
+        assert val_loss == pytest.approx(expected, rel=1e-6), "evaluated by labels, too"
 
 
 # -- without processes -----------------------------------------------------------------------------------------
@@ -313,37 +307,12 @@ class Stream(IterableDataset[Sample]):
 
 def test_only_a_loader_counts_labels() -> None:
     assert Minibatch([{"labels": ROWS}], weights=[5]).origin is None
-    data = samples()
+    own: dict[str, Any] = {"minibatch_size": 8, "collate_fn": padded}
+    weights = []
     for weighting, by_labels in (("auto", True), ("token", False), ("sample", False), (np.sqrt, False)):
-        loader = BalancedDataLoader(
-            data,
-            lengths=list(LENGTHS),
-            minibatch_size=8,
-            weighting=weighting,
-            collate_fn=padded,
-            policy="local_sort",
-        )
-        (minibatch,) = loader
-        assert isinstance(minibatch, Minibatch)
-        assert minibatch.origin is not None
-        assert minibatch.origin.by_labels is by_labels
-        stream = BalancedDataLoader(
-            Stream(), minibatch_size=8, window=1, weighting=weighting, collate_fn=padded
-        )
-        assert all(minibatch.origin.by_labels is by_labels for minibatch in stream)  # type: ignore[union-attr]
-        if weighting == "auto":
-            assert minibatch.weights == loader_weights("token")
-
-
-def loader_weights(weighting: str) -> list[float] | None:
-    loader = BalancedDataLoader(
-        samples(),
-        lengths=list(LENGTHS),
-        minibatch_size=8,
-        weighting=weighting,
-        collate_fn=padded,
-        policy="local_sort",
-    )
-    (minibatch,) = loader
-    assert isinstance(minibatch, Minibatch)
-    return minibatch.weights
+        planned: dict[str, Any] = {"lengths": list(LENGTHS), "policy": "local_sort", "weighting": weighting}
+        (minibatch,) = BalancedDataLoader(samples(), **planned, **own)
+        stream = BalancedDataLoader(Stream(), window=1, weighting=weighting, **own)
+        assert all(one.origin.by_labels is by_labels for one in (minibatch, *stream))  # type: ignore[union-attr]
+        weights.append(minibatch.weights)  # type: ignore[union-attr]
+    assert weights[0] == weights[1], "planned by tokens"

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_odc import ODCStrategy
 from lightning_odc.callbacks import DeviceIdleMonitor
 from tests.strategy.test_balance import Padded, pad
-from tests.support.modules import trainer
+from tests.support.fits import fit
 from tests.support.ranks import run_ranks
 
 
@@ -34,11 +33,11 @@ class RunsOut(Padded):
 def run_out(rank: int) -> dict[str, Any]:
     samples = [torch.ones(1 + number % 20, dtype=torch.long) for number in range(400)]
     module, monitor = RunsOut(), DeviceIdleMonitor(every_n_steps=1)
-    strategy = ODCStrategy(balance="lb_mini", keep_gathered=0, max_tokens=40)
-    t = trainer(2, strategy=strategy, accumulate_grad_batches=8, callbacks=[monitor])  # type: ignore[arg-type]
+    options = {"balance": "lb_mini", "keep_gathered": 0, "max_tokens": 40, "accumulate_grad_batches": 8}
+    data = DataLoader(samples, batch_size=1, collate_fn=pad, shuffle=True)  # type: ignore[arg-type]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        t.fit(module, DataLoader(samples, batch_size=1, collate_fn=pad, shuffle=True))  # type: ignore[arg-type]
+        t = fit(module, data, callbacks=[monitor], **options)
     own: Any = t.train_dataloader
     falls = [str(one.message) for one in caught if "max_tokens falls" in str(one.message)]
     return {

@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -28,9 +28,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_odc import Minibatch
+from tests.support import fits
+from tests.support.fits import Watch, assert_same, fitted, largest_difference, one_process
 from tests.support.models import Block, full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
 
 VOCAB = 32
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -95,15 +97,6 @@ def decoder_layer() -> type[nn.Module]:
     return LlamaDecoderLayer
 
 
-class Watch(Callback):
-    """Notes what was read from peers in the first step, in which nothing is kept."""
-
-    reads = 0
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.reads = self.reads or trainer.strategy.engine.traffic.reads  # type: ignore[attr-defined]
-
-
 class CausalLM(LightningModule):
     """Makes its model in ``configure_model``."""
 
@@ -128,9 +121,9 @@ class CausalLM(LightningModule):
 def fit(rank: int, module: LightningModule, communication: str = "on_demand", **options: Any) -> Any:
     """Two steps; the parameters, and the reads from peers in the first one."""
     watch = Watch()
-    t = trainer(2, communication=communication, callbacks=[watch], **options)
-    t.fit(module, loader(token_batches([6, 9], seed=rank, vocab=11)))
-    return full_parameters(module), watch.reads
+    batches = token_batches([6, 9], seed=rank, vocab=11)
+    parameters = fitted(module, batches, communication=communication, callbacks=[watch], **options)
+    return parameters, watch.traffic[0].reads
 
 
 #: How the model is made, options of the strategy, and reads in a step: forward and backward pass of every block, one of
@@ -145,33 +138,35 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], in
     "callable": (causal_lm, lambda: {"auto_wrap_policy": is_decoder_layer}, 5),
     "policy object": (causal_lm, lambda: {"auto_wrap_policy": ModuleWrapPolicy({decoder_layer()})}, 5),
     "checkpointing, set": (causal_lm, lambda: {"activation_checkpointing_policy": {decoder_layer()}}, 5),
-    "checkpointing, callable": (
-        causal_lm,
-        lambda: {"activation_checkpointing_policy": is_decoder_layer},
-        5,
-    ),
+    "checkpointing, callable": (causal_lm, lambda: {"activation_checkpointing_policy": is_decoder_layer}, 5),
     "offloaded": (causal_lm, lambda: {"cpu_offload": True}, 5),
 }
 
 
-def _fits(rank: int, kinds: list[str]) -> dict[str, Any]:
-    results = {}
-    for kind in kinds:
-        make, options, _ = KINDS[kind]
-        ours, reads = fit(rank, CausalLM(make), **options())
-        stock, none = fit(rank, CausalLM(make), "collective", **options())
-        assert none == 0
-        assert ours.keys() == stock.keys()
-        results[kind] = (max((ours[n] - stock[n]).abs().max().item() for n in stock), reads)
-    return results
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """All that two ranks do and that ends well, in one launch."""
+    calls: dict[Any, Any] = {kind: (_compare, kind) for kind in KINDS if kind != "LoRA" or HAS_PEFT}
+    calls |= {make: (_predicts, make) for make in (causal_lm, with_lora) if make is causal_lm or HAS_PEFT}
+    calls |= {"normalizes": (_normalizes, str(tmp_path_factory.mktemp("models"))), "meets": (_meets, (2, 2))}
+    others = {"samples": (_samples,), "routes": (_routes,), "says": (_says_no_and_what_it_chose,)}
+    return run_calls(calls | others | {"compiles": (_compiles, "counts", 3)})
 
 
-def test_equal_to_collectives():
-    kinds = [kind for kind in KINDS if kind != "LoRA" or HAS_PEFT]
-    for results in run_ranks(_fits, kinds):
-        assert results == {kind: (0.0, KINDS[kind][2]) for kind in kinds}
-    if not HAS_PEFT:
-        pytest.skip("all but LoRA passed: peft is not installed")
+def _compare(rank: int, kind: str) -> tuple[float, int]:
+    make, options, _ = KINDS[kind]
+    ours, reads = fit(rank, CausalLM(make), **options())
+    stock, none = fit(rank, CausalLM(make), "collective", **options())
+    assert none == 0
+    return largest_difference(ours, stock), reads
+
+
+needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[needs_peft] * (k == "LoRA")) for k in KINDS])
+def test_equal_to_collectives(kind, ranks):
+    assert ranks[kind] == [(0.0, KINDS[kind][2])] * 2
 
 
 def generating_model(net: nn.Module) -> nn.Module:
@@ -241,22 +236,12 @@ def _samples(rank: int) -> Any:
     return found
 
 
-def test_generate_of_hugging_face_ends_on_every_rank_by_itself_and_reads_once():
-    first, second = run_ranks(_samples)
+def test_generate_of_hugging_face_ends_on_every_rank_by_itself_and_reads_once(ranks):
+    first, second = ranks["samples"]
     layers = 2  # the root unit is gathered already
     # One pass per token; all wait for the longest if told so, or collectively. In validation, units are kept by then.
-    assert first == [
-        [[4, layers]] * 2,
-        [[4, 4 * layers]] * 2,
-        [[24, layers]],
-        [[24, 0]],
-    ]
-    assert second == [
-        [[24, layers]] * 2 + [[24, 0]] * 2,
-        [[24, 24 * layers]] * 4,
-        [[24, layers]],
-        [[24, 0]],
-    ]
+    assert first == [[[4, layers]] * 2, [[4, 4 * layers]] * 2, [[24, layers]], [[24, 0]]]
+    assert second == [[[24, layers]] * 2 + [[24, 0]] * 2, [[24, 24 * layers]] * 4, [[24, layers]], [[24, 0]]]
 
 
 #: Ways to generate.
@@ -295,43 +280,35 @@ class Answers(CausalLM):
         return answers(self.net, self.global_rank, self.counts, strategy.engine)
 
 
-def _predicts(rank: int, makes: list[Callable[[], nn.Module]]) -> Any:
-    found = []
-    for make in makes:
-        module = Answers(make)
-        # Rank 1 has two batches, and generates in both.
-        batches = loader([torch.ones(1)] * (1 + rank))
-        given: Any = trainer(2, num_sanity_val_steps=0).predict(module, batches)
-        found.append((given[-1], module.counts))
-    return found
+def _predicts(rank: int, make: Callable[[], nn.Module]) -> Any:
+    module = Answers(make)
+    # Rank 1 has two batches, and generates in both.
+    given: Any = trainer(2, num_sanity_val_steps=0).predict(module, loader([torch.ones(1)] * (1 + rank)))
+    return given[-1], module.counts
 
 
-def test_all_ways_to_generate_in_predict():
-    makes = [causal_lm, with_lora] if HAS_PEFT else [causal_lm]
-    by_rank = run_ranks(_predicts, makes)
-    for rank, results in enumerate(by_rank):
-        for make, (given, counts) in zip(makes, results, strict=True):
-            torch.manual_seed(0)
-            alone: list[list[int]] = []
-            expected = answers(make(), rank, alone, SimpleNamespace(traffic=SimpleNamespace(reads=0)))
-            for way, one, other in zip(WAYS, given, expected, strict=True):
-                assert torch.equal(one, other), way
-            tokens = 3 * (rank + 1)
-            assert counts == [[tokens, 2]] * len(WAYS), "two layers are read once for each call, nothing else"
-            assert alone == [[tokens, 0]] * len(WAYS)
-    if not HAS_PEFT:
-        pytest.skip("the plain model passed: peft is not installed")
+@pytest.mark.parametrize("make", [causal_lm, pytest.param(with_lora, marks=needs_peft)])
+def test_all_ways_to_generate_in_predict(make, ranks):
+    for rank, (given, counts) in enumerate(ranks[make]):
+        torch.manual_seed(0)
+        alone: list[list[int]] = []
+        expected = answers(make(), rank, alone, SimpleNamespace(traffic=SimpleNamespace(reads=0)))
+        for way, one, other in zip(WAYS, given, expected, strict=True):
+            assert torch.equal(one, other), way
+        tokens = 3 * (rank + 1)
+        assert counts == [[tokens, 2]] * len(WAYS), "two layers are read once for each call, nothing else"
+        assert alone == [[tokens, 0]] * len(WAYS)
 
 
 def _compiles(rank: int, backend: str, depth: int, **options: Any) -> tuple[float, float, int]:
     ours, reads = fit(rank, Compiled(Counts() if backend == "counts" else backend, depth), **options)
     stock, _ = fit(rank, TokenModule(), "collective")
-    names = {name: name.replace("_orig_mod.", "") for name in ours}
-    return max((ours[n] - stock[names[n]]).abs().max().item() for n in ours), reads, Counts.graphs
+    ours = {name.replace("_orig_mod.", ""): value for name, value in ours.items()}
+    return largest_difference(ours, stock), reads, Counts.graphs
 
 
-def test_compiled_blocks_equal_the_others_under_collectives():
-    for difference, reads, graphs in run_ranks(_compiles, "counts", 3):
+def test_compiled_blocks_equal_the_others_under_collectives(ranks):
+    for difference, reads, graphs in ranks["compiles"]:
         assert difference == 0  # the same kernels
         assert reads == 7  # three blocks, twice, and the root unit
         assert graphs > 0
@@ -355,8 +332,7 @@ class Begins(Callback):
 
 def first_parameters(rank: int, module: LightningModule, **options: Any) -> dict[str, Tensor]:
     begins = Begins()
-    t = trainer(2, callbacks=[begins], **options)
-    t.fit(module, loader(token_batches([6], seed=rank)))
+    fits.fit(module, token_batches([6], seed=rank), callbacks=[begins], **options)
     return begins.parameters
 
 
@@ -379,31 +355,19 @@ class Routed(TokenModule):
         return {"loss": loss, "num_items": batch.numel() - 1}
 
 
-def _routes(rank: int, sizes: Sequence[Sequence[Sequence[int]]]) -> dict[str, Tensor]:
-    module = Routed(lr=0.01)
-    t = trainer(len(sizes))
-    t.fit(module, loader([Minibatch(token_batches(step)) for step in sizes[rank]]))
-    return full_parameters(module)
+#: Lengths of microbatches by rank and step: block 0 is never run by rank 0; in the second step no rank runs block 1.
+SIZES = [[[5, 4], [6, 8]], [[7, 9, 7], [5]]]
 
 
-def test_blocks_may_be_skipped_by_a_rank_or_by_all():
-    # Block 0 is never run by rank 0; in the second step nobody runs block 1.
-    ours = run_ranks(_routes, [[[5, 4], [6, 8]], [[7, 9, 7], [5]]][::1][:2])
-    # The same microbatches (they are drawn per minibatch) in one process, in plain torch. Tolerance: see test_parity.
-    module = Routed(lr=0.01)
-    optimizer = module.configure_optimizers()
-    for minibatches in zip([[5, 4], [6, 8]], [[7, 9, 7], [5]], strict=True):
-        batches = [batch for minibatch in minibatches for batch in token_batches(minibatch)]
-        optimizer.zero_grad()
-        for batch in batches:
-            module.training_step(batch, 0)["loss"].backward()
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= sum(batch.numel() - 1 for batch in batches)
-        optimizer.step()
-    for found in ours:
-        for name, parameter in module.named_parameters():
-            assert (found[name] - parameter).abs().max() <= 1e-5, name
+def _routes(rank: int) -> dict[str, Tensor]:
+    return fitted(Routed(lr=0.01), [Minibatch(token_batches(step)) for step in SIZES[rank]])
+
+
+def test_blocks_may_be_skipped_by_a_rank_or_by_all(ranks):
+    steps = [[b for sizes in step for b in token_batches(sizes)] for step in zip(*SIZES, strict=True)]
+    expected = one_process(Routed(lr=0.01), steps)
+    for found in ranks["routes"]:
+        assert_same(found, expected)
 
 
 # -- layers and steps that meet ----------------------------------------------------------------------------------
@@ -435,11 +399,10 @@ def _says_no_and_what_it_chose(rank: int) -> list[str]:
     return [*refused, *said, *(message for message in messages if message.startswith("auto_wrap_policy"))]
 
 
-def test_layers_that_cannot_work_are_refused_and_the_default_policy_says_what_it_chose():
-    first, other = run_ranks(_says_no_and_what_it_chose)
-    assert (
-        len(other) == 3 and len(first) == 5
-    )  # rank 0 says it, once, when nobody chose; and if nothing was chosen
+def test_layers_that_cannot_work_are_refused_and_the_default_policy_says_what_it_chose(ranks):
+    first, other = ranks["says"]
+    # Rank 0 says it, once, when nobody chose; and if nothing was chosen.
+    assert (len(other), len(first)) == (3, 5)
     for sync, option, norm in (first[:3], other):
         assert sync.startswith("'layer' is a SyncBatchNorm: it waits for all ranks in every forward pass")
         assert option.startswith("Trainer(sync_batchnorm=True): it waits for all ranks")
@@ -470,18 +433,16 @@ class Normalizes(TokenModule):
 
 def _normalizes(rank: int, directory: str) -> Any:
     module = Normalizes()
-    t = trainer(2, num_sanity_val_steps=0, limit_val_batches=1)
-    t.fit(module, loader([Minibatch(token_batches([9, 5, 6], seed=rank)[: 1 + 2 * rank])]))
+    t = fits.fit(module, [Minibatch(token_batches([9, 5, 6], seed=rank)[: 1 + 2 * rank])])
     unlevelled = module.batch_norm.running_mean.clone(), module.batch_norm.num_batches_tracked.clone()
     t.save_checkpoint(path := f"{directory}/full.ckpt")
     saved = torch.load(path, weights_only=False)["state_dict"]["batch_norm.running_mean"]
-    t = trainer(2, num_sanity_val_steps=0, max_epochs=1)
     t.validate(module, loader(token_batches([5])), verbose=False)
     return unlevelled, saved, module.early, module.batch_norm.running_mean
 
 
-def test_statistics_are_those_of_each_rank_until_they_are_levelled(tmp_path):
-    first, second = run_ranks(_normalizes, str(tmp_path))
+def test_statistics_are_those_of_each_rank_until_they_are_levelled(ranks):
+    first, second = ranks["normalizes"]
     ((mean, steps), saved, early, levelled), ((other, more), other_saved, _, other_levelled) = first, second
     assert (int(steps), int(more)) == (1, 3)
     assert not torch.equal(mean, other)
@@ -503,12 +464,11 @@ class Meets(TokenModule):
 def _meets(rank: int, counts: tuple[int, int]) -> float:
     module = Meets("items")
     minibatch = Minibatch(token_batches([5, 6, 7][: counts[rank]]))
-    trainer(2, timeout=timedelta(seconds=2)).fit(module, loader([minibatch]))
-    return float(full_parameters(module)["net.head.weight"].sum())
+    return float(fitted(module, [minibatch], timeout=timedelta(seconds=2))["net.head.weight"].sum())
 
 
-def test_a_collective_in_the_step_works_with_equal_counts_and_else_ends_with_a_hint():
-    one, other = run_ranks(_meets, (2, 2))
+def test_a_collective_in_the_step_works_with_equal_counts_and_else_ends_with_a_hint(ranks):
+    one, other = ranks["meets"]
     assert one == other
     outcomes = try_ranks(_meets, (3, 1), timeout=60)
     assert all(outcome.exitcode == 1 for outcome in outcomes)

@@ -14,11 +14,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_odc import ODCStrategy
 from lightning_odc.callbacks import DeviceIdleMonitor
-from tests.support.fits import assert_same
+from tests.support import fits
+from tests.support.fits import assert_same, one_process
 from tests.support.models import full_parameters
-from tests.support.modules import said, trainer
+from tests.support.modules import said
 from tests.support.ranks import run_ranks
 
 TOKENS = (5, 9, 3, 12, 7, 4, 10, 6, 8, 11, 3, 9, 5, 7, 12, 4)
@@ -93,8 +93,10 @@ class WithImages(LightningModule):
 def fit(rank: int, data: Any, callbacks: Any = (), **options: Any) -> dict[str, Any]:
     with said() as text:
         module = WithImages()
-        t = trainer(2, strategy=ODCStrategy(length_fn=numbers, **options), callbacks=list(callbacks))
-        t.fit(module, DataLoader(data, batch_size=4, collate_fn=padded))  # type: ignore[arg-type]
+        own = DataLoader(data, batch_size=4, collate_fn=padded)  # type: ignore[arg-type]
+        t = fits.fit(
+            module, own, length_fn=numbers, callbacks=list(callbacks), **{"balance": "auto", **options}
+        )
     loader: Any = t.train_dataloader
     state = json.loads(json.dumps(loader.state_dict()))
     loader.load_state_dict(state)
@@ -120,22 +122,10 @@ def fit_all(rank: int) -> dict[str, Any]:
     }
 
 
-def reference() -> dict[str, Tensor]:
-    """One process, eight samples at a time."""
-    module = WithImages()
-    optimizer = module.configure_optimizers()
-    for start in (0, 8):
-        outputs = [module.training_step(padded([one]), 0) for one in samples()[start : start + 8]]
-        optimizer.zero_grad()
-        for output in outputs:
-            (output["loss"] / sum(one["num_items"] for one in outputs)).backward()
-        optimizer.step()
-    return full_parameters(module)
-
-
 def test_two_numbers_train_as_one_process_does() -> None:
     first, second = run_ranks(fit_all)
-    expected = reference()
+    batches = [padded([one]) for one in samples()]
+    expected = one_process(WithImages(), [batches[:8], batches[8:]])
     for case, found in first.items():
         assert found["steps"] == 2, case
         assert_same(found["parameters"], expected)

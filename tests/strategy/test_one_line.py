@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_odc import ODCStrategy
 from lightning_odc.balance.collation import Collation
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy.model_facts import cost_of_model
@@ -17,13 +16,14 @@ from tests.strategy.test_label_weights import (
     TOLERANCE,
     Sample,
     Tuned,
-    largest_difference,
     one_process,
     padded,
     samples,
 )
+from tests.support.fits import fit as fit_on
+from tests.support.fits import largest_difference
 from tests.support.models import full_parameters
-from tests.support.modules import said, trainer
+from tests.support.modules import said
 from tests.support.ranks import run_ranks
 
 
@@ -44,20 +44,12 @@ def prepare(worker: int) -> None:
 
 
 def fit(
-    rank: int, data: list[Sample], batch_size: int, accumulate: int, workers: int = 0, **options: Any
+    data: list[Sample], batch_size: int, accumulate: int, workers: int = 0, **options: Any
 ) -> dict[str, Any]:
+    module, shape = Sized(), {"batch_size": batch_size, "collate_fn": padded, "num_workers": workers}
+    loader: DataLoader[Any] = DataLoader(data, worker_init_fn=prepare, **shape)  # type: ignore[arg-type]
     with said() as text:
-        module = Sized()
-        strategy: Any = ODCStrategy(**options)
-        t = trainer(2, strategy=strategy, accumulate_grad_batches=accumulate)
-        loader: DataLoader[Any] = DataLoader(
-            data,  # type: ignore[arg-type]
-            batch_size=batch_size,
-            collate_fn=padded,
-            num_workers=workers,
-            worker_init_fn=prepare,
-        )
-        t.fit(module, loader)
+        t = fit_on(module, loader, accumulate_grad_batches=accumulate, **{"balance": "auto", **options})
     own: Any = t.train_dataloader
     return {
         "parameters": full_parameters(module),
@@ -73,12 +65,12 @@ def fit_all(rank: int) -> dict[str, Any]:
     data = samples()
     half = len(data) // 2
     return {
-        "batches": fit(rank, data, half, 1),
-        "accumulated": fit(rank, data, 1, half),
-        "packed": fit(rank, data, half, 1, packing=True),
-        "prepared": fit(rank, data, half, 1, workers=1),
-        "deterministic": fit(rank, data, half, 1, deterministic=True),
-        "collective": fit(rank, data, 1, half, communication="collective"),
+        "batches": fit(data, half, 1),
+        "accumulated": fit(data, 1, half),
+        "packed": fit(data, half, 1, packing=True),
+        "prepared": fit(data, half, 1, workers=1),
+        "deterministic": fit(data, half, 1, deterministic=True),
+        "collective": fit(data, 1, half, communication="collective"),
     }
 
 
@@ -102,25 +94,17 @@ def test_one_step_is_that_of_one_process_and_three_lines_say_how() -> None:
     assert "% of the computed tokens are padding, instead of" in lines
     assert "a microbatch counts its labels that are not -100 and not in the first column" in lines
     assert "Measured: the first epoch took" in lines
-    lines = first["prepared"]["text"]
-    assert (
-        'policy "lb_mini" (stealing reads samples in this process, where no worker_init_fn has run)' in lines
-    )
+    reason = "stealing reads samples in this process, where no worker_init_fn has run"
+    assert f'policy "lb_mini" ({reason})' in first["prepared"]["text"]
     assert not second["accumulated"]["text"], "rank 0 speaks for all"
 
 
 def refused(rank: int) -> list[str]:
-    own = trainer(2, strategy=ODCStrategy(packing=True))
     with pytest.raises(ValueError, match="packing=True") as error:
-        own.fit(Padded(), plain())
-    return [str(error.value), other_data(rank)]
-
-
-def other_data(rank: int) -> str:
-    data = samples() if rank == 0 else samples()[:-1]
-    with pytest.raises(DisagreementError) as error:
-        fit(rank, data, 2, 1)
-    return str(error.value)
+        fit_on(Padded(), plain(), balance="auto", packing=True)
+    with pytest.raises(DisagreementError) as other_data:
+        fit(samples()[: len(samples()) - rank], 2, 1)
+    return [str(error.value), str(other_data.value)]
 
 
 def test_what_cannot_be_packed_or_differs_is_told_before_training() -> None:

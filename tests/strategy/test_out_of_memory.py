@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
+from lightning_odc import BalancedDataLoader, Minibatch
 from lightning_odc.strategy.microbatch import is_out_of_memory
+from tests.support.fits import fit, largest_difference
 from tests.support.models import Block, full_parameters
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
 
 needs_reset = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch < 2.13 cannot take back a step that broke off"
@@ -126,30 +128,30 @@ def batches(rank: int, steps: int, weighted: bool = True) -> list[Minibatch]:
     return made
 
 
-def one_process(steps: int, left_out: dict[int, int] | None = None) -> list[dict[str, Tensor]]:
-    """Parameters after every step on the mean over all tokens, without one row of microbatch m if step: m is given."""
-    module, states = Short(), []
+def one_step(module: Short, tables: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Parameters after a step of one process on the mean over all tokens."""
     optimizer = module.configure_optimizers()
+    optimizer.zero_grad()
+    (sum(map(module.loss, tables)) / sum(rows[:, 1:].numel() for rows in tables)).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return full_parameters(module)
+
+
+def one_process(steps: int, left_out: dict[int, int] | None = None) -> list[dict[str, Tensor]]:
+    """Parameters after every step, without one row of microbatch m if step: m is given."""
+    module, states = Short(), []
     for step, (first, second) in enumerate(zip(batches(0, steps), batches(1, steps), strict=True)):
         tables = [*first, *second]
         if left_out and step in left_out:
             m = 1 + left_out[step]
             tables[m] = tables[m][1:]
-        loss = sum(module.loss(one) for one in tables) / sum(one[:, 1:].numel() for one in tables)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        states.append(full_parameters(module))
+        states.append(one_step(module, tables))
     return states
 
 
 def differences(ours: list[dict[str, Tensor]], expected: list[dict[str, Tensor]]) -> list[float]:
     """By step, the largest difference of a parameter."""
-    assert len(ours) == len(expected)
-    return [
-        max(float((one[name] - other[name]).abs().max()) for name in other)
-        for one, other in zip(ours, expected, strict=True)
-    ]
+    return [largest_difference(*pair) for pair in zip(ours, expected, strict=True)]
 
 
 PLACES = ("embed", "0", "1", "2", "head")
@@ -161,18 +163,15 @@ TABLE = [
 TABLE += [["root", "forward", m, 1] for m in range(3)]
 
 
-def fit(rank: int, told: list[Any], **options: Any) -> dict[str, Any]:
-    module = Short(told if rank == 1 else (), returns=options.pop("returns", "mean"))
-    strategy = options.pop("strategy", {})
-    told_steps = options.pop("steps", len(told))
+def train(module: Short, data: Sequence[Any], world_size: int = 2, **options: Any) -> Trainer:
+    return fit(module, list(data), world_size, **options)
+
+
+def run(rank: int, told: list[Any], returns: str = "mean", **options: Any) -> dict[str, Any]:
+    module = Short(told if rank == 1 else (), returns=returns)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        t = trainer(
-            2,
-            strategy=ODCStrategy(balance=None, hang_report_after=None, **strategy),
-            **options,
-        )
-        t.fit(module, loader(batches(rank, told_steps)))
+        train(module, batches(rank, len(told)), **options)
     said = [str(one.message) for one in caught if "of this rank" in str(one.message)]
     return {"states": module.states, "trips": module.trips, "said": said}
 
@@ -186,7 +185,7 @@ def wrong_steps(
 
 
 def every_place(rank: int, returns: str, strategy: dict[str, Any]) -> Any:
-    return fit(rank, TABLE, returns=returns, strategy=strategy)
+    return run(rank, TABLE, returns, **strategy)
 
 
 @needs_reset
@@ -214,7 +213,7 @@ SKIPPED = [
 
 
 def leaves_out(rank: int) -> Any:
-    return fit(rank, SKIPPED, strategy={"on_out_of_memory": "skip"})
+    return run(rank, SKIPPED, on_out_of_memory="skip")
 
 
 @needs_reset
@@ -232,12 +231,8 @@ def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out() -> None:
 
 
 def does_not_fit(rank: int, communication: str, answer: str) -> None:
-    strategy = {"communication": communication, "on_out_of_memory": answer}
-    same = [Minibatch([table(2, 4, 0)])]
     module = Short([["1", "backward", 0, FIRST_ROW]] if rank == 1 else ())
-    trainer(2, strategy=ODCStrategy(balance=None, hang_report_after=None, **strategy)).fit(
-        module, loader(same)
-    )  # type: ignore[arg-type]
+    train(module, [Minibatch([table(2, 4, 0)])], communication=communication, on_out_of_memory=answer)
 
 
 @needs_reset
@@ -287,18 +282,18 @@ def plain_batches(rank: int, steps: int) -> list[Tensor]:
     return [table(4, 4, 10 * step + rank) for step in range(steps)]
 
 
-#: By name: the module, options of the trainer and the strategy, whether batches are plain, the largest difference.
-WAYS: dict[str, tuple[Any, dict[str, Any], dict[str, Any], bool, float]] = {
-    "plain": (Short, {}, {}, True, TOLERANCE),
-    "accumulated": (Short, {"accumulate_grad_batches": 2}, {}, True, TOLERANCE),
-    "minibatches accumulated": (Short, {"accumulate_grad_batches": 2}, {}, False, TOLERANCE),
-    "offload": (Short, {}, {"cpu_offload": True}, False, TOLERANCE),
-    "checkpointing": (Short, {}, {"activation_checkpointing_policy": {Block}}, False, TOLERANCE),
-    "two kept": (Short, {}, {"sharding_strategy": "SHARD_GRAD_OP"}, False, TOLERANCE),
-    "compiled": (Compiled, {}, {}, False, TOLERANCE),
+#: By name: the module, options, whether batches are plain, the largest difference.
+WAYS: dict[str, tuple[Any, dict[str, Any], bool, float]] = {
+    "plain": (Short, {}, True, TOLERANCE),
+    "accumulated": (Short, {"accumulate_grad_batches": 2}, True, TOLERANCE),
+    "minibatches accumulated": (Short, {"accumulate_grad_batches": 2}, False, TOLERANCE),
+    "offload": (Short, {"cpu_offload": True}, False, TOLERANCE),
+    "checkpointing": (Short, {"activation_checkpointing_policy": {Block}}, False, TOLERANCE),
+    "two kept": (Short, {"sharding_strategy": "SHARD_GRAD_OP"}, False, TOLERANCE),
+    "compiled": (Compiled, {}, False, TOLERANCE),
     # Gradients of parts are rounded to 8 and 11 bits like that of the whole, and steps are lr times them.
-    "bf16": (Short, {"precision": "bf16-mixed"}, {}, False, 0.1 * 2**-6),
-    "fp16": (Short, {"precision": "16-mixed"}, {}, False, 0.1 * 2**-9),
+    "bf16": (Short, {"precision": "bf16-mixed"}, False, 0.1 * 2**-6),
+    "fp16": (Short, {"precision": "16-mixed"}, False, 0.1 * 2**-9),
 }
 SOME = [
     None,
@@ -309,31 +304,28 @@ SOME = [
 ]
 
 
-def run_way(rank: int, world_size: int, name: str, told: list[Any]) -> Any:
-    kind, options, strategy, is_plain, _ = WAYS[name]
-    module = kind(told if rank == world_size - 1 else (), wide="precision" not in options)
-    t = trainer(world_size, strategy=ODCStrategy(balance=None, hang_report_after=None, **strategy), **options)
-    source = 1 if world_size == 1 else rank
-    batches_of = plain_batches if is_plain else batches
-    steps = len(SOME) * options.get("accumulate_grad_batches", 1)
-    t.fit(module, loader(batches_of(source, steps)))
-    return module.states, module.trips
-
-
-def every_way(rank: int, world_size: int) -> dict[str, Any]:
-    return {name: [run_way(rank, world_size, name, told) for told in ([], SOME)] for name in WAYS}
+def run_way(rank: int, world_size: int, name: str) -> Any:
+    """With enough memory, and without."""
+    kind, options, is_plain, _ = WAYS[name]
+    make_batches, steps = plain_batches if is_plain else batches, options.get("accumulate_grad_batches", 1)
+    found = []
+    for told in ([], SOME):
+        module = kind(told if rank == world_size - 1 else (), wide="precision" not in options)
+        train(module, make_batches(1 if world_size == 1 else rank, len(SOME) * steps), world_size, **options)
+        found.append((module.states, module.trips))
+    return found
 
 
 @needs_reset
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_way_of_training(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "names"), [(1, ["accumulated", "offload"]), (2, list(WAYS))], ids=str)
+def test_every_way_of_training(world_size: int, names: list[str]) -> None:
     """Against the same run with enough memory, which other tests compare with one process."""
-    found = run_ranks(every_way, world_size, world_size=world_size, timeout=300)
-    for name, (*_, tolerance) in WAYS.items():
-        for rank, ((expected, none), (states, trips)) in enumerate(one[name] for one in found):
+    ran = run_calls({name: (run_way, world_size, name) for name in names}, world_size=world_size, timeout=170)
+    for name in names:
+        for rank, ((expected, none), (states, trips)) in enumerate(ran[name]):
             assert not none
             assert (trips >= len(SOME) - 1) == (rank == world_size - 1), name
-            assert max(differences(states, expected)) <= tolerance, name
+            assert max(differences(states, expected)) <= WAYS[name][-1], name
 
 
 class Logs(Short):
@@ -346,23 +338,29 @@ class Logs(Short):
         return loss
 
 
-def logs(rank: int, is_plain: bool) -> Any:
-    module = Logs([["1", "forward", 0, 2]] if rank == 1 else ())
-    t = trainer(2, strategy=ODCStrategy(hang_report_after=None))
-    t.fit(module, loader((plain_batches if is_plain else batches)(rank, 1)))
-    return module.trips, {name: (value.dtype, value.item()) for name, value in t.callback_metrics.items()}
+def logs(rank: int) -> Any:
+    found = []
+    for make_batches, balance in ((plain_batches, "auto"), (batches, None)):
+        module = Logs([["1", "forward", 0, 2]] if rank == 1 else ())
+        t = train(module, make_batches(rank, 1), balance=balance)
+        values = {name: (value.dtype, value.item()) for name, value in t.callback_metrics.items()}
+        found.append((module.trips, values))
+    return found
 
 
 @needs_reset
-@pytest.mark.parametrize("is_plain", [True, False])
-def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce(is_plain: bool) -> None:
-    for rank, (trips, values) in enumerate(run_ranks(logs, is_plain)):
-        assert bool(trips) == (rank == 1)
-        assert values == {
-            "torch.float64": (torch.float64, pytest.approx(8 / 3, abs=1e-15)),
-            "torch.bfloat16": (torch.float32, 2.671875),  # Lightning takes float32 and float64 as they are
-            "torch.int64": (torch.float32, 2.0),
-        }
+def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce() -> None:
+    for rank, found in enumerate(run_ranks(logs)):
+        for trips, values in found:
+            assert bool(trips) == (rank == 1)
+            assert values == {
+                "torch.float64": (torch.float64, pytest.approx(8 / 3, abs=1e-15)),
+                "torch.bfloat16": (
+                    torch.float32,
+                    2.671875,
+                ),  # Lightning takes float32 and float64 as they are
+                "torch.int64": (torch.float32, 2.0),
+            }
 
 
 class Refuses(Short):
@@ -379,65 +377,48 @@ class Refuses(Short):
         return None if self.what == "none" else output * float(self.what)
 
 
-def refuses(rank: int) -> dict[str, Any]:
-    found = {}
-    for what, m, communication in [
-        ("none", 0, "on_demand"),
-        ("none", 2, "on_demand"),
-        ("nan", 1, "on_demand"),
-        ("inf", 2, "on_demand"),
-        ("nan", 1, "lockstep"),
-    ]:
-        module = Refuses(m if rank == 1 else None, what)
-        data = batches(rank, 1) if communication == "on_demand" else batches(1, 1)
-        t = trainer(
-            2,
-            strategy=ODCStrategy(
-                balance=None, hang_report_after=None, on_nonfinite="skip", communication=communication
-            ),
-        )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            t.fit(module, loader(data))
-        said = [str(one.message) for one in caught if "not finite" in str(one.message)]
-        found[what, m, communication] = module.states[0], said
-    return found
+#: What rank 1 returns for which microbatch, and the communication.
+REFUSED = [("none", 0, "on_demand"), ("nan", 1, "on_demand"), ("inf", 2, "on_demand"), ("nan", 1, "lockstep")]
 
 
-def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone() -> None:
-    found = run_ranks(refuses)
-    for what, m, communication in found[0]:
-        module = Short()
-        counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
-        counted += list(batches(0, 1)[0] if communication == "on_demand" else batches(1, 1)[0])
-        loss = sum(module.loss(one) for one in counted) / sum(one[:, 1:].numel() for one in counted)
-        loss.backward()
-        module.configure_optimizers().step()
-        for states, _ in (one[what, m, communication] for one in found):
-            assert differences([states], [full_parameters(module)])[0] < TOLERANCE, (what, m)
-        batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"
-        line = f"{batch}, has a loss that is not finite: it is left out of the gradient."
-        assert found[1][what, m, communication][1] == [line] * (what != "none")
+def refuses(rank: int, what: str, m: int, communication: str) -> Any:
+    module = Refuses(m if rank == 1 else None, what)
+    data = batches(rank, 1) if communication == "on_demand" else batches(1, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(module, data, on_nonfinite="skip", communication=communication)
+    return module.states[0], [str(one.message) for one in caught if "not finite" in str(one.message)]
 
 
 def refuses_plain(rank: int) -> Any:
     module = Refuses(0 if rank == 1 else None, "nan")
-    t = trainer(
-        2,
-        strategy=ODCStrategy(balance=None, hang_report_after=None, on_nonfinite="skip"),
-        accumulate_grad_batches=2,
-    )
-    t.fit(module, loader([table(4, 4 if (rank, step) == (1, 0) else 5, step) for step in range(2)]))
+    data = [table(4, 4 if (rank, step) == (1, 0) else 5, step) for step in range(2)]
+    train(module, data, on_nonfinite="skip", accumulate_grad_batches=2)
     return module.states[-1]
 
 
-def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean() -> None:
-    module = Short()
-    losses = [module.loss(table(4, 5, step)) / 16 for step in (0, 1, 1)]  # of three batches of four
-    (sum(losses) / 3).backward()
-    module.configure_optimizers().step()
-    for states in run_ranks(refuses_plain):
-        assert differences([states], [full_parameters(module)])[0] < TOLERANCE
+@pytest.fixture(scope="module")
+def refusing() -> Cases:
+    return run_calls({case: (refuses, *case) for case in REFUSED} | {"plain": (refuses_plain,)})
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=str)
+def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(
+    case: Any, refusing: Cases
+) -> None:
+    what, m, communication = case
+    counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
+    counted += list(batches(0 if communication == "on_demand" else 1, 1)[0])
+    expected = one_step(Short(), counted)
+    assert all(largest_difference(states, expected) < TOLERANCE for states, _ in refusing[case])
+    batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"
+    line = f"{batch}, has a loss that is not finite: it is left out of the gradient."
+    assert refusing[case][1][1] == [line] * (what != "none")
+
+
+def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(refusing: Cases) -> None:
+    expected = one_step(Short(), [table(4, 5, step) for step in (0, 1, 1)])  # three batches of four
+    assert all(largest_difference(states, expected) < TOLERANCE for states in refusing["plain"])
 
 
 def test_what_counts_as_out_of_memory() -> None:
@@ -453,31 +434,25 @@ def test_what_counts_as_out_of_memory() -> None:
 NODES = [["1", "backward", 0, 1], ["head", "forward", 2, 2], ["embed", "forward", 2, FIRST_ROW]]
 
 
-def over_nodes(rank: int) -> dict[str, Any]:
-    found = {}
-    for name, options in {
-        "hybrid": {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
-        "copies": {},
-    }.items():
-        if name == "copies":
-            as_nodes(rank)
-        module = Short(NODES if rank == 3 else ())
-        strategy = ODCStrategy(balance=None, hang_report_after=None, on_out_of_memory="skip", **options)  # type: ignore[arg-type]
-        nodes = {"devices": 2, "num_nodes": 2} if name == "copies" else {}
-        t = trainer(4, strategy=strategy, **nodes)
-        mine = batches(1 if rank == 3 else 0, len(NODES)) if rank in (0, 3) else [Minibatch([])] * len(NODES)
-        t.fit(module, loader(mine))
-        found[name] = {"states": module.states, "trips": module.trips}
-    return found
+def over_nodes(rank: int, are_copies: bool) -> dict[str, Any]:
+    options: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
+    if are_copies:
+        as_nodes(rank)
+        options = {"num_nodes": 2}
+    module = Short(NODES if rank == 3 else ())
+    mine = batches(1 if rank == 3 else 0, len(NODES)) if rank in (0, 3) else [Minibatch([])] * len(NODES)
+    train(module, mine, 2 if are_copies else 4, on_out_of_memory="skip", **options)
+    return {"states": module.states, "trips": module.trips}
 
 
 @needs_reset
 def test_ranks_of_several_nodes() -> None:
     expected = one_process(len(NODES), {2: 2})
-    for rank, found in enumerate(run_ranks(over_nodes, world_size=4, timeout=240)):
-        for name, one in found.items():
+    found = run_calls({kind: (over_nodes, kind) for kind in (False, True)}, world_size=4, timeout=170)
+    for kind in found:
+        for rank, one in enumerate(found[kind]):
             assert bool(one["trips"]) == (rank == 3)
-            assert not wrong_steps(one, NODES, expected), name
+            assert not wrong_steps(one, NODES, expected), kind
 
 
 def needs_four(batch: list[Tensor]) -> Tensor:
@@ -504,23 +479,21 @@ class Chunked(Short):
 
 
 def ends(rank: int, what: str) -> None:
-    strategy = ODCStrategy(balance=None, hang_report_after=None)
-    data = loader([Minibatch([table(4, 4, 0)])])
+    data = [Minibatch([table(4, 4, 0)])]
     if what == "validation":
-        trainer(2, strategy=strategy).validate(Evaluated(), loader([table(4, 4, 0)]), verbose=False)
+        trainer(2).validate(Evaluated(), loader([table(4, 4, 0)]), verbose=False)
     elif what == "a collator":
-        loader_of_fours = BalancedDataLoader(
-            list(table(8, 4, 0)), minibatch_size=4, lengths=[4] * 8, max_tokens=16, collate_fn=needs_four
-        )
-        trainer(2, strategy=strategy).fit(Short([["1", "forward", 0, 1]]), loader_of_fours)
+        shape: dict[str, Any] = {"minibatch_size": 4, "lengths": [4] * 8, "max_tokens": 16}
+        fours = BalancedDataLoader(list(table(8, 4, 0)), collate_fn=needs_four, **shape)
+        fit(Short([["1", "forward", 0, 1]]), fours)
     elif what == "manual":
-        trainer(2, strategy=strategy).fit(Manual([["1", "backward", 0, 1]]), loader([table(4, 4, 0)]))
+        train(Manual([["1", "backward", 0, 1]]), [table(4, 4, 0)])
     elif what == "chunks":
-        trainer(2, strategy=strategy).fit(Chunked([["embed", "backward", 0, 1]]), data)
+        train(Chunked([["embed", "backward", 0, 1]]), data)
     else:
         module = Short([["1", "forward", 0, 1]])
         module.trip = _fails_otherwise  # type: ignore[method-assign]
-        trainer(2, strategy=strategy).fit(module, data)
+        train(module, data)
 
 
 def _fails_otherwise(place: str, phase: str) -> None:
@@ -537,10 +510,7 @@ def _fails_otherwise(place: str, phase: str) -> None:
             "chunks",
             "Unit 'net.blocks.2' ran 4 times for a microbatch that did not fit into memory, and 2 times",
         ),
-        (
-            "a collator",
-            "16 tokens (which cannot be cut: ValueError: four, please)",
-        ),
+        ("a collator", "16 tokens (which cannot be cut: ValueError: four, please)"),
         ("another error", "RuntimeError: CUDA error: device-side assert triggered"),
     ],
 )

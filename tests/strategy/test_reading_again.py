@@ -14,8 +14,9 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
+from lightning_odc import BalancedDataLoader, Minibatch
 from tests.strategy.test_out_of_memory import TEXT, TOLERANCE, Short, differences, needs_reset
+from tests.support import fits
 from tests.support.models import full_parameters
 from tests.support.modules import loader, trainer
 from tests.support.ranks import run_ranks
@@ -92,8 +93,7 @@ def fit(rank: int, place: str, phase: str, collate_fn: Any, data: Any, **options
         shape["lengths"] = LENGTHS
     else:
         shape["length_fn"] = lambda sample: len(sample["labels"])
-    t = trainer(2, strategy=ODCStrategy(balance=None, hang_report_after=None))
-    t.fit(module, BalancedDataLoader(data, **shape, **options))  # type: ignore[arg-type]
+    fits.fit(module, BalancedDataLoader(data, **shape, **options))
     return module.states[-1], module.trips, sum(module.ran)
 
 
@@ -113,13 +113,13 @@ def every_loader(rank: int) -> dict[str, Any]:
 
 def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does() -> None:
     module = Labelled()
-    loss, count = torch.zeros((), dtype=torch.float64), 0
+    losses = []
     for sample in samples():
-        labels = sample["labels"]
         logits = module.net(sample["input_ids"][None])[0]
-        loss = loss + nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
-        count += int((labels != -100).sum())
-    (loss / count).backward()  # type: ignore[no-untyped-call]
+        losses.append(
+            nn.functional.cross_entropy(logits, sample["labels"], ignore_index=-100, reduction="none")
+        )
+    (torch.cat(losses).sum() / sum(int((one["labels"] != -100).sum()) for one in samples())).backward()
     module.configure_optimizers().step()
     first, second = run_ranks(every_loader, timeout=240)
     for name, (state, trips, _) in second.items():
@@ -177,7 +177,7 @@ def hooks(rank: int, in_data: bool) -> Any:
     module = (Checked if in_data else Hooked)("1", "backward", 14)
     module.seconds = 0.05 if rank == 0 else 0.0
     data = HookedData() if in_data else Data()
-    t = trainer(2, strategy=ODCStrategy(hang_report_after=None))
+    t = trainer(2, balance="auto")
     t.fit(module, datamodule=data)
     t.validate(module, datamodule=data, verbose=False)
     return len(module.ran), module.trips
@@ -214,10 +214,9 @@ def drops(rank: int) -> Any:
     for phase in ("never", "forward", "backward"):
         module = Dropping(phase if rank == 1 else "never")
         torch.manual_seed(7 + rank)
-        t = trainer(2, strategy=ODCStrategy(balance=None, hang_report_after=None, deterministic=True))
         # A single sample runs once more, as it is: all of what is random must be the same again.
         rows = [torch.arange(4 + step)[None] for step in range(3)]
-        t.fit(module, loader([Minibatch([row, row + 1]) for row in rows]))
+        fits.fit(module, [Minibatch([row, row + 1]) for row in rows], deterministic=True)
         found.append((module.states, module.trips))
     return found
 
@@ -226,5 +225,4 @@ def test_a_microbatch_begins_again_with_the_random_numbers_that_it_began_with() 
     for rank, ((expected, _), *others) in enumerate(run_ranks(drops)):
         for states, trips in others:
             assert trips == 3 * rank
-            for ours, other in zip(states, expected, strict=True):
-                assert all(torch.equal(ours[name], other[name]) for name in other), "bit for bit"
+            assert all(fits.are_equal(*pair) for pair in zip(states, expected, strict=True))
