@@ -163,17 +163,6 @@ def describe_lists(metric: Metric) -> list[Any]:
     return described
 
 
-def fit_lists(metric: Metric, described: list[Any]) -> None:
-    """Make the lists of ``metric`` fit those of other ranks, without changing what they amount to."""
-    parts = dict(metrics_of(metric))
-    for path, name, dtype, shape in described:
-        held = getattr(parts[path], name)
-        if not held:
-            held.append(torch.empty(0, *shape, dtype=getattr(torch, dtype), device=metric.device))
-        elif len(held) == 1 and held[0].ndim == 0:  # torchmetrics would gather it unlike a longer list
-            held[0] = held[0].unsqueeze(0)
-
-
 def metrics_of(module: nn.Module) -> list[tuple[str, Metric]]:
     """The metrics in a module or a metric, itself included, with their paths."""
     return [(name, part) for name, part in module.named_modules() if isinstance(part, Metric)]
@@ -207,7 +196,12 @@ class LogBook:
             if not is_value and not isinstance(value, Metric):
                 log(name, value, *args, **options)  # which refuses it
                 return
-            self._record(name, value, named_options(signature, name, value, *args, **options), module)
+            bound = signature.bind(name, value, *args, **options).arguments
+            named: dict[str, Any] = {}
+            for key, argument in list(bound.items())[2:]:
+                is_rest = signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
+                named |= argument if is_rest else {key: argument}
+            self._record(name, value, named, module)
 
         with replaced_log(module, record):
             yield
@@ -345,7 +339,13 @@ def metric_of(total: Total, module: LightningModule) -> Metric:
             f"Another rank logged {total.name!r}, a torchmetrics object that is its `self.{attribute}`; this rank has "
             "no such metric, so the ranks cannot synchronise it. Make it in `__init__`, on every rank."
         )
-    fit_lists(metric, total.states)
+    parts = dict(metrics_of(metric))
+    for path, name, dtype, shape in total.states:  # let its lists fit, without changing what they amount to
+        held = getattr(parts[path], name)
+        if not held:
+            held.append(torch.empty(0, *shape, dtype=getattr(torch, dtype), device=metric.device))
+        elif len(held) == 1 and held[0].ndim == 0:  # torchmetrics would gather it unlike a longer list
+            held[0] = held[0].unsqueeze(0)
     return metric
 
 
@@ -378,13 +378,3 @@ def _to_floats(values: list[Any]) -> list[float]:
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), "cpu")
     numbers = iter(torch.stack([tensor.to(device) for tensor in tensors]).tolist() if tensors else [])
     return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]
-
-
-def named_options(signature: inspect.Signature, *args: Any, **options: Any) -> dict[str, Any]:
-    """All arguments after name and value, by name."""
-    bound = signature.bind(*args, **options).arguments
-    named: dict[str, Any] = {}
-    for key, argument in list(bound.items())[2:]:
-        is_rest = signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
-        named |= argument if is_rest else {key: argument}
-    return named

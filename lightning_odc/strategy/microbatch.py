@@ -256,7 +256,13 @@ class Part:
     def __exit__(self, _: Any, error: BaseException | None, trace: TracebackType | None) -> bool:
         if not isinstance(error, Exception) or not is_out_of_memory(error):
             return False
-        if reason := self._retry.why_not():
+        if self._retry.policy == "raise":
+            reason = (
+                'ODCStrategy(on_out_of_memory="split") runs a microbatch that does not fit again, in parts.'
+            )
+        elif reason := self._retry.engine.why_no_retry():
+            reason = f"The microbatch cannot run again in parts: {reason}."
+        if reason:
             error.add_note(f"{reason} {MAKE_ROOM}.")
             return False
         release(error)
@@ -295,22 +301,13 @@ class Retry:
         self.device = device
         # Those that a forward pass may change, as far as is known.
         self.buffers = [] if policy == "raise" else list(buffers)
-        self._policy = policy
+        self.policy = policy
         self._has_run = self._has_warned = False
         self._tried: list[str] = []  # what ran out of memory, of the microbatch at hand
         self._in_a_row = 0  # samples that were dropped, and nothing fitted between them
         self._ran_out: list[RanOut] = []  # in this optimizer step
         self._cap: DelayedCap | None = None  # of the loader
         self._number = 0  # of the minibatch
-
-    def why_not(self) -> str:
-        """Why nothing runs again now; empty if it may."""
-        if self._policy == "raise":
-            return (
-                'ODCStrategy(on_out_of_memory="split") runs a microbatch that does not fit again, in parts.'
-            )
-        reason = self.engine.why_no_retry()
-        return reason and f"The microbatch cannot run again in parts: {reason}."
 
     def fits(self, part: Part) -> None:
         """A microbatch, or a part of one, has come to its end."""
@@ -334,8 +331,8 @@ class Retry:
         """Leave out what cannot be cut; or raise its error, as always if there is a reason why it cannot run again."""
         self._note(part, reason)
         self._in_a_row += 1
-        stays = self._policy == "skip" and bool(part.added.times)
-        if reason or stays or self._policy != "skip" or self._in_a_row > _MOST_DROPPED:
+        stays = self.policy == "skip" and bool(part.added.times)
+        if reason or stays or self.policy != "skip" or self._in_a_row > _MOST_DROPPED:
             assert part.error is not None
             part.error.add_note(self._advice(stays))
             raise part.error
@@ -349,7 +346,7 @@ class Retry:
 
     def _advice(self, stays: bool) -> str:
         instead = f"{MAKE_ROOM}."
-        if self._policy != "skip":
+        if self.policy != "skip":
             instead += ' Or leave it out: ODCStrategy(on_out_of_memory="skip").'
         elif self._in_a_row > _MOST_DROPPED:
             instead = (

@@ -217,28 +217,29 @@ def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
         )
 
 
-def check_wrapping(argument: str, policy: Any) -> None:
-    """Refuse what does not say which modules are meant."""
-    is_set = isinstance(policy, set) and all(isinstance(kind, type) for kind in policy)
-    if not (policy is None or is_set or callable(policy) or _compat.is_policy(policy)):
-        raise TypeError(
-            f"ODCStrategy({argument}={policy!r}) does not say which modules are meant. Write a set of their classes, "
-            f"{argument}={{Block}}, a callable, or one of torch's policies such as ModuleWrapPolicy({{Block}})."
-        )
-
-
 def check_time(argument: str, value: Any, example: str) -> None:
     """Reject a value that is not a duration."""
     if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
         raise ValueError(f"ODCStrategy({argument}={value!r}) is not a duration: write {example}.")
 
 
-def check_mixed_precision(mixed_precision: Any) -> None:
-    """Refuse what is not a policy of torch."""
-    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision | MixedPrecisionPolicy):
+def check_fsdp(arguments: Mapping[str, Any]) -> None:
+    """Refuse invalid values of arguments that ``FSDPStrategy`` has, too."""
+    check_choice("state_dict_type", arguments["state_dict_type"], STATE_DICT_TYPES)
+    check_time("timeout", arguments["timeout"], "datetime.timedelta(minutes=30)")
+    for name in ("auto_wrap_policy", "activation_checkpointing_policy"):
+        policy = arguments[name]
+        is_set = isinstance(policy, set) and all(isinstance(kind, type) for kind in policy)
+        if not (policy is None or is_set or callable(policy) or _compat.is_policy(policy)):
+            raise TypeError(
+                f"ODCStrategy({name}={policy!r}) does not say which modules are meant. Write a set of their classes, "
+                f"{name}={{Block}}, a callable, or one of torch's policies such as ModuleWrapPolicy({{Block}})."
+            )
+    given = arguments["mixed_precision"]
+    if given is not None and not isinstance(given, MixedPrecision | MixedPrecisionPolicy):
         raise TypeError(
-            f'ODCStrategy(mixed_precision={mixed_precision!r}) is not a policy: write Trainer(precision="bf16-mixed"), '
-            "or mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
+            f'ODCStrategy(mixed_precision={given!r}) is not a policy: write Trainer(precision="bf16-mixed"), or '
+            "mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
         )
 
 

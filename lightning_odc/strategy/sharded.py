@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,28 +43,21 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self,
         *,
         precision_plugin: Precision | None,
-        timeout: timedelta | None,
         sharding_strategy: Any,
         device_mesh: Any,
         **of_fsdp: Any,
     ) -> None:
-        options.check_choice("state_dict_type", of_fsdp["state_dict_type"], options.STATE_DICT_TYPES)
+        options.check_fsdp(of_fsdp)
         options.check_sharding(sharding_strategy, device_mesh)
-        for name in ("auto_wrap_policy", "activation_checkpointing_policy"):
-            options.check_wrapping(name, of_fsdp[name])
-        options.check_time("timeout", timeout, "datetime.timedelta(minutes=30)")
-        options.check_mixed_precision(of_fsdp["mixed_precision"])
         name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
         within_node = nodes.WITHIN_NODE.get(name, name)  # the base class takes hybrid ones only for FSDP1
-        super().__init__(
-            precision_plugin=None, timeout=timeout, sharding_strategy=cast(Any, within_node), **of_fsdp
-        )
+        super().__init__(precision_plugin=None, sharding_strategy=cast(Any, within_node), **of_fsdp)
         self.sharding_strategy = ShardingStrategy[name]
         self.device_mesh = self._mesh_of_nodes = device_mesh
         self._reshard_after_forward = within_node == "FULL_SHARD"
         self._mesh: DeviceMesh | None = None
         self.state_dict_type = of_fsdp["state_dict_type"]
-        self.timeout = timeout or DEFAULT_TIMEOUT
+        self.timeout = of_fsdp["timeout"] or DEFAULT_TIMEOUT
         self.precision_plugin = precision_plugin
         self._on_teardown = ExitStack()
         self._unfilled: list[Unfilled] = []
@@ -90,7 +82,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         # Into its own place: the trainer looks there for what a strategy was made with.
         cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
 
-    @property
+    @cast(property, FSDPStrategy.checkpoint_io).getter
     def checkpoint_io(self) -> Any:
         """What reads and writes full checkpoints: a plugin of the user's, or our own instead of Lightning's."""
         plugin = super().checkpoint_io
@@ -99,10 +91,6 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         elif isinstance(plugin, AsyncCheckpointIO):
             plugin.checkpoint_io = WholeCheckpointIO()
         return plugin
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, plugin: Any) -> None:
-        cast(property, FSDPStrategy.checkpoint_io).__set__(self, plugin)
 
     def _device_type(self) -> str:
         if self.parallel_devices:
