@@ -214,7 +214,6 @@ class ODCStrategy(ShardedStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None
-        assert self.model is not None
         self._failed = False
         self._before_transfer = self._on_teardown.enter_context(
             _compat_lightning.before_transfer(trainer.lightning_module, Minibatch)

@@ -39,6 +39,8 @@ from lightning_odc.strategy.precision import ODCPrecision
 class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     """What `ODCStrategy`, which explains the arguments, does that has nothing to do with how bytes move."""
 
+    model: nn.Module  # Lightning sets it before it calls what uses it
+
     def __init__(
         self,
         *,
@@ -136,7 +138,6 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
 
     def _ordinary_tensors(self) -> AbstractContextManager[Any]:
         """Leaves the user's inference mode: its tensors cannot be changed outside of it."""
-        assert self.model is not None
         # A module that was made in inference mode has such tensors already, and needs that mode.
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
@@ -157,14 +158,12 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        assert self.model is not None
         # Optimizers may have been made before the model was sharded, as in `__init__`.
         self._names.follow(self.model, self.optimizers)
         self._is_training = False
 
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
-        assert self.model is not None
         averages = checkpoints.averages(trainer)
         checkpoints.check_kept_whole(averages, self._full)
         for average in averages:
@@ -205,12 +204,10 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         return self.state_dict_type == "full"
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.model is not None
         with self._ordinary_tensors():
             return checkpoints.model_state(self.model, self._full)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        assert self.model is not None
         return checkpoints.optimizer_state(self.model, optimizer, self._full, self.global_rank)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -230,7 +227,6 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         return True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.model is not None
         assert self.lightning_module is not None
         path = checkpoints.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
@@ -245,7 +241,6 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         return rest
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.model is not None
         assert self.lightning_module is not None
         regroup(self.lightning_module.trainer, self.lightning_module)
         if optimizers := self._optimizers_with_state:

@@ -257,39 +257,37 @@ class TrainingData:
 
     def _settle_loss(self, loader: BalancedDataLoader) -> None:
         """Let microbatches count what the loss is a mean over; see Note [The loss is tried]. All ranks together."""
-        asked, is_users = loader.asked_weighting, self._converted is None
+        training, is_new = self.training, self._verdict is None
         is_tried = self._trainer.lightning_module.automatic_optimization and not loader.unroll
         # Training is `None` where setup() asked for a stream.
-        if self._options.balance is None or not is_tried or self.training is None:
+        if self._options.balance is None or not is_tried or training is None:
             return
-        is_new = self._verdict is None
         if self._verdict is None:
             loader.count_as_asked()
-            self._verdict = self._try_loss(loader)
-        verdict = self._verdict
-        if asked != "auto":
-            if is_new and (warning := contradiction(asked, verdict)):
-                rank_zero_warn(warning)
+            self._verdict = self._try_loss(loader, training)
+        verdict, warning = self._verdict, ""
+        if loader.asked_weighting != "auto":
+            warning = contradiction(loader.asked_weighting, verdict)
         elif verdict.rule is not None:
             loader.count_by(verdict.rule)
         else:
             effect = "BalancedDataLoader cuts batches, and"
-            owner = "BalancedDataLoader(..., " if is_users else "ODCStrategy("
             if loader.options.batch_size is not None:
-                loader.keep_whole(movable=not self.training.communicates)
+                loader.keep_whole(movable=not training.communicates)
                 effect = "Your batches stay whole, because"
-            if is_new:
-                rank_zero_warn(
-                    f"{effect} the loss may not allow to cut them: {verdict.reason}."
-                    + f' If it is a mean over samples all the same, write {owner}weighting="sample"); over labels '
-                    '"label", over tokens "token".' * (not self.training.communicates)
+            warning = f"{effect} the loss may not allow to cut them: {verdict.reason}."
+            if not training.communicates:
+                owner = "ODCStrategy(" if self._converted else "BalancedDataLoader(..., "
+                warning += (
+                    f' If it is a mean over samples all the same, write {owner}weighting="sample"); over labels '
+                    '"label", over tokens "token".'
                 )
+        if is_new and warning:
+            rank_zero_warn(warning)
 
-    def _try_loss(self, loader: BalancedDataLoader) -> Verdict:
+    def _try_loss(self, loader: BalancedDataLoader, training: Training) -> Verdict:
         """What all ranks have found together, with equal samples at the same time."""
-        training, engine = self.training, self._engine
-        if training is None or engine is None:
-            return Verdict(None, "the training data was asked for before the model was set up")
+        engine = self._strategy.engine
         failure = ""
         try:
             samples = loader.trial_samples()
@@ -308,13 +306,14 @@ class TrainingData:
             engine.evaluating = False
             engine.reshard()
         if training.communicates:
-            reason = "training_step talks to other ranks, so all must run equally many batches"
-            verdict = Verdict(None, reason)
+            verdict = Verdict(
+                None, "training_step talks to other ranks, so all must run equally many batches"
+            )
         rule = None if verdict.rule is None else verdict.rule.to_json()
         by_rank = engine.exchange("trial of the loss", rule)
-        if by_rank[0] is not None and all(other == by_rank[0] for other in by_rank):
+        if verdict.rule is None or all(other == by_rank[0] for other in by_rank):
             return verdict
-        return Verdict(None, (verdict.rule is None and verdict.reason) or "it is another one on another rank")
+        return Verdict(None, "it is another one on another rank")
 
     def _compare(self, loader: BalancedDataLoader) -> None:
         """Find out before training that ranks would make different plans; streams are compared as they are read."""
