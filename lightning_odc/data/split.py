@@ -22,9 +22,6 @@ _BOUNDS = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k")
 _MOST_TRIED = 64  # samples
 _LONGEST = ("max_length_q", "max_length_k")
 
-Take = Callable[[Sequence[int]], Any]
-"""Makes a batch of some samples of another one."""
-
 
 def middle(sizes: Sequence[float]) -> int:
     """Where to cut a sequence so that the sums differ least: ``[5, 1, 1, 1, 2]`` at 1 (5 and 5), ``[1, 9]`` at 1."""
@@ -45,12 +42,12 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
             part.weight for part in parts
         )  # a user's function may give other weights to fewer samples
         return [part._replace(weight=task.weight * part.weight / (planned or 1.0)) for part in parts]
-    if (found := pieces_of(task.microbatch)) is None:
+    sizes = sizes_of(task.microbatch)
+    if not sizes:
         return []
-    sizes, take = found
     at = middle(sizes)
     groups = range(at), range(at, len(sizes))
-    halves = [take(group) for group in groups]
+    halves = [some_of(task.microbatch, group) for group in groups]
     # A loss that is a mean is then `sum_p weight_p L_p / sum_p weight_p` over the parts.
     counted = [None if rule.counter is None else rule.counter.of(half) for half in halves]
     shares = [float(count or 0.0) for count in counted]
@@ -59,37 +56,37 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
     details: list[Detail | None] = [None, None]
     if detail is not None and len(detail.lengths) == len(sizes):
         # The first part has the random numbers that the whole began with.
-        details = [
-            Detail(detail.lengths[:at], detail.seed),
-            Detail(detail.lengths[at:], (*detail.seed, at)),
-        ]
+        first, second = detail.lengths[:at], detail.lengths[at:]
+        details = [Detail(first, detail.seed), Detail(second, (*detail.seed, at))]
     return [
         Task(half, task.weight * share / sum(shares), of_half)
         for half, share, of_half in zip(halves, shares, details, strict=True)
     ]
 
 
-def pieces_of(batch: Any) -> tuple[list[int], Take] | None:
-    """The sizes of the samples that a batch seems to hold, and what makes a batch of some; ``None`` for one sample."""
+def sizes_of(batch: Any) -> list[int]:
+    """Sizes of the samples that a batch seems to hold: tokens in a packed row, else 1 each; empty for one sample."""
     # Nothing in a batch says which axis holds samples. So what was cut is to be tried: Note [The loss is tried].
-    if (packed := _packed(batch)) is not None:
-        return packed
+    if bounds := _bounds(batch):
+        return [end - begin for begin, end in pairwise(bounds)]
     # Tensors that all have one entry per sample, `[samples, ...]`; those of one axis alone are tokens of one sample.
-    sizes = [tuple(tensor.shape) for _, tensor in tensors_of(batch) if tensor.dim()]
-    counts = {size[0] for size in sizes}
-    if max(map(len, sizes), default=0) < 2 or len(counts) != 1 or (count := counts.pop()) < 2:
-        return None
-    return [1] * count, lambda part: some_rows(batch, count, part)
+    shapes = [tuple(tensor.shape) for _, tensor in tensors_of(batch) if tensor.dim()]
+    counts = {shape[0] for shape in shapes}
+    is_table = len(counts) == 1 and max(map(len, shapes)) > 1
+    return [1] * counts.pop() if is_table and counts != {1} else []
 
 
-# -- tensors ----------------------------------------------------------------------------------------------
+def some_of(batch: Any, samples: Sequence[int]) -> Any:
+    """A batch of some of the samples that `sizes_of` has found."""
+    bounds = _bounds(batch)
+    return _some_packed(batch, bounds, samples) if bounds else some_rows(batch, len(sizes_of(batch)), samples)
 
 
 def some_rows(batch: Any, count: int, part: Sequence[int]) -> Any:
     """A batch with some of its ``count`` rows. A list of text is cut, too, if it has one entry per row."""
-    rows: Any = (
-        slice(part.start, part.stop) if isinstance(part, range) else list(part)
-    )  # a range is not copied
+    rows: Any = list(part)
+    if isinstance(part, range):
+        rows = slice(part.start, part.stop)  # is not copied
 
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -100,34 +97,36 @@ def some_rows(batch: Any, count: int, part: Sequence[int]) -> Any:
     return apply_to_collection(batch, (Tensor, list), take)
 
 
-def _packed(batch: Any) -> tuple[list[int], Take] | None:
-    """For a mapping with rows of samples one after the other, ``[1, tokens]`` or ``[tokens]``."""
-    bounds = _bounds(batch) if isinstance(batch, Mapping) else None
-    if bounds is None or len(bounds) < 3:
-        return None
-    tokens = bounds[-1]
-    others = [value for name, value in batch.items() if name not in _BOUNDS]
-    rows = [value for value in others if isinstance(value, Tensor)]
-    if any(tensor.dim() and _token_axis(tensor, tokens) is None for tensor in rows):
-        return None
-    if any(True for value in others if not isinstance(value, Tensor) for _ in tensors_of(value)):
-        return None  # images, say: nothing tells whose they are
-    return [end - begin for begin, end in pairwise(bounds)], lambda part: _some_packed(batch, bounds, part)
+def _bounds(batch: Any) -> list[int]:
+    """Where samples begin in a packed row, ``[1, tokens]`` or ``[tokens]``, and, last, where it ends; else empty.
+
+    ``[0, 3, 5]`` of two samples with 3 and 2 tokens.
+    """
+    if not isinstance(batch, Mapping):
+        return []
+    bounds = _given_bounds(batch)
+    for name, value in batch.items():
+        is_tensor = isinstance(value, Tensor)
+        if name in _BOUNDS or len(bounds) < 3 or (is_tensor and not value.dim()):
+            continue
+        # Of images in a list, say, nothing tells whose they are.
+        if _token_axis(value, bounds[-1]) is None if is_tensor else any(True for _ in tensors_of(value)):
+            return []
+    return bounds if len(bounds) > 2 else []
 
 
-def _bounds(batch: Mapping[str, Any]) -> list[int] | None:
-    """Where samples begin in a packed row and, last, where it ends: ``[0, 3, 5]`` of two with 3 and 2 tokens."""
+def _given_bounds(batch: Mapping[str, Any]) -> list[int]:
+    """The bounds that a batch of a mapping seems to have, by the names that models take."""
     for name in _BOUNDS:
         if isinstance(found := batch.get(name), Tensor):
             return [int(bound) for bound in found.tolist()]
-    row = batch.get("position_ids")
+    row, numbers = batch.get("position_ids"), batch.get("seq_idx")
     if isinstance(row, Tensor) and row.dim() == 2 and len(row) == 1:
         starts = (row[0] == 0).nonzero().flatten().tolist()
-    elif isinstance(row := batch.get("seq_idx"), Tensor) and row.dim() == 2 and len(row) == 1:
-        starts = [0, *((row[0].diff() != 0).nonzero().flatten() + 1).tolist()]
-    else:
-        return None
-    return [*starts, row.size(1)] if starts[:1] == [0] else None
+        return [*starts, row.size(1)] if starts[:1] == [0] else []
+    if isinstance(numbers, Tensor) and numbers.dim() == 2 and len(numbers) == 1:
+        return [0, *((numbers[0].diff() != 0).nonzero().flatten() + 1).tolist(), numbers.size(1)]
+    return []
 
 
 def _token_axis(tensor: Tensor, tokens: int) -> int | None:

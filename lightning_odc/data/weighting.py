@@ -60,11 +60,9 @@ class Counter:
         if self.path == ("labels",) and self.ignored == IGNORE_INDEX:
             return "its labels that are not -100" + " and not in the first column" * self.skips_first
         name = "batch" + "".join(f"[{key!r}]" for key in self.path) + "[:, 1:]" * self.skips_first
-        return (
-            f"the sum of {name}"
-            if self.ignored is None
-            else f"the entries of {name} that are not {self.ignored:g}"
-        )
+        if self.ignored is None:
+            return f"the sum of {name}"
+        return f"the entries of {name} that are not {self.ignored:g}"
 
 
 @dataclass(frozen=True)
@@ -83,10 +81,8 @@ class Rule:
     def to_json(self) -> list[Any]:
         """Equal for equal rules."""
         counter = self.counter
-        return [
-            self.weighting,
-            *([] if counter is None else [list(counter.path), counter.ignored, counter.skips_first]),
-        ]
+        counted = [] if counter is None else [list(counter.path), counter.ignored, counter.skips_first]
+        return [self.weighting, *counted]
 
     def __str__(self) -> str:
         if self.counter is not None:
@@ -134,18 +130,15 @@ def decide(tried: Sequence[Tried], noise: float) -> Verdict:
     if any(abs(one.loss - groups[one.samples].loss) > bound for one in again):
         return Verdict(None, "the loss of the same samples changes from call to call")
     by_rule = {rule: _misfit(rule, alone, list(groups.values()), bound) for rule in tried[0].counts}
-    found = [
-        (misfit, number, rule) for number, (rule, misfit) in enumerate(by_rule.items()) if misfit is not None
-    ]
-    misfits = {rule: misfit for misfit, _, rule in sorted(found)}
+    known = {rule: misfit for rule, misfit in by_rule.items() if misfit is not None}
+    misfits = dict(sorted(known.items(), key=lambda item: item[1]))
     fitting = [rule for rule, misfit in misfits.items() if misfit <= _MISFIT]
     if not fitting:
         return Verdict(None, "the loss of samples together is not a weighted mean of their losses", misfits)
     rule = min(fitting, key=_preference)
     if others := [other for other in fitting if not _agree(other, rule, tried)]:
-        return Verdict(
-            None, f"the losses of all samples are too equal to tell whether {rule}, or {others[0]}", misfits
-        )
+        reason = f"the losses of all samples are too equal to tell whether {rule}, or {others[0]}"
+        return Verdict(None, reason, misfits)
     return Verdict(rule, "", misfits)
 
 
@@ -180,20 +173,16 @@ def _agree(one: Rule, other: Rule, tried: Sequence[Tried]) -> bool:
 
 def _preference(rule: Rule) -> tuple[bool, ...]:
     """Where several rules explain everything: labels, masks, samples, then any other; the plainest of each."""
-    path = () if rule.counter is None else rule.counter.path
-    is_label = (
-        bool(path) and path[-1] == "labels" and rule.counter is not None and rule.counter.ignored == -100
-    )
-    is_mask = any("mask" in str(key) for key in path)
+    counter = rule.counter or Counter(path=())
     return (
-        not is_label,
-        not is_mask,
-        rule.weighting != "sample" or bool(path),
-        bool(path),
+        counter.path[-1:] != ("labels",) or counter.ignored != IGNORE_INDEX,
+        not any("mask" in str(key) for key in counter.path),
+        rule.weighting != "sample" or bool(counter.path),
+        bool(counter.path),
         rule.weighting != "token",
-        rule.counter is not None and rule.counter.ignored != IGNORE_INDEX,
-        rule.counter is not None and rule.counter.skips_first,
-        rule.counter is not None and rule.counter.ignored is None,
+        counter.ignored != IGNORE_INDEX,
+        counter.skips_first,
+        counter.ignored is None,
     )
 
 

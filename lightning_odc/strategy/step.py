@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from lightning_odc import _compat, _compat_lightning
 from lightning_odc.data.convert import check_samplers
 from lightning_odc.data.minibatch import Minibatch, Task, sample_count
 from lightning_odc.data.rng import random_numbers_of
-from lightning_odc.data.split import parts_of, pieces_of
+from lightning_odc.data.split import parts_of, sizes_of, some_of
 from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of
 from lightning_odc.engine.base import Counting
 from lightning_odc.errors import ODCError
@@ -319,10 +320,9 @@ class Training:
 
     def _rule_of_parts(self, microbatch: Any) -> Verdict:
         """What parts of a microbatch count, which only its tensors can tell; tried with some of its samples."""
-        pieces = pieces_of(microbatch)
-        if pieces is None:
+        sizes, take = sizes_of(microbatch), partial(some_of, microbatch)
+        if not sizes:
             return Verdict(None)  # a single sample, maybe
-        sizes, take = pieces
         shapes = tuple((path, tensor.dim()) for path, tensor in tensors_of(microbatch))
         if shapes not in self._rules_of_parts:
             self._rules_of_parts[shapes] = self.try_loss(take, sizes[:12], *self._batch.args)

@@ -1,3 +1,5 @@
+"""What a ``collate_fn`` is found to make of its samples, and how that changes plans."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -8,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from lightning_odc import BalancedDataLoader
 from lightning_odc.balance import quadratic
@@ -50,40 +52,35 @@ class Regression:
 
 
 def ragged_regression(samples: list[tuple[Tensor, float]]) -> Regression:
-    return Regression(
-        pad_sequence([x for x, _ in samples], batch_first=True), torch.tensor([y for _, y in samples])
-    )
+    rows = pad_sequence([x for x, _ in samples], batch_first=True)
+    return Regression(rows, torch.tensor([y for _, y in samples]))
+
+
+PADDED, PACKED, APART = Collation("padded"), Collation("packed"), Collation("apart")
 
 
 @pytest.mark.parametrize(
     ("collate_fn", "sample", "expected"),
     [
-        (padder(), tokens, Collation("padded")),
+        (padder(), tokens, PADDED),
         (padder(multiple=8), tokens, Collation("padded", multiple=8)),
         (padder(fixed=64), tokens, Collation("padded", fixed=64)),
         (padder(fixed=12), tokens, Collation("padded", fixed=12)),
         (padder(fixed=9), tokens, Collation("padded", fixed=9)),
         (lambda samples: padder(fixed=12)(samples)["input_ids"], tokens, Collation("padded", fixed=12)),
-        (
-            lambda samples: {"a": torch.ones(len(samples), 12), "rows": list(samples)},
-            row,
-            None,  # a table beside what has no fixed length
-        ),
-        (pack_samples, tokens, Collation("packed")),
-        (torch.cat, row, Collation("packed")),
-        (list, row, Collation("apart")),
-        (list, tokens, Collation("apart")),
-        (lambda samples: torch.nested.nested_tensor(samples, layout=torch.jagged), row, Collation("apart")),
+        # a table beside what has no fixed length
+        (lambda samples: {"a": torch.ones(len(samples), 12), "rows": list(samples)}, row, None),
+        (pack_samples, tokens, PACKED),
+        (torch.cat, row, PACKED),
+        (list, row, APART),
+        (list, tokens, APART),
+        (lambda samples: torch.nested.nested_tensor(samples, layout=torch.jagged), row, APART),
         (default_collate, row, Collation("stacked")),
-        (pad_sequence, row, Collation("padded")),  # time first
-        (ragged_regression, lambda length: (torch.ones(length, 3), 1.0), Collation("padded")),
+        (pad_sequence, row, PADDED),  # time first
+        (ragged_regression, lambda length: (torch.ones(length, 3), 1.0), PADDED),
         (lambda samples: {"n": torch.tensor([len(s) for s in samples])}, row, None),
         (lambda samples: {"image": torch.ones(len(samples), 3, 4, 4)}, row, None),
-        (
-            lambda samples: {"image": torch.ones(len(samples), 3), "ids": pad_sequence(samples)},
-            row,
-            Collation("padded"),
-        ),
+        (lambda samples: {"image": torch.ones(len(samples), 3), "ids": pad_sequence(samples)}, row, PADDED),
         (lambda samples: 1 / 0, row, None),
     ],
 )
@@ -91,46 +88,122 @@ def test_what_a_collate_fn_does(collate_fn: Any, sample: Any, expected: Collatio
     assert found(collate_fn, sample, [17, 10]) == expected
 
 
+@pytest.mark.parametrize(
+    ("collate_fn", "lengths", "expected"),
+    [
+        (padder(), [5, 5], PADDED),
+        (pack_samples, [5, 5], PACKED),
+        # rows of 8 and 32 are multiples of 4 and of 8; a third sample tells
+        (padder(8), [5, 30, 12, 11], Collation("padded", multiple=8)),
+        (padder(4), [5, 30, 12, 11], Collation("padded", multiple=4)),
+        (padder(), [64, 32, 33], PADDED),
+        (padder(32), [64, 32, 33], Collation("padded", multiple=32)),
+        (list, [], None),
+    ],
+)
+def test_samples_of_these_lengths_tell_it(collate_fn: Any, lengths: list[int], expected: Any) -> None:
+    assert found(collate_fn, tokens, lengths) == expected
+
+
+def test_lengths_in_other_units_still_pad() -> None:
+    rows = [tokens(10), tokens(13)]
+    assert find_collation(padder(), rows.__getitem__, np.array([101, 134])) == PADDED
+
+
+def test_the_collator_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    assert found(transformers.DataCollatorWithFlattening(), tokens, [10, 13]) == PACKED
+
+
+def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
+    rows = [tokens(10), tokens(17)]
+
+    def pops(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        labels = pad_sequence([torch.tensor(sample.pop("labels")) for sample in samples], batch_first=True)
+        return {**padder()(samples), "labels": labels}
+
+    assert find_collation(pops, rows.__getitem__, np.array([10, 17])) == PADDED
+    assert all("labels" in row for row in rows)
+
+
+def test_of_several_numbers_the_first_one_tells():
+    """Patches come first in the batch and are packed; texts are padded, and their tokens are the first number."""
+    samples = [(torch.zeros(patches, 4), torch.zeros(tokens)) for tokens, patches in ((3, 2), (9, 7), (5, 3))]
+
+    def collate(batch: list[Any]) -> dict[str, Tensor]:
+        patches, texts = zip(*batch, strict=True)
+        return {"patches": torch.cat(patches), "text": pad_sequence(texts, batch_first=True)}
+
+    rows = np.array([(len(text), len(patches)) for patches, text in samples])
+    assert find_collation(collate, samples.__getitem__, rows) == PADDED
+    assert find_collation(collate, samples.__getitem__, rows[:, ::-1]) == PACKED
+
+
+# -- in a loader -----------------------------------------------------------------------------------------------
+
+LENGTHS = [30, 5, 5, 6, 29, 12, 11, 13, 28, 6, 7, 30]
 LONG = [30, 5, 4, 6, 40, 7, 5, 3]  # two of them are cut to 12
 
 
-def cutting(lengths: Any = LONG, **options: Any) -> BalancedDataLoader:
-    samples: Any = [tokens(length) for length in LONG]
-    defaults: dict[str, Any] = {
-        "minibatch_size": 4,
-        "num_replicas": 2,
-        "rank": 0,
-        "collate_fn": padder(fixed=12),
-    }
-    return BalancedDataLoader(samples, lengths=lengths, **{**defaults, **options})
+class Stream(IterableDataset[dict[str, Any]]):
+    def __init__(self, lengths: list[int]) -> None:
+        self.row_lengths = lengths
+
+    def __iter__(self) -> Any:
+        yield from map(tokens, self.row_lengths)
+
+
+def loader(lengths: Any, data: Any = None, **options: Any) -> BalancedDataLoader:
+    defaults: dict[str, Any] = {"num_replicas": 2, "rank": 0, "collate_fn": padder()}
+    if data is None:
+        data, defaults["lengths"] = list(map(tokens, lengths)), lengths
+    return BalancedDataLoader(data, **{**defaults, **options})
+
+
+def sizes(loader: BalancedDataLoader) -> list[int]:
+    """The tokens of every microbatch, padding included."""
+    return [batch["input_ids"].numel() for minibatch in loader for batch in minibatch]
+
+
+@pytest.mark.parametrize("policy", ["lb_mini", "lb_micro", "local_sort", "steal"])
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_no_padded_microbatch_is_above_the_cap(policy: str, multiple: int) -> None:
+    for rank in (0, 1):
+        own = loader(LENGTHS, minibatch_size=3, policy=policy, collate_fn=padder(multiple), rank=rank)
+        assert own.collation == Collation("padded", multiple=multiple)
+        assert max(sizes(own)) <= -(-30 // multiple) * multiple
+
+
+def test_details_have_the_rows_that_are_computed() -> None:
+    for minibatch in loader(LENGTHS, minibatch_size=6):
+        assert minibatch.origin is not None
+        for batch, detail in zip(minibatch, minibatch.origin.details, strict=True):
+            assert detail.lengths == [batch["input_ids"].size(1)] * len(batch["input_ids"])
+
+
+def test_a_stream_is_planned_with_its_padding() -> None:
+    options: dict[str, Any] = {"minibatch_size": 6, "window": 1, "collate_fn": padder(8), "max_tokens": 32}
+    found = sizes(loader(LENGTHS, Stream(LENGTHS), num_replicas=1, **options))
+    assert max(found) == 32
+    assert sum(found) < 12 * 32
 
 
 def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
-    loader = cutting(max_tokens=24)
-    loads = [sum(map(len, rank)) for rank in loader.plan(0).microbatches]
-    assert loads == [4, 4], "all rows are alike"
-    (minibatch,) = loader
-    assert [batch["input_ids"].numel() for batch in minibatch] == [24, 24]  # type: ignore[union-attr, call-overload, index]
-    assert cutting().max_tokens == 12
+    cutting: dict[str, Any] = {"minibatch_size": 4, "collate_fn": padder(fixed=12)}
+    own = loader(LONG, **cutting, max_tokens=24)
+    assert [sum(map(len, rank)) for rank in own.plan(0).microbatches] == [4, 4], "all rows are alike"
+    assert sizes(own) == [24, 24]
+    assert loader(LONG, **cutting).max_tokens == 12
+    stream = loader(
+        LONG, Stream(LONG), window=1, **{**cutting, "minibatch_size": 8}, max_tokens=24, num_replicas=1
+    )
+    assert sizes(stream) == [24] * 4
     with pytest.raises(ValueError, match="cut to 12, more than max_tokens=11"):
-        cutting(max_tokens=11).plan(0)
+        loader(LONG, **cutting, max_tokens=11).plan(0)
     with pytest.raises(ValueError, match="Sample 4 has 40 tokens, more than max_tokens=24"):
-        cutting(max_tokens=24, collate_fn=padder())
-    assert not decided_for(cutting(max_tokens=24, packing="auto"), dense=False), (
-        "packed, nothing would cut them"
-    )
-
-
-def test_a_stream_of_samples_that_are_cut() -> None:
-    class Long(torch.utils.data.IterableDataset[dict[str, Any]]):
-        def __iter__(self) -> Any:
-            yield from map(tokens, LONG)
-
-    loader = BalancedDataLoader(
-        Long(), minibatch_size=8, window=1, collate_fn=padder(fixed=12), max_tokens=24
-    )
-    (minibatch,) = loader
-    assert [batch["input_ids"].numel() for batch in minibatch] == [24] * 4  # type: ignore[union-attr, call-overload, index]
+        loader(LONG, minibatch_size=4, max_tokens=24)
+    packed = decided_for(loader(LONG, **cutting, max_tokens=24, packing="auto"), dense=False)
+    assert not packed, "packed, nothing would cut them"
 
 
 def test_a_table_of_samples_that_were_cut_later_is_said() -> None:
@@ -141,97 +214,9 @@ def test_a_table_of_samples_that_were_cut_later_is_said() -> None:
         calls += 1
         return list(samples) if calls <= 3 else padder(fixed=12)(samples)
 
-    lengths = [15, 2, 2, 2, 2, 15]
-    loader = BalancedDataLoader(
-        list(map(tokens, lengths)),
-        lengths=lengths,
-        minibatch_size=3,
-        num_replicas=2,
-        rank=0,
-        max_tokens=20,
-        collate_fn=cuts_later,
-    )
+    own = loader([15, 2, 2, 2, 2, 15], minibatch_size=3, max_tokens=20, collate_fn=cuts_later)
     with pytest.warns(UserWarning, match="3 samples of 19 tokens together became a microbatch of 36"):
-        list(loader)
-
-
-def test_equal_lengths_tell_it_too() -> None:
-    assert found(padder(), tokens, [5, 5]) == Collation("padded")
-    assert found(pack_samples, tokens, [5, 5]) == Collation("packed")
-
-
-def test_lengths_in_other_units_still_pad() -> None:
-    rows = [tokens(10), tokens(13)]
-    assert find_collation(padder(), rows.__getitem__, np.array([101, 134])) == Collation("padded")
-
-
-def test_two_samples_that_fit_several_multiples_are_not_enough() -> None:
-    """Rows of 8 and 32 are multiples of 4 and of 8; a third sample tells."""
-    assert found(padder(8), tokens, [5, 30, 12, 11]) == Collation("padded", multiple=8)
-    assert found(padder(4), tokens, [5, 30, 12, 11]) == Collation("padded", multiple=4)
-    assert found(padder(), tokens, [64, 32, 33]) == Collation("padded")
-    assert found(padder(32), tokens, [64, 32, 33]) == Collation("padded", multiple=32)
-
-
-def test_the_collator_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
-    collator = transformers.DataCollatorWithFlattening()
-    assert found(collator, tokens, [10, 13]) == Collation("packed")
-
-
-class Samples:
-    lengths = (30, 5, 5, 6, 29, 12, 11, 13, 28, 6, 7, 30)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return tokens(self.lengths[index])
-
-
-@pytest.mark.parametrize("policy", ["lb_mini", "lb_micro", "local_sort", "steal"])
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_no_padded_microbatch_is_above_the_cap(policy: str, multiple: int) -> None:
-    for rank in (0, 1):
-        loader = BalancedDataLoader(
-            Samples(), minibatch_size=3, policy=policy, collate_fn=padder(multiple), num_replicas=2, rank=rank
-        )
-        assert loader.collation == Collation("padded", multiple=multiple)
-        sizes = [batch["input_ids"].numel() for minibatch in loader for batch in minibatch]
-        assert max(sizes) <= -(-30 // multiple) * multiple
-
-
-def test_details_have_the_rows_that_are_computed() -> None:
-    loader = BalancedDataLoader(Samples(), minibatch_size=6, collate_fn=padder(), num_replicas=2, rank=0)
-    for minibatch in loader:
-        assert minibatch.origin is not None
-        for batch, detail in zip(minibatch, minibatch.origin.details, strict=True):
-            assert detail.lengths == [batch["input_ids"].size(1)] * len(batch["input_ids"])
-
-
-class Stream(torch.utils.data.IterableDataset[dict[str, Any]]):
-    def __iter__(self) -> Any:
-        yield from map(Samples().__getitem__, range(12))
-
-
-def test_a_stream_is_planned_with_its_padding() -> None:
-    loader = BalancedDataLoader(
-        Stream(), minibatch_size=6, window=1, collate_fn=padder(8), max_tokens=32, num_replicas=1, rank=0
-    )
-    sizes = [batch["input_ids"].numel() for minibatch in loader for batch in minibatch]
-    assert max(sizes) == 32
-    assert sum(sizes) < 12 * 32
-
-
-def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
-    rows = [tokens(10), tokens(17)]
-
-    def pops(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        labels = pad_sequence([torch.tensor(sample.pop("labels")) for sample in samples], batch_first=True)
-        return {**padder()(samples), "labels": labels}
-
-    assert find_collation(pops, rows.__getitem__, np.array([10, 17])) == Collation("padded")
-    assert all("labels" in row for row in rows)
+        list(own)
 
 
 class Counting(torch.utils.data.Dataset[dict[str, Any]]):
@@ -252,34 +237,18 @@ class Counting(torch.utils.data.Dataset[dict[str, Any]]):
         return tokens(self.lengths[index])
 
 
-@pytest.mark.parametrize(("is_ready", "expected"), [(True, Collation("padded")), (False, None)])
+@pytest.mark.parametrize(("is_ready", "expected"), [(True, PADDED), (False, None)])
 def test_the_data_set_is_tried_on_a_copy(is_ready: bool, expected: Collation | None) -> None:
     samples = Counting(is_ready)
-    loader = BalancedDataLoader(samples, minibatch_size=2, collate_fn=padder())
-    assert loader.collation == expected
+    assert loader(None, samples, minibatch_size=2).collation == expected
     assert samples.reads == 0
-
-
-def test_no_samples_tell_nothing() -> None:
-    assert found(list, row, []) is None
 
 
 # -- packing="auto" --------------------------------------------------------------------------------------------
 
 
 def undecided(**options: Any) -> BalancedDataLoader:
-    lengths = [20, 3, 4, 5, 18, 2, 6, 7]
-    return BalancedDataLoader(
-        [tokens(length) for length in lengths],
-        lengths=lengths,
-        minibatch_size=4,
-        num_replicas=2,
-        rank=0,
-        max_tokens=40,
-        collate_fn=padder(),
-        packing="auto",
-        **options,
-    )
+    return loader([20, 3, 4, 5, 18, 2, 6, 7], minibatch_size=4, max_tokens=40, packing="auto", **options)
 
 
 def decided_for(loader: BalancedDataLoader, dense: bool, keeps_apart: bool = True) -> bool:
@@ -290,43 +259,23 @@ def decided_for(loader: BalancedDataLoader, dense: bool, keeps_apart: bool = Tru
 
 
 def test_every_model_decides_again_whether_packing_pays() -> None:
-    loader = undecided()
-    assert decided_for(loader, dense=False)
-    assert loader.collation == Collation("packed")
-    assert not decided_for(loader, dense=True)
-    assert loader.collation == Collation("padded")
-    assert decided_for(loader, dense=False)
-    assert not decided_for(loader, dense=False, keeps_apart=False)
-    assert loader.packing == "auto"
-
-
-def test_a_choice_that_stays_keeps_what_was_learnt() -> None:
-    loader = undecided()
-    decided_for(loader, dense=False)
-    plan = loader._prepare()
-    decided_for(loader, dense=False)
-    assert loader._prepare() is plan
+    own = undecided()
+    assert decided_for(own, dense=False)
+    assert own.collation == PACKED
+    reading = own._prepare()
+    assert decided_for(own, dense=False)
+    assert own._prepare() is reading, "a choice that stays keeps what was learnt"
+    assert not decided_for(own, dense=True)
+    assert own.collation == PADDED
+    assert decided_for(own, dense=False)
+    assert not decided_for(own, dense=False, keeps_apart=False)
+    assert own.packing == "auto"
 
 
 def test_weights_of_unrolled_minibatches_follow_the_choice() -> None:
-    loader = undecided(unroll=True, policy="lb_micro")
-    assert sum(map(sum, loader.plan(0).weights)) == 65
-    packed = decided_for(loader, dense=False)
-    assert packed
-    plan = loader.plan(0)
-    assert sum(map(sum, plan.weights)) == 65 - 8, "a causal model predicts no first token"
-    assert not decided_for(loader, dense=True)
-    assert sum(map(sum, loader.plan(0).weights)) == 65
-
-
-def test_of_several_numbers_the_first_one_tells():
-    """Patches come first in the batch and are packed; texts are padded, and their tokens are the first number."""
-    samples = [(torch.zeros(patches, 4), torch.zeros(tokens)) for tokens, patches in ((3, 2), (9, 7), (5, 3))]
-
-    def collate(batch: list[Any]) -> dict[str, Tensor]:
-        patches, texts = zip(*batch, strict=True)
-        return {"patches": torch.cat(patches), "text": pad_sequence(texts, batch_first=True)}
-
-    rows = np.array([(len(text), len(patches)) for patches, text in samples])
-    assert find_collation(collate, samples.__getitem__, rows) == Collation("padded")
-    assert find_collation(collate, samples.__getitem__, rows[:, ::-1]) == Collation("packed")
+    own = undecided(unroll=True, policy="lb_micro")
+    assert sum(map(sum, own.plan(0).weights)) == 65
+    assert decided_for(own, dense=False)
+    assert sum(map(sum, own.plan(0).weights)) == 65 - 8, "a causal model predicts no first token"
+    assert not decided_for(own, dense=True)
+    assert sum(map(sum, own.plan(0).weights)) == 65

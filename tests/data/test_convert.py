@@ -10,7 +10,6 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
@@ -36,15 +35,9 @@ def convert(**options: Any) -> BalancedDataLoader:
 
 def test_what_is_taken_over():
     balanced = convert(drop_last=True, generator=torch.Generator().manual_seed(5))
-    assert balanced.options.minibatch_size == 2
-    assert not balanced.options.shuffle
-    assert balanced.options.drop_last
-    assert balanced.options.seed == 5
-    assert (balanced.options.policy, balanced.options.cost, balanced.options.weighting) == (
-        "lb_mini",
-        "auto",
-        "auto",
-    )
+    options = balanced.options
+    assert (options.minibatch_size, options.shuffle, options.drop_last, options.seed) == (2, False, True, 5)
+    assert (options.policy, options.cost, options.weighting) == ("lb_mini", "auto", "auto")
     assert len(balanced) == 3
     assert all(isinstance(microbatch, list) for share in balanced for microbatch in share)
     assert convert(shuffle=True).options.shuffle
@@ -54,44 +47,26 @@ def test_workers_are_taken_over():
     def init(_: int) -> None:
         return None
 
-    balanced = convert(
-        num_workers=1, prefetch_factor=3, persistent_workers=True, timeout=9, worker_init_fn=init
-    )
-    assert balanced._workers == {
-        "num_workers": 1,
-        "pin_memory": False,
-        "prefetch_factor": 3,
-        "persistent_workers": True,
-        "timeout": 9,
-        "multiprocessing_context": None,
-    }
+    given = {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True, "timeout": 9}
+    balanced = convert(**given, worker_init_fn=init)
+    assert balanced._workers == {**given, "pin_memory": False, "multiprocessing_context": None}
     assert balanced.worker_init_fn is init
     assert len(list(balanced)) == 4
 
 
 def test_what_the_caller_says():
     dataloader: DataLoader[Any] = DataLoader(ROWS, batch_size=3)  # type: ignore[arg-type]
-    balanced = balanced_from(
-        dataloader,
-        num_replicas=1,
-        rank=0,
-        policy="lb_micro",
-        max_tokens=20,
-        cost="tokens",
-        length_fn=lambda row: len(row) + 1,
-        weighting="sample",
-        seed=4,
-        cache_dir=False,
-    )
+    given: dict[str, Any] = {
+        "policy": "lb_micro",
+        "max_tokens": 20,
+        "cost": "tokens",
+        "weighting": "sample",
+        "seed": 4,
+    }
+    world: dict[str, Any] = {"num_replicas": 1, "rank": 0, "cache_dir": False}
+    balanced = balanced_from(dataloader, length_fn=lambda row: len(row) + 1, **given, **world)
     assert balanced.lengths.values.tolist() == list(range(2, 15))
-    recipe = balanced.options
-    assert (recipe.policy, recipe.max_tokens, recipe.cost, recipe.weighting, recipe.seed) == (
-        "lb_micro",
-        20,
-        "tokens",
-        "sample",
-        4,
-    )
+    assert {name: getattr(balanced.options, name) for name in given} == given
 
 
 def test_a_balanced_loader_stays_as_it_is():
@@ -114,9 +89,8 @@ def test_a_distributed_sampler_can_be_replaced():
     dataloader: DataLoader[Any] = DataLoader(ROWS, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="DistributedSampler gives every rank a part"):
         balanced_from(dataloader)
-    balanced = balanced_from(
-        dataloader, num_replicas=2, rank=0, distributed_sampler="replace", cache_dir=False
-    )
+    world: dict[str, Any] = {"num_replicas": 2, "rank": 0, "cache_dir": False}
+    balanced = balanced_from(dataloader, distributed_sampler="replace", **world)
     assert balanced.options.shuffle
     assert balanced.options.seed == 9
     assert len(balanced) == 4, "of all samples, not of a rank's part"
@@ -126,14 +100,8 @@ def test_a_distributed_sampler_can_be_replaced():
 def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning(ranks, size, batches):
     samplers = [DistributedSampler(ROWS[:12], ranks, rank, seed=9) for rank in range(ranks)]  # type: ignore[arg-type, var-annotated]
     dataloader: DataLoader[Any] = DataLoader(ROWS[:12], batch_size=size, sampler=samplers[0])  # type: ignore[arg-type]
-    balanced = balanced_from(
-        dataloader,
-        batches=batches,
-        distributed_sampler="replace",
-        num_replicas=ranks,
-        rank=0,
-        cache_dir=False,
-    )
+    world: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "cache_dir": False}
+    balanced = balanced_from(dataloader, batches=batches, distributed_sampler="replace", **world)
     for epoch in range(2):
         for sampler in samplers:
             sampler.set_epoch(epoch)
@@ -172,10 +140,6 @@ def test_other_sampling_is_refused(options, message):
 def test_only_data_loaders_are_balanced():
     with pytest.raises(TypeError, match="Only a torch DataLoader can be balanced, got list"):
         balanced_from(ROWS)
-
-
-def test_iterable_is_what_torch_says():
-    assert isinstance(Sized(), IterableDataset)
 
 
 def test_by_default_no_microbatch_is_larger_than_the_largest_batch():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -34,24 +35,15 @@ class Samples(Dataset[Any]):
         return self.samples[index]
 
 
-class Chunks:
-    """A column of an Arrow table, as far as its lists' lengths are asked for."""
+def arrow(rows: list[list[int]]) -> Any:
+    """A column of an Arrow table in two chunks, as far as its lists' lengths are asked for."""
 
-    def __init__(self, rows: list[list[int]]) -> None:
-        half = len(rows) // 2
-        self.chunks = [FakeListArray(rows[:half]), FakeListArray(rows[half:])]
+    def chunk(part: list[list[int]]) -> Any:
+        lengths = SimpleNamespace(to_numpy=lambda zero_copy_only: np.array([len(row) for row in part]))
+        return SimpleNamespace(value_lengths=lambda: lengths)
 
-
-class FakeListArray:
-    def __init__(self, rows: list[list[int]]) -> None:
-        self.rows = rows
-
-    def value_lengths(self) -> FakeListArray:
-        return self
-
-    def to_numpy(self, zero_copy_only: bool) -> Any:
-        assert not zero_copy_only
-        return np.array([len(row) for row in self.rows])
+    half = len(rows) // 2
+    return SimpleNamespace(chunks=[chunk(rows[:half]), chunk(rows[half:])])
 
 
 class HuggingFace:
@@ -74,7 +66,7 @@ class HuggingFace:
         if isinstance(key, int):
             return {name: column[key] for name, column in self.columns.items()}
         assert self.format["type"] == "arrow"
-        return {name: Chunks(column[key]) for name, column in self.columns.items()}
+        return {name: arrow(column[key]) for name, column in self.columns.items()}
 
 
 ROWS = [[1] * n for n in (3, 1, 4, 1, 5)]
@@ -135,19 +127,13 @@ def test_given_lengths_come_first_and_the_data_set_is_not_read():
     assert dataset.reads == 0
 
 
-def test_a_length_function_comes_before_what_the_data_set_says():
-    found = find_lengths(Samples(ROWS, lengths=[9] * 5), length_fn=lambda row: 2 * len(row), cache_dir=False)
-    assert found.values.tolist() == [6, 2, 8, 2, 10]
-    assert found.source == "length_fn"
-
-
-def test_the_data_sets_own_lengths_are_believed():
-    dataset = Samples(ROWS, lengths=torch.tensor([3, 1, 4, 1, 5]))
-    assert find_lengths(dataset).source == "attribute"
-    assert dataset.reads == 0
-
-
-def test_samples_are_looked_at_last():
+def test_a_length_function_comes_before_what_the_data_set_says_and_samples_last():
+    told = Samples(ROWS, lengths=torch.tensor([3, 1, 4, 1, 5]))
+    found = find_lengths(told, length_fn=lambda row: 2 * len(row), cache_dir=False)
+    assert (found.values.tolist(), found.source) == ([6, 2, 8, 2, 10], "length_fn")
+    reads = told.reads
+    assert find_lengths(told).source == "attribute"
+    assert told.reads == reads
     found = find_lengths(Samples(ROWS), cache_dir=False)
     assert (found.values.tolist(), found.source) == ([3, 1, 4, 1, 5], "samples")
 
@@ -169,12 +155,9 @@ def test_columns_of_a_hugging_face_data_set(name, monkeypatch):
     assert (found.values.tolist(), found.source) == ([3, 1, 4, 1, 5], "column")
 
 
-def test_a_data_set_that_transforms_its_samples_is_looked_through():
-    found = find_lengths(HuggingFace({"input_ids": ROWS}, form="custom"), cache_dir=False)
-    assert found.source == "samples"
-
-
-def test_nested_rows_in_a_column_are_not_mistaken_for_tokens():
+def test_columns_that_are_not_believed():
+    transforms = HuggingFace({"input_ids": ROWS}, form="custom")
+    assert find_lengths(transforms, cache_dir=False).source == "samples"
     nested = HuggingFace({"input_ids": [torch.ones(1, 3), torch.ones(1, 2)]}, form=None)
     assert find_lengths(nested, cache_dir=False).values.tolist() == [3, 2]
 
@@ -197,13 +180,14 @@ def test_looking_leaves_random_numbers_alone():
         def __getitem__(self, index: int) -> Any:
             return torch.rand(int(np.random.randint(1, 9)))
 
-    torch.manual_seed(0)
-    np.random.seed(0)
-    expected = torch.rand(1), np.random.rand()
-    torch.manual_seed(0)
-    np.random.seed(0)
-    find_lengths(Noisy([0] * 9), cache_dir=False)
-    assert (torch.rand(1), np.random.rand()) == expected
+    drawn = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        if looks:
+            find_lengths(Noisy([0] * 9), cache_dir=False)
+        drawn.append((torch.rand(1), np.random.rand()))
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize(
@@ -223,6 +207,17 @@ def test_looking_leaves_random_numbers_alone():
         (["a", "b", "c"], r"lengths=\[12, 7, ...\]"),
         ([[1], [2, 3], [4]], "sample 0 has 1, and sample 1 has 2: length_fn="),
         (7, "one number per sample"),
+        # rows of numbers
+        ([(3, 1), (4, 2, 1), (5, 1)], r"sample 0 has 2, and sample 1 has 3: length_fn=lambda sample: \(len"),
+        ([(3, 1), 4, (5, 1)], "sample 0 has 2, and sample 1 has 1"),
+        ([(), (), ()], "a row of 2 to 8, and every row has 0 numbers"),
+        (
+            [(3, 1), (4, -1), (5, 0)],
+            r"sample 1 has length \(4, -1\).*only the numbers after the first may be 0",
+        ),
+        ([(3, 1), (4, 1), (0, 2)], r"sample 2 has length \(0, 2\).*put first what every sample has"),
+        ([(3, 1), (4, float("nan")), (5, 2)], r"sample 1 has length \(4, nan\)"),
+        ([(3, 1), (float("inf"), 1), (5, 2)], r"sample 1 has length \(inf, 1\)"),
     ],
 )
 def test_wrong_lengths_are_named(lengths, message):
@@ -230,26 +225,23 @@ def test_wrong_lengths_are_named(lengths, message):
         checked(lengths, 3)
 
 
-def test_wrong_lengths_are_found_wherever_they_come_from():
-    with pytest.raises(ValueError, match=r"dataset\.lengths: sample 1 has length 0"):
-        find_lengths(Samples(ROWS, lengths=[1, 0, 1, 1, 1]))
-    with pytest.raises(ValueError, match=r"dataset\.lengths has 2 entries, but the data set has 5 samples"):
-        find_lengths(Samples(ROWS, lengths=[1, 2]))
-    with pytest.raises(ValueError, match="the samples: sample 1 has length 0"):
-        find_lengths(Samples([[1], [], [1]]), cache_dir=False)
-    with pytest.raises(ValueError, match="the samples: sample 0 has length nan"):
-        find_lengths(Samples(ROWS), length_fn=lambda _: None, cache_dir=False)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ValueError, match="sample 0 has length -1"):
-        find_lengths(Samples(ROWS), length_fn=lambda _: -1, cache_dir=False)
-
-
-def test_a_sample_that_fits_no_microbatch_is_named():
-    check_longest(np.array([3, 9, 4]), 9)
-    check_longest(np.array([3, 9, 4]), None)
-    with pytest.raises(
-        ValueError, match=r"Sample 1 has 9 tokens, more than max_tokens=8 \(1 such.*max_tokens=9"
-    ):
-        check_longest(np.array([3, 9, 4]), 8)
+@pytest.mark.parametrize(
+    ("dataset", "length_fn", "message"),
+    [
+        (Samples(ROWS, lengths=[1, 0, 1, 1, 1]), None, r"dataset\.lengths: sample 1 has length 0"),
+        (
+            Samples(ROWS, lengths=[1, 2]),
+            None,
+            r"dataset\.lengths has 2 entries, but the data set has 5 samples",
+        ),
+        (Samples([[1], [], [1]]), None, "the samples: sample 1 has length 0"),
+        (Samples(ROWS), lambda _: None, "the samples: sample 0 has length nan"),
+        (Samples(ROWS), lambda _: -1, "sample 0 has length -1"),
+    ],
+)
+def test_wrong_lengths_are_found_wherever_they_come_from(dataset, length_fn, message):
+    with pytest.raises(ValueError, match=message):
+        find_lengths(dataset, length_fn=length_fn, cache_dir=False)
 
 
 def test_the_digest_tells_lengths_apart():
@@ -275,9 +267,8 @@ def test_a_length_function_may_return_a_row_of_numbers(tmp_path, monkeypatch):
     expected = [[len(row), sum(row)] for row in ROWS]
     monkeypatch.setattr("lightning_odc.data.lengths.WORTH_SECONDS", 0.0)
     for convert in (tuple, list, np.array, torch.tensor):
-        data = Samples(ROWS)
         found = find_lengths(
-            data, length_fn=lambda sample, convert=convert: convert(numbers(sample)), cache_dir=False
+            Samples(ROWS), length_fn=lambda row, convert=convert: convert(numbers(row)), cache_dir=False
         )
         assert found.values.tolist() == expected
     for reads_all in (True, False):  # the second time they are remembered
@@ -287,29 +278,8 @@ def test_a_length_function_may_return_a_row_of_numbers(tmp_path, monkeypatch):
         assert (data.reads > len(ROWS)) == reads_all
     assert found.digest != find_lengths(Samples(ROWS), [row[0] for row in expected]).digest
     assert find_lengths(Samples(ROWS, lengths=np.array(expected))).values.tolist() == expected
-    assert (
-        find_lengths(Samples(ROWS), length_fn=lambda sample: (len(sample),), cache_dir=False).values.ndim == 1
-    )
-
-
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
-        ([(3, 1), (4, 2, 1), (5, 1)], r"sample 0 has 2, and sample 1 has 3: length_fn=lambda sample: \(len"),
-        ([(3, 1), 4, (5, 1)], "sample 0 has 2, and sample 1 has 1"),
-        ([(), (), ()], "a row of 2 to 8, and every row has 0 numbers"),
-        (
-            [(3, 1), (4, -1), (5, 0)],
-            r"sample 1 has length \(4, -1\).*only the numbers after the first may be 0",
-        ),
-        ([(3, 1), (4, 1), (0, 2)], r"sample 2 has length \(0, 2\).*put first what every sample has"),
-        ([(3, 1), (4, float("nan")), (5, 2)], r"sample 1 has length \(4, nan\)"),
-        ([(3, 1), (float("inf"), 1), (5, 2)], r"sample 1 has length \(inf, 1\)"),
-    ],
-)
-def test_wrong_rows_of_numbers_are_named(lengths, message):
-    with pytest.raises(ValueError, match=message):
-        checked(lengths, 3)
+    single = find_lengths(Samples(ROWS), length_fn=lambda sample: (len(sample),), cache_dir=False)
+    assert single.values.ndim == 1
 
 
 def test_parts_with_other_numbers_are_refused():
@@ -318,19 +288,29 @@ def test_parts_with_other_numbers_are_refused():
         find_lengths(ConcatDataset(parts))
 
 
-def test_caps_have_as_many_numbers_as_samples():
-    rows = np.array([(3, 1), (9, 4)])
-    check_longest(rows, (9, 4))
-    check_longest(rows, [(9, 4), (2, 2)])
-    check_longest(np.array([3, 9]), [9, 2])
-    with pytest.raises(ValueError, match=r"max_tokens=9 caps 1: .*max_tokens=\(9, 4\)"):
-        check_longest(rows, 9)
-    with pytest.raises(ValueError, match=r"sample 1 has \(9, 4\), more than max_tokens=\(9, 3\)"):
-        check_longest(rows, (9, 3))
-    with pytest.raises(
-        ValueError, match=r"Write max_tokens=9; one cap for each rank is a list, max_tokens=\[9, 4\]"
-    ):
-        check_longest(np.array([3, 9]), (9, 4))
+PLAIN, PAIRS = np.array([3, 9, 4]), np.array([(3, 1), (9, 4)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "caps"),
+    [(PLAIN, 9), (PLAIN, None), (PLAIN, [9, 2]), (PAIRS, (9, 4)), (PAIRS, [(9, 4), (2, 2)])],
+)
+def test_samples_that_fit_somewhere(lengths, caps):
+    check_longest(lengths, caps)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "caps", "message"),
+    [
+        (PLAIN, 8, r"Sample 1 has 9 tokens, more than max_tokens=8 \(1 such.*max_tokens=9"),
+        (PAIRS, 9, r"max_tokens=9 caps 1: .*max_tokens=\(9, 4\)"),
+        (PAIRS, (9, 3), r"sample 1 has \(9, 4\), more than max_tokens=\(9, 3\)"),
+        (PLAIN, (9, 4), r"Write max_tokens=9; one cap for each rank is a list, max_tokens=\[9, 4\]"),
+    ],
+)
+def test_a_sample_that_fits_no_microbatch_is_named(lengths, caps, message):
+    with pytest.raises(ValueError, match=message):
+        check_longest(lengths, caps)
 
 
 class Hoards:
@@ -358,14 +338,10 @@ def test_a_look_at_all_samples_ends_before_the_kernel_ends_it(monkeypatch):
     monkeypatch.setattr(lengths_module, "dataset_key", lambda *_: "0")  # it reads some, too
     with pytest.raises(MemoryError) as error:
         find_lengths(data, cache_dir=False)
-    scanned = data.read[-1] + 1
+    scanned, said = data.read[-1] + 1, str(error.value)
     assert 10 < scanned < 20, "of 100, when 64 MiB were left"
-    assert f"the lengths of samples that are still to be looked at ({100 - scanned} of 100) need 0.06" in str(
-        error.value
-    )
-    assert "a test allows 0.12 GiB. To go on, allow more, or let the data set keep no samples" in str(
-        error.value
-    )
+    assert f"the lengths of samples that are still to be looked at ({100 - scanned} of 100) need 0.06" in said
+    assert "a test allows 0.12 GiB. To go on, allow more, or let the data set keep no samples" in said
 
 
 def test_lengths_alone_may_be_too_many(monkeypatch):

@@ -165,12 +165,8 @@ def test_the_usual_collators_of_hugging_face_lose_their_padding_alone() -> None:
 
 
 def test_which_collators_pack() -> None:
-    assert [packs(one) for one in (pack_samples, PackingCollator(), padding, None)] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    collators = pack_samples, PackingCollator(), padding, None
+    assert [packs(one) for one in collators] == [True, True, False, False]
 
 
 # -- what a model makes of it ----------------------------------------------------------------------------------

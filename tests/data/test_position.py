@@ -26,29 +26,19 @@ def run(progress: Progress, minibatches: int, of: int = 5) -> Position:
     return start
 
 
-def test_passes_by_hand_are_one_epoch_after_another():
+@pytest.mark.parametrize(("yielded", "epochs"), [(5, [0, 1, 2]), (2, [0, 1, 2]), (0, [0, 0, 0])])
+def test_passes_by_hand_are_one_epoch_after_another_and_one_that_yielded_nothing_did_not_happen(
+    yielded, epochs
+):
     progress = Progress()
-    assert [run(progress, 5) for _ in range(3)] == [Position(0), Position(1), Position(2)]
+    assert [run(progress, yielded) for _ in range(3)] == [Position(epoch) for epoch in epochs]
 
 
-def test_a_pass_that_was_given_up_is_not_gone_on_with():
+def test_set_epoch_begins_an_epoch_again():
     progress = Progress()
-    assert [run(progress, 2) for _ in range(3)] == [Position(0), Position(1), Position(2)]
-
-
-def test_a_pass_that_yielded_nothing_did_not_happen():
-    progress = Progress()
-    assert [run(progress, 0) for _ in range(3)] == [Position(0), Position(0), Position(0)]
-
-
-def test_set_epoch_rules():
-    progress = Progress()
-    progress.set_epoch(7)
-    assert run(progress, 5) == Position(7)
-    progress.set_epoch(7)
-    assert run(progress, 2) == Position(7)
-    progress.set_epoch(7)
-    assert run(progress, 2) == Position(7)
+    for yielded in (5, 2, 2):
+        progress.set_epoch(7)
+        assert run(progress, yielded) == Position(7)
     assert run(progress, 2) == Position(8)
 
 
@@ -60,14 +50,12 @@ def test_a_loaded_position_is_gone_on_with():
     assert run(progress, 5) == Position(4)
 
 
-def test_lightning_sets_the_epoch_after_it_loaded_the_position():
-    same, later = Progress(), Progress()
-    for progress in (same, later):
-        load(progress, 3, 2)
-    same.set_epoch(3)
-    assert run(same, 1) == Position(3, 2)
-    later.set_epoch(4)
-    assert run(later, 1) == Position(4)
+@pytest.mark.parametrize(("epoch", "expected"), [(3, Position(3, 2)), (4, Position(4))])
+def test_lightning_sets_the_epoch_after_it_loaded_the_position(epoch, expected):
+    progress = Progress()
+    load(progress, 3, 2)
+    progress.set_epoch(epoch)
+    assert run(progress, 1) == expected
 
 
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next():
@@ -75,7 +63,7 @@ def test_the_end_of_an_epoch_is_the_beginning_of_the_next():
     load(progress, 3, 5)
     assert run(progress, 5) == Position(4)
     load(progress, 3, 5)
-    assert run(progress, 5, of=0) == Position(3, 5)
+    assert run(progress, 5, of=0) == Position(3, 5), "a stream whose length is not known"
 
 
 def test_what_is_yielded_counts_even_after_set_epoch():
@@ -102,24 +90,22 @@ def test_a_position_in_minibatches_of_another_size(start, size, expected):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert translated(start, ORDER, Order("a", size)) == expected
-    assert [str(w.message)[:60] for w in caught] == (
-        [] if size == 8 else ["The loader's state was saved with 8 samples per minibatch on"]
-    )
+    said = [] if size == 8 else ["The loader's state was saved with 8 samples per minibatch on"]
+    assert [str(w.message)[:60] for w in caught] == said
 
 
-def test_a_position_in_another_order_is_refused():
-    with pytest.raises(ValueError, match=r"another order \(a\) than here \(b\)"):
-        translated(Position(0, 1), ORDER, Order("b", 8))
-
-
-def test_a_position_among_steps_of_other_batches_is_refused():
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        (Order("b", 8), r"another order \(a\) than here \(b\)"),
+        (Order("a", 8, 2), r"Write Trainer\(accumulate_grad_batches=1\)"),
+    ],
+)
+def test_a_position_among_other_steps_is_refused(now, message):
     progress = Progress()
-    saved = {"epoch": 0, "minibatches": 2, "microbatches": 0, "order": "a", "samples_per_minibatch": 8}
-    progress.load({**saved, "batches": 4})
-    with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=4\)"):
-        progress.begin(Order("a", 4, 2), 10)
-    progress.load({**saved, "batches": 2})
-    assert progress.begin(Order("a", 8, 2), 10) == Position(0, 2)
+    load(progress, 0, 2)
+    with pytest.raises(ValueError, match=message):
+        progress.begin(now, 10)
 
 
 @pytest.mark.parametrize("world", [(2, 2), (2, -1), (0, 0), (None, 1), (2, None)], ids=str)
@@ -129,12 +115,10 @@ def test_a_rank_that_cannot_be_is_refused(world):
 
 
 def test_the_world_is_given_or_torchruns_or_one_rank(monkeypatch: Any):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.delenv("RANK", raising=False)
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
     check_world(None, None)
-    assert current_world(None, None) == (1, 0)
-    assert current_world(4, 3) == (4, 3)
+    assert (current_world(None, None), current_world(4, 3)) == ((1, 0), (4, 3))
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "5")
-    assert current_world(None, None) == (8, 5)
-    assert current_world(4, 3) == (4, 3)
+    assert (current_world(None, None), current_world(4, 3)) == ((8, 5), (4, 3))
