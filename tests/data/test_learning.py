@@ -62,19 +62,23 @@ def test_plans_are_behind_by_the_lag_however_much_is_known():
 
 
 def test_a_resumed_run_goes_on_alike_from_the_state_of_the_rank_that_fits():
-    whole, resumed, priors = ranks(), ranks(), ranks()
+    whole, resumed = ranks(), ranks()
     for number in range(3):
         step(whole, number, 1.0 + number)
     for own, again in zip(whole, resumed, strict=True):
         again.load_state_dict(json.loads(json.dumps(whole[0].state_dict())))
         assert (again.known, again.cost.snapshot()) == (own.known, own.cost.snapshot())
     assert resumed[0].state_dict() == whole[0].state_dict()
-    for cost in priors:
+
+
+def test_the_state_of_another_rank_is_a_prior():
+    whole, resumed = ranks(), ranks()
+    for number in range(3):
+        step(whole, number)
+    for cost in resumed:
         cost.load_state_dict(whole[1].state_dict())
-    step(priors, 3)
-    assert priors[0].cost.predict(1, [300]) == pytest.approx(whole[0].cost.predict(1, [300]), rel=0.1), (
-        "the state of another rank is a prior"
-    )
+    step(resumed, 3)
+    assert resumed[0].cost.predict(1, [300]) == pytest.approx(whole[0].cost.predict(1, [300]), rel=0.1)
 
 
 def test_times_that_refute_the_model_do_so_on_all_ranks():
