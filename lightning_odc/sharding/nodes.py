@@ -132,30 +132,28 @@ def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
     """Refuse nodes with different versions, and rows of ranks on several hosts. All ranks together."""
     facts = rendezvous([__version__, socket.gethostname(), boot_id()])
     versions, names, boots = zip(*facts, strict=True)
-    if trouble := why_versions_differ(versions, names):
-        raise DisagreementError(trouble)
-    if trouble := why_rows_are_apart(layout, boots, names):
-        raise ValueError(trouble)
+    check_versions(versions, names)
+    check_rows_are_together(layout, boots, names)
 
 
-def why_versions_differ(versions: Sequence[str], names: Sequence[str]) -> str:
-    """Describe which node runs which version of this package; empty if all run the same."""
+def check_versions(versions: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse nodes that run different versions of this package; by rank, with the names of their hosts."""
     if len(set(versions)) == 1:
-        return ""
+        return
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank, one in enumerate(zip(versions, names, strict=True)):
         ranks_of.setdefault(one, []).append(rank)
     where = "; ".join(f"{version} on {name} ({_ranks(ranks)})" for (version, name), ranks in ranks_of.items())
-    return (
+    raise DisagreementError(
         f"The nodes run different versions of lightning-odc: {where}. Install the same one on all of them, for "
         f"example: pip install lightning-odc=={versions[0]}"
     )
 
 
-def why_rows_are_apart(layout: Layout, hosts: Sequence[str], names: Sequence[str]) -> str:
-    """Which rows of ranks, who share memory, are spread over several hosts, and what to write; empty if none is."""
+def check_rows_are_together(layout: Layout, hosts: Sequence[str], names: Sequence[str]) -> None:
+    """Refuse rows of ranks, who share memory, that are spread over several hosts."""
     if all(len({hosts[rank] for rank in row}) == 1 for row in layout.rows):
-        return ""
+        return
     by_host = [[rank for rank, one in enumerate(hosts) if one == host] for host in dict.fromkeys(hosts)]
     where = "; ".join(f"{names[ranks[0]]} has {_ranks(ranks)}" for ranks in by_host)
     if len({len(ranks) for ranks in by_host}) > 1:
@@ -164,7 +162,7 @@ def why_rows_are_apart(layout: Layout, hosts: Sequence[str], names: Sequence[str
         advice = f"Write Trainer(num_nodes={len(by_host)}, devices={len(by_host[0])})"
     else:
         advice = "Ranks of a node need neighbouring numbers (SLURM: --distribution=block)"
-    return (
+    raise ValueError(
         f"Ranks of a node share memory, so they must be on one host; but {where}. {advice}, or use "
         'ODCStrategy(communication="collective").'
     )

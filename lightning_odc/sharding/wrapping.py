@@ -40,16 +40,15 @@ def shard_model(
     mesh: DeviceMesh,
     *,
     wrap_policy: Any = None,
-    mixed_precision: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
-    cpu_offload: bool = False,
     announce: bool = False,
+    **how: Any,
 ) -> None:
     """Shard a model in place: every selected module becomes a unit, the rest of the model the root unit."""
+    # ``how``: the arguments of `_options`.
     _refuse_fsdp1(model)
     named = partial(model.named_parameters, remove_duplicate=False)
     hooked = {name: parameter for name, parameter in named() if _compat.gradient_hooks_of(parameter)}
-    options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
+    options = _options(mesh, **how)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         _refuse_mixed_units(model)  # the user's own `fully_shard`: the units stay
     else:
@@ -62,23 +61,17 @@ def shard_model(
             _shard_unit(module, options)
     if not isinstance(model, FSDPModule):
         # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
-        options["reshard_after_forward"] = None if reshard_after_forward else False
+        options["reshard_after_forward"] = None if options["reshard_after_forward"] else False
         _shard_unit(model, options)
     for name, parameter in named():
         if name in hooked and parameter is not hooked[name]:
             _compat.move_gradient_hooks(hooked[name], parameter)
 
 
-def wrapping_shards(
-    mesh: DeviceMesh,
-    *,
-    mixed_precision: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
-    cpu_offload: bool = False,
-) -> AbstractContextManager[None]:
+def wrapping_shards(mesh: DeviceMesh, **how: Any) -> AbstractContextManager[None]:
     """A context in which ``wrap(layer)`` of ``torch.distributed.fsdp.wrap`` makes a unit of the layer, in place."""
     # Models that were written for FSDP1 call it in ``configure_model``.
-    options = _options(mesh, mixed_precision, reshard_after_forward, cpu_offload)
+    options = _options(mesh, **how)
 
     def shard(module: nn.Module) -> nn.Module:
         if not isinstance(module, FSDPModule):
@@ -90,17 +83,18 @@ def wrapping_shards(
 
 def _options(
     mesh: DeviceMesh,
-    mixed_precision: MixedPrecisionPolicy | None,
-    reshard_after_forward: bool,
-    cpu_offload: bool,
+    mixed_precision: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool = True,
+    cpu_offload: bool = False,
 ) -> dict[str, Any]:
+    """The arguments of ``fully_shard``."""
+    offloading = OffloadPolicy()
+    if cpu_offload:  # shards that are on the CPU anyway need no pinned memory, which takes a GPU's driver
+        offloading = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     return {
         "mesh": mesh,
         "mp_policy": mixed_precision or MixedPrecisionPolicy(),
-        # Shards that are on the CPU anyway need no pinned memory, which takes a GPU's driver.
-        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-        if cpu_offload
-        else OffloadPolicy(),
+        "offload_policy": offloading,
         "reshard_after_forward": reshard_after_forward,
     }
 
@@ -144,7 +138,8 @@ def default_units(model: nn.Module) -> list[nn.Module]:
     inside = {module for block in blocks for module in block.modules()}
     plain = [part for part in model.children() if inside.isdisjoint(part.modules())]
     networks = [part for part in plain if not blocks or next(part.children(), None) is not None]
-    tied = _tied(model)
+    holders = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+    tied = {parameter for parameter, count in holders.items() if count > 1}
     return blocks + [layer for network in networks for layer in _layers(network, tied)]
 
 
@@ -157,14 +152,6 @@ def _layers(module: nn.Module, tied: set[nn.Parameter]) -> Iterator[nn.Module]:
         return
     for child in module.children():
         yield from _layers(child, tied)
-
-
-def _tied(model: nn.Module) -> set[nn.Parameter]:
-    """The parameters that several modules hold."""
-    holders = Counter(
-        parameter for module in model.modules() for parameter in module.parameters(recurse=False)
-    )
-    return {parameter for parameter, count in holders.items() if count > 1}
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

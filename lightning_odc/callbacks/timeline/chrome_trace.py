@@ -26,17 +26,14 @@ class TimelineFiles:
         self._run = run
         self._world_size = world_size
 
-    def write_rank(self, own: Timeline, merged: Path | None = None, whole: bool = False) -> None:
-        """Write one rank's file, and all files that are there into one."""
-        # With ``whole``, merge only if all ranks' files are complete, that is, on the last rank to come here.
+    def write_rank(self, own: Timeline) -> None:
+        """Write one rank's file."""
         files.write_whole(self._path(own.ranks[0].rank), encode(own))
-        if merged is None:
-            return
+
+    def merge_ranks(self, path: Path) -> None:
+        """Write all ranks' files that are there into one trace, and keep them."""
         with files.one_at_a_time(self._directory):
-            timelines = self._read_ranks()
-            complete = [one for one in timelines if one.ranks[0].complete]
-            if not whole or len(complete) == self._world_size:
-                files.write_whole(merged, encode(merge(timelines)))
+            files.write_whole(path, encode(merge(self._read_ranks())))
 
     def write_merged(self, timeline: Timeline, path: Path) -> None:
         """Write the final trace; then the ranks' files are of no more use."""

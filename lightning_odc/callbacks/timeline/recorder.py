@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -144,15 +144,12 @@ class TimelineRecorder(Callback):
         recording = self._recording
         if recording is None:
             return
-        recorded = recording.step is not None
-        step = trainer.global_step
+        step, recorded = trainer.global_step, recording.step is not None
         recording.end_batch(step, self.steps is None or step in self.steps)
         over = self.steps is not None and step > max(self.steps, default=-1)
-        if over and not recording.complete:
-            recording.complete = True
-            self._save(merge_if_last=True)
-        elif recorded and time.monotonic() >= self._save_from:
-            self._save()
+        if (over and not recording.complete) or (recorded and time.monotonic() >= self._save_from):
+            recording.complete = over
+            self._save(recording)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None:
@@ -188,21 +185,21 @@ class TimelineRecorder(Callback):
         if recording is None:
             return
         recording.interrupt()
-        if recording.tracer.spans:
+        if recording.tracer.spans and self._files is not None:
             recording.run.notes.append(f"Rank {recording.own.rank} ended by {type(exception).__name__}.")
-            _attempt(lambda: self._files.write_rank(recording.timeline(), self.trace_path))  # type: ignore[union-attr]
+            self._save(recording)
+            _attempt(lambda: cast(TimelineFiles, self._files).merge_ranks(self.trace_path))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._recording is not None:
             self._recording.release()
         self._recording = None
 
-    def _save(self, merge_if_last: bool = False) -> None:
+    def _save(self, recording: Recording) -> None:
         """Bring this rank's file up to date."""
-        recording, own, began = self._recording, self._files, time.monotonic()
-        assert recording is not None and own is not None
-        merged = self.trace_path if merge_if_last else None
-        _attempt(lambda: own.write_rank(recording.timeline(), merged, whole=True))
+        assert self._files is not None
+        began, own = time.monotonic(), self._files
+        _attempt(lambda: own.write_rank(recording.timeline()))
         now = time.monotonic()
         self._save_from = now + max(_FIRST_PAUSE, (now - began) / _OVERHEAD)
 
@@ -310,7 +307,7 @@ class Recording:
     def end_batch(self, next_step: int, wanted: bool) -> None:
         """A batch ends; what comes next is of ``next_step``, and ``wanted`` or not."""
         self.leave()
-        if self.step is not None and next_step != self.step:
+        if next_step != self.step:
             self._end_step()
         if not wanted:
             self.release()
@@ -325,8 +322,7 @@ class Recording:
     def interrupt(self) -> None:
         """Training ends in the middle of something: keep what is known of it."""
         self.leave()
-        if self.step is not None:
-            self._end_step()
+        self._end_step()
         self.release()
 
     def release(self) -> None:
@@ -350,7 +346,8 @@ class Recording:
             self.tracer.see_input(inputs[0])
 
     def _end_step(self) -> None:
-        self.tracer.record("minibatch", self._step_began, number=self.step)
+        if self.step is not None:
+            self.tracer.record("minibatch", self._step_began, number=self.step)
         self.step = None
 
 
