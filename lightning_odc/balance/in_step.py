@@ -17,16 +17,15 @@ alone, and the other ranks end with an empty microbatch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 from operator import itemgetter
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats, Plan
-from lightning_odc.balance.microbatches import Bins, Microbatches, lower_bound
-from lightning_odc.balance.search import TOLERANCE, Groups, Search
+from lightning_odc.balance.arrays import Floats, Ints, Plan
+from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, as_rows, lower_bound
+from lightning_odc.balance.search import TOLERANCE, Search
 
-_ROUNDS = 24
+_TURNS = 16
 _FEW, _MOST_ROWS = 64, 4
 
 
@@ -40,109 +39,132 @@ def in_step(work: Microbatches, lined_up: bool) -> Plan:
     ranks, (whole, spare) = work.num_ranks, divmod(len(work), work.num_ranks)
     pairs = work.pairs(spare) if whole else []
     if spare and not pairs:
-        falling = np.argsort(-work.costs.sum(0), kind="stable").tolist()
-        alone = [[[sample] for sample in group] for group in _deal(work, falling, [[] for _ in range(ranks)])]
-        return [plan + [[]] * (whole + 1 - len(plan)) for plan in _plan(work, alone)]
+        alone = _deal(work, work.costs.sum(0), np.full(len(work), ranks))
+        samples = np.arange(len(work))  # each in a microbatch of its own
+        return [plan + [[]] * (whole + 1 - len(plan)) for plan in work.in_order(alone, samples, samples)]
     if not spare:
-        options = list(_options(work, [[] for _ in range(ranks)], lined_up))
-        return _plan(*min(options, key=itemgetter(0))[1:])
-    glued = work.glued(pairs)
-    first = sorted(range(len(glued)), key=lambda unit: len(glued.members[unit]) < 2)[:ranks]
-    options = list(_options(glued, [[unit] for unit in first], lined_up))
-    for rows in range(min(whole, _MOST_ROWS if len(work) <= _FEW else 1)):
-        ends = np.cumsum([0, *(rows + (rank < spare) for rank in range(ranks))]).tolist()
-        options += _options(work, [list(range(begin, end)) for begin, end in pairwise(ends)], lined_up)
-    return _plan(*min(options, key=itemgetter(0))[1:])
+        options = list(_options(work, np.full(len(work), ranks), lined_up))
+    else:
+        glued = work.glued(pairs)
+        owners = np.full(len(glued), ranks)
+        owners[np.argsort(-(glued.members >= 0).sum(1), kind="stable")[:ranks]] = np.arange(ranks)
+        options = list(_options(glued, owners, lined_up))
+        for rows in range(min(whole, _MOST_ROWS if len(work) <= _FEW else 1)):
+            first = np.arange(ranks).repeat(rows + (np.arange(ranks) < spare))
+            options += _options(work, np.append(first, np.full(len(work) - len(first), ranks)), lined_up)
+    _, best, bins = min(options, key=itemgetter(0))
+    flat = [
+        (rank, place, sample)
+        for rank, own in enumerate(bins)
+        for place, bin_ in enumerate(own)
+        for sample in bin_
+    ]
+    return best.in_order(*np.array(flat).T)
 
 
 def _options(
-    work: Microbatches, first: Groups, lined_up: bool
+    work: Microbatches, first: Ints, lined_up: bool
 ) -> Iterator[tuple[float, Microbatches, list[Bins]]]:
     """What collectives take for some microbatches of all ranks, the samples, and those.
 
     Args:
         work: The samples.
-        first: The shortest samples, which stay on these ranks; all others are shared out equally.
+        first: The ranks of the shortest samples, which stay there; all others, with the number of ranks, are shared
+            out equally.
         lined_up: See `in_step`.
     """
-    pinned = {sample for group in first for sample in group}
-    free = [sample for sample in reversed(range(len(work))) if sample not in pinned]
-    dealt = _deal(work, free, first)
+    dealt = _deal(work, np.arange(len(work)), first)
     lined_up = lined_up and len(work) <= work.most_lined_up
-    groupings = [(dealt, work.counts(dealt))]
+    groupings = [(dealt, work.counts(as_rows(dealt[None], work.num_ranks)))]
     if len(work) <= work.most_lined_up:
         level = _level(work, first, dealt, max(groupings[0][1]))
-        groupings = [*(groupings if lined_up else []), (level, work.counts(level))]
-    if lined_up and not pinned:  # each alone, neighbours by cost: where other numbers cost, not those by size
-        costs = work.costs.sum(0).tolist()
-        alone = _deal(work, sorted(free, key=lambda sample: -costs[sample]), first)
+        groupings = [
+            *(groupings if lined_up else []),
+            (level, work.counts(as_rows(level[None], work.num_ranks))),
+        ]
+    if lined_up and (first == work.num_ranks).all():
+        # Each alone, neighbours by cost: where other numbers cost, not those by size.
+        alone = _groups(work, _deal(work, work.costs.sum(0), first))
         bins_of_ranks = [[[sample] for sample in group] for group in alone]
-        yield sum(_profile(work, bins_of_ranks)), work, bins_of_ranks
-    for groups, likely in groupings:
+        yield _profile(work, bins_of_ranks), work, bins_of_ranks
+    for owners, likely in groupings:
+        groups = _groups(work, owners)
         counts = [count for count in likely if count <= min(map(len, groups))]
         lined = [_line_up(work, groups, count) for count in counts] if lined_up else []
         for bins in [*work.in_step(groups, counts), *filter(None, lined)]:
-            yield sum(_profile(work, bins)), work, bins
+            yield _profile(work, bins), work, bins
 
 
-def _plan(work: Microbatches, bins: list[Bins]) -> Plan:
-    return [work.in_order(rank, of_rank) for rank, of_rank in enumerate(bins)]
+def _groups(work: Microbatches, owners: Ints) -> Groups:
+    """The samples of each rank, rising."""
+    rows = as_rows(owners[None], work.num_ranks).tolist()
+    return [[sample for sample in row if sample < len(work)] for row in rows]
 
 
-def _level(work: Microbatches, first: Groups, dealt: Groups, count: int) -> Groups:
+def _level(work: Microbatches, first: Ints, dealt: Ints, count: int) -> Ints:
     """Exchange samples until the ranks' totals are equal, if each has so many microbatches."""
-    moving = [[s for s in group if s not in fixed] for group, fixed in zip(dealt, first, strict=True)]
     base = _loads(work, first) + work.overhead * count
-    search = Search(work.costs, [moving], base=base, equal_counts=True)
-    search.run((lower_bound(work.costs, work.num_ranks) + float(base.min())) * (1 + TOLERANCE), _ROUNDS)
-    return [sorted([*fixed, *group]) for fixed, group in zip(first, search.best()[1], strict=True)]
+    moving = np.where(first == work.num_ranks, dealt, work.num_ranks)
+    search = Search(work.costs, [moving], work.num_ranks, base=base, equal_counts=True)
+    search.run((lower_bound(work.costs, work.num_ranks) + float(base.min())) * (1 + TOLERANCE), _TURNS)
+    return np.minimum(first, search.best()[1])
 
 
-def _loads(work: Microbatches, groups: Groups) -> Floats:
-    return np.array(
-        [float(work.costs[work.row(rank)].take(group).sum()) for rank, group in enumerate(groups)]
-    )
+def _loads(work: Microbatches, owners: Ints) -> Floats:
+    """The costs of the samples of each rank."""
+    mine = owners == np.arange(work.num_ranks)[:, None]
+    return np.where(mine, work.costs, 0.0).sum(1)
 
 
-def _deal(work: Microbatches, falling: list[int], groups: Groups) -> Groups:
-    """One of each ``num_ranks`` neighbours for every rank: the costliest for the fastest, least loaded one."""
-    ranks, groups = work.num_ranks, [list(group) for group in groups]
-    slowness = np.broadcast_to(work.costs.sum(1), (ranks,)).tolist()
-    means, loads = work.costs.sum(0).tolist(), _loads(work, groups).tolist()
+def _deal(work: Microbatches, sizes: Ints | Floats, owners: Ints) -> Ints:
+    """One of each ``num_ranks`` neighbours for every rank: the costliest for the fastest, least loaded one.
+
+    Args:
+        work: The samples.
+        sizes: What neighbours are alike in; the largest are dealt first.
+        owners: The rank of each sample that has one.
+    """
+    ranks, owners = work.num_ranks, owners.copy()
+    rows, means = work.rows(np.arange(ranks)), work.costs.sum(0)
+    slowness, loads = work.costs.sum(1)[rows], _loads(work, owners)
+    falling = np.flatnonzero(owners == ranks)
+    falling = falling[np.argsort(-sizes[falling], kind="stable")]
     for begin in range(0, len(falling), ranks):
-        receivers = sorted(range(ranks), key=lambda rank: (slowness[rank], loads[rank]))
-        costliest_first = sorted(falling[begin : begin + ranks], key=lambda sample: -means[sample])
-        for rank, sample in zip(receivers, costliest_first, strict=False):
-            groups[rank].append(sample)
-            loads[rank] += float(work.costs[work.row(rank), sample])
-    return [sorted(group) for group in groups]
+        samples = falling[begin : begin + ranks]
+        samples = samples[np.argsort(-means[samples], kind="stable")]
+        receivers = np.lexsort((loads, slowness))[: len(samples)]
+        loads[receivers] += work.costs[rows[receivers], samples]
+        owners[samples] = receivers
+    return owners
 
 
 def _line_up(work: Microbatches, groups: Groups, count: int) -> list[Bins] | None:
     """So many microbatches of every rank; None if its samples do not fit into them."""
     lined: list[Bins] = [[] for _ in groups]
+    loads = np.zeros((len(groups), count))
     profile = [0.0] * count
-    largest = [max(work.costs[work.row(rank)].take(group).tolist()) for rank, group in enumerate(groups)]
+    rows = work.rows(np.arange(len(groups))).tolist()
+    largest = [float(work.costs[row, group].max()) for row, group in zip(rows, groups, strict=True)]
     for rank in sorted(range(len(groups)), key=lambda rank: -largest[rank]):
-        bins = work.along(rank, groups[rank], profile)
-        if bins is None:
+        found = work.along(rank, groups[rank], profile)
+        if found is None:
             return None
-        lined[rank] = bins
-        profile = list(map(max, profile, work.costs_of(rank, bins)))
-    loads = np.array([work.costs_of(rank, bins) for rank, bins in enumerate(lined)])
+        lined[rank], loads[rank] = found
+        profile = list(map(max, profile, found[1]))
     for rank in range(len(groups)):  # once more, now that all others are known
         if rank not in loads.argmax(0).tolist():  # others are as large everywhere
             continue
         others = np.delete(loads, rank, axis=0).max(0, initial=0.0)
-        bins = work.along(rank, groups[rank], others.tolist())
-        again = np.array(work.costs_of(rank, bins)) if bins else loads[rank]
-        if bins and np.maximum(others, again).sum() < np.maximum(others, loads[rank]).sum():
-            lined[rank], loads[rank] = bins, again
+        found = work.along(rank, groups[rank], others.tolist())
+        if found and np.maximum(others, found[1]).sum() < np.maximum(others, loads[rank]).sum():
+            lined[rank], loads[rank] = found
     return lined
 
 
-def _profile(work: Microbatches, bins: list[Bins]) -> list[float]:
-    """The largest ``m``-th microbatch of all ranks, if each runs the costliest first."""
-    return np.max(
-        [sorted(work.costs_of(rank, own), reverse=True) for rank, own in enumerate(bins)], axis=0
-    ).tolist()
+def _profile(work: Microbatches, bins: list[Bins]) -> float:
+    """The sum of the largest ``m``-th microbatches of all ranks, if each runs the costliest first."""
+    count = len(bins[0])
+    samples = np.array([sample for own in bins for bin_ in own for sample in sorted(bin_)])
+    begins = np.cumsum([0, *(len(bin_) for own in bins for bin_ in own)])[:-1]
+    loads = work.costs_of(np.arange(len(bins)).repeat(count), samples, begins).reshape(-1, count)
+    return float(np.sort(loads, axis=1).max(0).sum())

@@ -1,7 +1,8 @@
 """What every kind of microbatch tells the search: a contract with two bodies, `Packed` rows and `Tables`.
 
-The search asks a `Microbatches` two things. What does a set of samples cost a rank, if its microbatches are made well?
-And what is each sample's part of that, roughly? Samples are numbered here by rising size.
+The search asks a `Microbatches` two things. What do sets of samples cost their ranks in well-made microbatches? And
+what is each sample's part of that, roughly? Samples are numbered here by rising size. Sets of samples are the rows of
+an array ``[p, k]``: the samples of each, which rise, then the number of all samples, which stands for none.
 
 Note [The same plan everywhere]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -18,9 +19,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_odc.balance.arrays import Floats, Ints, Plan
 
@@ -28,48 +30,28 @@ FEW_SAMPLES = 32
 """Samples up to which minibatches are small, so that more is tried."""
 
 _GRID_BITS = 48
-_FIELD = 64
 
 Bins = list[list[int]]
 """Microbatches, each a list of samples numbered as in `Microbatches`."""
 
-
-class Rooms:
-    """Rows of numbers as single whole numbers, so that rows are added and compared at once.
-
-    Each number has 64 bits to itself. A room has the top bit of each set, its *guard*. Where a number is larger than
-    the room for it, the subtraction borrows the guard.
-    """
-
-    def __init__(self, numbers: int) -> None:
-        self._shifts = [_FIELD * place for place in reversed(range(numbers))]
-        self.guards = sum(1 << (shift + _FIELD - 1) for shift in self._shifts)
-
-    def sizes(self, rows: Ints) -> list[int]:
-        """One whole number for each row of ``[n, d]``."""
-        if rows.shape[1] == 1:
-            return rows[:, 0].tolist()
-        return [sum(n << s for n, s in zip(row, self._shifts, strict=True)) for row in rows.tolist()]
-
-    def fits(self, size: int, cap: int) -> bool:
-        """Whether none of the numbers is above its cap."""
-        return ((cap | self.guards) - size) & self.guards == self.guards
+Groups = list[list[int]]
+"""The samples of every rank, numbered as in `Microbatches`."""
 
 
 class Pieces(NamedTuple):
     """Samples that are shared out together, and what each piece costs as far as it can be said alone.
 
     Attributes:
-        members: The samples of each piece.
+        sizes: How many samples, one after another, each piece has.
         costs: ``[1 or num_ranks, pieces]`` whole numbers.
     """
 
-    members: Bins
+    sizes: Ints
     costs: Floats
 
-    def samples(self, groups: Bins) -> Bins:
-        """The samples of each group of pieces, rising."""
-        return [sorted(sample for piece in group for sample in self.members[piece]) for group in groups]
+    def owners(self, owners: Ints) -> Ints:
+        """The rank of each sample, from that of each piece."""
+        return np.repeat(owners, self.sizes)
 
 
 class Microbatches(ABC):
@@ -79,7 +61,8 @@ class Microbatches(ABC):
 
     Attributes:
         num_ranks: How many ranks share the samples.
-        members: ``[n]`` the caller's indices of each sample here: one, or two of a pair that stays together.
+        members: ``[n, 1 or 2]`` the caller's indices of each sample here: one, or two of a pair that stays together;
+            -1 is none.
         tokens: ``[n]`` tokens of each, rising.
         costs: ``[1 or num_ranks, n]`` whole numbers, of each sample alone, without overhead.
         parts: ``[1 or num_ranks, n]`` whole numbers, what each sample adds to a load, as far as it can be said alone.
@@ -90,7 +73,7 @@ class Microbatches(ABC):
     """
 
     num_ranks: int
-    members: list[list[int]]
+    members: Ints
     tokens: Ints
     costs: Floats
     parts: Floats
@@ -101,65 +84,69 @@ class Microbatches(ABC):
 
     def __init__(self, num_ranks: int, order: Ints) -> None:
         self.num_ranks = num_ranks
-        self.members = [[index] for index in order.tolist()]
-        self._known: dict[tuple[int, ...], tuple[float, Bins]] = {}
-        self._lists: dict[int, list[float]] = {}
+        self.members = order[:, None]
 
     def __len__(self) -> int:
         return len(self.members)
 
-    def row(self, rank: int) -> int:
-        """The row of the arrays that is about a rank."""
-        return rank if len(self.costs) > 1 else 0
+    def rows(self, ranks: Ints) -> Ints:
+        """The rows of the arrays that are about these ranks."""
+        return ranks if len(self.costs) > 1 else np.zeros_like(ranks)
 
-    def listed(self, row: int) -> list[float]:
-        """A row of ``costs`` as a list, which is faster to look up."""
-        if row not in self._lists:
-            self._lists[row] = self.costs[row].tolist()
-        return self._lists[row]
+    def largest_load(self, owners: Ints) -> float:
+        """The largest load, if ``owners[n]`` is the rank of each sample."""
+        return float(self.loads(np.arange(self.num_ranks), as_rows(owners[None], self.num_ranks)).max())
 
-    def load(self, rank: int, samples: Sequence[int]) -> float:
-        """What these samples, which rise, cost a rank in its best microbatches, overhead included."""
-        return self._best(rank, samples)[0]
-
-    def bins(self, rank: int, samples: Sequence[int]) -> Bins:
-        """The best microbatches of a rank with these samples, which rise."""
-        return self._best(rank, samples)[1]
-
-    def largest_load(self, groups: Sequence[Sequence[int]]) -> float:
-        """The largest load, if each rank has the samples of its group, which rise."""
-        return max(self.load(rank, group) for rank, group in enumerate(groups))
-
-    def _best(self, rank: int, samples: Sequence[int]) -> tuple[float, Bins]:
-        key = (self.row(rank), *samples)
-        if key not in self._known:
-            self._known[key] = self._make_bins(self.row(rank), list(samples))
-        return self._known[key]
-
-    def in_order(self, rank: int, bins: Bins) -> list[list[int]]:
-        """The caller's indices: the costliest microbatch first, in each the costliest sample first."""
-        costs, ordered = self.listed(self.row(rank)), []
-        for bin_ in bins:
-            falling = sorted([(-costs[unit], index) for unit in bin_ for index in self.members[unit]])
-            ordered.append((-self.cost(rank, bin_), [index for _, index in falling]))
-        return [indices for _, indices in sorted(ordered)]
-
-    def plan(self, groups: Sequence[Sequence[int]]) -> Plan:
-        """The plan in which each rank has the samples of its group."""
-        ranked = [(rank, sorted(group)) for rank, group in enumerate(groups)]
-        return [self.in_order(rank, self.bins(rank, group)) for rank, group in ranked]
+    def loads(self, ranks: Ints, groups: Ints) -> Floats:
+        """What ``groups[p, k]`` cost ``ranks[p]`` in their best microbatches, overhead included."""
+        return self.bins(ranks, groups)[0]
 
     @abstractmethod
-    def _make_bins(self, row: int, samples: list[int]) -> tuple[float, Bins]:
-        """The load and the best microbatches of these samples, which rise."""
+    def bins(self, ranks: Ints, groups: Ints) -> tuple[Floats, Ints]:
+        """``[p]`` loads of ``ranks[p]`` with samples ``groups[p, k]``, and ``[p, k]`` the microbatch of each sample."""
 
     @abstractmethod
-    def cost(self, rank: int, bin_: Sequence[int]) -> float:
-        """What one microbatch costs a rank, overhead included."""
+    def costs_of(self, ranks: Ints, samples: Ints, begins: Ints) -> Floats:
+        """What microbatches cost, overhead included.
 
-    def costs_of(self, rank: int, bins: Bins) -> list[float]:
-        """What each microbatch costs a rank."""
-        return [self.cost(rank, bin_) for bin_ in bins]
+        Args:
+            ranks: ``[m]`` of each microbatch.
+            samples: ``[n]`` of one microbatch after the other, rising in each.
+            begins: ``[m]``, where each microbatch begins.
+        """
+
+    def plan(self, owners: Ints) -> Plan:
+        """The plan, if ``owners[n]`` is the rank of each sample."""
+        rows = as_rows(owners[None], self.num_ranks)
+        places = self.bins(np.arange(self.num_ranks), rows)[1]
+        ranks, slots = np.nonzero(rows < len(self))
+        return self.in_order(ranks, places[ranks, slots], rows[ranks, slots])
+
+    def in_order(self, ranks: Ints, places: Ints, samples: Ints) -> Plan:
+        """The caller's indices: the costliest microbatch first, in each the costliest sample first.
+
+        Args:
+            ranks: ``[n]`` of each sample.
+            places: ``[n]``, in which microbatch of its rank it is.
+            samples: ``[n]``.
+        """
+        order = np.lexsort((samples, places, ranks))
+        ranks, places, samples = ranks[order], places[order], samples[order]
+        is_first = np.append(True, (np.diff(ranks) != 0) | (np.diff(places) != 0))
+        begins, bins = np.flatnonzero(is_first), np.cumsum(is_first) - 1
+        indices = self.members[samples, 0]
+        costs = self.costs_of(ranks[begins], samples, begins)
+        falling = np.lexsort((np.minimum.reduceat(indices, begins), -costs, ranks[begins]))
+        turns = np.argsort(falling)[bins]  # when the microbatch of each sample has its turn
+        order = np.lexsort((indices, -self.costs[self.rows(ranks), samples], turns))
+        flat = self.members[samples[order]].ravel()
+        flat = flat[flat >= 0].tolist()
+        sizes = sums((self.members[samples] >= 0).sum(1), begins)[falling]
+        plan: Plan = [[] for _ in range(self.num_ranks)]
+        ends = np.cumsum(sizes).tolist()
+        for rank, begin, end in zip(ranks[begins][falling].tolist(), [0, *ends], ends, strict=False):
+            plan[rank].append(flat[begin:end])
+        return plan
 
     @abstractmethod
     def bound(self) -> float:
@@ -170,19 +157,22 @@ class Microbatches(ABC):
         """What to share out."""
 
     @abstractmethod
-    def in_step(self, groups: list[list[int]], counts: Sequence[int]) -> Iterator[list[Bins]]:
+    def in_step(self, groups: Groups, counts: Sequence[int]) -> Iterator[list[Bins]]:
         """Equally many microbatches of each rank that do not depend on the costs of other ranks' samples."""
 
     @abstractmethod
-    def along(self, rank: int, samples: list[int], profile: list[float]) -> Bins | None:
+    def along(self, rank: int, samples: list[int], profile: list[float]) -> tuple[Bins, list[float]] | None:
         """As many microbatches as the profile has entries, none empty, that together exceed it little; None: too few.
 
         Collectives wait for the largest ``m``-th microbatch. The *profile* has the largest ones of other ranks. Below
         it, a microbatch costs nothing.
+
+        Returns:
+            The microbatches and what they cost, the costliest first.
         """
 
     @abstractmethod
-    def counts(self, groups: list[list[int]]) -> Sequence[int]:
+    def counts(self, groups: Ints) -> Sequence[int]:
         """Numbers of microbatches that are worth trying, if all ranks have equally many."""
 
     @abstractmethod
@@ -196,8 +186,11 @@ class Microbatches(ABC):
         flat = [sample for unit in units for sample in unit]
         firsts = np.cumsum([0, *map(len, units[:-1])])
         glued = copy(self)
-        glued.members = [[i for sample in unit for i in self.members[sample]] for unit in units]
-        glued._known, glued._lists = {}, {}
+        index = self.members[:, 0].tolist()
+        # The costliest of a pair first, which is the later one.
+        glued.members = np.array(
+            [[index[unit[-1]], index[unit[0]] if len(unit) > 1 else -1] for unit in units]
+        )
         glued._glue(units, flat, firsts)
         return glued
 
@@ -208,6 +201,26 @@ class Microbatches(ABC):
     @abstractmethod
     def _glue(self, units: Bins, flat: list[int], firsts: Ints) -> None:
         """Make the arrays those of units, which begin at ``firsts`` in ``flat``."""
+
+
+def as_rows(owners: Ints, num_ranks: int) -> Ints:
+    """``[c * num_ranks, k]``: the samples of each rank, then ``n``, from ``owners[c, n]``, the rank of each sample.
+
+    Who has no rank has the number ``num_ranks``.
+    """
+    count, nothing = owners.shape
+    lines = owners + np.arange(count)[:, None] * (num_ranks + 1)
+    order = np.argsort(lines.ravel(), kind="stable") % nothing
+    sizes = np.bincount(lines.ravel(), minlength=count * (num_ranks + 1))
+    slots = np.arange(max(1, sizes.reshape(count, -1)[:, :-1].max()))
+    places = (np.cumsum(sizes) - sizes)[:, None] + slots
+    rows = np.where(slots < sizes[:, None], order.take(places, mode="clip"), nothing)
+    return rows.reshape(count, num_ranks + 1, -1)[:, :-1].reshape(count * num_ranks, -1)
+
+
+def sums(values: NDArray[Any], begins: Ints) -> NDArray[Any]:
+    """The sum of each part of the last axis; parts begin at ``begins``."""
+    return np.add.reduceat(values, begins, axis=-1)
 
 
 def grid_scale(largest_sum: float) -> float:
@@ -232,9 +245,9 @@ def lower_bound(costs: Floats, num_ranks: int) -> float:
         weights = (1 / slowness) / math.fsum(1 / slowness)
         return max(float(np.floor(costs * weights[:, None]).min(0).sum()), largest)
     falling = -np.sort(-costs[0], kind="stable")
-    sums = np.concatenate([[0.0], np.cumsum(falling)])
-    bound = max(math.ceil(sums[-1] / num_ranks), largest)
+    totals = np.concatenate([[0.0], np.cumsum(falling)])
+    bound = max(math.ceil(totals[-1] / num_ranks), largest)
     last = np.arange(num_ranks, len(falling), num_ranks)
     if len(last):
-        bound = max(bound, float((sums[last + 1] - sums[last - np.arange(1, len(last) + 1)]).max()))
+        bound = max(bound, float((totals[last + 1] - totals[last - np.arange(1, len(last) + 1)]).max()))
     return bound

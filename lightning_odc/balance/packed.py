@@ -1,4 +1,4 @@
-"""Samples one after another in a row: as few microbatches as best fit finds, as even as possible.
+"""Samples one after another in a row: few microbatches, as even as possible.
 
 Where attention is dense (Note [Dense attention]), they are as many as cost least.
 """
@@ -11,17 +11,20 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats, Ints
+from lightning_odc.balance.arrays import Bools, Floats, Ints
 from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens
 from lightning_odc.balance.microbatches import (
     FEW_SAMPLES,
     Bins,
+    Groups,
     Microbatches,
     Pieces,
-    Rooms,
     grid_scale,
     lower_bound,
+    sums,
 )
+
+_FIELD = 64
 
 
 class Packed(Microbatches):
@@ -39,27 +42,27 @@ class Packed(Microbatches):
         rows, caps = rows.reshape(len(rows), -1), caps.reshape(len(caps), -1)
         order = np.argsort((rows / caps.max(0)).max(1), kind="stable")
         super().__init__(len(caps), order)
-        self._rows, self.tokens = rows[order], rows[order, 0]
         kinds = 1 if costs.ranks_equal else self.num_ranks
-        self._rooms = Rooms(rows.shape[1])
-        self._sizes, self._caps = self._rooms.sizes(self._rows), self._rooms.sizes(caps[:kinds])
+        self.tokens, self._numbers, self._caps = rows[order, 0], list(rows[order].T), caps[:kinds].T
         overhead, pair = costs.overhead[:kinds], costs.pair[:kinds]
         samples = np.broadcast_to(costs.samples, (kinds, len(rows)))[:, order]
         self.is_additive = not (overhead.any() or pair.any())
         # The number that fills most microbatches tells how full they are; where pairs cost, it is the first one.
-        number = 0 if pair.any() else int(np.argmax(rows.sum(0) / caps.sum(0)))
-        self._filling, self._listed_tokens = self._rows[:, number], self.tokens.tolist()
-        self._listed_filling = self._filling.tolist()
-        bins = _parts_of_full_bins(self._filling, caps[:kinds, number], overhead, pair)
-        fractions = self._filling / np.maximum(caps[:kinds, number, None], self._filling)
+        self._filling = 0 if pair.any() else int(np.argmax(rows.sum(0) / caps.sum(0)))
+        sizes = self._numbers[self._filling]
+        most = self._caps[self._filling]
+        self._full = np.where(
+            pair > 0, np.minimum(most, np.sqrt(2 * overhead / np.where(pair > 0, pair, 1))), most
+        )
+        bins = _parts_of_full_bins(sizes, self._full[:, None], overhead[:, None], pair[:, None])
         self.scale = grid_scale(float(samples.max() + max(bins.max(), overhead.max())) * (len(rows) + 1))
         self.costs, self.overhead = np.rint(samples * self.scale), np.rint(overhead * self.scale)
         self.parts = np.rint((samples + bins) * self.scale)
-        self._least = self.costs + np.floor(self.overhead[:, None] * fractions)
-        self._pair, self._overheads = (pair * self.scale).tolist(), self.overhead.tolist()
-        self._most_tokens = [
-            _best_filling(*terms) for terms in zip(caps[:kinds, 0].tolist(), overhead, pair, strict=True)
-        ]
+        self._least = self.costs + np.floor(
+            self.overhead[:, None] * (sizes / np.maximum(most[:, None], sizes))
+        )
+        self._pair = pair * self.scale
+        self._lists: list[list[float]] = []
 
     def bound(self) -> float:
         alone = float((self.costs + self.overhead[:, None]).min(0).max())
@@ -69,132 +72,124 @@ class Packed(Microbatches):
         """Single samples; with their parts of microbatches that are full, or three quarters full, or without."""
         for filling in (1.0,) if self.is_additive or len(self) > FEW_SAMPLES else (1.0, 0.75, math.inf):
             costs = self.costs + np.rint((self.parts - self.costs) / filling)
-            yield Pieces([[sample] for sample in range(len(self))], costs)
+            yield Pieces(np.ones(len(self), dtype=np.int64), costs)
 
-    def cost(self, rank: int, bin_: Sequence[int]) -> float:
-        row = self.row(rank)
-        return sum(map(self.listed(row).__getitem__, bin_)) + self._extra(row, [bin_])
+    def costs_of(self, ranks: Ints, samples: Ints, begins: Ints) -> Floats:
+        rows, counts = self.rows(ranks), np.diff(begins, append=len(samples))
+        found = sums(self.costs[np.repeat(rows, counts), samples], begins) + self.overhead[rows]
+        if not self._pair.any():
+            return found
+        tokens = self.tokens[samples]
+        across = sums(tokens, begins) ** 2 - sums(tokens * tokens, begins)  # twice the pairs
+        return found + np.rint(self._pair[rows] * (across // 2))
 
-    def _make_bins(self, row: int, samples: list[int]) -> tuple[float, Bins]:
-        falling = samples[::-1]
-        bins = self._fewest_bins(row, falling)
-        if self._pair[row] and len(bins) < len(samples):
-            full = self._most_tokens[row]
-            likely = int(sum(1.0 if size >= full else size / full for size in self.tokens[samples].tolist()))
-            counts = {min(max(count, len(bins)), len(samples)) for count in range(likely - 1, likely + 3)}
-            options = [
-                self._place(row, falling, self._listed_filling, [0] * count)
-                for count in sorted({*counts, len(samples)})
-            ]
-            bins = min([bins, *filter(None, options)], key=lambda option: self._extra(row, option))
-        return sum(map(self.listed(row).__getitem__, samples)) + self._extra(row, bins), bins
+    def bins(self, ranks: Ints, groups: Ints) -> tuple[Floats, Ints]:
+        """What costs least of several numbers of even microbatches, and best fit."""
+        return self._bins(self.rows(ranks), groups, self._pair)
 
-    def _extra(self, row: int, bins: Sequence[Sequence[int]]) -> float:
-        """What microbatches cost besides their samples."""
-        extra = len(bins) * self._overheads[row]
-        if not self._pair[row]:
-            return extra
-        sizes = self._listed_tokens
-        across = sum([pairs_of_tokens([sizes[sample] for sample in bin_]) for bin_ in bins if len(bin_) > 1])
-        return extra + round(self._pair[row] * across)
+    def _bins(self, rows: Ints, groups: Ints, pair: Floats) -> tuple[Floats, Ints]:
+        real, counts = groups < len(self), (groups < len(self)).sum(1)
+        numbers = [np.append(values, 0)[groups] for values in self._numbers]
+        caps = self._caps[:, rows]
+        needed = [-(-own.sum(1) // np.maximum(cap, 1)) for own, cap in zip(numbers, caps, strict=True)]
+        fewest = np.max(needed, axis=0)
+        limits = [fewest]
+        if pair.any():
+            filled = np.minimum(numbers[0] / np.maximum(self._full[rows, None], 1.0), 1.0)
+            likely = np.cumsum(filled, 1)[:, -1].astype(np.int64)  # in this order on every processor
+            limits += [np.maximum(likely + more, fewest) for more in range(-1, 3)] + [counts]
+        limits.append(2 * np.sum(needed, axis=0) + 1)  # for best fit, which fills any two beyond one cap
+        times, shape = len(limits), (len(limits), *groups.shape)
+        is_even = np.arange(times).repeat(len(groups)) < times - 1
+        places, across, fits = _fill(
+            [np.tile(own, (times, 1)) for own in numbers],
+            np.tile(caps, times),
+            np.minimum(limits, counts).ravel(),
+            is_even,
+            self._filling,
+            bool(pair.any()),
+        )
+        used = np.where(np.tile(real, (times, 1)), places, -1).max(1) + 1.0
+        rows_of = np.tile(rows, times)
+        extra = used * self.overhead[rows_of] + np.rint(pair[rows_of] * across)
+        extra = np.where(fits | ~is_even, extra, np.inf)
+        best, lines = (extra + used).reshape(times, -1).argmin(0), np.arange(len(groups))
+        alone = np.where(real, self.costs[rows[:, None], groups % len(self)], 0.0).sum(1)
+        return alone + extra.reshape(times, -1)[best, lines], places.reshape(shape)[best, lines]
 
-    def _fewest_bins(self, row: int, falling: list[int]) -> Bins:
-        """As few as best fit needs or fewer, as even as possible."""
-        sizes, cap, fits = self._sizes, self._caps[row], self._rooms.fits
-        total = sum(map(sizes.__getitem__, falling))
-        fewest = min(-(-total // cap), len(falling))
-        while fewest < len(falling) and not fits(total, fewest * cap):
-            fewest += 1
-        if fewest < 2 or fewest == len(falling):
-            return [falling] if fewest == 1 else [[sample] for sample in falling]
-        if even := self._place(row, falling, self._listed_filling, [0] * fewest):
-            return even
-        most = self._best_fit(row, falling)
-        for count in range(fewest + 1, len(most) + 1):
-            if even := self._place(row, falling, self._listed_filling, [0] * count):
-                return even
-        return most
+    def _fewest(self, groups: Ints) -> Ints:
+        """Where samples are in as few microbatches as best fit needs or fewer, as even as possible."""
+        return self._bins(np.zeros(len(groups), dtype=np.int64), groups, 0 * self._pair)[1]
 
-    def _best_fit(self, row: int, falling: list[int]) -> Bins:
-        """Each sample into the fullest microbatch that has room, or a new one."""
-        guards, bins, rooms = self._rooms.guards, list[list[int]](), list[int]()
-        for sample in falling:
-            size, target, least = self._sizes[sample], -1, math.inf
-            for place, room in enumerate(rooms):
-                if room < least and (room - size) & guards == guards:
-                    target, least = place, room
-            if target < 0:
-                target = len(bins)
-                bins.append([])
-                rooms.append(self._caps[row] | guards)
-            bins[target].append(sample)
-            rooms[target] -= size
-        return bins
-
-    def counts(self, groups: list[list[int]]) -> Sequence[int]:
-        fewest = max(len(self._fewest_bins(0, group[::-1])) for group in groups)
-        most = max(map(len, groups))
-        if not any(self._pair) or fewest == most:
+    def counts(self, groups: Ints) -> Sequence[int]:
+        fewest, most = int(self._fewest(groups).max()) + 1, groups.shape[1]
+        if not self._pair.any() or fewest == most:
             return [fewest]
         return sorted({round(fewest * (most / fewest) ** (step / 5)) for step in range(6)})
 
-    def in_step(self, groups: list[list[int]], counts: Sequence[int]) -> Iterator[list[Bins]]:
+    def in_step(self, groups: Groups, counts: Sequence[int]) -> Iterator[list[Bins]]:
         """Even costs in each rank's microbatches."""
         for count in counts:
-            yield [self.along(rank, group, [0.0] * count) for rank, group in enumerate(groups)]
+            yield [self.along(rank, group, [0.0] * count)[0] for rank, group in enumerate(groups)]
 
-    def along(self, rank: int, samples: list[int], profile: list[float]) -> Bins:
+    def along(self, rank: int, samples: list[int], profile: list[float]) -> tuple[Bins, list[float]]:
         """The costliest sample first."""
-        row, costs = self.row(rank), self.listed(self.row(rank))
-        falling = sorted(samples, key=costs.__getitem__, reverse=True)
-        bins = self._place(row, falling, costs, profile, self._pair[row])
-        bins = bins or self._split(row, samples, len(profile))
-        return sorted(bins, key=lambda bin_: -self.cost(rank, bin_))
+        if not self._lists:
+            self._list()
+        bins = self._place(rank, samples, profile) or self._split(samples, len(profile))
+        row = int(self.rows(np.array(rank)))
+        costs, tokens, pair = self._lists[row], self._listed_tokens, float(self._pair[row])
+        loads = [self._overheads[row] + sum([costs[sample] for sample in bin_]) for bin_ in bins]
+        if pair:
+            across = [pairs_of_tokens([tokens[sample] for sample in bin_]) for bin_ in bins]
+            loads = [load + round(pair * pairs) for load, pairs in zip(loads, across, strict=True)]
+        falling = sorted(range(len(bins)), key=lambda place: -loads[place])
+        return [bins[place] for place in falling], [loads[place] for place in falling]
 
-    def _place(
-        self,
-        row: int,
-        samples: list[int],
-        weights: Sequence[float],
-        profile: Sequence[float],
-        pair: float = 0.0,
-    ) -> Bins | None:
-        """Each sample, in this order, where it raises the profile least, and there where most room is left below it.
+    def _place(self, rank: int, samples: list[int], profile: list[float]) -> Bins | None:
+        """Each sample, the costliest first, where it raises the profile least, and there where most room is below it.
 
-        Where the profile is nothing, that is the lightest microbatch with room. None if a sample finds no room.
+        Where the profile is nothing, that is the cheapest microbatch with room. None if a sample finds no room.
         """
-        guards, sizes, tokens = self._rooms.guards, self._sizes, self._listed_tokens
+        row = rank if len(self.costs) > 1 else 0
+        costs, tokens, pair = self._lists[row], self._listed_tokens, float(self._pair[row])
         bins: Bins = [[] for _ in profile]
-        rooms, filled, empty = [self._caps[row] | guards] * len(bins), [0] * len(bins), len(bins)
+        rooms, filled, empty = [self._cap | self._guards] * len(bins), [0] * len(bins), len(bins)
 
         def raised(entry: tuple[float, int]) -> tuple[float, float, int]:
-            after = entry[0] + weights[sample] + pair * filled[entry[1]] * tokens[sample]
+            after = entry[0] + costs[sample] + pair * filled[entry[1]] * tokens[sample]
             return max(after, 0.0) - max(entry[0], 0.0), after, entry[1]
 
         # How far each is above the profile, and its place.
         ranked = sorted((-limit, place) for place, limit in enumerate(profile))
-        for left, sample in zip(range(len(samples), 0, -1), samples, strict=True):
-            size = sizes[sample]
+        falling = sorted(samples, key=costs.__getitem__, reverse=True)
+        for left, sample in zip(range(len(samples), 0, -1), falling, strict=True):
+            size = self._sizes[sample]
             # If pairs cost nothing, the one with most room below the profile is also raised least.
             for entry in sorted(ranked, key=raised) if pair else ranked:
                 place = entry[1]
-                if (rooms[place] - size) & guards == guards and (left > empty or not bins[place]):
+                if (rooms[place] - size) & self._guards == self._guards and (left > empty or not bins[place]):
                     break
             else:
                 return None
             ranked.remove(entry)
-            insort(ranked, (entry[0] + weights[sample] + pair * filled[place] * tokens[sample], place))
+            insort(ranked, (entry[0] + costs[sample] + pair * filled[place] * tokens[sample], place))
             empty -= not bins[place]
             bins[place].append(sample)
             rooms[place] -= size
             filled[place] += tokens[sample]
         return bins
 
-    def _split(self, row: int, samples: list[int], count: int) -> Bins:
+    def _split(self, samples: list[int], count: int) -> Bins:
         """The fewest microbatches, of which the costliest are split until there are enough."""
-        bins = [list(bin_) for bin_ in self._fewest_bins(row, samples[::-1])]
+        costs, places = self._lists[0], self._fewest(np.array([samples]))[0].tolist()
+        bins: Bins = [[] for _ in range(max(places) + 1)]
+        for sample, place in zip(samples, places, strict=True):
+            bins[place].append(sample)
         while len(bins) < count:
-            costliest = max((b for b in bins if len(b) > 1), key=lambda b: float(self.costs[row, b].sum()))
+            costliest = max(
+                (b for b in bins if len(b) > 1), key=lambda b: sum([costs[sample] for sample in b])
+            )
             half = costliest[1::2]
             costliest[:] = costliest[::2]
             bins.append(half)
@@ -205,7 +200,9 @@ class Packed(Microbatches):
             return []
         # If any pairs fit, then the shortest with the longest of the shortest, and so on.
         pairs = [[i, 2 * count - 1 - i] for i in range(count)]
-        fit = all(self._rooms.fits(self._sizes[a] + self._sizes[b], self._caps[0]) for a, b in pairs)
+        shorter, longer = np.arange(count), np.arange(2 * count - 1, count - 1, -1)
+        together = [numbers[shorter] + numbers[longer] for numbers in self._numbers]
+        fit = all((sizes <= cap).all() for sizes, cap in zip(together, self._caps[:, 0], strict=True))
         return pairs if fit else []
 
     def _size(self, unit: list[int]) -> int:
@@ -213,26 +210,75 @@ class Packed(Microbatches):
 
     def _glue(self, units: Bins, flat: list[int], firsts: Ints) -> None:
         across = np.array([pairs_of_tokens(self.tokens[unit].tolist()) for unit in units])
-        pair = np.rint(np.array(self._pair)[:, None] * across)
-        self.costs, self.parts = (
-            np.add.reduceat(array[:, flat], firsts, axis=1) + pair for array in (self.costs, self.parts)
-        )
-        self.tokens = np.add.reduceat(self.tokens[flat], firsts)
-        self._listed_tokens = self.tokens.tolist()
-        self._filling = np.add.reduceat(self._filling[flat], firsts)
-        self._listed_filling = self._filling.tolist()
-        self._sizes = [sum(self._sizes[sample] for sample in unit) for unit in units]
+        pair = np.rint(self._pair[:, None] * across)
+        self.costs, self.parts = (sums(array[:, flat], firsts) + pair for array in (self.costs, self.parts))
+        self._numbers = [sums(numbers[flat], firsts) for numbers in self._numbers]
+        self.tokens, self._lists = self._numbers[0], []
+
+    def _list(self) -> None:
+        """What `_place` looks up, as lists, which are faster. A sample's numbers are one: each has 64 bits of it.
+
+        Caps have the top bit of each number set, its *guard*. Where a number is larger than the room for it, the
+        subtraction borrows the guard.
+        """
+        fields = range(0, _FIELD * len(self._numbers), _FIELD)
+        self._lists, self._listed_tokens = self.costs.tolist(), self.tokens.tolist()
+        self._overheads = self.overhead.tolist()
+        self._guards = sum(1 << (field + _FIELD - 1) for field in fields)
+        rows = np.append(np.array(self._numbers), self._caps[:, :1], axis=1).T.tolist()
+        sizes = [sum(number << field for number, field in zip(row, fields, strict=True)) for row in rows]
+        self._cap, self._sizes = sizes.pop(), sizes
 
 
-def _best_filling(cap: float, overhead: float, pair: float) -> float:
-    """Tokens up to which filling a microbatch pays: beyond, pairs cost more than another microbatch would."""
-    return min(float(cap), math.sqrt(2 * overhead / pair)) if pair else float(cap)
+def _fill(
+    numbers: list[Ints], caps: Ints, limits: Ints, is_even: Bools, filling: int, has_pairs: bool
+) -> tuple[Ints, Floats, Bools]:
+    """Microbatches of ``p`` sets of samples at once, the largest sample first.
+
+    Args:
+        numbers: ``[d][p, k]`` of each sample, which rise; then zeros.
+        caps: ``[d, p]`` of a microbatch.
+        limits: ``[p]``, how many microbatches there may be.
+        is_even: ``[p]``, whether each sample goes into the emptiest microbatch with room, or into the fullest.
+        filling: The number that tells how full one is.
+        has_pairs: Whether pairs of tokens are counted.
+
+    Returns:
+        ``[p, k]`` where each sample is, ``[p]`` pairs of tokens of different samples in one, and whether all fit.
+    """
+    width = max(int(limits.max()), 1)
+    sign, firsts = np.where(is_even, 1.0, -1.0)[:, None], np.arange(len(limits)) * width
+    # Below zero where the fullest one is looked for, so that it is the smallest number, too.
+    filled = np.where(np.arange(width) < np.maximum(limits, 1)[:, None], 0.0, sign * np.inf)
+    signed, room_for = sign * numbers[filling], caps[filling, :, None] - numbers[filling]
+    others = [number for number in range(len(caps)) if number != filling]
+    rooms = [np.repeat(caps[number], width).reshape(-1, width) for number in others]
+    places, across = np.zeros_like(numbers[0]), np.zeros(len(limits))
+    for column in range(places.shape[1] - 1, -1, -1):
+        fits = np.abs(filled) <= room_for[:, column, None]
+        for room, number in zip(rooms, others, strict=True):
+            fits &= room >= numbers[number][:, column, None]
+        places[:, column] = place = np.where(fits, filled, np.inf).argmin(1)
+        place += firsts
+        before = filled.take(place)
+        if has_pairs:
+            across += np.abs(before) * numbers[filling][:, column]
+        filled.put(place, before + signed[:, column])
+        for room, number in zip(rooms, others, strict=True):
+            room.put(place, room.take(place) - numbers[number][:, column])
+    most = np.where(np.isfinite(filled), np.abs(filled), 0.0).max(1)
+    fit = np.all([most <= caps[filling], *((room >= 0).all(1) for room in rooms)], axis=0)
+    return places, across, fit
 
 
-def _parts_of_full_bins(sizes: Ints, caps: Ints, overhead: Floats, pair: Floats) -> Floats:
-    """``[1 or num_ranks, n]``: what each sample adds to the cost of microbatches that are filled as far as it pays."""
-    terms = zip(caps.tolist(), overhead.tolist(), pair.tolist(), strict=True)
-    full = np.array([[_best_filling(*rank)] for rank in terms])
-    overhead, pair = overhead[:, None], pair[:, None]
+def _parts_of_full_bins(sizes: Ints, full: Floats, overhead: Floats, pair: Floats) -> Floats:
+    """``[1 or num_ranks, n]``: what each sample adds to the cost of microbatches that are filled as far as it pays.
+
+    Args:
+        sizes: ``[n]``
+        full: ``[1 or num_ranks, 1]``, like the others. Beyond it, pairs cost more than another microbatch would.
+        overhead: Of a microbatch.
+        pair: Of two tokens.
+    """
     parts = overhead * sizes / np.maximum(full, 1.0) + pair * sizes * (full - sizes) / 2
     return np.where(sizes >= full, overhead, parts)

@@ -19,14 +19,21 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Ints
+from lightning_odc.balance.arrays import Floats, Ints
 from lightning_odc.balance.collation import Collation
 from lightning_odc.balance.costs import MinibatchCosts
-from lightning_odc.balance.microbatches import Bins, Microbatches, Pieces, Rooms, grid_scale, lower_bound
+from lightning_odc.balance.microbatches import (
+    Bins,
+    Groups,
+    Microbatches,
+    Pieces,
+    grid_scale,
+    lower_bound,
+    sums,
+)
 
 
 class Tables(Microbatches):
@@ -51,13 +58,10 @@ class Tables(Microbatches):
         order = np.argsort(rows[:, 0], kind="stable")
         super().__init__(len(caps), order)
         kinds = 1 if costs.ranks_equal else self.num_ranks
-        self.tokens, self._caps = rows[order, 0], caps[:kinds, 0].tolist()
-        self._shortest = self.tokens if collation.kind == "stacked" else np.full(len(rows), self.tokens[-1])
-        self._counts = [1] * len(rows)
-        self._rooms = Rooms(rows.shape[1] - 1)
+        self.tokens, self._caps = rows[order, 0], caps[:kinds].T
+        self._is_stacked, self._heights = collation.kind == "stacked", np.ones(len(rows), dtype=np.int64)
         # Samples that are not neighbours may fit together, so no bound follows from the other numbers.
-        self._others = self._rooms.sizes(rows[order, 1:] * (not below))
-        self._other_caps = self._rooms.sizes(caps[:kinds, 1:])
+        self._others = list((rows[order, 1:] * (not below)).T)
         samples, extra = costs.samples[:, order], costs.extra_cost[:, order]
         overhead = costs.overhead[:kinds]
         self.scale = grid_scale(float(samples.max() + overhead.max()) * (len(rows) + 1))
@@ -74,56 +78,72 @@ class Tables(Microbatches):
 
     def _set_costs(self) -> None:
         """What follows from the costs of rows: what all samples cost if they are cut together, and samples' parts."""
-        self._sizes, self._listed_shortest = self.tokens.tolist(), self._shortest.tolist()
-        self._has_extra, self._overheads = bool(self._extra.any()), self.overhead.tolist()
-        self._row_lists = self._row_costs.tolist()
-        self.costs = self._row_costs * self._counts + self._extra
-        fastest = self._row_costs.min(0)
-        roomiest = int(np.argmax(self._caps))
-        firsts = self._firsts(roomiest, range(len(self)))
-        ends = np.cumsum(self._counts).tolist()
-        total, pool = cut(fastest.tolist(), firsts, float(self.overhead.min()), ends)
+        self._has_extra = bool(self._extra.any())
+        self.costs = self._row_costs * self._heights + self._extra
+        firsts = self._firsts(int(np.argmax(self._caps[0])), np.arange(len(self))).tolist()
+        ends = np.cumsum(self._heights).tolist()
+        total, self._pool = cut(self._row_costs.min(0).tolist(), firsts, float(self.overhead.min()), ends)
         self._level = total + float(self._extra.min(0).sum())
-        self._pool = [list(places) for places in pool]
-        longest = np.repeat([bin_[-1] for bin_ in pool], [len(bin_) for bin_ in pool])
-        rows = np.repeat([sum(self._counts[i] for i in bin_) for bin_ in pool], [len(bin_) for bin_ in pool])
-        share = self._row_costs[:, longest] + np.rint(self.overhead[:, None] / rows)
-        self.parts = share * self._counts + self._extra
+        sizes = [len(table) for table in self._pool]
+        rows = sums(self._heights, np.array([table[0] for table in self._pool]))
+        longest = self._row_costs[:, [table[-1] for table in self._pool]]
+        share = longest + np.rint(self.overhead[:, None] / rows)
+        self.parts = np.repeat(share, sizes, axis=1) * self._heights + self._extra
 
-    def _firsts(self, row: int, samples: Sequence[int]) -> list[int]:
+    def _firsts(self, row: int, samples: Ints) -> Ints:
         """For each place in ``samples``, which rise, the first one that may share a table with it."""
-        sizes, shortest = self._sizes, self._listed_shortest
-        cap, other_cap, fits = self._caps[row], self._other_caps[row], self._rooms.fits
-        first = rows = others = 0
-        firsts = []
-        for place, sample in enumerate(samples):
-            rows, others = rows + self._counts[sample], others + self._others[sample]
-            while first < place and (
-                rows * sizes[sample] > cap
-                or shortest[samples[first]] < sizes[sample]
-                or not fits(others, other_cap)
-            ):
-                rows, others = rows - self._counts[samples[first]], others - self._others[samples[first]]
-                first += 1
-            firsts.append(first)
-        return firsts
+        tokens, firsts = self.tokens[samples], np.zeros_like(samples)
+        caps = [self._caps[0, row] // tokens, *self._caps[1:, row]]
+        for numbers, cap in zip((self._heights, *self._others), caps, strict=True):
+            ends = np.cumsum(numbers[samples])
+            firsts = np.maximum(firsts, np.searchsorted(np.append(0, ends), ends - cap))
+        if self._is_stacked:
+            firsts = np.maximum(firsts, np.searchsorted(tokens, tokens))
+        return np.minimum(firsts, np.arange(len(samples)))
 
-    def _make_bins(self, row: int, samples: list[int]) -> tuple[float, Bins]:
-        costs = [self._row_lists[row][sample] for sample in samples]
-        ends = list(accumulate(map(self._counts.__getitem__, samples)))
-        firsts = self._firsts(row, samples)
-        load, bins = cut(costs, firsts, self._overheads[row], ends)
+    def bins(self, ranks: Ints, groups: Ints) -> tuple[Floats, Ints]:
+        """``least[p, i]``: the least cost of the first ``i`` samples, as in the example above, of all sets at once."""
+        rows, lines = self.rows(ranks), np.arange(len(groups))
+        real, known = groups < len(self), groups % len(self)
+        costs, tokens = self._row_costs[rows[:, None], known], self.tokens[known]
+        numbers = [self._heights[known], *(own[known] for own in self._others)]
+        caps = [self._caps[0, rows, None] // tokens, *self._caps[1:, rows, None]]
+        caps = [
+            np.maximum(cap, own) for cap, own in zip(caps, numbers, strict=True)
+        ]  # one alone is never refused
+        before = [np.zeros((len(groups), groups.shape[1] + 1), dtype=np.int64) for _ in caps]
+        for begins, own in zip(before, numbers, strict=True):
+            np.cumsum(own, axis=1, out=begins[:, 1:])
+        least, cuts = np.zeros(before[0].shape), np.zeros_like(groups)
+        for last in range(groups.shape[1]):
+            heights = before[0][:, last + 1, None] - before[0][:, : last + 1]
+            fits = heights <= caps[0][:, last, None]
+            for begins, cap in zip(before[1:], caps[1:], strict=True):
+                fits &= begins[:, last + 1, None] - begins[:, : last + 1] <= cap[:, last, None]
+            if self._is_stacked:
+                fits &= tokens[:, : last + 1] == tokens[:, last, None]
+            total = np.where(fits, least[:, : last + 1] + heights * costs[:, last, None], np.inf)
+            cuts[:, last] = begin = total.argmin(1)
+            least[:, last + 1] = total[lines, begin] + self.overhead[rows]
+        ends, places = real.sum(1), np.zeros_like(groups)
+        loads = least[lines, ends]
         if self._has_extra:
-            load += float(self._extra[row].take(samples).sum())
-        return load, [[samples[place] for place in places] for places in bins]
+            loads = loads + np.where(real, self._extra[rows[:, None], known], 0.0).sum(1)
+        while ends.any():  # from the last table to the first: what is before it is one place further
+            ends = np.where(ends, cuts[lines, ends - 1], 0)
+            places += np.arange(groups.shape[1]) < ends[:, None]
+        return loads, places
 
-    def cost(self, rank: int, bin_: Sequence[int]) -> float:
-        row, rows = self.row(rank), sum(map(self._counts.__getitem__, bin_))
-        extra = float(self._extra[row].take(bin_).sum()) if self._has_extra else 0.0
-        return rows * self._row_lists[row][max(bin_)] + extra + self._overheads[row]
+    def costs_of(self, ranks: Ints, samples: Ints, begins: Ints) -> Floats:
+        rows, counts = self.rows(ranks), np.diff(begins, append=len(samples))
+        longest = self._row_costs[rows, samples[begins + counts - 1]]
+        found = sums(self._heights[samples], begins) * longest + self.overhead[rows]
+        return (
+            found + sums(self._extra[np.repeat(rows, counts), samples], begins) if self._has_extra else found
+        )
 
     def bound(self) -> float:
-        filled = self.tokens / np.maximum(np.array(self._caps)[:, None], self.tokens)
+        filled = self.tokens / np.maximum(self._caps[0, :, None], self.tokens)
         least = self.costs + np.floor(self.overhead[:, None] * filled)
         alone = float((self.costs + self.overhead[:, None]).min(0).max())
         level = self._level / self.num_ranks if len(self.costs) == 1 else 0.0
@@ -131,49 +151,55 @@ class Tables(Microbatches):
 
     def divisions(self) -> Iterator[Pieces]:
         """The tables of all samples cut together, whole, and in parts that cost little of a rank's load."""
-        costs = [min(self.cost(rank, bin_) for rank in range(len(self.costs))) for bin_ in self._pool]
+        costs = self._pieces([table[0] for table in self._pool]).costs.min(0).tolist()
         limit, tried = self.bound(), 0
         for share in (math.inf, 1.0, 0.5, 0.25):
-            pieces: Bins = []
-            for bin_, cost in zip(self._pool, costs, strict=True):
-                count = min(len(bin_), max(math.ceil(cost / (share * limit)), 1))
-                pieces += [bin_[len(bin_) * i // count : len(bin_) * (i + 1) // count] for i in range(count)]
-            if len(pieces) > tried:
-                tried = len(pieces)
-                by_rank = [[self.cost(rank, piece) for piece in pieces] for rank in range(len(self.costs))]
-                yield Pieces(pieces, np.array(by_rank))
+            begins: list[int] = []
+            for table, cost in zip(self._pool, costs, strict=True):
+                size = len(table)
+                count = min(size, max(math.ceil(cost / (share * limit)), 1))
+                begins += [table[0] + size * i // count for i in range(count)]
+            if len(begins) > tried:
+                tried = len(begins)
+                yield self._pieces(begins)
         if tried < len(self):
-            yield Pieces([[sample] for sample in range(len(self))], self.costs + self.overhead[:, None])
+            yield self._pieces(list(range(len(self))))
 
-    def counts(self, groups: list[list[int]]) -> Sequence[int]:
-        likely = max(len(self.bins(rank, group)) for rank, group in enumerate(groups))
-        return range(max(likely - 2, 1), min(likely + 1, len(groups[0])) + 1)
+    def _pieces(self, begins: list[int]) -> Pieces:
+        """All samples in tables that begin at these ones."""
+        samples, count = np.arange(len(self)), len(begins)
+        by_rank = [
+            self.costs_of(np.full(count, rank), samples, np.array(begins)) for rank in range(len(self.costs))
+        ]
+        return Pieces(np.diff(begins, append=len(self)), np.array(by_rank))
 
-    def in_step(self, groups: list[list[int]], counts: Sequence[int]) -> Iterator[list[Bins]]:
+    def counts(self, groups: Ints) -> Sequence[int]:
+        likely = int(self.bins(np.arange(len(groups)), groups)[1].max()) + 1
+        return range(max(likely - 2, 1), min(likely + 1, groups.shape[1]) + 1)
+
+    def in_step(self, groups: Groups, counts: Sequence[int]) -> Iterator[list[Bins]]:
         """Tables of the same places in every group, which cost least if all ranks wait for the longest rows."""
         if len(set(map(len, groups))) > 1:
             return
-        rows = [self.row(rank) for rank in range(len(groups))]
-        firsts = [self._firsts(row, group) for row, group in zip(rows, groups, strict=True)]
-        costs = [self._row_costs[row].take(group) for row, group in zip(rows, groups, strict=True)]
-        heights = [[self._counts[sample] for sample in group] for group in groups]
-        ends = np.cumsum(np.max(heights, axis=0)).tolist()
-        largest, latest = np.max(costs, axis=0).tolist(), np.max(firsts, axis=0).tolist()
-        _, bins = cut(largest, latest, float(self.overhead.max()), ends)
-        yield [[[group[place] for place in places] for places in bins] for group in groups]
+        rows, samples = self.rows(np.arange(len(groups))), np.array(groups)
+        firsts = np.max([self._firsts(row, group) for row, group in zip(rows, samples, strict=True)], axis=0)
+        costs = self._row_costs[rows[:, None], samples].max(0)
+        ends = np.cumsum(self._heights[samples].max(0))
+        _, tables = cut(costs.tolist(), firsts.tolist(), float(self.overhead.max()), ends.tolist())
+        yield [[[group[place] for place in table] for table in tables] for group in groups]
 
-    def along(self, rank: int, samples: list[int], profile: list[float]) -> Bins | None:
+    def along(self, rank: int, samples: list[int], profile: list[float]) -> tuple[Bins, list[float]] | None:
         """``least[i]``: what the profile and the longest ``i`` samples in the tables so far cost together.
 
         In each turn one more table, of samples ``j .. i - 1``, is put on the next entry of the profile.
         """
-        row, count = self.row(rank), len(samples)
-        longest_first = samples[::-1]
-        rows = np.cumsum([0, *(self._counts[sample] for sample in longest_first)])
-        extra = np.cumsum([0.0, *self._extra[row].take(longest_first).tolist()])
-        costs = (rows - rows[:-1, None]) * self._row_costs[row].take(longest_first)[:, None]  # [j, i]
+        row, count = rank if len(self.costs) > 1 else 0, len(samples)
+        falling = np.array(samples[::-1])
+        rows = np.append(0, np.cumsum(self._heights[falling]))
+        extra = np.append(0.0, np.cumsum(self._extra[row, falling]))
+        costs = (rows - rows[:-1, None]) * self._row_costs[row, falling, None]  # [j, i]
         costs = costs + extra - extra[:-1, None] + self.overhead[row]
-        ends = count - np.array(self._firsts(row, samples))[::-1]  # [j] the last sample that fits
+        ends = count - self._firsts(row, falling[::-1])[::-1]  # [j] the last sample that fits
         places = np.arange(count + 1)
         fits = (places > places[:-1, None]) & (places <= ends[:, None])
         costs = np.where(fits, costs, np.inf)
@@ -184,19 +210,21 @@ class Tables(Microbatches):
             least = total.min(0)
         if least[-1] == np.inf:
             return None
-        bins, end = [], count
+        found, end = [], count
         for begin in reversed(begins):
-            bins.append(longest_first[begin[end] : end])
+            found.append((float(costs[begin[end], end]), samples[count - end : count - begin[end]]))
             end = begin[end]
-        # In rows of numbers, the longest tables are not the costliest: then the order is that of the profile.
-        return bins[::-1] if self._has_extra else sorted(bins, key=lambda bin_: -self.cost(rank, bin_))
+        found.reverse()
+        if not self._has_extra:  # in rows of numbers, the longest tables are not the costliest
+            found.sort(key=lambda one: -one[0])
+        return [bin_ for _, bin_ in found], [load for load, _ in found]
 
     def pairs(self, count: int) -> Bins:
         """Neighbours, so that they pad little."""
         pairs: Bins = []
         sample = 0
         while sample + 1 < len(self) and len(pairs) < count:
-            if self._firsts(0, [sample, sample + 1]) == [0, 0]:
+            if not self._firsts(0, np.array([sample, sample + 1])).any():
                 pairs.append([sample, sample + 1])
                 sample += 1
             sample += 1
@@ -207,11 +235,9 @@ class Tables(Microbatches):
 
     def _glue(self, units: Bins, flat: list[int], firsts: Ints) -> None:
         self.tokens = np.maximum.reduceat(self.tokens[flat], firsts)
-        self._shortest = np.minimum.reduceat(self._shortest[flat], firsts)
-        self._counts = [sum(self._counts[sample] for sample in unit) for unit in units]
-        self._others = [sum(self._others[sample] for sample in unit) for unit in units]
+        self._heights, *self._others = (sums(own[flat], firsts) for own in (self._heights, *self._others))
         self._row_costs = np.maximum.reduceat(self._row_costs[:, flat], firsts, axis=1)
-        self._extra = np.add.reduceat(self._extra[:, flat], firsts, axis=1)
+        self._extra = sums(self._extra[:, flat], firsts)
         self._set_costs()
 
 

@@ -26,7 +26,6 @@ from lightning_odc.balance import (
     with_speeds,
 )
 from lightning_odc.balance.learnt import AutoCost
-from lightning_odc.balance.microbatches import Rooms
 
 many = settings(deadline=None, max_examples=120, derandomize=True)
 KINDS = st.sampled_from(["packed", "apart", "padded", "stacked"])
@@ -138,15 +137,6 @@ def test_numbers_after_the_first_decide_how_many_microbatches_there_are() -> Non
     assert plan_minibatch([(10, 4)] * 4, 1, (40, 16)) == [[[0, 1, 2, 3]]]
     texts_and_images = [(90, 0), (10, 80), (80, 10), (20, 90)]
     assert len(plan_minibatch(texts_and_images, 1, (100, 100))[0]) == 2, "a text and an image fit together"
-
-
-@many
-@given(some_rows(), st.floats(1, 4))
-def test_rows_add_up_and_compare_as_single_numbers(rows: np.ndarray, room: float) -> None:
-    caps, rooms = np.array([caps_for(rows, room)]), Rooms(rows.shape[1])
-    sizes, (cap,) = rooms.sizes(rows), rooms.sizes(caps)
-    for end in range(1, len(rows) + 1):
-        assert rooms.fits(sum(sizes[:end]), cap) == bool((rows[:end].sum(0) <= caps).all())
 
 
 @many
