@@ -23,44 +23,62 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_odc.data.weighting import Counter, Rule, Tried, Verdict, decide
-from lightning_odc.strategy.odc import ODCStrategy
+from tests.support.fits import fit, largest_difference
 from tests.support.losses import COUNTS, KINDS, RANDOM, STATEFUL, Losses, collate, dealt, meant, samples
 from tests.support.models import full_parameters
-from tests.support.modules import said, trainer
-from tests.support.ranks import run_ranks
+from tests.support.modules import said
+from tests.support.ranks import Cases, run_calls, run_ranks
 
 BATCH, ACCUMULATED = 4, 2
 
 
-def fit_all(
-    rank: int, kinds: list[str], options: dict[str, Any]
-) -> dict[str, tuple[str, dict[str, Tensor], str]]:
-    """By kind: what microbatches count, the parameters after a step, and what was said."""
-    found = {}
-    for kind in kinds:
-        module, data = Losses(kind).double(), samples()
-        fitting = trainer(2, strategy=ODCStrategy(**options), accumulate_grad_batches=ACCUMULATED)
-        with said() as text, warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            fitting.fit(module, DataLoader(data, batch_size=BATCH, collate_fn=collate))  # type: ignore[arg-type]
-        recipe = fitting.train_dataloader.options  # type: ignore[union-attr]
-        counts = "whole" if recipe.whole else str(recipe.counter or recipe.weighting)
-        words = [text.getvalue(), *(str(one.message) for one in warned)]
-        found[kind] = counts, full_parameters(module), "\n".join(words)
-    return found
+#: Options, and the kinds that are trained with them.
+SOME = [kind for kind in KINDS if not kind.startswith("hugging")][::3]
+TRAINED: list[tuple[dict[str, Any], list[str]]] = [
+    ({}, list(KINDS)),
+    ({"communication": "collective"}, SOME),
+    ({"balance": "lb_mini"}, SOME),
+]
+#: A weighting, a kind of loss, and what is said if the one contradicts the other.
+WEIGHTED: list[tuple[str, str, tuple[str, ...]]] = [
+    ("token", "classes", ('weighting="token" does not explain the loss', "a microbatch counts its samples")),
+    ("sample", "labels", ('weighting="sample" does not explain', "a microbatch counts its labels")),
+    ("sample", "classes", ()),
+    ("sample", "contrastive", ()),
+]
 
 
-@pytest.mark.parametrize("options", [{}, {"communication": "collective"}, {"balance": "lb_mini"}], ids=str)
-def test_every_kind_of_loss_trains_what_it_means(options: dict[str, Any]) -> None:
-    kinds = list(KINDS) if not options else [kind for kind in KINDS if not kind.startswith("hugging")][::3]
-    ranks = run_ranks(fit_all, kinds, options)
+def train(rank: int, kind: str, options: dict[str, Any]) -> tuple[str, dict[str, Tensor], str]:
+    """What microbatches count, the parameters after a step, and what was said."""
+    module, data = Losses(kind).double(), DataLoader(samples(), batch_size=BATCH, collate_fn=collate)  # type: ignore[arg-type]
+    with said() as text, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        t = fit(module, data, accumulate_grad_batches=ACCUMULATED, **{"balance": "auto", **options})
+    recipe = t.train_dataloader.options  # type: ignore[union-attr]
+    counts = "whole" if recipe.whole else str(recipe.counter or recipe.weighting)
+    return (
+        counts,
+        full_parameters(module),
+        "\n".join([text.getvalue(), *(str(one.message) for one in warned)]),
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Cases:
+    calls = {(str(options), kind): (train, kind, options) for options, kinds in TRAINED for kind in kinds}
+    calls |= {case[:2]: (train, case[1], {"weighting": case[0]}) for case in WEIGHTED}
+    return run_calls(calls, timeout=170)
+
+
+@pytest.mark.parametrize(("options", "kinds"), TRAINED, ids=lambda value: str(value)[:40])
+def test_every_kind_of_loss_trains_what_it_means(options: Any, kinds: list[str], ranks: Cases) -> None:
     batches = dealt(samples(), 2, BATCH)
     wrong = {}
     for kind in kinds:
-        counts, parameters, text = ranks[0][kind]
+        counts, parameters, text = ranks[str(options), kind][0]
         expected, before = meant(kind, batches, 2), dict(Losses(kind).double().named_parameters())
-        moved = max(float((expected[name] - before[name]).abs().max()) for name in expected)
-        error = max(float((parameters[name] - expected[name]).abs().max()) for name in expected) / moved
+        moved = largest_difference({name: before[name] for name in expected}, expected)
+        error = largest_difference({name: parameters[name] for name in expected}, expected) / moved
         if kind not in (*RANDOM, *STATEFUL) and not error < 1e-6:
             wrong[kind] = f"off by {error:.1e} of what training moved; counts {counts}"
         is_right = {"whole": counts == "whole", "samples": counts == "sample", "sum": counts == "sum"}
@@ -141,9 +159,9 @@ def fit_traces(rank: int, folder: str) -> Any:
     module, looks = Traces(), Looks()
     logger = TensorBoardLogger(folder, name="", version=str(rank))
     data = Counted(samples())
-    fitting = trainer(2, strategy=ODCStrategy(), callbacks=[looks], logger=logger)
     with said() as text:
-        fitting.fit(module, DataLoader(data, batch_size=8, collate_fn=collate))
+        loader = DataLoader(data, batch_size=8, collate_fn=collate)
+        fit(module, loader, balance="auto", callbacks=[looks], logger=logger)
     torch.manual_seed(5)
     assert looks.drawn == torch.rand(1).item(), "random numbers go on where they were"
     assert looks.before[0] == looks.after[0]
@@ -199,27 +217,17 @@ def test_counts_that_do_not_add_up_explain_nothing() -> None:
     assert decide([*singles, Tried((0, 1), 2.5, {table: 16.0})], 1e-11).rule is None
 
 
-@pytest.mark.parametrize(
-    ("weighting", "kind", "words"),
-    [
-        (
-            "token",
-            "classes",
-            ['weighting="token" does not explain the loss', "a microbatch counts its samples"],
-        ),
-        ("sample", "labels", ['weighting="sample" does not explain', "a microbatch counts its labels"]),
-        ("sample", "classes", []),
-        ("sample", "contrastive", []),
-    ],
-)
-def test_a_weighting_that_contradicts_the_loss_is_said(weighting: str, kind: str, words: list[str]) -> None:
-    (_, _, text), _ = (found[kind] for found in run_ranks(fit_all, [kind], {"weighting": weighting}))
+@pytest.mark.parametrize(("weighting", "kind", "words"), WEIGHTED)
+def test_a_weighting_that_contradicts_the_loss_is_said(
+    weighting: str, kind: str, words: tuple[str, ...], ranks: Cases
+) -> None:
+    _, _, text = ranks[weighting, kind][0]
     assert ("does not explain" in text) == bool(words)
     assert all(word in text for word in words), text
 
 
-def test_the_reason_and_the_line_that_decides_otherwise_are_said() -> None:
-    (counts, _, text), _ = (found["contrastive"] for found in run_ranks(fit_all, ["contrastive"], {}))
+def test_the_reason_and_the_line_that_decides_otherwise_are_said(ranks: Cases) -> None:
+    counts, _, text = ranks["{}", "contrastive"][0]
     assert counts == "whole"
     assert 'write ODCStrategy(weighting="sample")' in text
     assert "your batches stay whole" in text
