@@ -14,10 +14,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
-from lightning_odc import ODCStrategy, cli
+from lightning_odc import ODCStrategy
 from lightning_odc.bench import training
-from lightning_odc.bench.demo import DemoOutcome
-from lightning_odc.bench.options import Combination, DemoOptions, TrainOptions
+from lightning_odc.bench.options import Combination, TrainOptions
 from lightning_odc.bench.processes import Placement, Ranks, place
 from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import MinibatchRecord, Run, Totals
@@ -76,25 +75,6 @@ def test_what_to_write_where_there_is_no_gpu(gpus: Any, monkeypatch: pytest.Monk
         place("cuda", 2)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("demo --device cuda", 'There is no GPU for device "cuda": torch finds none'),
-        ("bench train --device cuda", 'There is no GPU for device "cuda": torch finds none'),
-        ("demo --device gpu", "--device 'gpu' is unknown: choose from cpu, cuda"),
-        ("bench train --device gpu", "--device 'gpu' is unknown: choose from cpu, cuda"),
-    ],
-)
-def test_options_that_cannot_work_get_one_line(
-    line: str, message: str, gpus: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpus(0)
-    assert cli.main([*line.split(), "--output", str(tmp_path)]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("lightning-odc: ") and err.count("\n") == 1
-    assert message in err
-
-
 def _enter_without_a_gpu(rank: int) -> None:
     """In the process of a rank, which nothing else uses."""
     torch.cuda.set_device = lambda device: os.environ.update(DEVICE=str(device))  # type: ignore[assignment, misc]
@@ -141,7 +121,9 @@ def measured(options: TrainOptions, sees_waits: bool = True) -> Outcome:
     return outcome
 
 
-def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus: Any, tmp_path: Path) -> None:
+def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(
+    gpus: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     gpus(1)
     options = TrainOptions(device="cuda", lengths="aime", output=tmp_path)
     outcome = measured(options)
@@ -149,25 +131,13 @@ def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus: Any, tmp_path: Pat
     assert outcome.text.startswith(f"**{CAPTION}**\n\n| ")
     outcome.write_files()
     assert CAPTION in (tmp_path / "bench.md").read_text()
+    outcome.show()
+    assert CAPTION in capsys.readouterr().out.splitlines()
     record = outcome.as_dict()
     assert (record["caption"], record["machine"]["gpus"]) == (CAPTION, ["GPU number 0"])
     gpus(2)
     assert CAPTION not in measured(options).text
     assert measured(options).as_dict()["caption"] is None
-
-
-def test_the_demo_on_a_shared_gpu_says_so_everywhere(
-    gpus: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpus(1)
-    options = DemoOptions(device="cuda", minibatches=1, repetitions=1, output=tmp_path)
-    outcome = DemoOutcome(options)
-    outcome.runs = measured(options.training).runs
-    record = outcome.as_dict()
-    assert (record["caption"], record["config"]["device"]) == (CAPTION, "cuda")
-    assert record["machine"]["gpus"] == ["GPU number 0"]
-    outcome.show()
-    assert capsys.readouterr().out.splitlines()[0] == CAPTION
 
 
 def test_waits_that_the_host_does_not_see_are_not_zero(gpus: Any) -> None:
