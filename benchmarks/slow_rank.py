@@ -5,14 +5,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
-from transformers import PretrainedConfig
 
 from benchmarks import command
 from lightning_odc.bench.models import BenchModule, CausalModel, find_config
@@ -21,7 +15,6 @@ from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.training import run_train
 from lightning_odc.bench.workload import Workload
 from lightning_odc.console import option
-from lightning_odc.data.packing import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -29,28 +22,6 @@ class SlowOptions(TrainOptions):
     """Options of ``lightning-odc bench``, and how slow the last rank is."""
 
     slow_rank: float = option(1.5, "how many times slower the last rank is", letter="X", least=1)
-
-
-class SlowModel(CausalModel):
-    """A model on a device that sleeps after each pass, as long as makes it so many times slower."""
-
-    def __init__(self, config: PretrainedConfig, seed: int, slowness: float, by_hand: bool) -> None:
-        super().__init__(config, seed, by_hand)
-        self.slowness = slowness
-
-    def compute(self, microbatch: PackedBatch) -> tuple[Tensor, int]:
-        with self._slowly():
-            return super().compute(microbatch)
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with self._slowly():
-            super().backward(loss, *args, **kwargs)
-
-    @contextmanager
-    def _slowly(self) -> Iterator[None]:
-        begin = time.thread_time()
-        yield
-        time.sleep((self.slowness - 1) * (time.thread_time() - begin))
 
 
 class SlowWorkload(Workload):
@@ -62,9 +33,8 @@ class SlowWorkload(Workload):
 
     def module(self, rank: int, by_hand: bool) -> BenchModule:
         config, seed = find_config(self.options.model, self.longest), self.options.seed
-        if rank < self.options.ranks - 1:
-            return CausalModel(config, seed, by_hand)
-        return SlowModel(config, seed, self.slowness, by_hand)
+        is_slow = rank == self.options.ranks - 1
+        return CausalModel(config, seed, self.slowness if is_slow else 1.0, by_hand)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
