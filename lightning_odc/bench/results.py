@@ -33,7 +33,7 @@ import numpy as np
 
 from lightning_odc.bench.options import PAPERS_OWN, Combination
 from lightning_odc.callbacks.idle.summary import waits_in_meetings
-from lightning_odc.callbacks.timeline.clocks import Passage
+from lightning_odc.callbacks.timeline.spans import Passage
 
 WARM_UP = 1
 """Minibatches at the start of every run that are trained on but not timed."""

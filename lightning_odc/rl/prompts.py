@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_odc.rl.ranks import strategy_of
+from lightning_odc.rl.rollouts import strategy_of
 
 _SEEDS = 2**62
 _TENSOR = "torch.Tensor"  # marks a dictionary that stands for a tensor

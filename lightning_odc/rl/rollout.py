@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_odc.data.packing import PackingCollator
-from lightning_odc.rl.ranks import CPU
 
+CPU = torch.device("cpu")
 _SCORES = ("logprobs", "ref_logprobs")
 _HEAD = 8  # bytes of the length of the JSON
 

@@ -9,14 +9,60 @@ from functools import cached_property
 from typing import Any, cast, overload
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from lightning_odc.balance import Collation, Plan, epoch_order, on_demand_cost, plan_minibatch
-from lightning_odc.rl.ranks import Ranks, strategy_of
-from lightning_odc.rl.rollout import Microbatch, Rollout, Whole, from_bytes, to_bytes
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.comm import all_gather
+from lightning_odc.rl.rollout import CPU, Microbatch, Rollout, Whole, from_bytes, to_bytes
 from lightning_odc.strategy.model_facts import causal_model, cost_of_model, keeps_apart
 
 _PADDED, _PACKED = Collation("padded"), Collation()
 _CLEARLY = 1 - 1e-6  # so that rounding, which differs between processors, decides nothing
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that share roll-outs."""
+
+    rank: int = 0
+    count: int = 1
+    device: torch.device = CPU
+    # whether ranks wait for each other in every microbatch, so that all need equally many
+    meets: bool = False
+    engine: Engine | None = None  # what they meet through; ``None`` in a process of its own
+
+    def gather(self, kind: str, own: Tensor, note: Any = None) -> tuple[list[Tensor], list[Any]]:
+        """What every rank has, ``[b]`` uint8 on the CPU, with its note, in rank order. All ranks together."""
+        # Ranks meet through the engine first, which finds out that another one has failed, and how much each
+        # has. Then one collective moves the bytes, which are too many for the engine's mailboxes.
+        if self.engine is None:
+            return [own], [note]
+        told = self.engine.exchange(kind, [len(own), note])
+        sizes, notes = [size for size, _ in told], [what for _, what in told]
+        if self.count == 1 or not max(sizes):
+            return [own] * self.count, notes
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: len(own)] = own.to(self.device)
+        whole = padded.new_empty(self.count * len(padded))
+        all_gather(whole, padded)
+        rows = whole.view(self.count, -1)
+        # Each copy has memory of its own, so that its bytes can be read as numbers of 8 bytes.
+        copies = [row[:size].to("cpu", copy=True) for row, size in zip(rows, sizes, strict=True)]
+        return copies, notes
+
+
+def strategy_of(where: Any, call: str) -> Any:
+    """The strategy of a trainer, of its module, or of a ``Fabric``."""
+    strategy = getattr(getattr(where, "trainer", where), "strategy", None)
+    if not hasattr(type(strategy), "engine"):
+        raise TypeError(
+            f"{call} needs a module that is trained by this package's strategy, and got a {type(where).__name__} "
+            f"with {type(strategy).__name__}. Write\n"
+            '    import lightning_odc\n    trainer = Trainer(strategy="odc_plain", ...)'
+        )
+    return strategy
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import ODCStrategy, rl
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
-from lightning_odc.rl.ranks import Ranks
+from lightning_odc.rl.rollouts import Ranks
 
 # for tensors as small as these, more threads would only get in each other's way
 torch.set_num_threads(1)

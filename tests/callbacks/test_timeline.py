@@ -21,9 +21,8 @@ from torch import Tensor
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import Timeline, TimelineRecorder, draw_timelines, load_timeline
 from lightning_odc.callbacks.timeline.chrome_trace import from_chrome_trace, to_chrome_trace
-from lightning_odc.callbacks.timeline.clocks import Passage, place_clocks
 from lightning_odc.callbacks.timeline.gantt import timelines_figure
-from lightning_odc.callbacks.timeline.spans import RankTimeline, merge
+from lightning_odc.callbacks.timeline.spans import Passage, RankTimeline, merge, place_clocks
 from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.tracing import Span
 from lightning_odc.files import write_whole

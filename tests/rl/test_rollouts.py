@@ -15,7 +15,7 @@ from lightning_odc import rl
 from lightning_odc.balance import quadratic
 from lightning_odc.engine.base import Ledger
 from lightning_odc.errors import DisagreementError
-from lightning_odc.rl.ranks import Ranks
+from lightning_odc.rl.rollouts import Ranks
 from lightning_odc.rl.scoring import _check_same
 from lightning_odc.strategy.model_facts import keeps_apart
 from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out

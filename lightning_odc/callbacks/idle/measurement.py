@@ -27,7 +27,7 @@ from lightning_odc.callbacks.idle.sources import (
     compute_stream,
 )
 from lightning_odc.callbacks.idle.summary import UNKNOWN, IdleCause, IdleSummary, StepNumbers, resolve
-from lightning_odc.callbacks.timeline.clocks import Passage, machine
+from lightning_odc.callbacks.timeline.spans import Passage, machine
 from lightning_odc.data.minibatch import microbatches_of, sample_count, token_count
 from lightning_odc.strategy.odc import ODCStrategy
 

@@ -32,8 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc._compat import comms_of
 from lightning_odc._compat_lightning import FETCH_ACTION
 from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
-from lightning_odc.callbacks.timeline.clocks import Passage
-from lightning_odc.callbacks.timeline.spans import COLLECTIVES
+from lightning_odc.callbacks.timeline.spans import COLLECTIVES, Passage
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.waiting import Cause

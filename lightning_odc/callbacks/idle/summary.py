@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from lightning_odc.callbacks.timeline.clocks import Passage
+from lightning_odc.callbacks.timeline.spans import Passage
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.metrics import idle_fraction, imbalance
 

@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_odc import files
 from lightning_odc.callbacks.timeline import gantt
 from lightning_odc.callbacks.timeline.chrome_trace import TimelineFiles, decode, encode
-from lightning_odc.callbacks.timeline.clocks import measure_clocks
-from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline, merge
+from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline, measure_clocks, merge
 from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
