@@ -225,7 +225,10 @@ class OnDemandEngine(Engine):
     def _gather(self, unit: Unit, window: UnitWindow, comm: GatherComm, output: Tensor, own: Tensor) -> None:
         """Fill ``output`` (``[owners * shard_numel]``), of which ``own`` (``[shard_numel]``) is a part already."""
         window.check_not_ended()  # first: after a step every parameter has changed
-        unit.note_frozen()
+        for (
+            slot
+        ) in unit.slots:  # ``fully_shard`` gives gathered parameters the ``requires_grad`` of their shards
+            slot.trains = slot.home.requires_grad
         if own.numel() != unit.shard_numel:
             # The ranks of a smaller mesh kept it since its forward pass: ``reshard_after_forward=2``.
             shards = output.new_empty(window.owners, unit.shard_numel)
@@ -367,7 +370,9 @@ class OnDemandEngine(Engine):
             self.reshard()
             self._staleness.before_settle(self.protocol.finish)
             self._placeholders.emptied()  # raises while all ranks can still be told
-            used = flags_to_hex([flag for unit in self._units for flag in unit.take_used()])
+            used = flags_to_hex([slot in unit.used for unit in self._units for slot in unit.slots])
+            for unit in self._units:
+                unit.used.clear()
             own = self._take_ledger().record(logs, measured, self.note, used, self._scalars.take())
             heard = self.protocol.end_version("optimizer step", own.as_list())
             records = [SettleRecord(*fields) for fields in heard]

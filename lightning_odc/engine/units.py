@@ -199,11 +199,6 @@ class Unit:
         """Whether modules hold whole parameters now. ``fully_shard`` exchanges all of a unit at once."""
         return not isinstance(self.slots[0].current, DTensor)
 
-    def note_frozen(self) -> None:
-        """It is gathered now: ``fully_shard`` gives gathered parameters the ``requires_grad`` of their shards."""
-        for slot in self.slots:
-            slot.trains = slot.home.requires_grad
-
     def match_frozen(self) -> None:
         """Freeze or unfreeze the shard as the gathered parameter, or the other way round: the one that was changed."""
         # ``toggle_optimizer`` freezes what optimizers hold: shards. ``disable_adapter`` of PEFT, and a user who goes
@@ -259,12 +254,6 @@ class Unit:
         self.used.update(fresh)
         fresh.clear()
         return segments
-
-    def take_used(self) -> list[bool]:
-        """Which parameters (by position in `slots`) received a gradient on this rank. Clears the record."""
-        used = [slot in self.used for slot in self.slots]
-        self.used.clear()
-        return used
 
     @torch.no_grad()
     def add_to_grads(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:

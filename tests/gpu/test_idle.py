@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from lightning_odc.callbacks.idle.sampling import CudaProfile, TimeSlice, parts_
 from lightning_odc.callbacks.idle.sources import ComputeStream
 from lightning_odc.callbacks.idle.summary import DevicePart
 from tests.gpu.ranks import HAS_GPU, needs_gpu, placed, start
-from tests.support.modules import Memory, TokenModule, loader
+from tests.support.modules import Memory, TokenModule, loader, trainer
 from tests.support.ranks import run_ranks
 
 STEPS = 5
@@ -59,17 +58,13 @@ class Uneven(TokenModule):
 def fit(device: torch.device, strategy: Strategy, module: Uneven, batch: Any) -> Any:
     """Rows of the monitor, whether they are complete, and the seconds of work."""
     monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
-    fitting = Trainer(
+    fitting = trainer(
+        2,
         accelerator="cpu" if device.type == "cpu" else "gpu",
         devices=2 if isinstance(strategy, FSDPStrategy) and strategy.parallel_devices is None else "auto",
         strategy=strategy,
-        max_epochs=1,
         logger=memory,
         callbacks=[monitor],
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
     )
     fitting.fit(module, loader([batch] * STEPS))
     if device.type == "cuda":

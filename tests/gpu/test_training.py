@@ -12,12 +12,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc import Minibatch
 from lightning_odc.engine.units import Unit
 from lightning_odc.errors import StaleShardError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
@@ -34,7 +33,7 @@ from tests.gpu.ranks import (
 )
 from tests.strategy.test_parity import LR, STEPS, assert_same, minibatch
 from tests.support.models import Net, summed_loss
-from tests.support.modules import TokenModule, loader
+from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import run_ranks
 
 #: The same network, summed in another order by other kernels: fp32 sums of some hundred terms of order 1 differ by
@@ -251,22 +250,12 @@ def test_a_device_that_is_late_changes_nothing(seed):
 
 def _alone(rank: int, folder: str) -> list[Any]:
     """One rank, as Lightning starts it: with NCCL on a GPU."""
-    trainer = Trainer(
-        accelerator=placed().accelerator,
-        devices=1,
-        strategy="odc",
-        max_epochs=1,
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    t = trainer(1, accelerator=placed().accelerator, strategy="odc", default_root_dir=folder)
     module = TokenModule("items")
-    trainer.fit(module, loader([tokens for step in range(STEPS) for tokens in minibatch(step)]))
+    t.fit(module, loader([tokens for step in range(STEPS) for tokens in minibatch(step)]))
     return [
         dist.get_backend(),
-        trainer.global_step,
+        t.global_step,
         all(bool(p.isfinite().all()) for p in module.parameters()),
     ]
 
@@ -312,33 +301,25 @@ def test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles():
 
 def _with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False) -> list[Any]:
     device = start(rank)
-    strategy = ODCStrategy(
-        balance=None,
+    module = TokenModule("items")
+    share = Minibatch([tokens.to(device) for tokens in (minibatch(0)[1:] if rank else minibatch(0)[:1])])
+    t = trainer(
+        2,
+        accelerator=placed().accelerator,
+        devices="auto",
         parallel_devices=placed().devices,
         process_group_backend="gloo",  # for host and device memory
         cpu_offload=offload,
-        hang_report_after=None,
-    )
-    module = TokenModule("items")
-    share = Minibatch([tokens.to(device) for tokens in (minibatch(0)[1:] if rank else minibatch(0)[:1])])
-    trainer = Trainer(
-        accelerator=placed().accelerator,
-        strategy=strategy,
-        precision=precision,  # type: ignore[arg-type]
+        precision=precision,
         max_epochs=2,
         gradient_clip_val=CLIP,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
     )
-    trainer.fit(module, loader([share, share]))
-    trainer.save_checkpoint(f"{folder}/whole.ckpt")  # assembles parameters and moments of all ranks
+    t.fit(module, loader([share, share]))
+    t.save_checkpoint(f"{folder}/whole.ckpt")  # assembles parameters and moments of all ranks
     whole = torch.load(f"{folder}/whole.ckpt", weights_only=False)
     assert whole["state_dict"].keys() == dict(module.named_parameters()).keys()
     own = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
-    return [type(strategy).__name__, trainer.global_step, all(bool(p.isfinite().all()) for p in own)]
+    return [type(t.strategy).__name__, t.global_step, all(bool(p.isfinite().all()) for p in own)]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

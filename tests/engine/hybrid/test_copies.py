@@ -1,52 +1,35 @@
-"""Full sharding over two nodes of two ranks, on one host. The link between nodes carries each byte once per minibatch.
+"""A copy per node: the engine on two nodes of two ranks, on one host, and its protocol between threads.
 
-Tolerances: as in ``test_parity``, in which also the order of sums differs. All runs of the engine, and all fits of the
-strategy, follow one after the other in two launches of four processes; every test looks at the part that it is about.
+The link between nodes carries each byte once per minibatch. Tolerances: as in ``test_parity``.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from lightning.fabric import Fabric
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.collective import single_process
 from lightning_odc.engine.hybrid.copies import CopiesProtocol, Sharing
 from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.errors import DisagreementError, WindowError
-from lightning_odc.fabric import ODCFabricStrategy
+from lightning_odc.errors import WindowError
 from lightning_odc.sharding.nodes import layout_of
 from notebooks.support.threads import ThreadHub
-from tests import test_fabric
-from tests.strategy.test_balance import Padded, plain, reference
-from tests.strategy.test_parity import (
-    STEPS,
-    assert_same,
-    minibatch,
-    one_process,
-    train,
-)
-from tests.support import fits
+from tests.strategy.test_parity import STEPS, assert_same, one_process, train
 from tests.support.interleaving import together
-from tests.support.models import Block, Net, full_parameters, init_gloo, summed_loss, token_batches
+from tests.support.models import Net, init_gloo
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import run_ranks
 
 #: Microbatches of each rank, of six.
 COUNTS = (3, 1, 0, 2)
@@ -54,9 +37,6 @@ ALL = 2**30
 BLOCKS = 3
 LR = 0.01
 CLIP = 0.05
-
-
-# -- the engine -----------------------------------------------------------------------------------------------
 
 
 def _edit_one_row(model: nn.Module, step: int) -> None:
@@ -153,324 +133,6 @@ def test_sums_in_bf16(engine, plain_net):
         assert 0 < differences.mean() < LR / 20
         shared = result["bf16 sums"]["traffic"].bytes_reduced
         assert shared == result["fp32"]["traffic"].bytes_reduced / 2
-
-
-# -- the strategy ---------------------------------------------------------------------------------------------
-
-
-def _shares(rank: int | None, steps: range = range(STEPS)) -> list[Minibatch]:
-    """This rank's, or all microbatches."""
-    start = 0 if rank is None else sum(COUNTS[:rank])
-    end = None if rank is None else start + COUNTS[rank]
-    return [Minibatch(minibatch(step)[start:end]) for step in steps]
-
-
-class Watcher(Callback):
-    """Keeps what there is to look at before everything is torn down."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, Any] = {}
-
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        self.seen = {
-            "parameters": full_parameters(module),
-            "mesh": list(next(module.parameters()).device_mesh.shape),  # type: ignore[attr-defined]
-            "engine": type(trainer.strategy.engine).__name__,  # type: ignore[attr-defined]
-            "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
-            "waits": trainer.strategy.engine.waits,  # type: ignore[attr-defined]
-        }
-
-
-def _fit(rank: int, **options: Any) -> dict[str, Any]:
-    module, watcher = TokenModule("items", lr=LR), Watcher()
-    validation = loader(token_batches([4] * (rank + 1), seed=rank))  # another number of batches on every rank
-    trainer(2, num_nodes=2, callbacks=[watcher], **options).fit(module, loader(_shares(rank)), validation)
-    return watcher.seen
-
-
-class ByHand(TokenModule):
-    """Manual optimization: every rank goes backward once, and all step together."""
-
-    def __init__(self) -> None:
-        super().__init__(lr=LR)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(summed_loss(self.net, batch) / (batch.numel() - 1))
-        self.clip_gradients(optimizer, CLIP, "norm")
-        optimizer.step()
-
-    def on_train_start(self) -> None:
-        scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
-        if scaler is not None:
-            # At its own 65536 the first gradients overflow, and no rank steps.
-            scaler.load_state_dict(scaler.state_dict() | {"scale": 128.0})
-
-
-def _by_hand(rank: int, **options: Any) -> dict[str, Tensor]:
-    module = ByHand()
-    trainer(2, num_nodes=2, **options).fit(module, loader([minibatch(step)[rank] for step in range(STEPS)]))
-    return full_parameters(module)
-
-
-class Drops(ByHand):
-    """Of two passes over each minibatch, the second counts."""
-
-    def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        for factor in (1000.0, 1.0):
-            optimizer.zero_grad()
-            for tokens in minibatch:
-                self.manual_backward(factor * summed_loss(self.net, tokens))
-        optimizer.step()
-
-
-def _dropping(rank: int) -> dict[str, Tensor]:
-    module = Drops()
-    trainer(2, num_nodes=2).fit(module, loader(_shares(rank)))
-    return full_parameters(module)
-
-
-def _dropping_alone() -> dict[str, Tensor]:
-    module = Drops()
-    optimizer = module.configure_optimizers()
-    for share in _shares(None):
-        optimizer.zero_grad()
-        for tokens in share:
-            (summed_loss(module.net, tokens) / 4).backward()  # the mean over ranks
-        optimizer.step()
-    return full_parameters(module)
-
-
-class Unfreezes(TokenModule):
-    """Trains its first block from the second minibatch on, between those of one optimizer step."""
-
-    def __init__(self) -> None:
-        super().__init__("items", lr=LR)
-        self.net.blocks[0].requires_grad_(False)  # type: ignore[operator]
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.requires_grad_(True)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr)
-
-
-def _unfrozen(rank: int | None) -> dict[str, Tensor]:
-    module, where = Unfreezes(), {"devices": 1} if rank is None else {"devices": 2, "num_nodes": 2}
-    trainer(2, accumulate_grad_batches=2, **where).fit(module, loader(_shares(rank)))
-    return full_parameters(module)
-
-
-def _other_version(rank: int) -> str:
-    """What a fit says if rank 3 has another version of the package."""
-    version = "0.0.1" if rank == 3 else "0.0.2"
-    with (
-        patch("lightning_odc.sharding.nodes.__version__", version),
-        pytest.raises(DisagreementError) as caught,
-    ):
-        _fit(rank)
-    return str(caught.value)
-
-
-def _stealing(rank: int) -> dict[str, Tensor]:
-    module = Padded(counted=True)
-    trainer(2, num_nodes=2, strategy=ODCStrategy(balance="steal", hang_report_after=None)).fit(
-        module, plain()
-    )
-    return full_parameters(module)
-
-
-def _resumed(rank: int, path: Path, kind: str, saves_on: int, resumes_on: int) -> dict[str, Tensor]:
-    """All steps but one, a checkpoint, and the last one in another fit on another number of nodes."""
-
-    def on(nodes: int, epochs: int) -> Trainer:
-        as_nodes(rank, 4 // nodes)
-        return trainer(4 // nodes, num_nodes=nodes, max_epochs=epochs, state_dict_type=kind)
-
-    first = on(saves_on, epochs=1)
-    first.fit(TokenModule("items", lr=LR), loader(_shares(rank, range(STEPS - 1))))
-    first.save_checkpoint(path)
-    module = TokenModule("items", lr=0.5)
-    second = on(resumes_on, epochs=2)
-    second.fit(module, loader(_shares(rank, range(STEPS - 1, STEPS))), ckpt_path=path)
-    as_nodes(rank)
-    return full_parameters(module)
-
-
-def _in_fabric(rank: int) -> dict[str, Tensor]:
-    fabric = Fabric(strategy=ODCFabricStrategy(), accelerator="cpu", devices=2, num_nodes=2)
-    fabric.launch()
-    model, optimizer = fabric.setup(*test_fabric.new_model())
-    for step in range(3):
-        test_fabric.run_step(fabric, model, optimizer, test_fabric.own(rank, COUNTS, step), clip=0.1)
-    name = type(fabric.strategy.engine).__name__  # type: ignore[attr-defined]
-    fabric.strategy.teardown()
-    assert name == "CopiesEngine"
-    return {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
-
-
-def _strategy(rank: int, directory: str) -> dict[str, Any]:
-    as_nodes(rank)
-    return {
-        "fp32": _fit(rank),
-        "zero 2": _fit(rank, sharding_strategy="SHARD_GRAD_OP"),
-        "bf16": _fit(rank, precision="bf16-mixed"),
-        "clipped": _fit(rank, gradient_clip_val=CLIP),
-        "by hand": _by_hand(rank),
-        "lockstep": _by_hand(rank, communication="lockstep"),
-        "steal": _stealing(rank),
-        "full": _resumed(rank, Path(directory) / "full", "full", 2, 1),
-        "sharded": _resumed(rank, Path(directory) / "sharded", "sharded", 2, 1),
-        "back": _resumed(rank, Path(directory) / "back", "sharded", 1, 2),
-        "fabric": _in_fabric(rank),
-        "fp16": _by_hand(rank, precision="16-mixed"),
-        "offloaded": _fit(rank, cpu_offload=True),
-        "checkpointed": _fit(rank, activation_checkpointing_policy={Block}),
-        "dropped": _dropping(rank),
-        "unfrozen": _unfrozen(rank),
-        "other version": _other_version(rank),
-    }
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(_strategy, str(tmp_path_factory.mktemp("copies")), world_size=4, timeout=300)
-
-
-def _alone(_: int) -> dict[str, Any]:
-    """What plain torch has no few lines for: one rank."""
-    bf16 = fits.fitted(TokenModule("items", lr=LR), _shares(None), 1, precision="bf16-mixed")
-    return {"bf16": bf16, "unfrozen": _unfrozen(None)}
-
-
-@pytest.fixture(scope="module")
-def alone() -> dict[str, Any]:
-    steps = [minibatch(step) for step in range(STEPS)]
-    by_hand = [batches[:4] for batches in steps]  # one of each rank
-    return {
-        "fp32": fits.one_process(TokenModule("items", lr=LR), steps),
-        "clipped": fits.one_process(TokenModule("items", lr=LR), steps, clip=CLIP),
-        "by hand": fits.one_process(TokenModule(lr=LR), by_hand, clip=CLIP),
-        "dropped": _dropping_alone(),
-        "steal": reference(4),
-        **run_ranks(_alone, world_size=1)[0],
-    }
-
-
-def test_full_shard_on_two_nodes_shards_over_all_ranks(ranks, alone):
-    for result in ranks:
-        for name in ("fp32", "zero 2"):
-            assert_same(result[name]["parameters"], alone["fp32"])
-            assert (result[name]["mesh"], result[name]["engine"]) == ([4], "CopiesEngine")
-
-
-def test_evaluation_with_other_numbers_of_batches(ranks):
-    for result in ranks:
-        assert result["fp32"]["metrics"]["val_one"] == 1.0
-        assert result["fp32"]["metrics"] == pytest.approx(ranks[0]["fp32"]["metrics"], rel=1e-6)
-
-
-def test_clipping_and_manual_optimization(ranks, alone):
-    for result in ranks:
-        assert_same(result["clipped"]["parameters"], alone["clipped"])
-        for communication in ("by hand", "lockstep"):
-            assert_same(result[communication], alone["by hand"])
-
-
-def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """As in `test_hybrid`: gradients are rounded per microbatch, then pass through AdamW."""
-    differences = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).abs()
-    assert differences.mean() < LR / 20
-
-
-def test_bf16_mixed(ranks, alone):
-    _assert_close(ranks[3]["bf16"]["parameters"], alone["bf16"])
-    for result in ranks:
-        assert_same(result["bf16"]["parameters"], ranks[3]["bf16"]["parameters"], tolerance=0)
-
-
-def test_fp16_with_scaled_losses_that_are_clipped_by_hand(ranks, alone):
-    _assert_close(ranks[3]["fp16"], alone["by hand"])
-    assert any((ranks[3]["fp16"][name] != value).any() for name, value in ranks[3]["by hand"].items())
-    for result in ranks:
-        assert_same(result["fp16"], ranks[3]["fp16"], tolerance=0)
-
-
-@pytest.mark.parametrize("name", ["offloaded", "checkpointed"])
-def test_what_saves_memory_changes_nothing(ranks, alone, name):
-    for result in ranks:
-        assert_same(result[name]["parameters"], alone["fp32"])
-
-
-def test_gradients_are_dropped_and_parameters_unfrozen_where_a_rank_has_no_microbatch(ranks, alone):
-    for result in ranks:
-        for name in ("dropped", "unfrozen"):
-            assert_same(result[name], alone[name])
-
-
-def test_another_version_on_a_node_is_refused_on_all(ranks):
-    for result in ranks:
-        assert "0.0.2 on" in result["other version"]
-        assert "(ranks 0, 1, 2); 0.0.1 on" in result["other version"]
-        assert "(ranks 3). Install the same one" in result["other version"]
-
-
-def test_sums_of_other_nodes_are_waited_for_under_their_own_cause(ranks):
-    for result in ranks:
-        assert result["fp32"]["waits"]["network"] > 0
-
-
-def test_work_is_stolen_inside_a_node(ranks, alone):
-    for result in ranks:
-        assert_same(result["steal"], alone["steal"])
-
-
-def test_checkpoints_go_to_one_node_and_come_from_one(ranks, alone):
-    for result in ranks:
-        for kind in ("full", "sharded", "back"):
-            assert_same(result[kind], alone["fp32"])
-
-
-def test_the_same_engine_in_fabric(ranks):
-    expected = test_fabric.reference(clip=0.1)
-    for result in ranks:
-        assert_same(result["fabric"], expected)
-
-
-class Failing(TokenModule):
-    """Rank 3 ends when all ranks have met and before it publishes, so that the others wait for its shards."""
-
-    def __init__(self, killed: bool) -> None:
-        super().__init__("items")
-        self.killed = killed
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.global_rank == 3 and self.global_step == 1:
-            if self.killed:
-                os._exit(9)
-            raise ZeroDivisionError("a bad sample")
-
-
-def _failing(rank: int, killed: bool) -> None:
-    as_nodes(rank)
-    trainer(2, num_nodes=2).fit(Failing(killed), loader(_shares(rank)))
-
-
-@pytest.mark.parametrize(
-    ("killed", "reason"), [(False, "ZeroDivisionError: a bad sample"), (True, "ended without a word")]
-)
-def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(killed, reason):
-    outcomes = try_ranks(_failing, killed, world_size=4, timeout=90)
-    assert killed or reason in outcomes[3].error
-    for outcome in outcomes[:3]:
-        assert "PeerFailedError" in outcome.error
-        assert "rank 3" in outcome.error.lower()
-        assert reason in outcome.error
-        assert outcome.exitcode == 1
 
 
 # -- the protocol ---------------------------------------------------------------------------------------------

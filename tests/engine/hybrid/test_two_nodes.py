@@ -1,0 +1,558 @@
+"""Training on two nodes of two ranks, all on one host, by both ways of sharding: it ends as in one process.
+
+``tests/support/fits.py`` derives the tolerances. All fits follow one after the other in one launch of four ranks; every
+test looks at the part that it is about.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_odc import Minibatch
+from lightning_odc.errors import DisagreementError
+from lightning_odc.fabric import ODCFabricStrategy
+from tests import test_fabric
+from tests.strategy.test_balance import Padded, plain, reference
+from tests.strategy.test_parity import STEPS, minibatch
+from tests.support.fits import assert_same, numbers, one_process
+from tests.support.models import Block, full_parameters, summed_loss, token_batches
+from tests.support.modules import TokenModule, loader, trainer
+from tests.support.nodes import as_nodes
+from tests.support.ranks import Cases, run_calls, try_ranks
+
+#: Microbatches of each rank, of six.
+COUNTS, EVEN = (3, 1, 0, 2), (1, 1, 1, 1)
+LR = 0.01
+#: Gradients are larger than this, so every step is clipped.
+CLIP = 0.05
+#: The number of a signal that nobody handles.
+SIGNAL = 99
+WAYS: dict[str, dict[str, Any]] = {
+    "copies": {"devices": 2, "num_nodes": 2},
+    "replicas": {"devices": 4, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
+    "one node": {"devices": 4},
+    "alone": {"devices": 1},
+}
+BOTH = ("copies", "replicas")
+
+
+def trainer_on(rank: int, way: str, **options: Any) -> Trainer:
+    as_nodes(rank, WAYS[way]["devices"])
+    return trainer(0, **WAYS[way], **options)
+
+
+def shares(rank: int, way: str, steps: range = range(STEPS), counts: tuple[int, ...] = COUNTS) -> Any:
+    """This rank's microbatches, or all of them."""
+    own = slice(0, sum(counts)) if way == "alone" else slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    return loader([Minibatch(minibatch(step)[own]) for step in steps])
+
+
+class Watcher(Callback):
+    """Keeps what there is to look at before everything is torn down."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"norms": []}
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        norm: Any = trainer.strategy.precision_plugin.gradient_norm  # type: ignore[attr-defined]
+        if norm is not None:
+            self.seen["norms"].append(norm.item())
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        engine = trainer.strategy.engine  # type: ignore[attr-defined]
+        protocol = getattr(engine, "protocol", None)
+        if protocol is not None and trainer.global_rank == 3:
+            protocol.signals.raised.add(SIGNAL)
+        shard = next(module.parameters())
+        self.seen |= {
+            "parameters": full_parameters(module),
+            "mesh": list(shard.device_mesh.shape),  # type: ignore[attr-defined]
+            "engine": type(engine).__name__,
+            "traffic": engine.traffic,
+            "waits": engine.waits,
+            "exchanged": engine.exchange("test", trainer.global_rank),
+            "signals": sorted(engine.signals.agreed) if protocol is not None else [],
+            "metrics": numbers(trainer.callback_metrics),
+        }
+
+
+class Logging(TokenModule):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        tokens = float(batch.numel())
+        self.log("tokens", tokens, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _fit(
+    rank: int,
+    way: str,
+    options: dict[str, Any],
+    counts: tuple[int, ...] = COUNTS,
+    disturb: float = 0.0,
+) -> dict[str, Any]:
+    """Ranks 2 and 3 may begin with other parameters."""
+    module, watcher = Logging("items", lr=LR), Watcher()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += disturb * (rank >= 2)
+    validation = loader(token_batches([4] * (rank + 1), seed=rank))  # another number of batches on every rank
+    evaluated = options.get("communication") != "collective"
+    t = trainer_on(rank, way, callbacks=[watcher], **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        t.fit(module, shares(rank, way, counts=counts), validation if evaluated else None)
+    drifted = [str(w.message) for w in caught if "differed between nodes" in str(w.message)]
+    return {**watcher.seen, "drifted": drifted}
+
+
+def _trained(rank: int, way: str, module: LightningModule, batches: Any, **options: Any) -> dict[str, Tensor]:
+    trainer_on(rank, way, **options).fit(module, batches)
+    return full_parameters(module)
+
+
+class ByHand(TokenModule):
+    """Manual optimization: every rank goes backward once, and all step together."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=LR)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(summed_loss(self.net, batch) / (batch.numel() - 1))
+        self.clip_gradients(optimizer, CLIP, "norm")
+        optimizer.step()
+
+    def on_train_start(self) -> None:
+        scaler: Any = getattr(self.trainer.precision_plugin, "scaler", None)
+        if scaler is not None:
+            # At its own 65536 the first gradients overflow, and no rank steps.
+            scaler.load_state_dict(scaler.state_dict() | {"scale": 128.0})
+
+
+def _by_hand(rank: int, way: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    batches = loader([minibatch(step)[rank] for step in range(STEPS)])
+    return _trained(rank, way, ByHand(), batches, **options)
+
+
+class Drops(ByHand):
+    """Of two passes over each minibatch, the second counts."""
+
+    def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        for factor in (1000.0, 1.0):
+            optimizer.zero_grad()
+            for tokens in minibatch:
+                self.manual_backward(factor * summed_loss(self.net, tokens))
+        optimizer.step()
+
+
+def _dropping(rank: int, way: str) -> dict[str, Tensor]:
+    return _trained(rank, way, Drops(), shares(rank, way))
+
+
+def _dropping_alone() -> dict[str, Tensor]:
+    module = Drops()
+    optimizer = module.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for tokens in minibatch(step):
+            (summed_loss(module.net, tokens) / 4).backward()  # the mean over ranks
+        optimizer.step()
+    return full_parameters(module)
+
+
+class Unfreezes(TokenModule):
+    """Trains its first block from the second minibatch on, between those of one optimizer step."""
+
+    def __init__(self) -> None:
+        super().__init__("items", lr=LR)
+        self.net.blocks[0].requires_grad_(False)  # type: ignore[operator]
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.requires_grad_(True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=self.lr)
+
+
+def _unfrozen(rank: int, way: str) -> dict[str, Tensor]:
+    return _trained(rank, way, Unfreezes(), shares(rank, way), accumulate_grad_batches=2)
+
+
+def _stealing(rank: int, way: str) -> dict[str, Tensor]:
+    return _trained(rank, way, Padded(counted=True), plain(), balance="steal")
+
+
+def _saved(rank: int, saves_on: str, kind: str, folder: str) -> None:
+    """All steps but one, and a checkpoint."""
+    first = trainer_on(rank, saves_on, state_dict_type=kind)
+    first.fit(TokenModule("items", lr=LR), shares(rank, saves_on, range(STEPS - 1)))
+    first.save_checkpoint(Path(folder, f"{saves_on}, {kind}"))
+
+
+def _resumed(rank: int, resumes_on: str, saved_on: str, kind: str, folder: str) -> dict[str, Tensor]:
+    """The last step, in another fit, which may be on other nodes."""
+    module, last = TokenModule("items", lr=0.5), shares(rank, resumes_on, range(STEPS - 1, STEPS))
+    second = trainer_on(rank, resumes_on, max_epochs=2, state_dict_type=kind)
+    second.fit(module, last, ckpt_path=Path(folder, f"{saved_on}, {kind}"))
+    return full_parameters(module)
+
+
+#: Where a checkpoint is saved, its kind, and where it is taken up.
+RESUMED = [
+    ("copies", "full", "one node"),
+    ("copies", "sharded", "one node"),
+    ("one node", "sharded", "copies"),
+    ("replicas", "full", "replicas"),
+    ("replicas", "sharded", "replicas"),
+]
+
+
+# -- what one way has alone -----------------------------------------------------------------------------------
+
+
+def _in_fabric(rank: int) -> dict[str, Tensor]:
+    as_nodes(rank)
+    fabric = Fabric(strategy=ODCFabricStrategy(), accelerator="cpu", devices=2, num_nodes=2)
+    fabric.launch()
+    model, optimizer = fabric.setup(*test_fabric.new_model())
+    for step in range(3):
+        test_fabric.run_step(fabric, model, optimizer, test_fabric.own(rank, COUNTS, step), clip=0.1)
+    name = type(fabric.strategy.engine).__name__  # type: ignore[attr-defined]
+    fabric.strategy.teardown()
+    assert name == "CopiesEngine"
+    return {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
+
+
+def _other_version(rank: int) -> str:
+    """What a fit says if rank 3 has another version of the package."""
+    version = "0.0.1" if rank == 3 else "0.0.2"
+    with (
+        patch("lightning_odc.sharding.nodes.__version__", version),
+        pytest.raises(DisagreementError) as caught,
+    ):
+        _fit(rank, "copies", {})
+    return str(caught.value)
+
+
+def _edited(rank: int) -> list[Any]:
+    """A parameter is changed on one node only, and published."""
+
+    class Editing(Callback):
+        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+            with torch.no_grad():
+                if rank >= 2:
+                    module.net.head.weight += 1.0  # type: ignore[union-attr, operator]
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                trainer.strategy.publish_parameters()  # type: ignore[attr-defined]
+            texts.extend(str(w.message) for w in caught)
+
+    texts: list[str] = []
+    options = {"max_steps": 1, "callbacks": [Editing()]}
+    return [texts, _trained(rank, "replicas", TokenModule("items"), shares(rank, "replicas"), **options)]
+
+
+class ShardedByHand(TokenModule):
+    right = True
+
+    def configure_model(self) -> None:
+        mesh: Any = self.device_mesh
+        for block in self.net.blocks:
+            if not isinstance(block, FSDPModule):
+                fully_shard(block, mesh=mesh["data_parallel"] if self.right else None)
+
+
+def _sharded_by_hand(rank: int) -> list[Any]:
+    """Blocks sharded in ``configure_model``, over the ranks of the node; then over all ranks."""
+    right, wrong = ShardedByHand("items", lr=LR), ShardedByHand("items", lr=LR)
+    wrong.right = False
+    trained = _trained(rank, "replicas", right, shares(rank, "replicas"))
+    with pytest.raises(ValueError, match="is sharded over the ranks") as caught:
+        _trained(rank, "replicas", wrong, shares(rank, "replicas"))
+    return [trained, str(caught.value)]
+
+
+# -- the launch -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("nodes"))
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: str) -> Cases:
+    """By way and name what each rank has found."""
+    calls: dict[Any, Any] = {}
+    for way in BOTH:
+        calls |= {
+            (way, "fp32"): (_fit, way, {}),
+            (way, "bf16"): (_fit, way, {"precision": "bf16-mixed"}),
+            (way, "clipped"): (_fit, way, {"gradient_clip_val": CLIP}),
+            (way, "by hand"): (_by_hand, way, {}),
+            (way, "lockstep"): (_by_hand, way, {"communication": "lockstep"}),
+            (way, "dropped"): (_dropping, way),
+            (way, "unfrozen"): (_unfrozen, way),
+            (way, "steal"): (_stealing, way),
+        }
+    calls |= {("saved", way, kind): (_saved, way, kind, folder) for way, kind, _ in RESUMED}
+    calls |= {case: (_resumed, case[2], *case[:2], folder) for case in RESUMED}
+    fixed, collective = {"deterministic": True}, {"communication": "collective", "gradient_clip_val": CLIP}
+    lockstep = {"communication": "lockstep"}
+    calls |= {
+        ("copies", "zero 2"): (_fit, "copies", {"sharding_strategy": "SHARD_GRAD_OP"}),
+        ("copies", "offloaded"): (_fit, "copies", {"cpu_offload": True}),
+        ("copies", "checkpointed"): (_fit, "copies", {"activation_checkpointing_policy": {Block}}),
+        ("copies", "fp16"): (_by_hand, "copies", {"precision": "16-mixed"}),
+        ("copies", "fabric"): (_in_fabric,),
+        ("copies", "other version"): (_other_version,),
+        ("replicas", "deterministic"): (_fit, "replicas", fixed),
+        ("replicas", "again"): (_fit, "replicas", fixed),
+        ("replicas", "collective"): (_fit, "replicas", collective, EVEN),
+        ("replicas", "apart"): (_fit, "replicas", lockstep, EVEN, 1.0),
+        ("replicas", "edited"): (_edited,),
+        ("replicas", "sharded by hand"): (_sharded_by_hand,),
+    }
+    return run_calls(calls, world_size=4, timeout=400)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Cases, folder: str) -> dict[str, Any]:
+    """One process: plain torch, and a rank for what that has no few lines for."""
+    steps = [minibatch(step) for step in range(STEPS)]
+    four = [batches[:4] for batches in steps]  # one of each rank
+    calls: dict[Any, Any] = {
+        "bf16": (_fit, "alone", {"precision": "bf16-mixed"}),
+        "norms": (_fit, "alone", {"gradient_clip_val": CLIP}),
+        "norms of four": (_fit, "alone", {"gradient_clip_val": CLIP}, EVEN),
+        "unfrozen": (_unfrozen, "alone"),
+        "full": (_resumed, "alone", "replicas", "full", folder),
+        "sharded": (_resumed, "alone", "replicas", "sharded", folder),
+    }
+    found = run_calls(calls, world_size=1)
+    return {name: found[name][0] for name in calls} | {
+        "fp32": one_process(TokenModule("items", lr=LR), steps),
+        "four": one_process(TokenModule("items", lr=LR), four),
+        "clipped": one_process(TokenModule("items", lr=LR), steps, clip=CLIP),
+        "by hand": one_process(TokenModule(lr=LR), four, clip=CLIP),
+        "dropped": _dropping_alone(),
+        "steal": reference(4),
+    }
+
+
+# -- both ways ------------------------------------------------------------------------------------------------
+
+in_both_ways = pytest.mark.parametrize("way", BOTH)
+
+
+@in_both_ways
+def test_uneven_microbatches_equal_one_process(ranks, alone, way):
+    sharded_over, engine = {"copies": ([4], "CopiesEngine"), "replicas": ([2], "HybridEngine")}[way]
+    for rank, seen in enumerate(ranks[way, "fp32"]):
+        assert_same(seen["parameters"], alone["fp32"])
+        assert (seen["mesh"], seen["engine"]) == (sharded_over, engine)
+        assert seen["traffic"].reads > 0, "shards were read one-sidedly"
+        assert (seen["traffic"].adds > 0) == (COUNTS[rank] > 0)
+        assert seen["exchanged"] == [0, 1, 2, 3]
+        assert seen["signals"] == [SIGNAL], "signals reach the ranks of all nodes"
+        assert seen["waits"]["network"] > 0, "sums of other nodes have a cause of their own"
+
+
+@in_both_ways
+def test_logged_values_are_those_of_all_nodes(ranks, way):
+    """Also where every rank has another number of batches to evaluate."""
+    first = ranks[way, "fp32"][0]["metrics"]
+    for seen in ranks[way, "fp32"]:
+        assert seen["metrics"]["tokens"] == sum(
+            batch.numel() for step in range(STEPS) for batch in minibatch(step)
+        )
+        assert seen["metrics"]["val_one"] == 1.0
+        assert seen["metrics"] == pytest.approx(first, rel=1e-6)
+
+
+def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    # Gradients are rounded to bf16 (2^-9) or fp16 per microbatch, then pass through AdamW: a step of LR may be off by a
+    # few percent where a gradient is small, or change its sign where it nearly vanishes.
+    differences = torch.cat([(found[name] - expected[name]).flatten() for name in expected]).abs()
+    assert differences.mean() < LR / 20
+
+
+@in_both_ways
+def test_bf16_mixed(ranks, alone, way):
+    results = ranks[way, "bf16"]
+    _assert_close(results[3]["parameters"], alone["bf16"]["parameters"])
+    for seen in results:
+        assert_same(seen["parameters"], results[3]["parameters"], tolerance=0)
+
+
+@in_both_ways
+def test_the_norm_is_that_of_the_whole_gradient(ranks, alone, way):
+    assert min(alone["norms"]["norms"]) > CLIP
+    for seen in ranks[way, "clipped"]:
+        assert seen["norms"] == pytest.approx(alone["norms"]["norms"], rel=1e-5)
+        assert_same(seen["parameters"], alone["clipped"])
+
+
+@in_both_ways
+@pytest.mark.parametrize("name", ["by hand", "lockstep"])
+def test_manual_optimization(ranks, alone, way, name):
+    for parameters in ranks[way, name]:
+        assert_same(parameters, alone["by hand"])
+
+
+@in_both_ways
+@pytest.mark.parametrize("name", ["dropped", "unfrozen"])
+def test_gradients_are_dropped_and_parameters_unfrozen_where_a_rank_has_no_microbatch(
+    ranks, alone, way, name
+):
+    for parameters in ranks[way, name]:
+        assert_same(parameters, alone[name])
+
+
+@in_both_ways
+def test_plans_span_all_nodes_and_work_is_stolen_inside_one(ranks, alone, way):
+    for parameters in ranks[way, "steal"]:
+        assert_same(parameters, alone["steal"])
+
+
+@pytest.mark.parametrize("case", RESUMED)
+def test_checkpoints_are_taken_up_on_other_nodes(ranks, alone, case):
+    for parameters in ranks[case]:
+        assert_same(parameters, alone["fp32"])
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_checkpoints_of_nodes_are_taken_up_by_one_process(alone, kind):
+    assert_same(alone[kind], alone["fp32"])
+
+
+class Failing(TokenModule):
+    """Rank 3 ends when all ranks have met and before it publishes, so that the others wait for its shards."""
+
+    def __init__(self, killed: bool) -> None:
+        super().__init__("items")
+        self.killed = killed
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.global_rank == 3 and self.global_step == 1:
+            if self.killed:
+                os._exit(9)
+            raise ZeroDivisionError("a bad sample")
+
+
+def _failing(rank: int, way: str, killed: bool) -> None:
+    trainer_on(rank, way).fit(Failing(killed), shares(rank, way))
+
+
+@pytest.mark.parametrize(
+    ("way", "killed", "reason"),
+    [
+        ("copies", False, "ZeroDivisionError: a bad sample"),
+        ("copies", True, "ended without a word"),
+        ("replicas", False, "ZeroDivisionError: a bad sample"),
+    ],
+)
+def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(way, killed, reason):
+    outcomes = try_ranks(_failing, way, killed, world_size=4, timeout=90)
+    assert killed or reason in outcomes[3].error
+    for outcome in outcomes[:3]:
+        assert "PeerFailedError" in outcome.error
+        assert "rank 3" in outcome.error.lower()
+        assert reason in outcome.error
+        assert outcome.exitcode == 1
+
+
+# -- copies ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["zero 2", "offloaded", "checkpointed"])
+def test_what_saves_memory_changes_nothing(ranks, alone, name):
+    for seen in ranks["copies", name]:
+        assert_same(seen["parameters"], alone["fp32"])
+        assert seen["engine"] == "CopiesEngine"
+
+
+def test_fp16_with_scaled_losses_that_are_clipped_by_hand(ranks, alone):
+    found, in_fp32 = ranks["copies", "fp16"][3], ranks["copies", "by hand"][3]
+    _assert_close(found, alone["by hand"])
+    assert any((found[name] != value).any() for name, value in in_fp32.items())
+    for parameters in ranks["copies", "fp16"]:
+        assert_same(parameters, found, tolerance=0)
+
+
+def test_another_version_on_a_node_is_refused_on_all(ranks):
+    for text in ranks["copies", "other version"]:
+        assert "0.0.2 on" in text
+        assert "(ranks 0, 1, 2); 0.0.1 on" in text
+        assert "(ranks 3). Install the same one" in text
+
+
+def test_the_same_engine_in_fabric(ranks):
+    expected = test_fabric.reference(clip=0.1)
+    for parameters in ranks["copies", "fabric"]:
+        assert_same(parameters, expected)
+
+
+# -- replicas -------------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_summed_over_nodes_once_per_minibatch(ranks, alone):
+    # A rank's half of every parameter, padded, in fp32: a sum of it in every minibatch of any size.
+    halves = sum(-(-p.shape[0] // 2) * p[0].numel() for p in alone["fp32"].values())
+    for seen in ranks["replicas", "fp32"]:
+        assert seen["traffic"].bytes_reduced == STEPS * 4 * halves
+
+
+def test_deterministic_runs_are_bit_equal_on_all_nodes(ranks):
+    first = ranks["replicas", "deterministic"][0]["parameters"]
+    for name in ("deterministic", "again"):
+        for seen in ranks["replicas", name]:
+            assert_same(seen["parameters"], first, tolerance=0)
+    for name in ("deterministic", "again", "fp32", "bf16", "clipped"):
+        assert all(seen["drifted"] == [] for seen in ranks["replicas", name]), "equal without help"
+
+
+def test_collective_is_stock_hybrid_sharding(ranks, alone):
+    for seen in ranks["replicas", "collective"]:
+        assert seen["mesh"] == [2, 2]
+        assert seen["traffic"].reads == seen["traffic"].bytes_reduced == 0
+        assert seen["norms"] == pytest.approx(alone["norms of four"]["norms"], rel=1e-5)
+        assert_same(seen["parameters"], alone["norms of four"]["parameters"])
+
+
+def test_lockstep_of_replicas_that_began_apart(ranks, alone):
+    for seen in ranks["replicas", "apart"]:
+        assert_same(seen["parameters"], alone["four"])
+        assert seen["traffic"].reads > 0
+        assert seen["drifted"] == [], "they were levelled at setup, which is worth no warning"
+
+
+def test_a_model_sharded_by_hand(ranks, alone):
+    for parameters, error in ranks["replicas", "sharded by hand"]:
+        assert_same(parameters, alone["fp32"])
+        assert "is sharded over the ranks [0, 1, 2, 3], but this strategy shards over [" in error
+        assert "mesh=self.trainer.strategy.shard_mesh" in error
+
+
+def test_what_is_changed_on_one_node_only_is_found_and_undone(ranks):
+    _, first = ranks["replicas", "edited"][0]
+    for (text,), parameters in ranks["replicas", "edited"]:
+        assert "'" not in text
+        assert "net.head.weight differed between nodes" in text
+        assert_same(parameters, first, tolerance=0)
+    assert first["net.head.weight"].abs().max() < 1.0
