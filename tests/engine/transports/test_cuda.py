@@ -18,6 +18,7 @@ from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.cuda import Announcer, CudaTransport
 from lightning_odc.errors import WindowError
+from tests.gpu import test_training as on_gpus
 from tests.support.fake_device import FakeDevice, FakeMark, fake_cuda
 from tests.support.interleaving import on_ranks
 
@@ -173,6 +174,14 @@ def test_the_host_does_not_wait_for_what_is_published():
     with pytest.raises(RuntimeError, match="device failed while parameters were published") as error:
         broken.announce(first, 1, 8)
     assert "illegal memory access" in str(error.value.__cause__)
+
+
+# -- training ---------------------------------------------------------------------------------------------
+
+# On a machine without a GPU these have the fake device; the others of `tests/gpu` are of the second tier.
+test_training_equals_one_process = on_gpus.test_uneven_shares_equal_one_process
+test_options = on_gpus.test_optimizers_clipping_offload_and_bf16
+test_an_edit_is_found = on_gpus.test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles
 
 
 # -- opening ----------------------------------------------------------------------------------------------
