@@ -199,9 +199,9 @@ def test_one_process_goes_on_with_what_two_ranks_wrote(written):
         _assert_same(found[route], straight)
 
 
-def _states(optimizer: torch.optim.Optimizer, name_of: Any) -> dict[str, Tensor]:
+def _states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
-        f"{name_of(number, parameter)} {key}": value.full_tensor() if isinstance(value, DTensor) else value
+        f"{number} {key}": value.full_tensor() if isinstance(value, DTensor) else value
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
         for key, value in optimizer.state[parameter].items()
     }
@@ -212,7 +212,7 @@ def _only_load(rank: int, directory: str) -> Any:
     for name in ("odc full", "odc sharded"):
         module, t = _make(3, 1)
         t.fit(module, loader(BATCHES[0]), ckpt_path=f"{directory}/{name}")
-        found[name] = full_parameters(module), _states(t.optimizers[0], lambda number, _: number)
+        found[name] = full_parameters(module), _states(t.optimizers[0])
     return found
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_odc import ODCStrategy
 from tests.strategy.test_balance import Padded, plain
 from tests.support.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import Cases, run_cases, run_ranks
 
 STEPS = 6  # per epoch, of which there are two
 
@@ -92,19 +92,28 @@ def _resume(rank: int, directory: str, kind: str, make: Any, steps: tuple[int, .
     return found
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize(
-    ("make", "steps", "last"),
-    [
-        (_plain_batches, (4, 6, 8), 12),
-        (_balanced, (2, 4), 6),
-        (partial(_finetuned, epoch=0), (4, 8), 12),
-        (partial(_finetuned, epoch=1), (4, 6, 8), 12),
-    ],
-    ids=["plain", "balance", "unfrozen before", "unfrozen between"],
-)
-def test_bit_equal(tmp_path, kind, make, steps, last):
-    for found in run_ranks(_resume, str(tmp_path), kind, make, steps):
+#: What is trained, after which steps it is taken up, and how many steps it takes in all.
+RUNS: dict[str, Any] = {
+    "plain": (_plain_batches, (4, 6, 8), 12),
+    "balance": (_balanced, (2, 4), 6),
+    "unfrozen before": (partial(_finetuned, epoch=0), (4, 8), 12),
+    "unfrozen between": (partial(_finetuned, epoch=1), (4, 6, 8), 12),
+}
+CASES = [(name, kind) for name in RUNS for kind in ("full", "sharded")]
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    folder = tmp_path_factory.mktemp("resumed")
+    return run_cases(
+        _resume, {(name, kind): (f"{folder}/{name} {kind}", kind, *RUNS[name][:2]) for name, kind in CASES}
+    )
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_bit_equal(resumed, case):
+    _, steps, last = RUNS[case[0]]
+    for found in resumed[case]:
         assert found == dict.fromkeys(steps, (last, True))
 
 

@@ -196,35 +196,25 @@ class GradientWatch(Watch):
         return time.monotonic_ns() if self._stream is None else self._stream.mark()
 
 
-class _ListeningWatch(Watch):
+class _ListeningWatch(Watch, Tracer):
     """A watch that hears what an engine traces."""
 
-    def __init__(self, engine: Engine, tracer: Tracer) -> None:
-        super().__init__(complete=True)
-        self._traced, self._tracer = engine, tracer
-        engine.listen(tracer)
+    def __init__(self, engine: Engine) -> None:
+        Watch.__init__(self, complete=True)
+        Tracer.__init__(self, capacity=0)
+        self._traced = engine
+        engine.listen(self)
 
     def release(self) -> None:
-        self._traced.unlisten(self._tracer)
+        self._traced.unlisten(self)
 
 
 class CollectiveWatch(_ListeningWatch):
     """``ODCStrategy(communication="collective")``: the engine traces every collective of its own."""
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine, MeetingTracer(lambda passage: self._meetings.append(passage)))
-
-
-class MeetingTracer(Tracer):
-    """Tells when this rank entered and left each collective, and nothing else."""
-
-    def __init__(self, meet: Callable[[Passage], None]) -> None:
-        super().__init__(capacity=0)
-        self._meet = meet
-
     def record(self, kind: str, begin: int, **details: Any) -> None:
         if kind in COLLECTIVES:
-            self._meet(Passage(begin, time.monotonic_ns()))
+            self._meetings.append(Passage(begin, time.monotonic_ns()))
 
 
 class StreamWatch(_ListeningWatch):
@@ -232,15 +222,8 @@ class StreamWatch(_ListeningWatch):
 
     def __init__(self, engine: Engine, waits: StreamWaits) -> None:
         waits.causes.update(IdleCause(cause) for cause in Cause)
-        super().__init__(engine, WaitTracer(waits))
-
-
-class WaitTracer(Tracer):
-    """Reports the waits of an engine, and nothing else."""
-
-    def __init__(self, waits: StreamWaits) -> None:
-        super().__init__(capacity=0)
         self._waits = waits
+        super().__init__(engine)
 
     def begin_wait(self, cause: str) -> None:
         self._waits.enter(IdleCause(cause))
