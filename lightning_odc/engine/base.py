@@ -240,6 +240,7 @@ class Engine(Traced, ABC):
         self.note: Any = None
         self.notes: list[Any] = []
         self._batches = 0
+        self._closes_window = True
         self._listeners: list[Tracer] = []
         self._seconds: dict[str, float] = {"settle_and_publish": 0.0}
 
@@ -256,17 +257,21 @@ class Engine(Traced, ABC):
             gradients: prepare for backward passes.
         """
 
-    def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
+    def begin_batch(
+        self, *, opens_window: bool, closes_window: bool = True, kind: str, is_last: bool = False
+    ) -> None:
         """A training batch begins, on every rank.
 
         Args:
             opens_window: it is the first one of an optimizer step: gradients without an optimizer step are discarded.
+            closes_window: it is the last one of an optimizer step, or that is not known.
             kind: ``"Minibatch"`` or ``"plain batch"``.
             is_last: this rank has no more of them in this epoch.
         """
         if self._batches and opens_window:
             self.discard()
         self._batches += 1
+        self._closes_window = closes_window
         self.ledger.is_last = is_last
 
     @abstractmethod

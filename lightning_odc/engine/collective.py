@@ -80,8 +80,12 @@ class CollectiveEngine(Engine):
             dtype = unit and _compat.compute_dtype_of(unit.modules[0])
             yield name, whole.detach().to(dtype or whole.dtype, copy=True)
 
-    def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
-        super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
+    def begin_batch(
+        self, *, opens_window: bool, closes_window: bool = True, kind: str, is_last: bool = False
+    ) -> None:
+        super().begin_batch(
+            opens_window=opens_window, closes_window=closes_window, kind=kind, is_last=is_last
+        )
         self._scalars.drop_emptied()
         # Collectives that do not match would end in the process group's own errors.
         if not self._has_compared_kinds:

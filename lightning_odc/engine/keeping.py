@@ -45,6 +45,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
@@ -54,6 +55,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat, host_memory
 from lightning_odc.engine.comm import GatherComm
+from lightning_odc.engine.summing import UnitSum
 from lightning_odc.engine.units import Unit
 
 #: Copying this many bytes takes as long as asking for them.
@@ -130,16 +132,21 @@ class _Kept:
 
     unit: Unit
     comm: GatherComm
+    sum: UnitSum | None  # ``None`` in lockstep, where every addition is a barrier
     size: int  # bytes of the whole unit on one rank, in the compute dtype
     frozen_size: int  # bytes of its frozen parameters
     is_plain: bool  # it does not go over to a smaller mesh after its forward pass
     reshards: bool = True  # whether ``fully_shard`` frees it then, if it is not kept
     visits: int = 0  # gathers in a minibatch in which it was not kept
+    moved: int = 0  # bytes of its gradients in a minibatch, the most so far
+    will_sum: bool = False  # there is room for its sum
     gathered: bool = False  # it stays gathered
 
-    def worth(self) -> float:
-        """Time saved per byte that is kept."""
-        return (self.visits - 1) * (1 + _BYTES_OF_A_CALL / max(self.size, 1))
+    @property
+    def held(self) -> int:
+        """Bytes that are kept of it, or will be when it has run."""
+        sums = self.sum.size if self.sum is not None and self.sum.waits else 0
+        return self.size * (self.comm.keeps_buffer + self.gathered) + sums
 
     def keep(self, gathered: bool) -> None:
         """Tell ``fully_shard``, if that is new."""
@@ -172,15 +179,17 @@ class Keeping:
         self._in_context: list[tuple[_Kept, bool]] = []  # and whether each was gathered before
         self._asks: _Kept | None = None  # the unit at which the next pass asks for memory
 
-    def attach(self, units: Sequence[Unit], comms: Sequence[GatherComm]) -> None:
-        """Look after these units, each with the object through which it is gathered."""
+    def attach(
+        self, units: Sequence[Unit], comms: Sequence[GatherComm], sums: Sequence[UnitSum] = ()
+    ) -> None:
+        """Look after these units, each with what gathers it, and the sum of its gradients if it may have one."""
         self._kept = []
-        for unit, comm in zip(units, comms, strict=True):
+        for unit, comm, total in zip_longest(units, comms, sums):
             width = unit.spec().shard_dtype.itemsize * unit.slots[0].home.device_mesh.size()
             trained = sum(end - start for start, end in unit.trained)
             size, frozen_size = unit.shard_numel * width, (unit.shard_numel - trained) * width
             is_plain = _compat.reshards_after_forward(unit.modules[0]) is not None
-            kept = _Kept(unit, comm, size, frozen_size, is_plain)
+            kept = _Kept(unit, comm, total, size, frozen_size, is_plain)
             self._kept.append(kept)
             for module in unit.modules:
                 before: Any = partial(self._before, kept)
@@ -204,25 +213,47 @@ class Keeping:
         self._measure()
 
     def choose(self, visits: Sequence[int]) -> list[int]:
-        """The units to keep from now on, by number: as many as there is room for, the most worthwhile first."""
+        """The units to keep from now on, by number: as many as there is room for, the most worthwhile first.
+
+        The room is shared with sums of gradients, which no other rank needs to know.
+        """
+        wanted: list[
+            tuple[float, int, _Kept, bool]
+        ] = []  # time saved per byte, bytes, and whether it is a sum
         for kept, count in zip(self._kept, visits, strict=True):
             # A kept unit is gathered once per minibatch, which says nothing of its visits.
             if count and not kept.gathered:
                 kept.visits = count
-        # Greedy: a unit that does not fit is left out, and smaller ones of less worth may still fit.
+            if kept.is_plain:
+                wanted.append((_worth(kept.visits, kept.size), kept.size, kept, False))
+            if kept.sum is not None:
+                kept.moved, kept.sum.moved = max(kept.moved, kept.sum.moved), 0
+                kept.will_sum = False
+                times = kept.moved / max(kept.sum.size, 1)  # bf16 gradients move half of what their sum does
+                wanted.append((_worth(times, kept.sum.size), kept.sum.size, kept, True))
+        # Greedy: what does not fit is left out, and smaller ones of less worth may still fit.
         chosen, room = [], self._room()
-        for kept in sorted(self._kept, key=_Kept.worth, reverse=True):
-            if kept.visits > 1 and kept.is_plain and kept.size <= room:
-                room -= kept.size
+        for worth, size, kept, is_sum in sorted(wanted, key=lambda one: one[0], reverse=True):
+            if worth <= 0 or size > room:
+                continue
+            room -= size
+            if is_sum:
+                kept.will_sum = True
+            else:
                 chosen.append(kept.unit.index)
         return sorted(chosen)
 
     def keep(self, chosen: Sequence[int]) -> None:
-        """Keep these units, and with the memory that is left what was read of frozen parameters."""
+        """Keep these units, the sums for which `choose` found room, and with the rest what is read of frozen ones."""
         room, self.bytes, self._in_context = self._room(), 0, []
         for kept in self._kept:
             kept.keep(kept.unit.index in chosen)
             self.bytes += kept.size * kept.gathered
+            if kept.sum is not None:
+                if not kept.will_sum:
+                    kept.sum.release()
+                kept.sum.waits = kept.will_sum
+                self.bytes += kept.sum.size * kept.will_sum
         for kept in sorted(self._kept, key=lambda kept: kept.frozen_size):
             fits = self.bytes + kept.size <= room
             kept.comm.keeps_buffer = kept.frozen_size > 0 and fits and kept.is_plain
@@ -238,12 +269,13 @@ class Keeping:
         if self._budget != "auto" or not self.bytes:
             return freed
         short = self._memory.used() - int(self._usable * (1 - _TIGHT))
-        for kept in sorted(self._kept, key=lambda kept: kept.size, reverse=True):
+        for kept in sorted(self._kept, key=lambda kept: kept.held, reverse=True):
             if short <= 0:
                 break
-            size = kept.size * (kept.comm.keeps_buffer + kept.gathered)
-            short, self.bytes = short - size, self.bytes - size
+            short, self.bytes = short - kept.held, self.bytes - kept.held
             kept.comm.drop()
+            if kept.sum is not None:
+                kept.sum.release()
             if kept.gathered:
                 kept.keep(False)
                 freed.append(kept.unit)
@@ -312,6 +344,8 @@ class Keeping:
         for kept in self._kept:
             kept.comm.drop()
             kept.keep(False)
+            if kept.sum is not None:
+                kept.sum.release()
         self._in_context, self.bytes = [], 0
 
     def _room(self) -> int:
@@ -322,6 +356,11 @@ class Keeping:
             return self._budget
         self._usable = self._memory.usable()
         return max(int(self._memory.share * (self._usable - self._needed)), 0)
+
+
+def _worth(times: float, size: int) -> float:
+    """Time saved per byte that is kept, if it is moved once and not so many times."""
+    return (times - 1) * (1 + _BYTES_OF_A_CALL / max(size, 1))
 
 
 @contextmanager

@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 from lightning_odc import _compat
 from lightning_odc.engine.base import any_flags, flags_to_hex
 from lightning_odc.engine.protocol import DISCARD, Protocol
+from lightning_odc.engine.summing import UnitSum
 from lightning_odc.engine.units import ParamSlot, Unit
 from lightning_odc.errors import DisagreementError, ODCError
 
@@ -212,10 +213,15 @@ class Dropping:
     """Drops gradients of one rank; see Note [Who drops a gradient]."""
 
     def __init__(
-        self, placeholders: Placeholders, units: Callable[[], list[Unit]], protocol: Callable[[], Protocol]
+        self,
+        placeholders: Placeholders,
+        units: Callable[[], list[Unit]],
+        sums: Callable[[], list[UnitSum]],
+        protocol: Callable[[], Protocol],
     ) -> None:
         self._placeholders = placeholders
         self._units = units
+        self._sums = sums
         self._protocol = protocol
         self._own: set[ParamSlot] = set()
 
@@ -252,6 +258,7 @@ class Dropping:
         for unit in self._units():
             for slot in dropped.intersection(unit.trainable):
                 windows[unit.index].clear(slot.grad_offset, slot.padded_numel)
+                self._sums()[unit.index].clear(slot.grad_offset, slot.padded_numel)
                 unit.used.discard(slot)
         self._placeholders.lift()
         self._own = set()

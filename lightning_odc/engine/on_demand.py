@@ -46,6 +46,7 @@ from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholder
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.staleness import StalenessGuard
+from lightning_odc.engine.summing import UnitSum
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.unit_window import Traffic, UnitWindow
@@ -89,10 +90,14 @@ class OnDemandEngine(Engine):
         self._gradients = True
         self._evaluating = False
         self._in_backward, self._counts = False, True
+        self._is_last = True  # the backward pass at hand, in the optimizer step, as far as is known
+        self._sums: list[UnitSum] = []
         self._hooks: list[RemovableHandle] = []
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
-        self._dropping = Dropping(self._placeholders, lambda: self._units, lambda: self.protocol)
+        self._dropping = Dropping(
+            self._placeholders, lambda: self._units, lambda: self._sums, lambda: self.protocol
+        )
         self.stolen = 0  # microbatches of other ranks that this rank has run so far
 
     @property
@@ -167,7 +172,8 @@ class OnDemandEngine(Engine):
         for (unit, window), comm in zip(pairs, comms, strict=True):
             set_comms(unit.modules, comm, AccumulateComm(partial(self._accumulate, unit, window)))
         # 5. What looks at passes of the model, with hooks on it: last, so that they find everything in its place.
-        self._keeping.attach(self._units, comms)
+        self._sums = [UnitSum(window) for window in protocol.windows]
+        self._keeping.attach(self._units, comms, [] if self._lockstep else self._sums)
         self._root = RootUnit(self._units, model)
         groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
         self._additions = Additions([unit.name for unit in self._units], partial(self._ran, groups))
@@ -195,7 +201,7 @@ class OnDemandEngine(Engine):
             set_comms(unit.modules, StockGather(), StockReduceScatter())
             if unit.divided_by_fully_shard:
                 unit.set_division(True)
-        self._units = []
+        self._units, self._sums = [], []
         self._staleness = StalenessGuard([], [], deferred=False)
         self._placeholders.lift()
         if self._protocol is not None:
@@ -254,15 +260,19 @@ class OnDemandEngine(Engine):
         if not self._additions.begin_adding(unit.index):
             return  # a part of a microbatch, and the whole has added this gradient: Note [Added once]
         if self._counts:
-            window.accumulate(chunks, segments)
+            self._sums[unit.index].add(chunks, segments, self._is_last)
         elif self._lockstep:  # the others wait at the barrier of this addition
             window.accumulate(chunks.zero_(), segments)
         self._additions.end_adding()
 
     # -- what the strategy calls --------------------------------------------------------------------------
 
-    def begin_batch(self, *, opens_window: bool, kind: str, is_last: bool = False) -> None:
-        super().begin_batch(opens_window=opens_window, kind=kind, is_last=is_last)
+    def begin_batch(
+        self, *, opens_window: bool, closes_window: bool = True, kind: str, is_last: bool = False
+    ) -> None:
+        super().begin_batch(
+            opens_window=opens_window, closes_window=closes_window, kind=kind, is_last=is_last
+        )
         self.drop_emptied()
         if any(not slot.hooked and slot.current.requires_grad for unit in self._units for slot in unit.slots):
             self._reattach()
@@ -321,11 +331,12 @@ class OnDemandEngine(Engine):
         self._relieve()
         self._additions.begin_backward()
         self._in_backward, self._counts, self.backward_done = True, counts, False
+        self._is_last = self._closes_window and not more
         try:
             with self._scalars.backward(counts):
                 yield
         finally:
-            self._in_backward, self._counts = False, True
+            self._in_backward, self._counts, self._is_last = False, True, True
         self.backward_done = True
         self._additions.end_backward()
         self._root.check_reduced()
@@ -367,6 +378,8 @@ class OnDemandEngine(Engine):
         self._additions.check_none_broke_off()
         refuse_all_reduce_hooks(self._units)
         with self._timed(), self.traced("settle"):
+            for one in self._sums:
+                one.give()
             self.reshard()
             self._staleness.before_settle(self.protocol.finish)
             self._placeholders.emptied()  # raises while all ranks can still be told
@@ -538,6 +551,8 @@ class OnDemandEngine(Engine):
         """Parameters were unfrozen: the accumulators need another layout. All ranks together."""
         model, old = self._model, self.protocol
         assert model is not None
+        for one in self._sums:
+            one.give()
         self.exchange("unfreeze parameters", None)  # so everything that was added has landed
         carried = {
             slot.name: total.narrow(1, slot.grad_offset, slot.padded_numel).clone()

@@ -138,11 +138,13 @@ class Training:
         if is_minibatch and not is_automatic:
             self._engine.drop_emptied_anywhere()
         stops_anyway = trainer.max_steps == trainer.global_step + 1
+        batch, is_last = trainer.fit_loop.batch_idx, trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         # Lightning's `zero_grad` at the first batch of a step must reach the accumulators of all ranks.
         self._engine.begin_batch(
-            opens_window=is_automatic and trainer.fit_loop.batch_idx % self._accumulated == 0,
+            opens_window=is_automatic and batch % self._accumulated == 0,
+            closes_window=not is_automatic or is_last or (batch + 1) % self._accumulated == 0,
             kind="Minibatch" if is_minibatch else "plain batch",
-            is_last=trainer.fit_loop.epoch_loop.batch_progress.is_last_batch and not stops_anyway,
+            is_last=is_last and not stops_anyway,
         )
         if is_minibatch and is_automatic:
             return self._minibatch(*args, **kwargs)

@@ -73,6 +73,10 @@ def test_a_kept_unit_is_read_once_per_minibatch(ranks):
             everything = (freed * BLOCKS + 1) * count  # the root unit is freed after its backward pass only
             kept = BLOCKS + 1 if case["keep"] else everything
             assert result["reads"] == [everything] + [kept] * (STEPS - 1)
+            # Gradients, too: of all microbatches in the first step, then their sum.
+            times = count / (2 if "precision" in case else 1) if case["keep"] else 1  # sums are fp32
+            times = max(times, 1)
+            assert result["added"] == [result["added"][0]] + [result["added"][0] / times] * (STEPS - 1)
         assert_same(results[3]["parameters"], results[4]["parameters"], tolerance=0)
         assert_same(results[5]["parameters"], results[6]["parameters"])
 
