@@ -41,6 +41,7 @@ from lightning_odc.engine.hybrid.replicas import HybridEngine, Replicas
 from lightning_odc.engine.hybrid.spanning import ColumnGroup, Layout, SpanningEngine
 from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.optimizing import by_lists
 from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports import check_transport, make_transport
 from lightning_odc.engine.transports.base import Rendezvous
@@ -332,7 +333,7 @@ class Attached:
         """
         refuse_optimizers(optimizers)
         self.settle()
-        with self.stepping():
+        with self.stepping(*optimizers):
             norm: Any = None
             if max_norm is not None:
                 norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
@@ -341,10 +342,11 @@ class Attached:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self, *optimizers: Optimizer) -> Iterator[None]:
         """A context around the optimizer step of a caller that settles in it or before; publishes at its end."""
         begin = time.monotonic_ns()
-        yield
+        with by_lists(*optimizers):
+            yield
         if self.engine.tracer is not None:
             self.engine.tracer.record("optimizer", begin)
         self.engine.publish()

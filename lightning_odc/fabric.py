@@ -173,7 +173,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             self.settle_gradients()
             return result
 
-        with self.attached.stepping():
+        with self.attached.stepping(optimizer):
             if closure is None:
                 self.settle_gradients()
                 return super().optimizer_step(optimizer, **kwargs)

@@ -28,6 +28,7 @@ from lightning_odc.data.loader import BalancedDataLoader, Packing
 from lightning_odc.data.minibatch import Minibatch, whole_minibatches
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
+from lightning_odc.engine.optimizing import by_lists
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled
@@ -298,7 +299,8 @@ class ODCStrategy(ShardedStrategy):
             settled = time.monotonic_ns()
             return result
 
-        output = super().optimizer_step(optimizer, closure_then_settle, model, **kwargs)
+        with by_lists(optimizer):
+            output = super().optimizer_step(optimizer, closure_then_settle, model, **kwargs)
         if self.engine.tracer is not None and settled:
             self.engine.tracer.record("optimizer", settled)
         training.end_step()
