@@ -167,7 +167,7 @@ def attach(
 
     Args:
         model: The root module; ``fully_shard`` was called on it and on its blocks.
-        keep_gathered: The memory per rank for parameters that stay gathered, as in `ODCStrategy`.
+        keep_gathered: The memory per rank for what then moves once per optimizer step, as in `ODCStrategy`.
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         timeout: The longest wait for another rank.
@@ -281,8 +281,8 @@ class Attached:
 
         Args:
             weight: The number of items (samples, tokens) that the loss is a sum over.
-            more: Units may stay gathered for another microbatch of the step. With ``False``, modules hold shards again
-                afterwards.
+            more: Units may stay gathered for another microbatch of the step, and sums of gradients may wait for it.
+                With ``False``, modules hold shards again afterwards, and gradients are added while they are computed.
 
         Raises:
             ValueError: one optimizer step has losses with and without weights.
