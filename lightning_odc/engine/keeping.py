@@ -42,7 +42,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import zip_longest
@@ -371,31 +371,25 @@ def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[N
     found = [
         m for m in model.modules() if callable(vars(m).get("generate", getattr(type(m), "generate", None)))
     ]
-    with ExitStack() as stack:
-        stack.enter_context(_compat.generating_alone(found))
-        for module in found:
-            stack.enter_context(_generating_within(module, gathered))
-        yield
+    replaced = {module: vars(module).get("generate") for module in found}
+    made = {module: _within(gathered, cast(Any, module).generate) for module in found}
+    with _compat.generating_alone(found):
+        for module, generate in made.items():
+            cast(Any, module).generate = generate
+        try:
+            yield
+        finally:
+            for module, before in replaced.items():
+                if vars(module).get("generate") is made[module]:  # else other code has replaced it
+                    del module.generate
+                    if before is not None:
+                        cast(Any, module).generate = before
 
 
-@contextmanager
-def _generating_within(
-    module: nn.Module, gathered: Callable[[], AbstractContextManager[None]]
-) -> Iterator[None]:
-    """A context in which ``module.generate`` runs in the context ``gathered``."""
-    owner: Any = module
-    before, method = vars(module).get("generate"), owner.generate
-
+def _within(gathered: Callable[[], AbstractContextManager[None]], method: Any) -> Callable[..., Any]:
     @wraps(method)
     def generate(*args: Any, **kwargs: Any) -> Any:
         with gathered():
             return method(*args, **kwargs)
 
-    owner.generate = generate
-    try:
-        yield
-    finally:
-        if vars(module).get("generate") is generate:  # else other code has replaced it
-            del owner.generate
-            if before is not None:
-                owner.generate = before
+    return generate

@@ -554,12 +554,11 @@ class OnDemandEngine(Engine):
         for one in self._sums:
             one.give()
         self.exchange("unfreeze parameters", None)  # so everything that was added has landed
-        carried = {
-            slot.name: total.narrow(1, slot.grad_offset, slot.padded_numel).clone()
-            for unit, window in zip(self._units, old.windows, strict=True)
-            for total in [window.by_node(window.summed())]
-            for slot in unit.trainable
-        }
+        carried = {}
+        for unit, window in zip(self._units, old.windows, strict=True):
+            total = window.by_node(window.summed())
+            for slot in unit.trainable:
+                carried[slot.name] = total.narrow(1, slot.grad_offset, slot.padded_numel).clone()
         used = {slot.name for unit in self._units for slot in unit.used}
         self.close()
         self._attach(model, carried)

@@ -54,9 +54,13 @@ def _forked_worker() -> int:
     return worker
 
 
-def _dies_with_the_lock(rank: int, forks: bool) -> list[Any]:
+def _dies_with_the_lock(rank: int, forks: bool, crowd: int) -> list[Any]:
+    """Rank 1 dies, which may have a worker; so many other files are open meanwhile."""
     init_gloo(rank)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+    others = [os.open("/dev/null", os.O_RDONLY) for _ in range(crowd)]
     transport = SharedMemoryTransport(rank, 2, rendezvous)
     transport.open(SPEC)
     if rank == 1:
@@ -75,14 +79,21 @@ def _dies_with_the_lock(rank: int, forks: bool) -> list[Any]:
         assert time.monotonic() < deadline
     still_readable = transport.shard(1, 2).sum().item()
     name, ending = transport.describe(1), transport.how_ended(1)
+    assert min(transport._pidfds.values()) > crowd
     transport.close()
+    for fd in others:
+        os.close(fd)
     dist.destroy_process_group()
     return [transport.rank, still_readable, "process" in name, ending]
 
 
-@pytest.mark.parametrize("forks", [False, True], ids=["alone", "with a forked worker"])
-def test_a_killed_rank_is_known_dead_and_its_lock_is_freed(forks):
-    survivor, killed = try_ranks(_dies_with_the_lock, forks, timeout=30)
+@pytest.mark.parametrize(
+    ("forks", "crowd"),
+    [(False, 0), (True, 1100)],
+    ids=["alone", "with a forked worker, and more files than `select` can take"],
+)
+def test_a_killed_rank_is_known_dead_and_its_lock_is_freed(forks, crowd):
+    survivor, killed = try_ranks(_dies_with_the_lock, forks, crowd, timeout=30)
     assert (survivor.result[:3], survivor.error, survivor.exitcode) == ([0, 0.0, True], "", 0)
     shown = (
         ["SIGKILL"] if LINUX >= (6, 15) else ["SIGKILL", ""]
@@ -349,36 +360,6 @@ def _closes_with_a_lock(rank: int) -> bool:
 
 def test_a_closed_transport_holds_no_lock_even_while_a_view_is_kept(ranks):
     assert ranks[_closes_with_a_lock] == [True, True]
-
-
-def _many_files_open(rank: int) -> list[Any]:
-    """More descriptors than ``select`` can take."""
-    init_gloo(rank)
-    rendezvous = process_group_rendezvous(dist.group.WORLD)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
-    crowd = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-    transport = SharedMemoryTransport(rank, 2, rendezvous)
-    transport.open(SPEC)
-    rendezvous(None)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while not transport.dead_peers():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    lowest = min(transport._pidfds.values())
-    transport.close()
-    for fd in crowd:
-        os.close(fd)
-    dist.destroy_process_group()
-    return [lowest > 1023, transport.rank]
-
-
-def test_dead_peers_with_more_than_1023_open_files():
-    survivor, killed = try_ranks(_many_files_open, timeout=30)
-    assert (survivor.result, survivor.error) == ([True, 0], "")
-    assert killed.exitcode == -signal.SIGKILL
 
 
 # -- ordering memory --------------------------------------------------------------------------------------
