@@ -137,25 +137,21 @@ class Sharing:
     def _share(self, job: _Job) -> None:
         # Ranks come out of the optimizer step at different times. So this waits at a connection until the whole column
         # has published. Only then do collectives begin, which may so give up early.
-        told = self._await_column(job.edited)  # [[], [3]]: the rank on the second node has edited unit 3
-        edited = {index for units in told for index in units}
+        begin = time.monotonic()
+        self._link.begin(job.edited)
+        while not self._link.complete():
+            self._check_halted()
+            if trouble := self._link.trouble():
+                raise PeerFailedError(trouble)
+            time.sleep(min(max((time.monotonic() - begin) * _SLEEP_FRACTION, _FIRST_SLEEP), _LONGEST_SLEEP))
+        # ``[[], [3]]``: the rank on the second node has edited unit 3
+        edited = {index for units in self._link.records() for index in units}
         begins = (
             partial(self._begin, window, trained, job.version, window.index in edited)
             for window, trained in self._units
         )
         for _ in in_turn(begins):
             self._check_halted()
-
-    def _await_column(self, record: Any) -> list[Any]:
-        """The records of all ranks, once all ranks of the column have published this version."""
-        begin = time.monotonic()
-        self._link.begin(record)
-        while not self._link.complete():
-            self._check_halted()
-            if trouble := self._link.trouble():
-                raise PeerFailedError(trouble)
-            time.sleep(min(max((time.monotonic() - begin) * _SLEEP_FRACTION, _FIRST_SLEEP), _LONGEST_SLEEP))
-        return self._link.records()
 
     def _check_halted(self) -> None:
         if self._halted.is_set():

@@ -14,7 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -29,18 +29,6 @@ _Answer = TypeVar("_Answer")
 _PATIENCE = 10.0  # seconds that the end waits for a device that hangs
 #: Additions by which every opening sees that none is lost, and the bytes of every window that they go to.
 _TRIES, _TRIED_BYTES = 16, 4096
-
-
-class Mark(Protocol):
-    """A place in a stream, as ``torch.cuda.Event`` is."""
-
-    def query(self) -> bool:
-        """Whether everything before it is done."""
-        ...
-
-    def synchronize(self) -> None:
-        """Sleep until everything before it is done."""
-        ...
 
 
 class Device(ABC):
@@ -89,7 +77,7 @@ class Device(ABC):
         """Let the current stream wait for all work on ``stream`` so far."""
 
     @abstractmethod
-    def mark(self) -> Mark:
+    def mark(self) -> torch.cuda.Event:
         """A mark after all work on the current stream so far."""
 
     @abstractmethod
@@ -249,12 +237,12 @@ class Announcer:
     def __init__(self, store: Callable[[int, int], None], enter_thread: Callable[[], None]) -> None:
         self._store = store
         self._enter_thread = enter_thread
-        self._waiting: queue.SimpleQueue[tuple[Mark, int, int] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[torch.cuda.Event, int, int] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="lightning-odc announcer", daemon=True)
         self._thread.start()
 
-    def announce(self, mark: Mark, word: int, value: int) -> None:
+    def announce(self, mark: torch.cuda.Event, word: int, value: int) -> None:
         """Write a word when ``mark`` has been passed."""
         self.check()
         self._waiting.put((mark, word, value))

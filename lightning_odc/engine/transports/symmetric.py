@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_odc import _compat
 from lightning_odc.engine.transports import preflight
 from lightning_odc.engine.transports.base import UnitSpec
-from lightning_odc.engine.transports.cuda import Device, Mark
+from lightning_odc.engine.transports.cuda import Device
 from lightning_odc.engine.transports.preflight import DeviceFacts
 
 _PROBED = 32
@@ -84,22 +84,18 @@ class SymmetricDevice(Device):
                 (_gradients_in(u), u.grad_dtype, u.grad_numel % 16, u.grad_numel >> 31): u for u in units
             }
             for unit in forms.values():
-                self._probe(_gradients_in(unit), unit.grad_dtype, unit.grad_numel)
+                target = torch.ones(_PROBED, dtype=unit.grad_dtype, device=self._device)
+                addresses = torch.tensor([target.data_ptr()], device=self._device)
+                rows = torch.ones(_PROBED, dtype=_gradients_in(unit), device=self._device)
+                # As if one owner's gradients were as many as this unit's.
+                rows = rows.as_strided((1, _PROBED), (unit.grad_numel, 1))
+                kernels.add_rows(addresses, 0, unit.grad_dtype, rows)
+                if not bool((target == 2).all()):
+                    raise RuntimeError(f"1 + 1 came out as {target[0].item()} in {unit.grad_dtype}")
         except Exception as error:  # of Triton, of its compiler, or of the driver
             self._has_kernel = False
             return f"the kernel for atomic additions does not run: {type(error).__name__}: {error}"
         return ""
-
-    def _probe(self, dtype: torch.dtype, summed_in: torch.dtype, row: int) -> None:
-        """Let the kernel add gradients of this dtype, of which one owner's are so many, and look at the sums."""
-        from lightning_odc.engine.transports import kernels
-
-        target = torch.ones(_PROBED, dtype=summed_in, device=self._device)
-        addresses = torch.tensor([target.data_ptr()], device=self._device)
-        rows = torch.ones(_PROBED, dtype=dtype, device=self._device).as_strided((1, _PROBED), (row, 1))
-        kernels.add_rows(addresses, 0, summed_in, rows)
-        if not bool((target == 2).all()):
-            raise RuntimeError(f"1 + 1 came out as {target[0].item()} in {summed_in}")
 
     def add_plainly(self) -> None:
         self._has_kernel = False
@@ -145,7 +141,7 @@ class SymmetricDevice(Device):
     def wait_for(self, stream: Hashable) -> None:
         torch.cuda.current_stream(self._device).wait_stream(cast(torch.cuda.Stream, stream))
 
-    def mark(self) -> Mark:
+    def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
