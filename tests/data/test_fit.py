@@ -23,15 +23,14 @@ from lightning_odc.balance import POLICIES
 from lightning_odc.data.loader import BalancedDataLoader, Microbatch
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackedBatch, pack_samples
-from tests.support.fits import assert_same
-from tests.support.models import Net
-from tests.support.modules import full_parameters, trainer
+from tests.support.fits import LR, Parameters, are_equal, assert_same, one_process
+from tests.support.models import Net, full_parameters
+from tests.support.modules import trainer
 from tests.support.ranks import Cases, run_calls, run_ranks
 
 LENGTHS = np.random.default_rng(0).integers(2, 16, 23).tolist()
 STEPS = 6  # of 4 samples each, the last of 3
 EPOCHS = 2
-LR = 0.01
 
 
 def rows() -> list[Tensor]:
@@ -77,21 +76,15 @@ class RowsModule(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=LR)
 
 
-def reference(epochs: int = EPOCHS) -> dict[str, Tensor]:
-    """One process, plain torch, the minibatches of the schedule: the mean over all their tokens."""
-    module, samples = RowsModule(), rows()
-    optimizer = module.configure_optimizers()
-    balanced = loader(0, 1)
-    for epoch in range(epochs):
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            plan = balanced.plan(step, epoch)
-            (microbatches,), (weights,) = plan.microbatches, plan.weights
-            for microbatch, weight in zip(microbatches, weights, strict=True):
-                loss = module.mean_loss(pack_samples([samples[index] for index in microbatch]))
-                (loss * weight / sum(weights)).backward()
-            optimizer.step()
-    return full_parameters(module)
+def reference(steps: int = STEPS) -> Parameters:
+    """One process, plain torch, the planned minibatches: the mean over all tokens of each."""
+    samples, balanced, minibatches = rows(), loader(0, 1), []
+    for epoch in range(EPOCHS):
+        for step in range(steps):
+            (microbatches,) = balanced.plan(step, epoch).microbatches
+            indices = [index for microbatch in microbatches for index in microbatch]
+            minibatches.append([pack_samples([samples[index] for index in indices])])
+    return one_process(RowsModule(), minibatches)
 
 
 def fit_all(rank: int, world_size: int, communication: str, policies: list[str]) -> dict[str, Any]:
@@ -158,30 +151,27 @@ class Spy(Callback):
         self.plans.append(batch.plan)
 
 
-Outcome = tuple[dict[str, Tensor], list[str | None]]
-
-
-def fit_once(
-    rank: int, directory: str, state_dict_type: str, step: int | None, workers: dict[str, int]
-) -> Outcome:
-    spy = Spy()
-    save = ModelCheckpoint(directory, "{step}", save_top_k=-1, every_n_train_steps=4)
-    fitter = trainer(
-        2,
-        deterministic=True,
-        state_dict_type=state_dict_type,
-        callbacks=[spy] if step else [spy, save],
-        enable_checkpointing=step is None,
-        max_epochs=EPOCHS,
-    )
-    module = RowsModule()
-    checkpoint = Path(directory) / f"step={step}.ckpt" if step else None
-    fitter.fit(module, loader(rank, 2, **workers), ckpt_path=checkpoint)
-    return full_parameters(module), spy.plans
+Outcome = tuple[Parameters, list[str | None]]
 
 
 def fit_and_resume(rank: int, directory: str, state_dict_type: str, workers: dict[str, int]) -> list[Outcome]:
-    return [fit_once(rank, directory, state_dict_type, step, workers) for step in (None, 4, 8)]
+    """A whole fit, and those that go on from its checkpoints."""
+    outcomes = []
+    for step in (None, 4, 8):
+        spy, module = Spy(), RowsModule()
+        save = ModelCheckpoint(directory, "{step}", save_top_k=-1, every_n_train_steps=4)
+        fitter = trainer(
+            2,
+            deterministic=True,
+            state_dict_type=state_dict_type,
+            callbacks=[spy] if step else [spy, save],
+            enable_checkpointing=step is None,
+            max_epochs=EPOCHS,
+        )
+        checkpoint = Path(directory) / f"step={step}.ckpt" if step else None
+        fitter.fit(module, loader(rank, 2, **workers), ckpt_path=checkpoint)
+        outcomes.append((full_parameters(module), spy.plans))
+    return outcomes
 
 
 @pytest.mark.parametrize("run", ["workers", "sharded"])
@@ -193,8 +183,7 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit(ranks, run, t
         assert len(plans) == STEPS * EPOCHS
         for step, (again, plans_again) in zip((4, 8), resumed, strict=True):
             assert plans_again == plans[step:]
-            for name, value in parameters.items():
-                assert torch.equal(value, again[name]), name
+            assert are_equal(again, parameters)
     assert found[0][0][1] == found[1][0][1]
 
 
@@ -218,38 +207,6 @@ class Bystander(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def plans_of(
-    options: dict[str, Any],
-    checkpoint: Path | None,
-    balanced: BalancedDataLoader | None = None,
-    **saving: Any,
-) -> list[str | None]:
-    """Plans that a one-process trainer runs, saving or going on."""
-    spy = Spy()
-    callbacks = [ModelCheckpoint(save_top_k=-1, filename="{step}", **saving)] if saving else []
-    options = {"callbacks": [spy, *callbacks], "enable_checkpointing": bool(saving), **options}
-    fitter = trainer(1, strategy="auto", **options)
-    balanced = loader(0, 1) if balanced is None else balanced
-    fitter.fit(Bystander(), balanced, loader(0, 1, shuffle=False), ckpt_path=checkpoint)
-    return spy.plans
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_epochs": 2, "val_check_interval": 2},
-        {"max_epochs": 3, "limit_train_batches": 4},
-        {"max_epochs": -1, "max_steps": 10},
-    ],
-    ids=["validation", "limited", "steps"],
-)
-def test_every_checkpoint_goes_on_where_it_was_taken(options, tmp_path):
-    whole = plans_of(options, None, dirpath=tmp_path, every_n_train_steps=1)
-    assert len(set(whole)) == len(whole) == (10 if "max_steps" in options else 12)
-    for step in range(1, len(whole)):
-        assert plans_of(options, tmp_path / f"step={step}.ckpt") == whole[step:]
-
-
 class Endless(IterableDataset[Tensor]):
     """The rows, without saying how many."""
 
@@ -257,15 +214,38 @@ class Endless(IterableDataset[Tensor]):
         return iter(rows())
 
 
-def test_a_stream_goes_on_where_it_was_if_lightning_need_not_look_ahead(tmp_path):
-    def stream() -> BalancedDataLoader:
-        return BalancedDataLoader(Endless(), minibatch_size=4, window=2, collate_fn=list, shuffle=True)
+def stream() -> BalancedDataLoader:
+    return BalancedDataLoader(Endless(), minibatch_size=4, window=2, collate_fn=list, shuffle=True)
 
-    options = {"max_epochs": 2, "limit_train_batches": 5}
-    whole = plans_of(options, None, stream(), dirpath=tmp_path, every_n_train_steps=1)
-    assert len(set(whole)) == 10
-    for step in (1, 4, 7):
-        assert plans_of(options, tmp_path / f"step={step}.ckpt", stream()) == whole[step:]
+
+def plans_of(
+    balanced: BalancedDataLoader, options: dict[str, Any], checkpoint: Path | None = None, **saving: Any
+) -> list[str | None]:
+    """Plans that a one-process trainer runs, saving or going on."""
+    spy = Spy()
+    callbacks = [ModelCheckpoint(save_top_k=-1, filename="{step}", **saving)] if saving else []
+    options = {"callbacks": [spy, *callbacks], "enable_checkpointing": bool(saving), **options}
+    fitter = trainer(1, strategy="auto", **options)
+    fitter.fit(Bystander(), balanced, loader(0, 1, shuffle=False), ckpt_path=checkpoint)
+    return spy.plans
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "minibatches", "steps"),
+    [
+        (lambda: loader(0, 1), {"max_epochs": 2, "val_check_interval": 2}, 12, range(1, 12)),
+        (lambda: loader(0, 1), {"max_epochs": 3, "limit_train_batches": 4}, 12, range(1, 12)),
+        (lambda: loader(0, 1), {"max_epochs": -1, "max_steps": 10}, 10, range(1, 10)),
+        # if Lightning need not look ahead
+        (stream, {"max_epochs": 2, "limit_train_batches": 5}, 10, (1, 4, 7)),
+    ],
+    ids=["validation", "limited", "steps", "stream"],
+)
+def test_every_checkpoint_goes_on_where_it_was_taken(make, options, minibatches, steps, tmp_path):
+    whole = plans_of(make(), options, dirpath=tmp_path, every_n_train_steps=1)
+    assert len(set(whole)) == len(whole) == minibatches
+    for step in steps:
+        assert plans_of(make(), options, tmp_path / f"step={step}.ckpt") == whole[step:]
 
 
 class Counter(Callback):
@@ -289,9 +269,8 @@ class Counter(Callback):
 def test_lightning_sees_unrolled_epochs_of_different_lengths_whole():
     counter = Counter()
     options = {"max_epochs": 4, "reload_dataloaders_every_n_epochs": 1}
-    trainer(1, strategy="auto", callbacks=[counter], **options).fit(
-        RowsModule(), loader(0, 1, policy="lb_micro", unroll=True)
-    )
+    fitter = trainer(1, strategy="auto", callbacks=[counter], **options)
+    fitter.fit(RowsModule(), loader(0, 1, policy="lb_micro", unroll=True))
     assert counter.ended == [STEPS] * 4
     assert len(set(counter.microbatches)) > 1
 
@@ -299,7 +278,7 @@ def test_lightning_sees_unrolled_epochs_of_different_lengths_whole():
 # -- other strategies ------------------------------------------------------------------------------------------
 
 
-def fit_ddp(rank: int) -> tuple[dict[str, Tensor], int]:
+def fit_ddp(rank: int) -> tuple[Parameters, int]:
     module = RowsModule()
     # local_sort: 5 whole minibatches of 2 samples per rank
     options = {"limit_train_batches": 10, "accumulate_grad_batches": 2}
@@ -311,18 +290,9 @@ def fit_ddp(rank: int) -> tuple[dict[str, Tensor], int]:
 
 
 def test_unrolled_microbatches_under_ddp_give_the_gradient_of_the_minibatch(ranks):
-    module, samples, balanced = RowsModule(), rows(), loader(0, 1)
-    optimizer = module.configure_optimizers()
-    for epoch in range(EPOCHS):
-        for step in range(5):
-            optimizer.zero_grad()
-            (microbatches,) = balanced.plan(step, epoch).microbatches
-            minibatch = [samples[i] for microbatch in microbatches for i in microbatch]
-            module.mean_loss(pack_samples(minibatch)).backward()
-            optimizer.step()
     for parameters, steps in ranks["ddp"]:
         assert steps == 5 * EPOCHS
-        assert_same(parameters, full_parameters(module))
+        assert_same(parameters, reference(steps=5))
 
 
 class SteppingRows(RowsModule):
@@ -331,8 +301,8 @@ class SteppingRows(RowsModule):
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.since = 0
         self.weights: list[float] = []
+        self.since = 0
 
     def training_step(self, batch: Microbatch, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()

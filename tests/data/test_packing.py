@@ -1,4 +1,7 @@
-"""The packing collator: what it writes, what it refuses, and that packed samples do not see each other."""
+"""The packing collator: what it writes, and what it refuses.
+
+``tests/strategy/test_causal_lm.py`` shows what models make of it: packed samples do not see each other.
+"""
 
 from __future__ import annotations
 
@@ -167,72 +170,3 @@ def test_the_usual_collators_of_hugging_face_lose_their_padding_alone() -> None:
 def test_which_collators_pack() -> None:
     collators = pack_samples, PackingCollator(), padding, None
     assert [packs(one) for one in collators] == [True, True, False, False]
-
-
-# -- what a model makes of it ----------------------------------------------------------------------------------
-
-LENGTHS = (17, 1, 40, 9)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_implementation="sdpa",
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return transformers.LlamaForCausalLM(config).eval()
-
-
-@pytest.fixture(scope="module")
-def samples() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(64, (length,), generator=generator) for length in LENGTHS]
-
-
-def worst_difference(model: Any, samples: list[torch.Tensor], **changes: Any) -> float:
-    """Largest difference of a logit, packed against alone; ``changes`` replace arguments of the model."""
-    batch = pack_samples(samples)
-    arguments = {"position_ids": batch["position_ids"], "use_cache": False} | changes
-    with torch.no_grad():
-        packed = model(input_ids=batch["input_ids"], **arguments).logits
-        alone = [model(input_ids=sample[None], use_cache=False).logits[0] for sample in samples]
-    pieces = unpack_tokens(packed, batch["cu_seqlens"])
-    return max(float((piece - logits).abs().max()) for piece, logits in zip(pieces, alone, strict=True))
-
-
-def test_packed_logits_equal_unpacked_ones(model: Any, samples: list[torch.Tensor]) -> None:
-    # The same products summed by another kernel (masked, not causal): a few units in the last place of logits
-    # of size 1, 6e-8 each, through two layers.
-    assert worst_difference(model, samples) < 2e-6
-
-
-def test_the_comparison_sees_a_leak(model: Any, samples: list[torch.Tensor]) -> None:
-    running_on = torch.arange(sum(LENGTHS))[None]
-    assert worst_difference(model, samples, position_ids=running_on) > 1e-2
-
-
-def test_gradients_of_the_packed_loss_equal_unpacked_ones(model: Any, samples: list[torch.Tensor]) -> None:
-    def gradient(groups: list[list[torch.Tensor]]) -> torch.Tensor:
-        model.zero_grad()
-        for group in groups:
-            batch = pack_samples(group)
-            logits = model(
-                input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
-            ).logits
-            torch.nn.functional.cross_entropy(
-                logits[0, :-1], batch["labels"][0, 1:], reduction="sum"
-            ).backward()
-        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-
-    together = gradient([samples])
-    one_by_one = gradient([[sample] for sample in samples if len(sample) > 1])
-    # Sums of 67 tokens in another order: 67 x 6e-8 relative to the largest entry bounds it.
-    torch.testing.assert_close(together, one_by_one, rtol=0, atol=4e-6 * float(one_by_one.abs().max()))
