@@ -41,12 +41,12 @@ class Gain:
 
 
 def planned_gain(
-    lengths: LengthArray, batch_size: int, batches: int, planner: Planner, own: Collation | None = None
+    lengths: LengthArray, batch_size: int, batches: int, planner: Planner, unbalanced: Collation | None = None
 ) -> Gain:
-    """Compare batches as they come with balanced minibatches; ``own`` is the collation of batches as they come."""
+    """Compare batches as they come with balanced minibatches; ``unbalanced`` is the collation of the former."""
     num_ranks = planner.num_ranks
     balanced_as: Any = {"cost": planner.cost, "collation": planner.collation}
-    come_as: Any = {"cost": planner.cost, "collation": own or planner.collation}
+    come_as: Any = {"cost": planner.cost, "collation": unbalanced or planner.collation}
     size = batch_size * batches * num_ranks
     whole = lengths[: len(lengths) // size * size or len(lengths)]
     # As they come, ranks wait at every batch, since Lightning meets there. Balanced, they wait once per optimizer

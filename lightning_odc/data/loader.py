@@ -311,9 +311,9 @@ class BalancedDataLoader:
         if not isinstance(reading, MapReading):
             return None
         size = self.options.batch_size or max(self.options.minibatch_size // batches, 1)
-        own = self._find_collation(self._unpacked, self.lengths) if self._packs else reading.collation
+        unbalanced = self._find_collation(self._unpacked, self.lengths) if self._packs else reading.collation
         in_order = self.lengths.values[reading.epochs.order(0)]
-        return planned_gain(in_order, size, batches, reading.epochs.planner, own or PACKED)
+        return planned_gain(in_order, size, batches, reading.epochs.planner, unbalanced or PACKED)
 
     def plan(self, step: int, epoch: int | None = None) -> MinibatchPlan:
         """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way.
@@ -393,7 +393,7 @@ class BalancedDataLoader:
             packs_rows = self._packs or packs(self._unpacked)
             options = replace(options, weighting="next_token" if packs_rows else "token")
         if self.is_stream:
-            # A cost learns where it is planned with, and a worker that plans is not told any times.
+            # A worker that plans is not told how long microbatches took, so a cost cannot learn there.
             info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
             length_of = self._length_fn or measure
             self._reading = StreamReading(

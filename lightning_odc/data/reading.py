@@ -340,9 +340,9 @@ class StreamReading(IterableDataset[Minibatch]):
 
     def _windows(self, epoch: int, size: int) -> Iterator[list[Any]]:
         """The samples of one window after another, of all ranks."""
-        rng = RandomState.seeded(self._options.seed, epoch)
-        with rng.active():
-            source = iter(self._dataset)
+        with isolated_rng():
+            seed_rng(self._options.seed, epoch)
+            source, rng = iter(self._dataset), RandomState()
         for number in count():
             with rng.active():
                 window = list(islice(source, size))

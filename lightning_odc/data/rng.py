@@ -15,14 +15,48 @@ from torch.utils.data import Dataset
 from lightning_odc.data.minibatch import Detail
 
 
+class RandomState:
+    """The global generators of Python, numpy and torch (CPU, and a GPU if one is given) as they were at one moment."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._take()
+
+    def _take(self) -> None:
+        self._python, self._numpy, self._torch = (
+            random.getstate(),
+            np.random.get_state(),
+            torch.get_rng_state(),
+        )
+        self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+
+    def restore(self) -> None:
+        """Let them go on from there."""
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._device is not None and self._on_device is not None:
+            torch.cuda.set_rng_state(self._on_device, self._device)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let them go on from there meanwhile, and remember how far they came."""
+        with isolated_rng():
+            self.restore()
+            try:
+                yield
+            finally:
+                self._take()
+
+
 @contextmanager
 def isolated_rng() -> Iterator[None]:
     """Leave the global generators of Python, numpy and torch (CPU) as they were before."""
-    before = _states()
+    before = RandomState()
     try:
         yield
     finally:
-        _restore(before)
+        before.restore()
 
 
 def seed_rng(*key: int) -> int:
@@ -48,38 +82,6 @@ def random_numbers_of(detail: Detail | None, device: torch.device, seed: int) ->
         yield
 
 
-class RandomState:
-    """The global generators as they were at one moment; those of a GPU among them, if one is given."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device if device is not None and device.type == "cuda" else None
-        self._inside = _states()
-        self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
-
-    @classmethod
-    def seeded(cls, *key: int) -> RandomState:
-        """What they would be after `seed_rng`."""
-        with isolated_rng():
-            seed_rng(*key)
-            return cls()
-
-    def restore(self) -> None:
-        """Let them go on from there."""
-        _restore(self._inside)
-        if self._device is not None and self._on_device is not None:
-            torch.cuda.set_rng_state(self._on_device, self._device)
-
-    @contextmanager
-    def active(self) -> Iterator[None]:
-        """Let them go on from there meanwhile, and remember how far they came."""
-        with isolated_rng():
-            _restore(self._inside)
-            try:
-                yield
-            finally:
-                self._inside = _states()
-
-
 def with_own_rng(value: Any) -> Any:
     """A copy of a data set (and of those in it) with separate generators and attributes, and the same samples."""
     if isinstance(value, torch.Generator):
@@ -93,14 +95,3 @@ def with_own_rng(value: Any) -> Any:
     twin = copy.copy(value)
     vars(twin).update({name: with_own_rng(part) for name, part in vars(twin).items()})
     return twin
-
-
-def _states() -> tuple[Any, Any, torch.Tensor]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
-
-
-def _restore(states: tuple[Any, Any, torch.Tensor]) -> None:
-    python, array, tensor = states
-    random.setstate(python)
-    np.random.set_state(array)
-    torch.set_rng_state(tensor)
