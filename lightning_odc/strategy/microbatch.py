@@ -41,7 +41,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, cast
@@ -226,7 +226,7 @@ def explained(what_to_do: str) -> Iterator[None]:
         raise
 
 
-class Part:
+class Part(AbstractContextManager[Any]):
     """A microbatch, or a part of one: ``with part:`` run it. If memory runs out there, the error is kept."""
 
     def __init__(
@@ -249,9 +249,6 @@ class Part:
         self._ledger = replace(retry.engine.ledger)
         # With details, `random_numbers_of` seeds the generators.
         self._random_state = RandomState(retry.device) if task.detail is None else None
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(self, _: Any, error: BaseException | None, trace: TracebackType | None) -> bool:
         if not isinstance(error, Exception) or not is_out_of_memory(error):
@@ -448,45 +445,42 @@ class Stopwatch:
         self._device = device
         self._cost: DelayedCost | None = None
         self._number = 0
-        self._measured: list[tuple[list[Any], float]] = []
         self._measures = False
-        self._is_set = False
+        self._measured: list[list[Any]] = []  # lengths and seconds
+        self._current: list[Any] | None = None  # of them, that of the microbatch at hand
 
     def open(self, minibatch: Minibatch) -> None:
         """The microbatches of this minibatch come next."""
-        self._is_set = False
-        origin = minibatch.origin
+        self._current, origin = None, minibatch.origin
         if origin is not None and origin.cost is not None:
             self._cost, self._number = origin.cost, origin.number
             self._measures = origin.cost.measures(origin.number)
 
     def begin(self, detail: Detail | None) -> None:
         """What runs from now on works on this microbatch."""
-        self._is_set = self._measures and detail is not None
-        if self._is_set and detail is not None:
-            self._measured.append((detail.lengths, 0.0))
+        self._current = None
+        if self._measures and detail is not None:
+            self._current = [detail.lengths, 0.0]
+            self._measured.append(self._current)
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Around what belongs to the current microbatch."""
-        if not self._is_set:
-            yield
-            return
-        begin = self._now()
+        current = self._current
+        begin = 0.0 if current is None else self._now()
         yield
-        lengths, seconds = self._measured.pop()
-        self._measured.append((lengths, seconds + self._now() - begin))
+        if current is not None:
+            current[1] += self._now() - begin
 
     def forget(self) -> None:
         """The current microbatch broke off: its time says nothing about its lengths."""
-        if self._is_set:
+        if self._current is not None:
             self._measured.pop()
-            self._is_set = False
+            self._current = None
 
     def take(self) -> tuple[list[Measurement], list[Any] | None]:
         """What was measured in an optimizer step, and what the cost posts; it is forgotten here."""
-        measured, self._measured = self._measured, []
-        self._is_set = False
+        measured, self._measured, self._current = self._measured, [], None
         count = sum(np.size(lengths) for lengths, _ in measured)
         some = measured[:: max(-(-count // _MOST_LENGTHS), 1)]
         posted = None if self._cost is None else self._cost.post(self._number)

@@ -281,19 +281,21 @@ class Training:
         ):
             output = self._call(task.microbatch, *batch.args, **batch.kwargs)
         item = contribution(output, task.weight, batch.counting, labels, part.is_part, batch.is_sum)
-        if item is not None and item.counting is Counting.EXACT:
+        if item is None:
+            self._logbook.weigh(task.weight * batch.samples)
+            return output
+        if item.counting is Counting.EXACT:
             part.counts_nothing = CountsNothing(weight=counts)
-        if item is not None and self._skips_nonfinite and not bool(torch.isfinite(item.loss).all()):
+        if self._skips_nonfinite and not bool(torch.isfinite(item.loss).all()):
             # It counts nothing, but goes backward, since others may wait for it, and adds zeros.
             warn_of_drop(part, "has a loss that is not finite")
             part.counts_nothing = CountsNothing(weight=0.0)
             self._leave_out(part)
             item = replace(item, loss=nothing_of(item.loss), weight=0.0)
             output = {**output, "loss": item.loss} if isinstance(output, Mapping) else item.loss
-        self._logbook.weigh((task.weight if item is None else item.weight) * batch.samples)
-        if item is not None:
-            part.item = item
-            self._engine.ledger.add(item.weight / self._accumulated, item.counting)
+        self._logbook.weigh(item.weight * batch.samples)
+        part.item = item
+        self._engine.ledger.add(item.weight / self._accumulated, item.counting)
         return output
 
     def _leave_out(self, part: Part) -> None:
