@@ -106,9 +106,10 @@ def test_bounds_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [one for extra in project["optional-dependencies"].values() for one in extra]
     required = [*project["dependencies"], *extras]
-    oldest = dict(
-        found.groups() for one in required if (found := re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", one))
-    )
+    found = [
+        match.groups() for one in required if (match := re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", one))
+    ]
+    oldest = dict(reversed(found))  # an extra that is listed later may need a newer one
     assert {name: oldest[name] for name in doctor.BOUNDS} == doctor.BOUNDS
     assert project["requires-python"] == ">=" + ".".join(map(str, doctor.OLDEST_PYTHON))
     (lightning,) = (one for one in required if one.startswith("lightning>="))

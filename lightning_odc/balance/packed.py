@@ -277,8 +277,8 @@ def _parts_of_full_bins(sizes: Ints, full: Floats, overhead: Floats, pair: Float
     Args:
         sizes: ``[n]``
         full: ``[1 or num_ranks, 1]``, like the others. Beyond it, pairs cost more than another microbatch would.
-        overhead: Of a microbatch.
-        pair: Of two tokens.
+        overhead: Cost of a microbatch beside its samples.
+        pair: Cost of two tokens of different samples.
     """
     parts = overhead * sizes / np.maximum(full, 1.0) + pair * sizes * (full - sizes) / 2
     return np.where(sizes >= full, overhead, parts)

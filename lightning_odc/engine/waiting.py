@@ -9,6 +9,7 @@ its peers describe it.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -149,6 +150,11 @@ class Waiter(Traced):
             spins -= 1
 
 
+def _plainly(path: str, flags: int) -> int:
+    """Open a file, but no link to one, and no pipe: without a reader, that would keep the rank here for ever."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+
+
 class HangReport:
     """Writes reports of one rank, and keeps a thread that decides when to."""
 
@@ -187,7 +193,7 @@ class HangReport:
         if self.path is not None and self._writable:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("a") as file:
+                with open(self.path, "a", opener=_plainly) as file:
                     file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n{self._stacks()}\n")
                 note = f"Also in {self.path}, with the Python stack."
             except OSError as error:

@@ -25,6 +25,7 @@ class Rank:
     def __init__(self, laid: set[int] = frozenset(), emptied: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         slots = [SlotStub(number) for number in range(3)]
         self.cleared: set[int] = set()
+        self.forgotten: set[int] = set()  # of what this rank has not added yet
         self.met: list[str] = []
         window = SimpleNamespace(clear=lambda start, numel: self.cleared.add(start))
         unit = SimpleNamespace(index=0, slots=slots, trainable=slots, used=set())
@@ -34,7 +35,8 @@ class Rank:
             emptied=lambda: {slots[number] for number in emptied},
             lift=lambda: None,
         )
-        parts: list[Any] = [placeholders, lambda: [unit], lambda: protocol]
+        held = SimpleNamespace(clear=lambda start, numel: self.forgotten.add(start))
+        parts: list[Any] = [placeholders, lambda: [unit], lambda: [held], lambda: protocol]
         self.dropping = Dropping(*parts)
 
 
@@ -49,7 +51,7 @@ class SlotStub:
 def test_a_rank_without_placeholders_drops_what_others_drop(came_for):
     rank = Rank()
     rank.dropping.together(["0x1", "0x4"], came_for)
-    assert rank.cleared == {0, 2}
+    assert rank.cleared == rank.forgotten == {0, 2}
     assert rank.met == ["gradients are discarded"]
 
 
@@ -63,4 +65,4 @@ def test_a_rank_that_has_added_since_refuses():
     rank = Rank(laid={1})
     with pytest.raises(DisagreementError, match=r"emptied the gradient of 'p1'(?s:.*)settle_gradients\(\)"):
         rank.dropping.together([ALL], "optimizer step")
-    assert rank.cleared == set()
+    assert rank.cleared == rank.forgotten == set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 import threading
 import time
@@ -224,3 +225,14 @@ def test_files_of_several_reports_are_kept(tmp_path: Path) -> None:
     assert report.path is not None
     text = report.path.read_text()
     assert text.index("first") < text.index("second")
+
+
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda path: path.symlink_to(path.with_name("other"))])
+def test_a_planted_pipe_or_link_is_no_place_for_a_report(plant, tmp_path, capsys):
+    report = HangReport(1.0, tmp_path, 1)
+    assert report.path is not None
+    report.path.parent.mkdir(parents=True, exist_ok=True)
+    plant(report.path)
+    report.tell("something")
+    assert "something\n  (It could not be written to" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
