@@ -21,7 +21,7 @@ from lightning_odc.fabric import ODCFabricStrategy
 from tests.strategy.test_models import answers, causal_lm, counted
 from tests.support.fits import LR, assert_same, steps_of
 from tests.support.models import Net, full_parameters, summed_loss
-from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
+from tests.support.ranks import run_calls, run_ranks, try_ranks
 
 
 def make(strategy: Any = "odc", world_size: int = 2, **options: Any) -> Fabric:
@@ -91,17 +91,15 @@ TRAINED: list[tuple[tuple[int, ...], float | None, dict[str, Any]]] = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fabric")
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> Cases:
+def ranks(folder):
     """All that ends well on two ranks, in one launch; every test looks at its part."""
     torch.save([one.state_dict() for one in trained(steps=1)], folder / "one")
-    calls: dict[Any, tuple[Any, ...]] = {
-        counts: (_train, counts, clip, options) for counts, clip, options in TRAINED if len(counts) == 2
-    }
+    calls = {counts: (_train, counts, clip, options) for counts, clip, options in TRAINED if len(counts) == 2}
     calls |= {kind: (_save_and_load, str(folder), kind) for kind in ("full", "sharded")}
     calls |= {together: (_go_on, folder / "one", together) for together in (True, False)}
     calls |= {"bf16": (_train_in, ["bf16-mixed", "bf16-true"]), "plain": (_train_plainly,)}
@@ -253,7 +251,7 @@ def test_refusals_show_what_to_write(ranks):
     assert "bf16-mixed" in precision
     assert "one nn.Module" in second
     with pytest.raises(ValueError, match="communication='lockstep'"):
-        ODCFabricStrategy(communication="lockstep")  # type: ignore[arg-type]
+        ODCFabricStrategy(communication="lockstep")
     with pytest.raises(RuntimeError, match=r"fabric\.setup"):
         _ = ODCFabricStrategy().engine
     unlaunched = Fabric(strategy="odc", accelerator="cpu", devices=2)
@@ -294,9 +292,9 @@ def _generates(rank: int) -> Any:
     torch.manual_seed(0)
     net = causal_lm()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
-    counts: list[list[int]] = []
+    counts = []
     first = [answers(model, rank, counts, fabric.strategy.engine) for _ in range(1 + rank)]
-    inside: list[list[int]] = []
+    inside = []
     tokens = torch.tensor([[3, 1, 2, 5]])
     with fabric.strategy.gathered():
         before = model(input_ids=tokens, labels=tokens).loss
@@ -317,7 +315,7 @@ def test_generate_reads_once_and_sees_what_has_been_learnt(ranks):
     for rank, (first, counts, before, after, second, parameters) in enumerate(ranks["generates"]):
         torch.manual_seed(0)
         model, passes = causal_lm(), 3 * (rank + 1)
-        engine: Any = SimpleNamespace(traffic=SimpleNamespace(reads=0))
+        engine = SimpleNamespace(traffic=SimpleNamespace(reads=0))
         tokens = torch.tensor([[3, 1, 2, 5]])
         losses = []
         for found in (first, second):

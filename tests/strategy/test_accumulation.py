@@ -58,7 +58,7 @@ class Counted(Padded):
         if self.asks:
             self.estimated = self.trainer.estimated_stepping_batches
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        schedulers: list[Any] = [
+        schedulers = [
             {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma), **options}
             for gamma, options in ((0.9, {"interval": "step", "frequency": 8}), (0.5, {"interval": "epoch"}))
         ]
@@ -66,11 +66,11 @@ class Counted(Padded):
 
 
 def loader(samples: list[Tensor] = SAMPLES[:22], **options: Any) -> DataLoader[Tensor]:
-    return DataLoader(samples, **{"batch_size": 1, "collate_fn": pad, **options})  # type: ignore[arg-type]
+    return DataLoader(samples, **{"batch_size": 1, "collate_fn": pad, **options})
 
 
 def fit(balance: str | None, module: pl.LightningModule, data: Any, **options: Any) -> pl.Trainer:
-    given: dict[str, Any] = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "max_epochs": EPOCHS}
+    given = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "max_epochs": EPOCHS}
     given |= {"balance": balance, "deterministic": True, "use_distributed_sampler": True, **options}
     validation = loader() if isinstance(module, Counted) else None
     return fits.fit(module, data, 2, validation, **given)
@@ -129,7 +129,7 @@ def test_whatever_counts_optimizer_steps_counts_as_before(tmp_path):
 
 
 def _gradients(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = {}
     for balance, communication in (("lb_mini", "on_demand"), ("auto", "collective"), ("auto", "lockstep")):
         module = Padded(counted=True)
         options = {"balance": balance, "communication": communication, "accumulate_grad_batches": 4}

@@ -32,7 +32,7 @@ from lightning_odc.strategy.microbatch import contribution
 from tests.support.fits import are_equal, assert_same, failure, fit, fitted
 from tests.support.models import Block, full_parameters, token_batches
 from tests.support.modules import TokenModule, trainer
-from tests.support.ranks import Cases, run_calls
+from tests.support.ranks import run_calls
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
 LB_MINI = {"balance": "lb_mini"}
@@ -108,10 +108,10 @@ def _miscounts(rank: int, communication: str, items: float) -> str:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Cases:
+def two_ranks():
     """What two ranks do, in one launch."""
     kinds = ("on_demand", "collective")
-    calls: dict[Any, Any] = {case: (_miscounts, *case) for case in MISCOUNTS}
+    calls = {case: (_miscounts, *case) for case in MISCOUNTS}
     calls |= {(case, kind): (_sharded, case, kind) for case in SHARDED for kind in kinds}
     calls |= {"wrapped": (_fit_hand_wrapped,), "penalty": (_weighted_penalty,), "advised": (_advised,)}
     return run_calls(calls)
@@ -177,8 +177,8 @@ def test_pytorch_lightnings_trainer_explains_itself():
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Cases:
-    calls: dict[Any, Any] = {strategy: (_fit_elsewhere, strategy) for strategy in ("auto", "ddp")}
+def one_rank():
+    calls = {strategy: (_fit_elsewhere, strategy) for strategy in ("auto", "ddp")}
     calls |= {case: (_fit_odd, case) for case in OUTPUTS} | {"skips": (_fit_skipping,)}
     return run_calls(calls, world_size=1)
 
@@ -279,9 +279,9 @@ class Does(TokenModule):
         self.act = act
         if hook == "training_step":
             plain = self.training_step
-            self.training_step = lambda *batch: plain(*batch) + act(self)  # type: ignore[method-assign]
+            self.training_step = lambda *batch: plain(*batch) + act(self)
         elif hook == "configure_optimizers":
-            self.configure_optimizers = lambda: act(self.parameters())  # type: ignore[method-assign]
+            self.configure_optimizers = lambda: act(self.parameters())
         else:
             setattr(self, hook, lambda *_: act(self))
 
@@ -414,7 +414,7 @@ class Advised(TokenModule):
             register_fsdp_forward_method(block, "encode")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        encoded = self.net.blocks[1].encode(self.net.embed(batch))  # type: ignore[operator]
+        encoded = self.net.blocks[1].encode(self.net.embed(batch))
         loss = super().training_step(batch, batch_idx) + encoded.square().mean()
         return loss if self._is_sharded else loss + penalty(self)
 
@@ -425,7 +425,7 @@ class Advised(TokenModule):
 
     def on_train_batch_end(self, *_: Any) -> None:
         if self._is_sharded:
-            self.histograms = [p.full_tensor().detach().numpy().size for p in self.parameters()]  # type: ignore[attr-defined]
+            self.histograms = [p.full_tensor().detach().numpy().size for p in self.parameters()]
 
     @property
     def _is_sharded(self) -> bool:

@@ -29,7 +29,7 @@ from lightning_odc.strategy.training_data import beginning, prepares_workers
 from tests.support.fits import assert_same, failure, fit, one_process
 from tests.support.models import Net, full_parameters
 from tests.support.modules import said
-from tests.support.ranks import Cases, run_calls, run_ranks
+from tests.support.ranks import run_calls, run_ranks
 
 SAMPLES = [torch.randint(11, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)]
 
@@ -61,7 +61,7 @@ class Padded(pl.LightningModule):
 
 
 def plain(**options: Any) -> DataLoader[Tensor]:
-    return DataLoader(**{"dataset": SAMPLES, "batch_size": 4, "collate_fn": pad, **options})  # type: ignore[arg-type]
+    return DataLoader(**{"dataset": SAMPLES, "batch_size": 4, "collate_fn": pad, **options})
 
 
 def reference(world: int) -> dict[str, Tensor]:
@@ -91,8 +91,8 @@ BALANCED = [
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Cases:
-    calls: dict[Any, Any] = {case: (_fit, 2, *case) for case in BALANCED}
+def two_ranks():
+    calls = {case: (_fit, 2, *case) for case in BALANCED}
     calls |= {name: (_fit_auto, name) for name in LEFT_ALONE | AUTO} | {
         name: (_plain, name) for name in PLAIN
     }
@@ -143,7 +143,7 @@ def test_the_registered_names(name, balance):
 def _loaders(rank: int) -> list[str]:
     """What becomes of training and validation loaders."""
     module = Padded()
-    module.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
+    module.validation_step = lambda batch, batch_idx: None
     t = fit(module, plain(shuffle=True), 2, plain(), balance="lb_mini", use_distributed_sampler=True)
     return [type(t.train_dataloader).__name__, type(t.val_dataloaders).__name__, str(t.num_training_batches)]
 
@@ -184,7 +184,7 @@ class OpaqueModule(Padded):
     ],
 )
 def test_auto_chooses_what_can_run(communication, deterministic, world_size, indexed, policy):
-    given: dict[str, Any] = {"communication": communication, "deterministic": deterministic}
+    given = {"communication": communication, "deterministic": deterministic}
     options = Options(**given)
     assert options.policy(world_size, indexed, "cpu") == policy
     assert options.policy(world_size, indexed, "cuda") == policy.replace("steal", "lb_mini")
@@ -236,9 +236,9 @@ class ByHand(Padded):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.optimizers().zero_grad()
         self.manual_backward(super().training_step(batch, batch_idx))
-        self.optimizers().step()  # type: ignore[union-attr, call-arg]
+        self.optimizers().step()
 
 
 LEFT_ALONE: dict[str, tuple[Any, Any, str]] = {
@@ -281,7 +281,7 @@ def _fit_auto(rank: int, name: str) -> Any:
         warnings.simplefilter("always")
         t = fit(module, make(rank), **options)
     texts = [str(one.message) for one in caught if "leaves the training data as it is" in str(one.message)]
-    own: Any = t.train_dataloader
+    own = t.train_dataloader
     policy = own.options.policy if isinstance(own, BalancedDataLoader) else ""
     return type(own).__name__, policy, t.global_step, full_parameters(module), texts
 

@@ -15,7 +15,7 @@ from lightning_odc import BalancedDataLoader, ODCStrategy
 from tests.strategy.test_balance import SAMPLES, Padded, pad
 from tests.support.fits import failure, fit
 from tests.support.modules import ListDataset, trainer
-from tests.support.ranks import Cases, run_calls, run_ranks
+from tests.support.ranks import run_calls, run_ranks
 
 
 class WithLengths(list[Any]):
@@ -127,9 +127,9 @@ def _explicit(rank: int, number: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def messages() -> Cases:
+def messages():
     """What both ranks were told, by case."""
-    calls: dict[Any, Any] = {case: (_refused, *case[:2]) for case in CASES}
+    calls = {case: (_refused, *case[:2]) for case in CASES}
     return run_calls(calls | {number: (_explicit, number) for number in range(len(EXPLICIT))})
 
 

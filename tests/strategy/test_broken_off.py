@@ -33,11 +33,11 @@ from tests.strategy.test_out_of_memory import (
     train,
 )
 from tests.support.models import WIDTH, Block, full_parameters
-from tests.support.ranks import Cases, run_calls, try_ranks
+from tests.support.ranks import run_calls, try_ranks
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Cases:
+def ranks():
     """All that ends well, in one launch."""
     functions = (holds, in_bits, by_sample, logs_first, overflows, leaves_all_out)
     return run_calls({function.__name__: (function,) for function in functions})
@@ -110,7 +110,7 @@ def holds(rank: int) -> Any:
 
 
 @needs_reset
-def test_nothing_of_a_microbatch_that_broke_off_is_in_memory_when_its_parts_begin(ranks: Cases) -> None:
+def test_nothing_of_a_microbatch_that_broke_off_is_in_memory_when_its_parts_begin(ranks):
     other, cut = ranks["holds"]
     for name in cut:
         assert other[name] == ([], 0)
@@ -181,7 +181,7 @@ def in_bits(rank: int) -> Any:
 
 
 @needs_reset
-def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts(ranks: Cases) -> None:
+def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts(ranks):
     """Of the whole where it had added before memory ran out, else of the parts; no other sum, in no other order."""
     for whole, split, retried in ranks["in_bits"]:
         for (told, added), *steps in zip(BITS, whole, split, retried, strict=True):
@@ -253,7 +253,7 @@ def by_sample(rank: int) -> Any:
 
 
 @needs_reset
-def test_units_and_layers_that_only_some_samples_run(ranks: Cases) -> None:
+def test_units_and_layers_that_only_some_samples_run(ranks):
     """A part may do without a unit that has added the gradient of the whole; and what ran before leaves no mark."""
     routed, gated = Routed(), Conditional()
     tables = [*batches(0, 1)[0], *batches(1, 1)[0]]
@@ -268,7 +268,7 @@ def test_units_and_layers_that_only_some_samples_run(ranks: Cases) -> None:
 
 class LogsFirst(Short):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        options: dict[str, Any] = {"on_step": False, "on_epoch": True, "reduce_fx": "sum"}
+        options = {"on_step": False, "on_epoch": True, "reduce_fx": "sum"}
         self.log("rows", float(len(batch)), **options)
         loss = self.loss(batch)
         self.log_dict({"behind": float(len(batch))}, **options)
@@ -282,7 +282,7 @@ def logs_first(rank: int) -> Any:
 
 
 @needs_reset
-def test_a_plain_batch_logs_a_name_once(ranks: Cases) -> None:
+def test_a_plain_batch_logs_a_name_once(ranks):
     (other, none), (cut, trips) = ranks["logs_first"]
     assert not none
     assert trips > 3
@@ -317,7 +317,7 @@ def overflows(rank: int) -> Any:
 
 
 @needs_reset
-def test_what_is_left_out_and_runs_out_of_memory_does_not_run_again(ranks: Cases) -> None:
+def test_what_is_left_out_and_runs_out_of_memory_does_not_run_again(ranks):
     for rank, found in enumerate(ranks["overflows"]):
         for m, (states, trips, left_out) in zip((1, 2), found, strict=True):
             tables = [*batches(0, 1)[0], *(one for one in batches(1, 1)[0] if one.shape[1] != 4 + m)]
@@ -337,7 +337,7 @@ def leaves_all_out(rank: int) -> Any:
 
 
 @needs_reset
-def test_a_rank_may_leave_out_all_that_it_has(ranks: Cases) -> None:
+def test_a_rank_may_leave_out_all_that_it_has(ranks):
     """Then it does not say how its losses are weighted, and goes along with the others."""
     expected = one_step(Short(), [table(1, 4, 0)])
     for states in ranks["leaves_all_out"]:
@@ -357,7 +357,7 @@ class Behind(Short):
 
 class Swallows(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         with suppress(torch.OutOfMemoryError):
             self.manual_backward(self.loss(batch))
@@ -401,7 +401,7 @@ BEHIND = "its gradient had been added, and memory ran out after its backward pas
         ("old torch", "cannot take back a step that broke off: install torch 2.13 or newer"),
     ],
 )
-def test_what_ends_a_run(what: str, says: str) -> None:
+def test_what_ends_a_run(what, says):
     survivor, failed = try_ranks(ends, what, timeout=60)
     assert failed.exitcode == survivor.exitcode == 1
     assert says in failed.error

@@ -55,7 +55,7 @@ def model_of(kind: str, attention: str = "sdpa") -> Any:
 def leaky() -> Any:
     """A Llama that gets its position_ids and does not use them."""
 
-    class LeakyForCausalLM(transformers.LlamaForCausalLM):  # type: ignore[misc]
+    class LeakyForCausalLM(transformers.LlamaForCausalLM):
         def forward(self, *args: Any, position_ids: Tensor | None = None, **options: Any) -> Any:
             return super().forward(*args, **options)
 
@@ -83,7 +83,7 @@ class Inside(LightningModule):
 # -- which model -----------------------------------------------------------------------------------------------
 
 
-def test_the_outermost_causal_model_that_trains() -> None:
+def test_the_outermost_causal_model_that_trains():
     teacher, student = model_of("GPT2").requires_grad_(False), model_of("Llama")
     assert causal_model(Inside(teacher, student)) is student
     assert causal_model(Inside(teacher)) is teacher
@@ -91,7 +91,7 @@ def test_the_outermost_causal_model_that_trains() -> None:
     assert hugging_face_config(Inside(teacher, student)) is student.config
 
 
-def test_others_are_not_causal_models() -> None:
+def test_others_are_not_causal_models():
     config = model_of("Llama").config
     classifier = transformers.LlamaForSequenceClassification(config)
     seq2seq = transformers.T5ForConditionalGeneration(
@@ -101,16 +101,16 @@ def test_others_are_not_causal_models() -> None:
         assert causal_model(Inside(model)) is None
         assert hugging_face_config(Inside(model)) is model.config
     module = Inside(nn.Linear(1, 1))
-    module.config = {"hidden_size": 3}  # type: ignore[assignment]
+    module.config = {"hidden_size": 3}
     assert causal_model(module) is None
     assert hugging_face_config(module) is None
 
 
 @pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="peft is not installed")
-def test_a_model_of_peft() -> None:
+def test_a_model_of_peft():
     from tests.strategy.test_models import with_lora
 
-    model: Any = with_lora()
+    model = with_lora()
     assert causal_model(Inside(model)) is model
     assert hugging_face_config(Inside(model)).model_type == "llama"
     with torch.no_grad():
@@ -122,7 +122,7 @@ def test_a_model_of_peft() -> None:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
-def test_a_packed_batch_goes_straight_into_the_model(kind: str, attention: str) -> None:
+def test_a_packed_batch_goes_straight_into_the_model(kind, attention):
     model = model_of(kind, attention).double().eval()
     generator = torch.Generator().manual_seed(1)
     samples = [torch.randint(VOCAB, (length,), generator=generator) for length in (7, 1, 12, 4)]
@@ -152,7 +152,7 @@ def test_a_packed_batch_goes_straight_into_the_model(kind: str, attention: str) 
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_leak_is_found(make: Any, says: str, dtype: torch.dtype) -> None:
+def test_a_leak_is_found(make, says, dtype):
     with torch.no_grad():
         trouble = _trouble_of(make().to(dtype).eval(), CPU)
     assert re.match(says, trouble), trouble
@@ -179,17 +179,17 @@ class Counted(nn.Module):
 class OldForCausalLM(Counted):
     """Does not know what it is given."""
 
-    def forward(self, input_ids: Tensor, use_cache: bool = True) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, use_cache: bool = True) -> Any:
         return super().forward(input_ids)
 
 
 class Constant(Counted):
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:  # type: ignore[override]
+    def forward(self, input_ids: Tensor, **_: Any) -> Any:
         return SimpleNamespace(logits=torch.zeros(*input_ids.shape, VOCAB))
 
 
-def test_other_trouble() -> None:
-    strategy: Any = SimpleNamespace(lightning_module=Inside(nn.Linear(1, 1)))
+def test_other_trouble():
+    strategy = SimpleNamespace(lightning_module=Inside(nn.Linear(1, 1)))
     assert packing_trouble(strategy).startswith("Inside has no Hugging Face causal model")
     with torch.no_grad():
         assert "does not take what a packed batch has" in _trouble_of(OldForCausalLM(), CPU)
@@ -215,7 +215,7 @@ class Checks(ODCStrategy):
 def states(module: LightningModule) -> list[Any]:
     modes = [part.training for part in module.modules()]
     gradients = [parameter.grad for parameter in module.parameters()]
-    numbers = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
+    numbers = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     names = set(vars(module)) - {"forward"}  # Lightning leaves that behind after every step
     return [modes, gradients, *numbers, names, dict(module.trainer.callback_metrics)]
 
@@ -232,7 +232,7 @@ def check(rank: int) -> list[Any]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     results = []
     for make, communication in CASES:
-        strategy = Checks(communication=communication, hang_report_after=None)  # type: ignore[arg-type]
+        strategy = Checks(communication=communication, hang_report_after=None)
         fitter, module = trainer(2, strategy=strategy), make()
         module.train()
         fitter.fit(module, loader([PackingCollator()(ROWS)]))
@@ -240,7 +240,7 @@ def check(rank: int) -> list[Any]:
     return results
 
 
-def test_sharded_models_are_checked_on_all_ranks_together() -> None:
+def test_sharded_models_are_checked_on_all_ranks_together():
     for results in run_ranks(check):
         assert [steps for _, steps, _ in results] == [1, 1, 1]
         assert [found.partition(" ")[0] for found, _, _ in results] == ["", "", "LeakyForCausalLM"]
@@ -256,7 +256,7 @@ def test_sharded_models_are_checked_on_all_ranks_together() -> None:
 # -- how it is called ------------------------------------------------------------------------------------------
 
 
-def test_the_whole_packed_batch_must_reach_the_model() -> None:
+def test_the_whole_packed_batch_must_reach_the_model():
     batch = PackingCollator()(ROWS)
     model = model_of("Llama").train()
     watch_packed_calls(model)

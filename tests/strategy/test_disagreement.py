@@ -16,7 +16,7 @@ from lightning_odc import Minibatch
 from tests.support.fits import failure, fit
 from tests.support.models import token_batches
 from tests.support.modules import TokenModule
-from tests.support.ranks import Cases, run_calls, try_ranks
+from tests.support.ranks import run_calls, try_ranks
 
 #: The ranks' own patience, longer than that of these tests.
 TIMEOUT = timedelta(minutes=10)
@@ -93,9 +93,9 @@ def _fits_another_file(rank: int, folder: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+def told(tmp_path_factory):
     """What both ranks are told before the first step, in one launch."""
-    calls: dict[Any, Any] = {case: (_differs, case) for case in CASES}
+    calls = {case: (_differs, case) for case in CASES}
     return run_calls(calls | {"files": (_fits_another_file, tmp_path_factory.mktemp("files"))})
 
 
@@ -122,7 +122,7 @@ def test_another_version_of_the_same_class_is_named(told):
 
 def _parts(rank: int, module: type[TokenModule], who: int = 1) -> None:
     made = module("items")
-    made.who = who  # type: ignore[assignment]
+    made.who = who
     batches = token_batches([5, 9, 4])
     fit(made, batches if module is StepsOnce else [Minibatch([batch]) for batch in batches], timeout=TIMEOUT)
 

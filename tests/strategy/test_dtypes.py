@@ -12,7 +12,7 @@ import lightning_odc
 from lightning_odc import Minibatch
 from tests.support.fits import Sgd, fit, fitted, largest_difference, one_process
 from tests.support.models import WIDTH, Block, full_parameters, token_batches
-from tests.support.ranks import Cases, run_calls
+from tests.support.ranks import run_calls
 
 LR = 0.1
 SINCE = 1753056000.123456  # seconds; fp32 can tell apart moments that are 128 s apart
@@ -90,11 +90,9 @@ def _fit_mixed_dtypes(rank: int, directory: str, communication: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+def two_ranks(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("dtypes"))
-    calls: dict[Any, Any] = {
-        ("mixed", kind): (_fit_mixed_dtypes, folder, kind) for kind in ("on_demand", "collective")
-    }
+    calls = {("mixed", kind): (_fit_mixed_dtypes, folder, kind) for kind in ("on_demand", "collective")}
     return run_calls(calls | {name: (_fit_double, name) for name in DOUBLES})
 
 
@@ -154,7 +152,7 @@ DOUBLES: dict[str, tuple[str, bool, dict[str, Any]]] = {
 
 def _fit_double(rank: int, name: str) -> Any:
     returns, as_minibatches, options = DOUBLES[name]
-    batches: list[Any] = [ranks[rank][0] for ranks in OTHER_STEPS]
+    batches = [ranks[rank][0] for ranks in OTHER_STEPS]
     if as_minibatches:
         batches = [Minibatch(b) for ranks in OTHER_STEPS for b in (ranks[rank][:1], ranks[rank][1:], [])]
     module = Double(returns)

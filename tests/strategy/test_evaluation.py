@@ -16,7 +16,7 @@ from lightning_odc.errors import DisagreementError
 from tests.support.fits import LR, Watch, fit, numbers, shares
 from tests.support.models import full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer, unsized
-from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
+from tests.support.ranks import run_calls, run_ranks, try_ranks
 
 SOON = timedelta(seconds=20)
 
@@ -41,7 +41,7 @@ class Names(TokenModule):
 
 def expected_of(lengths: list[list[int]], rank: int) -> dict[str, float]:
     everything = [length for own in lengths for length in own]
-    result: dict[str, float] = {"one": 1.0, "sum": sum(everything)}
+    result = {"one": 1.0, "sum": sum(everything)}
     result |= {"min": min(everything), "max": max(everything)}
     result["forked_epoch"] = sum(everything) / len(everything)
     for name, odd in (("even", 0), ("odd", 1)):
@@ -77,9 +77,9 @@ ONE_IS_EMPTY = [[[3, 8], []], [[], [5]]]
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Cases:
+def ranks():
     """All that ends well on two ranks, in one launch."""
-    calls: dict[Any, Any] = {
+    calls = {
         kind: (_validate, kind, CASES if kind.startswith("plain") else [*CASES, *ONE_IS_EMPTY])
         for kind in DATA
     }
@@ -372,10 +372,10 @@ EVALUATIONS: dict[str, list[list[Any]]] = {
 def _evaluate(rank: int, kind: str, world_size: int = 2) -> list[Any]:
     """What fitting, validating, testing, predicting and validating again give, and what the loss should be."""
     module, data = TokenModule(lr=LR), EVALUATIONS[kind][rank]
-    module.test_step = lambda batch: module.validation_step(batch, 0)  # type: ignore[method-assign, misc]
-    module.predict_step = lambda batch, batch_idx: batch.shape[1]  # type: ignore[method-assign]
+    module.test_step = lambda batch: module.validation_step(batch, 0)
+    module.predict_step = lambda batch, batch_idx: batch.shape[1]
     t = fit(module, shares(rank, (1,) * world_size), world_size, data)
-    found: list[Any] = [numbers(t.callback_metrics)]
+    found = [numbers(t.callback_metrics)]
     found += [evaluate(module, loader(data), verbose=False)[0] for evaluate in (t.validate, t.test)]
     found += [t.predict(module, loader(data)), t.validate(module, loader(data), verbose=False)[0]]
     alone = TokenModule()

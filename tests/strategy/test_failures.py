@@ -25,7 +25,7 @@ from lightning_odc.host_memory import Room
 from tests.support.fits import failure, fit
 from tests.support.models import WIDTH
 from tests.support.modules import TokenModule, loader, token_batches, trainer, unsized
-from tests.support.ranks import Cases, run_calls, try_ranks
+from tests.support.ranks import run_calls, try_ranks
 from tests.test_host_memory import V2_MOUNT, count_kill, tree
 
 #: Far below the strategy's own timeout of 30 minutes, far above what a busy machine needs.
@@ -284,7 +284,7 @@ def _dealt_out_again(rank: int) -> str:
 def _no_memory(rank: int, later: bool) -> str:
     """For windows; or for a larger window in the second batch, when more is trained."""
     rooms = host_memory.rooms
-    host_memory.rooms = lambda: [Room(4096, "a test", "allow more")]  # type: ignore[assignment]
+    host_memory.rooms = lambda: [Room(4096, "a test", "allow more")]
     try:
         if not later:
             return failure(TokenModule("items"), batches(1, [5]))
@@ -341,8 +341,8 @@ TOLD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def told() -> Cases:
-    calls: dict[Any, Any] = {name: call for name, (call, _) in TOLD.items()}
+def told():
+    calls = {name: call for name, (call, _) in TOLD.items()}
     return run_calls(calls | {"as many": (_as_many_as_the_shortest,), "again": (_fits_again,)})
 
 
@@ -425,7 +425,7 @@ def _fits_again(rank: int) -> list[Any]:
     with pytest.raises(ValueError, match="no such token"):
         t.fit(LogsAndRaises(1), loader([Minibatch(token_batches([100, 200, 300]))]))
     module, late = LogsAndRaises(-1), Late(rank)
-    t.callbacks.append(late)  # type: ignore[attr-defined]
+    t.callbacks.append(late)
     t.fit(module, loader([Minibatch(token_batches([5, 9]))]))
     waited = time.monotonic() - late.ended > 0.3
     return [module.seen, t.callback_metrics["length"].item(), waited]

@@ -17,7 +17,7 @@ from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
 from tests.support.fits import assert_same, failure, fit
 from tests.support.models import full_parameters, token_batches
 from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import Cases, run_calls
+from tests.support.ranks import run_calls
 
 
 class Lame(Padded):
@@ -41,8 +41,8 @@ def _fit(
 ) -> dict[str, Any]:
     """Fit a loader of the user's own, of which minibatches are accumulated, or a plain one, where they are folded."""
     module = Lame(3.0 if rank == world - 1 else 1.0, counted=True)
-    Stopwatch._now = lambda _: module.clock  # type: ignore[method-assign]
-    explicit: Any = {"minibatch_size": 4, "cost": "fitted", "weighting": "next_token", "collate_fn": pad}
+    Stopwatch._now = lambda _: module.clock
+    explicit = {"minibatch_size": 4, "cost": "fitted", "weighting": "next_token", "collate_fn": pad}
     data = BalancedDataLoader(SAMPLES, **explicit) if own else plain()
     options = {"balance": "lb_mini", "cost": "fitted", "weighting": "next_token", **(options or {})}
     t = fit(module, data, world, **options)
@@ -71,9 +71,9 @@ DRAWN = [("local_sort", 0, 7), ("steal", 0, 7), ("steal", 1, 7), ("local_sort", 
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Cases:
+def two_ranks():
     """All that two ranks do, in one launch."""
-    calls: dict[Any, Any] = {str(options): (_fit, 2, options) for options in STRATEGIES}
+    calls = {str(options): (_fit, 2, options) for options in STRATEGIES}
     calls |= {"epochs": (_fit, 2, {"max_epochs": 4})}
     calls |= {own: (_fit, 2, ACCUMULATED, own) for own in (True, False)}
     calls |= {case: (_draw, *case) for case in DRAWN}
@@ -84,8 +84,8 @@ def two_ranks() -> Cases:
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Cases:
-    calls: dict[Any, Any] = {kind: (_several, kind) for kind in ("dict", "list", "explicit", "inside")}
+def one_rank():
+    calls = {kind: (_several, kind) for kind in ("dict", "list", "explicit", "inside")}
     return run_calls(calls | {"alone": (_fit, 1), "collective": (_explicit,)}, world_size=1)
 
 
@@ -111,9 +111,9 @@ def test_the_slow_rank_gets_less_from_the_third_minibatch_on(two_ranks):
 def test_the_time_of_a_microbatch_is_that_by_the_clock_without_waits():
     waited = 0.0
     stopwatch = Stopwatch(lambda: waited, torch.device("cpu"))
-    cost: Any = SimpleNamespace(measures=lambda _: True, post=lambda _: None)
-    minibatch: Any = SimpleNamespace(origin=SimpleNamespace(cost=cost, number=3))
-    detail: Any = SimpleNamespace(lengths=[5])
+    cost = SimpleNamespace(measures=lambda _: True, post=lambda _: None)
+    minibatch = SimpleNamespace(origin=SimpleNamespace(cost=cost, number=3))
+    detail = SimpleNamespace(lengths=[5])
     stopwatch.open(minibatch)
     for seconds in (0.0, 100.0):
         stopwatch.begin(detail)

@@ -32,7 +32,7 @@ class Accumulates(Manual):
     """Two backward passes per step."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         self.manual_backward(self.mean_loss(batch) / 2)
         if batch_idx % 2:
             self.clip_gradients(optimizer, 0.01, "norm")
@@ -42,7 +42,7 @@ class Accumulates(Manual):
 
 class Looks(ByHand):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.mean_loss(batch))
         self.strategys("settle_gradients")
@@ -56,7 +56,7 @@ class LooksAndSkips(ByHand):
     """Leaves out the step of the second batch, after it has seen the gradients."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
         self.strategys("settle_gradients")
         self.norms.append(self.gradient_norm())
@@ -71,13 +71,13 @@ class LooksAndSkips(ByHand):
 class BackwardWithoutLightning(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.mean_loss(batch).backward()
-        self.optimizers().step()  # type: ignore[union-attr]
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.optimizers().step()
+        self.optimizers().zero_grad()
 
 
 class ZeroesInPlace(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
         if batch_idx != 1:
             optimizer.step()
@@ -86,7 +86,7 @@ class ZeroesInPlace(Manual):
 
 class DropsInTheStep(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         self.manual_backward(1000 * self.mean_loss(batch))
         optimizer.zero_grad()
         self.manual_backward(self.mean_loss(batch))
@@ -98,7 +98,7 @@ class GoesBackwardLater(Manual):
     """Two forward passes, then the backward passes in the other order, one of them twice."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         first, second = self.mean_loss(batch) / 9, self.mean_loss(batch.flip(1)) / 9
         self.manual_backward(second)
         self.manual_backward(first, retain_graph=True)
@@ -111,7 +111,7 @@ class StepsTwice(Manual):
     """Several optimizer steps in one call of ``training_step``, as reinforcement learning does."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         for _ in range(2):
             optimizer.zero_grad()
             self.manual_backward(self.mean_loss(batch))
@@ -121,7 +121,7 @@ class StepsTwice(Manual):
 
 class DropsABatch(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
         if batch_idx != 1:
             optimizer.step()
@@ -130,7 +130,7 @@ class DropsABatch(Manual):
 
 class DropsBeforeTheStep(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         self.manual_backward(self.mean_loss(batch))
         if batch_idx == 1:
             optimizer.zero_grad()
@@ -142,7 +142,7 @@ class HoldsBack(Manual):
     """Accumulates whole gradients on each rank: only every second backward pass hands them over."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         if isinstance(self, FSDPModule):
             self.set_requires_gradient_sync(batch_idx % 2 == 1)
         self.manual_backward(self.mean_loss(batch) / 2)
@@ -176,7 +176,7 @@ class TogglesInTurns(Manual):
     """Two steps with one optimizer, then two with the other: what is frozen is frozen in step after step."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()[batch_idx // 2 % 2]  # type: ignore[index]
+        optimizer = self.optimizers()[batch_idx // 2 % 2]
         self.toggle_optimizer(optimizer)
         assert self.net.embed(batch).requires_grad == (batch_idx // 2 % 2 == 1)
         self.manual_backward(self.mean_loss(batch))
@@ -252,7 +252,7 @@ def _fit_in_order(rank: int, name: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    calls: dict[Any, Any] = {(name, False): (_fit, name) for name in MODULES}
+    calls = {(name, False): (_fit, name) for name in MODULES}
     calls |= {(name, True): (_fit_in_order, name) for name in IN_ORDER}
     calls |= {kind: (_fit_unrolling, kind) for kind in ("on_demand", "collective")}
     return run_calls(calls)
@@ -276,7 +276,7 @@ def test_as_in_one_process(name, two_ranks):
 
 class UnrollsByHand(Manual):
     def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         for batch in minibatch:
             self.manual_backward(self.mean_loss(batch) / 3)
@@ -307,20 +307,20 @@ class ClipsByHand(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.manual_backward(self.mean_loss(batch))
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
-        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().step()
 
 
 class ReplacesGradients(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.manual_backward(self.mean_loss(batch))
         for parameter in self.parameters():
-            parameter.grad = parameter.grad * 0.5  # type: ignore[operator]
-        self.optimizers().step()  # type: ignore[union-attr]
+            parameter.grad = parameter.grad * 0.5
+        self.optimizers().step()
 
 
 class LooksTooEarly(Sgd):
     def on_after_backward(self) -> None:
-        print(self.net.head.weight.grad.norm())  # type: ignore[union-attr]
+        print(self.net.head.weight.grad.norm())
 
 
 class ScalesAfterBackward(Sgd):
@@ -353,7 +353,7 @@ class MixesCounts(Sgd):
 
 class DividesByItself(Sgd):
     def on_train_start(self) -> None:
-        self.set_gradient_divide_factor(3.0)  # type: ignore[operator]
+        self.set_gradient_divide_factor(3.0)
 
 
 class LogsByHand(Manual):
@@ -363,7 +363,7 @@ class LogsByHand(Manual):
         for batch in minibatch:
             self.manual_backward(self.mean_loss(batch))
             self.log("one", 1.0, sync_dist=True, batch_size=1)
-        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().step()
 
 
 class WritesThroughData(Callback):

@@ -31,7 +31,7 @@ from tests.support import fits
 from tests.support.fits import largest_difference
 from tests.support.models import full_parameters
 from tests.support.modules import trainer
-from tests.support.ranks import Cases, run_calls, run_ranks
+from tests.support.ranks import run_calls, run_ranks
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -151,7 +151,7 @@ def fit_all(rank: int) -> dict[str, Any]:
     }
 
 
-def test_every_collator_and_policy_has_the_gradient_over_all_predicted_tokens() -> None:
+def test_every_collator_and_policy_has_the_gradient_over_all_predicted_tokens():
     first, second = run_ranks(fit_all)
     expected = one_process(samples())
     for case in ("packed", "padded", "one by one", "collective", "stolen"):
@@ -180,7 +180,7 @@ def fit_masked(rank: int) -> list[Any]:
     return [half, together, *apart]
 
 
-def test_microbatches_ranks_and_minibatches_without_labels() -> None:
+def test_microbatches_ranks_and_minibatches_without_labels():
     (half, *first), _ = run_ranks(fit_masked)
     before = full_parameters(Tuned())
     left, right = one_process(MASKED[:2]), one_process(MASKED[2:4])
@@ -193,7 +193,7 @@ def test_microbatches_ranks_and_minibatches_without_labels() -> None:
 
 
 def fit_by_hand(rank: int, communication: str, world_size: int = 2) -> Any:
-    shape: dict[str, Any] = {"num_replicas": world_size, "rank": rank, "policy": "local_sort"}
+    shape = {"num_replicas": world_size, "rank": rank, "policy": "local_sort"}
     shape |= {"lengths": [len(sample["input_ids"]) for sample in MASKED], "collate_fn": padded}
     loader = BalancedDataLoader(MASKED, minibatch_size=len(MASKED) // world_size, **shape)
     parameters = fits.fitted(ByHand(), loader, world_size, communication=communication)
@@ -202,18 +202,16 @@ def fit_by_hand(rank: int, communication: str, world_size: int = 2) -> Any:
 
 
 @pytest.fixture(scope="module")
-def by_hand() -> Cases:
+def by_hand():
     return run_calls({kind: (fit_by_hand, kind) for kind in ("on_demand", "collective")})
 
 
 @pytest.mark.parametrize(
     ("communication", "world_size"), [("on_demand", 2), ("collective", 2), ("on_demand", 1)]
 )
-def test_gradients_of_a_mean_over_nothing_are_left_out(
-    communication: str, world_size: int, by_hand: Cases
-) -> None:
+def test_gradients_of_a_mean_over_nothing_are_left_out(communication, world_size, by_hand):
     module = ByHand()
-    counts = [float(Counter(skips_first=True).of(padded([one]))) for one in MASKED]  # type: ignore[arg-type]
+    counts = [float(Counter(skips_first=True).of(padded([one]))) for one in MASKED]
     with torch.no_grad():
         means = [float(module.mean(padded([one]))) for one in MASKED]
     expected = sum(mean * n for mean, n in zip(means, counts, strict=True) if n) / sum(counts)
@@ -252,19 +250,19 @@ ROWS = torch.tensor([[1, 2, 3], [-100, -100, 4]])
         (ROWS, True, None),
     ],
 )
-def test_labels_that_a_mean_is_over(batch: Any, shifted: bool, count: int | None) -> None:
+def test_labels_that_a_mean_is_over(batch, shifted, count):
     found = Counter(skips_first=shifted).of(batch)
-    assert found is None if count is None else float(found) == count  # type: ignore[arg-type]
+    assert found is None if count is None else float(found) == count
 
 
-def test_num_items_go_before_labels() -> None:
+def test_num_items_go_before_labels():
     loss = torch.tensor(6.0)
     item = contribution({"loss": loss, "num_items": 3}, 5.0, Counting.PLANNED, torch.tensor(0.0))
     assert item is not None
     assert (float(item.loss), item.weight, item.counting) == (6.0, 3.0, Counting.EXACT)
 
 
-def test_a_mean_over_nothing_leaves_zeros_behind() -> None:
+def test_a_mean_over_nothing_leaves_zeros_behind():
     logits = torch.randn(2, 5, requires_grad=True)
     nothing = nn.functional.cross_entropy(logits, torch.full((2,), -100))
     assert nothing.isnan()
@@ -276,20 +274,20 @@ def test_a_mean_over_nothing_leaves_zeros_behind() -> None:
     assert logits.grad.eq(0).all()
 
 
-def test_a_microbatch_that_only_keeps_ranks_together_stays_out() -> None:
+def test_a_microbatch_that_only_keeps_ranks_together_stays_out():
     item = contribution(torch.tensor(2.0), 0.0, Counting.PLANNED, torch.tensor(7.0))
     assert item is not None
     assert (float(item.loss), float(item.weight), item.counting) == (0.0, 0.0, Counting.LABELS)
 
 
-def test_batches_with_and_without_labels_do_not_mix() -> None:
+def test_batches_with_and_without_labels_do_not_mix():
     ledger = Ledger()
     ledger.add(torch.tensor(3.0), Counting.LABELS)
     with pytest.raises(ValueError, match=r'mixes counted labels and Minibatch weights.*weighting="token"'):
         ledger.add(5.0, Counting.PLANNED)
 
 
-def test_ranks_with_and_without_labels_do_not_mix() -> None:
+def test_ranks_with_and_without_labels_do_not_mix():
     def record(counting: Counting) -> SettleRecord:
         ledger = Ledger()
         ledger.add(3.0, counting)
@@ -305,14 +303,14 @@ class Stream(IterableDataset[Sample]):
         return iter(samples())
 
 
-def test_only_a_loader_counts_labels() -> None:
+def test_only_a_loader_counts_labels():
     assert Minibatch([{"labels": ROWS}], weights=[5]).origin is None
-    own: dict[str, Any] = {"minibatch_size": 8, "collate_fn": padded}
+    own = {"minibatch_size": 8, "collate_fn": padded}
     weights = []
     for weighting, by_labels in (("auto", True), ("token", False), ("sample", False), (np.sqrt, False)):
-        planned: dict[str, Any] = {"lengths": list(LENGTHS), "policy": "local_sort", "weighting": weighting}
+        planned = {"lengths": list(LENGTHS), "policy": "local_sort", "weighting": weighting}
         (minibatch,) = BalancedDataLoader(samples(), **planned, **own)
         stream = BalancedDataLoader(Stream(), window=1, weighting=weighting, **own)
-        assert all(one.origin.by_labels is by_labels for one in (minibatch, *stream))  # type: ignore[union-attr]
-        weights.append(minibatch.weights)  # type: ignore[union-attr]
+        assert all(one.origin.by_labels is by_labels for one in (minibatch, *stream))
+        weights.append(minibatch.weights)
     assert weights[0] == weights[1], "planned by tokens"

@@ -51,7 +51,7 @@ def launch(function: Callable[..., Any], *args: Any) -> Any:
         assert all(process.exitcode is not None for process in forking._processes)
 
 
-def test_rank_0_returns_and_all_ranks_ran(tmp_path: Path) -> None:
+def test_rank_0_returns_and_all_ranks_ran(tmp_path):
     def work(factor: int) -> Any:
         (tmp_path / os.environ["LOCAL_RANK"]).touch()
         return {"pid": os.getpid(), "tensor": torch.ones(3) * factor}
@@ -63,7 +63,7 @@ def test_rank_0_returns_and_all_ranks_ran(tmp_path: Path) -> None:
     assert "LOCAL_RANK" not in os.environ
 
 
-def test_ranks_compute_in_parallel_after_this_process_did() -> None:
+def test_ranks_compute_in_parallel_after_this_process_did():
     def compute() -> int:
         torch.set_num_threads(4)
         inputs = torch.randn(600, 600, requires_grad=True)
@@ -79,7 +79,7 @@ def test_ranks_compute_in_parallel_after_this_process_did() -> None:
         torch.set_num_threads(before)
 
 
-def test_the_first_error_is_told_and_ranks_that_wait_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_error_is_told_and_ranks_that_wait_are_ended(monkeypatch):
     monkeypatch.setattr(launcher, "GRACE", (0.5, 0.5))
 
     def work() -> None:
@@ -94,7 +94,7 @@ def test_the_first_error_is_told_and_ranks_that_wait_are_ended(monkeypatch: pyte
     assert time.monotonic() - begin < 20
 
 
-def test_an_error_that_follows_another_ranks_is_not_the_one_told() -> None:
+def test_an_error_that_follows_another_ranks_is_not_the_one_told():
     def work() -> None:
         if os.environ["LOCAL_RANK"] == "0":
             raise PeerFailedError("rank 1 has failed")
@@ -104,7 +104,7 @@ def test_an_error_that_follows_another_ranks_is_not_the_one_told() -> None:
         launch(work)
 
 
-def test_a_rank_that_dies_is_told() -> None:
+def test_a_rank_that_dies_is_told():
     def work() -> None:
         if os.environ["LOCAL_RANK"] == "1":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -114,9 +114,7 @@ def test_a_rank_that_dies_is_told() -> None:
         launch(work)
 
 
-def test_a_rank_that_the_kernel_ended_for_want_of_memory_is_named_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_path, monkeypatch):
     counter = tmp_path / "proc/vmstat"
     count_kill(counter, 2)
     monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path))
@@ -133,7 +131,7 @@ def test_a_rank_that_the_kernel_ended_for_want_of_memory_is_named_as_such(
         launch(work)
 
 
-def test_cuda_in_use_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_in_use_is_one_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.raises(RuntimeError, match="restart the kernel"):
         make("cuda").launch(print)
@@ -150,7 +148,7 @@ def _kernel(directory: str, told: Connection) -> None:
     make().launch(work)
 
 
-def test_ranks_end_when_the_kernel_is_killed(tmp_path: Path) -> None:
+def test_ranks_end_when_the_kernel_is_killed(tmp_path):
     heard, told = multiprocessing.Pipe(duplex=False)
     with heard, told, forked(_kernel, str(tmp_path), told) as kernel:
         ranks = [heard.recv() for _ in range(2)]
@@ -195,7 +193,7 @@ print("RESULT", Fabric(strategy="odc", accelerator="cpu", devices=2).launch(trai
 
 
 @pytest.fixture(scope="module")
-def session(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+def session(tmp_path_factory):
     """What ``python -i script`` says when the script has run and the rest was typed."""
     tmp_path = tmp_path_factory.mktemp("session")
     script = tmp_path / "script.py"
@@ -212,11 +210,11 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPro
     )
 
 
-def test_a_script_of_python_i_trains_and_leaves_a_session(session) -> None:
+def test_a_script_of_python_i_trains_and_leaves_a_session(session):
     assert "STEPS 2 tensor(True) False" in session.stdout, session.stderr
 
 
-def test_fabric_in_an_interactive_session(session) -> None:
+def test_fabric_in_an_interactive_session(session):
     # Of 5 microbatches, 3 blocks and the root are read, forward and backward but the root's.
     assert "RESULT (2, 35)" in session.stdout, session.stderr
 
@@ -227,7 +225,7 @@ def _lives(pid: int) -> bool:
     return False
 
 
-def test_interactive_sessions_fork_and_scripts_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interactive_sessions_fork_and_scripts_do_not(monkeypatch):
     def chosen(environment: Any) -> Any:
         strategy = lightning_odc.ODCStrategy(cluster_environment=environment)
         strategy.parallel_devices = [torch.device("cpu")] * 2

@@ -31,7 +31,7 @@ from lightning_odc.fabric import ODCFabricStrategy
 from tests.support.fits import Sgd, are_equal, assert_same, fit, fitted
 from tests.support.models import Net, full_parameters, token_batches
 from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import Cases, run_calls
+from tests.support.ranks import run_calls
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS.parent / "docs" / "lightning-parity.md"
@@ -153,10 +153,10 @@ DTYPES = {"32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory) -> tuple[Path, Cases]:
+def two_ranks(tmp_path_factory):
     """All that two ranks do, in one launch; the first call starts the process group."""
     folder = tmp_path_factory.mktemp("parity")
-    calls: dict[Any, Any] = {"options": (_train,)}
+    calls = {"options": (_train,)}
     calls |= {("context", *case): (_init_module, *case) for case in product(DTYPES, (False, True))}
     calls |= {("configured", *case): (_configure, *case) for case in product(DTYPES, (None, "meta"))}
     return folder, run_calls(calls | {"sharded": (_sharded,), "objects": (_load_objects, str(folder))})
@@ -222,7 +222,7 @@ class MadeInPlace(Placed):
                 self.net = Net()
             self.made = self.net.head.weight.device.type, self.net.head.weight.dtype
             if self.compiled:
-                self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="eager")  # type: ignore[assignment]
+                self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="eager")
 
 
 def _configure(rank: int, precision: str, device: str | None) -> Any:
@@ -250,7 +250,7 @@ class ForModelParallel(TokenModule):
 
 def _sharded(rank: int) -> Any:
     """By Lightning's strategy, and by ours."""
-    theirs: Any = {"strategy": TrainerStrategy(2, 1)}
+    theirs = {"strategy": TrainerStrategy(2, 1)}
     every = (theirs, {"communication": "on_demand"}, {"communication": "collective"})
     return [fitted(ForModelParallel(), _batches(rank), **options) for options in every]
 
@@ -297,7 +297,7 @@ def _load_objects(rank: int, directory: str) -> Any:
     for kind, path in (("full", "full"), ("full", "url"), ("sharded", "sharded")):
         place = f"{'file://' if path == 'url' else ''}{directory}/{path}"
         fit(WithObject("mean"), _batches(rank), state_dict_type=kind).save_checkpoint(place)
-        module, maps, strict = WithObject("mean"), [], LoadsStrictly(place)  # type: ignore[var-annotated]
+        module, maps, strict = WithObject("mean"), [], LoadsStrictly(place)
         with mock.patch("torch.load", side_effect=_noting(torch.load, maps)):
             trainer(2).validate(module, loader(_batches(rank)), ckpt_path=place, verbose=False)
         trainer(2).validate(strict, loader(_batches(rank)), verbose=False)

@@ -115,7 +115,7 @@ def test_positional_arguments_have_the_names_of_lightnings():
 def test_wrong_arguments_are_found_out_at_the_call():
     book, module = LogBook(), LightningModule()
     with book.recording(module), pytest.raises(TypeError, match="synk"):
-        module.log("x", 1.0, synk=True)  # type: ignore[call-arg]
+        module.log("x", 1.0, synk=True)
 
 
 def test_a_mean_over_nothing_is_not_logged():

@@ -18,7 +18,7 @@ from lightning_odc.strategy.ranks import counted_by_microbatch
 from tests.support.fits import Watch, fit, numbers
 from tests.support.models import token_batches
 from tests.support.modules import TokenModule
-from tests.support.ranks import Cases, run_calls, run_ranks
+from tests.support.ranks import run_calls, run_ranks
 
 SOON = timedelta(seconds=20)
 
@@ -28,9 +28,9 @@ def shares_of(lengths: list[list[list[int]]], rank: int) -> list[Minibatch]:
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Cases:
+def two_ranks():
     """All that two ranks log, in one launch."""
-    calls: dict[Any, Any] = {number: (_fit_reductions, *REDUCED[number]) for number in range(len(REDUCED))}
+    calls = {number: (_fit_reductions, *REDUCED[number]) for number in range(len(REDUCED))}
     calls |= {kind: (_fit_plain, kind) for kind in ("on_demand", "collective")}
     return run_calls(calls | {"hooks": (_fit_hooks,), "weightless": (_fit_weightless,)})
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from tests.support.fits import fit, largest_difference
 from tests.support.losses import COUNTS, KINDS, RANDOM, STATEFUL, Losses, collate, dealt, meant, samples
 from tests.support.models import full_parameters
 from tests.support.modules import said
-from tests.support.ranks import Cases, run_calls, run_ranks
+from tests.support.ranks import run_calls, run_ranks
 
 BATCH, ACCUMULATED = 4, 2
 
@@ -50,11 +49,11 @@ WEIGHTED: list[tuple[str, str, tuple[str, ...]]] = [
 
 def train(rank: int, kind: str, options: dict[str, Any]) -> tuple[str, dict[str, Tensor], str]:
     """What microbatches count, the parameters after a step, and what was said."""
-    module, data = Losses(kind).double(), DataLoader(samples(), batch_size=BATCH, collate_fn=collate)  # type: ignore[arg-type]
+    module, data = Losses(kind).double(), DataLoader(samples(), batch_size=BATCH, collate_fn=collate)
     with said() as text, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         t = fit(module, data, accumulate_grad_batches=ACCUMULATED, **{"balance": "auto", **options})
-    recipe = t.train_dataloader.options  # type: ignore[union-attr]
+    recipe = t.train_dataloader.options
     counts = "whole" if recipe.whole else str(recipe.counter or recipe.weighting)
     return (
         counts,
@@ -64,14 +63,14 @@ def train(rank: int, kind: str, options: dict[str, Any]) -> tuple[str, dict[str,
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Cases:
+def ranks():
     calls = {(str(options), kind): (train, kind, options) for options, kinds in TRAINED for kind in kinds}
     calls |= {case[:2]: (train, case[1], {"weighting": case[0]}) for case in WEIGHTED}
     return run_calls(calls, timeout=170)
 
 
 @pytest.mark.parametrize(("options", "kinds"), TRAINED, ids=lambda value: str(value)[:40])
-def test_every_kind_of_loss_trains_what_it_means(options: Any, kinds: list[str], ranks: Cases) -> None:
+def test_every_kind_of_loss_trains_what_it_means(options, kinds, ranks):
     batches = dealt(samples(), 2, BATCH)
     wrong = {}
     for kind in kinds:
@@ -120,7 +119,7 @@ class Traces(Losses):
         self.new = loss
         self.mean(loss.detach())
         self.log("mean", self.mean)
-        self.logger.experiment.add_scalar("raw", float(loss))  # type: ignore[union-attr]
+        self.logger.experiment.add_scalar("raw", float(loss))
         return loss
 
 
@@ -181,7 +180,7 @@ class Counted(Dataset[Any]):
         return self.data[index]
 
 
-def test_the_trial_leaves_no_trace(tmp_path: Path) -> None:
+def test_the_trial_leaves_no_trace(tmp_path):
     for steps, text in run_ranks(fit_traces, str(tmp_path)):
         assert steps > 0, "training ran"
         assert "Your batches" not in text
@@ -189,7 +188,7 @@ def test_the_trial_leaves_no_trace(tmp_path: Path) -> None:
     assert len(events.Scalars("raw")) == run_ranks(fit_traces, str(tmp_path / "again"))[0][0]
 
 
-def test_what_the_rules_explain() -> None:
+def test_what_the_rules_explain():
     """By hand: samples with 2 and 8 labels, and losses 3 and 2."""
     by_labels, by_samples, sum_ = Rule("token", Counter()), Rule("sample"), Rule("sum")
 
@@ -210,7 +209,7 @@ def test_what_the_rules_explain() -> None:
     assert tried(2.2).misfits[by_samples] == pytest.approx(0.3)
 
 
-def test_counts_that_do_not_add_up_explain_nothing() -> None:
+def test_counts_that_do_not_add_up_explain_nothing():
     """The entries of a padded table: those of padding belong to no sample."""
     table = Rule("token", Counter(("x",), -1))
     singles = [Tried((0,), 3.0, {table: 2.0}), Tried((1,), 2.0, {table: 8.0})]
@@ -218,15 +217,13 @@ def test_counts_that_do_not_add_up_explain_nothing() -> None:
 
 
 @pytest.mark.parametrize(("weighting", "kind", "words"), WEIGHTED)
-def test_a_weighting_that_contradicts_the_loss_is_said(
-    weighting: str, kind: str, words: tuple[str, ...], ranks: Cases
-) -> None:
+def test_a_weighting_that_contradicts_the_loss_is_said(weighting, kind, words, ranks):
     _, _, text = ranks[weighting, kind][0]
     assert ("does not explain" in text) == bool(words)
     assert all(word in text for word in words), text
 
 
-def test_the_reason_and_the_line_that_decides_otherwise_are_said(ranks: Cases) -> None:
+def test_the_reason_and_the_line_that_decides_otherwise_are_said(ranks):
     counts, _, text = ranks["{}", "contrastive"][0]
     assert counts == "whole"
     assert 'write ODCStrategy(weighting="sample")' in text

@@ -34,11 +34,11 @@ def run_out(rank: int) -> dict[str, Any]:
     samples = [torch.ones(1 + number % 20, dtype=torch.long) for number in range(400)]
     module, monitor = RunsOut(), DeviceIdleMonitor(every_n_steps=1)
     options = {"balance": "lb_mini", "keep_gathered": 0, "max_tokens": 40, "accumulate_grad_batches": 8}
-    data = DataLoader(samples, batch_size=1, collate_fn=pad, shuffle=True)  # type: ignore[arg-type]
+    data = DataLoader(samples, batch_size=1, collate_fn=pad, shuffle=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         t = fit(module, data, callbacks=[monitor], **options)
-    own: Any = t.train_dataloader
+    own = t.train_dataloader
     falls = [str(one.message) for one in caught if "max_tokens falls" in str(one.message)]
     return {
         "cap": own.max_tokens,
@@ -49,7 +49,7 @@ def run_out(rank: int) -> dict[str, Any]:
     }
 
 
-def test_a_microbatch_that_runs_out_lowers_the_cap_of_all_ranks_and_says_so_once() -> None:
+def test_a_microbatch_that_runs_out_lowers_the_cap_of_all_ranks_and_says_so_once():
     first, second = run_ranks(run_out)
     ran_out = next(tokens for tokens in second["held"] if tokens > 30)
     cap = int(0.8 * ran_out)

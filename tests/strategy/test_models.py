@@ -32,7 +32,7 @@ from tests.support import fits
 from tests.support.fits import Watch, assert_same, fitted, largest_difference, one_process
 from tests.support.models import Block, full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
+from tests.support.ranks import run_calls, run_ranks, try_ranks
 
 VOCAB = 32
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -67,7 +67,7 @@ class Compiled(TokenModule):
     def __init__(self, backend: Any, depth: int) -> None:
         super().__init__()
         for index, block in enumerate(self.net.blocks[:depth]):
-            self.net.blocks[index] = torch.compile(block, backend=backend, dynamic=True)  # type: ignore[assignment]
+            self.net.blocks[index] = torch.compile(block, backend=backend, dynamic=True)
 
 
 class Counts:
@@ -144,9 +144,9 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], in
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+def ranks(tmp_path_factory):
     """All that two ranks do and that ends well, in one launch."""
-    calls: dict[Any, Any] = {kind: (_compare, kind) for kind in KINDS if kind != "LoRA" or HAS_PEFT}
+    calls = {kind: (_compare, kind) for kind in KINDS if kind != "LoRA" or HAS_PEFT}
     calls |= {make: (_predicts, make) for make in (causal_lm, with_lora) if make is causal_lm or HAS_PEFT}
     calls |= {"normalizes": (_normalizes, str(tmp_path_factory.mktemp("models"))), "meets": (_meets, (2, 2))}
     others = {"samples": (_samples,), "routes": (_routes,), "says": (_says_no_and_what_it_chose,)}
@@ -177,7 +177,7 @@ def generating_model(net: nn.Module) -> nn.Module:
 @contextmanager
 def counted(net: nn.Module, engine: Any, into: list[list[int]]) -> Iterator[None]:
     """Notes the forward passes of a model, and the shards that were read for them."""
-    passes: list[int] = []
+    passes = []
     reads = engine.traffic.reads
     with generating_model(net).register_forward_pre_hook(lambda *_: passes.append(1)):
         yield
@@ -193,7 +193,7 @@ class Samples(CausalLM):
         self.counts: list[list[int]] = []
 
     def sample(self, prompt: Tensor) -> None:
-        strategy: Any = self.trainer.strategy
+        strategy = self.trainer.strategy
         outer = strategy.gathered() if strategy.communication == "collective" else nullcontext()
         tokens = (4, 24)[self.global_rank]
         with outer, counted(self.net, strategy.engine, self.counts):
@@ -276,14 +276,14 @@ def answers(net: Any, rank: int, counts: list[list[int]], engine: Any) -> list[T
 class Answers(CausalLM):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.counts: list[list[int]] = []
-        strategy: Any = self.trainer.strategy
+        strategy = self.trainer.strategy
         return answers(self.net, self.global_rank, self.counts, strategy.engine)
 
 
 def _predicts(rank: int, make: Callable[[], nn.Module]) -> Any:
     module = Answers(make)
     # Rank 1 has two batches, and generates in both.
-    given: Any = trainer(2, num_sanity_val_steps=0).predict(module, loader([torch.ones(1)] * (1 + rank)))
+    given = trainer(2, num_sanity_val_steps=0).predict(module, loader([torch.ones(1)] * (1 + rank)))
     return given[-1], module.counts
 
 
@@ -291,7 +291,7 @@ def _predicts(rank: int, make: Callable[[], nn.Module]) -> Any:
 def test_all_ways_to_generate_in_predict(make, ranks):
     for rank, (given, counts) in enumerate(ranks[make]):
         torch.manual_seed(0)
-        alone: list[list[int]] = []
+        alone = []
         expected = answers(make(), rank, alone, SimpleNamespace(traffic=SimpleNamespace(reads=0)))
         for way, one, other in zip(WAYS, given, expected, strict=True):
             assert torch.equal(one, other), way
@@ -382,9 +382,9 @@ class With(TokenModule):
 
 
 def _says_no_and_what_it_chose(rank: int) -> list[str]:
-    records: list[str] = []
+    records = []
     handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: records.append(record.getMessage())
     logging.getLogger("lightning.pytorch").addHandler(handler)
     refused = [
         refusal(rank, With(nn.SyncBatchNorm(3))),

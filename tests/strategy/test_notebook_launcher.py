@@ -124,7 +124,7 @@ def data() -> TensorDataset:
 
 
 @pytest.fixture(scope="module")
-def cells(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def cells(tmp_path_factory):
     """The outputs of the cells above, run one after the other in one kernel."""
     where = tmp_path_factory.mktemp("notebook")
     sources = [SETUP, FIT, FIT, EVALUATE, GO_ON, FAIL, AFTER]

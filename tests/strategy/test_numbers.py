@@ -93,11 +93,11 @@ class WithImages(LightningModule):
 def fit(rank: int, data: Any, callbacks: Any = (), **options: Any) -> dict[str, Any]:
     with said() as text:
         module = WithImages()
-        own = DataLoader(data, batch_size=4, collate_fn=padded)  # type: ignore[arg-type]
+        own = DataLoader(data, batch_size=4, collate_fn=padded)
         t = fits.fit(
             module, own, length_fn=numbers, callbacks=list(callbacks), **{"balance": "auto", **options}
         )
-    loader: Any = t.train_dataloader
+    loader = t.train_dataloader
     state = json.loads(json.dumps(loader.state_dict()))
     loader.load_state_dict(state)
     assert json.loads(json.dumps(loader.state_dict())) == state
@@ -113,7 +113,7 @@ def fit(rank: int, data: Any, callbacks: Any = (), **options: Any) -> dict[str, 
 
 
 def fit_all(rank: int) -> dict[str, Any]:
-    by_rank: Any = [CAPS, (26, 30)]
+    by_rank = [CAPS, (26, 30)]
     return {
         "default": fit(rank, samples(), [DeviceIdleMonitor()]),
         "capped": fit(rank, samples(), balance="steal", max_tokens=CAPS, auto_wrap_policy={nn.Linear}),
@@ -122,7 +122,7 @@ def fit_all(rank: int) -> dict[str, Any]:
     }
 
 
-def test_two_numbers_train_as_one_process_does() -> None:
+def test_two_numbers_train_as_one_process_does():
     first, second = run_ranks(fit_all)
     batches = [padded([one]) for one in samples()]
     expected = one_process(WithImages(), [batches[:8], batches[8:]])

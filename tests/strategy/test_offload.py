@@ -61,7 +61,7 @@ def test_clipping_and_saving_are_collectives_in_host_memory():
 
 def _started_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> str | None:
     """The backend with which Lightning is left to start the process group."""
-    found: list[str | None] = []
+    found = []
     monkeypatch.setattr(
         FSDPStrategy, "setup_environment", lambda self: found.append(self.process_group_backend)
     )

@@ -12,14 +12,7 @@ from lightning_odc.balance.collation import Collation
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy.model_facts import cost_of_model
 from tests.strategy.test_balance import Padded, plain
-from tests.strategy.test_label_weights import (
-    TOLERANCE,
-    Sample,
-    Tuned,
-    one_process,
-    padded,
-    samples,
-)
+from tests.strategy.test_label_weights import TOLERANCE, Sample, Tuned, one_process, padded, samples
 from tests.support.fits import fit as fit_on
 from tests.support.fits import largest_difference
 from tests.support.models import full_parameters
@@ -47,10 +40,10 @@ def fit(
     data: list[Sample], batch_size: int, accumulate: int, workers: int = 0, **options: Any
 ) -> dict[str, Any]:
     module, shape = Sized(), {"batch_size": batch_size, "collate_fn": padded, "num_workers": workers}
-    loader: DataLoader[Any] = DataLoader(data, worker_init_fn=prepare, **shape)  # type: ignore[arg-type]
+    loader = DataLoader(data, worker_init_fn=prepare, **shape)
     with said() as text:
         t = fit_on(module, loader, accumulate_grad_batches=accumulate, **{"balance": "auto", **options})
-    own: Any = t.train_dataloader
+    own = t.train_dataloader
     return {
         "parameters": full_parameters(module),
         "tokens": module.tokens,
@@ -74,7 +67,7 @@ def fit_all(rank: int) -> dict[str, Any]:
     }
 
 
-def test_one_step_is_that_of_one_process_and_three_lines_say_how() -> None:
+def test_one_step_is_that_of_one_process_and_three_lines_say_how():
     first, second = run_ranks(fit_all)
     expected = one_process(samples())
     lengths = [len(sample["input_ids"]) for sample in samples()]
@@ -107,7 +100,7 @@ def refused(rank: int) -> list[str]:
     return [str(error.value), str(other_data.value)]
 
 
-def test_what_cannot_be_packed_or_differs_is_told_before_training() -> None:
+def test_what_cannot_be_packed_or_differs_is_told_before_training():
     for unpackable, message in run_ranks(refused):
         assert "has no Hugging Face causal model" in unpackable
         assert "write packing=False" in unpackable
@@ -116,7 +109,7 @@ def test_what_cannot_be_packed_or_differs_is_told_before_training() -> None:
         assert "seed_everything" in message
 
 
-def test_the_model_tells_its_cost_and_its_attention() -> None:
+def test_the_model_tells_its_cost_and_its_attention():
     module = Tuned()
     on_cpu, on_gpu = cost_of_model(module, "cpu"), cost_of_model(module, "cuda")
     assert on_cpu.dense is True

@@ -86,7 +86,7 @@ class Adversaries(Manual):
     validation_step = OnRows.validation_step
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        blocks, others = self.optimizers()  # type: ignore[misc]
+        blocks, others = self.optimizers()
         for optimizer, factor in ((blocks, 1.0), (others, -0.1), (blocks, 1.0)):
             self.toggle_optimizer(optimizer)
             self.manual_backward(factor * self.mean_loss(batch))
@@ -137,7 +137,7 @@ class EarlyByHand(Early):
     def configure_model(self) -> None:
         if self.trainer.world_size > 1:
             for block in self.net.blocks:
-                fully_shard(block, mesh=self.trainer.strategy.shard_mesh)  # type: ignore[attr-defined]
+                fully_shard(block, mesh=self.trainer.strategy.shard_mesh)
 
 
 STYLES: dict[str, tuple[type[Sgd], dict[str, Any]]] = {
@@ -191,7 +191,7 @@ def _fit_all(rank: int, world_size: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> list[Any]:
+def outcomes():
     """Of one device without this package, then of two ranks."""
     return [_fit_all(0, 1), *run_ranks(_fit_all, 2)]
 

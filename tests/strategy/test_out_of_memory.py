@@ -23,7 +23,7 @@ from tests.support.fits import fit, largest_difference
 from tests.support.models import Block, full_parameters
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes
-from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
+from tests.support.ranks import run_calls, run_ranks, try_ranks
 
 needs_reset = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch < 2.13 cannot take back a step that broke off"
@@ -132,7 +132,7 @@ def one_step(module: Short, tables: Sequence[Tensor]) -> dict[str, Tensor]:
     """Parameters after a step of one process on the mean over all tokens."""
     optimizer = module.configure_optimizers()
     optimizer.zero_grad()
-    (sum(map(module.loss, tables)) / sum(rows[:, 1:].numel() for rows in tables)).backward()  # type: ignore[union-attr]
+    (sum(map(module.loss, tables)) / sum(rows[:, 1:].numel() for rows in tables)).backward()
     optimizer.step()
     return full_parameters(module)
 
@@ -194,7 +194,7 @@ def every_place(rank: int, returns: str, strategy: dict[str, Any]) -> Any:
     [("mean", {"deterministic": True}), ("items", {"keep_gathered": "1GiB"})],
     ids=["mean", "items"],
 )
-def test_every_unit_in_both_passes_of_every_microbatch(returns: str, strategy: dict[str, Any]) -> None:
+def test_every_unit_in_both_passes_of_every_microbatch(returns, strategy):
     expected = one_process(len(TABLE))
     other, cut = run_ranks(every_place, returns, strategy)
     assert other["trips"] == 0
@@ -217,7 +217,7 @@ def leaves_out(rank: int) -> Any:
 
 
 @needs_reset
-def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out() -> None:
+def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out():
     left_out = {step: m for step, (_, _, m, _) in enumerate(SKIPPED)}
     other, cut = run_ranks(leaves_out)
     expected = one_process(len(SKIPPED), left_out)
@@ -249,9 +249,7 @@ def does_not_fit(rank: int, communication: str, answer: str) -> None:
         ("lockstep", "skip", 'communication="lockstep" makes the other ranks wait'),
     ],
 )
-def test_an_error_keeps_the_words_of_torch_and_says_what_to_do(
-    communication: str, answer: str, advice: str
-) -> None:
+def test_an_error_keeps_the_words_of_torch_and_says_what_to_do(communication, answer, advice):
     survivor, failed = try_ranks(does_not_fit, communication, answer, timeout=60)
     assert f"torch.OutOfMemoryError: {TEXT}" in failed.error
     assert advice in failed.error
@@ -266,7 +264,7 @@ class Manual(Short):
         self.automatic_optimization = False
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch) / batch.numel())
         optimizer.step()
@@ -318,7 +316,7 @@ def run_way(rank: int, world_size: int, name: str) -> Any:
 
 @needs_reset
 @pytest.mark.parametrize(("world_size", "names"), [(1, ["accumulated", "offload"]), (2, list(WAYS))], ids=str)
-def test_every_way_of_training(world_size: int, names: list[str]) -> None:
+def test_every_way_of_training(world_size, names):
     """Against the same run with enough memory, which other tests compare with one process."""
     ran = run_calls({name: (run_way, world_size, name) for name in names}, world_size=world_size, timeout=170)
     for name in names:
@@ -349,7 +347,7 @@ def logs(rank: int) -> Any:
 
 
 @needs_reset
-def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce() -> None:
+def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce():
     for rank, found in enumerate(run_ranks(logs)):
         for trips, values in found:
             assert bool(trips) == (rank == 1)
@@ -398,14 +396,12 @@ def refuses_plain(rank: int) -> Any:
 
 
 @pytest.fixture(scope="module")
-def refusing() -> Cases:
+def refusing():
     return run_calls({case: (refuses, *case) for case in REFUSED} | {"plain": (refuses_plain,)})
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(
-    case: Any, refusing: Cases
-) -> None:
+def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(case, refusing):
     what, m, communication = case
     counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
     counted += list(batches(0 if communication == "on_demand" else 1, 1)[0])
@@ -416,12 +412,12 @@ def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(
     assert refusing[case][1][1] == [line] * (what != "none")
 
 
-def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(refusing: Cases) -> None:
+def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(refusing):
     expected = one_step(Short(), [table(4, 5, step) for step in (0, 1, 1)])  # three batches of four
     assert all(largest_difference(states, expected) < TOLERANCE for states in refusing["plain"])
 
 
-def test_what_counts_as_out_of_memory() -> None:
+def test_what_counts_as_out_of_memory():
     assert is_out_of_memory(torch.OutOfMemoryError(TEXT))
     assert is_out_of_memory(MemoryError())
     with pytest.raises(RuntimeError) as refused:
@@ -435,7 +431,7 @@ NODES = [["1", "backward", 0, 1], ["head", "forward", 2, 2], ["embed", "forward"
 
 
 def over_nodes(rank: int, are_copies: bool) -> dict[str, Any]:
-    options: dict[str, Any] = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
+    options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
     if are_copies:
         as_nodes(rank)
         options = {"num_nodes": 2}
@@ -446,7 +442,7 @@ def over_nodes(rank: int, are_copies: bool) -> dict[str, Any]:
 
 
 @needs_reset
-def test_ranks_of_several_nodes() -> None:
+def test_ranks_of_several_nodes():
     expected = one_process(len(NODES), {2: 2})
     found = run_calls({kind: (over_nodes, kind) for kind in (False, True)}, world_size=4, timeout=170)
     for kind in found:
@@ -483,7 +479,7 @@ def ends(rank: int, what: str) -> None:
     if what == "validation":
         trainer(2).validate(Evaluated(), loader([table(4, 4, 0)]), verbose=False)
     elif what == "a collator":
-        shape: dict[str, Any] = {"minibatch_size": 4, "lengths": [4] * 8, "max_tokens": 16}
+        shape = {"minibatch_size": 4, "lengths": [4] * 8, "max_tokens": 16}
         fours = BalancedDataLoader(list(table(8, 4, 0)), collate_fn=needs_four, **shape)
         fit(Short([["1", "forward", 0, 1]]), fours)
     elif what == "manual":
@@ -492,7 +488,7 @@ def ends(rank: int, what: str) -> None:
         train(Chunked([["embed", "backward", 0, 1]]), data)
     else:
         module = Short([["1", "forward", 0, 1]])
-        module.trip = _fails_otherwise  # type: ignore[method-assign]
+        module.trip = _fails_otherwise
         train(module, data)
 
 
@@ -514,7 +510,7 @@ def _fails_otherwise(place: str, phase: str) -> None:
         ("another error", "RuntimeError: CUDA error: device-side assert triggered"),
     ],
 )
-def test_what_ends_a_run_all_the_same(what: str, says: str) -> None:
+def test_what_ends_a_run_all_the_same(what, says):
     for outcome in try_ranks(ends, what, timeout=60):
         assert outcome.exitcode == 1
         assert says in outcome.error

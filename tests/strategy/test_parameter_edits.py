@@ -68,7 +68,7 @@ class Edits(TokenModule):
         with torch.no_grad():
             self.edit(self)
         if self.publish:
-            self.trainer.strategy.publish_parameters()  # type: ignore[attr-defined]
+            self.trainer.strategy.publish_parameters()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -100,7 +100,7 @@ def counts_as_under_collectives(rank: int, make: Callable[[], Edits]) -> bool:
 def two_ranks(tmp_path_factory):
     """All that two ranks do, in one launch."""
     folder = tmp_path_factory.mktemp("edits")
-    calls: dict[Any, Any] = {
+    calls = {
         (place, publish): (counts_as_under_collectives, partial(Edits, place, halve, publish))
         for place, publish in [*((place, False) for place in SEEN), *((place, True) for place in PUBLISHED)]
     }
@@ -132,7 +132,7 @@ def initialise(module: TokenModule) -> None:
 def one_number(module: TokenModule) -> None:
     """The last rank's, in the last block: every other rank's shards are what they were."""
     if module.global_rank == 1:
-        module.net.blocks[2].up.weight.data.to_local()[-1, -1] += 1  # type: ignore[operator, union-attr]
+        module.net.blocks[2].up.weight.data.to_local()[-1, -1] += 1
 
 
 def gathered_row(module: TokenModule) -> None:
@@ -171,9 +171,9 @@ class Watches(callbacks.Callback):
     def __init__(self) -> None:
         self.seen: list[dict[str, Tensor]] = []
 
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: TokenModule, *_: Any) -> None:  # type: ignore[override]
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: TokenModule, *_: Any) -> None:
         if not trainer.sanity_checking:
-            trainer.strategy.engine.reshard()  # type: ignore[attr-defined]
+            trainer.strategy.engine.reshard()
             self.seen.append(full_parameters(pl_module))
 
 
@@ -226,12 +226,12 @@ def one_process_averages() -> tuple[dict[str, Tensor], list[dict[str, Tensor]], 
     """
     module = TokenModule()
     optimizer = module.configure_optimizers()
-    average: dict[str, Tensor] = {}
+    average = {}
     of_epochs = []
     for _ in range(2):
         for batches in zip(*(token_batches([5, 7, 4], seed=rank) for rank in range(2)), strict=True):
             optimizer.zero_grad()
-            sum(module.training_step(batch, 0) for batch in batches).div(2).backward()  # type: ignore[union-attr]
+            sum(module.training_step(batch, 0) for batch in batches).div(2).backward()
             optimizer.step()
             now = {name: p.detach().clone() for name, p in module.named_parameters()}
             average = {name: average.get(name, p).lerp(p, 0.5) for name, p in now.items()}
@@ -246,10 +246,7 @@ def _refusals(rank: int) -> list[str]:
     batches = token_batches([5, 7, 4], seed=rank)
     messages = [failure(TokenModule(), batches, callbacks=[callbacks.StochasticWeightAveraging(swa_lrs=0.1)])]
     if HAS_AVERAGING:
-        options: dict[str, Any] = {
-            "callbacks": [callbacks.EMAWeightAveraging()],
-            "state_dict_type": "sharded",
-        }
+        options = {"callbacks": [callbacks.EMAWeightAveraging()], "state_dict_type": "sharded"}
         messages.append(failure(TokenModule(), batches, **options))
     return messages
 

@@ -30,7 +30,7 @@ class StepsInHooks(Sgd):
     def __init__(self) -> None:
         super().__init__(lr=0.1)
 
-    def configure_optimizers(self) -> None:  # type: ignore[override]
+    def configure_optimizers(self) -> None:
         self.own = {p: torch.optim.AdamW([p], lr=self.lr) for p in self.parameters()}
 
         def step(parameter: Tensor) -> None:
@@ -58,7 +58,7 @@ class Clamps(Sgd):
 
 
 def clamp(parameter: Tensor) -> None:
-    parameter.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+    parameter.grad.clamp_(-0.01, 0.01)
 
 
 class ClampsFromTheBeginning(Sgd):
@@ -83,8 +83,8 @@ class ClampsByHand(Manual):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.manual_backward(self.mean_loss(batch))
-        self.optimizers().step()  # type: ignore[union-attr]
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.optimizers().step()
+        self.optimizers().zero_grad()
 
 
 class Norms(Callback):
@@ -129,13 +129,13 @@ def _fit(rank: int, module: Sgd, communication: str = "on_demand", *callbacks: C
 def _compare(rank: int, name: str) -> tuple[float, float]:
     """How far on demand is from collectives, and from the parameters before."""
     ours, stock = (_fit(rank, MODULES[name](), kind) for kind in ("on_demand", "collective"))
-    return tuple(largest_difference(ours, other) for other in (stock, full_parameters(MODULES[name]())))  # type: ignore[return-value]
+    return tuple(largest_difference(ours, other) for other in (stock, full_parameters(MODULES[name]())))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     """All that two ranks do, in one launch."""
-    calls: dict[Any, Any] = {name: (_compare, name) for name in MODULES}
+    calls = {name: (_compare, name) for name in MODULES}
     calls |= {kind: (_norms, kind) for kind in ("on_demand", "collective")}
     calls |= {"resumes": (_resumes, tmp_path_factory.mktemp("hooks"))}
     return run_calls(calls | {"in vain": (_waits_in_vain,), "refused": (_refused,)})
@@ -190,12 +190,12 @@ def test_training_without_an_optimizer_of_lightning_is_resumed(two_ranks):
 class StepsLightningsOptimizers(StepsInHooksByHand):
     def configure_optimizers(self) -> Any:
         for index, parameter in enumerate(self.parameters()):
-            parameter.register_post_accumulate_grad_hook(lambda _, i=index: self.optimizers()[i].step())  # type: ignore[index]
+            parameter.register_post_accumulate_grad_hook(lambda _, i=index: self.optimizers()[i].step())
         return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
-        self.trainer.strategy.settle_gradients()  # type: ignore[attr-defined]
+        self.trainer.strategy.settle_gradients()
 
 
 class StepsWhatLightningHolds(StepsInHooksByHand):
@@ -209,8 +209,8 @@ class StepsWhatLightningHolds(StepsInHooksByHand):
 class SettlesByHand(StepsWhatLightningHolds):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
-        self.trainer.strategy.settle_gradients()  # type: ignore[attr-defined]
-        self.trainer.strategy.publish_parameters()  # type: ignore[attr-defined]
+        self.trainer.strategy.settle_gradients()
+        self.trainer.strategy.publish_parameters()
 
 
 def _waits_in_vain(rank: int) -> list[Any]:
@@ -235,14 +235,14 @@ class ReducesByItself(Sgd):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.after:
-            self.net.blocks[1].set_all_reduce_hook(lambda _: None)  # type: ignore[union-attr, operator]
+            self.net.blocks[1].set_all_reduce_hook(lambda _: None)
 
 
 class ReducesFromTheBeginning(Sgd):
     def configure_model(self) -> None:
         for block in self.net.blocks:
             torch.distributed.fsdp.fully_shard(block)
-        self.net.blocks[1].set_all_reduce_hook(lambda _: None)  # type: ignore[union-attr, operator]
+        self.net.blocks[1].set_all_reduce_hook(lambda _: None)
 
 
 def _refused(rank: int) -> list[str]:

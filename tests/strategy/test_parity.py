@@ -24,7 +24,7 @@ from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_mo
 from tests.support.fits import LENGTHS, LR, assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.nodes import make_copies_engine
-from tests.support.ranks import Cases, run_calls
+from tests.support.ranks import run_calls
 
 STEPS = 4
 
@@ -75,8 +75,8 @@ def make_engine(communication: str, rank: int, **options: Any) -> Engine:
 def checkpointed(model: nn.Module) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    for index, block in enumerate(model.blocks):  # type: ignore[arg-type, union-attr]
-        model.blocks[index] = checkpoint_wrapper(block)  # type: ignore[index, operator]
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
 
 
 def train(
@@ -107,7 +107,7 @@ def train(
     policy = precision_policy(precision, torch.float32 if precision else None, communication != "collective")
     shard_model(model, mesh_for("cpu", len(counts)), mixed_precision=policy, reshard_after_forward=reshard)
     if communication != "collective":
-        options["keeping"] = Keeping(budget, memory)  # type: ignore[arg-type]
+        options["keeping"] = Keeping(budget, memory)
     engine = make_engine(communication, rank, **options)
     engine.attach(model)
     optimizer = optimizer_of(model)
@@ -209,9 +209,9 @@ WITH_STOCK = {
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Cases:
+def two_ranks():
     trained = ON_TWO_RANKS | {name: ("on_demand", (3, 3), *given) for name, given in WITH_STOCK.items()}
-    calls: dict[Any, Any] = {name: (train, *given) for name, given in trained.items()}
+    calls = {name: (train, *given) for name, given in trained.items()}
     calls |= {("stock", name): (stock_fully_shard, *given) for name, given in WITH_STOCK.items()}
     calls |= {order: (_grouped, order) for order in ((1, 2), (2, 1))}
     calls |= {deterministic: (_dropped, deterministic) for deterministic in (False, True)}
@@ -342,7 +342,7 @@ def run_step(
 
 def _two_models(rank: int) -> list[dict[str, Tensor]]:
     """Two models with units of different sizes, sharded by two engines, trained in turns."""
-    jobs = [sharded(rank, lambda depth=depth: Net(depth=depth)) for depth in (3, 2)]  # type: ignore[misc]
+    jobs = [sharded(rank, lambda depth=depth: Net(depth=depth)) for depth in (3, 2)]
     for step in range(STEPS):
         for job in jobs:
             run_step(rank, step, *job)
@@ -465,13 +465,13 @@ def test_dropped_gradients_are_gone_on_every_rank(deterministic, two_ranks):
     torch.manual_seed(0)
     model = Net()
     # Plain batches: the mean over two ranks. A layer has the gradient of every rank's last one alone.
-    sum(summed_loss(model, minibatch(1)[index]) / 2 for index in (2, 5)).backward()  # type: ignore[union-attr]
+    sum(summed_loss(model, minibatch(1)[index]) / 2 for index in (2, 5)).backward()
     of_last = model.blocks[1].up.weight.grad
     model.zero_grad()
-    sum(summed_loss(model, tokens) / 2 for tokens in minibatch(1)).backward()  # type: ignore[union-attr]
+    sum(summed_loss(model, tokens) / 2 for tokens in minibatch(1)).backward()
     expected = {name: p.grad for name, p in model.named_parameters()} | {"blocks.1.up.weight": of_last}
     for grads in two_ranks[deterministic]:
-        assert_same(grads, expected, tolerance=1e-4)  # type: ignore[arg-type]  # losses of 30 tokens: 1e-6 relative
+        assert_same(grads, expected, tolerance=1e-4)  # losses of 30 tokens: 1e-6 relative
 
 
 def _handed_back(rank: int) -> list[float]:
@@ -489,6 +489,6 @@ def test_a_closed_engine_hands_the_model_back(two_ranks):
     model = Net()
     loss = summed_loss(model, minibatch(0)[0])
     loss.backward()
-    expected = [loss.item(), sum(p.grad.abs().sum().item() for p in model.parameters())]  # type: ignore[union-attr]
+    expected = [loss.item(), sum(p.grad.abs().sum().item() for p in model.parameters())]
     for found in two_ranks["handed back"]:
         assert found == pytest.approx(expected, rel=1e-5)

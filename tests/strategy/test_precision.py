@@ -20,7 +20,7 @@ from lightning_odc.strategy.precision import LossScaler
 from tests.support.fits import Manual, Sgd, are_equal, fit, fitted, largest_difference
 from tests.support.models import full_parameters, token_batches
 from tests.support.modules import loader, trainer
-from tests.support.ranks import Cases, run_calls
+from tests.support.ranks import run_calls
 
 LR = 0.1
 BATCHES = [token_batches([5, 9, 4], seed=rank) for rank in range(2)]
@@ -40,7 +40,7 @@ class Watched(Sgd):
 
     def __init__(self) -> None:
         super().__init__(lr=LR)
-        self.seen: set[Any] = set()  # type: ignore[assignment]
+        self.seen: set[Any] = set()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -49,10 +49,10 @@ class Watched(Sgd):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Cases]:
+def two_ranks(tmp_path_factory):
     """All that two ranks train, in one launch."""
     folder = tmp_path_factory.mktemp("precision")
-    calls: dict[Any, Any] = {
+    calls = {
         (precision, kind): (_fit_in, precision, kind)
         for precision in ["32-true", *PRECISIONS]
         for kind in COMMUNICATIONS
@@ -142,7 +142,7 @@ class ClipsByHand(Manual):
     """Accumulates two batches, clips, steps; other optimizers of the same model have nothing to do."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        blocks, others = self.optimizers()  # type: ignore[misc]
+        blocks, others = self.optimizers()
         self.toggle_optimizer(blocks)
         self.manual_backward(self.mean_loss(batch))
         self.untoggle_optimizer(blocks)
@@ -167,14 +167,14 @@ def _scale_by_hand(rank: int, folder: Path) -> Any:
         fit(module, BATCHES[rank][:2], precision=precision)
         norms.append(module.norms)
     t = fit(Sgd("items"), [Minibatch([]), Minibatch(BATCHES[rank][rank:])], precision="16-mixed")
-    t.precision_plugin.scaler.update(128.0)  # type: ignore[attr-defined]
+    t.precision_plugin.scaler.update(128.0)
     t.save_checkpoint(folder / "odc.ckpt")
     return norms, _restored(folder / "odc.ckpt", 2)
 
 
 def _restored(path: Path, world_size: int) -> float:
     t = fit(Sgd("items"), [Minibatch([])], world_size, precision="16-mixed", ckpt_path=path)
-    return float(t.precision_plugin.scaler.state_dict()["scale"])  # type: ignore[attr-defined]
+    return float(t.precision_plugin.scaler.state_dict()["scale"])
 
 
 def test_scaled_gradients_are_clipped_and_dropped_as_others(two_ranks):
@@ -193,7 +193,7 @@ OF_ONE = ("bf16-true", "16-true")
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+def one_rank(tmp_path_factory):
     folder = tmp_path_factory.mktemp("others")
     module = Sgd("items")
     plain = Trainer(accelerator="cpu", max_epochs=0, logger=False, enable_progress_bar=False, barebones=True)
@@ -202,7 +202,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     checkpoint = torch.load(folder / "plain.ckpt", weights_only=False)
     for name in PLUGINS:
         torch.save({**checkpoint, name: {**LossScaler("cpu").state_dict(), "scale": 32.0}}, folder / name)
-    calls: dict[Any, Any] = {name: (_restore, folder / name) for name in PLUGINS}
+    calls = {name: (_restore, folder / name) for name in PLUGINS}
     return run_calls(calls | {precision: (_report_ones, precision) for precision in OF_ONE}, world_size=1)
 
 
@@ -295,12 +295,12 @@ def _fit_items(rank: int) -> Any:
     """By kind of batch: the scale and the parameters, if a token counts a quarter and if it counts 4096."""
     batches = token_batches([5, 9, 4, 6], seed=rank)
     shares = [Minibatch(own) for own in (batches[:rank], batches, [], batches[rank:])]
-    found: dict[str, list[Any]] = {"plain": [], "minibatches": []}
+    found = {"plain": [], "minibatches": []}
     for kind, data in (("plain", batches), ("minibatches", shares)):
         for per_token in (0.25, 4096.0):
             module = OfItems(per_token)
             t = fit(module, data, precision="16-mixed", deterministic=True, accumulate_grad_batches=2)
-            found[kind].append((t.precision_plugin.scaler.get_scale(), full_parameters(module)))  # type: ignore[attr-defined]
+            found[kind].append((t.precision_plugin.scaler.get_scale(), full_parameters(module)))
     return found
 
 

@@ -88,7 +88,7 @@ class Labelled(Short):
 
 def fit(rank: int, place: str, phase: str, collate_fn: Any, data: Any, **options: Any) -> Any:
     module = Labelled(place, phase, 14 if rank == 1 else 10**9)
-    shape: dict[str, Any] = {"minibatch_size": len(LENGTHS) // 2, "max_tokens": 40, "collate_fn": collate_fn}
+    shape = {"minibatch_size": len(LENGTHS) // 2, "max_tokens": 40, "collate_fn": collate_fn}
     if not isinstance(data, IterableDataset):
         shape["lengths"] = LENGTHS
     else:
@@ -111,7 +111,7 @@ def every_loader(rank: int) -> dict[str, Any]:
     return found
 
 
-def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does() -> None:
+def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does():
     module = Labelled()
     losses = []
     for sample in samples():
@@ -135,7 +135,7 @@ class Hooks:
         return {**batch, "seen": [*batch.get("seen", []), "before", *batch["labels"].shape]}
 
     def transfer_batch_to_device(self, batch: Any, *where: Any) -> Any:
-        batch = super().transfer_batch_to_device(batch, *where)  # type: ignore[misc]
+        batch = super().transfer_batch_to_device(batch, *where)
         return {**batch, "seen": [*batch["seen"], "to"]}
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -162,7 +162,7 @@ class Hooked(Hooks, Checked):
 
 class Data(LightningDataModule):
     def train_dataloader(self) -> Any:
-        shape: dict[str, Any] = {"lengths": LENGTHS * 4, "max_tokens": 20, "collate_fn": padded}
+        shape = {"lengths": LENGTHS * 4, "max_tokens": 20, "collate_fn": padded}
         return BalancedDataLoader(samples() * 4, minibatch_size=24, policy="steal", **shape)
 
     def val_dataloader(self) -> Any:
@@ -184,7 +184,7 @@ def hooks(rank: int, in_data: bool) -> Any:
 
 
 @pytest.mark.parametrize("in_data", [False, True], ids=["module", "data module"])
-def test_transfer_hooks_see_each_microbatch_once_whoever_runs_it_and_however_often(in_data: bool) -> None:
+def test_transfer_hooks_see_each_microbatch_once_whoever_runs_it_and_however_often(in_data):
     (slow, _), (fast, trips) = run_ranks(hooks, in_data)
     assert slow < fast, "stolen"
     assert trips, "read again"
@@ -221,7 +221,7 @@ def drops(rank: int) -> Any:
     return found
 
 
-def test_a_microbatch_begins_again_with_the_random_numbers_that_it_began_with() -> None:
+def test_a_microbatch_begins_again_with_the_random_numbers_that_it_began_with():
     for rank, ((expected, _), *others) in enumerate(run_ranks(drops)):
         for states, trips in others:
             assert trips == 3 * rank

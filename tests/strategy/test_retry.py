@@ -34,7 +34,7 @@ TABLE = torch.ones(4, 3)
 
 
 def retry_with(answer: Any = "skip", added: Added | None = None, why_not: str = "", **options: Any) -> Retry:
-    engine: Any = SimpleNamespace(ledger=Ledger(), undo=lambda: added, why_no_retry=lambda: why_not)
+    engine = SimpleNamespace(ledger=Ledger(), undo=lambda: added, why_no_retry=lambda: why_not)
     return Retry(answer, engine, CPU, **options)
 
 
@@ -51,7 +51,7 @@ def broken(retry: Retry, task: Task, of: Part | None = None, ran_forward: bool =
     return part
 
 
-def test_undoing_restores_weights_buffers_and_random_numbers_and_frees_the_graph() -> None:
+def test_undoing_restores_weights_buffers_and_random_numbers_and_frees_the_graph():
     buffer = torch.zeros(2)
     retry = retry_with(buffers=[buffer])
     torch.manual_seed(3)
@@ -69,11 +69,11 @@ def test_undoing_restores_weights_buffers_and_random_numbers_and_frees_the_graph
     assert part.item is not None and part.item.loss.grad_fn is None
 
 
-def test_what_units_had_added_stays_with_the_parts() -> None:
+def test_what_units_had_added_stays_with_the_parts():
     added = Added({0: 1}, {0: 1})
     retry = retry_with(added=added)
     whole = broken(retry, Task(TABLE, 2.0, None), ran_forward=True)
-    retry.engine.undo = lambda: None  # type: ignore[method-assign]  # this one broke off before its backward pass
+    retry.engine.undo = lambda: None  # this one broke off before its backward pass
     part = broken(retry, Task(TABLE, 1.0, None), whole)
     assert whole.added == part.added == added
     assert (whole.is_logged, part.is_logged) == (False, True)
@@ -82,7 +82,7 @@ def test_what_units_had_added_stays_with_the_parts() -> None:
     assert "some units had added its gradient" in "".join(refused.value.__notes__)
 
 
-def test_other_errors_and_what_may_not_run_again_pass() -> None:
+def test_other_errors_and_what_may_not_run_again_pass():
     with pytest.raises(ValueError, match="other"), Part(Task(TABLE, 1.0, None), 0, retry_with()):
         raise ValueError("other")
     for retry, why in (
@@ -94,7 +94,7 @@ def test_other_errors_and_what_may_not_run_again_pass() -> None:
         assert why in "".join(refused.value.__notes__)
 
 
-def test_what_counts_nothing_does_not_count_when_it_broke_off() -> None:
+def test_what_counts_nothing_does_not_count_when_it_broke_off():
     retry = retry_with()
     assert not broken(retry, Task(TABLE, 0.0, None)).counts
     whole = Part(Task(TABLE, 1.0, None), 0, retry)
@@ -108,7 +108,7 @@ def test_what_counts_nothing_does_not_count_when_it_broke_off() -> None:
     assert retry.engine.ledger.left_out == 1.0
 
 
-def test_what_ran_out_is_told_to_the_loader_once_by_microbatch() -> None:
+def test_what_ran_out_is_told_to_the_loader_once_by_microbatch():
     class Cap:
         value = 9
         seen: Any = None
@@ -119,7 +119,7 @@ def test_what_ran_out_is_told_to_the_loader_once_by_microbatch() -> None:
     retry, cap = retry_with(), Cap()
     minibatch = Minibatch([0, 1])
     minibatch.origin = Origin([Detail([3, 3], (0,)), Detail([4], (0,))])
-    minibatch.origin.cap, minibatch.origin.number = cap, 7  # type: ignore[assignment]
+    minibatch.origin.cap, minibatch.origin.number = cap, 7
     retry.open(minibatch)
     assert retry.take() is None
     with warnings.catch_warnings(record=True) as caught:
@@ -140,7 +140,7 @@ def test_what_ran_out_is_told_to_the_loader_once_by_microbatch() -> None:
     assert cap.seen == [None, [7, [[9, 3], [4, 1]]]]
 
 
-def test_only_buffers_that_a_pass_changes_are_copied_from_then_on() -> None:
+def test_only_buffers_that_a_pass_changes_are_copied_from_then_on():
     small, table, moving = torch.zeros(2), torch.zeros(5000), torch.zeros(5000)
     retry = retry_with(buffers=[small, table, moving])
     part = Part(Task(TABLE, 1.0, None), 0, retry)
@@ -154,8 +154,8 @@ class Activation:
     """Stands for memory."""
 
 
-def test_an_error_lets_go_of_all_frames_behind_it() -> None:
-    found: list[weakref.ref[Activation]] = []
+def test_an_error_lets_go_of_all_frames_behind_it():
+    found = []
 
     def runs_out(before: Exception | None = None) -> None:
         held = Activation()
@@ -185,7 +185,7 @@ def test_an_error_lets_go_of_all_frames_behind_it() -> None:
     assert "in closes_over" in error.__notes__[0]
 
 
-def test_only_graphs_are_cut() -> None:
+def test_only_graphs_are_cut():
     parameter = nn.Parameter(torch.ones(2))
     twice = parameter * 2
     view = twice[:1]
@@ -195,7 +195,7 @@ def test_only_graphs_are_cut() -> None:
     assert view.grad_fn is not None
 
 
-def test_a_share_of_labels_says_nothing_about_items() -> None:
+def test_a_share_of_labels_says_nothing_about_items():
     loss = torch.tensor(float("nan"), requires_grad=True)
     planned = contribution(loss, 0.0)
     assert planned is not None
@@ -210,7 +210,7 @@ def test_a_share_of_labels_says_nothing_about_items() -> None:
     assert float(labels.loss) == 14
 
 
-def test_a_rank_that_left_everything_out_agrees_with_any_kind() -> None:
+def test_a_rank_that_left_everything_out_agrees_with_any_kind():
     ran, idle = Ledger(), Ledger()
     ran.add(3.0, Counting.EXACT)
     idle.leave_out(1.0)
@@ -221,7 +221,7 @@ def test_a_rank_that_left_everything_out_agrees_with_any_kind() -> None:
     assert total_weight([counted.record(None, None, None)] * 2) == 1.0
 
 
-def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_torch_is_named(monkeypatch):
     engine = CollectiveEngine(1, single_process)
     monkeypatch.setattr(FSDPModule, "reset_iter_state", None, raising=False)
     assert engine.why_no_retry() == ""
@@ -229,5 +229,5 @@ def test_an_older_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "install torch 2.13 or newer" in engine.why_no_retry()
 
 
-def test_libraries_of_cuda_run_out_of_memory_too() -> None:
+def test_libraries_of_cuda_run_out_of_memory_too():
     assert is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"))

@@ -130,7 +130,7 @@ def test_sigterm_does_not_wait_for_a_peer_that_hangs():
 
 
 def _own_handler(rank: int) -> list[int]:
-    heard: list[int] = []
+    heard = []
     module = Signalled(rank, signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, lambda *_: heard.append(len(module.seen)))
     fit(module, BATCHES)
@@ -141,5 +141,5 @@ def test_handlers_of_the_users_own_are_left_alone():
     assert run_ranks(_own_handler) == [[], [4]]
 
 
-def test_the_patience_is_that_of_a_broken_rank() -> None:
+def test_the_patience_is_that_of_a_broken_rank():
     assert ranks.PATIENCE < 10  # seconds within which every rank raises, whatever breaks

@@ -32,7 +32,7 @@ from tests.support.fits import (
 )
 from tests.support.models import full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, trainer
-from tests.support.ranks import Cases, run_calls
+from tests.support.ranks import run_calls
 
 NEEDS_RESET = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch < 2.13 cannot reset a failed step"
@@ -90,9 +90,9 @@ def _fit_with(rank: int, options: dict[str, Any], counts: tuple[int, ...], retur
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> Cases:
+def two_ranks():
     """All that two ranks do, in one launch."""
-    calls: dict[Any, Any] = {}
+    calls = {}
     for counts in COUNTS:
         if len(counts) == 2:
             calls |= {(counts, name): (_fit, counts, *given) for name, (*given, _) in RETURNS.items()}
@@ -116,7 +116,7 @@ def two_ranks() -> Cases:
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_the_gradient_does_not_depend_on_who_ran_what(counts, two_ranks):
-    found: Any = {name: two_ranks[counts, name] for name in RETURNS} if len(counts) == 2 else None
+    found = {name: two_ranks[counts, name] for name in RETURNS} if len(counts) == 2 else None
     if found is None:
         calls = {name: (_fit, counts, *given) for name, (*given, _) in RETURNS.items()}
         found = run_calls(calls, world_size=len(counts))
@@ -265,11 +265,11 @@ class EditsWherePublished(Callback):
 
 def _evaluate_after_edits(rank: int) -> tuple[float, list[Any]]:
     module, data = TokenModule("items", lr=LR), token_batches([5, 9])
-    module.test_step = module.validation_step  # type: ignore[method-assign]
-    module.predict_step = lambda batch, batch_idx: module.net(batch).sum().item()  # type: ignore[method-assign]
+    module.test_step = module.validation_step
+    module.predict_step = lambda batch, batch_idx: module.net(batch).sum().item()
     t = trainer(2, callbacks=[EditsWherePublished()])
-    (tested,) = t.test(module, DataLoader(data, batch_size=None), verbose=False)  # type: ignore[arg-type]
-    return tested["val_loss"], t.predict(module, DataLoader(data, batch_size=None))  # type: ignore[arg-type, return-value]
+    (tested,) = t.test(module, DataLoader(data, batch_size=None), verbose=False)
+    return tested["val_loss"], t.predict(module, DataLoader(data, batch_size=None))
 
 
 def test_edits_before_evaluations_reach_every_rank(two_ranks):
@@ -310,7 +310,7 @@ def _fit_again(rank: int, where: str) -> dict[str, Tensor]:
         fit(module, shares(rank, (3, 3)))
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            parameter.copy_(distribute_tensor(start[name], parameter.device_mesh, parameter.placements))  # type: ignore[attr-defined]
+            parameter.copy_(distribute_tensor(start[name], parameter.device_mesh, parameter.placements))
     return fitted(module, shares(rank, (3, 3)))
 
 

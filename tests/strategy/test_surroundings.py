@@ -145,7 +145,7 @@ def _explosion(rank: int, where: Path) -> dict[str, Any]:
         t.fit(module, minibatches(rank))
     windows = Path("/proc/self/maps").read_text().count("memfd:lightning-odc")
     with pytest.raises(RuntimeError, match="only while the trainer runs"):
-        _ = t.strategy.engine  # type: ignore[attr-defined]
+        _ = t.strategy.engine
     again = Module()
     trainer(2).fit(again, minibatches(rank))
     return {"windows": windows, "moved": _distance(again)}
@@ -218,7 +218,7 @@ def _distance(module: TokenModule) -> float:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def ran(tmp_path_factory):
     where = tmp_path_factory.mktemp("surroundings")
     return where, run_ranks(_run, str(where), timeout=170)
 
@@ -343,7 +343,7 @@ def _under_slurm(rank: int) -> dict[str, Any]:
     module = Module()
     t = trainer(2)
     t.fit(module, minibatches(rank))
-    environment = type(t.strategy.cluster_environment)  # type: ignore[attr-defined]
+    environment = type(t.strategy.cluster_environment)
     return {
         "rank": t.global_rank,
         "launcher": t.strategy.launcher,

@@ -166,7 +166,7 @@ class Manual(Sgd):
         self.norms: list[float] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
+        optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.mean_loss(batch))
         optimizer.step()
