@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -360,48 +358,6 @@ def test_a_model_that_runs_while_peers_change_their_shards_is_stopped(told):
 
 def test_loaders_of_unknown_length_may_end_at_a_number_of_steps(told):
     assert told["as many"] == [2, 2]
-
-
-SCRIPT = """
-import sys
-import torch
-from tests.strategy.test_failures import Raises
-from tests.support.modules import loader, token_batches, trainer
-from lightning_odc import Minibatch
-
-if __name__ == "__main__":
-    t = trainer(2)
-    t.fit(Raises(t.global_rank, 4), loader([Minibatch(token_batches([5, 9, 4])) for _ in range(4)]))
-"""
-
-
-def test_lightnings_own_launcher_ends_and_leaves_no_process(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    environment["PYTHONPATH"] = str(root)
-    run = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert run.returncode != 0
-    assert "ValueError: no such token" in run.stderr
-    assert not [line for line in _command_lines() if str(script) in line]
-
-
-def _command_lines() -> list[str]:
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:
-            continue
-    return lines
 
 
 # -- afterwards -------------------------------------------------------------------------------------------

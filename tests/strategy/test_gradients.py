@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_odc import Minibatch
+from lightning_odc import Minibatch, ODCStrategy
 from tests.support.fits import Manual, Sgd, failure, fit, fitted
 from tests.support.models import WIDTH, full_parameters, token_batches
 from tests.support.ranks import run_calls
@@ -22,50 +22,22 @@ BATCHES = [token_batches([5, 9, 4, 7, 6, 8], seed=rank) for rank in range(2)]
 ROWS = [[torch.cat(pair) for pair in zip(*BATCHES, strict=True)]]
 
 
-class ByHand(Manual):
-    def strategys(self, name: str) -> None:
-        """Call a method of our strategy; plain Lightning has none."""
-        getattr(self.trainer.strategy, name, lambda: None)()
-
-
-class Accumulates(Manual):
-    """Two backward passes per step."""
+class LooksAndSkips(Manual):
+    """Looks at gradients and clips them itself; leaves out the step of the second batch."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.mean_loss(batch) / 2)
-        if batch_idx % 2:
-            self.clip_gradients(optimizer, 0.01, "norm")
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-class Looks(ByHand):
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.mean_loss(batch))
-        self.strategys("settle_gradients")
-        self.norms.append(self.gradient_norm())
-        if self.norms[-1] > 1:
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-        optimizer.step()
-
-
-class LooksAndSkips(ByHand):
-    """Leaves out the step of the second batch, after it has seen the gradients."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
+        optimizer, strategy = self.optimizers(), self.trainer.strategy
+        is_ours = isinstance(strategy, ODCStrategy)
         self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
-        self.strategys("settle_gradients")
+        if is_ours:
+            strategy.settle_gradients()
         self.norms.append(self.gradient_norm())
         if batch_idx != 1:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
             optimizer.step()
-            optimizer.zero_grad()
-        else:
-            optimizer.zero_grad()
-            self.strategys("publish_parameters")
+        optimizer.zero_grad()
+        if batch_idx == 1 and is_ours:
+            strategy.publish_parameters()
 
 
 class BackwardWithoutLightning(Manual):
@@ -219,8 +191,6 @@ class ReducesInFp64(Sgd):
 
 #: How a module is made, and options of the trainer.
 MODULES: dict[str, tuple[Callable[..., Sgd], dict[str, Any]]] = {
-    "accumulates": (Accumulates, {}),
-    "looks": (Looks, {}),
     "looks and skips": (LooksAndSkips, {}),
     "backward without Lightning": (BackwardWithoutLightning, {}),
     "zeroes in place": (ZeroesInPlace, {}),

@@ -162,6 +162,7 @@ def reference() -> nn.Module:
     return layers
 
 
+@pytest.mark.slow
 def test_a_fit_brings_home_weights_metrics_and_progress(cells):
     fitted = result(cells[1])
     weights = {name.removeprefix("layers."): torch.tensor(value) for name, value in fitted["weights"].items()}
@@ -179,12 +180,14 @@ def test_a_fit_brings_home_weights_metrics_and_progress(cells):
     assert fitted["left"] == 0
 
 
+@pytest.mark.slow
 def test_a_cell_runs_again(cells):
     assert result(cells[2])["steps"] == 6
     # Sums of gradients from two ranks have no order to differ in.
     assert result(cells[2])["weights"] == result(cells[1])["weights"]
 
 
+@pytest.mark.slow
 def test_evaluations_use_what_came_home(cells):
     evaluated = result(cells[3])
     layers, inputs = reference(), data().tensors[0]
@@ -196,10 +199,12 @@ def test_evaluations_use_what_came_home(cells):
     assert_same({"predicted": torch.tensor(evaluated["predicted"])}, {"predicted": own})
 
 
+@pytest.mark.slow
 def test_the_same_trainer_goes_on_where_it_ended(cells):
     assert result(cells[4]) == {"steps": 9, "epoch": 3}
 
 
+@pytest.mark.slow
 def test_an_exception_on_a_rank_is_the_cells(cells):
     (error,) = [output for output in cells[5] if output.output_type == "error"]
     assert error.ename == "PeerFailedError"

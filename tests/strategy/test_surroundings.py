@@ -103,7 +103,7 @@ class Bomb(pl.Callback):
 
 
 def _run(rank: int, directory: str) -> dict[str, Any]:
-    parts = (_monitors, _prediction, _explosion, _learning_rate, _batch_size, _command_line, _yaml)
+    parts = (_monitors, _prediction, _explosion, _learning_rate, _command_line, _yaml)
     return {part.__name__: part(rank, Path(directory)) for part in parts}
 
 
@@ -156,15 +156,6 @@ def _learning_rate(rank: int, where: Path) -> dict[str, Any]:
     t = trainer(2, default_root_dir=where, max_epochs=30)
     found = Tuner(t).lr_find(module, num_training=20, min_lr=1e-5, update_attr=True)
     return {"rates": len(found.results["lr"]), "suggestion": found.suggestion(), "moved": _distance(module)}
-
-
-def _batch_size(rank: int, where: Path) -> str:
-    t = trainer(2, default_root_dir=where)
-    try:
-        Tuner(t).scale_batch_size(Module(), steps_per_trial=1, max_trials=2)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 ARGUMENTS = [
@@ -268,11 +259,6 @@ def test_the_learning_rate_finder_works_and_leaves_the_weights_alone(ran):
         assert found["moved"] == 0
 
 
-def test_lightning_refuses_the_batch_size_finder(ran):
-    for result in ran[1]:
-        assert "not supported with distributed strategies" in result["_batch_size"]
-
-
 def test_the_command_line_and_a_file_choose_the_strategy(ran):
     for result in ran[1]:
         line, file = result["_command_line"], result["_yaml"]
@@ -326,7 +312,6 @@ def _targets(arguments: dict[str, Any]) -> list[str]:
 
 
 def _under_slurm(rank: int) -> dict[str, Any]:
-    port = os.environ["MASTER_PORT"]
     for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
         del os.environ[name]
     os.environ |= {
@@ -338,7 +323,6 @@ def _under_slurm(rank: int) -> dict[str, Any]:
         "SLURM_LOCALID": str(rank),
         "SLURM_JOB_ID": "123",
         "SLURM_JOB_NAME": "train",
-        "MASTER_PORT": port,
     }
     module = Module()
     t = trainer(2)
