@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_odc import Minibatch, ODCStrategy
 from tests.support.fits import Manual, Sgd, failure, fit, fitted
-from tests.support.models import WIDTH, full_parameters, token_batches
+from tests.support.models import full_parameters, token_batches
 from tests.support.ranks import run_calls
 
 BATCHES = [token_batches([5, 9, 4, 7, 6, 8], seed=rank) for rank in range(2)]
@@ -306,13 +306,6 @@ class UnfreezesInTheStep(Sgd):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.net.requires_grad_(True)
         return super().training_step(batch, batch_idx)
-
-
-class UsesTheModelAfterClipping(Manual):
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.manual_backward(self.mean_loss(batch))
-        self.clip_gradients(self.optimizers(), 0.01, "norm")
-        self.net.blocks[0](torch.zeros(1, WIDTH))
 
 
 class MixesCounts(Sgd):

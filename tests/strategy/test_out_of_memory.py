@@ -117,14 +117,13 @@ def table(rows: int, tokens: int, seed: int) -> Tensor:
     return made
 
 
-def batches(rank: int, steps: int, weighted: bool = True) -> list[Minibatch]:
+def batches(rank: int, steps: int) -> list[Minibatch]:
     """Rank 1 has the microbatches that are cut, rank 0 a single one."""
     shapes = [(2, 9)] if rank == 0 else [(rows, 4 + m) for m, rows in enumerate(ROWS)]
     made = []
     for step in range(steps):
         tables = [table(rows, tokens, 100 * step + tokens) for rows, tokens in shapes]
-        weights = [float(one[:, 1:].numel()) for one in tables] if weighted else None
-        made.append(Minibatch(tables, weights))
+        made.append(Minibatch(tables, [float(one[:, 1:].numel()) for one in tables]))
     return made
 
 
