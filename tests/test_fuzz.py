@@ -108,7 +108,7 @@ def test_a_minibatch_of_anything(weights, count, plan):
 def test_nothing_in_a_window_overlaps_or_sticks_out(sizes, words, sources):
     units = tuple(UnitSpec(str(i), a, torch.bfloat16, b, torch.float32) for i, (a, b) in enumerate(sizes))
     spec = WindowSpec(units, words, mailboxes=3, mailbox_bytes=64, sources=sources)
-    parts = [(0, (words + 1) * 8)]
+    parts = [(0, words * 8)]
     parts += [(spec.mailbox_offset(box), spec.mailbox_offset(1) - spec.mailbox_offset(0)) for box in range(3)]
     for index, unit in enumerate(units):
         parts.append((spec.offsets()[index][0], unit.shard_bytes))
