@@ -184,7 +184,7 @@ class TimelineRecorder(Callback):
         if recording is None:
             return
         recording.interrupt()
-        if recording.tracer.spans and self._files is not None:
+        if recording.spans and self._files is not None:
             recording.run.notes.append(f"Rank {recording.own.rank} ended by {type(exception).__name__}.")
             self._save(recording)
             _attempt(lambda: cast(TimelineFiles, self._files).merge_ranks(self.trace_path))
@@ -211,44 +211,7 @@ class TimelineRecorder(Callback):
             rank_zero_warn(f"{self.trace_path} is written, but no picture: {error}")
 
 
-class MicrobatchTracer(Tracer):
-    """A tracer that numbers the forward and backward passes of an optimizer step."""
-
-    # A backward pass belongs to the forward pass before it, once; one without (the loss of an empty share)
-    # stays without a number.
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity)
-        self._tokens: list[int | None] = []  # of the next forward pass: one number, once it has an input
-        self._forwards = 0
-        self._last: dict[str, Any] = {}
-
-    def begin_step(self) -> None:
-        """The next forward pass is the first of a step."""
-        self._forwards = 0
-        self._last = {}
-
-    def see_input(self, batch: Any) -> None:
-        """What the next forward pass gets; what modules inside it get is not counted."""
-        if not self._tokens:
-            self._tokens = [token_count(batch)]
-
-    def record(self, kind: str, begin: int, **details: Any) -> None:
-        if kind == "forward":
-            known = {"tokens": self._tokens[0]} if self._tokens and self._tokens[0] is not None else {}
-            self._tokens = []
-            if details.get("step", "training_step") == "training_step":
-                details.pop("step", None)
-                known = self._last = {"microbatch": self._forwards, **known}
-                self._forwards += 1
-            details |= known
-        elif kind == "backward":
-            details |= self._last
-            self._last = {}
-        super().record(kind, begin, **details)
-
-
-class Recording:
+class Recording(Tracer):
     """What one rank has recorded so far. Call `release` at the end."""
 
     def __init__(
@@ -260,18 +223,37 @@ class Recording:
         engine: Engine | None,
         module: nn.Module,
     ) -> None:
+        super().__init__(capacity)
         self.run = run
         self.own = own
-        self.tracer = MicrobatchTracer(capacity)
         self.step: int | None = None  # the optimizer step that is being recorded, if one is
         self.complete = False  # whether all that was asked for is recorded
         self._engine = engine  # which traces what it does; ``None`` to go by Lightning's hooks alone
         self._module = module  # the module whose inputs are looked at to count tokens
+        self._tokens: list[int | None] = []  # of the next forward pass: one number, once it has an input
+        self._forwards = 0  # in this step
+        self._last: dict[str, Any] = {}  # what is known of the last forward pass
         self._phase, self._phase_began = "", 0  # by the hooks, without an engine
         self._hook: RemovableHandle | None = None
         self._shift = origin_ns + own.offset_ns
         self._step_began = 0
         self._gap_began = time.monotonic_ns()
+
+    def record(self, kind: str, begin: int, **details: Any) -> None:
+        """A span that ends now. Passes of an optimizer step get numbers."""
+        if kind == "forward":
+            known = {"tokens": self._tokens[0]} if self._tokens and self._tokens[0] is not None else {}
+            self._tokens = []
+            if details.get("step", "training_step") == "training_step":
+                details.pop("step", None)
+                known = self._last = {"microbatch": self._forwards, **known}
+                self._forwards += 1
+            details |= known
+        elif kind == "backward":
+            # It belongs to the forward pass before it, once. One without (the loss of an empty share) has no number.
+            details |= self._last
+            self._last = {}
+        super().record(kind, begin, **details)
 
     def begin_epoch(self) -> None:
         """Count waits as waits for data from now on."""
@@ -279,16 +261,16 @@ class Recording:
 
     def begin_batch(self, step: int, batch: Any) -> None:
         """A batch of a step that is to be recorded begins."""
-        self.tracer.record("data", self._gap_began)
+        self.record("data", self._gap_began)
         if self.step != step:
             self.step, self._step_began = step, time.monotonic_ns()
-            self.tracer.begin_step()
+            self._forwards, self._last = 0, {}
         if self._hook is None:
             self._hook = self._module.register_forward_pre_hook(self._see_forward)
             if self._engine is not None:
-                self._engine.listen(self.tracer)
+                self._engine.listen(self)
         if self._engine is None:
-            self.tracer.see_input(batch)
+            self._see_input(batch)
             self.enter("forward")
 
     def enter(self, kind: str) -> None:
@@ -300,7 +282,7 @@ class Recording:
     def leave(self) -> None:
         """A hook says that what went on is over."""
         if self._phase:
-            self.tracer.record(self._phase, self._phase_began)
+            self.record(self._phase, self._phase_began)
         self._phase = ""
 
     def end_batch(self, next_step: int, wanted: bool) -> None:
@@ -315,7 +297,7 @@ class Recording:
     def end_gap(self, kind: str) -> None:
         """What went on between two batches until now was loading data, or validation."""
         if self._hook is not None:
-            self.tracer.record(kind, self._gap_began)
+            self.record(kind, self._gap_began)
         self._gap_began = time.monotonic_ns()
 
     def interrupt(self) -> None:
@@ -329,24 +311,28 @@ class Recording:
         if self._hook is not None:
             self._hook.remove()
             if self._engine is not None:
-                self._engine.unlisten(self.tracer)
+                self._engine.unlisten(self)
         self._hook = None
 
     def timeline(self) -> Timeline:
         """This rank's timeline so far."""
         shift = self._shift
-        spans = [one._replace(begin=one.begin - shift, end=one.end - shift) for one in self.tracer.spans]
-        own = replace(self.own, spans=spans, dropped=self.tracer.dropped, complete=self.complete)
+        spans = [one._replace(begin=one.begin - shift, end=one.end - shift) for one in self.spans]
+        own = replace(self.own, spans=spans, dropped=self.dropped, complete=self.complete)
         seen = self.run.waiting_seen or any(span.kind in COLLECTIVES for span in spans)
         return replace(self.run, ranks=[own], waiting_seen=seen, notes=list(self.run.notes))
 
     def _see_forward(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._engine is not None and inputs:
-            self.tracer.see_input(inputs[0])
+            self._see_input(inputs[0])
+
+    def _see_input(self, batch: Any) -> None:
+        """What the next forward pass gets; what modules inside it get is not counted."""
+        self._tokens = self._tokens or [token_count(batch)]
 
     def _end_step(self) -> None:
         if self.step is not None:
-            self.tracer.record("minibatch", self._step_began, number=self.step)
+            self.record("minibatch", self._step_began, number=self.step)
         self.step = None
 
 
