@@ -66,8 +66,23 @@ class _Group(NamedTuple):
 def rooms(root: Path | None = None) -> list[Room]:
     """What is left below every limit of this process, none where it is no Linux; see Note [What limits memory]."""
     root = root or ROOT
-    of_groups = [room for group in _control_groups(root) if (room := _room_of_group(group)) is not None]
-    return [*_rooms_of_host(root), *of_groups, *_rooms_of_process(root)]
+    found: list[Room] = []
+    with contextlib.suppress(OSError):  # this is not Linux
+        meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+        free = int(meminfo["MemAvailable"].split()[0]) * 1024
+        found.append(
+            Room(free, "this host has no more (MemAvailable of /proc/meminfo)", "end what else runs on it")
+        )
+    found += filter(None, map(_room_of_group, _control_groups(root)))
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/limits").read_text().splitlines():
+            words = line.split()
+            if words[:3] == ["Max", "address", "space"] and words[3] != "unlimited":
+                limit = f"the process's own limit is {gib(int(words[3]))} GiB of address space (RLIMIT_AS)"
+                used = int((root / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                free = max(int(words[3]) - used, 0)
+                found.append(Room(free, limit, "raise it (`ulimit -v unlimited`)", is_shared=False))
+    return found
 
 
 def available(processes: int = 1) -> int:
@@ -128,13 +143,6 @@ def _kills(root: Path) -> Iterator[tuple[tuple[str, bool], int]]:
         yield ("this host", False), count
 
 
-def _rooms_of_host(root: Path) -> Iterator[Room]:
-    with contextlib.suppress(OSError):  # this is not Linux
-        meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-        free = int(meminfo["MemAvailable"].split()[0]) * 1024
-        yield Room(free, "this host has no more (MemAvailable of /proc/meminfo)", "end what else runs on it")
-
-
 def _room_of_group(group: _Group) -> Room | None:
     sizes = {name: _number(group.folder / name) for name in ("memory.max", "memory.high")}
     limits = [(size, name) for name, size in sizes.items() if size is not None]
@@ -146,17 +154,6 @@ def _room_of_group(group: _Group) -> Room | None:
     reclaimable = stat.get("inactive_file", 0) + stat.get("active_file", 0) // 2
     free = min(max(limit - used + reclaimable, 0), limit)
     return Room(free, f"{group.name} allows {gib(limit)} GiB ({name})", _RAISE_GROUP)
-
-
-def _rooms_of_process(root: Path) -> Iterator[Room]:
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/limits").read_text().splitlines():
-            words = line.split()
-            if words[:3] == ["Max", "address", "space"] and words[3] != "unlimited":
-                limit = f"the process's own limit is {gib(int(words[3]))} GiB of address space (RLIMIT_AS)"
-                used = int((root / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-                free = max(int(words[3]) - used, 0)
-                yield Room(free, limit, "raise it (`ulimit -v unlimited`)", is_shared=False)
 
 
 def _number(path: Path) -> int | None:

@@ -38,7 +38,15 @@ def config_of(given: Any, own: Iterable[str] = ()) -> tuple[Any, str]:
     # Given: a name of `PRESETS`; a number of parameters; a type of model that transformers knows; a
     # ``config.json`` or its folder; or a configuration.
     if isinstance(given, str | Path) and Path(given).exists():
-        return _read_config(Path(given)), str(given)
+        path = Path(given)
+        try:
+            found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        except (OSError, ValueError) as error:
+            raise OptionError(f"--model {path}: not a configuration: {one_line(error)}") from error
+        if not isinstance(found, dict):
+            kind = type(found).__name__
+            raise OptionError(f"--model {path}: not a configuration: it holds a {kind}, not an object")
+        return found, str(given)
     if isinstance(given, int | float) and not isinstance(given, bool):
         return _decoder_with(float(given)), f"{given:.3g} parameters"
     if isinstance(given, Mapping) or hasattr(given, "to_dict"):
@@ -56,18 +64,6 @@ def config_of(given: Any, own: Iterable[str] = ()) -> tuple[Any, str]:
         return AutoConfig.for_model(given), given
     except Exception:  # transformers raises many kinds for a name that it does not know, or is not there
         raise OptionError(f"--model {given!r} is unknown: write {', '.join((*own, ACCEPTED))}") from None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """What is in a ``config.json``, or in that of a folder."""
-    try:
-        found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-    except (OSError, ValueError) as error:
-        raise OptionError(f"--model {path}: not a configuration: {one_line(error)}") from error
-    if not isinstance(found, dict):
-        kind = type(found).__name__
-        raise OptionError(f"--model {path}: not a configuration: it holds a {kind}, not an object")
-    return found
 
 
 def _decoder_with(parameters: float) -> Mapping[str, Any]:

@@ -122,17 +122,6 @@ class Outcome:
             "read / minibatch": _show_mib(row.bytes_read),
         }
 
-    def _short_cells(self, row: Row) -> dict[str, str]:
-        """What fits into 80 columns."""
-        return {
-            "": self.name_of(row.combination),
-            "tokens\n/s": f"{row.tokens / row.total:,.0f}",
-            "s/mini-\nbatch": f"{row.seconds[1]:.3f}",
-            "speed-up [95 %]": show_ratio(row.speed_up, row.doubt, "?", digits=2),
-            "idle": show_percent(row.idle),
-            "over\nbound": show_percent(row.over_bound),
-        }
-
     @property
     def lines(self) -> list[str]:
         """What follows from the table."""
@@ -168,14 +157,24 @@ class Outcome:
         return "\n".join([*caption, table, "", *self.lines])
 
     def show(self) -> None:
-        """Print a table and sentences."""
+        """Print sentences, and a table of what fits into 80 columns."""
         console = Console(highlight=False, soft_wrap=True)
         if not self.rows:
             console.print("Nothing was measured.")
             return
         if self.placement.caption:
             console.print(self.placement.caption, style="yellow")
-        cells = [self._short_cells(row) for row in self.rows]
+        cells = [
+            {
+                "": self.name_of(row.combination),
+                "tokens\n/s": f"{row.tokens / row.total:,.0f}",
+                "s/mini-\nbatch": f"{row.seconds[1]:.3f}",
+                "speed-up [95 %]": show_ratio(row.speed_up, row.doubt, "?", digits=2),
+                "idle": show_percent(row.idle),
+                "over\nbound": show_percent(row.over_bound),
+            }
+            for row in self.rows
+        ]
         console.print(table(list(cells[0]), [list(one.values()) for one in cells]))
         for line in self.lines:
             style = next((_STYLES[word] for word in _STYLES if line.startswith(word)), "")
