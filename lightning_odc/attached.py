@@ -261,6 +261,7 @@ class Attached:
         self._ran = 0  # backward passes since the last optimizer step
         self._divisor = 1.0  # of the gradients that were settled last
         self._closed = self._has_failed = False
+        self._sharded = _sharded_parts(model)
 
     def __enter__(self) -> Attached:
         return self
@@ -301,6 +302,7 @@ class Attached:
             What the sums were divided by: the sum of all weights, or without weights the number of ranks.
         """
         if not self.engine.settled:
+            self._check_model()
             if self.engine.ran_outside:
                 raise ODCError(
                     "A backward pass ran without its weight. Write\n"
@@ -311,6 +313,15 @@ class Attached:
             self._divisor = total_weight(self.engine.settle(None))
             self._ran = 0
         return self._divisor
+
+    def _check_model(self) -> None:
+        if self._closed:
+            raise ODCError("`close()` has given the model back: call `attach(model)` again.")
+        if _sharded_parts(self.model) != self._sharded:
+            raise ODCError(
+                "A part of the model was sharded or replaced after `attach(model)`. Call `close()` before it. Then "
+                "make the optimizer of the new parameters, and call `attach(model)` again."
+            )
 
     def step(
         self, *optimizers: Optimizer, max_norm: float | None = None, norm_type: float = 2.0
@@ -391,6 +402,10 @@ class Attached:
                 self.engine.exchange("end of the run", None)
         finally:
             self.engine.close()
+
+
+def _sharded_parts(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _peer_trouble(engine: Engine, exception: BaseException) -> str:

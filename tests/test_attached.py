@@ -5,6 +5,7 @@ The tolerance of parity is derived in ``tests/support/fits.py``.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import time
@@ -18,15 +19,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from lightning_odc import attach
-from lightning_odc.errors import ODCError, PeerFailedError, StaleShardError
+from lightning_odc.errors import ODCError, PeerFailedError, StaleShardError, WaitTimeoutError
 from lightning_odc.pretrained import save_pretrained
 from tests.docs.blocks import ROOT, fragments
 from tests.strategy.test_models import CausalLM, causal_lm
@@ -103,7 +110,7 @@ def train(
 
 #: Microbatches by rank, where gradients are clipped, and options of `attach`.
 TRAINED: list[tuple[tuple[int, ...], float | None, dict[str, Any]]] = [
-    ((3, 2), None, {}),
+    ((4, 1), None, {}),
     ((5, 0), 0.1, {}),
     ((0, 0, 2, 3), 0.1, {"deterministic": True}),
 ]
@@ -119,7 +126,8 @@ def ranks(folder: Path) -> Cases:
     """All that ends well on two ranks, in one launch; every test looks at its part."""
     calls: dict[Any, tuple[Any, ...]] = {case[0]: (_train_with, *case) for case in TRAINED[:2]}
     calls |= {"bf16": (_compute_in_bf16,), "stream": (_stream_on_rank_0,)}
-    calls |= {"across a step": (_stream_across_a_step,)}
+    calls |= {"across a step": (_stream_across_a_step,), "meanwhile": (_stream_meanwhile,)}
+    calls |= {"loaded": (_load_halfway,), "changed": (_change_meanwhile,)}
     for tied in (False, True):
         calls[f"tied {tied}"] = (_save_while_the_trainer_trains, str(folder / str(tied)), tied)
     return run_calls(calls | {"refused": (_refused,)})
@@ -219,6 +227,40 @@ def test_bf16_without_weights_is_that_of_fully_shard(ranks):
         assert all(torch.equal(value, on_demand[name].bfloat16()) for name, value in streamed.items())
 
 
+def _load_halfway(rank: int) -> Any:
+    """Train an epoch, keep the state by torch's functions, and train the second epoch: with it, and loaded."""
+    init_gloo(rank)
+    ends: list[Any] = []
+    state: Any = None
+    for _ in range(2):
+        model = sharded(new_model())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        with attach(model) as odc:
+            for number, batches in enumerate(step_by_step()):
+                if number == len(LENGTHS) and state is None:
+                    state = copy.deepcopy(get_state_dict(model, optimizer))
+                elif number == len(LENGTHS):
+                    parts = {"model_state_dict": state[0], "optim_state_dict": state[1]}
+                    set_state_dict(model, optimizer, **parts)
+                    odc.publish()
+                elif state is not None and number < len(LENGTHS):
+                    continue  # what the first epoch does is in the state
+                for batch in batches[4 * rank : 4 + rank]:
+                    with odc.backward(weight=batch.numel() - 1):
+                        summed_loss(model, batch).backward()
+                odc.step(optimizer)
+                optimizer.zero_grad()
+        ends.append(full_parameters(model))
+    return ends
+
+
+def test_state_that_torch_s_functions_load_goes_on(ranks):
+    expected = one_process()[0]
+    for straight, loaded in ranks["loaded"]:
+        assert_same(straight, expected)
+        assert_same(loaded, expected)
+
+
 # -- parameters for any reader --------------------------------------------------------------------------------
 
 
@@ -269,6 +311,31 @@ def _stream_across_a_step(rank: int) -> str:
             next(odc.stream_parameters())
         odc.step(optimizer)
     return "ended"
+
+
+def _stream_meanwhile(rank: int) -> bool:
+    """Rank 0 has read one parameter, and waits with the others until rank 1 has run a microbatch."""
+    init_gloo(rank)
+    model = sharded(new_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before, signal_of_rank_1 = full_parameters(model), torch.ones(1)
+    with attach(model) as odc:
+        if rank == 0:
+            stream = odc.stream_parameters()
+            streamed = [next(stream)]
+            dist.recv(signal_of_rank_1, src=1)
+            streamed += stream
+        else:
+            with odc.backward(weight=1):
+                summed_loss(model, token_batches([5])[0]).backward()
+            dist.send(signal_of_rank_1, dst=0)
+        odc.step(optimizer)
+    changed = not torch.equal(full_parameters(model)["head.weight"], before["head.weight"])
+    return changed and (rank == 1 or all(torch.equal(value, before[name]) for name, value in streamed))
+
+
+def test_the_others_train_while_one_rank_streams(ranks):
+    assert ranks["meanwhile"] == [True, True]
 
 
 def test_no_two_versions_are_mixed(ranks):
@@ -326,19 +393,28 @@ def _break_off(rank: int, how: str) -> None:
     init_gloo(rank)
     model = sharded(new_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with attach(model, timeout=timedelta(seconds=20)) as odc:
+    with attach(model, timeout=timedelta(seconds=6 if how == "hung" else 20)) as odc:
         odc.step(optimizer)
         if rank == 1:
             if how == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hung":
+                time.sleep(8)
             raise RuntimeError("bad sample")
         odc.step(optimizer)
 
 
-@pytest.mark.parametrize(("how", "said"), [("killed", "rank 1"), ("raised", "bad sample")])
-def test_the_others_hear_of_a_rank_that_breaks_off(how, said):
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("killed", PeerFailedError, "rank 1"),
+        ("raised", PeerFailedError, "bad sample"),
+        ("hung", WaitTimeoutError, "rank 1"),
+    ],
+)
+def test_the_others_hear_of_a_rank_that_breaks_off(how, kind, said):
     survivor, broken = try_ranks(_break_off, how, timeout=60)
-    assert PeerFailedError.__name__ in survivor.error
+    assert kind.__name__ in survivor.error
     assert said in survivor.error
     assert broken.exitcode != 0
 
@@ -370,6 +446,24 @@ def _refused(rank: int) -> dict[str, str]:
         with pytest.raises(ODCError, match=r"with odc\.backward\(weight=n\)"):
             odc.settle()
     return said
+
+
+def _change_meanwhile(rank: int) -> str:
+    init_gloo(rank)
+    model = sharded(new_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with attach(model) as odc:
+        whole, model.blocks[0] = model.blocks[0], fully_shard(new_model().blocks[0])
+        with pytest.raises(ODCError, match=r"replaced after `attach\(model\)`"):
+            odc.step(optimizer)
+        model.blocks[0] = whole
+    with pytest.raises(ODCError, match=r"call `attach\(model\)` again"):
+        odc.step(optimizer)
+    return "refused"
+
+
+def test_a_part_that_is_sharded_again_and_a_step_after_the_end_are_refused(ranks):
+    assert ranks["changed"] == ["refused"] * 2
 
 
 def test_what_cannot_be_attached_is_refused_with_the_line_to_write(ranks):

@@ -103,7 +103,7 @@ class StalenessGuard:
         return StaleShardError(
             f"Parameter {name!r} changed after it was published, so peers would compute with its old value. Change "
             "parameters outside the optimizer step on all ranks together, and then call "
-            "`trainer.strategy.publish_parameters()` on all of them."
+            "`trainer.strategy.publish_parameters()` on all of them; after `attach`, `odc.publish()`."
         )
 
     def _expect_same(
