@@ -64,11 +64,7 @@ def as_lengths(lengths: Any) -> Ints:
 
 
 def as_table(lengths: Any, name: str, dtype: Any = None) -> npt.NDArray[Any]:
-    """What numpy makes of lengths; rows of one number become numbers.
-
-    Raises:
-        ValueError: rows of unequal width, empty ones, or ones with more than 8 numbers. The message names a sample.
-    """
+    """What numpy makes of lengths; rows of one number become numbers. Raises `ValueError` for rows of other widths."""
     try:
         array = np.asarray(lengths, dtype=dtype)
     except (TypeError, ValueError, OverflowError):
@@ -108,22 +104,14 @@ def among_others(array: npt.NDArray[Any]) -> str:
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
-    """``value`` as an integer of at least ``least``.
-
-    Raises:
-        ValueError: it is not such a number.
-    """
+    """``value`` as an integer, or a `ValueError` if it is not one of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}: {name}=8.")
     return int(value)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Check that ``value`` is one of ``choices``.
-
-    Raises:
-        ValueError: it is not one of them.
-    """
+    """Raise `ValueError` if ``value`` is not one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; write one of {', '.join(map(repr, choices))}.")
 
@@ -148,11 +136,7 @@ KnownCaps = int | tuple[int, ...] | list[int] | list[tuple[int, ...]] | None
 
 
 def as_caps(max_tokens: Any, num_ranks: int) -> KnownCaps:
-    """``max_tokens`` as a number, a tuple with one per number of a sample, a list of either with one per rank, or None.
-
-    Raises:
-        ValueError: a cap is not a positive whole number, or there are not as many caps as ranks.
-    """
+    """``max_tokens`` as a number, a tuple with one per number of a sample, a list of those by rank, or None."""
     if max_tokens is None:
         return None
     is_by_rank = isinstance(max_tokens, Sequence | np.ndarray) and not isinstance(max_tokens, str | tuple)
@@ -185,17 +169,7 @@ def _as_cap(cap: Any) -> int | tuple[int, ...]:
 
 
 def check_caps(lengths: Ints, rows: Ints, max_tokens: KnownCaps, num_ranks: int) -> Ints:
-    """``[num_ranks]`` token caps of a microbatch: ``max_tokens``, or the longest row. Of numbers, ``[num_ranks, d]``.
-
-    Args:
-        lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers.
-        rows: the same shape, what each sample has alone in its microbatch.
-        max_tokens: what `as_caps` returns.
-        num_ranks: the number of ranks.
-
-    Raises:
-        ValueError: a sample alone is above the caps of every rank, or there are not as many caps as numbers.
-    """
+    """``[num_ranks]`` caps of a microbatch: ``max_tokens``, or the longest row; of numbers ``[num_ranks, d]``."""
     longest = np.maximum(rows.max(0), 1)
     _check_numbers(longest, max_tokens)
     caps = np.asarray(longest if max_tokens is None else max_tokens)

@@ -30,12 +30,7 @@ _FEW, _MOST_ROWS = 64, 4
 
 
 def in_step(work: Microbatches, lined_up: bool) -> Plan:
-    """The microbatches of every rank, equally many; some are empty if they must be.
-
-    Args:
-        work: The samples; all caps are equal.
-        lined_up: Whether ranks line up. Otherwise each spreads its cost evenly.
-    """
+    """The microbatches of every rank, equally many; some are empty if they must be. All caps are equal."""
     ranks, (whole, spare) = work.num_ranks, divmod(len(work), work.num_ranks)
     pairs = work.pairs(spare) if whole else []
     if spare and not pairs:
@@ -117,13 +112,7 @@ def _loads(work: Microbatches, owners: Ints) -> Floats:
 
 
 def _deal(work: Microbatches, sizes: Ints | Floats, owners: Ints) -> Ints:
-    """One of each ``num_ranks`` neighbours for every rank: the costliest for the fastest, least loaded one.
-
-    Args:
-        work: The samples.
-        sizes: What neighbours are alike in; the largest are dealt first.
-        owners: The rank of each sample that has one.
-    """
+    """One of each ``num_ranks`` neighbours by size for every rank: the costliest for the fastest, least loaded one."""
     ranks, owners = work.num_ranks, owners.copy()
     rows, means = work.rows(np.arange(ranks)), work.costs.sum(0)
     slowness, loads = work.costs.sum(1)[rows], _loads(work, owners)

@@ -282,12 +282,7 @@ def _units(count: int) -> Floats:
 
 
 def features(lengths: Ints, dense: bool) -> Floats:
-    """What the coefficients are multiplied with: squared tokens, the sum of each number, and 1, in `_units`.
-
-    Args:
-        lengths: ``[n]`` tokens of the samples of a microbatch, or ``[n, d]`` numbers.
-        dense: whether attention runs over all tokens of a microbatch.
-    """
+    """What coefficients are multiplied with: squared tokens, the sum of each number, and 1, in `_units`."""
     sizes = first_number(lengths).astype(np.float64)
     squares = sizes.sum() ** 2 if dense else (sizes * sizes).sum()
     terms = np.array([squares, *np.atleast_2d(lengths.T).sum(1), 1.0])

@@ -123,13 +123,7 @@ class Microbatches(ABC):
         return self.in_order(ranks, places[ranks, slots], rows[ranks, slots])
 
     def in_order(self, ranks: Ints, places: Ints, samples: Ints) -> Plan:
-        """The caller's indices: the costliest microbatch first, in each the costliest sample first.
-
-        Args:
-            ranks: ``[n]`` of each sample.
-            places: ``[n]``, in which microbatch of its rank it is.
-            samples: ``[n]``.
-        """
+        """The caller's indices: the costliest microbatch first, in each the costliest sample first."""
         order = np.lexsort((samples, places, ranks))
         ranks, places, samples = ranks[order], places[order], samples[order]
         is_first = np.append(True, (np.diff(ranks) != 0) | (np.diff(places) != 0))
@@ -165,10 +159,7 @@ class Microbatches(ABC):
         """As many microbatches as the profile has entries, none empty, that together exceed it little; None: too few.
 
         Collectives wait for the largest ``m``-th microbatch. The *profile* has the largest ones of other ranks. Below
-        it, a microbatch costs nothing.
-
-        Returns:
-            The microbatches and what they cost, the costliest first.
+        it, a microbatch costs nothing. The costliest is the first, and the costs are the second list.
         """
 
     @abstractmethod
@@ -234,10 +225,6 @@ def lower_bound(costs: Floats, num_ranks: int) -> float:
     It is the largest of three bounds. The first is the weighted mean of the loads, with weights that make ranks of
     different speed equal. The second is the cost of each sample where it is cheapest. The third, for equal ranks, is
     ``j + 1`` of the first ``j * num_ranks + 1`` samples, since one rank gets that many of them.
-
-    Args:
-        costs: ``[1 or num_ranks, n]`` whole numbers.
-        num_ranks: How many ranks there are.
     """
     largest = float(costs.min(0).max())
     if len(costs) > 1:

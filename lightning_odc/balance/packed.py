@@ -93,11 +93,11 @@ class Packed(Microbatches):
         caps = self._caps[:, rows]
         needed = [-(-own.sum(1) // np.maximum(cap, 1)) for own, cap in zip(numbers, caps, strict=True)]
         fewest = np.max(needed, axis=0)
-        limits = [fewest]
+        limits = [fewest, fewest + 1] if len(numbers) > 1 else [fewest]
         if pair.any():
             filled = np.minimum(numbers[0] / np.maximum(self._full[rows, None], 1.0), 1.0)
             likely = np.cumsum(filled, 1)[:, -1].astype(np.int64)  # in this order on every processor
-            limits += [np.maximum(likely + more, fewest) for more in range(-1, 3)] + [counts]
+            limits += [np.maximum(likely + more, fewest) for more in (0, 1)] + [counts]
         limits.append(2 * np.sum(needed, axis=0) + 1)  # for best fit, which fills any two beyond one cap
         times, shape = len(limits), (len(limits), *groups.shape)
         is_even = np.arange(times).repeat(len(groups)) < times - 1
@@ -133,26 +133,14 @@ class Packed(Microbatches):
             yield [self.along(rank, group, [0.0] * count)[0] for rank, group in enumerate(groups)]
 
     def along(self, rank: int, samples: list[int], profile: list[float]) -> tuple[Bins, list[float]]:
-        """The costliest sample first."""
-        if not self._lists:
-            self._list()
-        bins = self._place(rank, samples, profile) or self._split(samples, len(profile))
-        row = int(self.rows(np.array(rank)))
-        costs, tokens, pair = self._lists[row], self._listed_tokens, float(self._pair[row])
-        loads = [self._overheads[row] + sum([costs[sample] for sample in bin_]) for bin_ in bins]
-        if pair:
-            across = [pairs_of_tokens([tokens[sample] for sample in bin_]) for bin_ in bins]
-            loads = [load + round(pair * pairs) for load, pairs in zip(loads, across, strict=True)]
-        falling = sorted(range(len(bins)), key=lambda place: -loads[place])
-        return [bins[place] for place in falling], [loads[place] for place in falling]
-
-    def _place(self, rank: int, samples: list[int], profile: list[float]) -> Bins | None:
         """Each sample, the costliest first, where it raises the profile least, and there where most room is below it.
 
-        Where the profile is nothing, that is the cheapest microbatch with room. None if a sample finds no room.
+        Where the profile is nothing, that is the cheapest microbatch with room.
         """
+        if not self._lists:
+            self._list()
         row = rank if len(self.costs) > 1 else 0
-        costs, tokens, pair = self._lists[row], self._listed_tokens, float(self._pair[row])
+        costs, tokens, pair = self._lists[row], self._listed_tokens, self._pairs[row]
         bins: Bins = [[] for _ in profile]
         rooms, filled, empty = [self._cap | self._guards] * len(bins), [0] * len(bins), len(bins)
 
@@ -170,15 +158,21 @@ class Packed(Microbatches):
                 place = entry[1]
                 if (rooms[place] - size) & self._guards == self._guards and (left > empty or not bins[place]):
                     break
-            else:
-                return None
+            else:  # a sample finds no room
+                bins = self._split(samples, len(profile))
+                break
             ranked.remove(entry)
             insort(ranked, (entry[0] + costs[sample] + pair * filled[place] * tokens[sample], place))
             empty -= not bins[place]
             bins[place].append(sample)
             rooms[place] -= size
             filled[place] += tokens[sample]
-        return bins
+        loads = [self._overheads[row] + sum([costs[sample] for sample in bin_]) for bin_ in bins]
+        if pair:
+            across = [pairs_of_tokens([tokens[sample] for sample in bin_]) for bin_ in bins]
+            loads = [load + round(pair * pairs) for load, pairs in zip(loads, across, strict=True)]
+        order = sorted(range(len(bins)), key=loads.__getitem__, reverse=True)
+        return [bins[place] for place in order], [loads[place] for place in order]
 
     def _split(self, samples: list[int], count: int) -> Bins:
         """The fewest microbatches, of which the costliest are split until there are enough."""
@@ -223,7 +217,7 @@ class Packed(Microbatches):
         """
         fields = range(0, _FIELD * len(self._numbers), _FIELD)
         self._lists, self._listed_tokens = self.costs.tolist(), self.tokens.tolist()
-        self._overheads = self.overhead.tolist()
+        self._overheads, self._pairs = self.overhead.tolist(), self._pair.tolist()
         self._guards = sum(1 << (field + _FIELD - 1) for field in fields)
         rows = np.append(np.array(self._numbers), self._caps[:, :1], axis=1).T.tolist()
         sizes = [sum(number << field for number, field in zip(row, fields, strict=True)) for row in rows]
@@ -272,13 +266,6 @@ def _fill(
 
 
 def _parts_of_full_bins(sizes: Ints, full: Floats, overhead: Floats, pair: Floats) -> Floats:
-    """``[1 or num_ranks, n]``: what each sample adds to the cost of microbatches that are filled as far as it pays.
-
-    Args:
-        sizes: ``[n]``
-        full: ``[1 or num_ranks, 1]``, like the others. Beyond it, pairs cost more than another microbatch would.
-        overhead: Cost of a microbatch beside its samples.
-        pair: Cost of two tokens of different samples.
-    """
+    """What each sample adds to the cost of microbatches that are filled as far as it pays; beyond, pairs cost more."""
     parts = overhead * sizes / np.maximum(full, 1.0) + pair * sizes * (full - sizes) / 2
     return np.where(sizes >= full, overhead, parts)

@@ -61,9 +61,7 @@ _SAMPLES_IN_STARTS = 384
 _STARTS_OF_FEW = 120
 _TOLERANCE = 1e-3
 _TURNS = 64
-_TURNS_OF_MANY = 14
-_TURNS_OF_STARTS = 45
-_FEWER = 4
+_TURNS_OF_MANY = 10
 _MOST_ATTACKED = 24
 _TRIES, _LEAST_TRIES = 12, 3
 _SHAKES = (0.1, 0.3)
@@ -86,9 +84,7 @@ def share_out(work: Microbatches) -> Ints:
     starts: list[Ints] = []
     for division in divisions:
         start = longest_first(division.costs, ranks)
-        if (
-            work.is_additive or division.sizes.max() > 1
-        ):  # else the pieces are samples, which are exchanged below
+        if work.is_additive or division.sizes.max() > 1:  # else the samples are exchanged below
             start = partition(division.costs, start, ranks, bound, good_enough)
         starts.append(division.owners(start))
         if work.is_additive or ranks == 1 or work.largest_load(starts[-1]) <= good_enough:
@@ -104,15 +100,7 @@ def share_out(work: Microbatches) -> Ints:
 
 
 def partition(costs: Floats, start: Ints, num_ranks: int, bound: float, good_enough: float) -> Ints:
-    """The rank of every piece, such that the largest sum of costs is small.
-
-    Args:
-        costs: ``[1 or num_ranks, n]`` whole numbers.
-        start: The partition to improve.
-        num_ranks: How many ranks there are.
-        bound: No largest load is below it.
-        good_enough: The search ends at this largest load.
-    """
+    """The rank of every piece, such that the largest sum of costs ``[1 or num_ranks, n]`` is small."""
     search = Search(costs, [start], num_ranks)
     search.run(good_enough, _TURNS)
     largest, owners = search.best()
@@ -121,7 +109,7 @@ def partition(costs: Floats, start: Ints, num_ranks: int, bound: float, good_eno
         return owners
     shaken = (longest_first(_shaken(costs, index), num_ranks) for index in range(1, starts))
     search = Search(costs, [owners, *shaken], num_ranks)
-    search.run(good_enough, _TURNS_OF_STARTS)
+    search.run(good_enough, _TURNS)
     return search.best()[1]
 
 
@@ -132,12 +120,7 @@ def _shaken(costs: Floats, index: int) -> Floats:
 
 
 def longest_first(costs: Floats, num_ranks: int) -> Ints:
-    """LPT: each of ``n`` pieces, the costliest first, goes to the rank that then ends earliest.
-
-    Args:
-        costs: ``[1 or num_ranks, n]``.
-        num_ranks: How many ranks there are.
-    """
+    """LPT: each of ``n`` pieces, the costliest first, goes to the rank that then ends earliest."""
     owners = [0] * costs.shape[1]
     falling = np.argsort(-costs.sum(0), kind="stable").tolist()
     if len(costs) == 1:
@@ -231,7 +214,7 @@ class Search:
             self._turn(heavy, turn)
             before, largest = largest, self._largest()
             if not (largest < before).any():
-                heavy = max(heavy // _FEWER, min(heavy - 1, 1))
+                heavy = max(heavy // 4, min(heavy - 1, 1))
 
     def _largest(self) -> Floats:
         """The largest load of each candidate."""
@@ -248,13 +231,7 @@ class Search:
         self._exchange(rising[:, ::-1][:, :heavy].ravel(), light, tries)
 
     def _exchange(self, heavy: Ints, light: Ints, tries: int) -> None:
-        """Make one exchange for each of ``g`` heavy rows, with one of its ``p`` partners; see Note [Exchanges].
-
-        Args:
-            heavy: ``[g]`` rows.
-            light: ``[g, p]`` rows, all different.
-            tries: How many exchanges of each heavy row are judged by their true loads.
-        """
+        """One exchange of each of ``g`` heavy rows with one of its ``p`` light ones; see Note [Exchanges]."""
         sets, lines = _sets_of(self._members.shape[1]), np.arange(len(heavy))
         larger, takes = self._likely(sets, heavy, light)
         limits, picks = self._loads[heavy], np.empty((len(heavy), tries), dtype=np.int64)
@@ -335,10 +312,7 @@ class Search:
         return self._at(ranks, members).sum(1) + self._base[ranks]
 
     def _after(self, heavy: Ints, light: Ints, give: Bools, take: Bools) -> Ints:
-        """The samples of the heavy and then of the light rows after pairs exchange these slots, ``[p, k]``.
-
-        There are more slots if a row needs them.
-        """
+        """The samples of heavy and then of light rows after an exchange of slots; more slots if a row needs them."""
         mine, theirs, nothing = self._members[heavy], self._members[light], self._nothing
         pairs, slots = mine.shape
         new = np.full((2 * pairs, 2 * slots), nothing)
