@@ -18,18 +18,17 @@ FILES = {
 #: The most lines of every room; `""` is the files beside the rooms. Who adds a feature takes its lines from somewhere.
 #: What leaves the package for `benchmarks/` counts there.
 LINES = {
-    "": 2340,
-    "benchmarks": 11280,
-    "advisor": 750,
-    "balance": 3200,
-    "bench": 2630,
-    "callbacks": 2820,
-    "data": 3950,
-    "doctor": 470,
-    "engine": 7470,
-    "rl": 1140,
-    "sharding": 1340,
-    "strategy": 4800,
+    "": 2920,
+    "benchmarks": 11270,
+    "advisor": 680,
+    "balance": 3210,
+    "bench": 2450,
+    "callbacks": 2570,
+    "data": 3630,
+    "engine": 7410,
+    "rl": 1070,
+    "sharding": 1290,
+    "strategy": 4610,
 }
 
 
