@@ -38,7 +38,6 @@ class UnitSum:
         self._parts: set[tuple[int, int]] = set()  # of each owner's row, begin and end: what has a gradient
         self._written: torch.cuda.Event | None = None  # `fully_shard` reduces on a stream of its own
 
-    @torch.no_grad()
     def add(self, chunks: Tensor, segments: Sequence[Segment], is_last: bool) -> None:
         """Take in the gradient of a microbatch, ``[owners * numel]``; see `UnitWindow.accumulate`."""
         self.moved += chunks.nbytes
@@ -67,7 +66,14 @@ class UnitSum:
             if self._written is not None:
                 torch.cuda.current_stream(self._total.device).wait_event(self._written)
             parts, self._parts = _united(self._parts), set()
-            self._window.accumulate(self._total.view(-1), [Segment(a, a, b - a) for a, b in parts])
+            rows = self._total
+            if parts != [(0, rows.shape[1])]:
+                rows = torch.cat([rows[:, begin:end] for begin, end in parts], 1)
+            segments, source = [], 0
+            for begin, end in parts:
+                segments.append(Segment(begin, source, end - begin))
+                source += end - begin
+            self._window.accumulate(rows.view(-1), segments)
 
     def clear(self, start: int, numel: int) -> None:
         """Forget a part of each owner's row: the gradients of a parameter were dropped."""

@@ -214,7 +214,7 @@ class UnitWindow:
                     addends = of_node.narrow(1, part.source, part.numel)
                     self._transport.add_rows(self.index, self._source, start, addends)
         state.traffic.adds += self.owners - 1
-        state.traffic.bytes_added += self.owners * sum(part.numel for part in segments) * chunks.itemsize
+        state.traffic.bytes_added += chunks.nbytes
         if state.lockstep:
             state.barrier()
         self._go_on("add", begin)
