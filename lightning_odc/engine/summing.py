@@ -14,6 +14,7 @@ in the accumulators, see Note [Added once].
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Sequence
 
@@ -41,11 +42,13 @@ class UnitSum:
     def add(self, chunks: Tensor, segments: Sequence[Segment], is_last: bool) -> None:
         """Take in the gradient of a microbatch, ``[owners * numel]``; see `UnitWindow.accumulate`."""
         self.moved += chunks.nbytes
-        if not self._parts and (is_last or not self.waits):
+        if self._total is None and self.waits and not is_last:
+            # A microbatch that broke off here could not be taken back: see Note [Added once].
+            with contextlib.suppress(RuntimeError):  # out of memory
+                self._total = chunks.new_empty(self._shape, dtype=self._window.spec.grad_dtype)
+        if self._total is None or (not self._parts and (is_last or not self.waits)):
             self._window.accumulate(chunks, segments)
             return
-        if self._total is None:
-            self._total = chunks.new_empty(self._shape, dtype=self._window.spec.grad_dtype)
         rows = chunks.view(len(self._total), -1)
         if not self._parts and rows.shape == self._total.shape:
             self._total.copy_(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -112,3 +113,12 @@ def test_narrow_gradients_are_summed_in_the_dtype_of_the_accumulators():
         total.add(chunks, WHOLE, is_last=index == 299)
     assert accumulators.rows.unique().tolist() == [300]
     assert len(accumulators.touched) == 1
+
+
+def test_without_memory_for_the_sum_a_gradient_is_added_at_once():
+    total, accumulators = made()
+    chunks = gradient(NUMEL, 0)
+    with patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no memory")):
+        total.add(chunks, WHOLE, is_last=False)
+    assert accumulators.touched == [[(0, NUMEL)]]
+    assert torch.equal(accumulators.rows, chunks.view(OWNERS, NUMEL))
