@@ -62,6 +62,7 @@ _STARTS_OF_FEW = 120
 _TOLERANCE = 1e-3
 _TURNS = 64
 _TURNS_OF_MANY = 10
+_FEW_RANKS, _TURNS_ON_FEW_RANKS = 8, 24
 _MOST_ATTACKED = 24
 _TRIES, _LEAST_TRIES = 12, 3
 _SHAKES = (0.1, 0.3)
@@ -84,7 +85,8 @@ def share_out(work: Microbatches) -> Ints:
     starts: list[Ints] = []
     for division in divisions:
         start = longest_first(division.costs, ranks)
-        if work.is_additive or division.sizes.max() > 1:  # else the samples are exchanged below
+        # Else the samples are exchanged below, which is enough for many ranks.
+        if ranks <= _FEW_RANKS or work.is_additive or division.sizes.max() > 1:
             start = partition(division.costs, start, ranks, bound, good_enough)
         starts.append(division.owners(start))
         if work.is_additive or ranks == 1 or work.largest_load(starts[-1]) <= good_enough:
@@ -95,7 +97,8 @@ def share_out(work: Microbatches) -> Ints:
             d.owners(longest_first(_shaken(d.costs, index), ranks)) for d in divisions for index in shaken
         ]
     search = Search(work.parts, starts, ranks, work.loads)
-    search.run(good_enough, _TURNS if few else _TURNS_OF_MANY)
+    turns = _TURNS_OF_MANY if ranks > _FEW_RANKS else _TURNS_ON_FEW_RANKS
+    search.run(good_enough, _TURNS if few else turns)
     return search.best()[1]
 
 
