@@ -21,7 +21,7 @@ Main = Callable[[Sequence[str]], int]
 
 
 def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = f"--ranks 1 2 --sizes 4K --rounds 2 --skew 0.01 --output {tmp_path}"
+    line = f"--ranks 1 2 --sizes 4K --rounds 2 --skew 0.1 --output {tmp_path}"
     assert comm.main(line.split()) == 0
     results = json.loads((tmp_path / "comm.json").read_text())["results"]
     assert [(one["ranks"], one["operation"]) for one in results] == [
@@ -32,9 +32,10 @@ def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert 0 < low <= middle <= high
     assert "faster than the group [quartiles]" in (tmp_path / "comm.md").read_text()
     late = {one["operation"]: one for one in results if one["ranks"] == 2}
-    # The second rank comes 10 ms late: a collective keeps the first one waiting, 5 ms on average; a gather does not.
-    assert late["gather"]["theirs"][1] > 0.0045 > late["gather"]["ours"][1]
-    assert late["settle"]["ours"][1] > 0.0045  # it is a meeting
+    # The second rank comes 100 ms late: a collective keeps the first one waiting, 50 ms on average; a gather does not.
+    # On a busy machine the first one may come late, too.
+    assert late["gather"]["theirs"][1] > 0.02 > late["gather"]["ours"][1]
+    assert late["settle"]["ours"][1] > 0.02  # it is a meeting
     assert engine.main(f"--peers 1 --mib 1 --rounds 2 --output {tmp_path}".split()) == 0
     found = json.loads((tmp_path / "engine.json").read_text())
     measured = [(row["ranks"], row["parameters"]) for row in found["python"]]
