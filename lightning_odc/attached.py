@@ -302,7 +302,13 @@ class Attached:
             What the sums were divided by: the sum of all weights, or without weights the number of ranks.
         """
         if not self.engine.settled:
-            self._check_model()
+            if self._closed:
+                raise ODCError("`close()` has given the model back: call `attach(model)` again.")
+            if _sharded_parts(self.model) != self._sharded:
+                raise ODCError(
+                    "A part of the model was sharded or replaced after `attach(model)`. Call `close()` before it. Then "
+                    "make the optimizer of the new parameters, and call `attach(model)` again."
+                )
             if self.engine.ran_outside:
                 raise ODCError(
                     "A backward pass ran without its weight. Write\n"
@@ -313,15 +319,6 @@ class Attached:
             self._divisor = total_weight(self.engine.settle(None))
             self._ran = 0
         return self._divisor
-
-    def _check_model(self) -> None:
-        if self._closed:
-            raise ODCError("`close()` has given the model back: call `attach(model)` again.")
-        if _sharded_parts(self.model) != self._sharded:
-            raise ODCError(
-                "A part of the model was sharded or replaced after `attach(model)`. Call `close()` before it. Then "
-                "make the optimizer of the new parameters, and call `attach(model)` again."
-            )
 
     def step(
         self, *optimizers: Optimizer, max_norm: float | None = None, norm_type: float = 2.0
