@@ -30,7 +30,7 @@ from tests.strategy.test_parity import assert_same
 from tests.support.models import full_parameters
 from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
 
-PAGE = ROOT / "docs" / "huggingface.md"
+PAGE = ROOT / "docs" / "without-the-trainer.md"
 #: Optimizer steps of 8 samples. The long one fills a rank, and the other rank runs the short ones.
 LENGTHS = [20, 8, 9, 7, 8, 9, 8, 7, 8, 7, 19, 9, 8, 6, 7, 9]
 LONGEST = 20

@@ -496,7 +496,7 @@ print_table(["per minibatch", "predicted", "measured", "off by"], rows)
 # - That idle time has two sources: *when* ranks meet, and *how much* each of them has to do. On-demand
 #   communication removes the first. Balancing removes as much of the second as can be removed.
 # - You can measure it. `DeviceIdleMonitor` logs it under DDP and FSDP2, too: see [Idle time](../docs/idle.md).
-#   `TimelineRecorder` draws it: see [Timelines](../docs/timelines.md).
+#   `TimelineRecorder` draws it: see [Timelines](../docs/idle.md#timelines-and-idle-time).
 # - You can predict it: the maximum over ranks, at every meeting.
 #
 # ## Exercises

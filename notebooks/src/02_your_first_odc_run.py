@@ -251,7 +251,7 @@ print_table(["per step", "idle", "of", "idle part"], rows)
 # Idle time is measured, not estimated: the seconds of a step in which a rank waited for the other one, for data, or
 # for that small message. These are numbers of one short run on one machine. On a laptop that runs other programs
 # they vary. Run it again before you believe them. `communication="lockstep"` shows how much of a faster step comes
-# from cheaper bytes, and how much from fewer waits: see [Communication modes](../docs/communication.md).
+# from cheaper bytes, and how much from fewer waits: see [Communication modes](../docs/idle.md#communication-modes).
 #
 # (A model as small as this one fits on every device, and then it needs no sharding: [plain DDP with a balanced
 # loader](../docs/ddp.md) is a good choice.)

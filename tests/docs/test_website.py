@@ -15,7 +15,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs.website import address, card, tooltips
+from docs.website import address, card, redirects, tooltips
 from docs.website.address import Address
 from tests.docs.site_check import main, problems
 
@@ -92,6 +92,21 @@ def test_files_have_the_address_of_the_project() -> None:
     there = address.with_code(citation, HERE)
     assert 'license: Apache-2.0\nrepository-code: "https://github.com/me/it"\n' in there
     assert address.with_code(there, Address()) == citation
+
+
+# -- old addresses ---------------------------------------------------------------------------------------------------
+
+
+def test_old_addresses_lead_to_pages_that_exist(tmp_path: Path) -> None:
+    redirects.write(tmp_path)
+    for old, where in redirects.MOVED.items():
+        page, _, section = where.partition("#")
+        assert not (DOCS / f"{old}.md").exists()
+        assert (DOCS / f"{page}.md").exists()
+        target = f"../{page}/#{section}" if section else f"../{page}/"
+        assert f'content="0; url={target}"' in (tmp_path / old / "index.html").read_text()
+    with pytest.raises(FileExistsError):  # a page stands at the old address
+        redirects.write(tmp_path)
 
 
 # -- tooltips ----------------------------------------------------------------------------------------------------------
