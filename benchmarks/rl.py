@@ -292,7 +292,7 @@ def rows_of(ranks: int, name: str, by_rank: list[dict[str, Any]]) -> list[dict[s
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """What docs/measured-rl.md shows; medians, and of some the least and the most."""
+    """What docs/data/rl.md shows; medians, and of some the least and the most."""
     heads = ["ranks", "lengths", "variant", "forward passes", "of the longest rank's own", "sampling, s"]
     heads += ["over the longest rank's own", "scoring, s", "update, s", "iteration, s [least, most]", "idle"]
     heads += ["collective / this [least, most]", "gradient from one process"]

@@ -1,7 +1,7 @@
 """How good and how fast the planner is: against bounds, the optimum, and Karmarkar-Karp with swaps.
 
 ``python -m benchmarks.planner`` prints Markdown tables; name some to print only those. ``--write`` also puts
-them into ``docs/planner.md``, ``docs/planner-quality.md`` and ``docs/data/planner.json``, and leaves the other tables
+them into ``planner.md``, ``planner-quality.md`` and ``planner.json`` below ``docs/data``, and leaves the other tables
 there as they are: ``speed epoch --write`` on a quiet machine renews the only ones that depend on it. The table
 ``oracle`` needs the package ``ortools``. Single-threaded; everything takes about five minutes.
 """
@@ -30,7 +30,8 @@ _MAKERS: dict[str, Callable[[int], list[Table]]] = {
     "speed": speed,
     "epoch": epoch,
 }
-_PAGES, _DATA = (Path("docs/planner.md"), Path("docs/planner-quality.md")), Path("docs/data/planner.json")
+_PAGES = (Path("docs/data/planner.md"), Path("docs/data/planner-quality.md"))
+_DATA = Path("docs/data/planner.json")
 
 
 def write(tables: Sequence[Table]) -> None:

@@ -1,6 +1,6 @@
 """Ten thousand minibatches of a tiny model: does anything grow, and is the end still that of one process?
 
-``python -m benchmarks.robustness.endurance`` is what ``docs/measured-faults.md`` reports. Every rank runs a random
+``python -m benchmarks.robustness.endurance`` is what ``docs/data/faults.md`` reports. Every rank runs a random
 number of microbatches of random lengths, with random delays; memory, file descriptors and threads are read from time
 to time.
 """

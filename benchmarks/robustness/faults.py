@@ -1,7 +1,7 @@
 """Breaks one rank of a running training on purpose, at a given place and step, and watches how all ranks end.
 
 ``python -m benchmarks.robustness.faults`` tries every fault at every place and prints the table of
-``docs/measured-faults.md``.
+``docs/data/faults.md``.
 """
 
 from __future__ import annotations

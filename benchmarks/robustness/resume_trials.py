@@ -1,6 +1,6 @@
 """Kills a training at a random moment and takes it up again, until it is through: is the end the one without crashes?
 
-``python -m benchmarks.robustness.resume_trials --crashes 20`` is what ``docs/measured-faults.md`` reports. Every
+``python -m benchmarks.robustness.resume_trials --crashes 20`` is what ``docs/data/faults.md`` reports. Every
 process of the job is killed with SIGKILL (as by a machine that goes down), or one of them alone; a new job goes on
 with the last checkpoint.
 """

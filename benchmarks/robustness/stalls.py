@@ -1,6 +1,6 @@
 """Stops one rank of a running training for a while, or for good, or slows its loader, and watches the others.
 
-``python -m benchmarks.robustness.stalls`` tries everything and prints the table of ``docs/measured-faults.md``.
+``python -m benchmarks.robustness.stalls`` tries everything and prints the table of ``docs/data/faults.md``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from lightning_odc.files import write_whole
 
 PARTS = ("measured", "bytes", "paper", "scaling", "speed")
 PAGES = tuple(
-    Path(f"docs/{name}.md") for name in ("simulator", "simulator-accuracy", "simulator-paper", "scaling")
+    Path(f"docs/data/{name}.md") for name in ("simulator", "simulator-accuracy", "simulator-paper", "scaling")
 )
 PICTURES = Path("docs/pictures")
 

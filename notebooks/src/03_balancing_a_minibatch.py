@@ -192,7 +192,7 @@ for policy, meeting, way in (
 print_table(["idle", "2 ranks", "4 ranks", "8 ranks"], rows)
 
 # %% [markdown]
-# These are costs, not measured times. The page [Measurements](../docs/measurements.md) has measured times, and says
+# These are costs, not measured times. [Results](../docs/results.md) has measured times, and says
 # where they differ.
 #
 # ## What no planner can level
@@ -452,7 +452,7 @@ print_table(
 # ODCStrategy(balance="lb_mini", max_tokens=16384, cost="fitted")
 # ```
 #
-# [Balancing](../docs/balancing.md) has all options, and [The planner in figures](../docs/planner.md) says how far
+# [Balancing](../docs/balancing.md) has all options, and [The planner in figures](../docs/plans.md) says how far
 # plans are from the best possible ones.
 #
 # ## What you have seen

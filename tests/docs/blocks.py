@@ -19,7 +19,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "data").glob("*.md")),
+]
 
 _SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 _BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.pictures.__main__ import DOCS, FOLDER, PICTURES, files, load
 from docs.website.pictures import in_both_colours
 
-PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))]
-USED = re.compile(r"!\[([^\]]*)\]\((?:docs/)?pictures/([\w-]+)-(?:light|dark)\.svg")
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "data").glob("*.md"))]
+USED = re.compile(r"!\[([^\]]*)\]\((?:docs/|\.\./)?pictures/([\w-]+)-(?:light|dark)\.svg")
 USED_HTML = re.compile(r"<img[^>]*>", re.DOTALL)
 MOVING = "hero-animated"
 ELSEWHERE = {"scaling"}
@@ -85,7 +85,7 @@ def test_every_picture_is_used_and_described() -> None:
 def test_the_results_page_says_what_the_pictures_show(drawn: dict[str, str]) -> None:
     """Every number with a fraction on the page stands in one of its pictures, or in a table of the measurements."""
     page = (DOCS / "results.md").read_text()
-    tables = [page.read_text() for page in DOCS.glob("measured-*.md")]
+    tables = [page.read_text() for page in [*DOCS.glob("measured-*.md"), *DOCS.glob("data/*.md")]]
     shown = " ".join([*drawn.values(), *tables])
     numbers = set(re.findall(r"(?<![\w.])\d+\.\d+(?!\w|\.\d)", page))
     assert len(numbers) > 5

@@ -34,7 +34,7 @@ from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import run_calls
 
 TESTS = Path(__file__).parents[1]
-TABLE = TESTS.parent / "docs" / "lightning-parity.md"
+TABLE = TESTS.parent / "docs" / "data" / "lightning-parity.md"
 STATES = ("works", "refused", "not applicable", "needs a GPU")
 
 
