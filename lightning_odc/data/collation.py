@@ -1,11 +1,7 @@
-"""What a user's ``collate_fn`` makes of samples of different lengths: it is tried with two of them.
-
-What the trial does not show is seen while training, by a `PaddingWatch`.
-"""
+"""What a user's ``collate_fn`` makes of samples of different lengths: it is tried with two of them."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from copy import deepcopy
@@ -17,10 +13,8 @@ from torch import Tensor
 from lightning_odc.balance.arrays import first_number
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.lengths import LengthArray
-from lightning_odc.data.minibatch import Minibatch, token_count, token_tensor
 from lightning_odc.data.weighting import parts_in
 
-_ROUNDED_UP = 64  # collators pad to a multiple of at most this many tokens
 _PADDED = [Collation("padded", 2**power) for power in range(11)]
 
 Shape = tuple[int, ...]
@@ -124,37 +118,3 @@ def _walk(batch: Any, path: Path) -> Iterator[tuple[Path, Shape]]:
     else:
         for key, part in parts_in(batch):
             yield from _walk(part, (*path, key))
-
-
-class PaddingWatch:
-    """Says, once, that microbatches are larger than they may be, since ``max_tokens`` counts no padding."""
-
-    def __init__(self, caps: Any, rank: int) -> None:
-        own = caps[rank] if isinstance(caps, list) else caps
-        self._max_tokens = own[0] if isinstance(own, tuple) else own
-        self._has_warned = False
-
-    def look(self, minibatch: Minibatch) -> None:
-        """Compare a minibatch with the lengths of its samples."""
-        if self._has_warned or minibatch.origin is None:
-            return
-        for microbatch, detail in zip(minibatch, minibatch.origin.details, strict=True):
-            lengths = [length[0] if isinstance(length, list) else length for length in detail.lengths]
-            found = token_count(microbatch)
-            if found is not None and found > (self._max_tokens or sum(lengths)):
-                self._compare(found, token_tensor(microbatch), lengths)
-
-    def _compare(self, found: int, tokens: Tensor | None, lengths: list[int]) -> None:
-        rows, longest, planned = len(lengths), max(lengths), sum(lengths)
-        # A table may have rows that are shorter than the longest sample, where the collate_fn cuts it.
-        is_table = rows > 1 and tokens is not None and tokens.dim() == 2 and rows in tokens.shape
-        if not (is_table or rows * longest <= found) or found >= rows * (longest + _ROUNDED_UP):
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"The collate_fn pads: {rows} samples of {planned} tokens together became a microbatch of {found}, more "
-            f"than max_tokens={self._max_tokens or planned}. Balancing counts the samples' own tokens, so such "
-            "microbatches take more memory and time than planned: the trial of the collate_fn with two samples did not "
-            'show it. Pack them, packing=True, or run one sample per microbatch: policy (or balance) "local_sort".',
-            stacklevel=4,
-        )

@@ -278,18 +278,13 @@ def token_count(batch: Any) -> int | None:
     """Tokens in a batch: the elements of its ``"input_ids"``, or of its first tensor if that holds integers."""
 
     def count(microbatch: Any) -> int | None:
-        tensor = token_tensor(microbatch)
+        tensor = named(microbatch, "input_ids")
+        tensor = _first_tensor(microbatch) if tensor is None else tensor
         if tensor is None or tensor.is_floating_point() or tensor.is_complex():
             return None
         return tensor.numel()
 
     return _sum_over(batch, count)
-
-
-def token_tensor(batch: Any) -> Tensor | None:
-    """The tensor that holds the tokens of a microbatch, if any does."""
-    tensor = named(batch, "input_ids")
-    return _first_tensor(batch) if tensor is None else tensor
 
 
 def sample_count(batch: Any) -> int | None:

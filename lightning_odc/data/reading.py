@@ -42,7 +42,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from lightning_odc.balance import LearntCost, epoch_order
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.data.collation import PaddingWatch, find_collation
+from lightning_odc.data.collation import find_collation
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked, plain
 from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Samples, Task
@@ -79,7 +79,6 @@ class MapReading:
             options.batches,
         )
         self.world = world
-        self._padding = PaddingWatch(self.max_tokens, world[1])
         self._rank = world[1]
         self._unroll = unroll  # weights are relative to the mean over the minibatch
         self._reader = reader
@@ -152,7 +151,6 @@ class MapReading:
 
             of_all = [[self._detail(epoch, own) for own in of_rank] for of_rank in plan.microbatches]
             minibatch.all_ranks = AllRanks(self.epochs.costs(plan, learnt), plan.weights, fetch, of_all)
-        self._padding.look(minibatch)
         return minibatch
 
     def _detail(self, epoch: int, indices: list[int]) -> Detail:
@@ -272,7 +270,6 @@ class StreamReading(IterableDataset[Minibatch]):
         self.learning = Learning(options.delayed_cost(*world, info))
         self.order = Order(options.order, self._size, options.batches)
         self.max_tokens = options.max_tokens
-        self._padding = PaddingWatch(self.max_tokens, self._rank)
         self._dataset = dataset
         self._collate = collate_fn
         self._length_of = length_of
@@ -309,7 +306,6 @@ class StreamReading(IterableDataset[Minibatch]):
         """A minibatch that has arrived, counted."""
         assert minibatch.origin is not None
         minibatch.origin.counted(self.learning.cost)
-        self._padding.look(minibatch)
         return minibatch
 
     def __iter__(self) -> Iterator[Minibatch]:

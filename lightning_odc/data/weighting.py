@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -115,8 +115,6 @@ class Verdict:
 
     rule: Rule | None  # what a microbatch counts; `None` if nothing explains the losses
     reason: str = ""  # why there is none
-    # the error of each rule's predictions, as a part of the difference between the losses
-    misfits: Mapping[Rule, float] = field(default_factory=dict)
 
 
 def decide(tried: Sequence[Tried], noise: float) -> Verdict:
@@ -129,37 +127,33 @@ def decide(tried: Sequence[Tried], noise: float) -> Verdict:
     again = [one for one in tried if one is not groups.get(one.samples) and len(one.samples) > 1]
     if any(abs(one.loss - groups[one.samples].loss) > bound for one in again):
         return Verdict(None, "the loss of the same samples changes from call to call")
-    by_rule = {rule: _misfit(rule, alone, list(groups.values()), bound) for rule in tried[0].counts}
-    known = {rule: misfit for rule, misfit in by_rule.items() if misfit is not None}
-    misfits = dict(sorted(known.items(), key=lambda item: item[1]))
-    fitting = [rule for rule, misfit in misfits.items() if misfit <= _MISFIT]
+    fitting = [rule for rule in tried[0].counts if _explains(rule, alone, list(groups.values()), bound)]
     if not fitting:
-        return Verdict(None, "the loss of samples together is not a weighted mean of their losses", misfits)
+        return Verdict(None, "the loss of samples together is not a weighted mean of their losses")
     rule = min(fitting, key=_preference)
     if others := [other for other in fitting if not _agree(other, rule, tried)]:
-        reason = f"the losses of all samples are too equal to tell whether {rule}, or {others[0]}"
-        return Verdict(None, reason, misfits)
-    return Verdict(rule, "", misfits)
+        return Verdict(
+            None, f"the losses of all samples are too equal to tell whether {rule}, or {others[0]}"
+        )
+    return Verdict(rule)
 
 
-def _misfit(rule: Rule, alone: Mapping[int, Tried], groups: Sequence[Tried], bound: float) -> float | None:
-    """The largest error of a rule's predictions, less rounding; ``None`` where its counts do not add up."""
-    worst = 0.0
+def _explains(rule: Rule, alone: Mapping[int, Tried], groups: Sequence[Tried], bound: float) -> bool:
+    """Whether a rule's counts add up, and its predictions are right, but for rounding."""
     for group in groups:
         parts = [alone[sample] for sample in group.samples]
         weights = [part.counts.get(rule, math.nan) for part in parts]
         if not (sum(weights) > 0 and math.isclose(sum(weights), group.counts.get(rule, math.nan))):
-            return None
+            return False
         # A mean over nothing is NaN, and counts nothing.
         total = sum(weight * part.loss for weight, part in zip(weights, parts, strict=True) if weight)
         predicted = total if rule.weighting == "sum" else total / sum(weights)
         losses = [part.loss for part in parts if math.isfinite(part.loss)] or [0.0]
         spread = max(losses) - min(losses)
         error = max(abs(predicted - group.loss) - bound, 0.0)
-        if not math.isfinite(error):
-            return math.inf
-        worst = max(worst, error / max(spread, bound) if error else 0.0)
-    return worst
+        if not math.isfinite(error) or error > _MISFIT * max(spread, bound):
+            return False
+    return True
 
 
 def _agree(one: Rule, other: Rule, tried: Sequence[Tried]) -> bool:

@@ -28,19 +28,15 @@ from itertools import islice
 from typing import Any, cast
 
 import numpy as np
-import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning.pytorch.utilities.types import LRSchedulerConfig
-from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc import host_memory
-from lightning_odc.balance.arrays import first_number
 from lightning_odc.data.convert import ChosenSamplesError, balanced_from
 from lightning_odc.data.gain import glance
 from lightning_odc.data.lengths import LengthArray, LengthsUnknownError, digest_of, measure
@@ -65,9 +61,6 @@ from lightning_odc.strategy.step import Training
 _WORTH_BALANCING = 1.02
 _COMPARED_SAMPLES = 8
 _LOOKED_AT = 256
-#: Floating-point operations of a rank's step below which fixed costs of some 10 ms decide.
-_LITTLE_WORK, _LITTLE_WORK_ON_GPUS = 2e9, 2e12
-_BYTES_PER_PARAMETER = 16  # fp32: itself, its gradient, and two states of Adam
 
 
 # -- what the trainer accumulates -------------------------------------------------------------------------
@@ -217,13 +210,8 @@ class TrainingData:
         self._settle_loss(loader)
         if not self._announced:
             self._announced = True
-            batches, module = self.accumulation.batches, self._trainer.lightning_module
-            model = cost_of_model(module, self._strategy.root_device.type)
-            strategy = self._strategy
-            rule = self.rule if loader.asked_weighting == "auto" else None
-            rank_zero_info(brief(loader, model, batches, self._policy_reason, rule))
-            if note := note_on_size(loader, module, strategy.root_device, strategy.num_processes):
-                rank_zero_info(note)
+            model = cost_of_model(self._trainer.lightning_module, self._strategy.root_device.type)
+            rank_zero_info(brief(loader, model, self.accumulation.batches, self._policy_reason, self.rule))
             if self._engine is not None and self._options.communication == "on_demand":
                 self._begun = time.monotonic(), sum(self._engine.waits.values())
 
@@ -259,30 +247,28 @@ class TrainingData:
         """Let microbatches count what the loss is a mean over; see Note [The loss is tried]. All ranks together."""
         training, is_new = self.training, self._verdict is None
         is_tried = self._trainer.lightning_module.automatic_optimization and not loader.unroll
+        is_asked = self._options.balance is None or loader.asked_weighting != "auto"
         # Training is `None` where setup() asked for a stream.
-        if self._options.balance is None or not is_tried or training is None:
+        if is_asked or not is_tried or training is None:
             return
         if self._verdict is None:
             loader.count_as_asked()
             self._verdict = self._try_loss(loader, training)
-        verdict, warning = self._verdict, ""
-        if loader.asked_weighting != "auto":
-            warning = contradiction(loader.asked_weighting, verdict)
-        elif verdict.rule is not None:
-            loader.count_by(verdict.rule)
-        else:
-            effect = "BalancedDataLoader cuts batches, and"
-            if loader.options.batch_size is not None:
-                loader.keep_whole(movable=not training.communicates)
-                effect = "Your batches stay whole, because"
-            warning = f"{effect} the loss may not allow to cut them: {verdict.reason}."
-            if not training.communicates:
-                owner = "ODCStrategy(" if self._converted else "BalancedDataLoader(..., "
-                warning += (
-                    f' If it is a mean over samples all the same, write {owner}weighting="sample"); over labels '
-                    '"label", over tokens "token".'
-                )
-        if is_new and warning:
+        if self._verdict.rule is not None:
+            loader.count_by(self._verdict.rule)
+            return
+        effect = "BalancedDataLoader cuts batches, and"
+        if loader.options.batch_size is not None:
+            loader.keep_whole(movable=not training.communicates)
+            effect = "Your batches stay whole, because"
+        warning = f"{effect} the loss may not allow to cut them: {self._verdict.reason}."
+        if not training.communicates:
+            owner = "ODCStrategy(" if self._converted else "BalancedDataLoader(..., "
+            warning += (
+                f' If it is a mean over samples all the same, write {owner}weighting="sample"); over labels '
+                '"label", over tokens "token".'
+            )
+        if is_new:
             rank_zero_warn(warning)
 
     def _try_loss(self, loader: BalancedDataLoader, training: Training) -> Verdict:
@@ -455,26 +441,6 @@ class TrainingData:
         self.accumulation.fold(num_batches)
 
 
-def contradiction(asked: Any, verdict: Verdict) -> str:
-    """What to say of a weighting that the user chose and that does not explain the loss; empty if it does."""
-    if not isinstance(asked, str) or verdict.rule is None or verdict.rule.weighting == "num_items":
-        return ""
-
-    def is_meant(rule: Rule) -> bool:
-        if asked == "label":
-            return rule.counter is not None and rule.counter.path[-1:] == ("labels",)
-        return rule == Rule(cast(Any, asked))
-
-    least = min((misfit for rule, misfit in verdict.misfits.items() if is_meant(rule)), default=1.0)
-    if least <= verdict.misfits[verdict.rule] + 1e-6:
-        return ""
-    return (
-        f'weighting="{asked}" does not explain the loss: it predicts the loss of samples together with an error of '
-        f"{least:.1%} of the difference between their losses. This explains it ({verdict.misfits[verdict.rule]:.1%}): "
-        f'{verdict.rule}. Leave weighting out, unless you mean "{asked}".'
-    )
-
-
 def yields_minibatches(dataloader: Any) -> bool:
     """Whether a loader's batches are `Minibatch`es already. The first sample of a copy of the data set tells."""
     if isinstance(dataloader, list | tuple):
@@ -530,26 +496,6 @@ def brief(
         )
     chosen = _choices(loader, batches, reason, rule)
     return f"Found: {_data(loader)}; {model.source}.\nChosen: {chosen}.\nExpected: {expected}."
-
-
-def note_on_size(
-    loader: BalancedDataLoader, module: nn.Module, device: torch.device, ranks_per_node: int
-) -> str:
-    """One line where plain DDP would serve; empty for a model that is large, or of which nothing is known."""
-    if loader.is_stream:
-        return ""
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    tokens = loader.options.minibatch_size * float(first_number(loader.lengths.values).mean())
-    is_cuda = device.type == "cuda"
-    if 6 * parameters * tokens < (_LITTLE_WORK_ON_GPUS if is_cuda else _LITTLE_WORK):
-        return 'Note: a step computes so little that fixed costs decide. strategy="ddp" may be faster.'
-    memory = torch.cuda.mem_get_info(device)[0] if is_cuda else host_memory.available(ranks_per_node)
-    if _BYTES_PER_PARAMETER * parameters > memory / 10:
-        return ""
-    return (
-        f"Note: the model ({parameters / 1e6:,.1f} million parameters) fits into each rank, so it needs no sharding: "
-        'strategy="ddp" would serve, too.'
-    )
 
 
 def _data(loader: BalancedDataLoader) -> str:

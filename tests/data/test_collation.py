@@ -206,19 +206,6 @@ def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
     assert not packed, "packed, nothing would cut them"
 
 
-def test_a_table_of_samples_that_were_cut_later_is_said() -> None:
-    calls = 0
-
-    def cuts_later(samples: list[Any]) -> Any:
-        nonlocal calls
-        calls += 1
-        return list(samples) if calls <= 3 else padder(fixed=12)(samples)
-
-    own = loader([15, 2, 2, 2, 2, 15], minibatch_size=3, max_tokens=20, collate_fn=cuts_later)
-    with pytest.warns(UserWarning, match="3 samples of 19 tokens together became a microbatch of 36"):
-        list(own)
-
-
 class Counting(torch.utils.data.Dataset[dict[str, Any]]):
     """Counts its reads; or needs what a ``worker_init_fn`` sets in a worker."""
 

@@ -215,23 +215,6 @@ def test_default_collate_says_what_to_do_where_lengths_hide_a_difference():
     assert any("pack_samples" in note for note in caught.value.__notes__)
 
 
-def test_padding_beyond_the_cap_is_said_once():
-    calls = 0
-
-    def pads_later(samples: list[Tensor]) -> Any:
-        nonlocal calls
-        calls += 1
-        longest = max(map(len, samples))
-        padded = [torch.nn.functional.pad(one, (0, longest - len(one))) for one in samples]
-        return list(samples) if calls <= 3 else torch.stack(padded)
-
-    with pytest.warns(
-        UserWarning, match=r"(?s)collate_fn pads: .*max_tokens=50.*packing=True.*local_sort"
-    ) as said:
-        assert any(batch.numel() > 50 for share in loader(collate_fn=pads_later) for batch in share)
-    assert len(said) == 1
-
-
 @pytest.mark.parametrize(
     "options",
     [{"collate_fn": pack_samples}, {"collate_fn": list}, {"collate_fn": torch.stack, "policy": "local_sort"}],
