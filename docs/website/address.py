@@ -24,7 +24,6 @@ _NOTEBOOK = re.compile(r"tutorials/(\w+)\.md")
 _SNIPPETS = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
-    "security.md": "SECURITY.md",
 }
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 MOVED = {
+    "advise": "get-started#before-you-train",
     "balancing-errors": "robustness#balancing-errors",
     "bench": "idle#benchmarks",
     "classification": "minibatches#classification-and-other-losses-per-sample",
     "cluster": "launchers#on-a-cluster",
     "communication": "idle#communication-modes",
+    "ddp": "full-gain#plain-ddp-balanced",
     "host-memory": "robustness#running-out-of-host-memory",
     "huggingface": "without-the-trainer#hugging-faces-trainer-and-trl",
     "idle-sources": "idle#sources-of-idle-times",
@@ -39,7 +41,16 @@ MOVED = {
     "planner": "plans",
     "planner-quality": "plans#how-good-plans-are",
     "policies": "balancing#policies-and-costs",
+    "recipes": "full-gain#which-settings-are-mine",
+    "reference/balance": "reference/data#planner",
+    "reference/before-training": "reference/measuring#before-training",
+    "reference/callbacks": "reference/measuring#callbacks",
+    "reference/engine": "reference/strategy#engine-and-transports",
+    "reference/errors": "reference/strategy#errors",
+    "reference/metrics": "reference/measuring#metrics",
+    "reference/packing": "reference/data#packing",
     "scaling": "plans#the-simulator",
+    "security": "contributing#security",
     "simulator": "plans#the-simulator",
     "simulator-accuracy": "plans#beside-measurements",
     "simulator-paper": "plans#beside-the-paper",
@@ -80,8 +91,9 @@ def write(site: Path) -> None:
     """
     for old, where in MOVED.items():
         new, _, section = where.partition("#")
-        target = f"../{new}/" + (f"#{section}" if section else "")
+        up = "../" * (1 + old.count("/"))
+        target = f"{up}{new}/" + (f"#{section}" if section else "")
         folder = site / old
-        folder.mkdir()  # an error where a page still has this address
+        folder.mkdir(parents=True)  # an error where a page still has this address
         text = _PAGE.format(old=html.escape(old), new=html.escape(new), target=html.escape(target))
         (folder / "index.html").write_text(text)

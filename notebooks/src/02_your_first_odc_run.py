@@ -254,7 +254,7 @@ print_table(["per step", "idle", "of", "idle part"], rows)
 # from cheaper bytes, and how much from fewer waits: see [Communication modes](../docs/idle.md#communication-modes).
 #
 # (A model as small as this one fits on every device, and then it needs no sharding: [plain DDP with a balanced
-# loader](../docs/ddp.md) is a good choice.)
+# loader](../docs/full-gain.md#plain-ddp-balanced) is a good choice.)
 #
 # `cost` says what a text costs: the number of operations that follows from the model's configuration, on a CPU,
 # where attention is dense. `weighting` says what a microbatch counts in the gradient: the number of tokens that it

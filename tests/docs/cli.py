@@ -1,4 +1,4 @@
-"""The page of the command line, from the parsers, and the advice of docs/advise.md: ``python -m tests.docs.cli``."""
+"""The page of the command line, from the parsers, and the advice of get-started: ``python -m tests.docs.cli``."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def page() -> str:
 
 
 def advice() -> str:
-    """What the command of docs/advise.md prints."""
+    """What the command of docs/get-started.md prints."""
     out, line = io.StringIO(), "--lengths longalign --model 1.5b --device H200 --devices 8"
     with contextlib.redirect_stdout(out):
         assert importlib.import_module("lightning_odc.cli").main(["advise", *line.split()]) == 0
