@@ -33,10 +33,12 @@ from torch import Tensor
 from benchmarks import command
 from lightning_odc.balance import PolynomialCost, transformer, with_speeds
 from lightning_odc.balance.costs import Cost, pair_of, resolve_cost
+from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
 from lightning_odc.bench.lengths import Samples
 from lightning_odc.bench.models import BenchModule, configuration
 from lightning_odc.bench.options import (
     AUTO,
+    EQUAL_COUNTS,
     LONGEST_HELP,
     PAPERS_OWN,
     Combination,
@@ -46,7 +48,7 @@ from lightning_odc.bench.options import (
 from lightning_odc.bench.report import Outcome, show_percent
 from lightning_odc.bench.results import WARM_UP, Row
 from lightning_odc.bench.training import check, train_all
-from lightning_odc.bench.workload import Workload, cost_under, plans_of
+from lightning_odc.bench.workload import Workload
 from lightning_odc.console import OptionError, option, prepare_output
 from lightning_odc.data.plan import RunInfo
 from notebooks.support.sleeping import SleepingLayer, SleepingModel
@@ -161,9 +163,11 @@ class EmulatedWorkload(Workload):
         (Eq. 1 of the paper and what follows it).
         """
         speeds = [1.0] * (self.options.ranks - 1) + [1 / self.options.slow_rank]
-        cost, evaluate = with_speeds(self.cost, speeds), cost_under(combination)
-        plans, lengths = plans_of(self.loader(combination, 0), count), self.samples.lengths
-        return [evaluate(plan, lengths, cost) for plan in plans]
+        meets = combination.communication in ("collective", "lockstep") and combination.policy in EQUAL_COUNTS
+        evaluate = collective_cost if meets else on_demand_cost
+        loader, cost = self.loader(combination, 0), with_speeds(self.cost, speeds)
+        plans = [loader.plan(step % len(loader), epoch=step // len(loader)) for step in range(count)]
+        return [evaluate(plan.microbatches, self.samples.lengths, cost) for plan in plans]
 
 
 def emulated_cost(name: str) -> Cost:
@@ -218,7 +222,7 @@ class EmulatedOutcome(Outcome):
 
     def bounds(self, combination: Combination) -> list[float]:
         """Seconds of each minibatch without any communication; empty where ranks take work from each other."""
-        if combination.changes_plans:
+        if combination.policy in ("steal", AUTO):
             return []
         costs = self.workload.bounds(combination, WARM_UP + self.options.minibatches)
         return [cost * self.workload.options.seconds_per_cost for cost in costs]
@@ -295,7 +299,7 @@ def run_emulated(options: EmulatedOptions) -> int:
     check(EmulatedWorkload(options))
     if options.output is not None:
         prepare_output(options.output)
-    EmulatedOutcome(EmulatedWorkload(options)).introduce()
+    print(EmulatedOutcome(EmulatedWorkload(options)).introduction, flush=True)
     outcome = measure(options)
     outcome.show()
     outcome.write_files()

@@ -5,8 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from benchmarks import command
 from lightning_odc.bench.models import BenchModule, CausalModel, find_config
@@ -15,6 +20,7 @@ from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.training import run_train
 from lightning_odc.bench.workload import Workload
 from lightning_odc.console import option
+from lightning_odc.data.packing import PackedBatch
 
 
 @dataclass(frozen=True)
@@ -24,17 +30,37 @@ class SlowOptions(TrainOptions):
     slow_rank: float = option(1.5, "how many times slower the last rank is", letter="X", least=1)
 
 
+class SlowModel(CausalModel):
+    """Sleeps after each pass, as a device does that is slower by a factor."""
+
+    slowness = 1.0
+
+    def compute(self, microbatch: PackedBatch) -> tuple[Tensor, int]:
+        with self._slowly():
+            return super().compute(microbatch)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        with self._slowly():
+            super().backward(loss, *args, **kwargs)
+
+    @contextmanager
+    def _slowly(self) -> Iterator[None]:
+        begin = time.thread_time()
+        yield
+        time.sleep((self.slowness - 1) * (time.thread_time() - begin))
+
+
 class SlowWorkload(Workload):
     """The same model, slower on the last rank."""
 
-    def __init__(self, options: SlowOptions) -> None:
-        super().__init__(options)
-        self.slowness = options.slow_rank
+    options: SlowOptions
 
     def module(self, rank: int, by_hand: bool) -> BenchModule:
-        config, seed = find_config(self.options.model, self.longest), self.options.seed
-        is_slow = rank == self.options.ranks - 1
-        return CausalModel(config, seed, self.slowness if is_slow else 1.0, by_hand)
+        options = self.options
+        module = SlowModel(find_config(options.model, self.longest), options.seed, by_hand)
+        if rank == options.ranks - 1:
+            module.slowness = options.slow_rank
+        return module
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

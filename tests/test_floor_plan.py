@@ -22,7 +22,7 @@ LINES = {
     "benchmarks": 11270,
     "advisor": 680,
     "balance": 3230,
-    "bench": 2450,
+    "bench": 2310,
     "callbacks": 2570,
     "data": 3660,
     "engine": 7450,

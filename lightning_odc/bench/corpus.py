@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 import sysconfig
 import warnings
 from collections.abc import Iterator
@@ -47,20 +46,11 @@ class Corpus:
     samples: tuple[bytes, ...]
     max_length: int  # the cap, in tokens (bytes plus :data:`SPECIAL_TOKENS`)
     dropped: int  # how many definitions were longer than the cap and left out
-    files: int  # how many source files were read
 
     @property
     def lengths(self) -> list[int]:
         """Tokens per sample."""
         return [len(sample) + SPECIAL_TOKENS for sample in self.samples]
-
-    @property
-    def digest(self) -> str:
-        """Hash of all samples. The text changes with the Python version; equal digests, equal corpora."""
-        sha = hashlib.sha256()
-        for sample in self.samples:
-            sha.update(len(sample).to_bytes(8, "little") + sample)
-        return sha.hexdigest()[:16]
 
 
 def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
@@ -70,26 +60,30 @@ def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
     # exactly the cap, a spike that no data has and that flatters on-demand communication, and would train on
     # functions without an end.
     root = root or STANDARD_LIBRARY
-    definitions, files = _definitions(root)
+    definitions = _definitions(root)
     if not definitions:
         raise OptionError(f"there are no Python source files in {root} to cut samples from")
     samples = tuple(text for text in definitions if len(text) + SPECIAL_TOKENS <= max_length)
     if not samples:
         raise OptionError(f"no function or class in {root} fits in {max_length} tokens")
-    return Corpus(samples, max_length, dropped=len(definitions) - len(samples), files=files)
+    return Corpus(samples, max_length, dropped=len(definitions) - len(samples))
 
 
 def read_samples(max_length: int, *, equal: bool) -> Corpus:
-    """`read_corpus`, or with ``equal`` the same text in `equal_pieces`."""
+    """`read_corpus`; ``equal``, the same text in pieces of the mean length: a control with nothing to wait for."""
     corpus = read_corpus(max_length)
-    return equal_pieces(corpus) if equal else corpus
+    if not equal:
+        return corpus
+    text = b"".join(corpus.samples)
+    size = len(text) // len(corpus.samples)
+    pieces = tuple(text[start : start + size] for start in range(0, size * len(corpus.samples), size))
+    return replace(corpus, samples=pieces)
 
 
 @functools.cache
-def _definitions(root: Path) -> tuple[tuple[bytes, ...], int]:
-    """Everything that can be cut out of the files of a folder, and how many files there are."""
-    files = source_files(root)
-    return tuple(text for path in files for text in cut_definitions(path.read_bytes())), len(files)
+def _definitions(root: Path) -> tuple[bytes, ...]:
+    """Everything that can be cut out of the files of a folder."""
+    return tuple(text for path in source_files(root) for text in cut_definitions(path.read_bytes()))
 
 
 def source_files(root: Path | None = None) -> list[Path]:
@@ -114,14 +108,6 @@ def cut_definitions(source: bytes) -> Iterator[bytes]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             yield b"".join(lines[first - 1 : node.end_lineno])
-
-
-def equal_pieces(corpus: Corpus) -> Corpus:
-    """The same text in pieces of the mean length: the control without anything to wait for."""
-    text = b"".join(corpus.samples)
-    size = len(text) // len(corpus.samples)
-    pieces = tuple(text[start : start + size] for start in range(0, size * len(corpus.samples), size))
-    return replace(corpus, samples=pieces)
 
 
 def encode(sample: bytes) -> Tensor:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,31 +160,16 @@ class BenchModule(LightningModule):
 class CausalModel(BenchModule):
     """A causal language model over packed samples."""
 
-    def __init__(
-        self, config: PretrainedConfig, seed: int, slowness: float = 1.0, by_hand: bool = False
-    ) -> None:
+    def __init__(self, config: PretrainedConfig, seed: int, by_hand: bool = False) -> None:
         super().__init__(by_hand)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-        self.slowness = slowness  # a factor; a device that is 1.5 times slower sleeps after each pass
 
     def compute(self, microbatch: PackedBatch) -> tuple[Tensor, int]:
         targets = microbatch["labels"][0, 1:]
         inputs = {name: microbatch[name] for name in ("input_ids", "position_ids")}
-        with self._slowly():
-            # `use_cache=False`: see Note [Packed samples do not see each other].
-            logits = self.model(**inputs, use_cache=False).logits[0, :-1].float()
-            loss = functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        # `use_cache=False`: see Note [Packed samples do not see each other].
+        logits = self.model(**inputs, use_cache=False).logits[0, :-1].float()
+        loss = functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         return loss, int((targets != IGNORE_INDEX).sum())
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        with self._slowly():
-            super().backward(loss, *args, **kwargs)
-
-    @contextmanager
-    def _slowly(self) -> Iterator[None]:
-        begin = time.thread_time()
-        yield
-        if self.slowness > 1:
-            time.sleep((self.slowness - 1) * (time.thread_time() - begin))

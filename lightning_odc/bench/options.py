@@ -43,11 +43,6 @@ class Combination(NamedTuple):
     def __str__(self) -> str:
         return "+".join(filter(None, self))
 
-    @property
-    def changes_plans(self) -> bool:
-        """Whether ranks change their plans while they run, because they take work from each other."""
-        return self.policy in ("steal", AUTO)
-
     @classmethod
     def parse(cls, text: str) -> Combination:
         """Parse ``communication+policy`` or ``communication+policy+cost``."""
@@ -113,7 +108,6 @@ class TrainOptions:
     )
     ranks: int = option(2, "processes, one rank each", least=1)
     samples_per_rank: int = option(8, "samples of each rank in a minibatch, on average", least=1)
-    samples_per_microbatch: int = option(1, "samples in a microbatch under local_sort and shuffled", least=1)
     minibatches: int = option(5, "timed minibatches per run; an untimed one runs first", least=1)
     repetitions: int = option(
         3, "how often each combination trains the same minibatches; combinations take turns", least=1

@@ -18,12 +18,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -143,13 +141,6 @@ def check_memory(needed: int, what: str, instead: str) -> None:
         raise OptionError(short)
 
 
-class _Rank(NamedTuple):
-    """A process, and the pipe to talk with it."""
-
-    process: BaseProcess
-    pipe: Connection
-
-
 class Ranks:
     """Processes with a process group that run one function after another, all ranks together."""
 
@@ -169,14 +160,14 @@ class Ranks:
         self._backend = backend
         self._preload = ["torch.distributed", "lightning_odc.bench.processes", *preload]
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._ranks: list[_Rank] = []
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._kills = host_memory.Kills()
 
     def __enter__(self) -> Ranks:
         try:
             self._start()
-        except BaseException as error:  # Ctrl-C while they start
-            self.__exit__(type(error), error, None)
+        except BaseException:  # Ctrl-C while they start
+            self.kill()
             raise
         return self
 
@@ -194,42 +185,36 @@ class Ranks:
         store = f"file://{self._scratch.name}/store"
         for rank in range(self.world_size):
             pipe, theirs = context.Pipe()
-            group = {
-                "backend": self._backend,
-                "init_method": store,
-                "rank": rank,
-                "world_size": self.world_size,
-            }
-            process = context.Process(target=_rank_main, args=(theirs, group, self._prepare), daemon=True)
+            group = {"backend": self._backend, "rank": rank, "world_size": self.world_size}
+            given = (theirs, group | {"init_method": store}, self._prepare)
+            process = context.Process(target=_rank_main, args=given, daemon=True)
             process.start()
             theirs.close()
-            self._ranks.append(_Rank(process, pipe))
+            self._ranks.append((process, pipe))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         if kind is None:
-            for rank in self._ranks:
+            for _, pipe in self._ranks:
                 with suppress(OSError):  # it ended by itself
-                    rank.pipe.send(None)
-            for rank in self._ranks:
-                rank.process.join(_GRACE_SECONDS)
+                    pipe.send(None)
+            for process, _ in self._ranks:
+                process.join(_GRACE_SECONDS)
         self.kill()
-        if self._scratch is not None:
-            self._scratch.cleanup()
 
     def kill(self) -> None:
         """End all of them now. Idempotent."""
-        for rank in self._ranks:
-            rank.process.kill()
-            rank.process.join()
-            rank.pipe.close()
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
         self._ranks.clear()
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
     @property
     def pids(self) -> list[int]:
         """Process numbers, by rank."""
-        return [rank.process.pid or 0 for rank in self._ranks]
+        return [process.pid or 0 for process, _ in self._ranks]
 
     def call(
         self, function: Callable[..., Any], *arguments: Any, heard: Callable[[int, Any], None] | None = None
@@ -237,30 +222,27 @@ class Ranks:
         """Call ``function(rank, world_size, *arguments)`` on every rank; returns what they returned, by rank."""
         # A function of a module, not a closure, since it is pickled. ``heard(rank, item)`` is called here for
         # every ``tell(item)`` there. After a `RankFailedError` no rank can be used.
-        for rank in self._ranks:
+        pipes: list[Any] = [pipe for _, pipe in self._ranks]
+        for pipe in pipes:
             with suppress(OSError):  # its end is found below
-                rank.pipe.send((function, arguments, heard is not None))
+                pipe.send((function, arguments, heard is not None))
         results: dict[int, Any] = {}
-        by_pipe = {rank.pipe: number for number, rank in enumerate(self._ranks)}
-        while by_pipe:
-            ready: list[Any] = wait(list(by_pipe))
-            for pipe in ready:
-                number = by_pipe[pipe]
-                kind, item = self._receive(number)
+        while waiting := [pipe for rank, pipe in enumerate(pipes) if rank not in results]:
+            for rank in map(pipes.index, wait(waiting)):
+                kind, item = self._receive(rank)
                 if kind == "told" and heard is not None:
-                    heard(number, item)
+                    heard(rank, item)
                 elif kind == "done":
-                    results[number] = item
-                    del by_pipe[pipe]
-        return [results[number] for number in range(self.world_size)]
+                    results[rank] = item
+        return [results[rank] for rank in range(self.world_size)]
 
     def _receive(self, number: int) -> tuple[str, Any]:
-        rank = self._ranks[number]
+        process, pipe = self._ranks[number]
         try:
-            kind, item = rank.pipe.recv()
+            kind, item = pipe.recv()
         except (EOFError, OSError):
-            rank.process.join(_GRACE_SECONDS)
-            code = rank.process.exitcode
+            process.join(_GRACE_SECONDS)
+            code = process.exitcode
             hint = " (a signal; -9 often means that memory was used up)" if (code or 0) < 0 else ""
             verdict = self._kills.verdict() if code == -signal.SIGKILL else ""
             raise RankFailedError(
@@ -269,10 +251,9 @@ class Ranks:
         if kind == "failed":
             line, details = item
             # A rank that ended has broken the one that failed: then it is the cause.
-            for other, rank in enumerate(self._ranks):
-                if other != number and rank.process.exitcode is not None:
-                    line = f"rank {other} ended with exit code {rank.process.exitcode}"
-                    raise RankFailedError(line, details)
+            for other, (peer, _) in enumerate(self._ranks):
+                if other != number and peer.exitcode is not None:
+                    raise RankFailedError(f"rank {other} ended with exit code {peer.exitcode}", details)
             raise RankFailedError(f"rank {number} failed: {line}", details)
         return kind, item
 
@@ -305,7 +286,7 @@ def _rank_main(pipe: Connection, group: dict[str, Any], prepare: Callable[[int],
     dist.init_process_group(**group)
     while (job := pipe.recv()) is not None:
         function, arguments, telling = job
-        options = {"tell": partial(_tell, pipe)} if telling else {}
+        options = {"tell": lambda item: pipe.send(("told", item))} if telling else {}
         # Lightning's hints are for the reader of a training script, which a benchmark is not.
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.ERROR)
@@ -317,10 +298,6 @@ def _rank_main(pipe: Connection, group: dict[str, Any], prepare: Callable[[int],
             pipe.send(("failed", (line, "".join(traceback.format_exception(error)))))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _tell(pipe: Connection, item: Any) -> None:
-    pipe.send(("told", item))
 
 
 def _end_with_parent() -> None:

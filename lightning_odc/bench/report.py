@@ -99,10 +99,6 @@ class Outcome:
             f"{options.minibatches} minibatches, the combinations in turns"
         )
 
-    def introduce(self) -> None:
-        """Print the introduction."""
-        print(self.introduction, flush=True)
-
     def cells(self, row: Row) -> dict[str, str]:
         """All that is known of a row, by head."""
         low, middle, high = row.seconds
@@ -114,7 +110,6 @@ class Outcome:
             "s/minibatch [95 %]": f"{middle:.3f} [{low:.3f}, {high:.3f}]",
             "speed-up [95 %]": show_ratio(row.speed_up, row.doubt),
             "idle": show_percent(row.idle),
-            "idle, estimated": show_percent(row.estimated_idle),
             "over bound": show_percent(row.over_bound),
             "settle + publish": show_percent(row.settling, 2),
             "peak memory": _show_mib(row.peak_bytes),

@@ -85,8 +85,6 @@ class Run:
     repetition: int
     ranks: list[list[MinibatchRecord]]  # records of every rank, by rank
     totals: list[Totals] = field(default_factory=list)  # totals of every rank; empty if the run did not end
-    # idle fraction of each minibatch by the planner's cost, if the plan is run as it was made
-    estimates: list[float] = field(default_factory=list)
     # whether the moments of meetings are of one clock for all ranks, as they are on processors
     common_clock: bool = True
 
@@ -130,7 +128,6 @@ class Run:
             "seconds": [self.seconds(index) for index in range(self.count)],
             "idle": [[one.idle for one in self.of(index)] for index in range(self.count)],
             "losses": [self.loss(index) for index in range(self.count)],
-            "estimated_idle": self.estimates,
             "totals": [asdict(one) for one in self.totals],
         }
 
@@ -146,7 +143,6 @@ class Row:
     # Why the speed-up means nothing; empty if it means something. See Note [When a speed-up means something].
     doubt: str
     idle: float | None  # fraction of waiting; ``None`` where a rank does not see all its waits
-    estimated_idle: float | None  # the same by the planner's cost; ``None`` where `Run.estimates` are empty
     over_bound: float | None  # time over the busy time of the busiest rank, minus 1; ``None`` where `idle` is
     settling: float  # fraction of settle and publish, waiting left out
     processor: float  # fraction of the machine's cores that was busy
@@ -271,14 +267,12 @@ def _row(combination: Combination, runs: list[Run], slow: dict[Key, float], core
     totals = [one for run in runs for one in run.totals]
     largest = [max(run.totals, key=lambda one: one.peak_bytes) for run in runs if run.totals]
     sees_waits = all(one.sees_waits for one in totals)
-    estimates = [run.estimates[index] for run in runs if run.estimates for index in run.timed]
     return Row(
         combination=combination,
         seconds=median_interval(list(own.values())),
         speed_up=ratio_interval(slow, own),
         doubt=doubt(slow, own),
         idle=sum(one.idle for one in records) / of_all_ranks if sees_waits else None,
-        estimated_idle=statistics.fmean(estimates) if estimates else None,
         over_bound=span / busiest - 1 if sees_waits else None,
         settling=sum(one.settling for one in records) / of_all_ranks,
         processor=sum(one.processor for one in records) / (cores * span),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -48,7 +48,7 @@ def run_train(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> int:
     if outcome.options.output is not None:
         prepare_output(outcome.options.output)
     with outcome.cut:
-        outcome.introduce()
+        print(outcome.introduction, flush=True)
         train_all(outcome, callbacks_of)
     outcome.show()
     outcome.write_files()
@@ -90,7 +90,6 @@ def train_all(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> None
         for repetition, combination in itertools.product(range(options.repetitions), options.runs):
             nothing_yet: list[list[MinibatchRecord]] = [[] for _ in range(options.ranks)]
             run = Run(combination, repetition, nothing_yet, common_clock=not where.gpus)
-            run.estimates = workload.estimated_idle(combination, minibatches)
             outcome.runs.append(run)
             title = f"{outcome.name_of(combination)} {repetition + 1}/{options.repetitions}"
 
@@ -147,24 +146,14 @@ class ByHand:
                 microbatches = []
 
 
-class Spent(NamedTuple):
-    """What a rank has spent since its fit began."""
-
-    waits: dict[str, float]  # seconds of waiting, by cause
-    settling: float  # seconds
-    processor: float  # seconds of processor time
-    bytes_read: int
-
-
 class MinibatchRecorder(Callback):
     """Reports every minibatch after it has ended."""
 
     def __init__(self, tell: Tell) -> None:
         self.totals = Totals()  # of this rank, after the fit
         self._tell = tell
-        self._began: float | None = None
-        self._before = Spent({}, 0.0, 0.0, 0)
-        self._done: MinibatchRecord | None = None
+        self._before: MinibatchRecord | None = None  # what was spent when the minibatch began
+        self._loss = (0.0, 0)  # sum over tokens, and how many they are
         self._ended = 0.0
         self._watch = Watch(complete=True)
 
@@ -178,12 +167,11 @@ class MinibatchRecorder(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._close(trainer, time.monotonic())
-        self._began = time.monotonic()
+        self._before = _spent(trainer, time.monotonic())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         assert isinstance(pl_module, BenchModule)
-        loss_sum, tokens = pl_module.take_loss()
-        self._done = MinibatchRecord(0.0, {}, loss_sum, tokens)
+        self._loss = pl_module.take_loss()
         self._ended = time.monotonic()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -201,30 +189,25 @@ class MinibatchRecorder(Callback):
 
     def _close(self, trainer: Trainer, now: float) -> None:
         """End the running minibatch, if there is one, at ``now``."""
-        before, after = self._before, _spent(trainer)
-        meetings = self._watch.read(self._watch.take_meetings(), wait=True) or []
-        if self._began is not None and self._done is not None:
-            done = self._done
-            done.seconds = now - self._began
-            done.waits = {
-                cause: seconds - before.waits.get(cause, 0.0) for cause, seconds in after.waits.items()
-            }
-            done.settling = after.settling - before.settling
-            done.processor = after.processor - before.processor
-            done.bytes_read = after.bytes_read - before.bytes_read
-            done.meetings = meetings
+        done, before = _spent(trainer, now), self._before
+        done.meetings = self._watch.read(self._watch.take_meetings(), wait=True) or []
+        if before is not None:
+            done.loss_sum, done.tokens = self._loss
+            done.waits = {cause: spent - before.waits.get(cause, 0.0) for cause, spent in done.waits.items()}
+            for name in ("seconds", "settling", "processor", "bytes_read"):
+                setattr(done, name, getattr(done, name) - getattr(before, name))
             self._tell(done)
-        self._before = after
 
 
-def _spent(trainer: Trainer) -> Spent:
-    strategy = trainer.strategy
-    if not isinstance(strategy, ODCStrategy):
-        return Spent({}, 0.0, time.process_time(), 0)
-    engine = strategy.engine
-    waits = {str(cause): seconds for cause, seconds in engine.waits.items()}
-    settling = engine.seconds.get("settle_and_publish", 0.0)
-    return Spent(waits, settling, time.process_time(), engine.traffic.bytes_read)
+def _spent(trainer: Trainer, now: float) -> MinibatchRecord:
+    """What this rank has spent up to now, from any beginning; only differences count."""
+    spent, strategy = MinibatchRecord(now, {}, 0.0, 0, processor=time.process_time()), trainer.strategy
+    if isinstance(strategy, ODCStrategy):
+        engine = strategy.engine
+        spent.waits = {str(cause): seconds for cause, seconds in engine.waits.items()}
+        spent.settling = engine.seconds.get("settle_and_publish", 0.0)
+        spent.bytes_read = engine.traffic.bytes_read
+    return spent
 
 
 def make_trainer(

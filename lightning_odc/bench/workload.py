@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_odc.balance.arrays import Plan, as_lengths
-from lightning_odc.balance.evaluate import collective_cost, microbatch_costs, on_demand_cost
+from lightning_odc.balance.arrays import Plan
 from lightning_odc.balance.planner import Planner
 from lightning_odc.balance.transformer import transformer
 from lightning_odc.bench.lengths import Samples, find_samples
 from lightning_odc.bench.models import BenchModule, CausalModel, count_parameters, find_config
-from lightning_odc.bench.options import (
-    AUTO,
-    EQUAL_COUNTS,
-    PAPERS_OWN,
-    SHUFFLED,
-    Combination,
-    TrainOptions,
-)
+from lightning_odc.bench.options import AUTO, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
 from lightning_odc.console import OptionError
 from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
@@ -105,8 +96,7 @@ class Workload:
         state = parameters * _STATE_BYTES // options.ranks + whole
         if any(run.communication == "ddp" for run in options.runs):
             state = parameters * 4 * 5
-        most_tokens = options.samples_per_microbatch * self.longest
-        return state + 3 * 4 * most_tokens * (vocabulary or 0)
+        return state + 3 * 4 * self.longest * (vocabulary or 0)
 
     def loader(self, combination: Combination, rank: int) -> BalancedDataLoader:
         """The loader of one rank; all combinations have the same minibatches in the same order."""
@@ -128,9 +118,7 @@ class Workload:
             rank=rank,
         )
         given = {one.name: getattr(loader.options, one.name) for one in fields(BatchOptions)}
-        loader.options = ComparedOptions(
-            **given, compared=combination.policy, samples_per_microbatch=options.samples_per_microbatch
-        )
+        loader.options = ComparedOptions(**given, compared=combination.policy)
         return loader
 
     def plain_loader(self) -> DataLoader[Any]:
@@ -145,68 +133,27 @@ class Workload:
             generator=torch.Generator().manual_seed(self.options.seed),
         )
 
-    def estimated_idle(self, combination: Combination, count: int) -> list[float]:
-        """The idle part of all ranks' time in the first ``count`` minibatches, estimated from the planner's cost."""
-        # The planner knows lengths, and nothing of the machine. Empty where a plan changes while it runs.
-        if combination.changes_plans or self.options.cost_of(combination) in ("fitted", "auto"):
-            return []
-        loader, lengths, evaluate = self.loader(combination, 0), self.samples.lengths, cost_under(combination)
-        return [
-            idle_of_plan(plan, lengths, loader.options.cost, evaluate) for plan in plans_of(loader, count)
-        ]
-
-
-def plans_of(loader: BalancedDataLoader, count: int) -> Iterator[Plan]:
-    """The plans of the first ``count`` minibatches."""
-    for step in range(count):
-        yield loader.plan(step % len(loader), epoch=step // len(loader)).microbatches
-
 
 @dataclass(frozen=True)
 class ComparedOptions(BatchOptions):
     """Options of what is compared here and not offered by the loader."""
 
     compared: str = "lb_mini"  # a policy of `lightning_odc.bench.options.POLICIES`
-    samples_per_microbatch: int = 1  # samples that run together where each runs alone otherwise
 
     def planner(
         self, num_replicas: int, lengths: LengthArray | None = None, info: RunInfo = NOTHING_KNOWN
     ) -> Planner:
         planner = super().planner(num_replicas, lengths, info)
-        if self.compared == PAPERS_OWN:
-            return replace(planner, align=False)
-        if self.policy != "local_sort":
-            return planner
-        given = {one.name: getattr(planner, one.name) for one in fields(Planner) if one.init}
-        return Dealer(**given, sort=self.compared != SHUFFLED, together=self.samples_per_microbatch)
+        if self.compared == SHUFFLED:
+            return ShuffledPlanner(
+                **{one.name: getattr(planner, one.name) for one in fields(Planner) if one.init}
+            )
+        return replace(planner, align=self.compared != PAPERS_OWN)
 
 
-@dataclass(frozen=True)
-class Dealer(Planner):
-    """Gives each rank every ``num_ranks``-th sample; needs as many samples on every rank."""
-
-    # For example, lengths ``[3, 9, 5, 1, 4, 2]`` on two ranks, two samples together: rank 0 has samples 0, 2
-    # and 4. It runs them as ``[[2, 4], [0]]`` if they are sorted by length, as ``[[0, 2], [4]]`` otherwise.
-
-    sort: bool = True  # whether a rank runs its longest samples first
-    together: int = 1  # how many samples are a microbatch
+class ShuffledPlanner(Planner):
+    """Gives each rank every ``num_ranks``-th sample, one per microbatch, in the order in which they come."""
 
     def plan(self, lengths: Any) -> Plan:
-        array, plan = as_lengths(lengths), []
-        for rank in range(self.num_ranks):
-            own = np.arange(rank, len(array), self.num_ranks)
-            order = (own[np.argsort(-array[own], kind="stable")] if self.sort else own).tolist()
-            plan.append([order[i : i + self.together] for i in range(0, len(order), self.together)])
-        return plan
-
-
-def idle_of_plan(plan: Plan, lengths: Any, cost: Any, evaluate: Callable[[Plan, Any, Any], float]) -> float:
-    """The idle part of all ranks' time if costs were times: what ``evaluate`` gives the minibatch, less the work."""
-    work = sum(map(sum, microbatch_costs(plan, lengths, cost)))
-    return 1 - work / (len(plan) * evaluate(plan, lengths, cost))
-
-
-def cost_under(combination: Combination) -> Callable[[Plan, Any, Any], float]:
-    """What a plan takes: as long as its busiest rank; where ranks meet in every microbatch, the slowest of each."""
-    meets = combination.communication in ("collective", "lockstep") and combination.policy in EQUAL_COUNTS
-    return collective_cost if meets else on_demand_cost
+        count = len(lengths)
+        return [[[index] for index in range(rank, count, self.num_ranks)] for rank in range(self.num_ranks)]

@@ -79,7 +79,8 @@ class DealtTexts(LightningDataModule):
     def train_dataloader(self) -> DataLoader[Any]:
         """A loader with one batch per minibatch, the same number on every rank."""
         assert self.trainer is not None
-        name = f"corpus {self.corpus.digest}, deal {zlib.crc32(repr(self.deal).encode()):08x}"
+        corpus, deal = (zlib.crc32(repr(one).encode()) for one in (self.corpus.samples, self.deal))
+        name = f"corpus {corpus:08x}, deal {deal:08x}"
         hands = [(hands[self.trainer.global_rank], f"{name}, {step}") for step, hands in enumerate(self.deal)]
         return DataLoader(hands, batch_size=None, collate_fn=self._minibatch)  # type: ignore[arg-type]
 

@@ -71,9 +71,7 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
     assert all(row["peak_bytes"] > 2**24 for row in rows.values())
     assert rows["lockstep+lb_micro"]["idle"] > 0
     assert rows["ddp+lb_micro"]["idle"] > 0
-    assert rows["on_demand+lb_mini+fitted"]["estimated_idle"] is None
     assert [one["policy"] for one in found["runs"][-1]["totals"]] == ["steal", "steal"]
-    assert 0 <= rows["collective+lb_micro"]["estimated_idle"] < 1
     (split,) = [one for one in found["splits"] if one["fast"] == "on_demand+lb_micro"]
     factors = [factor[1] for factor in split["factors"].values()]
     assert list(split["factors"]) == ["cheaper bytes", "fewer waits"]

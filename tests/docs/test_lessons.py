@@ -118,7 +118,7 @@ def test_bent_lengths_keep_their_mean():
 
 
 def test_recut_text_has_the_lengths_asked_for():
-    corpus = Corpus((b"abc" * 100, b"xyz" * 200), max_length=602, dropped=0, files=1)
+    corpus = Corpus((b"abc" * 100, b"xyz" * 200), max_length=602, dropped=0)
     again = texts.recut(corpus, [10, 700, 3])
     assert again.lengths == [10, 700, 3]
     assert again.max_length == 700
