@@ -96,7 +96,7 @@ COMMANDS = {
     },
     "bench": {
         *("train", "--cost", "--device", "--lengths", "--max-length", "--minibatches", "--model", "--output"),
-        *("--precision", "--ranks", "--repetitions", "--runs", "--samples-per-microbatch"),
+        *("--precision", "--ranks", "--repetitions", "--runs"),
         *("--samples-per-rank", "--seed", *FORM),
     },
 }
