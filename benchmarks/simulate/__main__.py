@@ -1,8 +1,8 @@
 """The simulator against measurements, against published figures, past this machine, and how fast it is.
 
 ``python -m benchmarks.simulate`` prints Markdown tables; name some parts to print only those. ``--json FILE`` writes
-their numbers there. ``--write`` puts the tables into the pages of the documentation that have a place for them, and
-the pictures into ``docs/pictures``. Runs in the root of the repository, whose ``docs/data`` it reads. Takes minutes.
+their numbers there. ``--write`` puts the tables into their places below ``docs/data``. Runs in the root of the
+repository, whose ``docs/data`` it reads. Takes minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ PARTS = ("measured", "bytes", "paper", "scaling", "speed")
 PAGES = tuple(
     Path(f"docs/data/{name}.md") for name in ("simulator", "simulator-accuracy", "simulator-paper", "scaling")
 )
-PICTURES = Path("docs/pictures")
 
 
 def speed() -> Table:
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--most-devices", type=int, metavar="N", default=scaling.DEVICES[-1], help="of scaling"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there, too")
-    parser.add_argument("--write", action="store_true", help="tables and pictures into the documentation")
+    parser.add_argument("--write", action="store_true", help="tables into the documentation")
     options = parser.parse_args(arguments)
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}; write some of {', '.join(PARTS)}")
@@ -82,8 +81,6 @@ def _part(name: str, options: Any) -> list[Table]:
     else:
         points = scaling.points(options.most_devices, lambda text: print(text, file=sys.stderr, flush=True))
         found = scaling.tables(points)
-        if options.write:
-            scaling.write_pictures(points, PICTURES)
     for table in found:
         print(f"\n{table.title}\n\n{table.markdown()}", flush=True)
     return found

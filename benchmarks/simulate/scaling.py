@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-from matplotlib import rc_context
-from matplotlib.figure import Figure
 
 from benchmarks.simulate import Cluster, Model, Simulation, Work, plan_work, simulate_work
 from benchmarks.simulate.paper import CONFIGS
@@ -20,8 +15,6 @@ from benchmarks.simulate.transfers import RECORD_BYTES, Transfers
 from benchmarks.tables import Column, Table
 from lightning_odc.balance import Planner
 from lightning_odc.bench.lengths import draw
-from lightning_odc.callbacks.timeline.palette import LINES
-from lightning_odc.files import write_whole
 
 LONGEST = (65_536, 8192)
 DEVICES = (8, 16, 64, 256, 1024, 4096, 16_384)
@@ -35,8 +28,6 @@ WAYS: Mapping[str, tuple[str, str, str]] = {
 """Policy, communication, sharding."""
 _SAMPLES = 400_000
 _FAN_OUT = 8
-_MODES = {"light": "#1f1f1f", "dark": "#d5d8e2"}
-"""The colour of text and axes."""
 
 
 @dataclass
@@ -154,47 +145,6 @@ def tables(points: Sequence[Point]) -> list[Table]:
         cells = [seconds, seconds - tree, seconds - halving, both, seconds / both - 1]
         remedies.rows.append([one.longest, one.devices, *cells])
     return [useful, grows, remedies]
-
-
-def picture(points: Sequence[Point], text: str) -> Figure:
-    """The part of the time that is useful, by devices; one line per way."""
-    with rc_context(_colours(text)):
-        figure = Figure(figsize=(9, 4.2), layout="constrained")
-        kinds = list(dict.fromkeys(one.longest for one in points))
-        for axes, longest in zip(figure.subplots(1, len(kinds), squeeze=False)[0], kinds, strict=True):
-            _lines(axes, [one for one in points if one.longest == longest])
-            axes.set_title(f"samples up to {longest:,} tokens", fontsize=11)
-        figure.axes[0].set_ylabel("useful computing, % of the time")
-        figure.axes[0].legend(frameon=False, fontsize=9)
-    return figure
-
-
-def _lines(axes: Any, points: Sequence[Point]) -> None:
-    """One line per way."""
-    for name, colour in zip(WAYS, LINES, strict=False):
-        ends = [(one.devices, 100 * one.efficiency(name)) for one in points]
-        axes.plot(*zip(*ends, strict=True), marker="o", markersize=4, color=colour, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([one.devices for one in points], [f"{one.devices:,}" for one in points], rotation=45)
-    axes.minorticks_off()
-    axes.set_ylim(0, 100)
-    axes.set_xlabel("devices, 8 per node")
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _colours(text: str) -> dict[str, Any]:
-    names = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    return dict.fromkeys(names, text) | {"svg.hashsalt": "scaling", "svg.fonttype": "none"}
-
-
-def write_pictures(points: Sequence[Point], folder: Path) -> None:
-    """``scaling-light.svg`` and ``scaling-dark.svg``, without a background."""
-    folder.mkdir(exist_ok=True)
-    for mode, text in _MODES.items():
-        buffer = io.BytesIO()
-        with rc_context(_colours(text)):
-            picture(points, text).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-        write_whole(folder / f"scaling-{mode}.svg", buffer.getvalue())
 
 
 def points(most: int = DEVICES[-1], tell: Callable[[str], None] = print) -> list[Point]:

@@ -65,14 +65,9 @@ def test_the_golden_setting_is_near_the_published_one() -> None:
     assert alone[paper.MINI] == pytest.approx(1, abs=1e-9)
 
 
-def test_tables_and_pictures_of_scaling(tmp_path: Path) -> None:
+def test_tables_of_scaling() -> None:
     points = [scaling.point(devices, 8192) for devices in (8, 16)]
     useful, grows, remedies = scaling.tables(points)
     assert [row[1] for row in useful.rows] == [8, 16]
     assert grows.rows[0][2] < grows.rows[1][2]
     assert all(row[-1] > -0.01 for row in remedies.rows)
-    scaling.write_pictures(points, tmp_path / "pictures")
-    light, dark = ((tmp_path / "pictures" / f"scaling-{mode}.svg").read_text() for mode in ("light", "dark"))
-    assert "on demand, copies" in light
-    assert "#d5d8e2" in dark
-    assert "#d5d8e2" not in light
