@@ -8,11 +8,13 @@ import os
 import platform
 import re
 import resource
+import shutil
 import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from pathlib import Path
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
 
 Level = Literal["ok", "warning", "error"]
 
-OLDEST_PYTHON = (3, 11)
 BOUNDS = {"torch": "2.9", "lightning": "2.5", "transformers": "5"}
 """The oldest version of each package that works, as in ``pyproject.toml``."""
 MALICIOUS = {"lightning": ("2.6.2", "2.6.3")}
@@ -35,7 +36,6 @@ LITTLE_SHM = 2**30
 FEW_FILES = 1024
 _LOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
-_PATIENCE = 60
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,12 @@ def look() -> Machine:
     # This module imports all of torch and Lightning that the package needs.
     import_trouble = trouble_of(lambda: import_module("lightning_odc.strategy.odc"))
     devices, nccl = ((), False) if import_trouble else _find_gpus()
+    versions, shm = {}, None
+    for package in (*BOUNDS, "triton"):
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    with suppress(OSError):
+        shm = shutil.disk_usage("/dev/shm").free
     return Machine(
         system=platform.system(),
         kernel=platform.release(),
@@ -90,9 +96,9 @@ def look() -> Machine:
         python=platform.python_version(),
         trouble={name: said for name, probe in PROBES.items() if (said := trouble_of(probe.run))},
         memory=rooms(),
-        shm=_free_shm(),
+        shm=shm,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        versions={name: found for name in (*BOUNDS, "triton") if (found := _installed(name))},
+        versions=versions,
         import_trouble=import_trouble,
         devices=devices,
         gpu_without_torch=Path("/dev/nvidia0").exists() and not devices,
@@ -110,22 +116,6 @@ def trouble_of(probe: Callable[[], Any]) -> str:
     return ""
 
 
-def _installed(package: str) -> str:
-    """The version of a package; empty if it is missing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""
-
-
-def _free_shm() -> int | None:
-    try:
-        status = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return status.f_bavail * status.f_frsize
-
-
 def _find_gpus() -> tuple[Sequence[DeviceFacts], bool]:
     """What the CUDA transport would know of each GPU, and whether torch has NCCL."""
     import torch
@@ -137,50 +127,42 @@ def _find_gpus() -> tuple[Sequence[DeviceFacts], bool]:
     return facts, torch.distributed.is_nccl_available()
 
 
-def _host() -> Any:
-    """Imported when it is tried, since its room imports torch."""
-    return import_module("lightning_odc.engine.transports.host")
-
-
-def _make_window() -> int:
+@contextmanager
+def _window() -> Iterator[int]:
     """Anonymous memory of a page, allocated, sealed and mapped, as a window is; its descriptor."""
     fd = os.memfd_create("lightning-odc-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, mmap.PAGESIZE)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         mmap.mmap(fd, mmap.PAGESIZE).close()
-    except BaseException:
+        yield fd
+    finally:
         os.close(fd)
-        raise
-    return fd
+
+
+def _try_window() -> None:
+    with _window():
+        pass
 
 
 def _try_window_of_other() -> None:
     """Another process opens a window by way of ``/proc``, as peers do."""
-    fd = _make_window()
-    command = [sys.executable, "-I", "-S", "-c", _OPEN, f"/proc/{os.getpid()}/fd/{fd}"]
-    try:
-        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=_PATIENCE, check=False)
-    finally:
-        os.close(fd)
+    with _window() as fd:
+        command = [sys.executable, "-I", "-S", "-c", _OPEN, f"/proc/{os.getpid()}/fd/{fd}"]
+        done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     if done.returncode:
         raise OSError((done.stderr.strip().splitlines() or ["it ended without a word"])[-1])
 
 
 def _try_lock() -> None:
-    fd = _make_window()
-    try:
+    with _window() as fd:
         for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK):
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
-    finally:
-        os.close(fd)
 
 
 def _try_port() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        free.listen(1)
-        socket.create_connection(free.getsockname(), timeout=5).close()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        socket.create_connection(server.getsockname(), timeout=5).close()
 
 
 def _try_master_port() -> None:
@@ -200,6 +182,7 @@ class Probe(NamedTuple):
     level: Level = "error"
 
 
+_HOST = "lightning_odc.engine.transports.host"  # imported when it is tried, since its room imports torch
 _COLLECTIVE = 'or write ODCStrategy(communication="collective")'
 _ONE_CONTAINER = (
     "run all ranks as one user in one container; docker run --security-opt seccomp=unconfined shows whether a "
@@ -207,7 +190,7 @@ _ONE_CONTAINER = (
 )
 KERNEL_PROBES = {
     "shared memory": Probe(
-        lambda: os.close(_make_window()),
+        _try_window,
         f"windows need memfd_create with seals (Linux 3.17); {_ONE_CONTAINER}",
     ),
     "memory of others": Probe(
@@ -223,11 +206,12 @@ KERNEL_PROBES = {
         f"dead ranks are found by pidfd_open (Linux 5.3); {_ONE_CONTAINER}",
     ),
     "host identity": Probe(
-        lambda: _host().boot_id(),
+        lambda: import_module(_HOST).boot_id(),
         f"ranks compare /proc/sys/kernel/random/boot_id: mount /proc; {_COLLECTIVE}",
     ),
     "order of memory": Probe(
-        lambda: _host().make_fence(), f"install libatomic (apt-get install libatomic1); {_COLLECTIVE}"
+        lambda: import_module(_HOST).make_fence(),
+        f"install libatomic (apt-get install libatomic1); {_COLLECTIVE}",
     ),
 }
 """What the shared-memory transport asks of the kernel. GPUs need it, too, for control words."""
@@ -255,15 +239,21 @@ PROBES = KERNEL_PROBES | NETWORK_PROBES
 
 def examine(machine: Machine) -> list[Finding]:
     """All findings on a machine, in the order in which they are said."""
-    return [
-        *_check_system(machine),
-        *(_check_version(package, machine.versions.get(package)) for package in BOUNDS),
-        *_check_import(machine),
-        *_check_probes("kernel", KERNEL_PROBES, machine.trouble),
-        *_check_limits(machine),
-        *_check_probes("network", NETWORK_PROBES, machine.trouble),
-        *_check_gpus(machine),
-    ]
+    found = [Finding("system", "ok", f"Linux {machine.kernel} on {machine.processor}")]
+    if machine.system != "Linux":
+        said = f"{machine.system} has no shared memory of the kind that is needed"
+        remedy = 'use ODCStrategy(communication="collective") here, and Linux for the rest'
+        found = [Finding("system", "error", said, remedy)]
+    found.append(Finding("Python", "ok", machine.python))
+    found += [_check_version(package, machine.versions.get(package)) for package in BOUNDS]
+    if machine.import_trouble:
+        said = f"the package cannot be imported: {machine.import_trouble}"
+        remedy = "pip install --upgrade lightning-odc torch lightning, and look at the first line above"
+        found.append(Finding("import", "error", said, remedy))
+    found += _check_probes("kernel", KERNEL_PROBES, machine.trouble)
+    found += _check_limits(machine)
+    found += _check_probes("network", NETWORK_PROBES, machine.trouble)
+    return found if machine.import_trouble else [*found, *_check_gpus(machine)]
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -273,20 +263,6 @@ def summary(findings: Sequence[Finding]) -> str:
     if not said:
         return f"Everything is fine: {len(findings)} checks."
     return f"{' and '.join(said)} in {len(findings)} checks."
-
-
-def _check_system(machine: Machine) -> Iterator[Finding]:
-    if machine.system == "Linux":
-        yield Finding("system", "ok", f"Linux {machine.kernel} on {machine.processor}")
-    else:
-        said = f"{machine.system} has no shared memory of the kind that is needed"
-        remedy = 'use ODCStrategy(communication="collective") here, and Linux for the rest'
-        yield Finding("system", "error", said, remedy)
-    if _release(machine.python) < OLDEST_PYTHON:
-        remedy = "install Python 3.11 or newer: uv python install 3.13"
-        yield Finding("Python", "error", f"{machine.python} is too old", remedy)
-    else:
-        yield Finding("Python", "ok", machine.python)
 
 
 def _check_version(package: str, found: str | None) -> Finding:
@@ -312,20 +288,12 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
-def _check_import(machine: Machine) -> Iterator[Finding]:
-    if machine.import_trouble:
-        said = f"the package cannot be imported: {machine.import_trouble}"
-        remedy = "pip install --upgrade lightning-odc torch lightning, and look at the first line above"
-        yield Finding("import", "error", said, remedy)
-
-
-def _check_probes(topic: str, probes: Mapping[str, Probe], trouble: Mapping[str, str]) -> Iterator[Finding]:
+def _check_probes(topic: str, probes: Mapping[str, Probe], trouble: Mapping[str, str]) -> list[Finding]:
     """A finding for each probe that failed; one for all of them where none did."""
-    failed = [name for name in probes if name in trouble]
-    for name in failed:
-        yield Finding(name, probes[name].level, trouble[name], probes[name].remedy)
-    if not failed:
-        yield Finding(topic, "ok", ", ".join(probes))
+    failed = [
+        Finding(name, one.level, trouble[name], one.remedy) for name, one in probes.items() if name in trouble
+    ]
+    return failed or [Finding(topic, "ok", ", ".join(probes))]
 
 
 def _check_limits(machine: Machine) -> Iterator[Finding]:
@@ -333,59 +301,52 @@ def _check_limits(machine: Machine) -> Iterator[Finding]:
     if machine.memory:
         room = min(machine.memory, key=lambda room: room.size)
         said = f"{gib(room.size)} GiB are left: {room.limit}"
-        if room.size < LITTLE_MEMORY:
-            yield Finding("memory", "warning", said, f"{room.remedy}: a rank alone takes about 0.5 GiB")
-        else:
-            yield Finding("memory", "ok", said)
+        remedy = f"{room.remedy}: a rank alone takes about 0.5 GiB"
+        is_little = room.size < LITTLE_MEMORY
+        yield Finding("memory", "warning" if is_little else "ok", said, remedy if is_little else "")
     if machine.shm is None or machine.shm < LITTLE_SHM:
         size = "does not exist" if machine.shm is None else f"has {gib(machine.shm)} GiB left"
         said = f"it {size}; windows do not need it, but DataLoader workers pass batches through it"
         remedy = "docker run --shm-size=8g or --ipc=host, or DataLoader(num_workers=0)"
         yield Finding("/dev/shm", "warning", said, remedy)
     if machine.open_files < FEW_FILES:
-        said = (
-            f"a process may open {machine.open_files} files; a rank opens two per peer, and its workers more"
-        )
+        said = f"a process may open {machine.open_files} files; a rank opens two per peer, its workers more"
         yield Finding("open files", "warning", said, "ulimit -n 65536")
 
 
 def _check_gpus(machine: Machine) -> Iterator[Finding]:
-    """GPUs that can reach each other, and whose additions are atomic."""
-    if machine.import_trouble:
-        return
-    if not machine.devices:
-        if machine.gpu_without_torch:
-            remedy = "install a CUDA build of torch (https://pytorch.org/get-started), and look at nvidia-smi"
-            yield Finding("GPUs", "warning", "there is an NVIDIA GPU, and torch cannot use it", remedy)
-        else:
-            yield Finding("GPUs", "ok", "none: ranks are processes on the CPU")
-        return
-    names = sorted({one.name for one in machine.devices})
-    yield Finding("GPUs", "ok", f"{len(machine.devices)} ({', '.join(names)}); {machine.devices[0].stack}")
-    yield from _check_reach(machine.devices)
-    if not machine.nccl:
-        said = "this torch has none, and process groups of GPUs need it"
-        yield Finding("NCCL", "error", said, "install a CUDA build of torch")
-    if "triton" not in machine.versions:
-        said = "is not installed: gradients get an accumulator per source rank, which takes more memory"
-        yield Finding("Triton", "warning", said, "pip install 'lightning-odc[gpu]'")
-
-
-def _check_reach(devices: Sequence[DeviceFacts]) -> Iterator[Finding]:
-    """Check what the CUDA transport would refuse, with its messages; each GPU stands for a rank of the same number."""
+    """What the CUDA transport would refuse, with its messages; each GPU stands for a rank of the same number."""
     from lightning_odc.engine.transports import preflight
     from lightning_odc.engine.transports.base import WindowSpec
     from lightning_odc.errors import WindowError
 
+    devices, more_memory = (
+        machine.devices,
+        "gradients get an accumulator per source rank, which takes more memory",
+    )
+    if machine.gpu_without_torch:
+        remedy = "install a CUDA build of torch (https://pytorch.org/get-started), and look at nvidia-smi"
+        yield Finding("GPUs", "warning", "there is an NVIDIA GPU, and torch cannot use it", remedy)
+        return
+    if not devices:
+        yield Finding("GPUs", "ok", "none: ranks are processes on the CPU")
+        return
+    names = ", ".join(sorted({one.name for one in devices}))
+    yield Finding("GPUs", "ok", f"{len(devices)} ({names}); {devices[0].stack}")
     try:
         preflight.check(devices, WindowSpec(units=(), words=0))
+        if reason := preflight.why_not_atomic(devices):
+            remedy = "nothing to do; GPUs joined by NVLink would need less"
+            yield Finding("GPU atomics", "warning", f"{reason}: {more_memory}", remedy)
+        elif len(devices) > 1:
+            said = "every GPU reads the memory of every other one and adds to it atomically"
+            yield Finding("GPU links", "ok", said)
     except WindowError as error:
         remedy = "choose GPUs that can: CUDA_VISIBLE_DEVICES=..."
         yield Finding("GPU memory of others", "error", str(error), remedy)
-        return
-    if reason := preflight.why_not_atomic(devices):
-        said = f"{reason}: gradients get an accumulator per source rank, which takes more memory"
-        yield Finding("GPU atomics", "warning", said, "nothing to do; GPUs joined by NVLink would need less")
-    elif len(devices) > 1:
-        said = "every GPU reads the memory of every other one and adds to it atomically"
-        yield Finding("GPU links", "ok", said)
+    if not machine.nccl:
+        said = "this torch has none, and process groups of GPUs need it"
+        yield Finding("NCCL", "error", said, "install a CUDA build of torch")
+    if "triton" not in machine.versions:
+        said = f"is not installed: {more_memory}"
+        yield Finding("Triton", "warning", said, "pip install 'lightning-odc[gpu]'")
