@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
-
-_LOCK_SECONDS = 5.0
-_LOCK_EVERY = 0.02
 
 
 def check_directory(directory: Path) -> str:
@@ -93,22 +88,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def one_at_a_time(directory: Path, seconds: float = _LOCK_SECONDS) -> Iterator[None]:
-    """Let one process at a time in, if the file system has locks; wait for the others so long at most."""
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    deadline = time.monotonic() + seconds
-    try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_LOCK_EVERY)
-            except OSError:
-                break  # this file system has no locks
-        yield
-    finally:
-        os.close(handle)

@@ -32,7 +32,7 @@ import contextlib
 import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
 
 #: The folder of ``proc`` and ``sys``.
@@ -176,23 +176,16 @@ def _fields(path: Path) -> dict[str, int]:
 def _control_groups(root: Path) -> Iterator[_Group]:
     """Every control group that may limit the memory of this process, as far as mounted; from the top down."""
     with contextlib.suppress(OSError):
-        lines = (line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines())
-        own = [path for number, _, path in lines if number == "0"]
-        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
-        for mount, _, system in (line.partition(" - ") for line in mounts if own):
-            if system.split()[0] == "cgroup2":
-                top, place = mount.split()[3:5]
-                yield from _groups_below(root / place.lstrip("/"), own[0], top)
-
-
-def _groups_below(folder: Path, path: str, top: str) -> Iterator[_Group]:
-    """The groups on the way from ``top`` down to ``path``; ``top`` alone if that lies outside of a namespace."""
-    try:
-        parts = PurePosixPath(path).relative_to(top).parts
-    except ValueError:
-        parts = ()
-    if ".." in parts:
-        parts = ()
-    for depth in range(len(parts) + 1):
-        name = f"control group /{'/'.join(parts[:depth])}"
-        yield _Group(folder.joinpath(*parts[:depth]), name, is_own=depth == len(parts))
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), None)
+        if own is None:
+            return
+        top = root / "sys/fs/cgroup"
+        if (top / "unified").is_dir():  # beside version 1
+            top /= "unified"
+        parts = [part for part in own.split("/") if part]
+        if ".." in parts or not top.joinpath(*parts).is_dir():
+            parts = []  # the group lies outside of what this container shows
+        for depth in range(len(parts) + 1):
+            name = f"control group /{'/'.join(parts[:depth])}"
+            yield _Group(top.joinpath(*parts[:depth]), name, is_own=depth == len(parts))

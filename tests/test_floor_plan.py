@@ -23,7 +23,7 @@ LINES = {
     "advisor": 680,
     "balance": 3230,
     "bench": 2310,
-    "callbacks": 2570,
+    "callbacks": 2530,
     "data": 3660,
     "engine": 7450,
     "rl": 1070,

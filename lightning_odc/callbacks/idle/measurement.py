@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.callbacks.idle.channels import Channel, NoteChannel, Round, SideChannel
 from lightning_odc.callbacks.idle.sampling import CudaProfile, SampledWatch
@@ -138,31 +139,21 @@ class StepMeter:
         return step
 
 
-class CallCounter:
-    """Reports every outermost call of a module, with its first argument, or ``None`` if it has keywords alone."""
+def on_outermost_calls(module: nn.Module, seen: Callable[[Any], None]) -> list[RemovableHandle]:
+    """Report every outermost call of a module: its first argument, or ``None`` if it has keywords alone."""
+    depth = 0  # a ``training_step`` that calls ``self(batch)`` is still one microbatch
 
-    # Outermost: a ``training_step`` that calls ``self(batch)`` is still one microbatch.
+    def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            seen(inputs[0] if inputs else None)
 
-    def __init__(self, module: nn.Module, seen: Callable[[Any], None]) -> None:
-        self._depth = 0
-        self._seen = seen
-        self._handles = [
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave, always_call=True),
-        ]
+    def leave(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
 
-    def remove(self) -> None:
-        """Look no longer. Idempotent."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._depth += 1
-        if self._depth == 1:
-            self._seen(inputs[0] if inputs else None)
-
-    def _leave(self, *_: Any) -> None:
-        self._depth -= 1
+    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
 
 
 class IdleMeasurement:
@@ -189,10 +180,10 @@ class IdleMeasurement:
             waited=lambda: sum(self.watch.waits().values()),
             waits=self._stream_waits,
         )
-        self._calls: CallCounter | None = None
+        self._calls: list[RemovableHandle] = []  # without them, a Lightning batch is a microbatch
         if isinstance(strategy, ODCStrategy):
             assert strategy.model is not None
-            self._calls = CallCounter(strategy.model, self._meter.count)
+            self._calls = on_outermost_calls(strategy.model, self._meter.count)
         on_cpu = strategy.root_device.type == "cpu"
         self._common_clock = len(set(self._channel.agree(machine() if on_cpu else None))) == 1 and on_cpu
 
@@ -208,7 +199,7 @@ class IdleMeasurement:
             self._stream_waits.stream.follow()
         self._resume()
         self.watch.begin_batch()
-        if self._calls is None:
+        if not self._calls:
             self._meter.count(batch)
 
     def end_batch(self, global_step: int) -> bool:
@@ -226,13 +217,6 @@ class IdleMeasurement:
         self._unsent.append((numbers, self.watch.take_meetings()))
         return True
 
-    def between_steps(self) -> None:
-        """Do the measurement's own slow work after a step has ended. It counts in no step. All ranks together."""
-        if self.watch.samples:
-            self._meter.pause()
-            self.watch.end_step(self._unsent[-1][0])
-            self._meter.resume()
-
     def pause(self) -> None:
         """What comes now is not training; the next fetching of a training batch is. All ranks together."""
         self._meter.pause()
@@ -241,7 +225,11 @@ class IdleMeasurement:
         self.watch.interrupt()
 
     def receive(self) -> Iterator[int]:
-        """Exchange what there is, without waiting; yields the number of each step as all ranks' numbers are known."""
+        """After a step: exchange what there is, without waiting; yields the number of each step that is known now."""
+        if self.watch.samples:  # all ranks together; this takes time, which counts in no step
+            self._meter.pause()
+            self.watch.end_step(self._unsent[-1][0])
+            self._meter.resume()
         rounds = self._channel.receive()
         self._send(wait=False)
         return self._add(rounds)
@@ -256,8 +244,8 @@ class IdleMeasurement:
         self._data.remove(trainer)
         self.watch.release()
         self._channel.close()
-        if self._calls is not None:
-            self._calls.remove()
+        for handle in self._calls:
+            handle.remove()
 
     def take_recent(self, per_rank: bool) -> dict[str, float]:
         """The values over the steps since the last call."""

@@ -99,7 +99,6 @@ class DeviceIdleMonitor(Callback):
         if measurement is None or not measurement.end_batch(trainer.global_step):
             return
         with self._harmless(trainer):
-            measurement.between_steps()
             logged = self._log_steps(trainer, measurement, measurement.receive())
             name = "idle/fraction" if self.complete else "idle/data_seconds"
             if logged and self.progress_bar and name in self.last_step:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -99,7 +100,7 @@ def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) 
 
 
 def waits_in_broadcasts(by_rank: Sequence[Sequence[Passage]]) -> list[float] | None:
-    """Seconds that every rank waited for rank 0, which sends and does not wait, inside broadcasts. One common clock."""
+    """Seconds that every rank waited for rank 0, which sends and does not wait, by one common clock."""
     return _waited(by_rank, lambda together: together[0][0])
 
 
@@ -133,17 +134,17 @@ def resolve(ranks: Sequence[StepNumbers], common_clock: bool) -> bool:
 
 
 class _Totals:
-    """Sums over optimizer steps, and what they say of some of the ranks: of all of them, or of one."""
+    """Sums over optimizer steps."""
 
     def __init__(self) -> None:
         self.steps = 0  # how many were added
         self.ranks: list[StepNumbers] = []  # what every rank did in them
-        self._busiest = 0.0
+        self.busiest = 0.0  # busy seconds of the busiest rank of every step
 
     def add(self, ranks: Sequence[StepNumbers]) -> None:
         """One more step: its numbers by rank."""
         self.steps += 1
-        self._busiest += max(rank.busy for rank in ranks)
+        self.busiest += max(rank.busy for rank in ranks)
         if not self.ranks:
             self.ranks = [StepNumbers(0.0) for _ in ranks]
         for total, rank in zip(self.ranks, ranks, strict=True):
@@ -156,52 +157,9 @@ class _Totals:
             for part, seconds in rank.parts.items():
                 total.parts[part] = total.parts.get(part, 0.0) + seconds
 
-    def work(self, ranks: Sequence[StepNumbers]) -> dict[str, float]:
-        """How much was done, and how fast."""
-        seconds = max(rank.seconds for rank in ranks) or UNKNOWN
-        return {
-            "microbatches": sum(rank.microbatches for rank in ranks) / self.steps,
-            "samples_per_second": sum(rank.samples for rank in ranks) / seconds,
-            "tokens_per_second": sum(rank.tokens for rank in ranks) / seconds,
-        }
-
-    def parts(self, ranks: Sequence[StepNumbers]) -> dict[str, float]:
-        """What devices did."""
-        known = [part for part in DevicePart if any(part in rank.parts for rank in ranks)]
-        return {
-            f"gpu/{part}_seconds": self.mean([rank.parts.get(part, 0.0) for rank in ranks]) for part in known
-        }
-
-    def balance(self, ranks: Sequence[StepNumbers]) -> dict[str, float]:
-        """Waiting as a part of the time."""
-        idle, busy = sum(rank.idle for rank in ranks), sum(rank.busy for rank in ranks)
-        return {
-            "idle/fraction": idle_fraction(busy, idle),
-            "busy_seconds": self.mean([rank.busy for rank in ranks]),
-        }
-
-    def waits(self) -> dict[str, float]:
-        """Waiting by cause."""
-        known = [cause for cause in IdleCause if any(cause in rank.waits for rank in self.ranks)]
-        return {
-            f"idle/{cause}_seconds": self.mean([rank.waits.get(cause, 0.0) for rank in self.ranks])
-            for cause in known
-        }
-
-    def unevenness(self) -> dict[str, float]:
-        """How uneven the work was."""
-        fractions = [idle_fraction(rank.busy, rank.idle) if rank.seconds else 0.0 for rank in self.ranks]
-        worst = max(range(len(fractions)), key=fractions.__getitem__)
-        busy = sum(rank.busy for rank in self.ranks)
-        return {
-            "idle/worst_fraction": fractions[worst],
-            "idle/worst_rank": worst,
-            "imbalance": imbalance(self._busiest, busy / len(self.ranks)),
-        }
-
-    def mean(self, by_rank: Sequence[float]) -> float:
+    def mean(self, by_rank: Iterable[float]) -> float:
         """Per rank and step."""
-        return sum(by_rank) / len(by_rank) / self.steps
+        return statistics.fmean(by_rank) / self.steps
 
 
 class IdleSummary:
@@ -231,17 +189,38 @@ class IdleSummary:
         whole, seen = self._all, self._seen if self._seen.steps else self._all
         if not any(rank.seconds for rank in whole.ranks):
             return {}
-        complete = complete and seen is self._seen
-
-        def of(first: int, end: int) -> dict[str, float]:
-            waited = seen.balance(seen.ranks[first:end]) if complete else {}
-            return whole.work(whole.ranks[first:end]) | seen.parts(seen.ranks[first:end]) | waited
-
-        count = len(whole.ranks)
-        values = seen.waits() | of(0, count)
-        values["step_seconds"] = whole.mean([rank.seconds for rank in whole.ranks])
+        complete, count = complete and seen is self._seen, len(whole.ranks)
+        values = {}
+        for cause in IdleCause:
+            if any(cause in rank.waits for rank in seen.ranks):
+                values[f"idle/{cause}_seconds"] = seen.mean(rank.waits.get(cause, 0.0) for rank in seen.ranks)
+        values |= _of_ranks(whole, seen, slice(count), complete)
+        values["step_seconds"] = whole.mean(rank.seconds for rank in whole.ranks)
         if complete:
-            values |= seen.unevenness()
+            parts = [idle_fraction(rank.busy, rank.idle) if rank.seconds else 0.0 for rank in seen.ranks]
+            worst = max(range(count), key=parts.__getitem__)
+            values |= {"idle/worst_fraction": parts[worst], "idle/worst_rank": worst}
+            values["imbalance"] = imbalance(seen.busiest, sum(rank.busy for rank in seen.ranks) / count)
         for index in range(count if per_rank else 0):
-            values |= {f"{name}_rank{index}": value for name, value in of(index, index + 1).items()}
+            own = _of_ranks(whole, seen, slice(index, index + 1), complete)
+            values |= {f"{name}_rank{index}": value for name, value in own.items()}
         return {name: float(value) for name, value in values.items() if not math.isnan(value)}
+
+
+def _of_ranks(whole: _Totals, seen: _Totals, chosen: slice, complete: bool) -> dict[str, float]:
+    """What is said of some of the ranks: of all of them, or of one."""
+    ranks, seen_ranks = whole.ranks[chosen], seen.ranks[chosen]
+    seconds = max(rank.seconds for rank in ranks) or UNKNOWN
+    values = {
+        "microbatches": sum(rank.microbatches for rank in ranks) / whole.steps,
+        "samples_per_second": sum(rank.samples for rank in ranks) / seconds,
+        "tokens_per_second": sum(rank.tokens for rank in ranks) / seconds,
+    }
+    for part in DevicePart:
+        if any(part in rank.parts for rank in seen_ranks):
+            values[f"gpu/{part}_seconds"] = seen.mean(rank.parts.get(part, 0.0) for rank in seen_ranks)
+    if complete:
+        idle, busy = sum(rank.idle for rank in seen_ranks), sum(rank.busy for rank in seen_ranks)
+        values["idle/fraction"] = idle_fraction(busy, idle)
+        values["busy_seconds"] = seen.mean(rank.busy for rank in seen_ranks)
+    return values

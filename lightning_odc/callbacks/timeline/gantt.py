@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_odc.callbacks.timeline import palette
-from lightning_odc.callbacks.timeline.palette import IDLE
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
 from lightning_odc.files import write_whole
@@ -45,7 +43,6 @@ _WIDTH = 12.0  # inches
 _DPI = 120
 _UPPER, _LOWER, _ROW = (-0.40, 0.54), (0.16, 0.24), (-0.40, 0.80)  # offset from a row's middle, and height
 _TEXT_WIDTH = 5.6  # points that a digit of the token counts takes, with some air
-_LITTLE = 0.2  # part of a bar that may be grey with the number still in the middle
 _LEGEND_COLUMNS = 6
 _LEAST_GAP = 1.5  # pixels below which neighbouring bars get no gap
 
@@ -131,7 +128,7 @@ def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: fl
                 axes.broken_barh(bars, place, facecolors=colour, edgecolors=edges, linewidth=0.4, zorder=2)
     waits = [_place(span, origin) for span in rank.of("wait")]
     if waits:
-        axes.broken_barh(waits, (row + _ROW[0], _ROW[1]), facecolors=IDLE, linewidth=0, zorder=3)
+        axes.broken_barh(waits, (row + _ROW[0], _ROW[1]), facecolors=palette.IDLE, linewidth=0, zorder=3)
     _write_tokens(axes, row, rank, origin, pixels)
     limits = sorted({limit for span in rank.of("minibatch") for limit in (span.begin, span.end)})
     at = [(limit - origin) / 1e9 for limit in limits]
@@ -139,21 +136,14 @@ def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: fl
 
 
 def _write_tokens(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: float) -> None:
-    """Token counts into the bars that have room for them, where they are not covered by waiting."""
+    """Token counts into the bars that have room for them."""
     from matplotlib.patheffects import withStroke
 
-    waits = sorted(rank.of("wait"), key=lambda wait: wait.begin)
-    begins = [wait.begin for wait in waits]
     for span in rank.of("forward", "backward"):
+        begin, width = _place(span, origin)
         tokens = span.details.get("tokens")
         text = f"{tokens:,}" if tokens is not None else ""
-        needed = len(text) * _TEXT_WIDTH * _DPI / 72 / pixels * 1e9
-        if not text or span.end - span.begin < needed:
-            continue
-        inside = waits[max(bisect_left(begins, span.begin) - 1, 0) : bisect_left(begins, span.end)]
-        begin, width = _place(_longest_free(span, inside), origin)
-        if width * 1e9 >= needed:
-            dark = span.kind == "backward"
+        if text and width >= _seconds_of(text, pixels):
             axes.text(
                 begin + width / 2,
                 row + _UPPER[0] + _UPPER[1] / 2,
@@ -161,25 +151,10 @@ def _write_tokens(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels:
                 ha="center",
                 va="center",
                 fontsize=8,
-                color="white" if dark else "#10304a",
+                color="white" if span.kind == "backward" else "#10304a",
                 path_effects=[withStroke(linewidth=2, foreground=WORK[span.kind])],
                 zorder=5,
             )
-
-
-def _longest_free(span: Span, waits: Sequence[Span]) -> Span:
-    """The longest piece of a span without waiting; all of it, if there was little."""
-    waited = sum(
-        min(wait.end, span.end) - max(wait.begin, span.begin) for wait in waits if wait.end > span.begin
-    )
-    if waited < _LITTLE * (span.end - span.begin):
-        return span
-    pieces, begin = [], span.begin
-    for wait in waits:
-        pieces.append(span._replace(begin=begin, end=max(wait.begin, begin)))
-        begin = max(wait.end, begin)
-    pieces.append(span._replace(begin=begin, end=max(span.end, begin)))
-    return max(pieces, key=lambda piece: piece.end - piece.begin)
 
 
 def _name_minibatches(axes: Axes, timeline: Timeline, pixels: float) -> None:
@@ -192,7 +167,7 @@ def _name_minibatches(axes: Axes, timeline: Timeline, pixels: float) -> None:
         text = f"minibatch {span.details.get('number', '')}"
         if begin >= free_from:
             axes.text(begin, -0.52, text, fontsize=8, color="#606060", va="bottom")
-            free_from = begin + len(text) * _TEXT_WIDTH * _DPI / 72 / pixels
+            free_from = begin + _seconds_of(text, pixels)
 
 
 def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
@@ -200,7 +175,7 @@ def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
 
     found = {span.kind for timeline in timelines for rank in timeline.ranks for span in rank.spans}
     labels: dict[str, list[str]] = {}  # kinds that do the same job share a colour
-    for kind, colour in {**WORK, **COMMUNICATION, "wait": IDLE}.items():
+    for kind, colour in {**WORK, **COMMUNICATION, "wait": palette.IDLE}.items():
         if kind in found:
             labels.setdefault(colour, []).append(_LABELS.get(kind, kind.replace("_", "-")))
     figure.legend(
@@ -212,6 +187,11 @@ def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
         handlelength=1.4,
         columnspacing=1.6,
     )
+
+
+def _seconds_of(text: str, pixels: float) -> float:
+    """The seconds of the time axis that a small text covers."""
+    return len(text) * _TEXT_WIDTH * _DPI / 72 / pixels
 
 
 def _place(span: Span, origin: int) -> tuple[float, float]:

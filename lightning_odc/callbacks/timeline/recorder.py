@@ -115,7 +115,7 @@ class TimelineRecorder(Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None:
-            self._recording.begin_epoch()
+            self._recording.gap_began = time.monotonic_ns()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -237,7 +237,9 @@ class Recording(Tracer):
         self._hook: RemovableHandle | None = None
         self._shift = origin_ns + own.offset_ns
         self._step_began = 0
-        self._gap_began = time.monotonic_ns()
+        self.gap_began = (
+            time.monotonic_ns()
+        )  # since then, the next batch has been loaded, or validation has run
 
     def record(self, kind: str, begin: int, **details: Any) -> None:
         """A span that ends now. Passes of an optimizer step get numbers."""
@@ -255,13 +257,9 @@ class Recording(Tracer):
             self._last = {}
         super().record(kind, begin, **details)
 
-    def begin_epoch(self) -> None:
-        """Count waits as waits for data from now on."""
-        self._gap_began = time.monotonic_ns()
-
     def begin_batch(self, step: int, batch: Any) -> None:
         """A batch of a step that is to be recorded begins."""
-        self.record("data", self._gap_began)
+        self.record("data", self.gap_began)
         if self.step != step:
             self.step, self._step_began = step, time.monotonic_ns()
             self._forwards, self._last = 0, {}
@@ -292,13 +290,13 @@ class Recording(Tracer):
             self._end_step()
         if not wanted:
             self.release()
-        self._gap_began = time.monotonic_ns()
+        self.gap_began = time.monotonic_ns()
 
     def end_gap(self, kind: str) -> None:
         """What went on between two batches until now was loading data, or validation."""
         if self._hook is not None:
-            self.record(kind, self._gap_began)
-        self._gap_began = time.monotonic_ns()
+            self.record(kind, self.gap_began)
+        self.gap_began = time.monotonic_ns()
 
     def interrupt(self) -> None:
         """Training ends in the middle of something: keep what is known of it."""
