@@ -1,9 +1,9 @@
 """How good and how fast the planner is: against bounds, the optimum, and Karmarkar-Karp with swaps.
 
 ``python -m benchmarks.planner`` prints Markdown tables; name some to print only those. ``--write`` also puts
-them into ``planner.md``, ``planner-quality.md`` and ``planner.json`` below ``docs/data``, and leaves the other tables
-there as they are: ``speed epoch --write`` on a quiet machine renews the only ones that depend on it. The table
-``oracle`` needs the package ``ortools``. Single-threaded; everything takes about five minutes.
+them into ``docs/plans.md``, and into ``planner.md``, ``planner-quality.md`` and ``planner.json`` below ``docs/data``,
+and leaves the other tables there as they are: ``speed epoch --write`` on a quiet machine renews the only ones that
+depend on it. The table ``oracle`` needs the package ``ortools``. Single-threaded; everything takes about five minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAKERS: dict[str, Callable[[int], list[Table]]] = {
     "speed": speed,
     "epoch": epoch,
 }
-_PAGES = (Path("docs/data/planner.md"), Path("docs/data/planner-quality.md"))
+_PAGES = tuple(Path(f"docs/{name}.md") for name in ("plans", "data/planner", "data/planner-quality"))
 _DATA = Path("docs/data/planner.json")
 
 

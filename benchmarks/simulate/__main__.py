@@ -1,7 +1,7 @@
 """The simulator against measurements, against published figures, past this machine, and how fast it is.
 
 ``python -m benchmarks.simulate`` prints Markdown tables; name some parts to print only those. ``--json FILE`` writes
-their numbers there. ``--write`` puts the tables into their places below ``docs/data``. Runs in the root of the
+their numbers there. ``--write`` puts the tables into their places below ``docs``. Runs in the root of the
 repository, whose ``docs/data`` it reads. Takes minutes.
 """
 
@@ -22,7 +22,8 @@ from lightning_odc.files import write_whole
 
 PARTS = ("measured", "bytes", "paper", "scaling", "speed")
 PAGES = tuple(
-    Path(f"docs/data/{name}.md") for name in ("simulator", "simulator-accuracy", "simulator-paper", "scaling")
+    Path("docs") / f"{name}.md"
+    for name in ("plans", "data/simulator", "data/simulator-accuracy", "data/simulator-paper", "data/scaling")
 )
 
 
