@@ -20,7 +20,6 @@ from lightning_odc.console import (
     PROGRAM,
     Form,
     OptionError,
-    add_form,
     add_options,
     check_extra_packages,
     complain,
@@ -218,5 +217,6 @@ def _build_parser() -> argparse.ArgumentParser:
             own.add_argument("train", nargs="?", choices=("train",), metavar="train", help="may be left out")
         if command.options is not None:
             add_options(own, command.options)
-        add_form(own, command.quiet)
+        own.add_argument("--json", action="store_true", help="print one JSON document instead of text")
+        own.add_argument("--quiet", action="store_true", help=command.quiet)
     return parser

@@ -79,14 +79,13 @@ def read_options(options: type[Options], parsed: Mapping[str, Any]) -> Options:
 
 
 def check_options(options: Any) -> None:
-    """Refuse numbers that are too small, and names that are unknown."""
+    """Refuse numbers that are too small or not whole, and names that are unknown."""
     for entry in _fields(options):
-        value, least, choices = (
-            getattr(options, entry.name),
-            entry.metadata["least"],
-            entry.metadata["choices"],
-        )
+        value, least = getattr(options, entry.name), entry.metadata["least"]
+        is_whole, choices = "int" in entry.type, entry.metadata["choices"]  # types are texts here
         for item in value if isinstance(value, tuple) else () if value is None else (value,):
+            if is_whole and type(item) is not int:
+                raise OptionError(f"{flag(entry.name)} {item}: use a whole number, {least} or more")
             if least is not None and item < least:
                 raise OptionError(f"{flag(entry.name)} {item:g}: use {least:g} or more")
             if choices and item not in choices:
@@ -122,12 +121,6 @@ class Form:
 
     json: bool = False  # one JSON document on stdout instead of text
     quiet: bool = False  # no first line, no progress, and no text beyond what the command's ``--quiet`` names
-
-
-def add_form(parser: argparse.ArgumentParser, quiet: str = "print errors only") -> None:
-    """Add ``--json`` and ``--quiet``, whose help says what it does."""
-    parser.add_argument("--json", action="store_true", help="print one JSON document instead of text")
-    parser.add_argument("--quiet", action="store_true", help=quiet)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -6,19 +6,10 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from lightning_odc.bench.options import DISTRIBUTIONS, LONGEST_HELP
-from lightning_odc.console import OptionError, flag, option
+from lightning_odc.console import check_options, option
 
 GPU_MEMORY = {"A100": 80e9, "H100": 80e9, "H200": 141e9, "MI300X": 192e9}
 """Bytes of the GPUs that are known by name."""
-_WHOLE = {
-    "devices": (1, 100_000),
-    "nodes": (1, 100_000),
-    "minibatch_size": (1, 2**20),
-    "max_tokens": (1, 2**40 - 1),
-    "max_length": (1, 2**40 - 1),
-    "seed": (0, 2**63 - 1),
-}
-"""Options that are whole numbers, with the smallest and the largest that can work."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +29,17 @@ class AdviseOptions:
         letter="M",
     )
     device: str | None = option(None, f"{', '.join(GPU_MEMORY)}, or cpu for this machine (H100)", letter="D")
-    devices: int | None = option(None, "devices of all nodes together (8 per node)")
-    nodes: int | None = option(None, "nodes (1)")
-    minibatch_size: int | None = option(None, "samples per device and optimizer step (4)")
-    max_tokens: int | None = option(None, "most tokens of a microbatch (those of the longest sample)")
-    max_length: int | None = option(None, LONGEST_HELP)
+    devices: int | None = option(None, "devices of all nodes together (8 per node)", least=1)
+    nodes: int | None = option(None, "nodes (1)", least=1)
+    minibatch_size: int | None = option(None, "samples per device and optimizer step (4)", least=1)
+    max_tokens: int | None = option(
+        None, "most tokens of a microbatch (those of the longest sample)", least=1
+    )
+    max_length: int | None = option(None, LONGEST_HELP, least=1)
     tokenizer: str | None = option(
         None, "a Hugging Face tokenizer for texts; without one, 4 bytes count as a token", letter="T"
     )
-    seed: int = option(0, "seed of the order of samples")
+    seed: int = option(0, "seed of the order of samples", least=0)
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _WHOLE.items():
-            value = getattr(self, name)
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if value is not None and not (is_whole and least <= value <= most):
-                raise OptionError(f"{flag(name)} {value}: use a whole number from {least} to {most:,}")
+        check_options(self)

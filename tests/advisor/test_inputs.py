@@ -166,15 +166,15 @@ def test_lengths_that_nothing_tells() -> None:
             "--lengths longalign --model 7b --device B1000",
             "unknown: choose from A100, H100, H200, MI300X, cpu",
         ),
-        ("--lengths longalign --model 7b --devices 0", "--devices 0: use a whole number from 1 to 100,000"),
+        ("--lengths longalign --model 7b --devices 0", "--devices 0: use 1 or more"),
         ("--lengths longalign --model 7b --devices 6 --nodes 4", "write a multiple of 4"),
         (
             "--lengths longalign --model 7b --minibatch-size -2",
-            "--minibatch-size -2: use a whole number from 1",
+            "--minibatch-size -2: use 1 or more",
         ),
         ("--lengths longalign --model 7b --max-tokens 100", "max_tokens"),
-        ("--lengths longalign --model 7b --max-length 0", "--max-length 0: use a whole number from 1 to"),
-        ("--lengths longalign --model 7b --seed -1", "--seed -1: use a whole number from 0 to"),
+        ("--lengths longalign --model 7b --max-length 0", "--max-length 0: use 1 or more"),
+        ("--lengths longalign --model 7b --seed -1", "--seed -1: use 0 or more"),
         ("--lengths longalign --model 7b --lenghts 3", "did you mean --lengths?"),
         ("--lengths longalign", "required: --model"),
     ],
@@ -204,12 +204,10 @@ def test_bad_input_is_one_line_that_lists_what_is_accepted(
     assert shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"devices": 0}, {"devices": True}, {"nodes": 2.5}, {"minibatch_size": "4"}]
-)
+@pytest.mark.parametrize("wrong", [{"devices": True}, {"nodes": 2.5}, {"minibatch_size": "4"}])
 def test_in_python_the_same_is_a_value_error_that_names_arguments(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=rf"^{name}={value}: use a whole number from 1"):
+    with pytest.raises(ValueError, match=rf"^{name}={value}: use a whole number, 1 or more"):
         advise(LENGTHS, model="7b", **wrong)
 
 
