@@ -88,7 +88,7 @@ COMMANDS = {
             "--minibatch-size",
             "--model",
         ),
-        *("--nodes", "--seed", "--tokenizer", *FORM),
+        *("--nodes", "--seed", *FORM),
     },
     "demo": {
         *("--communication", "--device", "--devices", "--equal-lengths", "--max-length", "--minibatches"),

@@ -27,7 +27,6 @@ def advise(
     trainer: Any = None,
     length_fn: Callable[[Any], Any] | None = None,
     max_length: int | None = None,
-    tokenizer: str | None = None,
     seed: int = 0,
 ) -> Advice:
     """Plan with and without balancing, and say what it would bring and which ``Trainer`` to write. Nothing is trained.
@@ -46,7 +45,6 @@ def advise(
         trainer: A ``Trainer`` that says how many devices and nodes there are, and how many batches make up a step.
         length_fn: The length of a sample of the ``DataLoader``, where it is not known.
         max_length: The longest sample, where ``lengths`` is a name.
-        tokenizer: The name or folder of a Hugging Face tokenizer, where ``lengths`` is a file of texts.
         seed: The seed of the order of samples.
 
     Returns:
@@ -68,7 +66,7 @@ def advise(
 
     try:
         options = AdviseOptions(
-            lengths, model, device, devices, nodes, minibatch_size, max_tokens, max_length, tokenizer, seed
+            lengths, model, device, devices, nodes, minibatch_size, max_tokens, max_length, seed
         )
         return Advice.on(parse_inputs(options, trainer, length_fn))
     except OptionError as error:  # it names options of the command line: "--max-length 0: use 1 or more"

@@ -102,7 +102,7 @@ def parse_inputs(options: AdviseOptions, trainer: Any = None, length_fn: Any = N
         batches = 1 if trainer is None else trainer.accumulate_grad_batches
         samples = inspect_loader(options.lengths, batches, length_fn)
     else:
-        samples = read_lengths(options.lengths, options.max_length, options.seed, options.tokenizer)
+        samples = read_lengths(options.lengths, options.max_length, options.seed)
     model = find_model(options.model, place)
     size = options.minibatch_size or samples.minibatch_size
     inputs = Inputs(samples, model, place, size, options.max_tokens, options.seed)
@@ -154,9 +154,7 @@ def find_model(given: Any, place: Place) -> Model:
     return Model(name, replace(cost, constant=MICROBATCH * cost.per_token), parameters, parameters)
 
 
-def read_lengths(
-    given: Any, max_length: int | None = None, seed: int = 0, tokenizer: str | None = None
-) -> Samples:
+def read_lengths(given: Any, max_length: int | None = None, seed: int = 0) -> Samples:
     """Lengths that a user named or gave."""
     if not isinstance(given, str | Path):
         try:
@@ -169,21 +167,8 @@ def read_lengths(
             f"--lengths {str(given)!r} is neither one of {', '.join(DISTRIBUTIONS)}, nor a file (.txt with one per "
             "line, .npy, .json, .jsonl), nor the folder of a data set"
         )
-    found = find_samples(str(given), max_length, seed, load_tokenizer(tokenizer) if tokenizer else None)
+    found = find_samples(str(given), max_length, seed)
     return Samples(first_number(as_lengths(found.lengths)), found.source)
-
-
-def load_tokenizer(name: str) -> Any:
-    """A Hugging Face tokenizer, by its name or folder."""
-    try:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(name)
-    except ImportError:
-        needed = 'it needs transformers: pip install "lightning-odc[demo]"'
-        raise OptionError(f"--tokenizer {name}: {needed}") from None
-    except Exception as error:
-        raise OptionError(f"--tokenizer {name}: {one_line(error)}") from error
 
 
 def inspect_loader(dataloader: Any, batches: int, length_fn: Any = None) -> Samples:

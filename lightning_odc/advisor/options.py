@@ -19,7 +19,7 @@ class AdviseOptions:
     lengths: Any = option(
         MISSING,
         f"one of {', '.join(DISTRIBUTIONS)}; a file of lengths (.txt with one per line, .npy, .json), of records with "
-        "token ids, lengths or texts (.jsonl); or the folder of a data set",
+        "token ids, lengths or texts (.jsonl; 4 bytes count as a token); or the folder of a data set",
         letter="L",
     )
     model: Any = option(
@@ -36,9 +36,6 @@ class AdviseOptions:
         None, "most tokens of a microbatch (those of the longest sample)", least=1
     )
     max_length: int | None = option(None, LONGEST_HELP, least=1)
-    tokenizer: str | None = option(
-        None, "a Hugging Face tokenizer for texts; without one, 4 bytes count as a token", letter="T"
-    )
     seed: int = option(0, "seed of the order of samples", least=0)
 
     def __post_init__(self) -> None:

@@ -74,10 +74,9 @@ class Samples(Sequence[Tensor]):
         return torch.randint(self.vocabulary, (int(self.lengths[index]),), generator=generator)
 
 
-def find_samples(name: str, max_length: int | None, seed: int, tokenizer: Any = None) -> Samples:
+def find_samples(name: str, max_length: int | None, seed: int) -> Samples:
     """The samples that ``--lengths`` names."""
-    # Texts, files and data sets lose what is longer than ``max_length``; named distributions shrink. Without a
-    # tokenizer, 4 bytes of a text are taken for a token.
+    # Texts, files and data sets lose what is longer than ``max_length``; named distributions shrink.
     if name in ("stdlib", "equal"):
         corpus = read_samples(max_length or _TEXT_CAP, equal=name == "equal")
         what = "equal pieces" if name == "equal" else "functions and classes"
@@ -86,7 +85,7 @@ def find_samples(name: str, max_length: int | None, seed: int, tokenizer: Any = 
         return Samples(lengths, source, lambda index: encode(corpus.samples[index]), VOCABULARY)
     if name in PUBLISHED:
         return Samples(draw(name, _DRAWN, max_length, seed), f"{name}, lognormal by its published statistics")
-    lengths, how = _read(Path(name), tokenizer)
+    lengths, how = _read(Path(name))
     kept = lengths[lengths <= max_length] if max_length else lengths
     if not len(kept):
         raise OptionError(f"--lengths {name}: no sample has at most --max-length {max_length} tokens")
@@ -119,7 +118,7 @@ def describe_tail(lengths: ArrayLike) -> str:
     return ", ".join(f"{name} {value:,.0f}" for name, value in figures)
 
 
-def _read(path: Path, tokenizer: Any) -> tuple[LengthArray, str]:
+def _read(path: Path) -> tuple[LengthArray, str]:
     """Lengths from a file of numbers, a file of records, or the folder of a data set; and how texts were counted."""
     how = ""
     try:
@@ -129,13 +128,9 @@ def _read(path: Path, tokenizer: Any) -> tuple[LengthArray, str]:
             found = np.load(path, allow_pickle=False)
         elif path.suffix in (".json", ".jsonl"):
             text = path.read_text()
-            is_lines = path.suffix == ".jsonl"
-            records = (
-                [json.loads(line) for line in text.splitlines() if line.strip()]
-                if is_lines
-                else json.loads(text)
-            )
-            counted = [_length_of(record, tokenizer) for record in records]
+            if path.suffix == ".jsonl":
+                text = f"[{','.join(line for line in text.splitlines() if line.strip())}]"
+            counted = [_length_of(record) for record in json.loads(text)]
             found, how = [length for length, _ in counted], max((how for _, how in counted), default="")
         else:
             found = [float(word) for word in path.read_text().replace(",", " ").split()]
@@ -152,7 +147,7 @@ def _read(path: Path, tokenizer: Any) -> tuple[LengthArray, str]:
     return lengths.astype(np.int64), how
 
 
-def _length_of(record: Any, tokenizer: Any) -> tuple[float, str]:
+def _length_of(record: Any) -> tuple[float, str]:
     """The length in a number, a list of token ids, or a record; and how its tokens were counted if it is a text."""
     if isinstance(record, list):
         if not all(isinstance(token, int) for token in record):
@@ -171,10 +166,8 @@ def _length_of(record: Any, tokenizer: Any) -> tuple[float, str]:
         raise ValueError(
             f"a record has no 'input_ids', no 'text' and none of {', '.join(_COLUMNS)}, only {keys}"
         )
-    if tokenizer is None:
-        how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
-        return -(-len(text.encode()) // _BYTES_OF_A_TOKEN), how
-    return len(tokenizer(text)["input_ids"]), ", tokenized"
+    how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
+    return -(-len(text.encode()) // _BYTES_OF_A_TOKEN), how
 
 
 def _from_folder(path: Path) -> LengthArray:

@@ -37,8 +37,12 @@ class _Share(NamedTuple):
 
     prompts: list[str]  # JSON texts
     costs: list[float]
-    order: list[int]  # places of the prompts in the order in which they are sampled, the most expensive first
     seed: int
+
+    @property
+    def order(self) -> list[int]:
+        """Places of the prompts in the order in which they are sampled, the most expensive first."""
+        return sorted(range(len(self.costs)), key=lambda place: -self.costs[place])
 
 
 def claim_prompts(
@@ -87,7 +91,7 @@ def claim_prompts(
             f"number of prompts, but they have {counts} (by rank). Use "
             'ODCStrategy(communication="on_demand"), or give every rank equally many.'
         )
-    in_order = [[share.costs[place] for place in share.order] for share in shares]
+    in_order = [sorted(share.costs, reverse=True) for share in shares]
     claimed = strategy.engine.claims(strategy.global_rank, in_order)
     return _sampled(strategy, shares, claimed)
 
@@ -99,10 +103,11 @@ def _sampled(
     device = strategy.root_device
     counts = (len(share.prompts) for share in shares)
     first = list(itertools.accumulate(counts, initial=0))  # in the example [0, 2, 5]
+    orders = [share.order for share in shares]
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         for rank, number in claimed:
-            place = shares[rank].order[number]
+            place = orders[rank][number]
             index = first[rank] + place
             torch.manual_seed(shares[0].seed + index)
             with strategy.engine.traced("sampling", prompt=index):
@@ -123,31 +128,28 @@ def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
             f"claim_prompts(module, prompts, expected) got {len(texts)} prompts and the lengths {costs}. Give one "
             "finite positive number per prompt: claim_prompts(module, [a, b], expected=[100, 2000])."
         )
-    order = sorted(range(len(texts)), key=lambda place: -costs[place])
-    return _Share(texts, costs, order, int(torch.randint(_SEEDS, ())))
+    return _Share(texts, costs, int(torch.randint(_SEEDS, ())))
 
 
 # -- prompts as JSON ------------------------------------------------------------------------------------------
 
 
 def _encode(prompt: Any) -> str:
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            return {_TENSOR: value.flatten().tolist(), "shape": list(value.shape), "dtype": dtype}
+        if isinstance(value, Mapping):
+            return dict(value)
+        raise TypeError(f"`{type(value).__name__}` is not JSON")
+
     try:
-        return json.dumps(prompt, default=_as_json)
+        return json.dumps(prompt, default=plain)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"claim_prompts cannot send this prompt to another rank: {error}. Pass token ids, text, tensors, or lists "
             'and dictionaries of them, such as {"input_ids": [5, 7], "answer": 12}.'
         ) from error
-
-
-def _as_json(value: Any) -> Any:
-    """A tensor, or what has the form of a dictionary, as JSON can hold it."""
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return {_TENSOR: value.flatten().tolist(), "shape": list(value.shape), "dtype": dtype}
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"`{type(value).__name__}` is not JSON")
 
 
 def _decode(text: str, device: torch.device) -> Any:

@@ -64,8 +64,20 @@ class Rollout:
         ref_logprobs: Tensor | Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokens = _token_ids(tokens)
-        self.prompt_length = _checked_prompt(prompt_length, len(self.tokens))
+        ids = torch.as_tensor(tokens)
+        if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
+            raise ValueError(
+                f"tokens of a roll-out have shape {list(ids.shape)} and dtype {ids.dtype}; write one row of integers, "
+                "prompt and response: Rollout(output[0, :length], prompt_length)."
+            )
+        if not 1 <= prompt_length <= len(ids):
+            raise ValueError(
+                f"prompt_length={prompt_length} of {len(ids)} tokens: a prompt has at least one token, since the first "
+                "token of a response is predicted from it, and its tokens are among the roll-out's: "
+                "Rollout(prompt + response, len(prompt))."
+            )
+        self.tokens = ids.detach().to("cpu", torch.int64).contiguous()
+        self.prompt_length = int(prompt_length)
         self.reward = float(reward)
         plain: Any = group.item() if hasattr(group, "item") else group
         if not isinstance(plain, int | str):
@@ -76,7 +88,12 @@ class Rollout:
         self.advantage = None if advantage is None else float(advantage)
         self.logprobs = self._scores("logprobs", logprobs)
         self.ref_logprobs = self._scores("ref_logprobs", ref_logprobs)
-        self.metadata = _checked_metadata(metadata)
+        self.metadata = dict(metadata or {})
+        if json.loads(json.dumps(self.metadata)) != self.metadata:
+            raise ValueError(
+                f"JSON would change the metadata {self.metadata}: write lists instead of tuples, and text as keys, "
+                'metadata={"answer": text, "scores": [1, 2]}.'
+            )
 
     def _scores(self, name: str, values: Tensor | Sequence[float] | None) -> Tensor | None:
         if values is None:
@@ -105,36 +122,6 @@ class Rollout:
     def __repr__(self) -> str:
         lengths = f"{self.prompt_length} + {self.response_length} tokens"
         return f"Rollout({lengths}, reward={self.reward}, group={self.group!r}, advantage={self.advantage})"
-
-
-def _token_ids(tokens: Tensor | Sequence[int]) -> Tensor:
-    ids = torch.as_tensor(tokens)
-    if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
-        raise ValueError(
-            f"tokens of a roll-out have shape {list(ids.shape)} and dtype {ids.dtype}; write one row of integers, "
-            "prompt and response: Rollout(output[0, :length], prompt_length)."
-        )
-    return ids.detach().to("cpu", torch.int64).contiguous()
-
-
-def _checked_prompt(length: int, tokens: int) -> int:
-    if not 1 <= length <= tokens:
-        raise ValueError(
-            f"prompt_length={length} of {tokens} tokens: a prompt has at least one token, since the first token of a "
-            "response is predicted from it, and its tokens are among the roll-out's: Rollout(prompt + response, "
-            "len(prompt))."
-        )
-    return int(length)
-
-
-def _checked_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    plain = dict(metadata or {})
-    if json.loads(json.dumps(plain)) != plain:
-        raise ValueError(
-            f"JSON would change the metadata {plain}: write lists instead of tuples, and text as keys, "
-            'metadata={"answer": text, "scores": [1, 2]}.'
-        )
-    return plain
 
 
 def to_bytes(rollouts: Sequence[Rollout]) -> Tensor:

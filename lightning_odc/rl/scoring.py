@@ -84,7 +84,12 @@ def score(
     by_rank, plans = rollouts.ranks.gather(
         "exchange of scores", flat.view(torch.uint8), fingerprint(rollouts.plan)
     )
-    _check_same(plans)
+    other = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
+    if other is not None:
+        raise DisagreementError(
+            f"Rank {other} planned the roll-outs differently from rank 0. Give the same values to rl.exchange(self, "
+            "own, max_tokens=..., cost=...) on all ranks."
+        )
     planned = [index for rank in rollouts.plan for microbatch in rank for index in microbatch]
     scored = torch.cat([part.view(torch.float32) for part in by_rank])  # one rank after another, as planned
     pieces = scored.split([rollouts[index].response_length for index in planned])
@@ -94,15 +99,6 @@ def score(
         for one, values in zip(rollouts, scores, strict=True):
             setattr(one, into, values)
     return scores
-
-
-def _check_same(plans: list[str]) -> None:
-    other = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
-    if other is not None:
-        raise DisagreementError(
-            f"Rank {other} planned the roll-outs differently from rank 0. Give the same values to rl.exchange(self, "
-            "own, max_tokens=..., cost=...) on all ranks."
-        )
 
 
 def _check_frozen(model: nn.Module) -> None:

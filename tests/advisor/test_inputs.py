@@ -59,15 +59,6 @@ def test_an_array_and_a_file_of_numpy(tmp_path: Path) -> None:
     )
 
 
-def test_texts_are_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n')
-    monkeypatch.setattr(
-        "lightning_odc.advisor.inputs.load_tokenizer", lambda _: lambda text: {"input_ids": text.split()}
-    )
-    found = read_lengths(tmp_path / "a.jsonl", tokenizer="some")
-    assert (found.lengths.tolist(), found.source) == ([3, 1], "2 lengths from a.jsonl, tokenized")
-
-
 def test_a_named_distribution_shrinks() -> None:
     found = read_lengths("longalign", max_length=1024)
     assert found.lengths.max() <= 1024 < read_lengths("longalign").lengths.max()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,6 @@ from lightning_odc.balance import quadratic
 from lightning_odc.engine.base import Ledger
 from lightning_odc.errors import DisagreementError
 from lightning_odc.rl.rollouts import Ranks
-from lightning_odc.rl.scoring import _check_same
 from lightning_odc.strategy.model_facts import keeps_apart
 from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out
 from tests.strategy.test_causal_lm import leaky
@@ -91,9 +91,11 @@ def test_ranks_compare_their_plans() -> None:
     assert len(noted(None)) == 2
     assert noted(None) == noted(None)
     assert not {*noted(None)} & {*noted(60)}
+    engine: Any = SimpleNamespace(
+        traced=lambda _: nullcontext(), exchange=lambda _, own: [own, own, [own[0], "other"]]
+    )
     with pytest.raises(DisagreementError, match="Rank 2 planned"):
-        _check_same(["a", "a", "b"])
-    _check_same([])
+        rl.score(nn.Embedding(VOCAB, VOCAB), rl.Rollouts(rolled_out([(1, 9)]), Ranks(engine=engine)))
 
 
 def test_the_most_tokens_of_a_microbatch() -> None:
