@@ -2,8 +2,7 @@
 
 ``python -m benchmarks.one_line`` prints a Markdown table for each project. A project is a data set, a ``collate_fn``, a
 ``DataLoader`` and a ``LightningModule``, written without this package. All rows of a project train the same samples per
-optimizer step. They run one after another, round by round, so that a slow minute hits all of them. ``--write`` puts the
-tables into ``docs/data/one-line.md``, and the usual rows of the first project into ``docs/results.md``.
+optimizer step. They run one after another, round by round, so that a slow minute hits all of them.
 """
 
 from __future__ import annotations
@@ -29,16 +28,15 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
 
-from benchmarks.tables import Column, Table, write_into
 from lightning_odc import ODCStrategy
 from lightning_odc.balance import transformer
 from lightning_odc.bench.corpus import BOS, read_corpus
 from lightning_odc.bench.models import byte_llama
 from lightning_odc.bench.processes import Ranks
+from lightning_odc.console import markdown
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.files import write_json
 
-RESULTS, ALL_ROWS = Path("docs/results.md"), Path("docs/data/one-line.md")
 LONGEST, SAMPLES, PER_STEP = 1024, 64, 16
 IGNORED = -100
 
@@ -353,20 +351,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all seconds there, too")
     parser.add_argument("--usual", action="store_true", help="leave out settings found by hand")
-    parser.add_argument("--write", action="store_true", help="into the documentation, too")
     options = parser.parse_args(arguments)
-    if options.write and not RESULTS.exists():
-        parser.error(f"--write works in the root of the repository, where {RESULTS} is")
     found: dict[str, Any] = {}
     for name in options.projects:
         measured = _measure(name, options.rounds, options.epochs, options.usual)
         found[name] = measured
-        print(f"\n{PROJECTS[name].title}\n\n{all_rows(name, measured).markdown()}\n", flush=True)
+        print(f"\n{PROJECTS[name].title}\n\n{_table(PROJECTS[name], measured)}\n", flush=True)
         print(next(one["said"] for one in measured if one["row"] == USUAL[4].text), flush=True)
     if options.json:
         write_json(options.json, found)
-    if options.write:
-        write(found, options.usual)
 
 
 def _measure(name: str, rounds: int, epochs: int, usual: bool) -> list[dict[str, Any]]:
@@ -390,20 +383,13 @@ def _measure(name: str, rounds: int, epochs: int, usual: bool) -> list[dict[str,
     return measured
 
 
-def all_rows(name: str, measured: Sequence[dict[str, Any]]) -> Table:
-    """All rows of a project: the table of ``docs/data/one-line.md``.
-
-    Args:
-        name: The project.
-        measured: What `_measure` found, or what a JSON file has of it.
-    """
-    project = PROJECTS[name]
+def _table(project: Project, measured: Sequence[dict[str, Any]]) -> str:
     medians = {one["row"]: statistics.median(one["seconds"]) for one in measured}
     ddp = min(seconds for text, seconds in medians.items() if "ddp" in text)
     best = min(medians.values())
     longest = max(tokens_of(project.collate([sample])) for sample in project.data())
     rows = [
-        [
+        (
             one["row"],
             f"{medians[one['row']]:.2f} [{min(one['seconds']):.2f}, {max(one['seconds']):.2f}]",
             f"{one['tokens']:,}",
@@ -411,52 +397,13 @@ def all_rows(name: str, measured: Sequence[dict[str, Any]]) -> Table:
             f"{ddp / medians[one['row']]:.2f}",
             f"{medians[COLLECTIVE.text] / medians[one['row']]:.2f}",
             f"{best / medians[one['row']]:.0%}",
-        ]
+        )
         for one in measured
     ]
-    heads = ["what the user writes", "s per epoch, median [least, most]", "tokens computed"]
-    heads += ["largest microbatch / longest sample", "x best DDP", "x collective", "of the best"]
-    return Table(f"one-line-{name}", project.title, [Column(head) for head in heads], rows)
-
-
-def usual_rows(measured: Sequence[dict[str, Any]]) -> Table:
-    """Rows that need no setting found by hand: the table of ``docs/results.md``. Ratios are taken epoch by epoch."""
-    seconds = {one["row"]: one["seconds"] for one in measured}
-
-    def faster(than: str, row: str) -> str:
-        ratios = [slow / fast for slow, fast in zip(seconds[than], seconds[row], strict=True)]
-        median = statistics.median(seconds[than]) / statistics.median(seconds[row])
-        return f"{median:.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
-
-    usual = [row.text for row in USUAL]
-    rows = [
-        [
-            one["row"],
-            f"{one['tokens']:,}",
-            f"{statistics.median(one['seconds']):.2f}",
-            faster(COLLECTIVE.text, one["row"]),
-            faster(USUAL[1].text, one["row"]),
-        ]
-        for one in measured
-        if one["row"] in usual
-    ]
-    heads = ["what the user writes", "tokens computed", "s per epoch"]
-    heads += ["x collectives as they come", "x DDP, batch 1"]
-    return Table("one-line", PROJECTS["padding"].title, [Column(head) for head in heads], rows)
-
-
-def write(found: dict[str, Any], usual: bool) -> None:
-    """Put tables into the documentation: those of all rows only if no row was left out.
-
-    Args:
-        found: What was measured, by project.
-        usual: Whether settings found by hand were left out.
-    """
-    text = ALL_ROWS.read_text()
-    tables = [] if usual else [all_rows(name, measured) for name, measured in found.items()]
-    tables = [table for table in tables if f"<!-- table: {table.name} -->" in text]
-    tables += [usual_rows(found["padding"])] if "padding" in found else []
-    write_into((RESULTS, ALL_ROWS), tables)
+    head = ("what the user writes", "s per epoch, median [least, most]", "tokens computed")
+    return markdown(
+        (*head, "largest microbatch / longest sample", "x best DDP", "x collective", "of the best"), rows
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import generate, one_line, rl, traffic
+from benchmarks import generate, rl, traffic
 from benchmarks.tables import Column, Table, put_into, write_into
 
 # -- sampling ---------------------------------------------------------------------------------------------------------
@@ -126,27 +126,3 @@ def test_each_table_goes_to_the_page_that_has_its_place(tmp_path: Path):
     with pytest.raises(ValueError, match="no place for 'nowhere'"):
         write_into(pages, [TABLE, Table("nowhere", "", [Column("name")])])
     assert [page.read_text() for page in pages] == [one, two]
-
-
-# -- the name of the strategy -----------------------------------------------------------------------------------------
-
-
-def test_tables_of_one_line_are_made_of_its_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """If this fails: ``python -m benchmarks.one_line --write``, or its `write` with the JSON file."""
-    measured = json.loads(Path("docs/data/one-line.json").read_text())
-    copies = {
-        name: tmp_path / path.name for name in ("RESULTS", "ALL_ROWS") for path in [getattr(one_line, name)]
-    }
-    for name, copy in copies.items():
-        copy.write_text(getattr(one_line, name).read_text())
-        monkeypatch.setattr(one_line, name, copy)
-    before = [copy.read_text() for copy in copies.values()]
-    one_line.write(measured, usual=False)
-    assert [copy.read_text() for copy in copies.values()] == before
-    slower = measured["padding"][0]
-    slower["seconds"] = [2 * seconds for seconds in slower["seconds"]]
-    one_line.write(measured, usual=True)
-    assert [copy.read_text() != old for copy, old in zip(copies.values(), before, strict=True)] == [
-        True,
-        False,
-    ]
