@@ -37,8 +37,7 @@ from lightning_odc.engine.collective import (
 from lightning_odc.engine.comm import GatherComm
 from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.link import ReplicaLink
-from lightning_odc.engine.hybrid.replicas import HybridEngine, Replicas
-from lightning_odc.engine.hybrid.spanning import ColumnGroup, Layout, SpanningEngine
+from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout, Replicas, SpanningEngine
 from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.optimizing import by_lists
@@ -393,9 +392,8 @@ class Attached:
             return
         self._closed = True
         try:
-            if (
-                not self._has_failed
-            ):  # without this, a rank that leaves early can abort the others' process group
+            # Without this, a rank that leaves early can abort the others' process group.
+            if not self._has_failed:
                 self.engine.exchange("end of the run", None)
         finally:
             self.engine.close()

@@ -40,8 +40,7 @@ from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
 from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.link import ReplicaLink
-from lightning_odc.engine.hybrid.replicas import HybridEngine, Replicas
-from lightning_odc.engine.hybrid.spanning import ColumnGroup, Layout
+from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout, Replicas
 from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.files import write_json

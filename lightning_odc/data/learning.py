@@ -174,9 +174,8 @@ class DelayedCap(History["int | list[int]"]):
 
     def _fall(self, rank: int, tokens: int) -> None:
         own = self.caps[rank]
-        lower = min(
-            own, max(int(_LEFT * (tokens or own)), 1)
-        )  # plans made earlier may run out with as many tokens
+        # Never above `own`: a plan from before the cap fell may run out with more tokens.
+        lower = min(own, max(int(_LEFT * (tokens or own)), 1))
         if max([lower, *(cap for cap in self.caps if cap != own)]) < self._least:
             lower = self._least
         self.caps = [lower if cap == own else cap for cap in self.caps]

@@ -38,9 +38,8 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
             return []
         at = middle([length[0] if isinstance(length, list) else length for length in detail.lengths])
         parts = [detail.samples.read(indices[:at]), detail.samples.read(indices[at:])]
-        planned = sum(
-            part.weight for part in parts
-        )  # a user's function may give other weights to fewer samples
+        # A user's function may give other weights to fewer samples.
+        planned = sum(part.weight for part in parts)
         return [part._replace(weight=task.weight * part.weight / (planned or 1.0)) for part in parts]
     sizes = sizes_of(task.microbatch)
     if not sizes:

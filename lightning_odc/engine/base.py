@@ -214,31 +214,27 @@ def check_equal_counts(counts: Sequence[int], communication: str) -> None:
 
 
 class Engine(Traced, ABC):
-    """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in `attach`.
+    """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in `attach`."""
 
-    Attributes:
-        ledger: the weights of the current optimizer step.
-        signals: what ranks were sent by the operating system, and tell each other when they settle weighted losses.
-        weight_unit: the weighted losses that were backpropagated were divided by this, on all ranks.
-        settled: the gradients of the step are complete in ``.grad``; what comes next is the optimizer step.
-        backward_done: the backward pass of the microbatch at hand has come to its end, and what calls it has not.
-        ran_outside: a backward pass has run outside of `backward` since the last optimizer step.
-        evaluating: ranks may have different numbers of batches now.
-        note: something JSON-serialisable to tell the other ranks at the next settle, at no cost of its own.
-        notes: what all ranks told at the last settle, in rank order; empty where settling does not communicate.
-    """
-
-    evaluating: bool = False
+    evaluating: bool = False  # ranks may have different numbers of batches now
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self.signals = Signals()
-        self.ledger = Ledger()
-        self.weight_unit = 1.0
-        self.settled = self._failed = self.backward_done = False
-        self.ran_outside = False
-        self.note: Any = None
-        self.notes: list[Any] = []
+        self.signals = Signals()  # told when weighted losses settle
+        self.ledger = Ledger()  # the weights of the current optimizer step
+        self.weight_unit = (
+            1.0  # by which weighted losses were divided before their backward pass, on all ranks
+        )
+        self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
+        self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
+        self.ran_outside = (
+            False  # a backward pass has run outside of `backward` since the last optimizer step
+        )
+        self.note: Any = None  # JSON-serialisable; told to the other ranks at the next settle
+        self.notes: list[
+            Any
+        ] = []  # of all ranks at the last settle; empty where settling does not communicate
+        self._failed = False
         self._batches = 0
         self._closes_window = True
         self._listeners: list[Tracer] = []
@@ -250,24 +246,17 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
-        """Take over the communication of a model sharded with ``fully_shard``. All ranks together.
-
-        Args:
-            model: the model.
-            gradients: prepare for backward passes.
-        """
+        """Take over the communication of a model sharded with ``fully_shard``. All ranks together."""
 
     def begin_batch(
-        self, *, opens_window: bool, closes_window: bool = True, kind: str, is_last: bool = False
+        self,
+        *,
+        opens_window: bool,  # the first of an optimizer step: gradients that no optimizer took are discarded
+        closes_window: bool = True,  # the last one, or that is not known
+        kind: str,  # "Minibatch" or "plain batch"
+        is_last: bool = False,  # in this epoch
     ) -> None:
-        """A training batch begins, on every rank.
-
-        Args:
-            opens_window: it is the first one of an optimizer step: gradients without an optimizer step are discarded.
-            closes_window: it is the last one of an optimizer step, or that is not known.
-            kind: ``"Minibatch"`` or ``"plain batch"``.
-            is_last: this rank has no more of them in this epoch.
-        """
+        """A training batch begins, on every rank."""
         if self._batches and opens_window:
             self.discard()
         self._batches += 1
@@ -286,11 +275,7 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
-        """A rank is about to run its part of a minibatch.
-
-        Raises:
-            ValueError: this engine needs equal numbers of microbatches and they are not.
-        """
+        """A rank begins its part of a minibatch. Refused where all ranks need equal numbers of microbatches."""
 
     @abstractmethod
     def begin_microbatch(self, index: int) -> None:
@@ -303,29 +288,15 @@ class Engine(Traced, ABC):
             yield task
 
     def claims(self, rank: int, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
-        """Rank and number of the items for this rank to do, none of which adds to a gradient: here its own, in order.
-
-        All ranks together. No item comes up on two ranks.
-
-        Args:
-            rank: This rank.
-            costs: Expected cost of every item, by rank, in any unit.
-
-        Raises:
-            PeerFailedError: while it iterates, another rank has failed or died.
-        """
+        """Rank and number of the items for this rank to do, which add to no gradient: here its own, in order."""
+        # All ranks together. No item comes up on two ranks. ``costs``: of every item, by rank, in any unit.
         return ((rank, number) for number in range(len(costs[rank])))
 
     @abstractmethod
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
-        """Around every backward pass.
-
-        Args:
-            manual: the user calls ``zero_grad()``, not Lightning.
-            more: Another one follows in the same batch for sure.
-            counts: Its gradients count; otherwise zeros are added for them, even where they are NaN.
-        """
+        """Around every backward pass; if it does not count, zeros are added instead of gradients, even for a NaN."""
+        # ``manual``: the user calls ``zero_grad()``, not Lightning. ``more``: another one follows in the same batch.
 
     def begin_forward(self) -> None:
         """The forward pass of a microbatch begins."""
@@ -339,31 +310,17 @@ class Engine(Traced, ABC):
 
     @abstractmethod
     def undo(self) -> Added | None:
-        """Free all that a microbatch which broke off has gathered and computed, and drop every trace of its run.
-
-        Returns:
-            What it has added, which stays: see Note [Added once]; `None` if it broke off before its backward pass.
-        """
+        """Free all of a microbatch that broke off; returns what it has added, which stays: see Note [Added once]."""
+        # ``None`` if it broke off before its backward pass.
 
     @abstractmethod
     def retry(self, added: Added) -> None:
-        """The next backward pass is that of a part of a microbatch that broke off.
-
-        Args:
-            added: What `undo` returned; empty if it broke off in its forward pass.
-        """
+        """The next backward pass is that of a part of a microbatch that broke off; ``added``: what `undo` returned."""
 
     @abstractmethod
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
-        """End the step's gradients: meet, put the weighted mean gradient into ``.grad`` of every shard.
-
-        Args:
-            logs: JSON-serialisable values of this rank.
-            measured: likewise.
-
-        Returns:
-            Every rank's record, in rank order.
-        """
+        """Meet, and put the weighted mean gradient into ``.grad`` of every shard; returns the records of all ranks."""
+        # ``logs`` and ``measured`` are JSON-serialisable.
 
     @abstractmethod
     def publish(self) -> None:
@@ -414,17 +371,10 @@ class Engine(Traced, ABC):
         return ""
 
     def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of every parameter, in the dtype that it computes in, on one rank alone.
+        """Name and whole tensor of every parameter of the model, or of a part of it, in the dtype that it computes in.
 
-        Between two optimizer steps, in the thread that trains. It reads unit by unit and holds one unit at a time. The
-        tensors are the caller's. Shared parameters come once, under their first name.
-
-        Args:
-            module: Only the parameters of this part of the model, with their names in it.
-
-        Raises:
-            ValueError: this engine cannot read without the other ranks, or ``module`` is no part of the model.
-            StaleShardError: an optimizer step has ended since it began, or is ending.
+        One rank alone may call it, between two optimizer steps, in the thread that trains. It reads unit by unit and
+        holds one unit at a time. The tensors are the caller's. Shared parameters come once, under their first name.
         """
         raise ValueError(
             'communication="collective" and "lockstep" read parameters on all ranks together. To stream them to one '

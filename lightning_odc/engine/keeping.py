@@ -55,7 +55,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat, host_memory
 from lightning_odc.engine.comm import GatherComm
-from lightning_odc.engine.summing import UnitSum
+from lightning_odc.engine.unit_window import UnitSum
 from lightning_odc.engine.units import Unit
 
 #: Copying this many bytes takes as long as asking for them.
@@ -217,9 +217,8 @@ class Keeping:
 
         The room is shared with sums of gradients, which no other rank needs to know.
         """
-        wanted: list[
-            tuple[float, int, _Kept, bool]
-        ] = []  # time saved per byte, bytes, and whether it is a sum
+        # Time saved per byte, bytes, and whether it is a sum.
+        wanted: list[tuple[float, int, _Kept, bool]] = []
         for kept, count in zip(self._kept, visits, strict=True):
             # A kept unit is gathered once per minibatch, which says nothing of its visits.
             if count and not kept.gathered:

@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 from lightning_odc import _compat
 from lightning_odc.engine.base import any_flags, flags_to_hex
 from lightning_odc.engine.protocol import DISCARD, Protocol
-from lightning_odc.engine.summing import UnitSum
+from lightning_odc.engine.unit_window import UnitSum
 from lightning_odc.engine.units import ParamSlot, Unit
 from lightning_odc.errors import DisagreementError, ODCError
 
@@ -162,12 +162,10 @@ class LateHooks:
 
     def hold(self, shard: Tensor) -> None:
         """Let the hooks of a sharded parameter wait; a gradient for it is under way."""
-        hooks = _compat.gradient_hooks_of(
-            shard
-        )  # a stand-in has the hook's key, so the user's handle removes it
+        hooks = _compat.gradient_hooks_of(shard)
         for key, hook in hooks.items():
             if not isinstance(hook, DeferredHook):
-                hooks[key] = DeferredHook(hook, self)
+                hooks[key] = DeferredHook(hook, self)  # under the same key, so the user's handle removes it
 
     def call(self, shard: Tensor) -> None:
         """Call the hooks of a sharded parameter, whose gradient is complete."""

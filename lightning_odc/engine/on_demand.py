@@ -46,10 +46,9 @@ from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholder
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.staleness import StalenessGuard
-from lightning_odc.engine.summing import UnitSum
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
-from lightning_odc.engine.unit_window import Traffic, UnitWindow
+from lightning_odc.engine.unit_window import Traffic, UnitSum, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError, StaleShardError
@@ -231,9 +230,8 @@ class OnDemandEngine(Engine):
     def _gather(self, unit: Unit, window: UnitWindow, comm: GatherComm, output: Tensor, own: Tensor) -> None:
         """Fill ``output`` (``[owners * shard_numel]``), of which ``own`` (``[shard_numel]``) is a part already."""
         window.check_not_ended()  # first: after a step every parameter has changed
-        for (
-            slot
-        ) in unit.slots:  # ``fully_shard`` gives gathered parameters the ``requires_grad`` of their shards
+        # ``fully_shard`` gives gathered parameters the ``requires_grad`` of their shards.
+        for slot in unit.slots:
             slot.trains = slot.home.requires_grad
         if own.numel() != unit.shard_numel:
             # The ranks of a smaller mesh kept it since its forward pass: ``reshard_after_forward=2``.

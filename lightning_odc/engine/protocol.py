@@ -75,59 +75,35 @@ _OPENING = (
 
 
 class Protocol(RankState):
-    """One rank's side of the protocol over any `Transport`.
-
-    Args:
-        transport: not yet opened.
-        units: what every window holds, equal on all ranks.
-        timeout: seconds after which any wait gives up.
-        deterministic: keep one accumulator per source rank and sum them in rank order.
-        lockstep: put a barrier at every gather and every accumulate: the control experiment that has this
-            transport's cheap bytes and a collective's waits.
-        hang_report: says where this rank is when ranks have waited for long.
-        signals: see the attribute.
-        nodes: how many ranks' shards this rank's window holds, one per node; by default its own alone.
-        node: place of this rank among them.
-
-    Attributes:
-        lockstep: the same, for as long as all ranks run the same microbatches.
-        version: the version this rank works on, from 1.
-        deterministic: sums are taken in rank order.
-        peers: how the ranks are.
-        signals: what this rank and the others were sent by the operating system.
-        waiter: idle seconds by cause.
-        windows: The `UnitWindow` of each unit; from `open` to `close`.
-        drop_together: called where some ranks have met for `DISCARD`, with their items and what this rank came for.
-        queues: how often work was opened for other ranks to take; see `WorkQueues`.
-        device_waits: how often the host waited for its own device, which is not idle time.
-    """
+    """One rank's side of the protocol over any `Transport`."""
 
     def __init__(
         self,
-        transport: Transport,
-        units: Sequence[UnitSpec],
+        transport: Transport,  # not yet opened
+        units: Sequence[UnitSpec],  # what every window holds, equal on all ranks
         *,
-        timeout: float,
-        deterministic: bool = False,
-        lockstep: bool = False,
+        timeout: float,  # seconds after which any wait gives up
+        deterministic: bool = False,  # one accumulator per source rank, summed in rank order
+        lockstep: bool = False,  # a barrier at every gather and accumulate: cheap bytes, a collective's waits
         hang_report: HangReport | None = None,
         signals: Signals | None = None,
-        nodes: int = 1,
-        node: int = 0,
+        nodes: int = 1,  # how many ranks' shards this rank's window holds, one per node
+        node: int = 0,  # place of this rank among them
     ) -> None:
         peers = Peers(transport, units)
         waiter = Waiter(timeout, peers.check, peers.report, hang_report)
         super().__init__(transport, _FIRST_VERSION, lockstep, peers, waiter)
         self.nodes, self.node = nodes, node
-        self.device_waits = 0
+        self.device_waits = 0  # of the host for its own device, which is not idle time
         self.signals = Signals() if signals is None else signals
         self.deterministic = deterministic
-        self.windows: list[UnitWindow] = []
+        self.windows: list[UnitWindow] = []  # of each unit; from `open` to `close`
+        # Called where some ranks have met for `DISCARD`, with their items and what this rank came for.
         self.drop_together: Callable[[list[str], str], None] = lambda *_: None
         self._hang_report = hang_report
         self._units = tuple(units)
         self._meetings = 0
-        self.queues = 0
+        self.queues = 0  # how often work was opened for other ranks to take; see `WorkQueues`
         self._ends = 0
         why_staged = transport.why_not_shared(self._units)
         if why_staged and not deterministic and transport.rank == 0:
@@ -189,10 +165,7 @@ class Protocol(RankState):
         self.transport.close()
 
     def total(self, unit: int) -> Tensor:
-        """The gradients of the whole minibatch for this rank's shard of ``unit``, 1-D.
-
-        To be called once for every unit after `end_version`, in the order of the units.
-        """
+        """The gradients of the minibatch for this rank's shard of a unit, 1-D. After `end_version`, unit by unit."""
         return self.windows[unit].summed()
 
     def go_on_from(self, other: Protocol) -> None:
@@ -211,18 +184,9 @@ class Protocol(RankState):
         self.finished = True
 
     def meet(self, kind: str, item: Any = None) -> list[Any]:
-        """Wait until every rank has come to this meeting; returns the items of all ranks, in rank order.
-
-        Ranks that want to drop gradients (`DISCARD`) may come while others come for something else: see Note [Who drops
-        a gradient]. All drop them, and the others meet again for what they came for.
-
-        Args:
-            kind: what ranks meet for, the same on every rank.
-            item: JSON-serialisable.
-
-        Raises:
-            DisagreementError: the ranks met for different reasons.
-        """
+        """Wait until all ranks have come to this meeting; returns their JSON-serialisable items, in rank order."""
+        # Ranks that want to drop gradients (`DISCARD`) may come while others come for something else: see Note [Who
+        # drops a gradient]. All drop them, and the others meet again for what they came for.
         kinds, items = self._hear(kind, item)
         while DISCARD in kinds:
             named = [theirs for reason, theirs in zip(kinds, items, strict=True) if reason == DISCARD]

@@ -144,9 +144,8 @@ class WorkQueues:
             lock.give()
 
     def _read(self, owner: int) -> Queue:
-        word = self._transport.load(
-            owner, Word.CLAIM
-        )  # number of the minibatch, 12 bits of front, 12 bits of back
+        # Number of the minibatch, 12 bits of front, 12 bits of back.
+        word = self._transport.load(owner, Word.CLAIM)
         if word >> (2 * _BITS) != self._number:
             return Queue(0, 0)
         return Queue(word >> _BITS & _MASK, word & _MASK)

@@ -50,29 +50,20 @@ class Cause(StrEnum):
 
 
 class Waiter(Traced):
-    """Waits for other ranks, and adds the seconds up.
-
-    Args:
-        timeout: seconds after which a wait gives up.
-        check: called about 20 times a second in every wait; raises if a peer has failed.
-        report: describes where every rank is, for the message of a timeout.
-        hang_report: receives a timeout, too.
-
-    Attributes:
-        seconds: idle seconds by cause since the start.
-        waiting_for: while it waits, says for what.
-    """
+    """Waits for other ranks, and adds the seconds up."""
 
     def __init__(
         self,
-        timeout: float,
-        check: Callable[[], None],
-        report: Callable[[], str],
-        hang_report: HangReport | None = None,
+        timeout: float,  # seconds after which a wait gives up
+        check: Callable[
+            [], None
+        ],  # called about 20 times a second in every wait; raises if a peer has failed
+        report: Callable[[], str],  # where every rank is, for the message of a timeout
+        hang_report: HangReport | None = None,  # receives a timeout, too
     ) -> None:
         self.timeout = timeout
-        self.seconds: dict[Cause, float] = dict.fromkeys(Cause, 0.0)
-        self.waiting_for: Callable[[], str] | None = None
+        self.seconds: dict[Cause, float] = dict.fromkeys(Cause, 0.0)  # of idle time since the start
+        self.waiting_for: Callable[[], str] | None = None  # while it waits
         self._check = check
         self._report = report
         self._hang_report = hang_report
@@ -80,24 +71,14 @@ class Waiter(Traced):
     def until(
         self,
         ready: Callable[[], bool],
-        cause: Cause | None,
-        what: Callable[[], str],
-        peer: int | None = None,
-        check: Callable[[], None] | None = None,
+        cause: Cause
+        | None,  # what the seconds are entered as; ``None`` for the own device: work, not idle time
+        what: Callable[[], str],  # this rank waits for, for messages
+        peer: int | None = None,  # the rank of the job that is waited for, for traces
+        check: Callable[[], None]
+        | None = None,  # raises if this wait can never end, such as `Peers.check_not_left`
     ) -> float:
-        """Sleep until ``ready()``; returns the seconds waited.
-
-        Args:
-            ready: Tells whether the wait is over.
-            cause: What the seconds are entered as. ``None`` for this rank's own device, which is work, not idle time.
-            what: Says what this rank waits for, for messages.
-            peer: The rank of the job that is waited for, for traces.
-            check: Raises if this wait can never end (`Peers.check_not_left`, `Peers.check_not_past`). Called as often
-                as the check of all waits.
-
-        Raises:
-            WaitTimeoutError: after ``timeout`` seconds, with ``what()`` and where every rank is.
-        """
+        """Sleep until ``ready()``; returns the seconds waited."""
         if ready():
             return 0.0
         begin = time.monotonic()

@@ -230,9 +230,8 @@ def _take_over(trainer: Trainer, outcome: dict[str, Any]) -> Any:
         for callback in cast(Any, trainer).callbacks:
             if state := outcome["callbacks"].get(callback.state_key):
                 if isinstance(callback, ModelCheckpoint):
-                    callback.dirpath = state[
-                        "dirpath"
-                    ]  # else it takes the state for that of another directory
+                    # Else it takes the state for that of another directory.
+                    callback.dirpath = state["dirpath"]
                 callback.load_state_dict(state)
     return outcome["result"]
 

@@ -140,9 +140,8 @@ def _trouble_of(model: nn.Module, device: torch.device) -> str:
     if not bool(_distance(leaking[0], leaking[1]) > 0):  # NaN, too: parameters may have no values yet
         return f"{shown} could not be checked, since its outputs do not depend on its inputs yet: write packing=False."
     if _distance(*packed) > _PART_OF_A_LEAK * _distance(leaking[0], leaking[1]):
-        inner = [part for part in model.modules() if _is_causal(part)][
-            -1
-        ]  # PEFT's outer one takes any argument
+        # PEFT's outer one takes any argument.
+        inner = [part for part in model.modules() if _is_causal(part)][-1]
         why = (
             "the outputs of a sample change with its neighbours. Write packing=False, or load the model with another "
             'attn_implementation, such as "sdpa" or "flash_attention_2"'

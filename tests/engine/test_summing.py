@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.summing import UnitSum
 from lightning_odc.engine.transports.base import Segment
+from lightning_odc.engine.unit_window import UnitSum
 
 OWNERS, NUMEL = 2, 6  # of each owner's row
 WHOLE = [Segment(0, 0, NUMEL)]

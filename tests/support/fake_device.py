@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc.engine.transports.base import Rendezvous, UnitSpec
-from lightning_odc.engine.transports.cuda import CudaTransport, Device
+from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.host import boot_id
 from lightning_odc.engine.transports.preflight import DeviceFacts
 from lightning_odc.engine.transports.shared_memory import HEADER_BYTES, Address, MappedWindow, RangeLock
@@ -63,7 +63,7 @@ class FakeMark:
         assert self.passed.wait(30)
 
 
-class FakeDevice(Device):
+class FakeDevice:
     """One rank's device.
 
     Args:

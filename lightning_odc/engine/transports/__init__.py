@@ -10,6 +10,7 @@ import torch
 from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.symmetric import SymmetricDevice
 
 _BY_DEVICE = {"cpu": "shared_memory", "cuda": "cuda"}
 
@@ -42,6 +43,4 @@ def make_transport(
     """A fresh, unopened transport for ranks on such devices."""
     if device.type == "cpu":
         return SharedMemoryTransport(rank, world_size, rendezvous, job_ranks)
-    from lightning_odc.engine.transports.symmetric import SymmetricDevice
-
     return CudaTransport(rank, world_size, rendezvous, SymmetricDevice(device, group), job_ranks)

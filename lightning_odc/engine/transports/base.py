@@ -37,21 +37,13 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """The size of one unit in one rank's window (the same on every rank).
+    """The size of one unit in one rank's window (the same on every rank)."""
 
-    Args:
-        name: the unit's module name, for messages.
-        shard_numel: elements of one rank's padded parameter shard.
-        shard_dtype: dtype of the published shard (the compute dtype).
-        grad_numel: elements of one rank's padded gradient shard; 0 for a unit without trainable parameters.
-        grad_dtype: dtype of the accumulators.
-    """
-
-    name: str
-    shard_numel: int
-    shard_dtype: torch.dtype
-    grad_numel: int
-    grad_dtype: torch.dtype
+    name: str  # of the unit's module, for messages
+    shard_numel: int  # elements of one rank's padded parameter shard
+    shard_dtype: torch.dtype  # the compute dtype
+    grad_numel: int  # elements of one rank's padded gradient shard; 0 for a unit without trainable parameters
+    grad_dtype: torch.dtype  # of the accumulators
 
     @property
     def shard_bytes(self) -> int:
@@ -64,23 +56,16 @@ class UnitSpec:
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """The layout of a window: words, mailboxes, then per unit one shard and its accumulators.
+    """The layout of a window: words, mailboxes, then per unit one shard and its accumulators."""
 
-    Args:
-        units: one entry per unit, in publishing order.
-        words: number of 64-bit control words.
-        mailboxes: number of mailboxes.
-        mailbox_bytes: capacity of one mailbox.
-        sources: accumulators per unit: 1 (shared, under a lock) or the world size (one per source rank).
-        holds: what that is, for messages.
-    """
-
-    units: tuple[UnitSpec, ...]
-    words: int
+    units: tuple[UnitSpec, ...]  # in publishing order
+    words: int  # 64-bit control words
     mailboxes: int = 0
-    mailbox_bytes: int = 0
-    sources: int = 1
-    holds: str = "published shards and gradient accumulators"
+    mailbox_bytes: int = 0  # capacity of one of them
+    sources: int = (
+        1  # accumulators per unit: 1 (shared, under a lock) or the world size (one per source rank)
+    )
+    holds: str = "published shards and gradient accumulators"  # for messages
 
     def mailbox_offset(self, box: int) -> int:
         return self.words * 8 + box * (_LENGTH_BYTES + self.mailbox_bytes)
@@ -143,20 +128,14 @@ class Lock(Protocol):
 
 
 class Transport(ABC):
-    """One rank's view of all windows. Opened once, closed once, used by one thread at a time.
-
-    Attributes:
-        rank: this rank, ``0 <= rank < world_size``.
-        world_size: number of ranks that share windows.
-        runs_ahead: the host asks a device and goes on: `read`, `add_rows` and what is done with a view of a window are
-            done some time later, in the order of their stream. See Note [When the host waits for its device].
-        needs_locks: accumulators that sources share may only be added to under their lock.
-    """
+    """One rank's view of all windows. Opened once, closed once, used by one thread at a time."""
 
     rank: int
-    world_size: int
+    world_size: int  # ranks that share windows
+    # The host asks a device and goes on: `read`, `add_rows` and what is done with a view of a window are done later, in
+    # the order of their stream. See Note [When the host waits for its device].
     runs_ahead: bool = False
-    needs_locks: bool = True
+    needs_locks: bool = True  # accumulators that sources share may only be added to under their lock
 
     def why_not_shared(self, units: Sequence[UnitSpec]) -> str:
         """Why sources cannot add into one accumulator of these units; empty if they can. All ranks ask it together."""
@@ -164,11 +143,7 @@ class Transport(ABC):
 
     @abstractmethod
     def open(self, spec: WindowSpec) -> None:
-        """Make this rank's zeroed window and attach every peer's. All ranks call it together.
-
-        Raises:
-            WindowError: on every rank if any rank fails.
-        """
+        """Make this rank's zeroed window and attach every peer's. All ranks together; if one fails, all raise."""
 
     @abstractmethod
     def close(self) -> None:
@@ -193,22 +168,13 @@ class Transport(ABC):
         torch.cat(list(shards), out=out)
 
     def add(self, accumulator: Tensor, values: Tensor) -> None:
-        """Add to an accumulator (what `accumulator` gave, or a part of it); the caller holds its lock if it has one.
-
-        Only where `needs_locks`; others have `add_rows`.
-        """
+        """Add to an accumulator or a part of it; the caller holds its lock if it has one. Only where `needs_locks`."""
         assert self.needs_locks, "this transport adds by rows"
         accumulator.add_(values)
 
     def add_rows(self, unit: int, source: int, start: int, rows: Tensor) -> None:
-        """Add row ``r`` to the accumulator of rank ``r``; only where no locks are needed.
-
-        Args:
-            unit: Number of the unit.
-            source: Number of the accumulator in each window.
-            start: Element of the accumulator at which to add.
-            rows: Addends, shape ``[world_size, numel]``, each row contiguous.
-        """
+        """Add row ``r`` to the accumulator of rank ``r``, from element ``start`` on; only where no locks are needed."""
+        # ``rows``: ``[world_size, numel]``, each row contiguous.
         raise NotImplementedError("this transport adds under locks")
 
     def drain(self) -> Callable[[], bool]:
@@ -235,11 +201,7 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, box: int, message: bytes) -> None:
-        """Put a message into an own mailbox, over the last one (announce it with `store`).
-
-        Raises:
-            ValueError: the record is longer than the mailbox.
-        """
+        """Put a message into an own mailbox, over the last one (announce it with `store`). Refused if it is longer."""
 
     @abstractmethod
     def fetch(self, owner: int, box: int) -> bytes:

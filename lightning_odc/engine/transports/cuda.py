@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -23,6 +22,7 @@ from lightning_odc.engine.transports import preflight
 from lightning_odc.engine.transports.base import Rendezvous, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.preflight import DeviceFacts
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.engine.transports.symmetric import SymmetricDevice
 from lightning_odc.errors import WindowError
 
 _Answer = TypeVar("_Answer")
@@ -31,82 +31,12 @@ _PATIENCE = 10.0  # seconds that the end waits for a device that hangs
 _TRIES, _TRIED_BYTES = 16, 4096
 
 
-class Device(ABC):
-    """One rank's device. Everything but `facts`, `open` and `close` only asks for work, and does not wait for it."""
-
-    @abstractmethod
-    def facts(self) -> DeviceFacts:
-        """What there is."""
-
-    @abstractmethod
-    def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
-        """Why several ranks cannot add into one accumulator of these units; empty if they can.
-
-        Afterwards `add_rows` is ready for them: nothing is compiled in the first backward pass.
-        """
-
-    @abstractmethod
-    def add_plainly(self) -> None:
-        """Add by reading and writing from now on, because a link between the devices does not add atomically.
-
-        What an atomic addition over such a link does is not defined, not even where nothing else adds to its place.
-        """
-
-    @abstractmethod
-    def create(self, size: int) -> None:
-        """Make this rank's window of ``size`` zero bytes."""
-
-    @abstractmethod
-    def attach(self) -> list[Tensor]:
-        """All ranks' windows as bytes, in rank order; all ranks call it together after `create`."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the windows, of which no view may be left. Idempotent."""
-
-    @abstractmethod
-    def enter_thread(self) -> None:
-        """Called first in every thread that waits for marks."""
-
-    @abstractmethod
-    def stream(self) -> Hashable:
-        """The current stream."""
-
-    @abstractmethod
-    def wait_for(self, stream: Hashable) -> None:
-        """Let the current stream wait for all work on ``stream`` so far."""
-
-    @abstractmethod
-    def mark(self) -> torch.cuda.Event:
-        """A mark after all work on the current stream so far."""
-
-    @abstractmethod
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy a tensor from any window, or into any, on the current stream."""
-
-    @abstractmethod
-    def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
-        """Add to all windows at once: row ``r`` goes to byte ``offset`` of rank ``r``'s window, in ``dtype``.
-
-        No addition is lost to other ranks that add to the same place, unless `why_not_atomic` has a reason.
-
-        Args:
-            offset: Bytes from the begin of each window.
-            dtype: Dtype of the sums.
-            rows: Addends in any floating dtype, shape ``[world_size, numel]``, each row contiguous.
-        """
+# ``rows``: any floating dtype, ``[world_size, numel]``, each row contiguous. No addition is lost to other ranks
+# that add to the same place, unless `why_not_atomic` has a reason.
 
 
 class CudaTransport(SharedMemoryTransport):
-    """One rank's view of all windows in device memory; their control plane is in host memory.
-
-    Args:
-        rank: this rank.
-        world_size: number of ranks.
-        rendezvous: exchanges small objects between all ranks; used only while opening.
-        device: Device that holds this rank's window.
-        job_ranks: where these are a part of the job, their ranks in it, for messages.
-    """
+    """One rank's view of all windows in device memory; their control plane is in host memory."""
 
     runs_ahead = True
     needs_locks = False
@@ -116,7 +46,7 @@ class CudaTransport(SharedMemoryTransport):
         rank: int,
         world_size: int,
         rendezvous: Rendezvous,
-        device: Device,
+        device: SymmetricDevice,
         job_ranks: Sequence[int] | None = None,
     ) -> None:
         super().__init__(rank, world_size, rendezvous, job_ranks)

@@ -179,22 +179,15 @@ def _check(fd: int, peer: int, secret: bytes, size: int) -> None:
 
 
 class SharedMemoryTransport(Transport):
-    """One process's view of all windows on this host.
-
-    Args:
-        rank: this process's rank.
-        world_size: number of processes.
-        rendezvous: exchanges small objects between all ranks; used only while opening.
-        job_ranks: where these are a part of the job, their ranks in it, for messages.
-    """
+    """One process's view of all windows on this host."""
 
     def __init__(
         self, rank: int, world_size: int, rendezvous: Rendezvous, job_ranks: Sequence[int] | None = None
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._rendezvous = rendezvous
-        self._job_ranks = job_ranks or range(world_size)
+        self._rendezvous = rendezvous  # used only while opening
+        self._job_ranks = job_ranks or range(world_size)  # for messages, where these are a part of the job
         self._spec = WindowSpec(units=(), words=0)
         self._windows: dict[int, MappedWindow] = {}
         self._addresses: list[Address] = []

@@ -20,7 +20,6 @@ from torch import Tensor
 from lightning_odc import _compat
 from lightning_odc.engine.transports import preflight
 from lightning_odc.engine.transports.base import UnitSpec
-from lightning_odc.engine.transports.cuda import Device
 from lightning_odc.engine.transports.preflight import DeviceFacts
 
 _PROBED = 32
@@ -33,8 +32,8 @@ _NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the dr
 _abandoned: list[tuple[Any, Any]] = []
 
 
-class SymmetricDevice(Device):
-    """A GPU whose memory the others of the group map."""
+class SymmetricDevice:
+    """A GPU whose memory the others of the group map. All but `facts` and `close` only asks it for work."""
 
     def __init__(self, device: torch.device, group: Any) -> None:
         self._device = device
@@ -46,6 +45,7 @@ class SymmetricDevice(Device):
         self._has_kernel = importlib.util.find_spec("triton") is not None
 
     def facts(self) -> DeviceFacts:
+        """What there is."""
         properties = torch.cuda.get_device_properties(self._device)
         free, _ = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
@@ -71,6 +71,7 @@ class SymmetricDevice(Device):
         )
 
     def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
+        """Why several ranks cannot add into one accumulator of these units; empty if they can. Compiles `add_rows`."""
         if not self._has_kernel:
             return "atomic additions need Triton, pip install 'lightning-odc[gpu]'"
         try:
@@ -98,15 +99,19 @@ class SymmetricDevice(Device):
         return ""
 
     def add_plainly(self) -> None:
+        """Add by reading and writing from now on, because a link between the devices does not add atomically."""
+        # What an atomic addition over such a link does is not defined, not even where nothing else adds to its place.
         self._has_kernel = False
 
     def create(self, size: int) -> None:
+        """Make this rank's window of so many zero bytes."""
         torch.cuda.empty_cache()  # what is cached counts as free
         self._own = _compat.symmetric_empty(max(size, 16), self._device)
         self._own.zero_()
         torch.cuda.synchronize(self._device)  # before peers can look
 
     def attach(self) -> list[Tensor]:
+        """All ranks' windows as bytes, in rank order; all ranks call it together after `create`."""
         assert self._own is not None, "there is no window yet"
         # A killed process leaves its socket. In a container, a later process may have the same number.
         Path(_socket()).unlink(missing_ok=True)
@@ -123,6 +128,7 @@ class SymmetricDevice(Device):
         return list(self._windows)
 
     def close(self) -> None:
+        """Release the windows, of which no view may be left. Idempotent."""
         if self._own is not None:
             try:
                 torch.cuda.synchronize(self._device)  # views of peers' memory end here
@@ -132,6 +138,7 @@ class SymmetricDevice(Device):
         self._handle = self._own = self._addresses = None
 
     def enter_thread(self) -> None:
+        """Called first in every thread that waits for marks."""
         # Else a new thread may make a context on the first GPU, with its memory.
         torch.cuda.set_device(self._device)
 
@@ -139,9 +146,11 @@ class SymmetricDevice(Device):
         return torch.cuda.current_stream(self._device)
 
     def wait_for(self, stream: Hashable) -> None:
+        """Let the current stream wait for all work on ``stream`` so far."""
         torch.cuda.current_stream(self._device).wait_stream(cast(torch.cuda.Stream, stream))
 
     def mark(self) -> torch.cuda.Event:
+        """A mark after all work on the current stream so far."""
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
@@ -150,6 +159,9 @@ class SymmetricDevice(Device):
         target.copy_(source, non_blocking=True)
 
     def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
+        """Add to all windows at once: row ``r`` goes to byte ``offset`` of rank ``r``'s window, in ``dtype``."""
+        # ``rows``: any floating dtype, ``[world_size, numel]``, each row contiguous. No addition is lost to other ranks
+        # that add to the same place, unless `why_not_atomic` has a reason.
         own, world = self._handle.rank, len(self._windows)
         if self._addresses is not None and self._has_kernel:
             from lightning_odc.engine.transports import kernels

@@ -10,8 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_odc.engine.hybrid.replicas import HybridProtocol, Replicas
-from lightning_odc.engine.hybrid.spanning import Layout
+from lightning_odc.engine.hybrid.spanning import HybridProtocol, Layout, Replicas
 from lightning_odc.errors import DisagreementError
 from lightning_odc.sharding.nodes import layout_of
 from notebooks.support.threads import ThreadHub

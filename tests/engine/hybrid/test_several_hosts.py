@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.hosts import Hosts, several_hosts, why_no_limit, why_not
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.engine.hybrid.replicas import Replicas
+from lightning_odc.engine.hybrid.spanning import Replicas
 from lightning_odc.errors import ODCError
 from lightning_odc.sharding.nodes import layout_of
 from tests.support.fits import assert_same, one_process
