@@ -34,7 +34,7 @@ from lightning_odc.engine.collective import (
     process_group_rendezvous,
     single_process,
 )
-from lightning_odc.engine.comm import GatherComm
+from lightning_odc.engine.comm import GatherComm, fsdp_modules
 from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.link import ReplicaLink
 from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout, Replicas, SpanningEngine
@@ -260,7 +260,7 @@ class Attached:
         self._ran = 0  # backward passes since the last optimizer step
         self._divisor = 1.0  # of the gradients that were settled last
         self._closed = self._has_failed = False
-        self._sharded = _sharded_parts(model)
+        self._sharded = fsdp_modules(model)
 
     def __enter__(self) -> Attached:
         return self
@@ -303,7 +303,7 @@ class Attached:
         if not self.engine.settled:
             if self._closed:
                 raise ODCError("`close()` has given the model back: call `attach(model)` again.")
-            if _sharded_parts(self.model) != self._sharded:
+            if fsdp_modules(self.model) != self._sharded:
                 raise ODCError(
                     "A part of the model was sharded or replaced after `attach(model)`. Call `close()` before it. Then "
                     "make the optimizer of the new parameters, and call `attach(model)` again."
@@ -397,10 +397,6 @@ class Attached:
                 self.engine.exchange("end of the run", None)
         finally:
             self.engine.close()
-
-
-def _sharded_parts(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _peer_trouble(engine: Engine, exception: BaseException) -> str:

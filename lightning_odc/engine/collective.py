@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat
@@ -22,13 +21,14 @@ from lightning_odc.engine.comm import (
     StockReduceScatter,
     WithinContext,
     forget_pass,
+    fsdp_modules,
     reset_units,
     set_comms,
 )
 from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.transports.base import Rendezvous
-from lightning_odc.engine.units import Unit, find_units
+from lightning_odc.engine.units import Unit
 from lightning_odc.errors import DisagreementError
 
 
@@ -65,7 +65,7 @@ class CollectiveEngine(Engine):
         self._find_shards()
         gather = WithinContext(StockGather(), partial(self.traced, "all_gather"))
         reduce_scatter = WithinContext(self._reduce_scatter, partial(self.traced, "reduce_scatter"))
-        set_comms(_units(model), gather, reduce_scatter)
+        set_comms(fsdp_modules(model), gather, reduce_scatter)
         self._units = find_units(model)
         self._root = RootUnit(self._units, model)
 
@@ -209,7 +209,7 @@ class CollectiveEngine(Engine):
 
     def reshard(self) -> None:
         assert self._model is not None, "the engine is not attached"
-        for module in _units(self._model):
+        for module in fsdp_modules(self._model):
             module.reshard()
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
@@ -227,7 +227,7 @@ class CollectiveEngine(Engine):
             reset_units(self._model, self._failed)
             self._late_hooks.release(self._shards)
             self._scalars.close()
-            set_comms(_units(self._model), StockGather(), StockReduceScatter())
+            set_comms(fsdp_modules(self._model), StockGather(), StockReduceScatter())
         self._sums.clear()
         self._shards.clear()
         self._units = []
@@ -239,10 +239,6 @@ class CollectiveEngine(Engine):
         assert self._model is not None
         scalars = {*self._scalars.parameters}
         self._shards = [parameter for parameter in self._model.parameters() if parameter not in scalars]
-
-
-def _units(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def single_process(item: Any) -> list[Any]:

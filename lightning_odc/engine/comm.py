@@ -143,14 +143,18 @@ class WithinContext(_Allocating):
             return self._comm(*args, **kwargs)
 
 
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """The modules on which ``fully_shard`` was called."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def reset_units(model: nn.Module, failed: bool = False) -> None:
     """Shard every unit of a model, and after a step that failed forget what ``fully_shard`` had under way."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if failed and isinstance(model, FSDPModule):
         # torch < 2.13 cannot, and a model that never ran has nothing to reset.
         with contextlib.suppress(AttributeError):
             model.reset_iter_state()
-    for module in units:
+    for module in fsdp_modules(model):
         module.reshard()
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lightning_odc.engine.peers import Activity, Peers, Word
 from lightning_odc.engine.tracing import Traced
-from lightning_odc.engine.transports.base import Lock, Segment, Transport, UnitSpec
+from lightning_odc.engine.transports.base import Lock, Segment, Transport, UnitSpec, joined
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import DisagreementError, StaleShardError
 
@@ -396,7 +396,7 @@ class UnitSum:
         if self._parts and self._total is not None:
             if self._written is not None:
                 torch.cuda.current_stream(self._total.device).wait_event(self._written)
-            parts, self._parts = _united(self._parts), set()
+            parts, self._parts = joined(self._parts), set()
             rows = self._total
             if parts != [(0, rows.shape[1])]:
                 rows = torch.cat([rows[:, begin:end] for begin, end in parts], 1)
@@ -418,14 +418,3 @@ class UnitSum:
         if self._total is not None and self._total.is_cuda:  # another stream may still read it
             self._total.record_stream(torch.cuda.current_stream(self._total.device))
         self._total = None
-
-
-def _united(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs without overlap: ``(0, 6), (4, 6), (6, 7), (9, 12)`` become ``(0, 7), (9, 12)``."""
-    runs: list[tuple[int, int]] = []
-    for begin, end in sorted(parts):
-        if runs and begin <= runs[-1][1]:
-            begin, before = runs.pop()
-            end = max(before, end)
-        runs.append((begin, end))
-    return runs

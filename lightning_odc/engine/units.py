@@ -27,7 +27,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -37,7 +37,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import _compat
-from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec
+from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec, joined
 from lightning_odc.errors import DisagreementError
 
 #: The name of the root unit, since the root module has none.
@@ -140,7 +140,7 @@ class Unit:
         self._whole = _joined(self.trainable)
         self.shard_numel = shard_offset
         self._sizes = [end - start for _, start, end in self.places()]
-        self.trained = _runs([(start, end) for slot, start, end in self.places() if slot.grad_offset >= 0])
+        self.trained = joined((start, end) for slot, start, end in self.places() if slot.grad_offset >= 0)
         own = self.trainable[0].sharded.dtype if self.trainable else torch.float32
         summed_in = torch.promote_types(own, accumulator_dtype or torch.float32)
         self.grad_dtype = summed_in if accumulator_dtype is None or own.is_complex else accumulator_dtype
@@ -296,16 +296,6 @@ def _joined(fresh: list[ParamSlot]) -> list[Segment]:
     return segments
 
 
-def _runs(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join adjacent runs: ``(0, 4), (4, 6), (9, 12)`` become ``(0, 6), (9, 12)``."""
-    runs: list[tuple[int, int]] = []
-    for start, end in places:
-        if runs and runs[-1][1] == start:
-            start = runs.pop()[0]
-        runs.append((start, end))
-    return runs
-
-
 def find_units(model: nn.Module) -> list[Unit]:
     """All units of a model in module order, without layout. Modules that manage no parameter are left out."""
     names = {id(module): name for name, module in model.named_modules()}
@@ -333,16 +323,23 @@ def compare_models(units: Sequence[Unit], rendezvous: Rendezvous) -> None:
                 f"{slot.name}: shape {list(slot.sharded.shape)}, {slot.sharded.dtype}, "
                 f"computed in {slot.compute_dtype}, {kind}"
             )
-    digests = rendezvous(hashlib.sha256("\n".join(lines).encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    for rank, other in enumerate(rendezvous(lines)):
-        for mine, theirs in itertools.zip_longest(lines, other, fillvalue="nothing"):
-            if mine != theirs:
-                raise DisagreementError(
-                    f"The ranks built different models. The first difference: this rank has\n  {mine}\nwhere rank "
-                    f"{rank} has\n  {theirs}\nBuild the same modules in the same order on every rank."
-                )
+    if difference := first_difference(rendezvous, lines):
+        raise DisagreementError(
+            f"The ranks built different models. The first difference: {difference}\nBuild the same modules in the "
+            "same order on every rank."
+        )
+
+
+def first_difference(exchange: Callable[[Any], list[Any]], lines: Sequence[str]) -> str:
+    """The first line that is another one on another rank than on rank 0; empty if none is. All ranks together."""
+    if len(set(exchange(hashlib.sha256("\n".join(lines).encode()).hexdigest()))) == 1:
+        return ""
+    by_rank = exchange(lines)
+    for rank, other in enumerate(by_rank):
+        for first, second in itertools.zip_longest(by_rank[0], other, fillvalue="nothing"):
+            if first != second:
+                return f"rank 0 has\n  {first}\nwhere rank {rank} has\n  {second}"
+    raise AssertionError("digests of equal lines are equal")
 
 
 def class_names(modules: Iterable[nn.Module]) -> str:

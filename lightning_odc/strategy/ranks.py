@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning
@@ -44,6 +45,7 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import Signals
+from lightning_odc.engine.units import first_difference
 from lightning_odc.errors import DisagreementError
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "builtins", "abc", "typing")
@@ -66,21 +68,12 @@ def compare_batches(engine: Engine, trainer: Trainer) -> None:
 
 def compare_programs(engine: Engine, trainer: Trainer, folded: int = 1) -> None:
     """Find out that ranks run different code or hyperparameters, which no meeting would show. All ranks together."""
-    lines = describe(trainer, folded)
-    digests = engine.exchange("compare programs", hashlib.sha256("\n".join(lines).encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    by_rank = engine.exchange("compare programs line by line", lines)
-    for rank, other in enumerate(by_rank):
-        for first, second in zip(by_rank[0], other, strict=False):
-            if first != second:
-                raise DisagreementError(
-                    f"The ranks do not run the same program. The first difference: rank 0 has\n  {first}\nwhere rank "
-                    f"{rank} has\n  {second}\nRun the same code with the same arguments on every rank."
-                )
-    raise DisagreementError(
-        f"The ranks have {[len(lines) for lines in by_rank]} optimizers and classes, by rank."
-    )
+    exchange = partial(engine.exchange, "compare programs")
+    if difference := first_difference(exchange, describe(trainer, folded)):
+        raise DisagreementError(
+            f"The ranks do not run the same program. The first difference: {difference}\nRun the same code with the "
+            "same arguments on every rank."
+        )
 
 
 def describe(trainer: Trainer, folded: int = 1) -> list[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -113,6 +113,17 @@ class Segment:
     target: int
     source: int
     numel: int
+
+
+def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs without overlap: ``(0, 6), (4, 6), (6, 7), (9, 12)`` become ``(0, 7), (9, 12)``."""
+    runs: list[tuple[int, int]] = []
+    for begin, end in sorted(parts):
+        if runs and begin <= runs[-1][1]:
+            begin, before = runs.pop()
+            end = max(before, end)
+        runs.append((begin, end))
+    return runs
 
 
 class Lock(Protocol):
