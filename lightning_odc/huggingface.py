@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from lightning_odc.attached import Attached, attach
 from lightning_odc.data.convert import balanced_from
 from lightning_odc.data.loader import BalancedDataLoader, is_stream
-from lightning_odc.data.workers import WorkerOptions
+from lightning_odc.data.reading import WorkerOptions
 
 # What `super()` reaches is the class that stands beside the mix-in.
 _Trainer: Any = object

@@ -11,7 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.workers import WorkerOptions
+from lightning_odc.data.reading import WorkerOptions
 
 
 class ChosenSamplesError(ValueError):

@@ -42,11 +42,19 @@ from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.data.packing import PackingCollator, packs
 from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, MinibatchPlan, RunInfo, Weighting
 from lightning_odc.data.position import Position, Progress
-from lightning_odc.data.reading import Collate, MapReading, SampleReader, StreamReading, World
+from lightning_odc.data.reading import (
+    Collate,
+    MapReading,
+    SampleReader,
+    StreamReading,
+    WorkerOptions,
+    World,
+    check_workers,
+    named_deaths,
+)
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.data.split import TrialSamples, spread_out
 from lightning_odc.data.weighting import Rule
-from lightning_odc.data.workers import WorkerOptions, check_workers, named_deaths
 
 Reading = MapReading | StreamReading
 Packing = bool | Literal["auto"]
