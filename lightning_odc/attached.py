@@ -30,7 +30,6 @@ from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Counting, Engine, total_weight
 from lightning_odc.engine.collective import (
     CollectiveEngine,
-    is_broken_group,
     process_group_rendezvous,
     single_process,
 )
@@ -401,7 +400,8 @@ class Attached:
 
 def _peer_trouble(engine: Engine, exception: BaseException) -> str:
     """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
-    patience = time.monotonic() + (1.0 if is_broken_group(exception) else 0.0)
+    is_broken_group = isinstance(exception, dist.DistError) or "/gloo/" in str(exception)
+    patience = time.monotonic() + (1.0 if is_broken_group else 0.0)
     trouble = engine.peer_trouble()
     while not trouble and time.monotonic() < patience:
         time.sleep(0.01)

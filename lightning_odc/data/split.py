@@ -169,7 +169,7 @@ class TrialSamples:
         self, samples: Sequence[Any], lengths: LengthArray, collate_fn: Callable[[list[Any]], Any]
     ) -> None:
         self._samples = samples
-        self._lengths = first_number(lengths)
+        self.tokens: list[int] = first_number(lengths).tolist()
         self._collate_fn = collate_fn
         self._whole: Any = None
         everything = range(len(samples))
@@ -195,7 +195,3 @@ class TrialSamples:
         with isolated_rng():
             seed_rng(seed)
             return self._collate_fn([copy.deepcopy(self._samples[position]) for position in group])
-
-    def tokens_of(self, group: Sequence[int]) -> list[int]:
-        """The lengths of the samples at these positions."""
-        return self._lengths[list(group)].tolist()

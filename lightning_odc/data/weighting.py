@@ -78,12 +78,6 @@ class Rule:
         counter = self.counter
         return counter is None or counter.ignored == IGNORE_INDEX or "mask" in str(counter.path)
 
-    def to_json(self) -> list[Any]:
-        """Equal for equal rules."""
-        counter = self.counter
-        counted = [] if counter is None else [list(counter.path), counter.ignored, counter.skips_first]
-        return [self.weighting, *counted]
-
     def __str__(self) -> str:
         if self.counter is not None:
             return f"a microbatch counts {self.counter}"

@@ -262,6 +262,11 @@ class Engine(Traced, ABC):
         self._batches += 1
         self._closes_window = closes_window
         self.ledger.is_last = is_last
+        self._begin_batch(kind)
+
+    @abstractmethod
+    def _begin_batch(self, kind: str) -> None:
+        """What this engine does besides."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -277,7 +282,6 @@ class Engine(Traced, ABC):
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         """A rank begins its part of a minibatch. Refused where all ranks need equal numbers of microbatches."""
 
-    @abstractmethod
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports."""
 

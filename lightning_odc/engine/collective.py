@@ -32,11 +32,6 @@ from lightning_odc.engine.units import Unit, find_units
 from lightning_odc.errors import DisagreementError
 
 
-def is_broken_group(error: BaseException) -> bool:
-    """Whether an error is a process group's that has lost one of its ranks."""
-    return isinstance(error, dist.DistError) or "/gloo/" in str(error)
-
-
 class CollectiveEngine(Engine):
     """Stock all-gathers and reduce-scatters under the engine interface."""
 
@@ -80,12 +75,7 @@ class CollectiveEngine(Engine):
             dtype = unit and _compat.compute_dtype_of(unit.modules[0])
             yield name, whole.detach().to(dtype or whole.dtype, copy=True)
 
-    def begin_batch(
-        self, *, opens_window: bool, closes_window: bool = True, kind: str, is_last: bool = False
-    ) -> None:
-        super().begin_batch(
-            opens_window=opens_window, closes_window=closes_window, kind=kind, is_last=is_last
-        )
+    def _begin_batch(self, kind: str) -> None:
         self._scalars.drop_emptied()
         # Collectives that do not match would end in the process group's own errors.
         if not self._has_compared_kinds:
@@ -105,9 +95,6 @@ class CollectiveEngine(Engine):
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         self.ledger.begin_minibatch(plan)
         check_equal_counts(self.exchange("begin a minibatch", microbatches), "collective")
-
-    def begin_microbatch(self, index: int) -> None:
-        """Nothing to report: collectives have their own flight recorder."""
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:

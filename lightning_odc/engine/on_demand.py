@@ -265,12 +265,7 @@ class OnDemandEngine(Engine):
 
     # -- what the strategy calls --------------------------------------------------------------------------
 
-    def begin_batch(
-        self, *, opens_window: bool, closes_window: bool = True, kind: str, is_last: bool = False
-    ) -> None:
-        super().begin_batch(
-            opens_window=opens_window, closes_window=closes_window, kind=kind, is_last=is_last
-        )
+    def _begin_batch(self, kind: str) -> None:
         self.drop_emptied()
         if any(not slot.hooked and slot.current.requires_grad for unit in self._units for slot in unit.slots):
             self._reattach()

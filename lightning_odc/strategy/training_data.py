@@ -277,7 +277,6 @@ class TrainingData:
         failure = ""
         try:
             samples = loader.trial_samples()
-            tokens = samples.tokens_of(range(len(samples)))
         except Exception as error:  # whatever it is, training will meet it, too
             failure = f"reading samples to try it failed: {type(error).__name__}: {error}"
         if failures := [text for text in engine.exchange("samples of the trial", failure) if text]:
@@ -287,7 +286,9 @@ class TrainingData:
         engine.refresh()
         engine.evaluating = True
         try:
-            verdict = training.try_loss(lambda group: training.move(samples.batch_of(group)), tokens, *index)
+            verdict = training.try_loss(
+                lambda group: training.move(samples.batch_of(group)), samples.tokens, *index
+            )
         finally:
             engine.evaluating = False
             engine.reshard()
@@ -295,8 +296,7 @@ class TrainingData:
             verdict = Verdict(
                 None, "training_step talks to other ranks, so all must run equally many batches"
             )
-        rule = None if verdict.rule is None else verdict.rule.to_json()
-        by_rank = engine.exchange("trial of the loss", rule)
+        by_rank = engine.exchange("trial of the loss", str(verdict.rule))
         if verdict.rule is None or all(other == by_rank[0] for other in by_rank):
             return verdict
         return Verdict(None, "it is another one on another rank")

@@ -20,19 +20,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from lightning_odc.errors import WindowError
 
 #: Gives every rank's object to every rank, in rank order; all ranks must call it together.
 Rendezvous = Callable[[Any], list[Any]]
 
 _ALIGNMENT = 4096
 _LENGTH_BYTES = 8  # before every message
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True)
@@ -235,28 +232,6 @@ class Transport(ABC):
     def describe(self, peer: int) -> str:
         """How to call a peer in a message."""
         return f"rank {self.job_rank(peer)}"
-
-
-def together(
-    rendezvous: Rendezvous,
-    stage: Callable[[], _Answer],  # raises ``OSError`` or ``RuntimeError`` if it cannot be done
-    give_up: Callable[[], None],  # releases what this rank has taken so far
-    job_ranks: Sequence[int],  # for messages
-) -> list[_Answer]:
-    """Do one stage of `Transport.open` on all ranks; returns what it returned on every rank."""
-    # No rank creates before every rank has checked: a rank that looked later would count the windows that are there
-    # already and the room for all of them, and refuse a job that fits.
-    answer, error = None, ""
-    try:
-        answer = stage()
-    except (OSError, RuntimeError) as exception:
-        error = str(exception)
-    answers = rendezvous((answer, error))  # all ranks go on, or all raise the same error
-    for rank, (_, reason) in zip(job_ranks, answers, strict=True):
-        if reason:
-            give_up()
-            raise WindowError(f"Rank {rank} could not share memory with its peers: {reason}")
-    return [answer for answer, _ in answers]
 
 
 def check_message(spec: WindowSpec, message: bytes) -> None:

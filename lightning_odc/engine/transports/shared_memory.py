@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lightning_odc import host_memory
 from lightning_odc.engine.transports import host
-from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message, together
+from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message
 from lightning_odc.errors import WindowError
 from lightning_odc.host_memory import gib
 
@@ -205,7 +205,20 @@ class SharedMemoryTransport(Transport):
         self._together(lambda: self._attach(size, secret))
 
     def _together(self, stage: Callable[[], _Answer]) -> list[_Answer]:
-        return together(self._rendezvous, stage, self.close, self._job_ranks)
+        """Do one stage of `open` on all ranks; returns what it returned on every rank."""
+        # No rank creates before every rank has checked: a rank that looked later would count the windows that are there
+        # already and the room for all of them, and refuse a job that fits.
+        answer, error = None, ""
+        try:
+            answer = stage()
+        except (OSError, RuntimeError) as exception:
+            error = str(exception)
+        answers = self._rendezvous((answer, error))  # all ranks go on, or all raise the same error
+        for rank, (_, reason) in zip(self._job_ranks, answers, strict=True):
+            if reason:
+                self.close()
+                raise WindowError(f"Rank {rank} could not share memory with its peers: {reason}")
+        return [answer for answer, _ in answers]
 
     def _check(self, size: int) -> bytes:
         """Look before anything is taken; returns a secret, of which the job uses the first rank's."""
