@@ -30,7 +30,7 @@ from torch import Tensor
 
 from lightning_odc import Minibatch
 from lightning_odc.console import markdown
-from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
+from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from tests.support.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.support.ranks import Outcome, try_ranks
 

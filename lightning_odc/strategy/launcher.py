@@ -31,7 +31,7 @@ from torch import Tensor
 
 from lightning_odc import _compat_lightning, host_memory
 from lightning_odc.errors import PeerFailedError
-from lightning_odc.sharding.full_checkpoint import model_state
+from lightning_odc.sharding.checkpoints import model_state
 
 #: Seconds that ranks have to end by themselves after one has failed, and then after they were told to.
 GRACE = (10.0, 5.0)

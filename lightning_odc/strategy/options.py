@@ -23,7 +23,7 @@ from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import Packing, did_you_mean
 from lightning_odc.data.plan import BatchOptions
 from lightning_odc.sharding import nodes
-from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
+from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 
 Communication = Literal["on_demand", "collective", "lockstep"]
 OnOutOfMemory = Literal["split", "skip", "raise"]

@@ -24,12 +24,10 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
 from lightning_odc.attached import DEFAULT_TIMEOUT
-from lightning_odc.sharding import full_checkpoint as checkpoints
-from lightning_odc.sharding import nodes, sharded_checkpoint
-from lightning_odc.sharding.full_checkpoint import WholeCheckpointIO
+from lightning_odc.sharding import checkpoints, nodes
+from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, regroup
-from lightning_odc.sharding.sharded_checkpoint import reopen_epoch
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model, wrapping_shards
 from lightning_odc.strategy import options
 from lightning_odc.strategy.attaching import AttachingStrategy
@@ -218,7 +216,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             checkpoint = checkpoints.assembled(checkpoint)
         checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
         if not self._full:
-            sharded_checkpoint.save(checkpoint, cast(Path, path), self.global_rank)
+            checkpoints.save_shards(checkpoint, cast(Path, path), self.global_rank)
         elif self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
@@ -235,7 +233,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
         if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
             self.load_optimizer_state_dict(rest)
-        reopen_epoch(rest)
+        checkpoints.reopen_epoch(rest)
         if checkpoints.averages(self.lightning_module.trainer):
             checkpoints.cut(rest, self.model)
         return rest

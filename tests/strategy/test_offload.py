@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import ODCStrategy, _compat_lightning
-from lightning_odc.sharding.full_checkpoint import optimizer_state
+from lightning_odc.sharding.checkpoints import optimizer_state
 from lightning_odc.strategy.options import offloading_backend
 from lightning_odc.strategy.precision import ODCPrecision
 from tests.support.ranks import run_ranks
