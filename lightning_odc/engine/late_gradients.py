@@ -211,17 +211,15 @@ class Dropping:
     """Drops gradients of one rank; see Note [Who drops a gradient]."""
 
     def __init__(
-        self,
-        placeholders: Placeholders,
-        units: Callable[[], list[Unit]],
-        sums: Callable[[], list[UnitSum]],
-        protocol: Callable[[], Protocol],
+        self, placeholders: Placeholders, units: list[Unit], sums: list[UnitSum], protocol: Protocol
     ) -> None:
         self._placeholders = placeholders
         self._units = units
         self._sums = sums
         self._protocol = protocol
+        self._slots = [slot for unit in units for slot in unit.slots]
         self._own: set[ParamSlot] = set()
+        protocol.drop_together = self.together
 
     def emptied(self) -> None:
         """Drop what the user emptied on this rank, if anything."""
@@ -232,35 +230,32 @@ class Dropping:
     def emptied_anywhere(self) -> None:
         """Drop what the user emptied on any rank. All ranks together."""
         emptied = self._placeholders.emptied()
-        if any(self._protocol().meet("begin another Minibatch of a step", bool(emptied))):
+        if any(self._protocol.meet("begin another Minibatch of a step", bool(emptied))):
             self.drop(emptied)
 
     def drop(self, slots: set[ParamSlot]) -> None:
         """Empty own accumulators of some parameters, after all ranks have added to them and before one adds again."""
         self._own = slots
-        self._protocol().meet(DISCARD, flags_to_hex([slot in slots for slot in self._slots()]))
+        self._protocol.meet(DISCARD, flags_to_hex([slot in slots for slot in self._slots]))
 
     def together(self, named: Sequence[str], came_for: str) -> None:
         """All ranks have met, some of them to drop gradients."""
-        slots, laid = self._slots(), self._placeholders.laid
-        theirs = set(compress(slots, any_flags(named, len(slots))))
+        laid = self._placeholders.laid
+        theirs = set(compress(self._slots, any_flags(named, len(self._slots))))
         own = self._own | self._placeholders.emptied()
-        left = [slot.name for slot in slots if slot in theirs & laid - own]
+        left = [slot.name for slot in self._slots if slot in theirs & laid - own]
         if left and came_for != DISCARD:
             raise DisagreementError(
                 f"Other ranks emptied the gradient of {left[0]!r} between two backward passes, and this rank did not. "
                 "Where ranks may have no microbatch before that, drop gradients on all ranks in this way:\n"
                 f"{_TOGETHER}"
             )
-        dropped, windows = own | theirs - laid, self._protocol().windows
-        for unit in self._units():
+        dropped = own | theirs - laid
+        for unit in self._units:
             for slot in dropped.intersection(unit.trainable):
-                windows[unit.index].clear(slot.grad_offset, slot.padded_numel)
-                self._sums()[unit.index].clear(slot.grad_offset, slot.padded_numel)
+                self._protocol.windows[unit.index].clear(slot.grad_offset, slot.padded_numel)
+                self._sums[unit.index].clear(slot.grad_offset, slot.padded_numel)
                 unit.used.discard(slot)
         self._placeholders.lift()
         self._own = set()
-        self._protocol().meet("gradients are discarded")
-
-    def _slots(self) -> list[ParamSlot]:
-        return [slot for unit in self._units() for slot in unit.slots]
+        self._protocol.meet("gradients are discarded")

@@ -94,9 +94,7 @@ class OnDemandEngine(Engine):
         self._hooks: list[RemovableHandle] = []
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
-        self._dropping = Dropping(
-            self._placeholders, lambda: self._units, lambda: self._sums, lambda: self.protocol
-        )
+        self._dropping: Dropping  # from `attach` on
         self.stolen = 0  # microbatches of other ranks that this rank has run so far
 
     @property
@@ -157,7 +155,6 @@ class OnDemandEngine(Engine):
         )
         if self._protocol is not None:
             protocol.go_on_from(self._protocol)
-        protocol.drop_together = self._dropping.together
         protocol.open()
         self._protocol = protocol
         self._staleness = StalenessGuard(self._units, protocol.windows, deferred=transport.runs_ahead)
@@ -172,6 +169,7 @@ class OnDemandEngine(Engine):
             set_comms(unit.modules, comm, AccumulateComm(partial(self._accumulate, unit, window)))
         # 5. What looks at passes of the model, with hooks on it: last, so that they find everything in its place.
         self._sums = [UnitSum(window) for window in protocol.windows]
+        self._dropping = Dropping(self._placeholders, self._units, self._sums, protocol)
         self._keeping.attach(self._units, comms, [] if self._lockstep else self._sums)
         self._root = RootUnit(self._units, model)
         groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
@@ -200,7 +198,8 @@ class OnDemandEngine(Engine):
             set_comms(unit.modules, StockGather(), StockReduceScatter())
             if unit.divided_by_fully_shard:
                 unit.set_division(True)
-        self._units, self._sums = [], []
+        self._units = []
+        self._sums.clear()  # in place, for they hold views of the windows
         self._staleness = StalenessGuard([], [], deferred=False)
         self._placeholders.lift()
         if self._protocol is not None:

@@ -36,7 +36,7 @@ class Rank:
             lift=lambda: None,
         )
         held = SimpleNamespace(clear=lambda start, numel: self.forgotten.add(start))
-        parts: list[Any] = [placeholders, lambda: [unit], lambda: [held], lambda: protocol]
+        parts: list[Any] = [placeholders, [unit], [held], protocol]
         self.dropping = Dropping(*parts)
 
 
