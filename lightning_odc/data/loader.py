@@ -215,15 +215,13 @@ class BalancedDataLoader:
             return math.inf  # a sample that only fits where the user's own collate_fn cuts it
         return math.inf if gain is None or (packs and self.collation is None) else gain.balanced
 
-    def count_by(self, rule: Rule) -> None:
-        """Let microbatches count what a trial of the loss has found; before the first minibatch."""
-        is_counted = rule.counter is not None or rule.weighting == "num_items"
-        weighting: Any = "token" if is_counted else rule.weighting
-        self._change(weighting=weighting, counter=rule.counter)
-
-    def count_as_asked(self) -> None:
-        """Forget what a trial of another fit has found."""
-        self._change(weighting=self.asked_weighting, counter=None, whole="")
+    def count_by(self, rule: Rule | None) -> None:
+        """Let microbatches count what a trial of the loss has found, or as asked; before the first minibatch."""
+        weighting: Any = self.asked_weighting
+        if rule is not None:
+            is_counted = rule.counter is not None or rule.weighting == "num_items"
+            weighting = "token" if is_counted else rule.weighting
+        self._change(weighting=weighting, counter=rule and rule.counter, whole="")
 
     def keep_whole(self, movable: bool) -> None:
         """Leave the user's own batches whole, before the first minibatch; ``movable``: ranks may swap them."""

@@ -73,9 +73,6 @@ class _Batch:
     samples: int = 1  # of a plain batch, by which Lightning weights what is logged
 
 
-_MANUAL = f"With manual optimization, no batch runs again in parts. {MAKE_ROOM}."
-
-
 def call_step(strategy: ShardedStrategy, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
     module = strategy.lightning_module
@@ -98,6 +95,7 @@ class Training:
         self._strategy, options = strategy, strategy.options
         self._module = strategy.lightning_module
         self._engine = engine = strategy.engine
+        self._call = partial(call_step, strategy, "training_step")
         computed_in = (strategy.precision_plugin.compute_dtype, strategy.mixed_precision_policy.param_dtype)
         self._fp16 = torch.float16 in computed_in
         self._seed = strategy.broadcast(torch.initial_seed())  # of the user's `torch.manual_seed`
@@ -151,14 +149,12 @@ class Training:
         if is_automatic and args:
             return self._plain(*args, **kwargs)
         self._engine.begin_forward()
-        with nullcontext() if is_automatic else explained(_MANUAL):
+        manual = f"With manual optimization, no batch runs again in parts. {MAKE_ROOM}."
+        with nullcontext() if is_automatic else explained(manual):
             output = self._call(*args, **kwargs)
         if not is_automatic:
             self._step_in_hooks()
         return output
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        return call_step(self._strategy, "training_step", *args, **kwargs)
 
     @property
     def _accumulated(self) -> int:

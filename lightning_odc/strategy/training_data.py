@@ -252,7 +252,7 @@ class TrainingData:
         if is_asked or not is_tried or training is None:
             return
         if self._verdict is None:
-            loader.count_as_asked()
+            loader.count_by(None)  # not by what a trial of another fit has found
             self._verdict = self._try_loss(loader, training)
         if self._verdict.rule is not None:
             loader.count_by(self._verdict.rule)
