@@ -92,12 +92,10 @@ class _Sum:
         return max(1 - self.own / self.computed, 0.0)  # a collate_fn that cuts computes fewer
 
 
-def glance(
-    dataloader: DataLoader[Any], enough: int, length_of: LengthFunction
-) -> tuple[LengthArray, list[int]]:
+def glance(loader: DataLoader[Any], enough: int, length_of: LengthFunction) -> tuple[LengthArray, list[int]]:
     """Lengths and indices of ``enough`` samples in the order they come; fewer where reading takes time, or none."""
-    dataset: Any = dataloader.dataset
-    shuffled = getattr(dataloader.sampler, "shuffle", not isinstance(dataloader.sampler, SequentialSampler))
+    dataset: Any = loader.dataset
+    shuffled = getattr(loader.sampler, "shuffle", not isinstance(loader.sampler, SequentialSampler))
     count = min(enough, len(dataset))
     generator = np.random.default_rng(0)  # in time that does not grow with the data set
     order = generator.choice(len(dataset), count, replace=False) if shuffled else np.arange(count)
@@ -107,7 +105,7 @@ def glance(
     known = getattr(dataset, "__dict__", {}).get("lengths")  # a property may be anything but cheap
     if known is not None and not callable(known):
         return checked([plain(known[int(index)]) for index in order]), indices
-    if dataloader.num_workers and not isinstance(dataset, list | tuple):
+    if loader.num_workers and not isinstance(dataset, list | tuple):
         return checked([]), []
     lengths = _read(dataset, order.tolist(), length_of)
     return lengths, indices[: len(lengths)]

@@ -140,10 +140,9 @@ class BalancedDataLoader:
     ) -> None:
         *named, _ = inspect.signature(type(self)).parameters
         known = [*named, *WorkerOptions.__annotations__]
-        if unknown := [
-            did_you_mean("BalancedDataLoader", name, known) for name in workers if name not in known
-        ]:
-            raise TypeError(" ".join(unknown))
+        unknown = [name for name in workers if name not in known]
+        if unknown:
+            raise TypeError(" ".join(did_you_mean("BalancedDataLoader", name, known) for name in unknown))
         if packing not in (True, False, "auto"):
             raise ValueError(f'packing={packing!r} is unknown: write packing=True, False or "auto".')
         seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
@@ -402,9 +401,8 @@ class BalancedDataLoader:
             # A worker that plans is not told how long microbatches took, so a cost cannot learn there.
             info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
             length_of = self._length_fn or measure
-            self._reading = StreamReading(
-                self._samples, self._collate, length_of, options, info, world, self.unroll
-            )
+            source = self._samples, self._collate, length_of
+            self._reading = StreamReading(*source, options, info, world, self.unroll)
         else:
             compared_by = measure if self.lengths.source == "samples" else None
             reader = SampleReader(self._samples, self._collate, options.seed, compared_by)

@@ -44,6 +44,11 @@ class Detail(NamedTuple):
     seed: tuple[int, ...]
     samples: Samples | None = None  # the samples, where they can be read again
 
+    @property
+    def tokens(self) -> list[int]:
+        """The lengths; where samples have several numbers, the first one of each."""
+        return [length[0] if isinstance(length, list) else length for length in self.lengths]
+
 
 class Samples(NamedTuple):
     """The samples of a microbatch, by which a part of it can be read."""
@@ -127,10 +132,11 @@ class AllRanks:
 
     def map(self, function: Callable[[Any], Any]) -> AllRanks:
         """The same, with ``function`` applied to every microbatch that is fetched."""
-        fetch = self.fetch
-        return AllRanks(
-            self.costs, self.weights, lambda rank, number: function(fetch(rank, number)), self.details
-        )
+
+        def fetch(rank: int, number: int) -> Any:
+            return function(self.fetch(rank, number))
+
+        return AllRanks(self.costs, self.weights, fetch, self.details)
 
 
 @dataclass(init=False, repr=False, eq=False)
@@ -233,9 +239,7 @@ class Minibatch:
 
     def map(self, function: Callable[[Any], Any]) -> Minibatch:
         """A new ``Minibatch`` with ``function`` applied to every microbatch."""
-        mapped = Minibatch(
-            [function(microbatch) for microbatch in self.microbatches], self.weights, self.plan
-        )
+        mapped = Minibatch([function(batch) for batch in self.microbatches], self.weights, self.plan)
         mapped.all_ranks, mapped.origin = self.all_ranks, self.origin
         return mapped
 

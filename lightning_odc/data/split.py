@@ -36,7 +36,7 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
         indices = detail.samples.indices
         if len(indices) < 2:
             return []
-        at = middle([length[0] if isinstance(length, list) else length for length in detail.lengths])
+        at = middle(detail.tokens)
         parts = [detail.samples.read(indices[:at]), detail.samples.read(indices[at:])]
         # A user's function may give other weights to fewer samples.
         planned = sum(part.weight for part in parts)
@@ -165,9 +165,7 @@ def spread_out(lengths: LengthArray) -> list[int]:
 class TrialSamples:
     """Makes batches of samples. Equal samples make equal batches, whatever is random in the ``collate_fn``."""
 
-    def __init__(
-        self, samples: Sequence[Any], lengths: LengthArray, collate_fn: Callable[[list[Any]], Any]
-    ) -> None:
+    def __init__(self, samples: Sequence[Any], lengths: LengthArray, collate_fn: Callable[..., Any]) -> None:
         self._samples = samples
         self.tokens: list[int] = first_number(lengths).tolist()
         self._collate_fn = collate_fn
@@ -177,9 +175,8 @@ class TrialSamples:
         pairs = zip(tensors_of(one), tensors_of(other), strict=True)
         # A random `collate_fn` (it masks some tokens, say) would show a sample alone in one way and among
         # others in another. So where it is, all batches are rows of a single one.
-        if not all(
-            a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for (_, a), (_, b) in pairs
-        ):
+        known = [(a.nan_to_num(), b.nan_to_num()) for (_, a), (_, b) in pairs]
+        if not all(a.shape == b.shape and torch.equal(a, b) for a, b in known):
             self._whole = one
 
     def __len__(self) -> int:

@@ -68,9 +68,8 @@ class CollectiveEngine(Engine):
         if self._world_size > 1:
             super().parameters(module)
         for parameter, name in self._names_in(module).items():
-            unit = next(
-                (unit for unit in self._units for slot in unit.slots if slot.current is parameter), None
-            )
+            units = (unit for unit in self._units for slot in unit.slots if slot.current is parameter)
+            unit = next(units, None)
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             dtype = unit and _compat.compute_dtype_of(unit.modules[0])
             yield name, whole.detach().to(dtype or whole.dtype, copy=True)

@@ -367,9 +367,8 @@ def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[N
     """A context in which ``generate`` of every module that has one waits for no rank, and keeps units gathered."""
     # As torch's `register_fsdp_forward_method`, it sets an attribute of the module: other models of its class stay.
     # Looks at classes and at what was set on a module, so that no property runs and no wrapper passes it on.
-    found = [
-        m for m in model.modules() if callable(vars(m).get("generate", getattr(type(m), "generate", None)))
-    ]
+    methods = [(m, vars(m).get("generate", getattr(type(m), "generate", None))) for m in model.modules()]
+    found = [module for module, method in methods if callable(method)]
     replaced = {module: vars(module).get("generate") for module in found}
     made = {module: _within(gathered, cast(Any, module).generate) for module in found}
     with _compat.generating_alone(found):

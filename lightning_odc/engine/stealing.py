@@ -120,9 +120,8 @@ class WorkQueues:
     def _rate(self, rank: int) -> float:
         """Measured seconds per cost; ranks that have measured nothing yet count as average."""
         words = (self._transport.load(peer, Word.RATE) for peer in range(len(self._costs)))
-        rates: list[float] = [
-            struct.unpack("<d", word.to_bytes(8, "little", signed=True))[0] for word in words
-        ]
+        as_bytes = (word.to_bytes(8, "little", signed=True) for word in words)
+        rates: list[float] = [struct.unpack("<d", rate)[0] for rate in as_bytes]
         known = [rate for rate in rates if rate > 0]
         return rates[rank] or (sum(known) / len(known) if known else 1.0)
 

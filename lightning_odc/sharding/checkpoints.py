@@ -135,9 +135,8 @@ def load(
         if strict:
             check_names(saved_model.keys(), get_model_state_dict(model).keys())
         # Every rank takes its part of what it read.
-        set_model_state_dict(
-            model, saved_model, options=StateDictOptions(full_state_dict=True, strict=strict)
-        )
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        set_model_state_dict(model, saved_model, options=options)
         if "current_model_state" in rest:  # a WeightAveraging callback will load both models itself
             rest["state_dict"] = saved_model
     saved = len(rest.setdefault("optimizer_states", []))
@@ -189,9 +188,7 @@ def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], model: nn.Modul
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _labelled(
-    optimizer: Optimizer, groups: list[dict[str, Any]], model: nn.Module
-) -> dict[Any, nn.Parameter]:
+def _labelled(optimizer: Optimizer, groups: list[Any], model: nn.Module) -> dict[Any, nn.Parameter]:
     """Parameters by their labels in a checkpoint: names, or numbers of which only the order in the groups counts."""
     sizes = [[len(group["params"]) for group in some] for some in (groups, optimizer.param_groups)]
     if sizes[0] != sizes[1]:

@@ -229,9 +229,7 @@ def precision_policy(
     # On demand, gradients travel in the dtype they were computed in and are added to wider accumulators, so a wider
     # ``reduce_dtype`` would only copy the same values in more bytes. (``None`` means that dtype up to torch 2.14, and
     # that of the parameters from 2.15 on.)
-    return MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=param_dtype if on_demand else reduce_dtype
-    )
+    return MixedPrecisionPolicy(param_dtype, param_dtype if on_demand else reduce_dtype)
 
 
 def with_dtype_units(model: nn.Module, targets: Sequence[nn.Module]) -> list[nn.Module]:

@@ -60,9 +60,8 @@ class Evaluation:
         """Take over logging before the first batch. Not for predictions, which log nothing."""
         if self._engine.world_size == 1:
             return
-        self._changes.enter_context(
-            _compat_lightning.before_epoch_values(self._module.trainer, self._complete)
-        )
+        together = _compat_lightning.before_epoch_values(self._module.trainer, self._complete)
+        self._changes.enter_context(together)
         if not self._always:
             return
         log = self._module.log

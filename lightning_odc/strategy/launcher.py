@@ -250,9 +250,8 @@ def _load_weights(module: LightningModule, weights: dict[str, Tensor]) -> None:
 
 def end_scripts_at_exit(launcher: Any) -> None:
     """Let no process of Lightning's script launcher outlive this one, stopped or stuck where nothing reaches it."""
-    children = [
-        child for child in getattr(launcher, "procs", None) or () if isinstance(child, subprocess.Popen)
-    ]
+    processes = getattr(launcher, "procs", None) or ()
+    children = [child for child in processes if isinstance(child, subprocess.Popen)]
     # Lightning's own launcher kills what stays only when a rank ends with an error.
     if children:
         atexit.register(end_scripts, children, time.monotonic() + GRACE[0])

@@ -231,14 +231,11 @@ class LogBook:
             if total.metric is not None:
                 total.states = describe_lists(total.metric)
                 continue
-            values, weights = (
-                list(islice(numbers, len(total.pairs))) for numbers in (all_values, all_weights)
-            )
+            count = len(total.pairs)
+            values, weights = list(islice(all_values, count)), list(islice(all_weights, count))
             if total.reduction == "mean":
                 # A weight of 0 leaves a value out: without labels it is NaN, and 0 * NaN would be, too.
-                values = [
-                    value * weight if weight else 0.0 for value, weight in zip(values, weights, strict=True)
-                ]
+                values = [v * weight if weight else 0.0 for v, weight in zip(values, weights, strict=True)]
             total.value, total.weight = REDUCTIONS[total.reduction](values), total_of(weights)
             total.ranks = ranks_of(total.options.get("sync_dist_group"))
             # Lightning reduces these two dtypes over ranks as they are, and all others in the default one.

@@ -402,8 +402,7 @@ def size_of(task: Task) -> tuple[int, int]:
     detail = task.detail
     if detail is None:
         return token_count(task.microbatch) or 0, sample_count(task.microbatch) or 0
-    lengths = [length[0] if isinstance(length, list) else length for length in detail.lengths]
-    return int(sum(lengths)), len(lengths)
+    return int(sum(detail.tokens)), len(detail.lengths)
 
 
 def described(task: Task) -> str:

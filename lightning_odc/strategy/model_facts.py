@@ -205,9 +205,8 @@ def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
     """The cost of the Hugging Face model in a module, or a guess for another one."""
     config = hugging_face_config(module)
     if config is None:
-        return ModelCost(
-            quadratic(constant=MICROBATCH, dense=True), None, "a model without a Hugging Face config"
-        )
+        guess = quadratic(constant=MICROBATCH, dense=True)
+        return ModelCost(guess, None, "a model without a Hugging Face config")
     attention = _compat.attention_of(config)
     dense = None
     if attention is not None:

@@ -287,15 +287,14 @@ class TrainingData:
         engine.evaluating = True
         try:
             verdict = training.try_loss(
-                lambda group: training.move(samples.batch_of(group)), samples.tokens, *index
+                lambda some: training.move(samples.batch_of(some)), samples.tokens, *index
             )
         finally:
             engine.evaluating = False
             engine.reshard()
         if training.communicates:
-            verdict = Verdict(
-                None, "training_step talks to other ranks, so all must run equally many batches"
-            )
+            reason = "training_step talks to other ranks, so all must run equally many batches"
+            verdict = Verdict(None, reason)
         by_rank = engine.exchange("trial of the loss", str(verdict.rule))
         if verdict.rule is None or all(other == by_rank[0] for other in by_rank):
             return verdict
@@ -414,9 +413,9 @@ class TrainingData:
         digest = beginning(dataset, self._options.length_fn or measure)
         if self._trainer.world_size == 1:
             return digest is not None
-        digests = (
-            self._engine.exchange("compare the streams of all ranks", digest) if self._engine else [None]
-        )
+        digests: list[Any] = [None]
+        if self._engine is not None:
+            digests = self._engine.exchange("compare the streams of all ranks", digest)
         return digest is not None and set(digests) == {digest}
 
     def _left_alone(self, dataloader: object, reason: str) -> object:

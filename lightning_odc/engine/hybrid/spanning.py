@@ -299,11 +299,9 @@ class Replicas(ColumnGroup):
                 )
                 shard.copy_(sent)
 
-    def level_where_different(
-        self, shards: Mapping[str, Tensor], sums_by_rank: list[Mapping[str, int]]
-    ) -> None:
+    def level_where_different(self, shards: Mapping[str, Tensor], by_rank: list[Mapping[str, int]]) -> None:
         """`level` the shards whose `checksums` differ within the column, and say so."""
-        column = [sums_by_rank[rank] for rank in self._layout.column]
+        column = [by_rank[rank] for rank in self._layout.column]
         different = {name: s for name, s in shards.items() if len({sums[name] for sums in column}) > 1}
         if different:
             warnings.warn(
