@@ -56,7 +56,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_odc import _compat, host_memory
 from lightning_odc.engine.comm import GatherComm
 from lightning_odc.engine.unit_window import UnitSum
-from lightning_odc.engine.units import Unit
+from lightning_odc.engine.units import ROOT, Unit
 
 #: Copying this many bytes takes as long as asking for them.
 _BYTES_OF_A_CALL = 64 * 1024
@@ -312,7 +312,7 @@ class Keeping:
             room = self._budget - self.bytes
         for kept in sorted(self._kept, key=lambda kept: kept.size):
             # ``fully_shard`` does not free the root unit between forward passes.
-            if kept.is_plain and not (kept.gathered or kept.unit.is_root) and kept.size <= room:
+            if kept.is_plain and not (kept.gathered or kept.unit.name == ROOT) and kept.size <= room:
                 room, self.bytes = room - kept.size, self.bytes + kept.size
                 self._in_context.append((kept, kept.unit.is_gathered))
                 kept.keep(True)

@@ -41,7 +41,7 @@ from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec, 
 from lightning_odc.errors import DisagreementError
 
 #: The name of the root unit, since the root module has none.
-_ROOT = "(root)"
+ROOT = "(root)"
 
 
 @dataclass(eq=False)
@@ -190,11 +190,6 @@ class Unit:
             yield slot, slot.shard_offset, end
 
     @property
-    def is_root(self) -> bool:
-        """Whether it holds what belongs to the root module itself."""
-        return self.name == _ROOT
-
-    @property
     def is_gathered(self) -> bool:
         """Whether modules hold whole parameters now. ``fully_shard`` exchanges all of a unit at once."""
         return not isinstance(self.slots[0].current, DTensor)
@@ -308,7 +303,7 @@ def find_units(model: nn.Module) -> list[Unit]:
             grouped.update(modules)
             slots = [slot for member in modules for slot in _slots_of(member, names, seen)]
             if slots:
-                units.append(Unit(len(units), names.get(id(modules[0])) or _ROOT, list(modules), slots))
+                units.append(Unit(len(units), names.get(id(modules[0])) or ROOT, list(modules), slots))
     return units
 
 

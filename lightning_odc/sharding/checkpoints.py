@@ -109,7 +109,12 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
     if is_first and full and path.is_dir():
         shutil.rmtree(path)
     elif is_first and not full:
-        _discard_unfinished(path)
+        # What an earlier run may have left when it died while it wrote here, but never the only whole one.
+        shutil.rmtree(_unfinished(path), ignore_errors=True)
+        if path.exists():
+            _discard(_before(path), path)
+        elif _before(path).exists():
+            _before(path).rename(path)
         if path.is_file():
             path.unlink()
     barrier()
@@ -230,16 +235,6 @@ def save_shards(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
             path.rename(before)
         unfinished.rename(path)
         _discard(before, path)
-
-
-def _discard_unfinished(path: Path) -> None:
-    """Remove what an earlier run may have left when it died while it wrote ``path``, but never the only whole one."""
-    shutil.rmtree(_unfinished(path), ignore_errors=True)
-    before = _before(path)
-    if path.exists():
-        _discard(before, path)
-    elif before.exists():
-        before.rename(path)
 
 
 def _discard(before: Path, path: Path) -> None:

@@ -36,12 +36,7 @@ _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
 def shard_model(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    wrap_policy: Any = None,
-    announce: bool = False,
-    **how: Any,
+    model: nn.Module, mesh: DeviceMesh, *, wrap_policy: Any = None, announce: bool = False, **how: Any
 ) -> None:
     """Shard a model in place: every selected module becomes a unit, the rest of the model the root unit."""
     # ``how``: the arguments of `_options`.

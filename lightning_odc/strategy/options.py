@@ -28,7 +28,8 @@ from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 Communication = Literal["on_demand", "collective", "lockstep"]
 OnOutOfMemory = Literal["split", "skip", "raise"]
 
-_OF_LOADER = ("max_tokens", "cost", "length_fn", "weighting", "packing")
+#: Those that a loader takes, too.
+OF_LOADER = ("max_tokens", "cost", "length_fn", "weighting", "packing")
 STATE_DICT_TYPES = ("full", "sharded")
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 #: Arguments of FSDP1.
@@ -88,7 +89,7 @@ class Options:
         # Refuses options that no loader would take.
         policy = self.balance if self.balance not in (None, "auto") else "lb_mini"
         BatchOptions(1, self.max_tokens, policy, self.cost, self.weighting)
-        if self.balance is None and (given := self._given(*_OF_LOADER)):
+        if self.balance is None and (given := self._given(*OF_LOADER)):
             names = ", ".join(f"{name}=..." for name in given)
             rank_zero_warn(
                 f"ODCStrategy(balance=None, {names}) balances nothing, so {names} has no effect: write "
@@ -99,11 +100,6 @@ class Options:
         """The options, of these names, that have other values than the defaults."""
         defaults = {field.name: field.default for field in fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
-
-    @property
-    def of_loader(self) -> dict[str, Any]:
-        """The arguments of `balanced_from`."""
-        return {name: getattr(self, name) for name in _OF_LOADER}
 
     def policy(
         self, world_size: int, indexed: bool, device_type: str, prepared_in_workers: bool = False

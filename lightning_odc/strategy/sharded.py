@@ -40,12 +40,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     model: nn.Module  # Lightning sets it before it calls what uses it
 
     def __init__(
-        self,
-        *,
-        precision_plugin: Precision | None,
-        sharding_strategy: Any,
-        device_mesh: Any,
-        **of_fsdp: Any,
+        self, *, precision_plugin: Precision | None, sharding_strategy: Any, device_mesh: Any, **of_fsdp: Any
     ) -> None:
         options.check_fsdp(of_fsdp)
         options.check_sharding(sharding_strategy, device_mesh)

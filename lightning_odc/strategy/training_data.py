@@ -54,7 +54,7 @@ from lightning_odc.strategy.model_facts import (
     packing_trouble,
     watch_packed_calls,
 )
-from lightning_odc.strategy.options import check_loader
+from lightning_odc.strategy.options import OF_LOADER, check_loader
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
 
@@ -362,7 +362,7 @@ class TrainingData:
                 rank=self._trainer.global_rank,
                 policy=policy,
                 window=None if indexed else 1,
-                **options.of_loader,
+                **{name: getattr(options, name) for name in OF_LOADER},
             )
             if indexed:
                 balanced.lengths  # noqa: B018 - looked up now, not when training begins

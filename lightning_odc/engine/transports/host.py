@@ -25,7 +25,6 @@ import os
 import platform
 import signal
 import struct
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -44,14 +43,6 @@ _STATUS_FIELD = 52  # of /proc/<pid>/stat, counted from 1; see proc(5)
 _PIDFD_INFO = struct.Struct("<Q52xi")  # what is asked for and given; 64 bytes, as in the first version
 _PIDFD_INFO_EXIT = 1 << 3
 _PIDFD_GET_INFO = 0xC0400000 | 0xFF << 8 | 11  # _IOWR(0xFF, 11, 64 bytes)
-
-
-def check_platform() -> None:
-    """Refuse where there is no shared memory of our kind."""
-    if not sys.platform.startswith("linux"):
-        raise WindowError(
-            'the shared-memory transport needs Linux; elsewhere use ODCStrategy(communication="collective").'
-        )
 
 
 def boot_id() -> str:

@@ -16,6 +16,7 @@ import os
 import secrets
 import select
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -222,7 +223,10 @@ class SharedMemoryTransport(Transport):
 
     def _check(self, size: int) -> bytes:
         """Look before anything is taken; returns a secret, of which the job uses the first rank's."""
-        host.check_platform()
+        if not sys.platform.startswith("linux"):
+            raise WindowError(
+                'the shared-memory transport needs Linux; elsewhere use ODCStrategy(communication="collective").'
+            )
         self._fence = host.make_fence()
         # Refuse before the kernel kills: memory that is promised here is used for sure.
         each = f"{self.world_size} ranks of {gib(size)} GiB: {self._spec.holds}"
