@@ -24,11 +24,11 @@ LINES = {
     "balance": 3230,
     "bench": 2300,
     "callbacks": 2530,
-    "data": 3660,
-    "engine": 7450,
+    "data": 3590,
+    "engine": 7200,
     "rl": 1060,
-    "sharding": 1290,
-    "strategy": 4650,
+    "sharding": 1265,
+    "strategy": 4570,
 }
 
 
