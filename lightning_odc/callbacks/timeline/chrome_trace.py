@@ -9,61 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lightning_odc import files
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline, merge
 from lightning_odc.engine.tracing import Span
-
-
-class TimelineFiles:
-    """One file per rank in a directory, each a trace of its own, until one file has all of them."""
-
-    def __init__(self, directory: Path, run: str, world_size: int) -> None:
-        self._directory = directory
-        self._run = run
-        self._world_size = world_size
-
-    def write_rank(self, own: Timeline) -> None:
-        """Write one rank's file."""
-        files.write_whole(self._path(own.ranks[0].rank), encode(own))
-
-    def merge_ranks(self, path: Path) -> None:
-        """Write all ranks' files that are there into one trace, and keep them."""
-        # Ranks that fail together do this at the same time. Who writes last has read all that was there.
-        merged, found = 0, self._read_ranks()
-        while merged < len(found):
-            files.write_whole(path, encode(merge(found)))
-            merged, found = len(found), self._read_ranks()
-
-    def write_merged(self, timeline: Timeline, path: Path) -> None:
-        """Write the final trace; then the ranks' files are of no more use."""
-        files.write_whole(path, encode(timeline))
-        for rank in range(self._world_size):
-            self.remove_rank(rank)
-
-    def remove_rank(self, rank: int) -> None:
-        """Remove a rank's file, of whatever run."""
-        with suppress(OSError):  # it may be gone already
-            self._path(rank).unlink()
-
-    def _path(self, rank: int) -> Path:
-        return self._directory / f"timeline-rank{rank}.json"
-
-    def _read_ranks(self) -> list[Timeline]:
-        """The timelines of this run's ranks, in rank order."""
-        timelines = []
-        for rank in range(self._world_size):
-            try:
-                timeline = decode(self._path(rank).read_bytes())
-            except (OSError, ValueError, LookupError, TypeError):
-                continue  # not there, or not written by this class
-            if timeline.run == self._run and [one.rank for one in timeline.ranks] == [rank]:
-                timelines.append(timeline)
-        return timelines
-
 
 FORMAT = "lightning-odc timeline 1"
 
@@ -136,6 +87,32 @@ def load_timeline(path: str | Path) -> Timeline:
         ValueError: it was written by something else.
     """
     return decode(Path(path).read_bytes())
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """Where a rank keeps its own timeline until the file of all ranks is written."""
+    return directory / f"timeline-rank{rank}.json"
+
+
+def merge_rank_files(directory: Path, run: Timeline, path: Path) -> None:
+    """Write the files of a run's ranks that are there into one trace, and keep them."""
+    # Ranks that fail together do this at the same time. Who writes last has read all that was there.
+    merged, found = 0, _read_rank_files(directory, run)
+    while merged < len(found):
+        files.write_whole(path, encode(merge(found)))
+        merged, found = len(found), _read_rank_files(directory, run)
+
+
+def _read_rank_files(directory: Path, run: Timeline) -> list[Timeline]:
+    timelines = []
+    for rank in range(run.world_size):
+        try:
+            timeline = load_timeline(rank_file(directory, rank))
+        except (OSError, ValueError):
+            continue  # not there, or not written by a recorder
+        if timeline.run == run.run and [one.rank for one in timeline.ranks] == [rank]:
+            timelines.append(timeline)
+    return timelines
 
 
 def remarks(timeline: Timeline) -> list[str]:

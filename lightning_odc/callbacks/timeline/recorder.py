@@ -7,8 +7,9 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import files
 from lightning_odc.callbacks.timeline import gantt
-from lightning_odc.callbacks.timeline.chrome_trace import TimelineFiles, decode, encode
+from lightning_odc.callbacks.timeline.chrome_trace import decode, encode, merge_rank_files, rank_file
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline, measure_clocks, merge
 from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.base import Engine
@@ -69,7 +70,6 @@ class TimelineRecorder(Callback):
         self.timeline: Timeline | None = None
         self._writable = True
         self._recording: Recording | None = None
-        self._files: TimelineFiles | None = None
         self._save_from = 0.0
 
     @property
@@ -107,8 +107,7 @@ class TimelineRecorder(Callback):
         run = Timeline([], trainer.world_size, title, name, waits, _blind_spots(trainer))
         host, offset, uncertainty = clocks[trainer.global_rank if len(clocks) > 1 else 0]
         own = RankTimeline(trainer.global_rank, host, [], offset_ns=offset, uncertainty_ns=uncertainty)
-        self._files = TimelineFiles(self.dirpath, name, trainer.world_size)
-        self._files.remove_rank(trainer.global_rank)  # of an earlier run
+        _attempt(partial(self._remove_file, trainer.global_rank))  # of an earlier run
         engine = odc.engine if odc else None
         called: Any = odc.model if odc else pl_module  # its call is a microbatch
         self._recording = Recording(run, own, origin, self.capacity, engine, called)
@@ -184,10 +183,10 @@ class TimelineRecorder(Callback):
         if recording is None:
             return
         recording.interrupt()
-        if recording.spans and self._files is not None:
+        if recording.spans:
             recording.run.notes.append(f"Rank {recording.own.rank} ended by {type(exception).__name__}.")
             self._save(recording)
-            _attempt(lambda: cast(TimelineFiles, self._files).merge_ranks(self.trace_path))
+            _attempt(partial(merge_rank_files, self.dirpath, recording.run, self.trace_path))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._recording is not None:
@@ -196,19 +195,22 @@ class TimelineRecorder(Callback):
 
     def _save(self, recording: Recording) -> None:
         """Bring this rank's file up to date."""
-        assert self._files is not None
-        began, own = time.monotonic(), self._files
-        _attempt(lambda: own.write_rank(recording.timeline()))
+        began, path = time.monotonic(), rank_file(self.dirpath, recording.own.rank)
+        _attempt(lambda: files.write_whole(path, encode(recording.timeline())))
         now = time.monotonic()
         self._save_from = now + max(_FIRST_PAUSE, (now - began) / _OVERHEAD)
 
     def _write(self, timeline: Timeline) -> None:
-        assert self._files is not None
-        self._files.write_merged(timeline, self.trace_path)
+        files.write_whole(self.trace_path, encode(timeline))
+        for rank in range(timeline.world_size):
+            self._remove_file(rank)
         try:
             gantt.draw_timelines({timeline.strategy: timeline}, self.picture_path)
         except Exception as error:  # whatever it is, it must not end a fit that went well
             rank_zero_warn(f"{self.trace_path} is written, but no picture: {error}")
+
+    def _remove_file(self, rank: int) -> None:
+        rank_file(self.dirpath, rank).unlink(missing_ok=True)
 
 
 class Recording(Tracer):
