@@ -289,34 +289,27 @@ def _row(combination: Combination, runs: list[Run], slow: dict[Key, float], core
 def splits(runs: Sequence[Run]) -> list[Split]:
     """The speed-up of every on-demand combination over the baseline, as a product of causes."""
     order = list(dict.fromkeys(run.combination for run in runs if run.timed))
-    if not order:
-        return []
-    slow = baseline_of(order)
-    found = [
-        _split(runs, order, slow, fast)
-        for fast in order
-        if fast.communication == "on_demand" and fast != slow
-    ]
-    return [split for split in found if split is not None]
-
-
-def _split(
-    runs: Sequence[Run], order: list[Combination], slow: Combination, fast: Combination
-) -> Split | None:
-    """The chain slow -> lockstep -> on demand -> fast, with as many of its links as were measured."""
-    between = [slow._replace(communication=one) for one in ("lockstep", "on_demand")]
-    if slow.communication != "collective":
-        del between[0]
-    chain = [slow, *(one for one in between if one in order and one not in (slow, fast)), fast]
-    own = {one: times(runs, one) for one in chain}
-    total = ratio_interval(own[slow], own[fast])
-    if total is None:
-        return None
-    links = [
-        (_cause(one, other), ratio_interval(own[one], own[other])) for one, other in itertools.pairwise(chain)
-    ]
-    factors = [(name, factor) for name, factor in links if factor is not None]
-    return Split(slow, fast, total, doubt(own[slow], own[fast]), factors)
+    found: list[Split] = []
+    for fast in order:
+        slow = baseline_of(order)
+        if fast == slow or fast.communication != "on_demand":
+            continue
+        # The chain slow -> lockstep -> on demand -> fast, with as many of its links as were measured.
+        between = [slow._replace(communication=one) for one in ("lockstep", "on_demand")]
+        if slow.communication != "collective":
+            del between[0]
+        chain = [slow, *(one for one in between if one in order and one not in (slow, fast)), fast]
+        own = {one: times(runs, one) for one in chain}
+        total = ratio_interval(own[slow], own[fast])
+        if total is None:
+            continue
+        links = [
+            (_cause(one, other), ratio_interval(own[one], own[other]))
+            for one, other in itertools.pairwise(chain)
+        ]
+        factors = [(name, factor) for name, factor in links if factor is not None]
+        found.append(Split(slow, fast, total, doubt(own[slow], own[fast]), factors))
+    return found
 
 
 def _cause(slow: Combination, fast: Combination) -> str:

@@ -68,7 +68,6 @@ class TimelineRecorder(Callback):
         self.steps = _as_range(steps)
         self.capacity = capacity
         self.timeline: Timeline | None = None
-        self._writable = True
         self._recording: Recording | None = None
         self._save_from = 0.0
 
@@ -82,22 +81,15 @@ class TimelineRecorder(Callback):
         """Where the picture is written."""
         return self.dirpath / "timeline.png"
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        problems = _exchange(files.check_directory(self.dirpath))
-        self._writable = not any(problems)
-        if not self._writable:
-            rank, problem = next((rank, problem) for rank, problem in enumerate(problems) if problem)
-            rank_zero_warn(
-                f"TimelineRecorder cannot write to {str(self.dirpath)!r} on rank {rank}, so nothing is recorded: "
-                f'{problem}. Name a directory that every rank may write to: TimelineRecorder("timelines").'
-            )
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.timeline, self._save_from = None, 0.0
-        if not self._writable:
-            return
+        for rank, problem in enumerate(_exchange(files.check_directory(self.dirpath))):
+            if problem:
+                rank_zero_warn(
+                    f"TimelineRecorder cannot write to {str(self.dirpath)!r} on rank {rank}, so nothing is recorded: "
+                    f'{problem}. Name a directory that every rank may write to: TimelineRecorder("timelines").'
+                )
+                return
         strategy: Any = trainer.strategy
         odc = strategy if isinstance(strategy, ODCStrategy) else None
         name, origin = _exchange((secrets.token_hex(8), time.monotonic_ns()))[0]
@@ -107,7 +99,8 @@ class TimelineRecorder(Callback):
         run = Timeline([], trainer.world_size, title, name, waits, _blind_spots(trainer))
         host, offset, uncertainty = clocks[trainer.global_rank if len(clocks) > 1 else 0]
         own = RankTimeline(trainer.global_rank, host, [], offset_ns=offset, uncertainty_ns=uncertainty)
-        _attempt(partial(self._remove_file, trainer.global_rank))  # of an earlier run
+        earlier = rank_file(self.dirpath, trainer.global_rank)
+        _attempt(partial(earlier.unlink, missing_ok=True))
         engine = odc.engine if odc else None
         called: Any = odc.model if odc else pl_module  # its call is a microbatch
         self._recording = Recording(run, own, origin, self.capacity, engine, called)
@@ -203,14 +196,11 @@ class TimelineRecorder(Callback):
     def _write(self, timeline: Timeline) -> None:
         files.write_whole(self.trace_path, encode(timeline))
         for rank in range(timeline.world_size):
-            self._remove_file(rank)
+            rank_file(self.dirpath, rank).unlink(missing_ok=True)
         try:
             gantt.draw_timelines({timeline.strategy: timeline}, self.picture_path)
         except Exception as error:  # whatever it is, it must not end a fit that went well
             rank_zero_warn(f"{self.trace_path} is written, but no picture: {error}")
-
-    def _remove_file(self, rank: int) -> None:
-        rank_file(self.dirpath, rank).unlink(missing_ok=True)
 
 
 class Recording(Tracer):
@@ -239,9 +229,7 @@ class Recording(Tracer):
         self._hook: RemovableHandle | None = None
         self._shift = origin_ns + own.offset_ns
         self._step_began = 0
-        self.gap_began = (
-            time.monotonic_ns()
-        )  # since then, the next batch has been loaded, or validation has run
+        self.gap_began = time.monotonic_ns()  # since when the next batch is loaded, or validation runs
 
     def record(self, kind: str, begin: int, **details: Any) -> None:
         """A span that ends now. Passes of an optimizer step get numbers."""
