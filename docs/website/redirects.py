@@ -20,7 +20,7 @@ MOVED = {
     "ddp": "full-gain#plain-ddp-balanced",
     "host-memory": "robustness#running-out-of-host-memory",
     "huggingface": "without-the-trainer#hugging-faces-trainer-and-trl",
-    "idle-sources": "idle#sources-of-idle-times",
+    "idle-sources": "data/idle-sources",
     "lightning-parity": "compatibility#lightnings-own-tests",
     "limits-models": "models#limits-of-models",
     "loader": "balancing#the-balanced-loader",
