@@ -12,7 +12,7 @@ from typing import Any
 
 MOVED = {
     "advise": "get-started#before-you-train",
-    "balancing-errors": "robustness#balancing-errors",
+    "balancing-errors": "data/balancing-errors",
     "bench": "idle#benchmarks",
     "classification": "minibatches#classification-and-other-losses-per-sample",
     "cluster": "launchers#on-a-cluster",
