@@ -3,13 +3,12 @@
 Note [Added once]
 ~~~~~~~~~~~~~~~~~
 A backward pass adds the gradient of a unit as soon as it has gone through it. If it breaks off later, these gradients
-cannot be separated from those of other microbatches: they are parts of the same sums. So they stay. The microbatch runs
-again in parts, and these units add nothing for the parts. That is exact if the loss is a sum over samples, because then
-the gradient of the whole is the sum of those of its parts, unit by unit. A unit that ran several times adds several
-times, the last call first. Its n-th addition in a part stands for a part of the n-th addition of the whole.
+are parts of sums already, and stay. The microbatch runs again in parts, and these units add nothing for the parts. That
+is exact if the loss is a sum over samples: the gradient of the whole is the sum of those of its parts, unit by unit. A
+unit that ran several times adds several times, and the n-th addition in a part belongs to the n-th of the whole. A part
+that runs a unit another number of times than the whole, but not 0 times, is refused before it adds.
 
-Three units, a microbatch of the samples ``x y``. Its backward pass goes through the head and block 1, and breaks off in
-block 0. The second part breaks off once more, after the head. ``g`` stands for a gradient::
+A microbatch of the samples ``x y`` breaks off in block 0, and its second part once more, after the head::
 
     pass            head             block 1          block 0          times
     x y             adds g(x y)      adds g(x y)      breaks off       head 1, block 1 1
@@ -17,8 +16,6 @@ block 0. The second part breaks off once more, after the head. ``g`` stands for 
     y               is left out      is left out      breaks off       head 1, block 1 1
     y once more     is left out      is left out      adds g(y)
     in the sums     g(x y)           g(x y)           g(x) + g(y)
-
-A part that runs a unit another number of times than the whole, but not 0 times, is refused before it adds.
 """
 
 from __future__ import annotations

@@ -8,12 +8,11 @@ Note [The root unit]
 ~~~~~~~~~~~~~~~~~~~~
 The root unit has the parameters outside of blocks, such as embeddings and the head. The engine gathers it itself.
 
-``fully_shard`` gathers the root unit when the root module is called and shards it after the backward pass. Lightning
-calls the root module once per ``training_step``. With manual optimization a step may run the model and go backward
-several times within that one call, in any order. So the root unit is gathered again when one of its layers is called,
-and before a backward pass (which finds the memory of the parameters that it saved filled again). The gradients of the
-root unit are reduced when a backward pass through any other unit ends. ``toggle_optimizer`` freezes shards within the
-step, when the root unit is gathered already: see `Unit.match_frozen`.
+``fully_shard`` gathers it when the root module is called and shards it after the backward pass. With manual
+optimization a ``training_step``, one call of the root module, may run the model and go backward several times. So the
+root unit is gathered again when one of its layers is called, and before a backward pass (which finds the memory of the
+parameters that it saved filled again). Its gradients are reduced when a backward pass through any other unit ends.
+``toggle_optimizer`` freezes shards when the root unit is gathered already: see `Unit.match_frozen`.
 """
 
 from __future__ import annotations

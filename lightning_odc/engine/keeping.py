@@ -7,12 +7,11 @@ the second time in a minibatch reads the same numbers again. If there is memory 
 read once, and freed before the optimizer steps. Other ranks do not notice, so every rank decides for itself.
 
 Frozen parameters, in fine-tuning with adapters nearly all, do not even change at the end. Spare memory keeps the buffer
-into which their shards were read, and in the next minibatch only the other parameters are read. Besides the version of
-a unit, an owner says in which version its frozen part changed last.
+into which their shards were read, and the next minibatch reads the other parameters alone. An owner says in which
+version the frozen part of a unit changed last.
 
-The worth of keeping a unit is its visits in a minibatch less one, times the time of a read, per byte. A read takes
-as long as asking for it and copying it, and asking takes as long as copying 64 KiB. So of units with the same number of
-visits, small ones come first. Three units, room for 60 MiB, two microbatches::
+The worth of keeping a unit is its visits in a minibatch less one, times the time of a read, per byte. Asking for a read
+takes as long as copying 64 KiB, so small units come first. Three units, room for 60 MiB, two microbatches::
 
     unit     gathered  visits  worth per byte             kept
     head     40 MiB    2       1 x (1 + 64 KiB / 40 MiB)  no: 10 MiB of the room are left

@@ -11,15 +11,15 @@ silently without effect:
   adds to the same accumulators, the ranks meet and empty them;
 - anything else (looking at the gradient, clipping it by hand) is an error that shows what to write.
 
-``fully_shard`` also calls the hooks of ``register_post_accumulate_grad_hook`` on a shard, once per backward pass. So a
-stand-in takes the hook's place until the step settles, and then the hook is called with the gradient of the whole
-minibatch in ``.grad``: once per optimizer step, on every rank, in the order of the units.
+``fully_shard`` also calls the hooks of ``register_post_accumulate_grad_hook`` on a shard. So a stand-in takes a hook's
+place until the step settles. Then the hook is called, with the gradient of the whole minibatch in ``.grad``: once per
+optimizer step, on every rank, in the order of the units.
 
 Note [Who drops a gradient]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A rank without microbatches has no placeholder (see Note [Gradients arrive late]), so ``zero_grad()`` leaves no trace
-there. Yet its accumulators hold gradients of other ranks. An example with manual optimization, a `Minibatch` that is
-empty on rank 1, and two passes, of which only the second counts::
+A rank without microbatches has no placeholder, so ``zero_grad()`` leaves no trace there. Yet its accumulators hold
+gradients of other ranks. With manual optimization, a `Minibatch` that is empty on rank 1, and two passes, of which only
+the second counts::
 
     rank 0   backward   zero_grad   backward: meets to drop            settle: meets to settle
     rank 1              zero_grad   settle: meets to settle, drops     settle: meets to settle again

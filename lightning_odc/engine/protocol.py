@@ -37,10 +37,9 @@ mailboxes are written by the host, and must not overtake the device. There are t
 2. *Before a version* (`Transport.announce`): my accumulators are zeroed and my shard is written. The host does not
    wait for that. It records an event behind the writes, and a thread writes the word when the event has happened.
 
-The other direction needs nothing: a peer's word is read by the host before it asks its device for anything that
-depends on it. Between an own read of a version and the own adds that follow from it the order is that of the streams,
-which ``fully_shard`` keeps. What else is written into a window is written on the stream that is current at the next
-announcement or meeting.
+The other direction needs nothing: a host reads a peer's word before it asks its device for what depends on it. Own adds
+follow own reads in the order of the streams, which ``fully_shard`` keeps. What else is written into a window is written
+on the stream that is current at the next announcement or meeting.
 """
 
 from __future__ import annotations

@@ -3,13 +3,11 @@
 Note [Every microbatch runs exactly once]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Every rank's microbatches are a queue: its owner takes from the front, thieves take from the back. One word of the
-owner's window holds front and back. It is changed under one lock, so no microbatch is taken twice. The owner comes
-to the meeting only when its queue is empty, so none is left. The word also holds the number of the minibatch, since
-ranks may be apart by the minibatches of one optimizer step. The weight and the data of a microbatch do not depend on
-the rank that runs it, so the gradient is that of the plan (Note [Who divides]).
+owner's window holds front, back and the number of the minibatch. It is changed under one lock, so no microbatch is
+taken twice. The owner comes to the meeting only when its queue is empty, so none is left. Weight and data of a
+microbatch do not depend on the rank that runs it, so the gradient is that of the plan (Note [Who divides]).
 
-Two ranks, costs ``[[1], [5, 4, 3, 2]]`` (in seconds, say), minibatch number 7. Front and back of rank 1, whose
-microbatches are 0 to 3, and what happens::
+Two ranks, costs ``[[1], [5, 4, 3, 2]]`` (in seconds, say), minibatch number 7. The queue of rank 1::
 
     front back  left         time
       0    4    0, 1, 2, 3    0   rank 1 opens its queue: the word is 7 << 24 | 0 << 12 | 4

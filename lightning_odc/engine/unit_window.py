@@ -2,14 +2,11 @@
 
 Note [Added once per minibatch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Every microbatch has a gradient of every unit, and adding it to the owners moves the whole unit each time. Only the sum
-over the minibatch counts. So where memory is left, a rank sums the gradients of a unit in a tensor of its own, in the
-dtype of the accumulators, and adds the sum: in the backward pass of its last microbatch, as soon as that has the
-gradient of the unit. A rank that does not know which one is its last (work stealing) adds when nothing is left to take.
-Other ranks do not notice, so every rank decides for itself, as in Note [Read once per minibatch].
-
-A microbatch that breaks off changes nothing about this: what it had added to a sum stays there as it would have stayed
-in the accumulators, see Note [Added once].
+Adding a gradient to its owners moves the whole unit, and only the sum over the minibatch counts. So where memory is
+left, a rank sums the gradients of a unit in a tensor of its own (`UnitSum`), in the dtype of the accumulators. It adds
+the sum in the backward pass of its last microbatch; or, if it does not know which one is its last (work stealing), when
+nothing is left to take. Other ranks do not notice, so every rank decides for itself, as in Note [Read once per
+minibatch]. What a microbatch that breaks off has added to a sum stays there, see Note [Added once].
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 Note [How a unit lies in memory]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-``fully_shard`` hands the comm objects flat buffers. A rank's part of the all-gather buffer is the concatenation of its
-shards of all parameters of the unit, in post-order of the module tree (for ``fully_shard([a, b])`` first ``a``, then
-``b``), each padded on its sharded dimension to ``ceil(n / world_size)`` and cast to the compute dtype (to bytes if
-compute dtypes differ). `comm.probe` compares that with what ``fully_shard`` really passes. The reduce-scatter buffer
-has one row per owner with the same order and padding, but holds only parameters that received a gradient since the last
-reduce-scatter, which a hook on every unsharded parameter notes.
+``fully_shard`` hands the comm objects flat buffers. A rank's part of the all-gather buffer is its shards of all
+parameters of the unit in a row, in post-order of the module tree (for ``fully_shard([a, b])`` first ``a``, then ``b``),
+each padded on its sharded dimension to ``ceil(n / world_size)`` and cast to the compute dtype (to bytes if these
+differ). `comm.probe` compares that with what ``fully_shard`` really passes. The reduce-scatter buffer has one such row
+per owner, of the parameters alone that received a gradient since the last reduce-scatter, which hooks note.
 
 Two ranks, a weight ``w`` of shape ``[3, 2]`` and a bias ``b`` of shape ``[3]``: each rank has 2 rows, rank 1 one of
 padding, so ``shard_numel`` is 4 + 2::
@@ -15,10 +14,9 @@ padding, so ``shard_numel`` is 4 + 2::
     part of rank 0    w00 w01 w10 w11   b0 b1      offsets 0 (w) and 4 (b)
     part of rank 1    w20 w21  0   0    b2  0
 
-The all-gather buffer is both parts in a row, 12 numbers. The reduce-scatter buffer of a backward pass that reached both
-is laid out alike, and row ``r`` is added to the accumulator of rank ``r`` as one segment,
-``Segment(target=0, source=0, numel=6)``. If it reached ``b`` alone, the buffer has 2 rows of 2 numbers, and the segment
-is ``Segment(target=4, source=0, numel=2)``.
+The all-gather buffer is both parts in a row, 12 numbers. Row ``r`` of the reduce-scatter buffer is added to the
+accumulator of rank ``r``: as ``Segment(target=0, source=0, numel=6)`` if the backward pass reached both parameters, and
+as ``Segment(target=4, source=0, numel=2)`` if it reached ``b`` alone.
 """
 
 from __future__ import annotations

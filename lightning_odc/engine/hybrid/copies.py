@@ -2,13 +2,12 @@
 
 Note [A copy per node]
 ~~~~~~~~~~~~~~~~~~~~~~
-The model is sharded over all ranks of all nodes. Yet ranks read and add inside their node only. Each byte goes over
-the link between nodes once per minibatch, when all ranks are there: a published shard at publishing, since it does not
-change inside a minibatch; and the sum of a node's gradients at the end of a version.
+The model is sharded over all ranks of all nodes, yet ranks read and add inside their node only. Each byte goes over the
+link between nodes once per minibatch: a published shard at publishing, the sum of a node's gradients at the end of a
+version. So the window of a rank holds, for every unit, the shards and the sums of its whole *column*, one row per node.
 
-So the window of a rank holds, for every unit, the shards and the sums of its whole *column*, one row per node. An
-example: two nodes of two ranks, columns ``(0, 2)`` and ``(1, 3)``, and a unit of 8 numbers, 2 per rank, all equal to 10
-times the rank. ``. .`` is a row that has not come yet::
+Two nodes of two ranks, columns ``(0, 2)`` and ``(1, 3)``, and a unit of 8 numbers, 2 per rank, equal to 10 times the
+rank. ``. .`` is a row that has not come yet::
 
     rank                          0                1                2                3
     its shard, shape [2]          [0, 0]           [10, 10]         [20, 20]         [30, 30]
