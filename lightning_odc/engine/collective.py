@@ -25,8 +25,7 @@ from lightning_odc.engine.comm import (
     reset_units,
     set_comms,
 )
-from lightning_odc.engine.late_gradients import LateHooks
-from lightning_odc.engine.scalars import Scalars
+from lightning_odc.engine.late_gradients import LateHooks, Scalars
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.units import Unit, find_units
 from lightning_odc.errors import DisagreementError

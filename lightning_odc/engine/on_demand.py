@@ -42,9 +42,8 @@ from lightning_odc.engine.comm import (
     set_comms,
 )
 from lightning_odc.engine.keeping import HostMemory, Keeping, generating
-from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholders
+from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholders, Scalars
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec

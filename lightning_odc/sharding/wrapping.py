@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 
 from lightning_odc import _compat
-from lightning_odc.engine.scalars import scalars_of
+from lightning_odc.engine.late_gradients import scalars_of
 from lightning_odc.engine.units import class_names
 
 #: Which modules: their classes, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or one of torch's objects.
