@@ -118,11 +118,8 @@ def _make_spanning_engine(
     within = process_group_rendezvous(group)
     silence, stall = min(SILENCE, options["timeout"] / 4), min(STALL, options["timeout"] / 2)
 
-    def make_link() -> ReplicaLink:
-        return ReplicaLink(
-            place.rank, layout.column, rendezvous, place.main_address, layout.main_row, silence
-        )
-
+    main = place.main_address, layout.main_row
+    make_link = partial(ReplicaLink, place.rank, layout.column, rendezvous, *main, silence)
     row = layout.row
     transport = partial(make_transport, place.device, row.index(place.rank), len(row), within, group, row)
     options |= {"layout": layout, "make_link": make_link}

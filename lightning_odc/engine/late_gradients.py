@@ -29,8 +29,8 @@ right only if it has added nothing since. In a later batch it may, so all ranks 
 
 Parameters without a dimension, such as the ``logit_scale`` of CLIP, cannot be cut (`Scalars`). Every rank has them
 whole, and sums their gradients, apart from ``.grad``, until the step settles. Then every rank tells its sums in its
-`SettleRecord`, and all ranks add them up in rank order and divide, as in Note [Who divides]. So values stay equal on all
-ranks. Optimizers, clipping and checkpoints get ordinary tensors: `DTensor` would take them for replicated ones.
+`SettleRecord`, and all ranks add them up in rank order and divide, as in Note [Who divides]. So values stay equal.
+Optimizers, clipping and checkpoints get ordinary tensors: `DTensor` would take them for replicated ones.
 """
 
 from __future__ import annotations
