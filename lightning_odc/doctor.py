@@ -120,7 +120,7 @@ def _find_gpus() -> tuple[Sequence[DeviceFacts], bool]:
     """What the CUDA transport would know of each GPU, and whether torch has NCCL."""
     import torch
 
-    from lightning_odc.engine.transports.symmetric import SymmetricDevice
+    from lightning_odc.engine.transports.cuda import SymmetricDevice
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     facts = [SymmetricDevice(torch.device("cuda", index), None).facts() for index in range(count)]

@@ -46,7 +46,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -69,34 +69,27 @@ _TIGHT = 0.05
 KeepGathered = Literal["auto"] | int
 
 
-class Memory(Protocol):
-    """What one rank's memory looks like, in bytes."""
-
-    share: float  # the part of the memory not used by training that may hold kept units
-
-    def usable(self) -> int: ...  # what this rank could hold in all
-    def used(self) -> int: ...  # what it holds now
-    def peak(self) -> int: ...  # the most so far, or since the count was reset
-
-
 class HostMemory:
-    """Memory of the host, which is divided among its ranks."""
+    """Memory of the host, which is divided among its ranks, in bytes."""
 
-    share = _HOST_SHARE
+    share = _HOST_SHARE  # the part of the memory not used by training that may hold kept units
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._asked, self._free = -math.inf, 0
 
     def usable(self) -> int:
+        """What this rank could hold in all."""
         if time.monotonic() > self._asked + _SECONDS:  # to ask all control groups takes a millisecond
             self._asked, self._free = time.monotonic(), host_memory.available(self._ranks)
         return self.used() + self._free
 
     def used(self) -> int:
+        """What it holds now."""
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     def peak(self) -> int:
+        """The most so far, or since the count was reset."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -123,6 +116,9 @@ class CudaMemory:
 
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
+
+
+Memory = HostMemory | CudaMemory
 
 
 @dataclass

@@ -60,7 +60,7 @@ def transport(rank: int, device: torch.device, late: int | None = None) -> CudaT
     world_size, meet = dist.get_world_size(), rendezvous()
     if device.type == "cpu":
         return fake_cuda(rank, world_size, meet)
-    from lightning_odc.engine.transports.symmetric import SymmetricDevice
+    from lightning_odc.engine.transports.cuda import SymmetricDevice
 
     group = dist.group.WORLD
     own = SymmetricDevice(device, group) if late is None else late_device(device, group, late + rank)
@@ -69,7 +69,7 @@ def transport(rank: int, device: torch.device, late: int | None = None) -> CudaT
 
 def late_device(device: torch.device, group: Any, seed: int) -> Any:
     """A GPU that sleeps before it copies, adds, or passes a mark: who does not wait for it is too early."""
-    from lightning_odc.engine.transports.symmetric import SymmetricDevice
+    from lightning_odc.engine.transports.cuda import SymmetricDevice
 
     late = Late(seed)
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from lightning_odc.engine.transports.base import Rendezvous, Transport
-from lightning_odc.engine.transports.cuda import CudaTransport
+from lightning_odc.engine.transports.cuda import CudaTransport, SymmetricDevice
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.engine.transports.symmetric import SymmetricDevice
 
 _BY_DEVICE = {"cpu": "shared_memory", "cuda": "cuda"}
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from lightning_odc import _compat
-from lightning_odc.engine.transports import symmetric
+from lightning_odc.engine.transports import cuda as transport
 from lightning_odc.engine.transports.base import UnitSpec
-from lightning_odc.engine.transports.symmetric import SymmetricDevice
+from lightning_odc.engine.transports.cuda import SymmetricDevice
 from lightning_odc.errors import WindowError
 
 MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
@@ -152,10 +152,10 @@ def driver() -> Any:
 
 
 def test_the_driver_says_whose_additions_are_atomic(monkeypatch):
-    monkeypatch.setattr(symmetric, "_driver", driver)
-    assert [symmetric._adds_atomically(*pair) for pair in ((0, 1), (1, 0), (0, 2))] == [True, False, False]
-    monkeypatch.setattr(symmetric, "_driver", lambda: None)
-    assert not symmetric._adds_atomically(0, 1)
+    monkeypatch.setattr(transport, "_driver", driver)
+    assert [transport._adds_atomically(*pair) for pair in ((0, 1), (1, 0), (0, 2))] == [True, False, False]
+    monkeypatch.setattr(transport, "_driver", lambda: None)
+    assert not transport._adds_atomically(0, 1)
 
 
 def test_windows_of_a_device_that_failed_are_not_freed(cuda, monkeypatch):
@@ -169,10 +169,10 @@ def test_windows_of_a_device_that_failed_are_not_freed(cuda, monkeypatch):
     device.attach()
     freed = weakref.ref(device._handle)
     monkeypatch.setattr(torch.cuda, "synchronize", fails)
-    monkeypatch.setattr(symmetric, "_abandoned", [])
+    monkeypatch.setattr(transport, "_abandoned", [])
     device.close()
     device.close()
-    assert freed() is not None and len(symmetric._abandoned) == 1
+    assert freed() is not None and len(transport._abandoned) == 1
     assert device._own is None and device._handle is None
 
 
