@@ -6,7 +6,7 @@ kernel with atomic additions, which needs no lock. Both run on the stream that `
 prefetching and overlapping work as usual. Note [When the host waits for its device] says when the host waits, and for
 what.
 
-Windows (of torch's symmetric memory: `SymmetricDevice`) are allocated by the driver's virtual-memory functions directly,
+Windows (of torch's symmetric memory: `SymmetricDevice`) are allocated by the driver's virtual-memory functions,
 not by torch's caching allocator. So they are outside of expandable segments and of every memory pool.
 """
 
