@@ -350,11 +350,8 @@ def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[Pa
             if isinstance(parameter, DTensor) and id(parameter) not in seen:
                 seen.add(id(parameter))
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                slots.append(
-                    ParamSlot(
-                        name, module, attribute, _padded_numel(parameter), compute_dtype=parameter.dtype
-                    )
-                )
+                numel = _padded_numel(parameter)
+                slots.append(ParamSlot(name, module, attribute, numel, compute_dtype=parameter.dtype))
     return slots
 
 

@@ -156,9 +156,8 @@ class HangReport:
         self._watched = threading.get_ident()
         self._stop = threading.Event()
         arguments = (self._stop, longest_wait, describe)
-        self._thread = threading.Thread(
-            target=self._watch, args=arguments, name="lightning-odc hang report", daemon=True
-        )
+        name = "lightning-odc hang report"
+        self._thread = threading.Thread(target=self._watch, args=arguments, name=name, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

@@ -162,11 +162,9 @@ def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool) -> 
     if type(checkpoint_io) not in (WholeCheckpointIO, AsyncCheckpointIO):
         return checkpoint_io.load_checkpoint(path)
     if isinstance(path, Path):
-        return cast(
-            dict[str, Any], torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
-        )
+        return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     with get_filesystem(path).open(path, "rb") as file:
-        return cast(dict[str, Any], torch.load(file, map_location="cpu", weights_only=weights_only))
+        return torch.load(file, map_location="cpu", weights_only=weights_only)
 
 
 def load_optimizers(optimizers: list[Optimizer], states: list[Any], model: nn.Module) -> None:

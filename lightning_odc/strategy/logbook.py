@@ -100,9 +100,8 @@ def to_message(totals: Iterable[Total]) -> Message:
         )
         kind = (total.reduction, options, total.ranks, total.fx, total.dataloader_idx, total.dtype)
         number = kinds.setdefault(kind, len(kinds))
-        entries.append(
-            [number, total.name, total.value, total.weight, *([total.states] if total.states else [])]
-        )
+        states = [total.states] if total.states else []
+        entries.append([number, total.name, total.value, total.weight, *states])
     return [list(kinds), entries]
 
 

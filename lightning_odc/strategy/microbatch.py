@@ -139,9 +139,8 @@ class CountsNothing:
     def __init__(self, labels: Tensor | None = None, weight: float = 1.0) -> None:
         self._weight = weight
         self._labels = None if labels is None else labels.to("cpu", non_blocking=True)
-        self._arrival = (
-            None if labels is None or not labels.is_cuda else torch.cuda.current_stream().record_event()
-        )
+        on_device = labels is not None and labels.is_cuda
+        self._arrival = torch.cuda.current_stream().record_event() if on_device else None
 
     def __bool__(self) -> bool:
         if self._labels is None or not self._weight:

@@ -265,9 +265,8 @@ class CopiesProtocol(SpanningProtocol):
 
     def end_version(self, kind: str, item: Any = None) -> list[Any]:
         items = super().end_version(kind, item)
-        self._totals = in_turn(
-            partial(self._begin_total, window) for window in self.windows if window.spec.grad_numel
-        )
+        summed = (window for window in self.windows if window.spec.grad_numel)
+        self._totals = in_turn(partial(self._begin_total, window) for window in summed)
         return items
 
     def _begin_total(self, window: UnitWindow) -> Callable[[], Tensor]:
