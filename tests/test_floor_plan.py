@@ -25,10 +25,10 @@ LINES = {
     "bench": 2295,
     "callbacks": 2500,
     "data": 3590,
-    "engine": 7200,
+    "engine": 7140,
     "rl": 1060,
-    "sharding": 1265,
-    "strategy": 4570,
+    "sharding": 1260,
+    "strategy": 4550,
 }
 
 
