@@ -1,4 +1,4 @@
-"""What every command of ``lightning-odc`` shares: options that stand once, in a dataclass, tables, the form of output.
+"""What every command of ``lightning-odc`` shares: options that stand once, in a dataclass, and the form of output.
 
 The fields of a dataclass, made by `option`, are the flags of a command: `add_options` adds them to its parser, and
 `read_options` makes the dataclass of what was parsed. It judges itself in ``__post_init__``, by `check_options` and
@@ -16,12 +16,9 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_odc.files import check_directory
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 PROGRAM = "lightning-odc"
 EXTRA_PACKAGES = ("transformers", "matplotlib", "rich")
@@ -121,19 +118,6 @@ class Form:
 
     json: bool = False  # one JSON document on stdout instead of text
     quiet: bool = False  # no first line, no progress, and no text beyond what the command's ``--quiet`` names
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table for `rich.console.Console.print`: the first column to the left, the others to the right."""
-    from rich.table import Table
-    from rich.text import Text
-
-    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for number, name in enumerate(head):
-        drawn.add_column(Text(name), justify="right" if number else "left", no_wrap=not number)
-    for row in rows:
-        drawn.add_row(*map(Text, row))
-    return drawn
 
 
 def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

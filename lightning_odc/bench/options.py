@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -201,16 +201,10 @@ class DemoOptions:
     @property
     def training(self) -> TrainOptions:
         """The demo as a benchmark."""
+        named = {one.name for one in fields(TrainOptions)}
         return TrainOptions(
-            output=self.output,
             runs=tuple(MODES[mode] for mode in self.communication),
-            model=self.model,
             lengths="equal" if self.equal_lengths else "stdlib",
             ranks=self.devices,
-            samples_per_rank=self.samples_per_rank,
-            minibatches=self.minibatches,
-            repetitions=self.repetitions,
-            max_length=self.max_length,
-            device=self.device,
-            seed=self.seed,
+            **{name: value for name, value in vars(self).items() if name in named},
         )

@@ -16,6 +16,8 @@ import torch
 import transformers
 from matplotlib.figure import Figure
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from lightning_odc._version import __version__
 from lightning_odc.bench.lengths import describe_tail, tail_of
@@ -33,7 +35,7 @@ from lightning_odc.bench.results import (
 )
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks.timeline.palette import GREY, MODES
-from lightning_odc.console import markdown, table
+from lightning_odc.console import markdown
 from lightning_odc.files import as_json, write_whole
 
 MIB = 2**20
@@ -148,8 +150,8 @@ class Outcome:
             return "Nothing was measured."
         caption = [f"**{self.placement.caption}**", ""] if self.placement.caption else []
         cells = [self.cells(row) for row in self.rows]
-        table = markdown(list(cells[0]), [list(one.values()) for one in cells])
-        return "\n".join([*caption, table, "", *self.lines])
+        rows = markdown(list(cells[0]), [list(one.values()) for one in cells])
+        return "\n".join([*caption, rows, "", *self.lines])
 
     def show(self) -> None:
         """Print sentences, and a table of what fits into 80 columns."""
@@ -170,7 +172,12 @@ class Outcome:
             }
             for row in self.rows
         ]
-        console.print(table(list(cells[0]), [list(one.values()) for one in cells]))
+        drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for name in cells[0]:
+            drawn.add_column(Text(name), justify="right" if name else "left", no_wrap=not name)
+        for one in cells:
+            drawn.add_row(*map(Text, one.values()))
+        console.print(drawn)
         for line in self.lines:
             style = next((_STYLES[word] for word in _STYLES if line.startswith(word)), "")
             console.print(line, style=style, markup=False)

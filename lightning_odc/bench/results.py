@@ -149,7 +149,6 @@ class Row:
     peak_bytes: int  # memory of the rank that took most, its window left out
     window_bytes: int  # size of its window
     bytes_read: int  # bytes of shards that a rank read from peers in a minibatch, on average
-    stolen: float  # microbatches per minibatch that another rank ran than was planned
     minibatches: int  # number of timed ones
     tokens: int  # tokens predicted in all of them, on all ranks
     total: float  # seconds of all of them
@@ -279,7 +278,6 @@ def _row(combination: Combination, runs: list[Run], slow: dict[Key, float], core
         peak_bytes=int(statistics.median(one.peak_bytes for one in largest)) if largest else 0,
         window_bytes=largest[0].window_bytes if largest else 0,
         bytes_read=sum(one.bytes_read for one in records) // len(records),
-        stolen=sum(one.stolen for one in totals) / max(sum(run.count for run in runs if run.totals), 1),
         minibatches=len(own),
         tokens=sum(one.tokens for one in records),
         total=span,
