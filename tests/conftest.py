@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,16 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     assert not processes, f"processes left: {processes}"
     assert _windows() == 0, "windows left open"
     assert not left, f"temporary files left: {left}"
+
+
+@pytest.fixture(scope="module")
+def teams() -> Iterator[Any]:
+    """The ranks of a file's tests that are marked `on_ranks`."""
+    from tests.support.ranks import Teams
+
+    started = Teams()
+    yield started
+    started.end()
 
 
 def _descendants(mark: str) -> dict[int, str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import pickle
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_odc.metrics import IdleFraction, LoadImbalance
 from tests.support.models import init_gloo
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")
 
@@ -32,34 +31,33 @@ def imbalance(table: list[list[tuple[float, float]]]) -> float:
     return sum(max(column) for column in columns) / sum(sum(column) / len(table) for column in columns)
 
 
-def _measure(rank: int, table: list[list[tuple[float, float]]]) -> dict[str, Any]:
+def check_arithmetic(rank: int, table: list[list[tuple[float, float]]]) -> None:
     init_gloo(rank)
-    fraction, unbalanced = IdleFraction(), LoadImbalance()
+    world, fraction, unbalanced = len(table), IdleFraction(), LoadImbalance()
     for busy, idle in table[rank]:
         fraction.update(busy, idle)
         unbalanced.update(busy)
-    first = [fraction.compute().item(), unbalanced.compute().item()]
-    local = unbalanced.steps.tolist()  # given back as it was
+    assert fraction.compute().item() == pytest.approx(idle_fraction(table), rel=1e-6)
+    assert unbalanced.compute().item() == pytest.approx(imbalance(table), rel=1e-6)
+    assert unbalanced.steps.tolist() == [busy for busy, _ in table[rank]], "given back as it was"
     fraction.reset()
     unbalanced.reset()
     fraction.update(rank, 1)
     unbalanced.update(rank)
-    return {
-        "first": first,
-        "local": local,
-        "after_reset": [fraction.compute().item(), unbalanced.compute().item()],
-    }
+    busy = sum(range(world))
+    assert fraction.compute().item() == pytest.approx(world / (busy + world))
+    assert unbalanced.compute().item() == pytest.approx((world - 1) * world / busy)
 
 
-@pytest.mark.parametrize("table", [EVEN, UNEVEN, ALTERNATING], ids=["even", "uneven", "alternating"])
-def test_ranks_agree_with_the_arithmetic(table):
-    results = run_ranks(_measure, table, world_size=len(table))
-    world = len(table)
-    for rank, result in enumerate(results):
-        assert result["first"] == pytest.approx([idle_fraction(table), imbalance(table)], rel=1e-6)
-        assert result["local"] == [busy for busy, _ in table[rank]]
-        busy = sum(range(world))
-        assert result["after_reset"] == pytest.approx([world / (busy + world), (world - 1) * world / busy])
+@on_ranks(2)
+@pytest.mark.parametrize("table", [EVEN, ALTERNATING], ids=["even", "alternating"])
+def test_two_ranks_agree_with_the_arithmetic(rank, table):
+    check_arithmetic(rank, table)
+
+
+@on_ranks(3)
+def test_three_ranks_agree_with_the_arithmetic(rank):
+    check_arithmetic(rank, UNEVEN)
 
 
 def test_slow_in_turns_is_unbalanced_although_the_totals_are_equal():

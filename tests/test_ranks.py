@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.support.models import init_gloo
-from tests.support.ranks import run_cases, run_ranks, try_ranks
+from tests.support.ranks import Teams, on_ranks, run_cases, run_ranks, try_ranks
 
 MORE_THAN_A_PIPE_HOLDS = 1 << 20
 
@@ -92,3 +92,22 @@ def test_a_case_that_breaks_off_fails_those_who_ask_for_it_or_for_a_later_one():
         found["three"]
     with pytest.raises(AssertionError, match="two did not run, since three broke off before it"):
         found["two"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("number", [2, 4])
+def test_a_body_on_ranks(rank, number):
+    if number % 2 and rank:
+        raise ValueError("odd")
+
+
+def test_ranks_that_a_test_has_failed_on_are_not_used_again():
+    teams = Teams()
+    halves = test_a_body_on_ranks.__wrapped__
+    teams.run(2, halves, {"number": 2})
+    first = teams.teams[2]
+    with pytest.raises(AssertionError, match=r"(?s)rank 1: .*ValueError: odd.*number = 3"):
+        teams.run(2, halves, {"number": 3})
+    assert all(process.exitcode is not None for process, _ in first.ranks)
+    teams.run(2, halves, {"number": 4})
+    teams.end()

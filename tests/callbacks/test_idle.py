@@ -7,6 +7,7 @@ import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.engine.peers import Word
 from lightning_odc.metrics import load_imbalance
 from tests.support.modules import Memory, TokenModule, loader, trainer
-from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 
 SLEEPS = [
     [[0.08, 0.02], [0.02, 0.06], [0.05, 0.05], [0.08, 0.02]],
@@ -195,40 +196,22 @@ def check_row(row: dict[str, float], slept: list[float]) -> list[float]:
     return idle
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """Runs whose times are not compared, in one launch. The last one takes gloo away."""
-    directory = tmp_path_factory.mktemp("idle")
-    return run_calls(
-        {
-            "both": (_both, directory / "both"),
-            "meetings": (_meetings, directory / "meetings"),
-            "in part": (_seen_in_part, True),
-            "tensor parallel": (_tensor_parallel,),
-            "many": (_many_batches,),
-            "without gloo": (_seen_in_part, False),
-        }
-    )
-
-
-def _both(rank: int, directory: Any) -> Any:
-    recorder, memory = TimelineRecorder(directory, (1, 2)), Memory()
+@on_ranks(2)
+def test_recorder_and_monitor_at_once(rank, tmp_path):
+    recorder, memory = TimelineRecorder(tmp_path, (1, 2)), Memory()
     callbacks = [DeviceIdleMonitor(every_n_steps=1), recorder]
     fitting = trainer(2, communication="collective", callbacks=callbacks, logger=memory)
     fitting.fit(Sleeper("items"), loader([Minibatch(map(microbatch, step)) for step in SLEEPS[rank]]))
     with pytest.raises(RuntimeError):  # nobody listens any more
         fitting.strategy.engine  # noqa: B018
-    return memory.rows, recorder.timeline
-
-
-def test_recorder_and_monitor_at_once(ranks):
-    rows, timeline = ranks["both"][0]
-    steps = [row for _, row in rows if "step_seconds" in row]
+    if rank > 0:
+        return
+    steps = [row for _, row in memory.rows if "step_seconds" in row]
     assert len(steps) == STEPS  # the recorder took no collectives from the monitor
     assert all(row["idle/collective_seconds"] > 0 for row in steps)
-    for step, rank in ((1, timeline.ranks[0]), (2, timeline.ranks[1])):
-        assert len(rank.of("minibatch")) == 2
-        assert rank.of("all_gather") and rank.of("reduce_scatter")
+    for step, of_rank in ((1, recorder.timeline.ranks[0]), (2, recorder.timeline.ranks[1])):
+        assert len(of_rank.of("minibatch")) == 2
+        assert of_rank.of("all_gather") and of_rank.of("reduce_scatter")
         assert steps[step]["idle/fraction"] > 0
 
 
@@ -245,20 +228,31 @@ class Meetings(Callback):
         self.last = now
 
 
-def _meetings(rank: int, directory: Any) -> Any:
+@on_ranks(2)
+def test_watching_adds_no_meeting_to_a_step(rank, tmp_path):
     counts = []
-    for watching in ([], [DeviceIdleMonitor(every_n_steps=1), TimelineRecorder(directory)]):
+    for watching in ([], [DeviceIdleMonitor(every_n_steps=1), TimelineRecorder(tmp_path)]):
         meetings = Meetings()
         fitting = trainer(2, callbacks=[*watching, meetings], logger=Memory())
         fitting.fit(Sleeper("items"), loader([Minibatch([microbatch(0)])] * STEPS))
         counts.append(meetings.counts)
-    return counts
+    alone, watched = counts
+    assert len(alone) == STEPS and alone[1] > 0
+    assert watched[1:] == alone[1:]  # before the first, the ranks compare their clocks
 
 
-def test_watching_adds_no_meeting_to_a_step(ranks):
-    for alone, watched in ranks["meetings"]:
-        assert len(alone) == STEPS and alone[1] > 0
-        assert watched[1:] == alone[1:]  # before the first, the ranks compare their clocks
+def fit_manual(rank: int) -> tuple[list[str], dict[str, float]]:
+    """What is said, and the values of the last step."""
+    monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
+    fitting = trainer(2, callbacks=[monitor], strategy="ddp", logger=memory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fitting.fit(Manual(), loader([microbatch(step[0]) for step in SLEEPS[rank]]))
+    assert fitting.global_step == STEPS
+    assert not monitor.complete
+    said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
+    assert len(said) == (rank == 0)
+    return said, monitor.last_step
 
 
 # -- what else takes time ------------------------------------------------------------------------------------
@@ -397,66 +391,44 @@ class Manual(Sleeper):
         optimizer.step()
 
 
-def _seen_in_part(rank: int, gloo: bool) -> Any:
-    if not gloo:
-        torch.distributed.is_gloo_available = lambda: False
-    monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
-    fitting = trainer(2, callbacks=[monitor], strategy="ddp", logger=memory)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fitting.fit(Manual(), loader([microbatch(step[0]) for step in SLEEPS[rank]]))
-    assert fitting.global_step == STEPS
-    assert not monitor.complete
-    said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
-    return said, monitor.last_step
-
-
-def test_waiting_that_cannot_be_seen_is_not_guessed(ranks):
-    (said, values), (silence, same) = ranks["in part"]
-    assert silence == []
-    assert len(said) == 1 and "DeviceIdleMonitor cannot see all waiting for other ranks under" in said[0]
-    assert same == values
+@on_ranks(2)
+def test_waiting_that_cannot_be_seen_is_not_guessed(rank):
+    said, values = fit_manual(rank)
+    assert rank or "DeviceIdleMonitor cannot see all waiting for other ranks under" in said[0]
+    assert of_all_ranks(values) == [values] * 2
     known = {"step_seconds", "samples_per_second", "idle/data_seconds", "samples_per_second_rank1"}
     assert known <= set(values)
     assert not {"idle/fraction", "imbalance", "busy_seconds", "idle/collective_seconds"} & set(values)
 
 
-def _tensor_parallel(rank: int) -> Any:
+@on_ranks(2)
+def test_tensor_parallel_collectives_are_not_seen(rank):
     monitor = DeviceIdleMonitor(every_n_steps=1)
     strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
     trainer(2, callbacks=[monitor], strategy=strategy).fit(Sharded("mean"), loader([microbatch(0)] * STEPS))
-    return monitor.complete, monitor.last_step
+    assert not monitor.complete
+    assert monitor.last_step["microbatches"] == 2
+    assert not {"idle/fraction", "imbalance", "busy_seconds"} & set(monitor.last_step)
 
 
-def test_tensor_parallel_collectives_are_not_seen(ranks):
-    for complete, values in ranks["tensor parallel"]:
-        assert not complete
-        assert values["microbatches"] == 2
-        assert not {"idle/fraction", "imbalance", "busy_seconds"} & set(values)
+@on_ranks(2)
+def test_ranks_that_cannot_be_compared(rank):
+    with patch("torch.distributed.is_gloo_available", lambda: False):
+        said, values = fit_manual(rank)
+    assert values == {}
+    assert rank or "does nothing under DDPStrategy: its ranks have no process group with gloo" in said[0]
 
 
-def test_ranks_that_cannot_be_compared(ranks):
-    (said, values), (silence, _) = ranks["without gloo"]
-    assert (values, silence) == ({}, [])
-    assert len(said) == 1
-    assert "does nothing under DDPStrategy: its ranks have no process group with gloo" in said[0]
-
-
-def _many_batches(rank: int) -> Any:
-    seen = []
-    for how in ({"accumulate_grad_batches": 30}, {"callbacks": [GradientAccumulationScheduler({0: 30})]}):
-        monitor = DeviceIdleMonitor(every_n_steps=1)
-        callbacks = [monitor, *how.pop("callbacks", [])]
-        fitting = trainer(2, strategy="ddp", logger=Memory(), callbacks=callbacks, **how)
-        fitting.fit(Sleeper("mean"), loader([microbatch(0)] * 30))
-        seen.append((fitting.global_step, monitor.complete, monitor.last_step))
-    return seen
-
-
-def test_steps_of_many_batches_are_seen_whole(ranks):
-    for step, complete, values in ranks["many"][0]:
-        assert (step, complete, values["microbatches"]) == (1, True, 60)
-        assert "idle/fraction" in values and "idle/collective_seconds" in values
+@on_ranks(2)
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_steps_of_many_batches_are_seen_whole(rank, scheduled):
+    monitor = DeviceIdleMonitor(every_n_steps=1)
+    callbacks = [monitor, *([GradientAccumulationScheduler({0: 30})] if scheduled else [])]
+    options = {"callbacks": callbacks, "accumulate_grad_batches": 1 if scheduled else 30}
+    fitting = trainer(2, strategy="ddp", logger=Memory(), **options)
+    fitting.fit(Sleeper("mean"), loader([microbatch(0)] * 30))
+    assert (fitting.global_step, monitor.complete, monitor.last_step["microbatches"]) == (1, True, 60)
+    assert "idle/fraction" in monitor.last_step and "idle/collective_seconds" in monitor.last_step
 
 
 class Broken(Sleeper):

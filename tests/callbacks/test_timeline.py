@@ -28,7 +28,7 @@ from lightning_odc.engine.tracing import Span
 from lightning_odc.files import write_whole
 from tests.callbacks.test_idle import MS, Sleeper, microbatch
 from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
+from tests.support.ranks import on_ranks, try_ranks
 
 STEPS = 3
 SLEEPS = {0: [0.10, 0.05], 1: [0.03]}
@@ -67,36 +67,6 @@ def _fit(rank: int, directory: Path, module: dict[str, Any], steps: Any, options
     return recorder.timeline
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("timelines")
-    (made / "file").write_text("in the way")
-    return made
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> Cases:
-    """All runs of two ranks that end well, in one launch, each in a folder of its name."""
-    slow, steps = {"slow_optimizer": 1}, range(1, 3)
-    return run_calls(
-        {
-            "scripted": (_fit, folder / "new" / "scripted", {}, None, {}),
-            "slow": (_fit, folder / "slow", slow, (1, 2), {}),
-            "lockstep": (_fit, folder / "lockstep", {}, steps, {"communication": "lockstep"}),
-            "collective": (_fit, folder / "collective", {}, steps, {"communication": "collective"}),
-            "ddp": (_fit_ddp, folder / "ddp"),
-            "nowhere": (_fit_nowhere, folder),
-        }
-    )
-
-
-def first_of(results: list[Any]) -> Timeline:
-    first, second = results
-    assert second is None
-    assert isinstance(first, Timeline)
-    return first
-
-
 def seconds(span: Span) -> float:
     return (span.end - span.begin) / 1e9
 
@@ -130,22 +100,27 @@ def check_trace(path: Path, ranks: int) -> dict[str, Any]:
 # -- real runs -----------------------------------------------------------------------------------------------
 
 
-def test_the_timeline_shows_what_was_scripted(ranks, folder):
-    timeline = first_of(ranks["scripted"])
+@on_ranks(2)
+def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
+    directory = tmp_path / "new" / "scripted"
+    timeline = _fit(rank, directory, {}, None, {})
+    if rank > 0:
+        assert timeline is None
+        return
     first, second = timeline.ranks
-    for rank, sleeps in ((first, SLEEPS[0]), (second, SLEEPS[1])):
-        forwards, backwards = rank.of("forward"), rank.of("backward")
+    for own, sleeps in ((first, SLEEPS[0]), (second, SLEEPS[1])):
+        forwards, backwards = own.of("forward"), own.of("backward")
         numbers = list(range(len(sleeps))) * STEPS
         assert [span.details["microbatch"] for span in forwards] == numbers
         assert [span.details["microbatch"] for span in backwards] == numbers
         assert [span.details["tokens"] for span in forwards] == [5 + number for number in numbers]
         for span, number in zip(forwards, numbers, strict=True):
             assert seconds(span) >= sleeps[number]
-        minibatches = rank.of("minibatch")
+        minibatches = own.of("minibatch")
         assert [span.details["number"] for span in minibatches] == list(range(STEPS))
         for kind in ("read", "add", "settle", "publish", "optimizer", "data"):
-            assert len(rank.of(kind)) >= STEPS, kind
-        for span in [*forwards, *backwards, *rank.of("settle", "optimizer", "publish")]:
+            assert len(own.of(kind)) >= STEPS, kind
+        for span in [*forwards, *backwards, *own.of("settle", "optimizer", "publish")]:
             assert any(step.begin <= span.begin and span.end <= step.end for step in minibatches)
     # Rank 1 has 0.12 s less to do than rank 0, and waits for it at the end of every minibatch. On a busy machine
     # some steps take longer, but rank 1 never waits longer than until rank 0 comes, nor shorter.
@@ -159,8 +134,6 @@ def test_the_timeline_shows_what_was_scripted(ranks, folder):
         waits_of_steps.append(waited)
     assert max(waits_of_steps) > SLACK
     assert timeline.waiting_seen
-
-    directory = folder / "new" / "scripted"
     assert sorted(path.name for path in directory.iterdir()) == ["timeline.json", "timeline.png"]
     assert (directory / "timeline.png").read_bytes().startswith(b"\x89PNG")
     trace = check_trace(directory / "timeline.json", ranks=2)
@@ -168,8 +141,12 @@ def test_the_timeline_shows_what_was_scripted(ranks, folder):
     assert load_timeline(directory / "timeline.json").idle_fraction == pytest.approx(timeline.idle_fraction)
 
 
-def test_a_slow_optimizer_holds_up_the_others_between_batches(ranks):
-    first, second = first_of(ranks["slow"]).ranks
+@on_ranks(2)
+def test_a_slow_optimizer_holds_up_the_others_between_batches(rank, tmp_path):
+    timeline = _fit(rank, tmp_path, {"slow_optimizer": 1}, (1, 2), {})
+    if rank > 0:
+        return
+    first, second = timeline.ranks
     assert all(seconds(span) >= 0.2 for span in second.of("optimizer"))
     # Lightning's broadcast before it loads a batch, or else the read of a shard that is published late.
     held_up = [span for span in first.of("data", "wait") if span.details.get("cause") != "settle"]
@@ -178,13 +155,16 @@ def test_a_slow_optimizer_holds_up_the_others_between_batches(ranks):
     assert sum(seconds(span) for span in between) > 0.2 - SLACK
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("communication", ["lockstep", "collective"])
-def test_other_communications(ranks, folder, communication):
-    timeline = first_of(ranks[communication])
-    trace = check_trace(folder / communication / "timeline.json", ranks=2)
-    for rank in timeline.ranks:
-        assert [span.details["number"] for span in rank.of("minibatch")] == [1, 2]
-        assert len(rank.of("forward")) == len(rank.of("backward")) == 2
+def test_other_communications(rank, communication, tmp_path):
+    timeline = _fit(rank, tmp_path, {}, range(1, 3), {"communication": communication})
+    if rank > 0:
+        return
+    trace = check_trace(tmp_path / "timeline.json", ranks=2)
+    for own in timeline.ranks:
+        assert [span.details["number"] for span in own.of("minibatch")] == [1, 2]
+        assert len(own.of("forward")) == len(own.of("backward")) == 2
     if timeline.waiting_seen:
         # Rank 0 sleeps 0.1 s where rank 1 sleeps 0.03 s.
         assert timeline.ranks[1].idle_seconds > 2 * 0.07 - SLACK
@@ -212,28 +192,27 @@ def test_what_was_written_before_a_crash_opens(tmp_path, how):
         assert [one.rank for one in check.ranks] == [rank]
 
 
-def _fit_ddp(rank: int, directory: Path) -> Any:
-    recorder = TimelineRecorder(directory, range(1, 3))
+@on_ranks(2)
+def test_a_strategy_without_an_engine(rank, tmp_path):
+    recorder = TimelineRecorder(tmp_path, range(1, 3))
     batches = [microbatch(SLEEPS[rank][0], 6) for _ in range(2 * STEPS)]
     fitting = trainer(2, callbacks=[recorder], strategy="ddp", accumulate_grad_batches=2)
     fitting.fit(Sleeper("mean"), loader(batches))
-    return recorder.timeline
-
-
-def test_a_strategy_without_an_engine(ranks, folder):
-    timeline = ranks["ddp"][0]
-    check_trace(folder / "ddp" / "timeline.json", ranks=2)
+    if rank > 0:
+        return
+    timeline = recorder.timeline
+    check_trace(tmp_path / "timeline.json", ranks=2)
     assert not timeline.waiting_seen
     assert "DDPStrategy tells nothing about its communication" in timeline.notes[0]
-    for rank in timeline.ranks:
-        assert [span.details["number"] for span in rank.of("minibatch")] == [1, 2]
-        assert [span.details["microbatch"] for span in rank.of("forward")] == [0, 1, 0, 1]
-        assert [span.details["microbatch"] for span in rank.of("backward")] == [0, 1, 0, 1]
-        assert {span.details["tokens"] for span in rank.of("forward")} == {6}
-        assert len(rank.of("optimizer")) == 2
-        assert len(rank.of("data")) == 4
-        for span in rank.of("forward"):
-            assert seconds(span) >= SLEEPS[rank.rank][0]
+    for own in timeline.ranks:
+        assert [span.details["number"] for span in own.of("minibatch")] == [1, 2]
+        assert [span.details["microbatch"] for span in own.of("forward")] == [0, 1, 0, 1]
+        assert [span.details["microbatch"] for span in own.of("backward")] == [0, 1, 0, 1]
+        assert {span.details["tokens"] for span in own.of("forward")} == {6}
+        assert len(own.of("optimizer")) == 2
+        assert len(own.of("data")) == 4
+        for span in own.of("forward"):
+            assert seconds(span) >= SLEEPS[own.rank][0]
 
 
 class _Listening(Callback):
@@ -246,22 +225,17 @@ class _Listening(Callback):
         self.seen.append(trainer.strategy.engine.tracer is not None)
 
 
-def _fit_alone(rank: int, directory: Path) -> Any:
-    spy, recorder = _Listening(), TimelineRecorder(directory, range(1, 2))
+@on_ranks(1)
+def test_one_device_and_nobody_listens_outside_the_steps(rank, tmp_path):
+    spy, recorder = _Listening(), TimelineRecorder(tmp_path, range(1, 2))
     module = TokenModule()
     fitting = trainer(1, callbacks=[recorder, spy])
     fitting.fit(module, loader([microbatch(0, 5)] * 4), loader([microbatch(0, 5)]))
-    ours = [hook for hook in module._forward_pre_hooks.values() if "Recording" in repr(hook)]
-    return spy.seen, ours, recorder.timeline
-
-
-def test_one_device_and_nobody_listens_outside_the_steps(tmp_path):
-    [(seen, hooks, timeline)] = run_ranks(_fit_alone, tmp_path, world_size=1)
-    assert seen == [False, True, False, False]
-    assert not hooks
-    [rank] = timeline.ranks
-    assert len(rank.of("minibatch")) == 1
-    assert timeline.waiting_seen and rank.idle_fraction == 0
+    assert spy.seen == [False, True, False, False]
+    assert not [hook for hook in module._forward_pre_hooks.values() if "Recording" in repr(hook)]
+    [own] = recorder.timeline.ranks
+    assert len(own.of("minibatch")) == 1
+    assert recorder.timeline.waiting_seen and own.idle_fraction == 0
     check_trace(tmp_path / "timeline.json", ranks=1)
 
 
@@ -316,24 +290,20 @@ def test_steps_that_cannot_be(tmp_path, steps):
         TimelineRecorder(tmp_path, capacity=0)
 
 
-def _fit_nowhere(rank: int, directory: Path) -> Any:
-    # Only rank 1's directory cannot be written to; rank 0 must not be left waiting.
-    place = directory / "file" / "below" if rank == 1 else directory / "empty"
-    recorder = TimelineRecorder(place)
+@on_ranks(2)
+def test_a_directory_that_cannot_be_written_to_is_said_once_and_training_goes_on(rank, tmp_path):
+    """Only rank 1's; rank 0 must not be left waiting."""
+    (tmp_path / "file").write_text("in the way")
+    recorder = TimelineRecorder(tmp_path / "file" / "below" if rank == 1 else tmp_path / "empty")
     fitting = trainer(2, callbacks=[recorder])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitting.fit(TokenModule(), loader([microbatch(0, 5)] * STEPS))
     said = [str(one.message) for one in caught if "TimelineRecorder" in str(one.message)]
-    return said, fitting.global_step, recorder.timeline
-
-
-def test_a_directory_that_cannot_be_written_to_is_said_once_and_training_goes_on(ranks, folder):
-    (said, *first), (silence, *second) = ranks["nowhere"]
-    assert len(said) == 1 and silence == []
-    assert "cannot write to" in said[0] and "on rank 1, so nothing is recorded: Not a directory" in said[0]
-    assert first == second == [STEPS, None]
-    assert list((folder / "empty").iterdir()) == []
+    assert len(said) == (rank == 0)
+    assert rank or "on rank 1, so nothing is recorded: Not a directory" in said[0]
+    assert rank or list((tmp_path / "empty").iterdir()) == []
+    assert (fitting.global_step, recorder.timeline) == (STEPS, None)
 
 
 def test_without_matplotlib_there_is_a_trace_and_a_warning(tmp_path, monkeypatch):

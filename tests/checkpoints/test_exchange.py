@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import sys
 from functools import partial
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.strategy.test_optimizers import OnRows
 from tests.support.modules import full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_cases, run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 BATCHES = [[batch[:, :4] for batch in token_batches([4] * 3, seed=rank)] for rank in range(2)]
 CONSOLIDATE = "lightning.pytorch.utilities.consolidate_checkpoint"
@@ -176,6 +175,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return directory, run_ranks(_write_and_read, str(directory))[0]
 
 
+@pytest.fixture(scope="module")
+def folder(written: tuple[Path, Any]) -> Path:
+    return written[0]
+
+
 def _assert_same(found: dict[str, Tensor], straight: dict[str, Tensor]) -> None:
     moved = (straight["net.head.weight"] - full_parameters(Adam())["net.head.weight"]).abs().max()
     assert (
@@ -207,29 +211,24 @@ def _states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     }
 
 
-def _only_load(rank: int, directory: str) -> Any:
+@on_ranks(3)
+def test_three_ranks_load_what_two_wrote_bit_by_bit(rank, folder):
+    checkpoint = torch.load(folder / "odc full", weights_only=True)
     found = {}
     for name in ("odc full", "odc sharded"):
         module, t = _make(3, 1)
-        t.fit(module, loader(BATCHES[0]), ckpt_path=f"{directory}/{name}")
+        t.fit(module, loader(BATCHES[0]), ckpt_path=folder / name)
         found[name] = full_parameters(module), _states(t.optimizers[0])
-    return found
-
-
-def test_three_ranks_load_what_two_wrote_bit_by_bit(written):
-    checkpoint = torch.load(written[0] / "odc full", weights_only=True)
-    ranks = run_ranks(_only_load, str(written[0]), world_size=3)
+    parameters, loaded = found["odc full"]
+    assert all(torch.equal(parameters[name], value) for name, value in checkpoint["state_dict"].items())
     states = checkpoint["optimizer_states"][0]["state"]
-    for found in ranks:
-        parameters, loaded = found["odc full"]
-        assert all(torch.equal(parameters[name], value) for name, value in checkpoint["state_dict"].items())
-        assert len(loaded) == 3 * len(states) > 30
-        for number, state in states.items():
-            assert all(torch.equal(loaded[f"{number} {key}"], value) for key, value in state.items())
-        # Another run wrote it, and its sums came in another order.
-        assert found["odc sharded"][1].keys() == loaded.keys()
-        for key, value in found["odc sharded"][1].items():
-            torch.testing.assert_close(value, loaded[key], rtol=1e-4, atol=1e-5)
+    assert len(loaded) == 3 * len(states) > 30
+    for number, state in states.items():
+        assert all(torch.equal(loaded[f"{number} {key}"], value) for key, value in state.items())
+    # Another run wrote it, and its sums came in another order.
+    assert found["odc sharded"][1].keys() == loaded.keys()
+    for key, value in found["odc sharded"][1].items():
+        torch.testing.assert_close(value, loaded[key], rtol=1e-4, atol=1e-5)
 
 
 def test_load_from_checkpoint(written):
@@ -276,19 +275,9 @@ MISFITS = {
 }
 
 
-def _misfit(rank: int, directory: str, name: str, make: type[Adam]) -> str:
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        trainer(2, max_epochs=2).fit(make(), loader(BATCHES[rank]), ckpt_path=f"{directory}/{name}")
-    return str(caught.value)
-
-
-def test_what_does_not_fit_is_said(written):
-    cases = {
-        (make, kind): (str(written[0]), f"odc {kind}", make)
-        for make in MISFITS
-        for kind in ("full", "sharded")
-    }
-    found = run_cases(_misfit, cases)
-    for make, kind in cases:
-        for message in found[make, kind]:
-            assert re.search(MISFITS[make], message)
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("make", MISFITS)
+def test_what_does_not_fit_is_said(rank, folder, make, kind):
+    with pytest.raises((ValueError, RuntimeError), match=MISFITS[make]):
+        trainer(2, max_epochs=2).fit(make(), loader(BATCHES[rank]), ckpt_path=folder / f"odc {kind}")

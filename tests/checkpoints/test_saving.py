@@ -9,38 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
 import lightning_odc
+from tests.support.fits import are_equal
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import Cases, run_calls
+from tests.support.ranks import on_ranks
 
 KINDS = ["full", "sharded"]
-PRECISIONS = {"full": "16-mixed", "sharded": "bf16-mixed"}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("saving")
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> Cases:
-    """All that two ranks do, in one launch. The last ones end in an error, the same on both ranks."""
-    calls: dict[Any, tuple[Any, ...]] = {}
-    for kind in KINDS:
-        calls["keep", kind] = (_keep_some, str(folder / f"keep {kind}"), kind)
-        calls["stages", kind] = (_all_stages, str(folder), kind)
-        calls["inference", kind] = (_in_and_out_of_inference_mode, f"{folder}/again {kind}", kind)
-    calls["plugins"] = (_other_io, str(folder))
-    calls["asynchronous"] = (_save_while_training_goes_on, str(folder))
-    calls["refused"] = (_refused, str(folder))
-    calls["weights"] = (_resume_weights, str(folder))
-    calls["plugin of shards"] = (_asynchronous_shards,)
-    return run_calls(calls)
 
 
 def _batches(rank: int) -> Any:
@@ -58,90 +38,66 @@ class Staged(TokenModule):
         return self.net(batch)[0, 0, :3]
 
 
-def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-
-
-def _keep_some(rank: int, directory: str, kind: str) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_checkpoint_keeps_the_best_and_the_last(rank, kind, tmp_path):
     keeper = ModelCheckpoint(
-        directory, "{epoch}", monitor="val_loss", mode="max", save_top_k=2, save_last=True
+        tmp_path, "{epoch}", monitor="val_loss", mode="max", save_top_k=2, save_last=True
     )
     options = {"state_dict_type": kind, "enable_checkpointing": True, "deterministic": True}
     module, t = Staged(), trainer(2, max_epochs=4, callbacks=[keeper], **options)
     t.fit(module, _batches(rank), _batches(rank))
-    after, best, files = (
-        full_parameters(module),
-        float(keeper.best_model_score),
-        sorted(os.listdir(directory)),
-    )
-    again = Staged()
-    trainer(2, max_epochs=4, **options).fit(again, _batches(rank), ckpt_path=f"{directory}/last.ckpt")
+    # The loss falls: the first are the highest.
+    assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
+    assert (tmp_path / "last.ckpt").is_dir() == (kind == "sharded")
+    after, best, again = full_parameters(module), float(keeper.best_model_score), Staged()
+    trainer(2, max_epochs=4, **options).fit(again, _batches(rank), ckpt_path=tmp_path / "last.ckpt")
+    assert are_equal(after, full_parameters(again))
     (validated,) = t.validate(Staged(), _batches(rank), ckpt_path="best", verbose=False)
-    return files, _equal(after, full_parameters(again)), [best, validated["val_loss"]]
+    assert validated["val_loss"] == pytest.approx(best, rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_model_checkpoint_keeps_the_best_and_the_last(ranks, folder, kind):
-    for files, is_last_equal, values in ranks["keep", kind]:
-        # The loss falls: the first are the highest.
-        assert files == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
-        assert is_last_equal
-        assert values[0] == pytest.approx(values[1], rel=1e-6)
-    assert (folder / f"keep {kind}" / "last.ckpt").is_dir() == (kind == "sharded")
-
-
-def _all_stages(rank: int, directory: str, kind: str) -> Any:
-    precision = {"full": "32-true", "sharded": "bf16-mixed"}[kind]
-    t, module, path = trainer(2, state_dict_type=kind, precision=precision), Staged(), f"{directory}/{kind}"
+@on_ranks(2)
+@pytest.mark.parametrize(("kind", "precision"), [("full", "32-true"), ("sharded", "bf16-mixed")])
+def test_every_stage_saves_and_loads(rank, kind, precision, tmp_path):
+    t, module = trainer(2, state_dict_type=kind, precision=precision), Staged()
     t.fit(module, _batches(rank))
     trained = full_parameters(module)
-    state = t.strategy.lightning_module_state_dict()
+    names = list(t.strategy.lightning_module_state_dict())
+    assert names == ([] if kind == "full" and rank else list(Staged().state_dict()))
     t.test(module, _batches(rank), verbose=False)
-    t.save_checkpoint(f"{path}-after-test")
-    t.save_checkpoint(f"{path}-weights", weights_only=True)
-    found = []
+    t.save_checkpoint(tmp_path / "after-test")
+    t.save_checkpoint(tmp_path / "weights", weights_only=True)
     with torch.inference_mode():
-        for name in ("after-test", "weights"):
+        for path in (tmp_path / "after-test", tmp_path / "weights"):
             other = Staged()
-            t.test(other, _batches(rank), ckpt_path=f"{path}-{name}", verbose=False)
-            found.append(_equal(full_parameters(other), trained))
+            t.test(other, _batches(rank), ckpt_path=path, verbose=False)
+            assert are_equal(full_parameters(other), trained)
             other = Staged()
-            predicted = t.predict(other, _batches(rank), ckpt_path=f"{path}-{name}")
-            found.append(_equal(full_parameters(other), trained) and len(predicted) == 3)
-    return list(state), list(Staged().state_dict()), found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_stage_saves_and_loads(ranks, folder, kind):
-    for rank, (names, expected, found) in enumerate(ranks["stages", kind]):
-        assert names == ([] if kind == "full" and rank else expected)
-        assert found == [True] * 4
+            assert len(t.predict(other, _batches(rank), ckpt_path=path)) == 3
+            assert are_equal(full_parameters(other), trained)
     if kind == "full":
-        weights = torch.load(folder / "full-weights", weights_only=True)
+        weights = torch.load(tmp_path / "weights", weights_only=True)
         assert "state_dict" in weights and "optimizer_states" not in weights
 
 
-def _in_and_out_of_inference_mode(rank: int, path: str, kind: str) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize(("kind", "precision"), [("full", "16-mixed"), ("sharded", "bf16-mixed")])
+def test_a_module_is_loaded_again_in_and_out_of_inference_mode(rank, kind, precision, tmp_path):
     """One module goes through every stage, and then its training goes on."""
-    options = {"state_dict_type": kind, "precision": PRECISIONS[kind], "deterministic": True}
-    t, module = trainer(2, **options), Staged()
+    options = {"state_dict_type": kind, "precision": precision, "deterministic": True}
+    t, module, path = trainer(2, **options), Staged(), tmp_path / "saved"
     t.fit(module, _batches(rank))
     trained = full_parameters(module)
     t.save_checkpoint(path)
-    found = []
     for is_on in (True, False, True):
         for run in (t.test, t.validate, t.predict):
             with torch.inference_mode(is_on):
                 run(module, _batches(rank), ckpt_path=path)
                 t.save_checkpoint(path)
-            found.append(_equal(full_parameters(module), trained))
+            assert are_equal(full_parameters(module), trained)
     trainer(2, **options).fit(module, _batches(rank))  # no tensor of inference mode is left in it
-    return [*found, not _equal(full_parameters(module), trained)]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_module_is_loaded_again_in_and_out_of_inference_mode(ranks, kind):
-    assert ranks["inference", kind] == [[True] * 10] * 2
+    assert not are_equal(full_parameters(module), trained)
 
 
 class NumpyIO(CheckpointIO):
@@ -180,103 +136,76 @@ class Slowly(AsyncCheckpointIO):
         pass
 
 
-def _other_io(rank: int, directory: str) -> Any:
-    found = []
-    for plugin, path in ((NumpyIO(), f"{directory}/own"), (None, f"file://{directory}/url")):
-        t, module = trainer(2, plugins=[plugin] if plugin else None), Staged()
-        t.fit(module, _batches(rank))
-        t.save_checkpoint(path)
-        other = Staged()
-        t.test(other, _batches(rank), ckpt_path=path, verbose=False)
-        found.append(_equal(full_parameters(other), full_parameters(module)))
-    return found
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["own", "url"])
+def test_plugins_and_urls(rank, kind, tmp_path):
+    path = tmp_path / "own" if kind == "own" else f"file://{tmp_path}/url"
+    t, module, other = trainer(2, plugins=[NumpyIO()] if kind == "own" else None), Staged(), Staged()
+    t.fit(module, _batches(rank))
+    t.save_checkpoint(path)
+    t.test(other, _batches(rank), ckpt_path=path, verbose=False)
+    assert are_equal(full_parameters(other), full_parameters(module))
+    assert (tmp_path / kind).read_bytes() == b"my format" if kind == "own" else (tmp_path / kind).is_file()
 
 
-def test_plugins_and_urls(ranks, folder):
-    assert ranks["plugins"] == [[True] * 2] * 2
-    assert (folder / "url").is_file() and (folder / "own").read_bytes() == b"my format"
+class Noting(Staged):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.noted.append(full_parameters(self))
 
 
-def _save_while_training_goes_on(rank: int, directory: str) -> Any:
-    seen: list[dict[str, Tensor]] = []
-
-    class Noting(Staged):
-        def on_train_batch_end(self, *_: Any) -> None:
-            seen.append(full_parameters(self))
-
-    keeper = ModelCheckpoint(directory, "{step}", every_n_train_steps=1, save_top_k=-1)
+@on_ranks(2)
+def test_asynchronous_saving_keeps_the_values_of_its_time(rank, tmp_path):
+    keeper, module = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1), Noting()
     t = trainer(2, plugins=[Slowly()], callbacks=[keeper], enable_checkpointing=True)
-    t.fit(Noting(), _batches(rank))
-    return seen
-
-
-def test_asynchronous_saving_keeps_the_values_of_its_time(ranks, folder):
-    seen = ranks["asynchronous"][0]
-    assert len(seen) == 3
-    for step in (1, 2, 3):
-        saved = torch.load(folder / f"step={step}.ckpt", weights_only=True)["state_dict"]
-        assert _equal(saved, seen[step - 1])
+    t.fit(module, _batches(rank))
+    assert len(module.noted) == 3
+    dist.barrier()  # rank 0 has written them
+    for step, expected in enumerate(module.noted, 1):
+        assert are_equal(
+            torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"], expected
+        )
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------
 
 
-def _refused(rank: int, directory: str) -> list[str]:
-    messages = []
-
-    def expect(kind: type[Exception], act: Any) -> None:
-        with pytest.raises(kind) as caught:
-            act()
-        messages.append(str(caught.value))
-
-    Path(f"{directory}/mine").mkdir(exist_ok=True)
-    Path(f"{directory}/mine/notes.txt").touch()
+@on_ranks(2)
+def test_paths_and_options_that_are_refused(rank, tmp_path):
+    (tmp_path / "mine").mkdir(exist_ok=True)
+    (tmp_path / "mine" / "notes.txt").touch()
     t = trainer(2)
     t.fit(Staged(), _batches(rank))
-    expect(IsADirectoryError, lambda: t.save_checkpoint(f"{directory}/mine"))
-    expect(FileNotFoundError, lambda: t.strategy.load_checkpoint(f"{directory}/mine"))
+    with pytest.raises(IsADirectoryError, match="exists and is a directory"):
+        t.save_checkpoint(tmp_path / "mine")
+    with pytest.raises(FileNotFoundError, match="is no checkpoint: neither a file nor a directory of shards"):
+        t.strategy.load_checkpoint(tmp_path / "mine")
     t = trainer(2, state_dict_type="sharded")
     t.fit(Staged(), _batches(rank))
-    expect(TypeError, lambda: t.save_checkpoint(f"{directory}/x", storage_options={}))
-    expect(ValueError, lambda: t.save_checkpoint(f"file://{directory}/x"))
-    return messages
+    with pytest.raises(TypeError, match="does not use `storage_options`"):
+        t.save_checkpoint(tmp_path / "x", storage_options={})
+    with pytest.raises(ValueError, match=r'Use ODCStrategy\(state_dict_type="full"\)'):
+        t.save_checkpoint(f"file://{tmp_path}/x")
+    assert (tmp_path / "mine" / "notes.txt").exists()
 
 
-def test_paths_and_options_that_are_refused(ranks, folder):
-    for messages in ranks["refused"]:
-        assert "exists and is a directory" in messages[0]
-        assert "is no checkpoint: neither a file nor a directory of shards" in messages[1]
-        assert "does not use `storage_options`" in messages[2]
-        assert 'Use ODCStrategy(state_dict_type="full")' in messages[3]
-    assert (folder / "mine" / "notes.txt").exists()
+@on_ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_alone_cannot_resume_training(rank, kind, tmp_path):
+    t = trainer(2, state_dict_type=kind)
+    t.fit(Staged(), _batches(rank))
+    t.save_checkpoint(path := tmp_path / "alone", weights_only=True)
+    says = "has 0 optimizers, `configure_optimizers` made 1. To load the model alone"
+    with pytest.raises(ValueError, match=says):
+        trainer(2, max_epochs=2).fit(Staged(), _batches(rank), ckpt_path=path)
 
 
-def _resume_weights(rank: int, directory: str) -> list[str]:
-    messages = []
-    for kind in KINDS:
-        t = trainer(2, state_dict_type=kind)
-        t.fit(Staged(), _batches(rank))
-        t.save_checkpoint(f"{directory}/{kind} alone", weights_only=True)
-        with pytest.raises(ValueError) as caught:  # noqa: PT011
-            trainer(2, max_epochs=2).fit(Staged(), _batches(rank), ckpt_path=f"{directory}/{kind} alone")
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_weights_alone_cannot_resume_training(ranks):
-    for messages in ranks["weights"]:
-        assert len(messages) == 2
-        for message in messages:
-            assert "has 0 optimizers, `configure_optimizers` made 1. To load the model alone" in message
-
-
-def _asynchronous_shards(rank: int) -> str:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+@on_ranks(2)
+def test_sharded_checkpoints_use_no_plugin(rank):
+    with pytest.raises(ValueError, match="AsyncCheckpointIO would not be used"):
         trainer(2, state_dict_type="sharded", plugins=[AsyncCheckpointIO()]).fit(Staged(), _batches(rank))
-    return str(caught.value)
-
-
-def test_sharded_checkpoints_use_no_plugin(ranks):
-    assert all("AsyncCheckpointIO would not be used" in message for message in ranks["plugin of shards"])
     with pytest.raises(ValueError, match="choose one of 'full', 'sharded'"):
         lightning_odc.ODCStrategy(state_dict_type="half")  # type: ignore[arg-type]

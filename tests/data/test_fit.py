@@ -26,7 +26,7 @@ from lightning_odc.data.packing import PackedBatch, pack_samples
 from tests.support.fits import LR, Parameters, are_equal, assert_same, one_process
 from tests.support.models import Net, full_parameters
 from tests.support.modules import trainer
-from tests.support.ranks import Cases, run_calls, run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 
 LENGTHS = np.random.default_rng(0).integers(2, 16, 23).tolist()
 STEPS = 6  # of 4 samples each, the last of 3
@@ -87,53 +87,23 @@ def reference(steps: int = STEPS) -> Parameters:
     return one_process(RowsModule(), minibatches)
 
 
-def fit_all(rank: int, world_size: int, communication: str, policies: list[str]) -> dict[str, Any]:
-    results = {}
-    for policy in policies:
-        module = RowsModule()
-        fitter = trainer(world_size, communication=communication, max_epochs=EPOCHS)
-        fitter.fit(module, loader(rank, world_size, policy=policy))
-        results[policy] = full_parameters(module), module.batches, fitter.global_step
-    return results
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("communication", "policy"),
+    [
+        *(("on_demand", policy) for policy in POLICIES),
+        ("collective", "lb_micro"),
+        ("collective", "local_sort"),
+    ],
+)
+def test_every_policy_ends_in_the_parameters_of_one_process(rank, communication, policy):
+    check_policy(rank, 2, communication, policy)
 
 
-RUNS = [
-    (1, "on_demand", ["lb_mini", "local_sort"]),
-    (2, "on_demand", list(POLICIES)),
-    (2, "collective", ["lb_micro", "local_sort"]),
-]
-KEPT_WORKER = {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True}
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """All that two ranks train, in one launch."""
-    folder = str(tmp_path_factory.mktemp("fit"))
-    return run_calls(
-        {
-            "on_demand": (fit_all, *RUNS[1]),
-            "collective": (fit_all, *RUNS[2]),
-            "ddp": (fit_ddp,),
-            "unrolled": (fit_unrolled,),
-            "sharded": (fit_and_resume, folder, "sharded", {}),
-        }
-    )
-
-
-@pytest.mark.parametrize(("world_size", "communication", "policies"), RUNS, ids=["1", "2", "collective"])
-def test_every_policy_ends_in_the_parameters_of_one_process(ranks, world_size, communication, policies):
-    alone = world_size == 1
-    results = run_ranks(fit_all, *RUNS[0], world_size=1) if alone else ranks[communication]
-    expected = reference()
-    for policy in policies:
-        for parameters, _, steps in (result[policy] for result in results):
-            assert steps == STEPS * EPOCHS
-            assert_same(parameters, expected)
-        batches = [result[policy][1] for result in results]
-        if policy in ("lb_micro", "local_sort"):
-            assert len(set(batches)) == 1
-        if policy == "local_sort":
-            assert sum(batches) == (23 + 23 % world_size) * EPOCHS
+@on_ranks(1)
+@pytest.mark.parametrize("policy", ["lb_mini", "local_sort"])
+def test_policies_on_one_rank(rank, policy):
+    check_policy(rank, 1, "on_demand", policy)
 
 
 # -- resuming --------------------------------------------------------------------------------------------------
@@ -151,40 +121,30 @@ class Spy(Callback):
         self.plans.append(batch.plan)
 
 
-Outcome = tuple[Parameters, list[str | None]]
-
-
-def fit_and_resume(rank: int, directory: str, state_dict_type: str, workers: dict[str, int]) -> list[Outcome]:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("full", {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True}), ("sharded", {})],
+    ids=["workers", "sharded"],
+)
+def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit(rank, kind, workers, tmp_path):
     """A whole fit, and those that go on from its checkpoints."""
     outcomes = []
     for step in (None, 4, 8):
         spy, module = Spy(), RowsModule()
-        save = ModelCheckpoint(directory, "{step}", save_top_k=-1, every_n_train_steps=4)
-        fitter = trainer(
-            2,
-            deterministic=True,
-            state_dict_type=state_dict_type,
-            callbacks=[spy] if step else [spy, save],
-            enable_checkpointing=step is None,
-            max_epochs=EPOCHS,
-        )
-        checkpoint = Path(directory) / f"step={step}.ckpt" if step else None
-        fitter.fit(module, loader(rank, 2, **workers), ckpt_path=checkpoint)
+        save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=4)
+        options = {"callbacks": [spy] if step else [spy, save], "enable_checkpointing": step is None}
+        t = trainer(2, deterministic=True, state_dict_type=kind, max_epochs=EPOCHS, **options)
+        checkpoint = tmp_path / f"step={step}.ckpt" if step else None
+        t.fit(module, loader(rank, 2, **workers), ckpt_path=checkpoint)
         outcomes.append((full_parameters(module), spy.plans))
-    return outcomes
-
-
-@pytest.mark.parametrize("run", ["workers", "sharded"])
-def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit(ranks, run, tmp_path):
-    # On a machine that is busy, every tensor that a worker sends waits for its turn several times.
-    with_workers = (fit_and_resume, str(tmp_path), "full", KEPT_WORKER)
-    found = ranks[run] if run == "sharded" else run_ranks(*with_workers, timeout=170)
-    for (parameters, plans), *resumed in found:
-        assert len(plans) == STEPS * EPOCHS
-        for step, (again, plans_again) in zip((4, 8), resumed, strict=True):
-            assert plans_again == plans[step:]
-            assert are_equal(again, parameters)
-    assert found[0][0][1] == found[1][0][1]
+    (parameters, plans), *resumed = outcomes
+    assert len(plans) == STEPS * EPOCHS
+    for step, (again, plans_again) in zip((4, 8), resumed, strict=True):
+        assert plans_again == plans[step:]
+        assert are_equal(again, parameters)
+    first, second = of_all_ranks(plans)
+    assert first == second
 
 
 class Bystander(LightningModule):
@@ -278,21 +238,16 @@ def test_lightning_sees_unrolled_epochs_of_different_lengths_whole():
 # -- other strategies ------------------------------------------------------------------------------------------
 
 
-def fit_ddp(rank: int) -> tuple[Parameters, int]:
+@on_ranks(2)
+def test_unrolled_microbatches_under_ddp_give_the_gradient_of_the_minibatch(rank):
     module = RowsModule()
     # local_sort: 5 whole minibatches of 2 samples per rank
     options = {"limit_train_batches": 10, "accumulate_grad_batches": 2}
-    fitter = trainer(2, strategy="ddp", max_epochs=EPOCHS, **options)
-    fitter.fit(module, loader(rank, 2, policy="local_sort", unroll=True))
-    assert isinstance(fitter.strategy, DDPStrategy)
-    assert fitter.world_size == 2
-    return full_parameters(module), fitter.global_step
-
-
-def test_unrolled_microbatches_under_ddp_give_the_gradient_of_the_minibatch(ranks):
-    for parameters, steps in ranks["ddp"]:
-        assert steps == 5 * EPOCHS
-        assert_same(parameters, reference(steps=5))
+    t = trainer(2, strategy="ddp", max_epochs=EPOCHS, **options)
+    t.fit(module, loader(rank, 2, policy="local_sort", unroll=True))
+    assert isinstance(t.strategy, DDPStrategy)
+    assert (t.world_size, t.global_step) == (2, 5 * EPOCHS)
+    assert_same(full_parameters(module), reference(steps=5))
 
 
 class SteppingRows(RowsModule):
@@ -327,32 +282,33 @@ class ShardedRows(SteppingRows):
         fully_shard(self.net, mesh=mesh)
 
 
-def fit_unrolled(rank: int) -> list[Any]:
-    results = []
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [SteppingRows, ShardedRows])
+def test_unequal_minibatches_under_collectives_step_where_they_end(rank, kind):
+    module = kind()
     sharding = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    for module, strategy in ((SteppingRows(), "ddp"), (ShardedRows(), sharding)):
-        fitter = trainer(2, strategy=strategy, max_epochs=EPOCHS, reload_dataloaders_every_n_epochs=1)
-        fitter.fit(module, loader(rank, 2, policy="lb_micro", max_tokens=16, unroll=True))
-        results.append((full_parameters(module), module.weights, fitter.global_step))
-    return results
+    options = {"max_epochs": EPOCHS, "reload_dataloaders_every_n_epochs": 1}
+    t = trainer(2, strategy=sharding if kind is ShardedRows else "ddp", **options)
+    t.fit(module, loader(rank, 2, policy="lb_micro", max_tokens=16, unroll=True))
+    assert t.global_step == STEPS * EPOCHS
+    first, second = of_all_ranks(module.weights)
+    assert len(first) == len(second) > t.global_step
+    assert 0.0 in first + second, "a last minibatch of three samples needs one of weight zero"
+    assert_same(full_parameters(module), reference())
 
 
-def test_unequal_minibatches_under_collectives_step_where_they_end(ranks):
-    expected = reference()
-    for (parameters, first, steps), (_, second, _) in zip(*ranks["unrolled"], strict=True):
-        assert steps == STEPS * EPOCHS
-        assert len(first) == len(second) > steps
-        assert 0.0 in first + second, "a last minibatch of three samples needs one of weight zero"
-        assert_same(parameters, expected)
+@on_ranks(1)
+def test_a_strategy_that_does_not_know_minibatches_says_so(rank):
+    with pytest.raises(TypeError, match="must be unrolled by a strategy that knows it"):
+        trainer(1, strategy="ddp", max_steps=1).fit(RowsModule(), loader(0, 1))
 
 
-def fit_minibatches_under_ddp(rank: int) -> str:
-    fitter = trainer(1, strategy="ddp", max_steps=1)
-    with pytest.raises(TypeError) as caught:
-        fitter.fit(RowsModule(), loader(0, 1))
-    return str(caught.value)
-
-
-def test_a_strategy_that_does_not_know_minibatches_says_so():
-    (message,) = run_ranks(fit_minibatches_under_ddp, world_size=1)
-    assert "must be unrolled by a strategy that knows it" in message
+def check_policy(rank: int, world_size: int, communication: str, policy: str) -> None:
+    module = RowsModule()
+    t = trainer(world_size, communication=communication, max_epochs=EPOCHS)
+    t.fit(module, loader(rank, world_size, policy=policy))
+    assert t.global_step == STEPS * EPOCHS
+    assert_same(full_parameters(module), reference())
+    batches = of_all_ranks(module.batches)
+    assert len(set(batches)) == 1 or policy in ("lb_mini", "steal")
+    assert sum(batches) == (23 + 23 % world_size) * EPOCHS or policy != "local_sort"

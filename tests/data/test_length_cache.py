@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_odc.data import lengths as lengths_module
 from lightning_odc.data.lengths import cache_folder, dataset_key, find_lengths, measure, remembered
-from tests.support.ranks import run_ranks
+from tests.support.models import init_gloo
+from tests.support.ranks import on_ranks
 
 LENGTHS = np.array([3, 1, 4])
 
@@ -111,16 +113,16 @@ def test_what_computing_raises_is_passed_on(tmp_path):
     assert remembered("ab", 3, Count(), tmp_path).tolist() == [3, 1, 4]
 
 
-def test_processes_that_start_together_do_not_disturb_each_other(tmp_path):
-    assert run_ranks(_remember, str(tmp_path), world_size=4) == [[[3, 1, 4]] * 20] * 4
-    assert len(entries(tmp_path)) == 5
-
-
-def _remember(rank: int, directory: str) -> list[list[int]]:
+@on_ranks(4)
+def test_processes_that_start_together_do_not_disturb_each_other(rank, tmp_path):
     lengths_module.WORTH_SECONDS = 0.0
+    init_gloo(rank)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        return [remembered(f"{number % 5}", 3, Count(), directory).tolist() for number in range(20)]
+        for number in range(20):
+            assert remembered(f"{number % 5}", 3, Count(), tmp_path).tolist() == [3, 1, 4]
+    dist.barrier()
+    assert len(entries(tmp_path)) == 5
 
 
 def test_where_it_lies(monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WaitTimeoutError
 from tests.support.modules import TokenModule, loader, token_batches, trainer
-from tests.support.ranks import Cases, run_calls, try_ranks
+from tests.support.ranks import on_ranks, try_ranks
 
 SOON = timedelta(seconds=0.3)
 STALL = 1.5
@@ -48,73 +48,55 @@ class Stalls(TokenModule):
         return super().training_step(batch, batch_idx)
 
 
-def _stalls(rank: int, root: str, until: Path | None = None, **options: Any) -> str:
-    sys.stderr = io.StringIO()
+def _stalls(rank: int, root: Path, until: Path | None = None, **options: Any) -> str:
     options = {"hang_report_after": SOON, **options}
     shares = [Minibatch(token_batches([5, 9])) for _ in range(3)]
-    trainer(2, default_root_dir=root, **options).fit(Stalls(rank, until), loader(shares))
+    with patch.object(sys, "stderr", io.StringIO()) as stderr:
+        trainer(2, default_root_dir=root, **options).fit(Stalls(rank, until), loader(shares))
     assert not [thread for thread in threading.enumerate() if "hang report" in thread.name]
-    return sys.stderr.getvalue()
+    return stderr.getvalue()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("hangs")
-    (made / "file").write_text("in the way")
-    return made
+@on_ranks(2)
+def test_every_rank_says_where_it_is(rank, tmp_path):
+    err, file = _stalls(rank, tmp_path), tmp_path / "odc-hang-reports" / f"rank{rank}.txt"
+    assert "lightning-odc: ranks have been waiting for 0." in err
+    assert f"This is rank {rank}, in epoch 0 after 1 optimizer steps; it " in err
+    assert f"Also in {file}, with the Python stack." in err
+    # After 0.3, 0.6 and 1.2 seconds, or a little later; not every time it looks.
+    assert 1 <= err.count("ranks have been waiting") <= 3
+    written = file.read_text()
+    assert written.count("ranks have been waiting") == err.count("ranks have been waiting")
+    if rank == 0:
+        assert "rank 1 (process " in err.split("it is waiting for rank 1 (process ")[1].split("\n", 1)[1]
+        assert ", microbatch 2, computing (last communicated for unit " in err
+        assert "waiting.py" in written
+    else:
+        assert "it does not wait" in err
+        assert "time.sleep(STALL)" in written  # the line that hangs
 
 
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> Cases:
-    """What ranks say that go on after a while, in one launch."""
-    return run_calls(
-        {
-            "said": (_stalls, str(folder / "said")),
-            "unwritable": (_stalls, str(folder / "file" / "below")),
-            "silent": (_silent, str(folder / "silent")),
-            "late": (_opens_late, str(folder / "late")),
-        }
-    )
+@on_ranks(2)
+def test_an_unwritable_directory_is_said_once_and_hurts_nobody(rank, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    err = _stalls(rank, tmp_path / "file" / "below")
+    assert err.count("could not be written") == 1
+    assert "ranks have been waiting" in err
 
 
-def test_every_rank_says_where_it_is(ranks, folder):
-    said = ranks["said"]
-    files = [folder / "said" / "odc-hang-reports" / f"rank{rank}.txt" for rank in range(2)]
-    for rank, (err, file) in enumerate(zip(said, files, strict=True)):
-        assert "lightning-odc: ranks have been waiting for 0." in err
-        assert f"This is rank {rank}, in epoch 0 after 1 optimizer steps; it " in err
-        assert f"Also in {file}, with the Python stack." in err
-        # After 0.3, 0.6 and 1.2 seconds, or a little later; not every time it looks.
-        assert 1 <= err.count("ranks have been waiting") <= 3
-        written = file.read_text()
-        assert written.count("ranks have been waiting") == err.count("ranks have been waiting")
-    assert "it is waiting for rank 1 (process " in said[0]
-    assert "rank 1 (process " in said[0].split("it is waiting")[1].split("\n", 1)[1]
-    assert ", microbatch 2, computing (last communicated for unit " in said[0]
-    assert "it does not wait" in said[1]
-    assert "time.sleep(STALL)" in files[1].read_text()  # the line that hangs
-    assert "waiting.py" in files[0].read_text()
-
-
-def test_an_unwritable_directory_is_said_once_and_hurts_nobody(ranks):
-    for err in ranks["unwritable"]:
-        assert err.count("could not be written") == 1
-        assert "ranks have been waiting" in err
-
-
-def _gives_up(rank: int, root: str) -> str:
+def _gives_up(rank: int, root: Path) -> str:
     if rank == 0:
         with pytest.raises(WaitTimeoutError) as caught:
             _stalls(rank, root, timeout=timedelta(seconds=4), hang_report_after=timedelta(seconds=60))
         return str(caught.value)
-    until = Path(root) / "odc-hang-reports" / "rank0.txt"
+    until = root / "odc-hang-reports" / "rank0.txt"
     with pytest.raises(Exception, match="Gave up after"):  # the other one's error
         _stalls(rank, root, until, timeout=timedelta(seconds=60), hang_report_after=None)
     return ""
 
 
 def test_the_deadline_is_reported_too(tmp_path):
-    message = try_ranks(_gives_up, str(tmp_path))[0].result
+    message = try_ranks(_gives_up, tmp_path)[0].result
     written = (tmp_path / "odc-hang-reports" / "rank0.txt").read_text()
     assert message.startswith("Gave up after 4 s of waiting for rank 1")
     assert message in written
@@ -122,13 +104,10 @@ def test_the_deadline_is_reported_too(tmp_path):
     assert not (tmp_path / "odc-hang-reports" / "rank1.txt").exists()
 
 
-def _silent(rank: int, root: str) -> bool:
-    return "lightning-odc" in _stalls(rank, root, hang_report_after=None)
-
-
-def test_it_can_be_switched_off(ranks, folder):
-    assert ranks["silent"] == [False, False]
-    assert not (folder / "silent").exists()
+@on_ranks(2)
+def test_it_can_be_switched_off(rank, tmp_path):
+    assert "lightning-odc" not in _stalls(rank, tmp_path, hang_report_after=None)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("after", [60, timedelta(0), "1 min"], ids=str)
@@ -160,7 +139,8 @@ def test_all_threads_are_told(tmp_path, capsys):
     assert "hang report'" not in written  # itself
 
 
-def _opens_late(rank: int, root: str) -> str:
+@on_ranks(2)
+def test_ranks_that_wait_while_windows_are_opened_say_so(rank, tmp_path):
     """Rank 1 comes late to the opening of the windows."""
     stock = SharedMemoryTransport.open
 
@@ -170,13 +150,10 @@ def _opens_late(rank: int, root: str) -> str:
         stock(self, spec)
 
     with patch.object(SharedMemoryTransport, "open", late):
-        return _stalls(rank, root)
-
-
-def test_ranks_that_wait_while_windows_are_opened_say_so(ranks, folder):
-    err = ranks["late"][0]
-    assert "This is rank 0, in epoch 0 after 0 optimizer steps; it opens its window and maps those" in err
-    assert "shared_memory.py" in (folder / "late" / "odc-hang-reports" / "rank0.txt").read_text()
+        err = _stalls(rank, tmp_path)
+    if rank == 0:
+        assert "This is rank 0, in epoch 0 after 0 optimizer steps; it opens its window and maps those" in err
+        assert "shared_memory.py" in (tmp_path / "odc-hang-reports" / "rank0.txt").read_text()
 
 
 def test_without_a_directory_there_is_stderr(capsys):

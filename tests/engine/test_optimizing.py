@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_odc.engine.optimizing import by_lists
 from tests.support.models import init_gloo
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 class Own(torch.optim.AdamW):
@@ -32,44 +33,14 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def _on_ranks(rank: int) -> tuple[dict[str, bool], dict[str, Any]]:
-    """Whether six steps by lists and by torch's default have the same bits; what lists leave alone."""
-    init_gloo(rank)
-    same = {
-        f"{name}, {dtype}": all(map(torch.equal, _stepped(name, dtype, True), _stepped(name, dtype, False)))
-        for name in OPTIMIZERS
-        for dtype in (torch.float32, torch.float64)
-    }
-    shards = list(_sharded(torch.float32).parameters())
-    narrow = list(_sharded(torch.bfloat16).parameters())
-    optimizers = {
-        "plain tensors": torch.optim.AdamW([nn.Parameter(torch.zeros(2))]),
-        "mixed": torch.optim.AdamW([*shards, nn.Parameter(torch.zeros(2))]),
-        "narrow": torch.optim.AdamW(narrow),
-        "a class of the user": Own(shards),
-        "another formula": torch.optim.NAdam(shards),
-        "the user says no": torch.optim.AdamW(shards, foreach=False),
-        "fused": torch.optim.AdamW(shards, fused=True),
-        "lr of a tensor": torch.optim.AdamW(shards, lr=torch.tensor(0.1)),
-    }
-    with by_lists(*optimizers.values()):
-        return same, {name: one.param_groups[0]["foreach"] for name, one in optimizers.items()}
-
-
-def _sharded(dtype: torch.dtype) -> nn.Module:
+def sharded(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 1)).to(
-        dtype
-    )  # rank 1 has no last row
-    return fully_shard(model)
+    layers = nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 1)  # rank 1 has no last row
+    return fully_shard(nn.Sequential(*layers).to(dtype))
 
 
 def _stepped(name: str, dtype: torch.dtype, lists: bool) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 1)).to(
-        dtype
-    )  # rank 1 has no last row
-    fully_shard(model)
+    model = sharded(dtype)
     kind, options = OPTIMIZERS[name]
     optimizer = kind(model.parameters(), lr=0.01, **options)
     for _ in range(6):
@@ -84,9 +55,29 @@ def _stepped(name: str, dtype: torch.dtype, lists: bool) -> list[Tensor]:
     return [value.to_local() if isinstance(value, DTensor) else value for value in values]
 
 
-def test_lists_change_no_bit_and_leave_alone_what_they_would_change():
-    for same, foreach in run_ranks(_on_ranks, world_size=2):
-        assert [name for name, equal in same.items() if not equal] == []
-        assert len(same) == 2 * len(OPTIMIZERS)
-        assert foreach.pop("the user says no") is False
-        assert set(foreach.values()) == {None}
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_lists_change_no_bit(rank, name, dtype):
+    init_gloo(rank)
+    assert all(map(torch.equal, _stepped(name, dtype, True), _stepped(name, dtype, False)))
+
+
+@on_ranks(2)
+def test_lists_leave_alone_what_they_would_change(rank):
+    init_gloo(rank)
+    shards = list(sharded(torch.float32).parameters())
+    narrow = list(sharded(torch.bfloat16).parameters())
+    says_no = torch.optim.AdamW(shards, foreach=False)
+    others = [
+        torch.optim.AdamW([nn.Parameter(torch.zeros(2))]),  # plain tensors
+        torch.optim.AdamW([*shards, nn.Parameter(torch.zeros(2))]),  # mixed
+        torch.optim.AdamW(narrow),
+        Own(shards),  # a class of the user's
+        torch.optim.NAdam(shards),  # another formula
+        torch.optim.AdamW(shards, fused=True),
+        torch.optim.AdamW(shards, lr=torch.tensor(0.1)),
+    ]
+    with by_lists(says_no, *others):
+        assert says_no.param_groups[0]["foreach"] is False
+        assert [one.param_groups[0]["foreach"] for one in others] == [None] * len(others)

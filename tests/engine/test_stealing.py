@@ -18,11 +18,11 @@ from lightning_odc.engine.stealing import WorkQueues, tasks
 from lightning_odc.engine.transports.base import Lock
 from notebooks.support.threads import ThreadHub
 from tests.engine.test_protocol import UNITS, opened
+from tests.support import fits
 from tests.support.fits import assert_same
 from tests.support.interleaving import Interleaved, Scheduler, interleave
-from tests.support.models import summed_loss
-from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import Cases, run_calls, run_ranks
+from tests.support.modules import TokenModule, full_parameters, token_batches
+from tests.support.ranks import of_all_ranks, on_ranks
 
 
 def queues(costs: list[list[float]], rates: list[float] | None = None) -> list[WorkQueues]:
@@ -160,42 +160,37 @@ class Slow(TokenModule):
         return super().training_step(batch, batch_idx)
 
 
-def _fit(rank: int, counts: tuple[int, ...], slow_rank: int, returns: str, accumulate: int) -> dict[str, Any]:
+def check_help(
+    rank: int, counts: tuple[int, ...], slow_rank: int, returns: str, windows: Any = ([0], [1], [2])
+) -> None:
+    """The slow rank is helped, every microbatch runs once, and the gradient is the planned one."""
     module = Slow(0.01 if rank == slow_rank else 0.001, returns)
-    t = trainer(len(counts), accumulate_grad_batches=accumulate)
-    t.fit(module, loader(shares(rank, counts)))
-    metrics = {name: value.item() for name, value in t.callback_metrics.items()}
-    return {"parameters": full_parameters(module), "seen": module.seen, "metrics": metrics}
+    t = fits.fit(module, shares(rank, counts), len(counts), accumulate_grad_batches=len(windows[0]))
+    seen = of_all_ranks(module.seen)
+    assert sorted(n for own in seen for n in own) == sorted(n for lengths in LENGTHS for n in lengths)
+    assert len(seen[slow_rank]) < counts[slow_rank] * len(LENGTHS), "the slow rank was helped"
+    steps = [[b for step in steps for b in token_batches(LENGTHS[step], seed=step)] for steps in windows]
+    assert_same(full_parameters(module), fits.one_process(TokenModule("items", lr=0.01), steps))
+    assert t.callback_metrics["tokens"] == sum(length - 1 for length in LENGTHS[-1])
+    assert t.callback_metrics["one"] == 1.0
 
 
-#: Microbatches by rank, who is slow, and what a step returns.
-HELPED = [((3, 3), 0, "items"), ((3, 3), 0, "mean"), ((0, 6), 1, "items"), ((2, 3, 1), 1, "mean")]
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("counts", "slow_rank", "returns"), [((3, 3), 0, "items"), ((3, 3), 0, "mean"), ((0, 6), 1, "items")]
+)
+def test_a_slow_rank_is_helped_and_the_gradient_is_the_planned_one(rank, counts, slow_rank, returns):
+    check_help(rank, counts, slow_rank, returns)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Cases:
-    """All that two ranks train, in one launch."""
-    helped = {case: (_fit, *case, 1) for case in HELPED if len(case[0]) == 2}
-    return run_calls({**helped, "accumulated": (_fit, (1, 5), 1, "items", 2), "count": (_count,)})
+@on_ranks(3)
+def test_a_slow_rank_of_three_is_helped(rank):
+    check_help(rank, (2, 3, 1), 1, "mean")
 
 
-@pytest.mark.parametrize(("counts", "slow_rank", "returns"), HELPED, ids=str)
-def test_a_slow_rank_is_helped_and_the_gradient_is_the_planned_one(ranks, counts, slow_rank, returns):
-    case = (counts, slow_rank, returns)
-    results = ranks[case] if case in ranks else run_ranks(_fit, *case, 1, world_size=len(counts))
-    ran = sorted(length for result in results for length in result["seen"])
-    assert ran == sorted(length for lengths in LENGTHS for length in lengths), "every microbatch exactly once"
-    assert len(results[slow_rank]["seen"]) < counts[slow_rank] * len(LENGTHS), "the slow rank was helped"
-    for result in results:
-        assert_same(result["parameters"], _reference([[0], [1], [2]]))
-        assert result["metrics"]["tokens"] == sum(length - 1 for length in LENGTHS[-1])
-        assert result["metrics"]["one"] == 1.0
-
-
-def test_stealing_within_accumulated_minibatches(ranks):
-    results = ranks["accumulated"]
-    assert len(results[1]["seen"]) < 15
-    assert_same(results[0]["parameters"], _reference([[0, 1], [2]]))
+@on_ranks(2)
+def test_stealing_within_accumulated_minibatches(rank):
+    check_help(rank, (1, 5), 1, "items", windows=([0, 1], [2]))
 
 
 class Counting(Slow):
@@ -210,44 +205,23 @@ class Counting(Slow):
         return {"loss": self.table(batch).sum(), "num_items": batch.numel() - 1}
 
 
-def _count(rank: int) -> list[tuple[dict[str, Tensor], list[int], float]]:
-    """With one slow rank, with the other, and without stealing in the fixed order of sums."""
-    results = []
+@on_ranks(2)
+def test_whoever_ran_what_the_bits_are_those_of_the_fixed_order_where_sums_are_exact(rank):
+    trained = []
     for slow_rank in (0, 1, None):
         torch.manual_seed(0)
         module = Counting(0.01 if rank == slow_rank else 0.0)
-        t = trainer(2, deterministic=slow_rank is None)
+        before = full_parameters(module)
         planned = shares(rank, (3, 3))
         for share in planned:
             share.all_ranks = None if slow_rank is None else share.all_ranks
-        t.fit(module, loader(planned))
-        results.append((full_parameters(module), module.seen, t.callback_metrics["tokens"].item()))
-    return results
-
-
-def test_whoever_ran_what_the_bits_are_those_of_the_fixed_order_where_sums_are_exact(ranks):
-    first, second = ranks["count"]
-    ran = [[len(of_rank[case][1]) for of_rank in (first, second)] for case in range(3)]
-    assert ran[0][0] < 9 < ran[0][1] and ran[1][1] < 9 < ran[1][0], f"each was helped by the other: {ran}"
-    assert ran[2] == [9, 9]
-    for parameters, _, tokens in first:
-        assert all(torch.equal(value, first[2][0][name]) for name, value in parameters.items())
-        assert tokens == first[2][2]
-    torch.manual_seed(0)
-    before = full_parameters(Counting(0.0))
-    assert not torch.equal(first[0][0]["table.weight"], before["table.weight"])
-
-
-def _reference(windows: list[list[int]]) -> dict[str, Tensor]:
-    module = TokenModule(lr=0.01)
-    optimizer = module.configure_optimizers()
-    for steps in windows:
-        optimizer.zero_grad()
-        batches = [batch for step in steps for batch in token_batches(LENGTHS[step], seed=step)]
-        for batch in batches:
-            (summed_loss(module.net, batch) / sum(b.numel() - 1 for b in batches)).backward()
-        optimizer.step()
-    return full_parameters(module)
+        t = fits.fit(module, planned, deterministic=slow_rank is None)
+        trained.append((full_parameters(module), t.callback_metrics["tokens"]))
+        first, second = of_all_ranks(len(module.seen))
+        assert (first < 9 < second, second < 9 < first) == (slow_rank == 0, slow_rank == 1)
+    assert fits.are_equal(trained[0][0], trained[2][0]) and fits.are_equal(trained[1][0], trained[2][0])
+    assert trained[0][1] == trained[1][1] == trained[2][1]
+    assert not torch.equal(trained[0][0]["table.weight"], before["table.weight"])
 
 
 def test_nothing_is_stolen_from_a_balanced_minibatch():

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from lightning_odc import rl
 from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out, textbook_loss
 from tests.strategy.test_models import causal_lm
+from tests.support.fits import assert_same, largest_difference
 from tests.support.models import Net, full_parameters
 from tests.support.modules import loader, trainer
-from tests.support.ranks import Cases, run_calls, try_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
 
 #: Prompts and responses; the sixth response is empty.
 LENGTHS = [(2, 5), (1, 12), (4, 1), (1, 7), (3, 3), (2, 0), (1, 4)]
@@ -90,17 +91,6 @@ def by_index(rollouts: Any) -> list[rl.Rollout]:
     return sorted(rollouts, key=lambda one: one.metadata["index"])
 
 
-def _learn(rank: int, make: Any, losses: dict[str, str], world_size: int = 2) -> list[Any]:
-    found = []
-    for communication, loss_type in losses.items():
-        module = Learns(make, loss_type)
-        t = trainer(world_size, communication=communication, timeout=timedelta(seconds=60))
-        t.fit(module, loader([torch.zeros(1)] * len(PLACES)))
-        scores = [[[float(x) for x in one] for one in step] for step in module.scores]
-        found.append((scores, full_parameters(module), module.microbatches))
-    return found
-
-
 def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]]:
     """The same without any of the module: response by response, with the minibatches of the plan."""
     policy, reference = make()
@@ -123,39 +113,33 @@ def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]
     return scores, {f"policy.{name}": p.detach() for name, p in policy.named_parameters()}
 
 
-LEARNT = {llamas: {"on_demand": "dapo", "collective": "gspo"}, nets: {"on_demand": "grpo"}}
 HAS_PEFT = importlib.util.find_spec("peft") is not None
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Cases:
-    """All that two ranks learn, in one launch."""
-    calls: dict[Any, tuple[Any, ...]] = {make: (_learn, make, losses) for make, losses in LEARNT.items()}
-    calls |= {"adapters": (_adapt,)} if HAS_PEFT else {}
-    return run_calls(calls | {"fabric": (_learn_with_fabric,)})
-
-
-@pytest.mark.parametrize(("make", "losses"), LEARNT.items())
-def test_scores_and_updates_are_those_of_one_process(ranks: Cases, make: Any, losses: dict[str, str]) -> None:
-    expected = [one_process(make, loss_type) for loss_type in losses.values()]
-    first, second = ranks[make]
-    for communication, (scores, parameters), one, other in zip(losses, expected, first, second, strict=True):
-        assert one[0] == other[0]  # every rank has all scores, the same ones
-        for mine, theirs in zip(one[0], scores, strict=True):
-            flat = torch.tensor([x for row in mine for x in row])
-            # Logits of size 1 in fp32; in the second step, of parameters that differ by less than 1e-5.
-            torch.testing.assert_close(
-                flat, torch.tensor([x for row in theirs for x in row]), rtol=0, atol=1e-5
-            )
-        before = dict(make()[0].named_parameters())
-        moved = max((parameters[f"policy.{name}"] - value).abs().max() for name, value in before.items())
-        assert moved > 0.01
-        for name, value in parameters.items():
-            # 20 steps of SGD: sums in another order, 1e-7 of gradients of size 1, times the rate of 0.05.
-            torch.testing.assert_close(one[1][name], value, rtol=0, atol=1e-5)
-        counts = list(zip(one[2], other[2], strict=True))
-        assert len(counts) == len(PLACES) * EPOCHS * MINIBATCHES
-        assert any(a != b for a, b in counts) == (communication == "on_demand")
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("make", "communication", "loss_type"),
+    [(llamas, "on_demand", "dapo"), (llamas, "collective", "gspo"), (nets, "on_demand", "grpo")],
+)
+def test_scores_and_updates_are_those_of_one_process(rank, make, communication, loss_type) -> None:
+    module = Learns(make, loss_type)
+    t = trainer(2, communication=communication, timeout=timedelta(seconds=60))
+    t.fit(module, loader([torch.zeros(1)] * len(PLACES)))
+    scores, parameters = one_process(make, loss_type)
+    first, second = of_all_ranks(module.scores)
+    assert first == second, "every rank has all scores, the same ones"
+    for mine, theirs in zip(module.scores, scores, strict=True):
+        flat = torch.tensor([float(x) for row in mine for x in row])
+        # Logits of size 1 in fp32; in the second step, of parameters that differ by less than 1e-5.
+        torch.testing.assert_close(flat, torch.tensor([x for row in theirs for x in row]), rtol=0, atol=1e-5)
+    before = {f"policy.{name}": value for name, value in make()[0].named_parameters()}
+    assert largest_difference(before, parameters) > 0.01
+    found = full_parameters(module)
+    # 20 steps of SGD: sums in another order, 1e-7 of gradients of size 1, times the rate of 0.05.
+    assert_same({name: found[name] for name in parameters}, parameters, tolerance=1e-5)
+    counts = list(zip(*of_all_ranks(module.microbatches), strict=True))
+    assert len(counts) == len(PLACES) * EPOCHS * MINIBATCHES
+    assert any(a != b for a, b in counts) == (communication == "on_demand")
 
 
 # -- adapters --------------------------------------------------------------------------------------------------
@@ -192,23 +176,18 @@ class Adapts(LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=10.0)
 
 
-def _adapt(rank: int) -> Any:
+@on_ranks(2)
+@pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
+def test_the_reference_is_the_policy_without_its_adapters(rank) -> None:
     module = Adapts()
     trainer(2, timeout=timedelta(seconds=60)).fit(module, loader([torch.zeros(1)] * 3))
-    return module.found
-
-
-@pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
-def test_the_reference_is_the_policy_without_its_adapters(ranks: Cases) -> None:
-    first, second = ranks["adapters"]
+    first, second = of_all_ranks(module.found)
     assert first == second
-    references, policies = zip(*first, strict=True)
+    references, policies = zip(*module.found, strict=True)
     torch.manual_seed(0)
-    base = causal_lm()
+    base, in_order = causal_lm(), sorted(rolled_out(LENGTHS), key=lambda one: one.group)
     with torch.no_grad():
-        truth = torch.cat(
-            [logprobs_alone(base, one) for one in sorted(rolled_out(LENGTHS), key=lambda o: o.group)]
-        )
+        truth = torch.cat([logprobs_alone(base, one) for one in in_order])
     for reference in references:  # in every step
         torch.testing.assert_close(torch.tensor(reference), truth, rtol=0, atol=1e-5)
     torch.testing.assert_close(torch.tensor(policies[0]), truth, rtol=0, atol=1e-5)  # adapters begin at zero
@@ -219,10 +198,11 @@ def test_the_reference_is_the_policy_without_its_adapters(ranks: Cases) -> None:
 # -- Fabric ----------------------------------------------------------------------------------------------------
 
 
-def _learn_with_fabric(rank: int) -> Any:
+@on_ranks(2)
+def test_fabric(rank) -> None:
     fabric = Fabric(strategy="odc", accelerator="cpu", devices=2)
     fabric.launch()
-    policy = nets()[0]
+    policy, alone = nets()[0], nets()[0]
     model, optimizer = fabric.setup(policy, torch.optim.SGD(policy.parameters(), lr=LR))
     rollouts = rl.exchange(fabric, rolled_out(LENGTHS) if rank == 1 else [])
     rl.normalize_advantages(rollouts)
@@ -237,24 +217,17 @@ def _learn_with_fabric(rank: int) -> Any:
         optimizer.zero_grad()
     strategy: Any = fabric.strategy
     strategy.teardown()
-    return full_parameters(policy), counts
-
-
-def test_fabric(ranks: Cases) -> None:
-    policy = nets()[0]
+    assert 0 in [count for own in of_all_ranks(counts) for count in own]
     rollouts = rl.Rollouts(sorted(rolled_out(LENGTHS), key=lambda one: one.group))
     rl.normalize_advantages(rollouts)
-    rl.score(policy, rollouts, into="logprobs")
-    optimizer = torch.optim.SGD(policy.parameters(), lr=LR)
+    rl.score(alone, rollouts, into="logprobs")
+    optimizer = torch.optim.SGD(alone.parameters(), lr=LR)
     for update in rollouts.updates(EPOCHS, MINIBATCHES):
         chosen = [rollouts[i] for microbatch in update.plan[0] for i in microbatch]
         optimizer.zero_grad()
-        textbook_loss(policy, chosen, "dapo", CLIP, 0.0, 12).backward()
+        textbook_loss(alone, chosen, "dapo", CLIP, 0.0, 12).backward()
         optimizer.step()
-    (first, one), (_, other) = ranks["fabric"]
-    for name, value in policy.named_parameters():
-        torch.testing.assert_close(first[name], value.detach(), rtol=0, atol=1e-5)
-    assert 0 in one + other
+    assert_same(full_parameters(policy), full_parameters(alone), tolerance=1e-5)
 
 
 # -- what goes wrong -------------------------------------------------------------------------------------------

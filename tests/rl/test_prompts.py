@@ -19,7 +19,7 @@ from lightning_odc.engine.collective import CollectiveEngine, single_process
 from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.rl import claim_prompts
 from tests.support.models import Net
-from tests.support.ranks import run_ranks, try_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
 
 SECONDS = 60
 
@@ -70,13 +70,14 @@ class Blackboard:
             time.sleep(0.005)
 
 
-def _samples(rank: int, folder: Path) -> list[Any]:
+@on_ranks(2)
+def test_a_slow_rank_is_helped_and_the_responses_are_the_same_whoever_samples(rank, tmp_path):
     """Three rounds of six prompts: rank 0 has four of them, or all six; a slow rank waits in its first prompt."""
     fabric = sharded(rank)
-    rounds = []
-    for number, (counts, slow) in enumerate([((4, 2), 0), ((4, 2), 1), ((6, 0), 0)]):
+    rounds, afterwards = [], set()
+    for number, (counts, slow, left) in enumerate([((4, 2), 0, [0]), ((4, 2), 1, [4]), ((6, 0), 0, [0])]):
         torch.manual_seed(100 + rank)
-        board = Blackboard(folder / str(number))
+        board = Blackboard(tmp_path / str(number))
         first = sum(counts[:rank])
         own = [torch.tensor([index]) for index in range(first, first + counts[rank])]
         sampled: dict[int, Tensor] = {}
@@ -86,27 +87,18 @@ def _samples(rank: int, folder: Path) -> list[Any]:
                 board.wait_for(5)
             sampled[index] = torch.rand(3)
             board.write(index)
-        rounds.append((sampled, torch.rand(2)))
-    fabric.strategy.teardown()
-    return rounds
-
-
-def test_a_slow_rank_is_helped_and_the_responses_are_the_same_whoever_samples(tmp_path):
-    by_rank = run_ranks(_samples, tmp_path)
-    for number, (slow, left) in enumerate([(0, [0]), (1, [4]), (0, [0])]):
-        taken = [list(by_rank[rank][number][0]) for rank in range(2)]
-        assert taken[slow] == left, (
-            "the slow rank samples its first prompt, and the other one all that is left"
-        )
-        assert sorted(taken[0] + taken[1]) == list(range(6)), "every prompt exactly once"
-    responses = [by_rank[0][number][0] | by_rank[1][number][0] for number in range(3)]
+        afterwards.add(tuple(torch.rand(2).tolist()))
+        # The slow rank samples its first prompt, and the other one all that is left.
+        assert rank != slow or list(sampled) == left
+        one, other = of_all_ranks(sampled)
+        assert sorted([*one, *other]) == list(range(6)), "every prompt exactly once"
+        rounds.append(one | other)
     for index in range(6):
-        assert torch.equal(responses[0][index], responses[1][index])
-        assert torch.equal(responses[0][index], responses[2][index])
-    assert len({tuple(response.tolist()) for response in responses[0].values()}) == 6
-    for rounds in by_rank:
-        after = {tuple(later.tolist()) for _, later in rounds}
-        assert len(after) == 1, "random numbers go on as if there had been no loop"
+        assert torch.equal(rounds[0][index], rounds[1][index])
+        assert torch.equal(rounds[0][index], rounds[2][index])
+    assert len({tuple(response.tolist()) for response in rounds[0].values()}) == 6
+    assert len(afterwards) == 1, "random numbers go on as if there had been no loop"
+    fabric.strategy.teardown()
 
 
 def _dies(rank: int) -> None:

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
 
-from tests.strategy.test_models import (
-    HAS_PEFT,
-    Begins,
-    CausalLM,
-    causal_lm,
-    first_parameters,
-    refusal,
-    with_lora,
-)
-from tests.support.models import Net, token_batches
-from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import run_ranks
+from tests.strategy.test_models import HAS_PEFT, CausalLM, causal_lm, with_lora
+from tests.support.fits import fit
+from tests.support.models import Net, full_parameters, token_batches
+from tests.support.modules import TokenModule
+from tests.support.ranks import on_ranks
 
 
 class OnMeta(TokenModule):
@@ -78,25 +71,39 @@ def layers() -> nn.Module:
     )
 
 
-def _materializes(rank: int, root: Path) -> list[str]:
-    for net in ({}, {"tied": True}):
-        torch.manual_seed(0)
-        expected = dict(Net(**net).named_parameters())
-        module = OnMeta(**net)
-        found = first_parameters(rank, module)
-        assert {name: torch.equal(found[f"net.{name}"], p) for name, p in expected.items()} == dict.fromkeys(
-            expected, True
-        )
-        if net:
-            assert module.net.head.weight is module.net.embed.weight
-    module = OnMeta(layers)
+class Begins(Callback):
+    """The full parameters before the first step."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.parameters = full_parameters(pl_module)
+
+
+def first_parameters(rank: int, module: LightningModule, **options: Any) -> dict[str, Tensor]:
+    fit(module, token_batches([6, 6], seed=rank), callbacks=[begins := Begins()], **options)
+    return begins.parameters
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("net", [{}, {"tied": True}], ids=str)
+def test_models_made_on_the_meta_device_begin_as_on_the_cpu(rank, net):
+    torch.manual_seed(0)
+    expected, module = dict(Net(**net).named_parameters()), OnMeta(**net)
     found = first_parameters(rank, module)
-    assert all(value.isfinite().all() for value in found.values())
+    assert [name for name, p in expected.items() if not torch.equal(found[f"net.{name}"], p)] == []
+    assert not net or module.net.head.weight is module.net.embed.weight
+
+
+@on_ranks(2)
+def test_layers_made_on_the_meta_device_have_values(rank):
+    module = OnMeta(layers)
+    assert all(value.isfinite().all() for value in first_parameters(rank, module).values())
     assert module.net.blocks[1].extra[-1].angles.tolist() == [0, 1, 2]
 
-    lm = CausalLM(causal_lm, meta=True)
+
+@on_ranks(2)
+def test_a_model_of_hugging_face_made_on_the_meta_device_begins_as_it_does(rank):
+    lm, reference = CausalLM(causal_lm, meta=True), causal_lm()
     found = first_parameters(rank, lm)
-    reference = causal_lm()
     for name, buffer in reference.named_buffers():
         assert torch.equal(dict(lm.net.named_buffers())[name], buffer), name
     for name, parameter in reference.named_parameters():
@@ -107,27 +114,32 @@ def _materializes(rank: int, root: Path) -> list[str]:
             half = len(value) // 2
             assert not torch.equal(value[:half], value[half : 2 * half]), name
 
-    refused = [refusal(rank, OnMeta(kind)) for kind in (Table, HalfReset, Param)]
-    if HAS_PEFT:
-        refused.append(refusal(rank, CausalLM(with_lora, meta=True)))
-    saved = TokenModule("items")
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (Table, r"(?s)'angles' of 'net.blocks.1.extra' \(Table\).*a `reset_parameters\(\)` method"),
+        (HalfReset, r"'angles' of 'net.blocks.1.extra' \(HalfReset\)"),
+        (Param, r"'scale' of 'net.blocks.1.extra' \(Param\)"),
+    ],
+)
+def test_modules_without_values_are_named(rank, kind, says):
+    with pytest.raises(ValueError, match=says):
+        first_parameters(rank, OnMeta(kind))
+
+
+@pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
+@on_ranks(2)
+def test_adapters_on_the_meta_device_are_refused(rank):
+    with pytest.raises(ValueError, match="adapters of PEFT on the meta device"):
+        first_parameters(rank, CausalLM(with_lora, meta=True))
+
+
+@on_ranks(2)
+def test_values_that_a_checkpoint_has_need_none(rank, tmp_path):
+    saved, path = TokenModule("items"), tmp_path / "whole.ckpt"
     saved.net.blocks[1].extra = Param()
-    batches = token_batches([6, 6], seed=rank)
-    first, path = trainer(2, max_steps=1), root / "whole.ckpt"
-    first.fit(saved, loader(batches))
-    first.save_checkpoint(path)
-    module = OnMeta(Param)  # whose parameter the checkpoint has
-    begins = Begins()
-    trainer(2, max_epochs=2, callbacks=[begins]).fit(module, loader(batches), ckpt_path=path)
-    assert torch.equal(begins.parameters["net.blocks.1.extra.scale"], torch.ones(3))
-    return refused
-
-
-def test_models_made_on_the_meta_device_begin_as_on_the_cpu(tmp_path):
-    for table, half, parameter, *lora in run_ranks(_materializes, tmp_path):
-        assert "'angles' of 'net.blocks.1.extra' (Table)" in table
-        assert "'scale' of 'net.blocks.1.extra' (Param)" in parameter
-        assert "'angles' of 'net.blocks.1.extra' (HalfReset)" in half
-        assert "a `reset_parameters()` method" in table
-        assert len(lora) == HAS_PEFT
-        assert all("adapters of PEFT on the meta device" in message for message in lora)
+    fit(saved, token_batches([6, 6], seed=rank), max_steps=1).save_checkpoint(path)
+    found = first_parameters(rank, OnMeta(Param), max_epochs=2, ckpt_path=path)
+    assert torch.equal(found["net.blocks.1.extra.scale"], torch.ones(3))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,9 +21,7 @@ from tests.strategy.test_balance import SAMPLES, Padded, pad, reference
 from tests.support import fits
 from tests.support.fits import assert_same
 from tests.support.models import full_parameters
-from tests.support.ranks import run_ranks
-
-EPOCHS = 2
+from tests.support.ranks import on_ranks
 
 
 class Counted(Padded):
@@ -70,7 +67,7 @@ def loader(samples: list[Tensor] = SAMPLES[:22], **options: Any) -> DataLoader[T
 
 
 def fit(balance: str | None, module: pl.LightningModule, data: Any, **options: Any) -> pl.Trainer:
-    given = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "max_epochs": EPOCHS}
+    given = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "max_epochs": 2}
     given |= {"balance": balance, "deterministic": True, "use_distributed_sampler": True, **options}
     validation = loader() if isinstance(module, Counted) else None
     return fits.fit(module, data, 2, validation, **given)
@@ -83,115 +80,78 @@ def as_made(t: pl.Trainer) -> tuple[Any, ...]:
 # -- the same counts as without folding -----------------------------------------------------------------------
 
 
-def _counts(rank: int, folder: str) -> list[dict[str, Any]]:
+@on_ranks(2)
+def test_whatever_counts_optimizer_steps_counts_as_before(rank, tmp_path):
     """Of 22 samples on 2 ranks, in 11 batches: 3 steps per epoch, the last of them of 3 batches."""
-    found = []
-    for balance in (None, "lb_mini"):
-        place = Path(folder) / str(balance)
+    seen = []
+    for balance, factor, batches in ((None, 4, 11), ("lb_mini", 1, 3)):
+        place = tmp_path / str(balance)
         save = ModelCheckpoint(place, "{step}", save_top_k=-1, every_n_train_steps=4)
         options = {"callbacks": [save], "enable_checkpointing": True, "val_check_interval": 8}
         options |= {"log_every_n_steps": 2, "reload_dataloaders_every_n_epochs": 1}
         module = Counted()
         t = fit(balance, module, loader(), logger=CSVLogger(str(place), name="", version=""), **options)
-        metrics = place / "metrics.csv"
-        found.append(
-            {
-                "steps": t.global_step,
-                "estimated": module.estimated,
-                "rates": module.rates,
-                "validated": module.validated,
-                "saved": sorted(path.name for path in place.glob("*.ckpt")),
-                "logged": [row["step"] for row in csv.DictReader(metrics.open()) if row.get("at")],
-                "as made": as_made(t),
-                "factors": set(module.factors),
-                "batches": t.num_training_batches,
-                "calls": len(module.sizes),
-            }
-        )
-    return found
-
-
-def test_whatever_counts_optimizer_steps_counts_as_before(tmp_path):
-    for accumulated, folded in run_ranks(_counts, str(tmp_path)):
-        assert (accumulated.pop("factors"), folded.pop("factors")) == ({4}, {1})
-        assert (accumulated.pop("batches"), folded.pop("batches")) == (11, 3)
-        assert accumulated.pop("calls") == 22
-        assert 0 < folded.pop("calls") < 44
-        assert accumulated == folded
-        assert folded["steps"] == folded["estimated"] == 6
-        assert folded["validated"] == [2, 5]
-        assert folded["as made"] == (4, 1.0, 8)
-        assert len(set(folded["rates"].values())) > 2, "both schedulers step"
-        assert folded["saved"] == ["step=4.ckpt"]
+        assert (set(module.factors), t.num_training_batches) == ({factor}, batches)
+        assert t.global_step == module.estimated == 6
+        assert module.validated == [2, 5]
+        assert as_made(t) == (4, 1.0, 8)
+        assert len(set(module.rates.values())) > 2, "both schedulers step"
+        assert [path.name for path in place.glob("*.ckpt")] == ["step=4.ckpt"]
+        rows = csv.DictReader((place / "metrics.csv").open())
+        seen.append((module.rates, [row["step"] for row in rows if row.get("at")]))
+    assert seen[0] == seen[1]
 
 
 # -- the same gradient, limits, resuming, failing -------------------------------------------------------------
 
 
-def _gradients(rank: int) -> dict[str, Any]:
-    found = {}
+@on_ranks(2)
+def test_folded_steps_are_those_of_one_process(rank):
     for balance, communication in (("lb_mini", "on_demand"), ("auto", "collective"), ("auto", "lockstep")):
         module = Padded(counted=True)
         options = {"balance": balance, "communication": communication, "accumulate_grad_batches": 4}
         t = fits.fit(module, loader(SAMPLES), **options)
-        assert isinstance(t.train_dataloader, BalancedDataLoader)
-        found[communication] = (
-            full_parameters(module),
-            t.global_step,
-            t.train_dataloader.options.policy,
-            sorted(size for batch in module.sizes for size in batch),
+        assert_same(full_parameters(module), reference(2))
+        assert t.global_step == 3
+        assert t.train_dataloader.options.policy == (
+            "lb_mini" if communication == "on_demand" else "lb_micro"
         )
+
+
+@on_ranks(2)
+def test_a_run_that_fails_puts_numbers_back(rank):
     module = Counted(fails=True)
     with pytest.raises(RuntimeError, match="a failure of the user's"):
         fit("lb_mini", module, loader(), limit_train_batches=8)
-    found["failed"] = as_made(module.trainer), module.factors[-1]
+    assert (as_made(module.trainer), module.factors[-1]) == ((4, 8, 1.0), 1), "it was folded while it ran"
+
+
+@on_ranks(2)
+def test_steps_of_runs_that_limits_and_schedules_change(rank):
     own = fit("lb_mini", Padded(), BalancedDataLoader(SAMPLES, minibatch_size=2, collate_fn=pad))
-    found["own"] = own.global_step, own.num_training_batches
+    assert (own.global_step, own.num_training_batches) == (2 * 2, 6), "the user's own accumulates as before"
     scheduled = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})], "accumulate_grad_batches": 1}
     warned = pytest.warns(UserWarning, match="so each of them is balanced alone")
     with warned if rank == 0 else nullcontext():
-        found["scheduled"] = fit("lb_mini", Counted(asks=False), loader(), **scheduled).global_step
+        assert fit("lb_mini", Counted(asks=False), loader(), **scheduled).global_step == 11 + 3
     limited = fit("lb_mini", Counted(), loader(), limit_train_batches=0.4, max_epochs=1)
-    found["limited"] = limited.global_step, limited.num_training_batches
-    found["stopped"] = fit("lb_mini", Counted(), loader(), max_steps=4, max_epochs=-1).global_step
-    found["dropped"] = fit("lb_mini", Counted(), loader(drop_last=True), max_epochs=1).global_step
-    return found
+    assert (limited.global_step, limited.num_training_batches) == (1, 1)
+    assert fit("lb_mini", Counted(), loader(), max_steps=4, max_epochs=-1).global_step == 4
+    assert fit("lb_mini", Counted(), loader(drop_last=True), max_epochs=1).global_step == 3
 
 
-def test_folded_steps_are_those_of_one_process():
-    results = run_ranks(_gradients)
-    for found in results:
-        for communication in ("on_demand", "collective", "lockstep"):
-            parameters, steps, policy, _ = found[communication]
-            assert_same(parameters, reference(2))
-            assert steps == 3
-            assert policy == ("lb_mini" if communication == "on_demand" else "lb_micro")
-        assert found["failed"] == ((4, 8, 1.0), 1), "folded while it ran, and put back"
-        assert found["own"] == (2 * 2, 6), "a loader of the user's own accumulates as before"
-        assert found["scheduled"] == 11 + 3
-        assert found["limited"] == (1, 1)
-        assert found["stopped"] == 4
-        assert found["dropped"] == 3
-    sizes = sorted(size for found in results for size in found["on_demand"][3])
-    assert sizes == [len(sample) for sample in SAMPLES], "every sample exactly once"
-
-
-def _resume(rank: int, folder: str) -> bool:
+@on_ranks(2)
+def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit_or_says_what_to_write(rank, tmp_path):
     """Saved after step 2 of 3, in the middle of the first epoch."""
-    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
-    whole, again = Counted(), Counted()
+    save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
+    whole, again, path = Counted(), Counted(), tmp_path / "step=2.ckpt"
     t = fit("lb_mini", whole, loader(shuffle=True), callbacks=[save], enable_checkpointing=True)
-    u = fit("lb_mini", again, loader(shuffle=True), ckpt_path=Path(folder) / "step=2.ckpt")
+    u = fit("lb_mini", again, loader(shuffle=True), ckpt_path=path)
     assert t.global_step == u.global_step == 6
     assert {step: whole.rates[step] for step in again.rates} == again.rates
-    other = {"accumulate_grad_batches": 2, "ckpt_path": Path(folder) / "step=2.ckpt"}
     with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=4\)"):
-        fit("lb_mini", Counted(), loader(shuffle=True), **other)
-    return fits.are_equal(full_parameters(whole), full_parameters(again))
-
-
-def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit_or_says_what_to_write(tmp_path):
-    assert run_ranks(_resume, str(tmp_path)) == [True, True]
+        fit("lb_mini", Counted(), loader(shuffle=True), accumulate_grad_batches=2, ckpt_path=path)
+    assert fits.are_equal(full_parameters(whole), full_parameters(again))
 
 
 # -- without ranks --------------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.sharding.wrapping import refuse_layers
 from lightning_odc.strategy.microbatch import contribution
-from tests.support.fits import are_equal, assert_same, failure, fit, fitted
+from tests.support.fits import are_equal, assert_same, failure, fit, fitted, one_process
 from tests.support.models import Block, full_parameters, token_batches
 from tests.support.modules import TokenModule, trainer
-from tests.support.ranks import run_calls
+from tests.support.ranks import on_ranks
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
 LB_MINI = {"balance": "lb_mini"}
@@ -67,11 +67,6 @@ def test_unknown_values(options, message):
         ODCStrategy(**options)
 
 
-def test_values_that_contradict_each_other_only_together():
-    ODCStrategy(balance="steal")
-    ODCStrategy(balance="lb_mini", deterministic=True)
-
-
 @pytest.mark.parametrize("argument", ["auto_wrap_policy", "activation_checkpointing_policy"])
 @pytest.mark.parametrize("policy", [[torch.nn.LSTM], {"torch.nn.LSTM"}, torch.nn.LSTM(1, 1).bias, "LSTM"])
 def test_policies_that_do_not_say_which_modules(argument, policy):
@@ -102,28 +97,15 @@ class Miscounts(TokenModule):
         return output | {"num_items": torch.tensor(self.items)} if batch.shape[1] == 3 else output
 
 
-def _miscounts(rank: int, communication: str, items: float) -> str:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("communication", "items"),
+    [("on_demand", -2.0), ("on_demand", float("inf")), ("collective", float("nan"))],
+)
+def test_a_number_of_items_on_a_device_is_found_out_by_all(rank, communication, items):
     minibatch = Minibatch(token_batches([5, 3] if rank == 0 else [6, 7]))
-    return failure(Miscounts(items), [minibatch], communication=communication)
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    """What two ranks do, in one launch."""
-    kinds = ("on_demand", "collective")
-    calls = {case: (_miscounts, *case) for case in MISCOUNTS}
-    calls |= {(case, kind): (_sharded, case, kind) for case in SHARDED for kind in kinds}
-    calls |= {"wrapped": (_fit_hand_wrapped,), "penalty": (_weighted_penalty,), "advised": (_advised,)}
-    return run_calls(calls)
-
-
-MISCOUNTS = [("on_demand", -2.0), ("on_demand", float("inf")), ("collective", float("nan"))]
-
-
-@pytest.mark.parametrize("case", MISCOUNTS, ids=str)
-def test_a_number_of_items_on_a_device_is_found_out_by_all(case, two_ranks):
-    for message in two_ranks[case]:
-        assert re.search(r'rank 0 .*"num_items" must be finite and at least 0', message)
+    message = failure(Miscounts(items), [minibatch], communication=communication)
+    assert re.search(r'rank 0 .*"num_items" must be finite and at least 0', message)
 
 
 def test_numbers_of_items_of_numpy():
@@ -176,20 +158,10 @@ def test_pytorch_lightnings_trainer_explains_itself():
         other.Trainer(strategy=ODCStrategy(), accelerator="cpu", devices=1)
 
 
-@pytest.fixture(scope="module")
-def one_rank():
-    calls = {strategy: (_fit_elsewhere, strategy) for strategy in ("auto", "ddp")}
-    calls |= {case: (_fit_odd, case) for case in OUTPUTS} | {"skips": (_fit_skipping,)}
-    return run_calls(calls, world_size=1)
-
-
-def _fit_elsewhere(rank: int, strategy: str) -> str:
-    return failure(TokenModule(), [Minibatch(token_batches([5]))], 1, strategy=strategy)
-
-
+@on_ranks(1)
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_a_minibatch_in_a_strategy_that_does_not_know_it(strategy, one_rank):
-    (message,) = one_rank[strategy]
+def test_a_minibatch_in_a_strategy_that_does_not_know_it(rank, strategy):
+    message = failure(TokenModule(), [Minibatch(token_batches([5]))], 1, strategy=strategy)
     assert "NotUnrolledError" in message
     assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
 
@@ -200,14 +172,11 @@ class HandWrapped(TokenModule):
             self.net.head = FullyShardedDataParallel(self.net.head, device_id=torch.device("cpu"))
 
 
-def _fit_hand_wrapped(rank: int) -> str:
-    return failure(HandWrapped(), [Minibatch(token_batches([5]))])
-
-
-def test_modules_wrapped_in_fsdp1(two_ranks):
-    for message in two_ranks["wrapped"]:
-        assert "TypeError: net.head is wrapped in FullyShardedDataParallel" in message
-        assert "fully_shard(self.block)" in message
+@on_ranks(2)
+def test_modules_wrapped_in_fsdp1(rank):
+    message = failure(HandWrapped(), [Minibatch(token_batches([5]))])
+    assert "TypeError: net.head is wrapped in FullyShardedDataParallel" in message
+    assert "fully_shard(self.block)" in message
 
 
 class Odd(LightningModule):
@@ -232,23 +201,18 @@ OUTPUTS: dict[str, tuple[Any, str]] = {
 }
 
 
-def _fit_odd(rank: int, case: str) -> str:
-    return failure(Odd(OUTPUTS[case][0]), [Minibatch([0])], 1)
-
-
+@on_ranks(1)
 @pytest.mark.parametrize("case", OUTPUTS)
-def test_odd_outputs_of_training_step(case, one_rank):
-    assert re.search(f"(?s){OUTPUTS[case][1]}", one_rank[case][0])
+def test_odd_outputs_of_training_step(rank, case):
+    output, message = OUTPUTS[case]
+    assert re.search(f"(?s){message}", failure(Odd(output), [Minibatch([0])], 1))
 
 
-def _fit_skipping(rank: int) -> None:
+@on_ranks(1)
+def test_a_step_may_skip_a_microbatch(rank):
     module = Odd(lambda _: None)
     before = full_parameters(module)
     assert are_equal(fitted(module, [Minibatch([0, 1])], 1), before)
-
-
-def test_a_step_may_skip_a_microbatch(one_rank):
-    assert one_rank["skips"] == [None]
 
 
 def test_the_engine_outside_a_run():
@@ -339,28 +303,23 @@ SHARDED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
 }
 
 
-def _sharded(rank: int, case: str, communication: str) -> str:
-    act, hook, *_ = SHARDED[case]
-    with pytest.raises((RuntimeError, AssertionError, ValueError, pickle.PicklingError)) as error:
-        fit(Does(act, hook), token_batches([5]), communication=communication)
-    return "".join(traceback.format_exception_only(error.value))
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("case", SHARDED)
-def test_errors_of_torch_about_sharded_parameters_say_what_to_write(case, two_ranks):
+def test_errors_of_torch_about_sharded_parameters_say_what_to_write(rank, case):
     page = (Path(__file__).parents[2] / "docs" / "faq.md").read_text()
-    _, _, words, advice = SHARDED[case]
+    act, hook, words, advice = SHARDED[case]
     assert words in page
-    for on_demand, collective in zip(
-        two_ranks[case, "on_demand"], two_ranks[case, "collective"], strict=True
-    ):
-        for text in (on_demand, collective):
-            assert words in text
-            assert text.count(advice) == 1, text
-            assert not words or text.partition(": ")[2].startswith("ODCStrategy shards"), text
-        if case == "LBFGS":
-            assert on_demand.startswith("ValueError: LBFGS runs the model several times in one step")
-            assert "Cannot flatten unevenly sharded tensor" in collective
+    for communication in ("on_demand", "collective"):
+        with pytest.raises((RuntimeError, AssertionError, ValueError, pickle.PicklingError)) as error:
+            fit(Does(act, hook), token_batches([5]), communication=communication)
+        text = "".join(traceback.format_exception_only(error.value))
+        assert words in text
+        assert text.count(advice) == 1, text
+        assert not words or text.partition(": ")[2].startswith("ODCStrategy shards"), text
+        if case == "LBFGS" and communication == "on_demand":
+            assert text.startswith("ValueError: LBFGS runs the model several times in one step")
+        elif case == "LBFGS":
+            assert "Cannot flatten unevenly sharded tensor" in text
 
 
 class AllAtOnce(torch.optim.SGD):
@@ -391,14 +350,11 @@ def test_bitsandbytes_and_adalora_are_refused_by_name():
         refuse_layers(nn.Sequential(nn.Linear(1, 1), adapters()), sync_batchnorm=False)
 
 
-def _weighted_penalty(rank: int) -> str:
+@on_ranks(2)
+def test_a_penalty_that_no_weight_would_divide(rank):
     minibatch = Minibatch(token_batches([5, 4]), weights=[1.0, 3.0])
-    return failure(Does(penalty_of_blocks, "training_step"), [minibatch])
-
-
-def test_a_penalty_that_no_weight_would_divide(two_ranks):
-    for message in two_ranks["penalty"]:
-        assert re.search(r"(?s)'net.blocks.2.down.*alpha=2 \* 0.01", message)
+    message = failure(Does(penalty_of_blocks, "training_step"), [minibatch])
+    assert re.search(r"(?s)'net.blocks.2.down.*alpha=2 \* 0.01", message)
 
 
 class Advised(TokenModule):
@@ -435,21 +391,18 @@ class Advised(TokenModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def _advised(rank: int) -> Any:
+@on_ranks(2)
+def test_what_these_messages_say_is_right(rank):
     module = Advised()
     t = fit(module, token_batches([6, 6]))
     assert module.histograms == [p.numel() for p in module.parameters()]
     state = t.strategy.lightning_module_state_dict()
     if rank > 0:
-        return state
+        assert state == {}
+        return
     alone = Advised()  # whole, on one device
     alone.load_state_dict(state)
     assert alone.net(token_batches([6])[0]).shape == (1, 6, 11)
-    return full_parameters(alone)
-
-
-def test_what_these_messages_say_is_right(two_ranks):
-    whole, nothing = two_ranks["advised"]
-    assert nothing == {}
     # Gradients of two equal ranks, whose mean is exact, and a penalty added last.
-    assert_same(whole, fitted(Advised(), token_batches([6, 6]), 1, strategy="auto"))
+    expected = one_process(Advised(), [[batch] for batch in token_batches([6, 6])])
+    assert_same(full_parameters(alone), expected)

@@ -26,10 +26,10 @@ from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.data.lengths import LengthsUnknownError, measure
 from lightning_odc.strategy.options import Options
 from lightning_odc.strategy.training_data import beginning, prepares_workers
-from tests.support.fits import assert_same, failure, fit, one_process
+from tests.support.fits import assert_same, fit, one_process
 from tests.support.models import Net, full_parameters
 from tests.support.modules import said
-from tests.support.ranks import run_calls, run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 
 SAMPLES = [torch.randint(11, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)]
 
@@ -70,15 +70,6 @@ def reference(world: int) -> dict[str, Tensor]:
     return one_process(Padded(counted=True), [[s[None] for s in SAMPLES[i : i + 4 * world]] for i in starts])
 
 
-def _fit(
-    rank: int, world: int, policy: str, counted: bool, communication: str = "on_demand"
-) -> dict[str, Any]:
-    module = Padded(counted)
-    options = {"balance": policy, "weighting": "next_token", "communication": communication}
-    t = fit(module, plain(), world, **options)  # no distributed sampler: Lightning's would shuffle
-    return {"parameters": full_parameters(module), "sizes": module.sizes, "steps": t.global_step}
-
-
 #: The policy, whether a step counts its items, and the communication.
 BALANCED = [
     ("lb_mini", False, "on_demand"),
@@ -90,31 +81,25 @@ BALANCED = [
 ]
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    calls = {case: (_fit, 2, *case) for case in BALANCED}
-    calls |= {name: (_fit_auto, name) for name in LEFT_ALONE | AUTO} | {
-        name: (_plain, name) for name in PLAIN
-    }
-    return run_calls(calls | {"loaders": (_loaders,), "explicit": (_explicit,)})
-
-
-@pytest.mark.parametrize("case", BALANCED, ids=str)
-def test_one_line_balances_and_the_gradient_is_exact(case, two_ranks):
-    results = two_ranks[case]
-    for result in results:
-        assert_same(result["parameters"], reference(2))
-        assert result["steps"] == 3
-    sizes = sorted(size for result in results for batch in result["sizes"] for size in batch)
+@on_ranks(2)
+@pytest.mark.parametrize(("policy", "counted", "communication"), BALANCED)
+def test_one_line_balances_and_the_gradient_is_exact(rank, policy, counted, communication):
+    module = Padded(counted)
+    options = {"balance": policy, "weighting": "next_token", "communication": communication}
+    t = fit(module, plain(), **options)  # no distributed sampler: Lightning's would shuffle
+    assert_same(full_parameters(module), reference(2))
+    assert t.global_step == 3
+    first, second = of_all_ranks(module.sizes)
+    sizes = sorted(size for batch in first + second for size in batch)
     assert sizes == sorted(len(sample) for sample in SAMPLES), "every sample exactly once"
-    counts = [len(result["sizes"]) for result in results]
-    assert (counts[0] == counts[1]) or case[0] in ("lb_mini", "steal")
+    assert len(first) == len(second) or policy in ("lb_mini", "steal")
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_one_rank_and_three(world):
-    results = run_ranks(_fit, world, "lb_mini", True, world_size=world)
-    assert_same(results[0]["parameters"], reference(world))
+@on_ranks(3)
+def test_on_three_ranks(rank):
+    module = Padded(counted=True)
+    fit(module, plain(), 3, balance="lb_mini", weighting="next_token")
+    assert_same(full_parameters(module), reference(3))
 
 
 @pytest.mark.parametrize("policy", ["lb_mini", "steal"])
@@ -140,16 +125,14 @@ def test_the_registered_names(name, balance):
     assert ODCStrategy().options.balance == "auto"
 
 
-def _loaders(rank: int) -> list[str]:
-    """What becomes of training and validation loaders."""
+@on_ranks(2)
+def test_only_training_data_is_balanced(rank):
     module = Padded()
     module.validation_step = lambda batch, batch_idx: None
     t = fit(module, plain(shuffle=True), 2, plain(), balance="lb_mini", use_distributed_sampler=True)
-    return [type(t.train_dataloader).__name__, type(t.val_dataloaders).__name__, str(t.num_training_batches)]
-
-
-def test_only_training_data_is_balanced(two_ranks):
-    assert two_ranks["loaders"] == [["BalancedDataLoader", "DataLoader", "3"]] * 2
+    assert isinstance(t.train_dataloader, BalancedDataLoader)
+    assert type(t.val_dataloaders) is DataLoader
+    assert t.num_training_batches == 3
 
 
 class Opaque(torch.utils.data.Dataset[Any]):
@@ -255,51 +238,37 @@ LEFT_ALONE: dict[str, tuple[Any, Any, str]] = {
 
 #: The loader, options, and the policy that is chosen.
 AUTO: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "stream": (
-        lambda rank: plain(dataset=Rows(), batch_size=2),
-        {"balance": "auto", "accumulate_grad_batches": 2},
-        "lb_mini",
-    ),
-    "stream by name": (
-        lambda rank: plain(dataset=Rows(), batch_size=2),
-        {"balance": "lb_micro", "accumulate_grad_batches": 2},
-        "lb_micro",
-    ),
-    "map": (lambda rank: plain(), {"balance": "auto", "cost": "tokens"}, "steal"),
-}
+    name: (
+        lambda: plain(dataset=Rows(), batch_size=2),
+        {"balance": given, "accumulate_grad_batches": 2},
+        policy,
+    )
+    for name, given, policy in (("stream", "auto", "lb_mini"), ("stream by name", "lb_micro", "lb_micro"))
+} | {"map": (plain, {"balance": "auto", "cost": "tokens"}, "steal")}
 
 
-def _fit_auto(rank: int, name: str) -> Any:
-    """The loader's class, its policy, the number of steps, the parameters, and what was said of leaving it alone."""
-    if name in AUTO:
-        make, options, _ = AUTO[name]
-        module = Padded(counted=True)
-    else:
-        make, kind, _ = LEFT_ALONE[name]
-        options, module = {"balance": "auto"}, kind()
+@on_ranks(2)
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_auto_leaves_alone_what_it_cannot_balance_and_says_so_once(rank, name):
+    make, kind, reason = LEFT_ALONE[name]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        t = fit(module, make(rank), **options)
+        t = fit(kind(), make(rank), balance="auto")
     texts = [str(one.message) for one in caught if "leaves the training data as it is" in str(one.message)]
-    own = t.train_dataloader
-    policy = own.options.policy if isinstance(own, BalancedDataLoader) else ""
-    return type(own).__name__, policy, t.global_step, full_parameters(module), texts
+    assert type(t.train_dataloader) is DataLoader
+    assert t.global_step > 0
+    assert len(texts) == (rank == 0)
+    assert all(re.search(reason, text) for text in texts)
 
 
-@pytest.mark.parametrize("name", LEFT_ALONE)
-def test_auto_leaves_alone_what_it_cannot_balance_and_says_so_once(name, two_ranks):
-    for rank, (kind, _, steps, _, texts) in enumerate(two_ranks[name]):
-        assert kind == "DataLoader"
-        assert steps > 0
-        assert len(texts) == (rank == 0)
-        assert all(re.search(LEFT_ALONE[name][-1], text) for text in texts)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", AUTO)
-def test_auto_balances_what_it_can(name, two_ranks):
-    for _, policy, steps, parameters, _ in two_ranks[name]:
-        assert (policy, steps) == (AUTO[name][-1], 3)
-        assert_same(parameters, reference(2))
+def test_auto_balances_what_it_can(rank, name):
+    make, options, policy = AUTO[name]
+    module = Padded(counted=True)
+    t = fit(module, make(), **options)
+    assert (t.train_dataloader.options.policy, t.global_step) == (policy, 3)
+    assert_same(full_parameters(module), reference(2))
 
 
 def test_the_beginning_of_a_stream_tells_whether_ranks_read_the_same():
@@ -380,41 +349,23 @@ class Watched(Padded):
         return super().training_step(batch["a"] if isinstance(batch, dict) else batch, batch_idx)
 
 
-def _plain(rank: int, name: str) -> Any:
-    """Whether training batches are minibatches, the number of steps, and what is said."""
-    module, (make, options, _) = Watched(), PLAIN[name]
+@on_ranks(2)
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_gains_nothing_or_chooses_its_samples_stays_as_it_is(rank, name):
+    module, (make, options, reason) = Watched(), PLAIN[name]
     with said() as text, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(module, make(), **{"balance": "auto", **options})
+    assert module.seen
+    assert Minibatch not in module.seen
     words = "\n".join([text.getvalue(), *(str(one.message) for one in caught)])
-    return Minibatch in module.seen, len(module.seen), words
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_what_gains_nothing_or_chooses_its_samples_stays_as_it_is(name, two_ranks):
-    (is_balanced, batches, words), (other, *_) = two_ranks[name]
-    assert not is_balanced and not other
-    assert batches > 0
-    assert re.search(PLAIN[name][-1], words), words
+    assert rank > 0 or re.search(reason, words), words
     assert "Expected" not in words
 
 
-def _too_long(rank: int) -> str:
-    return failure(Padded(), plain(), 1, balance="lb_mini", max_tokens=20)
-
-
-def test_a_sample_longer_than_max_tokens():
-    (message,) = run_ranks(_too_long, world_size=1)
-    assert "ValueError" in message
-    assert re.search("25.*max_tokens", message)
-
-
-def _explicit(rank: int) -> int:
+@on_ranks(2)
+def test_an_explicit_loader_is_left_alone(rank):
     own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad)
     t = fit(Padded(), own, balance="lb_micro", use_distributed_sampler=True)
     assert t.train_dataloader is own
-    return t.global_step
-
-
-def test_an_explicit_loader_is_left_alone(two_ranks):
-    assert two_ranks["explicit"] == [3, 3]
+    assert t.global_step == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from lightning_odc import BalancedDataLoader, ODCStrategy
 from tests.strategy.test_balance import SAMPLES, Padded, pad
 from tests.support.fits import failure, fit
 from tests.support.modules import ListDataset, trainer
-from tests.support.ranks import run_calls, run_ranks
+from tests.support.ranks import on_ranks
 
 
 class WithLengths(list[Any]):
@@ -89,21 +88,6 @@ CASES: list[tuple[str, bool, str]] = [
 ]
 
 
-def _refused(rank: int, name: str, distributed: bool) -> str:
-    options = {
-        "balance": "steal" if name == "stolen stream" else "lb_mini",
-        "use_distributed_sampler": distributed,
-    }
-    if name == "too long":
-        options["max_tokens"] = 20
-    t = trainer(2, **options)
-    with pytest.raises((ValueError, TypeError)) as error:
-        t.fit(Padded(), LOADERS[name]())
-    # Both ranks make the mistake: neither is told that it followed from something else.
-    assert not any("followed" in note for note in getattr(error.value, "__notes__", []))
-    return str(error.value)
-
-
 #: A loader's own policy, options of the strategy, and what is said.
 EXPLICIT: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -116,33 +100,29 @@ EXPLICIT: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-def _explicit(rank: int, number: int) -> str:
-    """Loaders that would train until ranks have unequal counts, or until somebody steals, are refused before."""
-    policy, options, _ = EXPLICIT[number]
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("name", "distributed", "message"), CASES, ids=[f"{name}-{d}" for name, d, _ in CASES]
+)
+def test_each_mistake_has_one_clear_error_on_every_rank(rank, name, distributed, message):
+    balance = "steal" if name == "stolen stream" else "lb_mini"
+    options = {"balance": balance, "use_distributed_sampler": distributed}
+    if name == "too long":
+        options["max_tokens"] = 20
+    with pytest.raises((ValueError, TypeError), match=f"(?s){message}") as error:
+        trainer(2, **options).fit(Padded(), LOADERS[name]())
+    # Both ranks make the mistake: neither is told that it followed from something else.
+    assert not any("followed" in note for note in getattr(error.value, "__notes__", []))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("policy", "options", "message"), EXPLICIT)
+def test_an_explicit_loader_that_the_strategy_cannot_run(rank, policy, options, message):
+    """Refused before training, which would run until ranks have unequal counts, or until one steals."""
     module = Padded()
-    with pytest.raises(ValueError, match="policy=") as error:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
         fit(module, BalancedDataLoader(SAMPLES, minibatch_size=4, policy=policy, collate_fn=pad), **options)
     assert module.sizes == []
-    return str(error.value)
-
-
-@pytest.fixture(scope="module")
-def messages():
-    """What both ranks were told, by case."""
-    calls = {case: (_refused, *case[:2]) for case in CASES}
-    return run_calls(calls | {number: (_explicit, number) for number in range(len(EXPLICIT))})
-
-
-@pytest.mark.parametrize("case", CASES, ids=[f"{name}-{d}" for name, d, _ in CASES])
-def test_each_mistake_has_one_clear_error_on_every_rank(messages, case):
-    for message in messages[case]:
-        assert re.search(f"(?s){case[2]}", message), message
-
-
-@pytest.mark.parametrize("number", range(len(EXPLICIT)))
-def test_an_explicit_loader_that_the_strategy_cannot_run(messages, number):
-    for message in messages[number]:
-        assert re.search(f"(?s){EXPLICIT[number][2]}", message)
 
 
 def test_options_without_a_policy_are_said_to_do_nothing():
@@ -154,15 +134,12 @@ def test_options_without_a_policy_are_said_to_do_nothing():
         ODCStrategy(balance=None)
 
 
+@on_ranks(1)
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
-def test_unequal_counts_under_a_strategy_that_runs_collectives(strategy):
+def test_unequal_counts_under_a_strategy_that_runs_collectives(rank, strategy):
     own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad)
-    (message,) = run_ranks(_elsewhere, own, strategy, world_size=1)
+    message = failure(Padded(), own, 1, strategy=strategy)
     assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
     assert 'BalancedDataLoader(..., policy="lb_micro", unroll=True)' in message
     with pytest.raises(ValueError, match='Write policy="lb_micro"'):
         BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", unroll=True)
-
-
-def _elsewhere(rank: int, own: BalancedDataLoader, strategy: str) -> str:
-    return failure(Padded(), own, 1, strategy=strategy)

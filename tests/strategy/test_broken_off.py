@@ -32,16 +32,8 @@ from tests.strategy.test_out_of_memory import (
     table,
     train,
 )
-from tests.support.models import WIDTH, Block, full_parameters
-from tests.support.ranks import run_calls, try_ranks
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """All that ends well, in one launch."""
-    functions = (holds, in_bits, by_sample, logs_first, overflows, leaves_all_out)
-    return run_calls({function.__name__: (function,) for function in functions})
-
+from tests.support.models import WIDTH, Block
+from tests.support.ranks import on_ranks, try_ranks
 
 # -- memory -----------------------------------------------------------------------------------------------
 
@@ -96,27 +88,15 @@ class Holds(Short):
 HELD = [["1", "backward", 0, 1], ["0", "forward", 1, 2], ["2", "backward", 1, 2], ["2", "backward", 2, 3]]
 
 
-def holds(rank: int) -> Any:
-    found = {}
-    for name, data in {
-        "minibatches": batches(1, len(HELD)),
-        "plain": [table(4, 4 + m, 0) for _, _, m, _ in HELD[1:]],
-    }.items():
-        told = HELD if name == "minibatches" else HELD[1:]
-        module = Holds(told if rank == 1 else (), returns_view=name == "minibatches")
-        train(module, data)
-        found[name] = module.held, module.trips
-    return found
-
-
 @needs_reset
-def test_nothing_of_a_microbatch_that_broke_off_is_in_memory_when_its_parts_begin(ranks):
-    other, cut = ranks["holds"]
-    for name in cut:
-        assert other[name] == ([], 0)
-        held, trips = cut[name]
-        assert trips >= len(HELD) - 1
-        assert held == [0] * trips, name
+@on_ranks(2)
+def test_nothing_of_a_microbatch_that_broke_off_is_in_memory_when_its_parts_begin(rank):
+    plain = [table(4, 4 + m, 0) for _, _, m, _ in HELD[1:]]
+    for told, data, returns_view in ((HELD, batches(1, len(HELD)), True), (HELD[1:], plain, False)):
+        module = Holds(told if rank == 1 else (), returns_view)
+        train(module, data)
+        assert module.held == [0] * module.trips
+        assert module.trips >= len(HELD) - 1 if rank == 1 else module.trips == 0
 
 
 # -- the gradient, bit for bit ----------------------------------------------------------------------------
@@ -164,34 +144,28 @@ def planned_in_parts(minibatch: Minibatch, m: int, fits: int) -> Minibatch:
     return Minibatch(tables, [float(one[:, 1:].numel()) for one in tables])
 
 
-def in_bits(rank: int) -> Any:
+@needs_reset
+@on_ranks(2)
+def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts(rank):
+    """Of the whole where it had added before memory ran out, else of the parts; no other sum, in no other order."""
     told = [one for one, _ in BITS]
     whole = batches(rank, len(BITS))
     split = [
         planned_in_parts(one, m, fits) if rank == 1 else one
         for one, (_, _, m, fits) in zip(whole, told, strict=True)
     ]
-    runs = [([], whole), ([], split), (told if rank == 1 else [], whole)]
-    found = []
-    for place, data in runs:
+    gradients = []
+    for place, data in (([], whole), ([], split), (told if rank == 1 else [], whole)):
         module = Still(place)
         train(module, data, deterministic=True)
-        found.append(module.gradients)
-    return found
-
-
-@needs_reset
-def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts(ranks):
-    """Of the whole where it had added before memory ran out, else of the parts; no other sum, in no other order."""
-    for whole, split, retried in ranks["in_bits"]:
-        for (told, added), *steps in zip(BITS, whole, split, retried, strict=True):
-            of_whole, of_split, ours = steps
-            differ = 0
-            for name, gradient in ours.items():
-                is_added = any(name.startswith(f"net.blocks.{block}.") for block in added)
-                assert torch.equal(gradient, (of_whole if is_added else of_split)[name]), (told, name)
-                differ += not torch.equal(of_whole[name], of_split[name])
-            assert differ > 5, "both plans do not have the same bits anyway"
+        gradients.append(module.gradients)
+    for (told, added), of_whole, of_split, ours in zip(BITS, *gradients, strict=True):
+        differ = 0
+        for name, gradient in ours.items():
+            is_added = any(name.startswith(f"net.blocks.{block}.") for block in added)
+            assert torch.equal(gradient, (of_whole if is_added else of_split)[name]), (told, name)
+            differ += not torch.equal(of_whole[name], of_split[name])
+        assert differ > 5, "both plans do not have the same bits anyway"
 
 
 # -- units, and parameters of them, that only some samples run --------------------------------------------
@@ -243,27 +217,18 @@ def with_last_tokens(*last: int) -> Tensor:
     return made
 
 
-def by_sample(rank: int) -> Any:
+@needs_reset
+@on_ranks(2)
+def test_units_and_layers_that_only_some_samples_run(rank):
+    """A part may do without a unit that has added the gradient of the whole; and what ran before leaves no mark."""
     routed = Routed([["0", "backward", 1, 1]] if rank == 1 else ())
     train(routed, batches(rank, 1))
     gated = Conditional([["gate", "backward", 1, 1]] if rank == 1 else ())
-    data = [Minibatch([with_last_tokens(2, 3)])]
-    train(gated, data, auto_wrap_policy={Block, Gated})
-    return [(one.states, one.trips) for one in (routed, gated)]
-
-
-@needs_reset
-def test_units_and_layers_that_only_some_samples_run(ranks):
-    """A part may do without a unit that has added the gradient of the whole; and what ran before leaves no mark."""
-    routed, gated = Routed(), Conditional()
-    tables = [*batches(0, 1)[0], *batches(1, 1)[0]]
-    two = [with_last_tokens(2, 3)] * 2
-    one_step(routed, tables)
-    one_step(gated, two)
-    for rank, found in enumerate(ranks["by_sample"]):
-        for (states, trips), expected in zip(found, (routed, gated), strict=True):
-            assert bool(trips) == (rank == 1)
-            assert differences(states, [full_parameters(expected)])[0] < TOLERANCE, type(expected)
+    train(gated, [Minibatch([with_last_tokens(2, 3)])], auto_wrap_policy={Block, Gated})
+    whole = [*batches(0, 1)[0], *batches(1, 1)[0]]
+    for module, tables in ((routed, whole), (gated, [with_last_tokens(2, 3)] * 2)):
+        assert bool(module.trips) == (rank == 1)
+        assert differences(module.states, [one_step(type(module)(), tables)])[0] < TOLERANCE, type(module)
 
 
 class LogsFirst(Short):
@@ -275,18 +240,13 @@ class LogsFirst(Short):
         return loss / batch[:, 1:].numel()
 
 
-def logs_first(rank: int) -> Any:
+@needs_reset
+@on_ranks(2)
+def test_a_plain_batch_logs_a_name_once(rank):
     module = LogsFirst([["1", "forward", 0, 1], ["1", "backward", 0, 1]] if rank == 1 else ())
     train(module, [table(4, 4, 0)] * 2)
-    return {name: float(value) for name, value in module.trainer.callback_metrics.items()}, module.trips
-
-
-@needs_reset
-def test_a_plain_batch_logs_a_name_once(ranks):
-    (other, none), (cut, trips) = ranks["logs_first"]
-    assert not none
-    assert trips > 3
-    assert other == cut == {"rows": 8.0, "behind": 8.0}
+    assert module.trips > 3 if rank == 1 else module.trips == 0
+    assert {k: float(v) for k, v in module.trainer.callback_metrics.items()} == {"rows": 8.0, "behind": 8.0}
 
 
 # -- microbatches that count nothing ----------------------------------------------------------------------
@@ -305,24 +265,17 @@ class Overflows(Short):
         return output * float("nan") if is_whole else output
 
 
-def overflows(rank: int) -> Any:
-    found = []
-    for m in (1, 2):
-        module = Overflows([["0", "backward", m, 1]], m) if rank == 1 else Overflows()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            train(module, batches(rank, 1), on_nonfinite="skip")
-        found.append((module.states, module.trips, sum("left out" in str(one.message) for one in caught)))
-    return found
-
-
 @needs_reset
-def test_what_is_left_out_and_runs_out_of_memory_does_not_run_again(ranks):
-    for rank, found in enumerate(ranks["overflows"]):
-        for m, (states, trips, left_out) in zip((1, 2), found, strict=True):
-            tables = [*batches(0, 1)[0], *(one for one in batches(1, 1)[0] if one.shape[1] != 4 + m)]
-            assert trips == left_out == rank
-            assert differences(states, [one_step(Short(), tables)])[0] < TOLERANCE, m
+@on_ranks(2)
+@pytest.mark.parametrize("m", [1, 2])
+def test_what_is_left_out_and_runs_out_of_memory_does_not_run_again(rank, m):
+    module = Overflows([["0", "backward", m, 1]], m) if rank == 1 else Overflows()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(module, batches(rank, 1), on_nonfinite="skip")
+    tables = [*batches(0, 1)[0], *(one for one in batches(1, 1)[0] if one.shape[1] != 4 + m)]
+    assert module.trips == sum("left out" in str(one.message) for one in caught) == rank
+    assert differences(module.states, [one_step(Short(), tables)])[0] < TOLERANCE
 
 
 class Unlogged(Short):
@@ -330,18 +283,13 @@ class Unlogged(Short):
         return {"loss": self.loss(batch), "num_items": batch[:, 1:].numel()}
 
 
-def leaves_all_out(rank: int) -> Any:
+@needs_reset
+@on_ranks(2)
+def test_a_rank_may_leave_out_all_that_it_has(rank):
+    """Then it does not say how its losses are weighted, and goes along with the others."""
     module = Unlogged([["1", "forward", 0, 0]] if rank == 1 else ())
     train(module, [table(1, 4, rank)], on_out_of_memory="skip")
-    return module.states
-
-
-@needs_reset
-def test_a_rank_may_leave_out_all_that_it_has(ranks):
-    """Then it does not say how its losses are weighted, and goes along with the others."""
-    expected = one_step(Short(), [table(1, 4, 0)])
-    for states in ranks["leaves_all_out"]:
-        assert differences(states, [expected])[0] < TOLERANCE
+    assert differences(module.states, [one_step(Short(), [table(1, 4, 0)])])[0] < TOLERANCE
 
 
 # -- runs that end ----------------------------------------------------------------------------------------

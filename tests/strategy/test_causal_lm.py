@@ -24,9 +24,10 @@ from lightning_odc.strategy.model_facts import (
     packing_trouble,
     watch_packed_calls,
 )
+from tests.support.fits import assert_same, one_process
 from tests.support.models import full_parameters
 from tests.support.modules import loader, trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -221,36 +222,29 @@ def states(module: LightningModule) -> list[Any]:
 
 
 ROWS = [[3, 4, 5], [6, 7]]
-CASES = [
-    (lambda: Inside(model_of("Llama"), sets_up_early=True), "on_demand"),
-    (lambda: Inside(model_of("Llama")), "collective"),
-    (lambda: Inside(leaky()), "on_demand"),
-]
 
 
-def check(rank: int) -> list[Any]:
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("sets_up_early", "communication", "leaks"),
+    [
+        (True, "on_demand", ""),
+        (False, "collective", ""),
+        (False, "on_demand", "LeakyForCausalLM"),
+    ],
+)
+def test_sharded_models_are_checked_on_all_ranks_together(rank, sets_up_early, communication, leaks):
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    results = []
-    for make, communication in CASES:
-        strategy = Checks(communication=communication, hang_report_after=None)
-        fitter, module = trainer(2, strategy=strategy), make()
-        module.train()
-        fitter.fit(module, loader([PackingCollator()(ROWS)]))
-        results.append((strategy.found, fitter.global_step, full_parameters(module)))
-    return results
-
-
-def test_sharded_models_are_checked_on_all_ranks_together():
-    for results in run_ranks(check):
-        assert [steps for _, steps, _ in results] == [1, 1, 1]
-        assert [found.partition(" ")[0] for found, _, _ in results] == ["", "", "LeakyForCausalLM"]
-        module = Inside(model_of("Llama"))  # training is that without a check
-        module.training_step(PackingCollator()(ROWS), 0).backward()
-        for _, _, parameters in results[:2]:
-            for name, parameter in module.named_parameters():
-                assert parameter.grad is not None
-                expected = parameter.detach() - 0.1 * parameter.grad
-                torch.testing.assert_close(parameters[name], expected, rtol=0, atol=1e-6)
+    strategy = Checks(communication=communication, hang_report_after=None)
+    module = Inside(leaky() if leaks else model_of("Llama"), sets_up_early=sets_up_early)
+    module.train()
+    fitter, batch = trainer(2, strategy=strategy), PackingCollator()(ROWS)
+    fitter.fit(module, loader([batch]))
+    assert fitter.global_step == 1
+    assert strategy.found.partition(" ")[0] == leaks
+    if not leaks:  # training is that without a check
+        expected = one_process(Inside(model_of("Llama")), [[batch]])
+        assert_same(full_parameters(module), expected, tolerance=1e-6)
 
 
 # -- how it is called ------------------------------------------------------------------------------------------

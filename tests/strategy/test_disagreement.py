@@ -6,7 +6,6 @@ import importlib
 import re
 import sys
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from lightning_odc import Minibatch
 from tests.support.fits import failure, fit
 from tests.support.models import token_batches
 from tests.support.modules import TokenModule
-from tests.support.ranks import run_calls, try_ranks
+from tests.support.ranks import on_ranks, try_ranks
 
 #: The ranks' own patience, longer than that of these tests.
 TIMEOUT = timedelta(minutes=10)
@@ -77,33 +76,15 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def _differs(rank: int, case: str) -> str:
-    options = dict(CASES[case][0]) if rank == 1 else {}
-    module = options.pop("module", TokenModule)("items", lr=options.pop("lr", 0.1))
-    return failure(module, [Minibatch([b]) for b in token_batches([5, 9, 4])], timeout=TIMEOUT, **options)
-
-
-def _fits_another_file(rank: int, folder: Path) -> str:
-    file = folder / str(rank) / "edited.py"
-    file.parent.mkdir()
-    file.write_text(OF_TWO_FILES.format(factor=rank))
-    sys.path.insert(0, str(file.parent))
-    edited = importlib.import_module("edited")
-    return failure(edited.Edited("items"), [Minibatch(token_batches([5]))], timeout=TIMEOUT)
-
-
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What both ranks are told before the first step, in one launch."""
-    calls = {case: (_differs, case) for case in CASES}
-    return run_calls(calls | {"files": (_fits_another_file, tmp_path_factory.mktemp("files"))})
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_named_before_the_first_step(case, told):
-    for text in told[case]:
-        assert "DisagreementError" in text
-        assert re.search(CASES[case][1], text), text
+def test_it_is_named_before_the_first_step(rank, case):
+    options, message = CASES[case] if rank == 1 else ({}, CASES[case][1])
+    options = dict(options)
+    module = options.pop("module", TokenModule)("items", lr=options.pop("lr", 0.1))
+    text = failure(module, [Minibatch([b]) for b in token_batches([5, 9, 4])], timeout=TIMEOUT, **options)
+    assert "DisagreementError" in text
+    assert re.search(message, text), text
 
 
 OF_TWO_FILES = """
@@ -114,10 +95,16 @@ class Edited(TokenModule):
 """
 
 
-def test_another_version_of_the_same_class_is_named(told):
-    for text in told["files"]:
-        first, second = set(re.findall(r"class edited.Edited in a file with digest ([0-9a-f]{12})", text))
-        assert first != second
+@on_ranks(2)
+def test_another_version_of_the_same_class_is_named(rank, tmp_path):
+    file = tmp_path / str(rank) / "edited.py"
+    file.parent.mkdir()
+    file.write_text(OF_TWO_FILES.format(factor=rank))
+    sys.path.insert(0, str(file.parent))
+    edited = importlib.import_module("edited")
+    text = failure(edited.Edited("items"), [Minibatch(token_batches([5]))], timeout=TIMEOUT)
+    first, second = set(re.findall(r"class edited.Edited in a file with digest ([0-9a-f]{12})", text))
+    assert first != second
 
 
 def _parts(rank: int, module: type[TokenModule], who: int = 1) -> None:

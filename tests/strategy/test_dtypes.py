@@ -12,7 +12,7 @@ import lightning_odc
 from lightning_odc import Minibatch
 from tests.support.fits import Sgd, fit, fitted, largest_difference, one_process
 from tests.support.models import WIDTH, Block, full_parameters, token_batches
-from tests.support.ranks import run_calls
+from tests.support.ranks import on_ranks
 
 LR = 0.1
 SINCE = 1753056000.123456  # seconds; fp32 can tell apart moments that are 128 s apart
@@ -72,59 +72,36 @@ CLIP = 0.5
 OTHER_STEPS = [[tokens[:2], tokens[2:]] for tokens in (token_batches([5, 9, 4], seed=s) for s in range(3))]
 
 
-def _fit_mixed_dtypes(rank: int, directory: str, communication: str) -> Any:
-    batches, options = [Minibatch(ranks[rank][:1]) for ranks in OTHER_STEPS], {}
-    single = batches
-    if communication == "on_demand":
-        batches = [Minibatch(ranks[rank]) for ranks in OTHER_STEPS]
-        options = {"activation_checkpointing_policy": {MixedBlock}, "accumulator_dtype": torch.float64}
-    module = MixedDtypes()
-    before = _dtypes_of(module)
-    t = fit(module, batches, communication=communication, gradient_clip_val=CLIP, **options)
-    t.save_checkpoint(path := f"{directory}/{communication}.ckpt")
-    trained = full_parameters(module)
-    resumed = fitted(MixedDtypes(), [], communication=communication, ckpt_path=path)
-    assert all(torch.equal(*pair) for pair in zip(resumed.values(), trained.values(), strict=True))
-    mixed = fitted(MixedDtypes(), single, communication=communication, precision="bf16-mixed")
-    return trained, _dtypes_of(module) == before, float(module.since), mixed
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("dtypes"))
-    calls = {("mixed", kind): (_fit_mixed_dtypes, folder, kind) for kind in ("on_demand", "collective")}
-    return run_calls(calls | {name: (_fit_double, name) for name in DOUBLES})
-
-
-def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(two_ranks):
-    start = full_parameters(MixedDtypes())
-    steps = {
-        "on_demand": [[batch for own in ranks for batch in own] for ranks in OTHER_STEPS],
-        "collective": [[own[0] for own in ranks] for ranks in OTHER_STEPS],
-    }
-    for communication, batches in steps.items():
-        expected = one_process(MixedDtypes(), batches, CLIP)
-        for parameters, same_dtypes, since, mixed in two_ranks["mixed", communication]:
-            assert same_dtypes
-            assert since == SINCE
-            for name, value in start.items():
-                if value.is_complex():
-                    assert (mixed[name] - value).imag.abs().max() > 1e-4
-            for value, reference in zip(parameters.values(), expected.values(), strict=True):
-                torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
-
-
-def test_under_mixed_precision_both_communications_round_them_alike(two_ranks):
-    for (*_, ours), (*_, stock) in zip(
-        two_ranks["mixed", "on_demand"], two_ranks["mixed", "collective"], strict=True
-    ):
-        for name, start in full_parameters(MixedDtypes()).items():
-            if start.dtype == torch.float64:
-                # torch 2.15 casts these gradients elsewhere: one rounding to bf16
-                moved = (stock[name] - start).abs().max().item()
-                torch.testing.assert_close(ours[name], stock[name], rtol=0, atol=2**-8 * moved + 1e-6)
-            else:  # sums of two bf16 or complex numbers, whoever sums them
-                torch.testing.assert_close(ours[name], stock[name], rtol=1e-5, atol=1e-6)
+@on_ranks(2)
+def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(rank, tmp_path):
+    """Under mixed precision, both communications round them alike."""
+    start, rounded = full_parameters(MixedDtypes()), []
+    for communication in ("on_demand", "collective"):
+        batches, options = [Minibatch(ranks[rank][:1]) for ranks in OTHER_STEPS], {}
+        single, steps = batches, [[own[0] for own in ranks] for ranks in OTHER_STEPS]
+        if communication == "on_demand":
+            batches = [Minibatch(ranks[rank]) for ranks in OTHER_STEPS]
+            steps = [[batch for own in ranks for batch in own] for ranks in OTHER_STEPS]
+            options = {"activation_checkpointing_policy": {MixedBlock}, "accumulator_dtype": torch.float64}
+        module = MixedDtypes()
+        before = _dtypes_of(module)
+        t = fit(module, batches, communication=communication, gradient_clip_val=CLIP, **options)
+        t.save_checkpoint(path := tmp_path / f"{communication}.ckpt")
+        trained, expected = full_parameters(module), one_process(MixedDtypes(), steps, CLIP)
+        for value, reference in zip(trained.values(), expected.values(), strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
+        assert _dtypes_of(module) == before
+        assert float(module.since) == SINCE
+        resumed = fitted(MixedDtypes(), [], communication=communication, ckpt_path=path)
+        assert all(torch.equal(*pair) for pair in zip(resumed.values(), trained.values(), strict=True))
+        rounded.append(fitted(MixedDtypes(), single, communication=communication, precision="bf16-mixed"))
+    ours, stock = rounded
+    for name, value in start.items():
+        # torch 2.15 casts gradients of fp64 elsewhere: one rounding to bf16. Others are sums of two numbers.
+        moved = (stock[name] - value).abs().max().item() if value.dtype == torch.float64 else 0.0
+        bounds = {"rtol": 0, "atol": 2**-8 * moved + 1e-6} if moved else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(ours[name], stock[name], **bounds)
+        assert not value.is_complex() or (ours[name] - value).imag.abs().max() > 1e-4
 
 
 class Double(Sgd):
@@ -150,25 +127,20 @@ DOUBLES: dict[str, tuple[str, bool, dict[str, Any]]] = {
 }
 
 
-def _fit_double(rank: int, name: str) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("name", DOUBLES)
+def test_a_model_in_fp64_has_the_precision_of_fp64(rank, name):
     returns, as_minibatches, options = DOUBLES[name]
-    batches = [ranks[rank][0] for ranks in OTHER_STEPS]
     if as_minibatches:
         batches = [Minibatch(b) for ranks in OTHER_STEPS for b in (ranks[rank][:1], ranks[rank][1:], [])]
-    module = Double(returns)
-    return fitted(module, batches, accumulate_grad_batches=3, **options), module.dtype
-
-
-@pytest.mark.parametrize("name", DOUBLES)
-def test_a_model_in_fp64_has_the_precision_of_fp64(name, two_ranks):
-    returns, as_minibatches, _ = DOUBLES[name]
-    steps = [[batch for own in ranks for batch in own] for ranks in OTHER_STEPS]
-    if not as_minibatches:  # one step on the first batch of each
+        steps = [[batch for own in ranks for batch in own] for ranks in OTHER_STEPS]
+    else:  # one step on the first batch of each
+        batches = [ranks[rank][0] for ranks in OTHER_STEPS]
         steps = [[own[0] for ranks in OTHER_STEPS for own in ranks]]
-    expected = one_process(Double(returns), steps)
-    for parameters, dtype in two_ranks[name]:
-        assert dtype == torch.float64
-        assert largest_difference(parameters, expected) < 1e-13
+    module = Double(returns)
+    parameters = fitted(module, batches, accumulate_grad_batches=3, **options)
+    assert module.dtype == torch.float64
+    assert largest_difference(parameters, one_process(Double(returns), steps)) < 1e-13
 
 
 def test_what_a_precision_does_not_name_stays():

@@ -16,7 +16,7 @@ from lightning_odc.errors import DisagreementError
 from tests.support.fits import LR, Watch, fit, numbers, shares
 from tests.support.models import full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer, unsized
-from tests.support.ranks import run_calls, run_ranks, try_ranks
+from tests.support.ranks import on_ranks, try_ranks
 
 SOON = timedelta(seconds=20)
 
@@ -61,66 +61,40 @@ DATA: dict[str, Any] = {
 }
 
 
-def _validate(
+def assert_exact(
     rank: int, kind: str, cases: list[list[list[int]]], communication: str = "on_demand"
-) -> list[dict[str, float]]:
-    module, results = Names(), []
-    t = trainer(len(cases[0]), communication=communication, timeout=SOON)
+) -> None:
+    """Validate batches of these lengths, by case and rank, one after another."""
+    module, t = Names(), trainer(len(cases[0]), communication=communication, timeout=SOON)
     for lengths in cases:
-        results += t.validate(module, DATA[kind](lengths[rank]), verbose=False)
+        (seen,) = t.validate(module, DATA[kind](lengths[rank]), verbose=False)
         assert "log" not in vars(module)
-    return results
+        expected = expected_of(lengths, rank)
+        assert {n: v for n, v in seen.items() if n in expected} == pytest.approx(expected, rel=1e-6)
+        assert not ({"even", "odd", "own"} - expected.keys()) & seen.keys()
+        batches = 2 * len(lengths) if kind == "minibatches" else sum(len(own) for own in lengths)
+        assert seen["batches_epoch"] == batches
 
 
 CASES = [[[4, 5, 6], [5]], [[4], [7]], [[7, 4, 9], [4, 7, 6, 2]]]
-ONE_IS_EMPTY = [[[3, 8], []], [[], [5]]]
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    """All that ends well on two ranks, in one launch."""
-    calls = {
-        kind: (_validate, kind, CASES if kind.startswith("plain") else [*CASES, *ONE_IS_EMPTY])
-        for kind in DATA
-    }
-    calls |= {"collective": (_validate, "minibatches", [EQUAL], "collective")}
-    calls |= {"lockstep": (_validate, "minibatches, unsized", [UNEQUAL], "lockstep")}
-    calls |= {("metrics", kind): (_evaluate_metrics, kind) for kind in ("minibatches", "plain, unsized")}
-    calls |= {number: (_fit_metrics, *TRAINED[number]) for number in range(len(TRAINED))}
-    calls |= {("beside", kind): (_evaluate, kind) for kind in EVALUATIONS}
-    others = {"stock": (_validate_stock,), "several": (_validate_several,), "epochs": (_fit_epochs,)}
-    return run_calls(calls | others | {"fails": (_validate_failing,)})
-
-
-def assert_exact(results: list[dict[str, float]], cases: list[list[list[int]]], rank: int) -> None:
-    for seen, lengths in zip(results, cases, strict=True):
-        expected = expected_of(lengths, rank)
-        assert {n: v for n, v in seen.items() if n in expected} == pytest.approx(expected, rel=1e-6)
-        unlogged = {"even", "odd", "own"} - expected.keys()
-        assert not unlogged & seen.keys()
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("kind", DATA)
-def test_values_are_exact_whatever_names_a_rank_logs_in_whatever_order(kind, ranks):
-    cases = CASES if kind.startswith("plain") else [*CASES, *ONE_IS_EMPTY]
-    for rank, results in enumerate(ranks[kind]):
-        assert_exact(results, cases, rank)
-        for seen, lengths in zip(results, cases, strict=True):
-            batches = 4 if kind == "minibatches" else sum(len(own) for own in lengths)
-            assert seen["batches_epoch"] == batches
-            assert seen["one"] == 1.0
+def test_values_are_exact_whatever_names_a_rank_logs_in_whatever_order(rank, kind):
+    one_is_empty = [[[3, 8], []], [[], [5]]]
+    assert_exact(rank, kind, CASES if kind.startswith("plain") else CASES + one_is_empty)
 
 
-EQUAL, UNEQUAL = [[4, 6], [5, 7]], [[4, 6, 3], [5]]
+@on_ranks(2)
+def test_shares_are_merged_in_every_communication(rank):
+    assert_exact(rank, "minibatches", [[[4, 6], [5, 7]]], "collective")
+    assert_exact(rank, "minibatches, unsized", [[[4, 6, 3], [5]]], "lockstep")
 
 
-def test_shares_are_merged_in_every_communication_and_on_three_ranks(ranks):
-    on_three = [[4, 6], [5, 7], [9, 3]]
-    cases = [(EQUAL, ranks["collective"]), (UNEQUAL, ranks["lockstep"])]
-    cases.append((on_three, run_ranks(_validate, "minibatches", [on_three], world_size=3)))
-    for lengths, found in cases:
-        for rank, results in enumerate(found):
-            assert_exact(results, [lengths], rank)
+@on_ranks(3)
+def test_shares_are_merged_on_three_ranks(rank):
+    assert_exact(rank, "minibatches", [[[4, 6], [5, 7], [9, 3]]])
 
 
 class Weights(TokenModule):
@@ -129,15 +103,12 @@ class Weights(TokenModule):
         self.log("one", 1.0, sync_dist=True, batch_size=3 - self.global_rank)
 
 
-def _validate_stock(rank: int) -> list[dict[str, float]]:
+@on_ranks(2)
+def test_collective_evaluation_of_plain_batches_is_lightnings_but_for_rounded_counts(rank):
     t = trainer(2, communication="collective", timeout=SOON)
-    return t.validate(Weights(), loader(token_batches([4])), verbose=False)
-
-
-def test_collective_evaluation_of_plain_batches_is_lightnings_but_for_rounded_counts(ranks):
+    (seen,) = t.validate(Weights(), loader(token_batches([4])), verbose=False)
     # Counts 3 and 2: a mean of integers would be 2, and the constant 1.25.
-    for (seen,) in ranks["stock"]:
-        assert seen == {"one": 1.0, "value": pytest.approx(2 / 5)}
+    assert seen == {"one": 1.0, "value": pytest.approx(2 / 5)}
 
 
 # -- several loaders, several epochs, other hooks -------------------------------------------------------------
@@ -152,18 +123,13 @@ class Several(TokenModule):
         self.log("hooks", 1.0, sync_dist=True, batch_size=1)
 
 
-def _validate_several(rank: int) -> list[dict[str, float]]:
+@on_ranks(2)
+def test_every_loader_has_its_values_on_every_rank(rank):
     loaders = [unsized(token_batches(n)) for n in ([[4, 6], [], [5]] if rank == 0 else [[], [7], []])]
-    return trainer(2, timeout=SOON).validate(Several(), loaders, verbose=False)
-
-
-def test_every_loader_has_its_values_on_every_rank(ranks):
-    for results in ranks["several"]:
-        assert results == [
-            {"length/dataloader_idx_0": 5.0, "only_0": 1.0, "hooks/dataloader_idx_0": 1.0},
-            {"length/dataloader_idx_1": 7.0, "only_1": 1.0, "hooks/dataloader_idx_1": 1.0},
-            {"length/dataloader_idx_2": 5.0, "only_2": 1.0, "hooks/dataloader_idx_2": 1.0},
-        ]
+    assert trainer(2, timeout=SOON).validate(Several(), loaders, verbose=False) == [
+        {f"length/dataloader_idx_{i}": length, f"only_{i}": 1.0, f"hooks/dataloader_idx_{i}": 1.0}
+        for i, length in enumerate((5.0, 7.0, 5.0))
+    ]
 
 
 class Epochs(TokenModule):
@@ -196,19 +162,14 @@ class Reads(Callback):
             assert trainer.callback_metrics["a"] > 0
 
 
-def _fit_epochs(rank: int) -> Any:
+@on_ranks(2)
+def test_hooks_at_the_end_of_the_epoch_see_global_values(rank):
     module = Epochs(rank)
     options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
-    t = trainer(2, timeout=SOON, callbacks=[Reads()], **options)
-    t.fit(module, loader([Minibatch(token_batches([4 + rank]))]))
-    return module.ends[1:], numbers(t.callback_metrics)
-
-
-def test_hooks_at_the_end_of_the_epoch_see_global_values(ranks):
-    for seen, final in ranks["epochs"]:
-        assert [values["a"] for values in seen] == [5.0, 15.0, 25.0]
-        assert [values["b"] for values in seen] == [105.0, 115.0, 125.0]
-        assert final == {"a": 25.0, "b": 125.0, "end": 0.5}
+    t = fit(module, [Minibatch(token_batches([4 + rank]))], timeout=SOON, callbacks=[Reads()], **options)
+    assert [values["a"] for values in module.ends[1:]] == [5.0, 15.0, 25.0]
+    assert [values["b"] for values in module.ends[1:]] == [105.0, 115.0, 125.0]
+    assert numbers(t.callback_metrics) == {"a": 25.0, "b": 125.0, "end": 0.5}
 
 
 # -- torchmetrics ---------------------------------------------------------------------------------------------
@@ -263,20 +224,17 @@ class Measured(TokenModule):
         self.measure(batch, "val")
 
 
-def _evaluate_metrics(rank: int, kind: str) -> list[dict[str, float]]:
-    t, module, results = trainer(2, timeout=SOON), Measured(), []
-    for lengths in ([[4, 6], []], [[], [7]], [[4], [5, 9]]):
-        results += t.validate(module, DATA[kind](lengths[rank]), verbose=False)
-    return results
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("kind", ["minibatches", "plain, unsized"])
-def test_metric_objects_are_synchronised_on_ranks_without_data_too(kind, ranks):
-    expected = [(5.0, 10.0), (7.0, 7.0), (6.0, 18.0)]
-    for results in ranks["metrics", kind]:
-        assert results == [
-            {"val_mean": mean, "val_rows": total, "val_scalars": total} for mean, total in expected
-        ]
+def test_metric_objects_are_synchronised_on_ranks_without_data_too(rank, kind):
+    t, module = trainer(2, timeout=SOON), Measured()
+    for lengths, mean, total in (
+        ([[4, 6], []], 5.0, 10.0),
+        ([[], [7]], 7.0, 7.0),
+        ([[4], [5, 9]], 6.0, 18.0),
+    ):
+        found = t.validate(module, DATA[kind](lengths[rank]), verbose=False)
+        assert found == [{"val_mean": mean, "val_rows": total, "val_scalars": total}]
 
 
 #: The communication, and lengths of microbatches by step and rank.
@@ -287,19 +245,15 @@ TRAINED: list[tuple[str, list[list[list[int]]]]] = [
 ]
 
 
-def _fit_metrics(rank: int, communication: str, minibatches: list[list[list[int]]]) -> list[dict[str, float]]:
+@on_ranks(2)
+@pytest.mark.parametrize(("communication", "minibatches"), TRAINED)
+def test_metric_objects_in_training(rank, communication, minibatches):
     watch = Watch()
     data = [Minibatch(token_batches(step[rank])) for step in minibatches]
     fit(Measured(), data, timeout=SOON, communication=communication, max_epochs=2, callbacks=[watch])
-    return watch.epochs
-
-
-@pytest.mark.parametrize("number", range(len(TRAINED)))
-def test_metric_objects_in_training(number, ranks):
-    lengths = [n for step in TRAINED[number][1] for own in step for n in own]
+    lengths = [n for step in minibatches for own in step for n in own]
     expected = {"train_mean": sum(lengths) / len(lengths), "train_rows": sum(lengths)}
-    expected["train_scalars"] = sum(lengths)
-    assert ranks[number] == [[expected, expected]] * 2
+    assert watch.epochs == [expected | {"train_scalars": sum(lengths)}] * 2
 
 
 class Missing(LightningModule):
@@ -345,15 +299,33 @@ class Fails(TokenModule):
         raise ValueError("on purpose")
 
 
-def _validate_failing(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_an_evaluation_that_fails_leaves_no_trace(rank):
     module, t = Fails(), trainer(2, timeout=SOON)
     with pytest.raises((ValueError, RuntimeError)):
         t.validate(module, loader([Minibatch(token_batches([4]))]), verbose=False)
-    return [name in vars(o) for o in (module, t.validate_loop) for name in ("log", "on_run_end")]
+    assert not any(name in vars(o) for o in (module, t.validate_loop) for name in ("log", "on_run_end"))
 
 
-def test_an_evaluation_that_fails_leaves_no_trace(ranks):
-    assert ranks["fails"] == [[False] * 4] * 2
+def evaluate(rank: int, kind: str, world_size: int) -> None:
+    """Fit, validate, test, predict, and validate again."""
+    module, data = TokenModule(lr=LR), EVALUATIONS[kind][rank]
+    module.test_step = lambda batch: module.validation_step(batch, 0)
+    module.predict_step = lambda batch, batch_idx: batch.shape[1]
+    t = fit(module, shares(rank, (1,) * world_size), world_size, data)
+    assert t.callback_metrics["val_one"] == 1.0
+    alone = TokenModule()
+    alone.load_state_dict(full_parameters(module))
+    batches = [batch for own in EVALUATIONS[kind][:world_size] for batch in own]
+    flat = [b for batch in batches for b in (batch if isinstance(batch, Minibatch) else [batch])]
+    with torch.no_grad():
+        loss = sum(summed_loss(alone.net, b).item() / (b.numel() - 1) for b in flat) / len(flat)
+    for run in (t.validate, t.test, t.validate):
+        (values,) = run(module, loader(data), verbose=False)
+        assert values == {"val_one": 1.0, "val_loss": pytest.approx(loss, rel=1e-5)}
+        assert t.predict(module, loader(data)) == [
+            [b.shape[1] for b in batch] if isinstance(batch, Minibatch) else batch.shape[1] for batch in data
+        ]
 
 
 # -- beside training ------------------------------------------------------------------------------------------
@@ -369,33 +341,12 @@ EVALUATIONS: dict[str, list[list[Any]]] = {
 }
 
 
-def _evaluate(rank: int, kind: str, world_size: int = 2) -> list[Any]:
-    """What fitting, validating, testing, predicting and validating again give, and what the loss should be."""
-    module, data = TokenModule(lr=LR), EVALUATIONS[kind][rank]
-    module.test_step = lambda batch: module.validation_step(batch, 0)
-    module.predict_step = lambda batch, batch_idx: batch.shape[1]
-    t = fit(module, shares(rank, (1,) * world_size), world_size, data)
-    found = [numbers(t.callback_metrics)]
-    found += [evaluate(module, loader(data), verbose=False)[0] for evaluate in (t.validate, t.test)]
-    found += [t.predict(module, loader(data)), t.validate(module, loader(data), verbose=False)[0]]
-    alone = TokenModule()
-    alone.load_state_dict(full_parameters(module))
-    batches = [batch for own in EVALUATIONS[kind][:world_size] for batch in own]
-    flat = [b for batch in batches for b in (batch if isinstance(batch, Minibatch) else [batch])]
-    with torch.no_grad():
-        return [*found, sum(summed_loss(alone.net, b).item() / (b.numel() - 1) for b in flat) / len(flat)]
+@on_ranks(2)
+@pytest.mark.parametrize("kind", EVALUATIONS)
+def test_evaluation_with_different_numbers_of_batches_finishes_and_is_exact(rank, kind):
+    evaluate(rank, kind, 2)
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [*((kind, 2) for kind in EVALUATIONS), ("minibatches", 1)])
-def test_evaluation_with_different_numbers_of_batches_finishes_and_is_exact(kind, world_size, ranks):
-    found = ranks["beside", kind] if world_size == 2 else run_ranks(_evaluate, kind, 1, world_size=1)
-    for rank, (fitted, validated, tested, predicted, again, loss) in enumerate(found):
-        for values in (fitted, validated, tested, again):
-            assert values["val_one"] == 1.0
-        for values in (validated, tested, again):
-            assert values["val_loss"] == pytest.approx(loss, rel=1e-5)
-        expected = [
-            [b.shape[1] for b in batch] if isinstance(batch, Minibatch) else batch.shape[1]
-            for batch in EVALUATIONS[kind][rank]
-        ]
-        assert predicted == expected
+@on_ranks(1)
+def test_evaluation_on_one_rank(rank):
+    evaluate(rank, "minibatches", 1)

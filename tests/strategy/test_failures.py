@@ -23,7 +23,7 @@ from lightning_odc.host_memory import Room
 from tests.support.fits import failure, fit
 from tests.support.models import WIDTH
 from tests.support.modules import TokenModule, loader, token_batches, trainer, unsized
-from tests.support.ranks import run_calls, try_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
 from tests.test_host_memory import V2_MOUNT, count_kill, tree
 
 #: Far below the strategy's own timeout of 30 minutes, far above what a busy machine needs.
@@ -262,10 +262,6 @@ def _unknown_lengths(rank: int, counts: tuple[int, int]) -> str:
     return failure(TokenModule("items"), unsized(batches(counts[rank], [5])))
 
 
-def _as_many_as_the_shortest(rank: int) -> int:
-    return fit(TokenModule("items"), unsized(batches(2 + rank, [5])), max_steps=2, max_epochs=-1).global_step
-
-
 class Shares(Dataset[Any]):
     def __len__(self) -> int:
         return 4
@@ -338,26 +334,21 @@ TOLD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def told():
-    calls = {name: call for name, (call, _) in TOLD.items()}
-    return run_calls(calls | {"as many": (_as_many_as_the_shortest,), "again": (_fits_again,)})
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", TOLD)
-def test_what_cannot_go_on_is_told_to_every_rank(name, told):
-    for text in told[name]:
-        for words in TOLD[name][1]:
-            assert words in text, text
+def test_what_cannot_go_on_is_told_to_every_rank(rank, name):
+    (function, *args), texts = TOLD[name]
+    told = function(rank, *args)
+    for words in texts:
+        assert words in told, told
+    if name in ("runs in between", "steps twice"):
+        assert "StaleShardError: The model ran (unit" in "".join(of_all_ranks(told))
 
 
-def test_a_model_that_runs_while_peers_change_their_shards_is_stopped(told):
-    for name in ("runs in between", "steps twice"):
-        assert "StaleShardError: The model ran (unit" in "".join(told[name])
-
-
-def test_loaders_of_unknown_length_may_end_at_a_number_of_steps(told):
-    assert told["as many"] == [2, 2]
+@on_ranks(2)
+def test_loaders_of_unknown_length_may_end_at_a_number_of_steps(rank):
+    data = unsized(batches(2 + rank, [5]))
+    assert fit(TokenModule("items"), data, max_steps=2, max_epochs=-1).global_step == 2
 
 
 # -- afterwards -------------------------------------------------------------------------------------------
@@ -375,18 +366,6 @@ class LogsAndRaises(TokenModule):
         return super().training_step(batch, batch_idx)
 
 
-def _fits_again(rank: int) -> list[Any]:
-    """The first fit fails in the second microbatch, after both ranks have logged; the second has one minibatch."""
-    t = trainer(2)
-    with pytest.raises(ValueError, match="no such token"):
-        t.fit(LogsAndRaises(1), loader([Minibatch(token_batches([100, 200, 300]))]))
-    module, late = LogsAndRaises(-1), Late(rank)
-    t.callbacks.append(late)
-    t.fit(module, loader([Minibatch(token_batches([5, 9]))]))
-    waited = time.monotonic() - late.ended > 0.3
-    return [module.seen, t.callback_metrics["length"].item(), waited]
-
-
 class Late(Callback):
     """Rank 1 comes half a second late to the end."""
 
@@ -398,6 +377,16 @@ class Late(Callback):
         time.sleep(self.rank / 2)
 
 
-def test_a_failed_run_leaves_nothing_to_the_next_one(told):
-    # Rank 0 waits for rank 1 at the end of a run that did not fail.
-    assert told["again"] == [[[5, 9], 28.0, True]] * 2
+@on_ranks(2)
+def test_a_failed_run_leaves_nothing_to_the_next_one(rank):
+    """The first fit fails in the second microbatch, after both ranks have logged; the second has one minibatch."""
+    t = trainer(2)
+    with pytest.raises(ValueError, match="no such token"):
+        t.fit(LogsAndRaises(1), loader([Minibatch(token_batches([100, 200, 300]))]))
+    module, late = LogsAndRaises(-1), Late(rank)
+    t.callbacks.append(late)
+    t.fit(module, loader([Minibatch(token_batches([5, 9]))]))
+    assert time.monotonic() - late.ended > 0.3, (
+        "rank 0 waits for rank 1 at the end of a run that did not fail"
+    )
+    assert (module.seen, t.callback_metrics["length"].item()) == ([5, 9], 28.0)

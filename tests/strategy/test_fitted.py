@@ -17,7 +17,7 @@ from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
 from tests.support.fits import assert_same, failure, fit
 from tests.support.models import full_parameters, token_batches
 from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import run_calls
+from tests.support.ranks import of_all_ranks, on_ranks
 
 
 class Lame(Padded):
@@ -36,26 +36,16 @@ class Lame(Padded):
         return super().training_step(batch, batch_idx)
 
 
-def _fit(
-    rank: int, world: int = 2, options: dict[str, Any] | None = None, own: bool = False
-) -> dict[str, Any]:
+def fit_lame(rank: int, world: int = 2, own: bool = False, **options: Any) -> tuple[Lame, BalancedDataLoader]:
     """Fit a loader of the user's own, of which minibatches are accumulated, or a plain one, where they are folded."""
     module = Lame(3.0 if rank == world - 1 else 1.0, counted=True)
     Stopwatch._now = lambda _: module.clock
     explicit = {"minibatch_size": 4, "cost": "fitted", "weighting": "next_token", "collate_fn": pad}
     data = BalancedDataLoader(SAMPLES, **explicit) if own else plain()
-    options = {"balance": "lb_mini", "cost": "fitted", "weighting": "next_token", **(options or {})}
-    t = fit(module, data, world, **options)
-    balanced = t.train_dataloader
+    options = {"balance": "lb_mini", "cost": "fitted", "weighting": "next_token", **options}
+    balanced = fit(module, data, world, **options).train_dataloader
     assert isinstance(balanced, BalancedDataLoader)
-    return {
-        "parameters": full_parameters(module),
-        "tokens": module.tokens,
-        "coefficients": balanced.cost.coefficients,
-        "slow": [balanced.cost.predict(rank, [20]) for rank in range(world)],
-        "known": balanced.state_dict()["learning"]["learnt"],
-        "begun": balanced.state_dict()["learning"]["begun"],
-    }
+    return module, balanced
 
 
 STRATEGIES: list[dict[str, Any]] = [
@@ -65,47 +55,27 @@ STRATEGIES: list[dict[str, Any]] = [
     {"balance": "local_sort"},
     {"balance": "lb_micro", "communication": "lockstep"},
 ]
-ACCUMULATED = {"max_epochs": 2, "accumulate_grad_batches": 2}
 #: How random numbers are drawn: the policy, the slow rank, and the seed.
 DRAWN = [("local_sort", 0, 7), ("steal", 0, 7), ("steal", 1, 7), ("local_sort", 0, 8)]
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    """All that two ranks do, in one launch."""
-    calls = {str(options): (_fit, 2, options) for options in STRATEGIES}
-    calls |= {"epochs": (_fit, 2, {"max_epochs": 4})}
-    calls |= {own: (_fit, 2, ACCUMULATED, own) for own in (True, False)}
-    calls |= {case: (_draw, *case) for case in DRAWN}
-    calls |= {
-        ("overfit", shuffle): (_order, shuffle, {"overfit_batches": 2, "max_epochs": 3}) for shuffle in (0, 1)
-    }
-    return run_calls(calls | {"dealt": (_order, True, {})})
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    calls = {kind: (_several, kind) for kind in ("dict", "list", "explicit", "inside")}
-    return run_calls(calls | {"alone": (_fit, 1), "collective": (_explicit,)}, world_size=1)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_all_ranks_learn_the_same_and_the_gradient_is_exact(strategy, two_ranks):
-    one, other = two_ranks[str(strategy)]
-    assert one["known"] == other["known"]
-    assert one["begun"] == other["begun"] == 3
-    for result in (one, other):
-        assert_same(result["parameters"], reference(2))
-        if strategy.get("balance") != "steal":
-            assert result["slow"][1] > 1.5 * result["slow"][0]
-    assert sum(one["tokens"] + other["tokens"]) == sum(map(len, SAMPLES))
+def test_all_ranks_learn_the_same_and_the_gradient_is_exact(rank, strategy):
+    module, balanced = fit_lame(rank, **strategy)
+    assert begun_alike(balanced) == 3
+    assert_same(full_parameters(module), reference(2))
+    if strategy.get("balance") != "steal":
+        assert balanced.cost.predict(1, [20]) > 1.5 * balanced.cost.predict(0, [20])
+    assert sum(map(sum, of_all_ranks(module.tokens))) == sum(map(len, SAMPLES))
 
 
-def test_the_slow_rank_gets_less_from_the_third_minibatch_on(two_ranks):
-    results = two_ranks["epochs"]
-    fast, slow = (sum(result["tokens"]) for result in results)
+@on_ranks(2)
+def test_the_slow_rank_gets_less_from_the_third_minibatch_on(rank):
+    module, balanced = fit_lame(rank, max_epochs=4)
+    fast, slow = map(sum, of_all_ranks(module.tokens))
     assert slow < 0.65 * fast
-    assert 2 < results[0]["slow"][1] / results[0]["slow"][0] < 4
+    assert 2 < balanced.cost.predict(1, [20]) / balanced.cost.predict(0, [20]) < 4
 
 
 def test_the_time_of_a_microbatch_is_that_by_the_clock_without_waits():
@@ -126,17 +96,18 @@ def test_the_time_of_a_microbatch_is_that_by_the_clock_without_waits():
     assert measured[1] >= 0.02
 
 
+@on_ranks(2)
 @pytest.mark.parametrize(("own", "minibatches"), [(True, 6), (False, 4)])
-def test_accumulated_minibatches_report_together(own, minibatches, two_ranks):
-    one, other = two_ranks[own]
-    assert one["known"] == other["known"]
-    assert one["begun"] == other["begun"] == minibatches
+def test_accumulated_minibatches_report_together(rank, own, minibatches):
+    _, balanced = fit_lame(rank, own=own, max_epochs=2, accumulate_grad_batches=2)
+    assert begun_alike(balanced) == minibatches
 
 
-def test_one_rank_alone(one_rank):
-    (result,) = one_rank["alone"]
-    assert_same(result["parameters"], reference(1))
-    assert result["begun"] == 6
+@on_ranks(1)
+def test_one_rank_alone(rank):
+    module, balanced = fit_lame(rank, 1)
+    assert_same(full_parameters(module), reference(1))
+    assert begun_alike(balanced) == 6
 
 
 @pytest.mark.parametrize(
@@ -156,14 +127,32 @@ def test_where_nothing_can_be_learnt(options, message):
         ODCStrategy(cost="fitted", **{**options, "balance": None})
 
 
-def _explicit(rank: int) -> str:
+@on_ranks(1)
+def test_an_explicit_loader_over_collectives_cannot_learn_either(rank):
     own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_micro", cost="fitted", collate_fn=pad)
-    return failure(Padded(), own, 1, communication="collective")
+    message = failure(Padded(), own, 1, communication="collective")
+    assert "ValueError" in message
+    assert "cannot be told from work" in message
 
 
-def test_an_explicit_loader_over_collectives_cannot_learn_either(one_rank):
-    assert "ValueError" in one_rank["collective"][0]
-    assert "cannot be told from work" in one_rank["collective"][0]
+def draw(rank: int, policy: str, slow_rank: int, seed: int) -> list[dict[int, list[float]]]:
+    """The random numbers of every microbatch by its length, by rank."""
+    module = Dropping(0.02 if rank == slow_rank else 0.0)
+    torch.manual_seed(seed + rank)  # rank 0's counts
+    torch.rand(rank)  # and not what was drawn since
+    samples = [batch[0] for batch in token_batches([*range(2, 14)])]
+    own = BalancedDataLoader(
+        samples,
+        minibatch_size=6,
+        policy=policy,
+        cost=quadratic(crossover=1, dense=True),  # so that one sample per microbatch is best
+        collate_fn=torch.stack,
+        weighting="next_token",
+    )
+    before = torch.get_rng_state()
+    fit(module, own)
+    assert torch.equal(torch.get_rng_state(), before), "the process's own random numbers are left alone"
+    return of_all_ranks(module.drawn)
 
 
 # -- random numbers ----------------------------------------------------------------------------------------------
@@ -183,90 +172,74 @@ class Dropping(TokenModule):
         return super().training_step(batch, batch_idx)
 
 
-def _draw(rank: int, policy: str, slow_rank: int, seed: int) -> dict[int, list[float]]:
-    module = Dropping(0.02 if rank == slow_rank else 0.0)
-    torch.manual_seed(seed + rank)  # rank 0's counts
-    torch.rand(rank)  # and not what was drawn since
-    samples = [batch[0] for batch in token_batches([*range(2, 14)])]
-    own = BalancedDataLoader(
-        samples,
-        minibatch_size=6,
-        policy=policy,
-        cost=quadratic(crossover=1, dense=True),  # so that one sample per microbatch is best
-        collate_fn=torch.stack,
-        weighting="next_token",
-    )
-    before = torch.get_rng_state()
-    fit(module, own)
-    assert torch.equal(torch.get_rng_state(), before), "the process's own random numbers are left alone"
-    return module.drawn
+@on_ranks(2)
+def test_dropout_is_that_of_the_microbatch_whoever_runs_it(rank):
+    drawn = [draw(rank, *case) for case in DRAWN]
+    calm, fast, slow, reseeded = (first | second for first, second in drawn)
+    assert len(calm) == 12
+    assert calm == fast == slow
+    assert len({tuple(values) for values in calm.values()}) > 6, "different for each"
+    assert set(drawn[1][0]) != set(drawn[2][0]), "placed differently"
+    assert all(values != calm[size] for size, values in reseeded.items())
 
 
-def test_dropout_is_that_of_the_microbatch_whoever_runs_it(two_ranks):
-    calm, fast, slow, reseeded = (two_ranks[case] for case in DRAWN)
-    everywhere = [first | second for first, second in (calm, fast, slow)]
-    assert len(everywhere[0]) == 12
-    assert everywhere[0] == everywhere[1] == everywhere[2]
-    assert len({tuple(values) for values in everywhere[0].values()}) > 6, "different for each"
-    assert set(fast[0]) != set(slow[0]), "placed differently"
-    assert all(tuple(drawn) != tuple(everywhere[0][size]) for size, drawn in reseeded[0].items())
+#: What may not be balanced, the strategy's policy, and what is said.
+SEVERAL: dict[str, tuple[Any, str | None, str]] = {
+    "dict": (lambda: {"a": plain(), "b": plain()}, "lb_mini", r"Balancing.*ConcatDataset\(\[a, b\]\)"),
+    "list": (lambda: [plain(), plain()], "lb_mini", r"Balancing.*ODCStrategy\(balance=None\)"),
+    "explicit": (
+        lambda: {"a": BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad)},
+        None,
+        r"Balancing.*ConcatDataset\(\[a, b\]\)",
+    ),
+    "inside": (
+        lambda: {"a": loader([Minibatch([torch.zeros(1, 2)])])},
+        None,
+        '^A Minibatch must be the whole batch(?!.*strategy="odc")',
+    ),
+}
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_several_balanced_loaders_and_minibatches_inside_batches_are_refused(rank, kind):
+    make, balance, says = SEVERAL[kind]
+    with pytest.raises((ValueError, TypeError), match=f"(?s){says}"):
+        trainer(1, balance=balance).fit(Padded(), make())
 
 
 # -- several loaders ---------------------------------------------------------------------------------------------
 
 
-def _several(rank: int, kind: str) -> str:
-    loaders = {
-        "dict": lambda: {"a": plain(), "b": plain()},
-        "list": lambda: [plain(), plain()],
-        "explicit": lambda: {"a": BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad)},
-        "inside": lambda: {"a": loader([Minibatch([torch.zeros(1, 2)])])},
-    }
-    balance = None if kind in ("explicit", "inside") else "lb_mini"
-    with pytest.raises((ValueError, TypeError)) as error:
-        trainer(1, balance=balance).fit(Padded(), loaders[kind]())
-    return str(error.value)
-
-
-@pytest.mark.parametrize("kind", ["dict", "list", "explicit"])
-def test_several_balanced_loaders_at_once_are_refused(kind, one_rank):
-    (message,) = one_rank[kind]
-    assert "Balancing" in message
-    assert "ConcatDataset([a, b])" in message
-    assert "ODCStrategy(balance=None)" in message
-
-
-def test_a_minibatch_inside_a_batch_says_what_is_wrong(one_rank):
-    (message,) = one_rank["inside"]
-    assert message.startswith("A Minibatch must be the whole batch")
-    assert 'strategy="odc"' not in message
-
-
 # -- Lightning's own samplers --------------------------------------------------------------------------------------
 
 
-def _order(rank: int, shuffle: bool, options: dict[str, Any]) -> list[list[int]]:
-    module, data = Padded(), plain(batch_size=2, shuffle=bool(shuffle))
-    t = fit(module, data, balance="local_sort", use_distributed_sampler=True, **options)
-    assert isinstance(t.train_dataloader, BalancedDataLoader)
-    assert t.train_dataloader.options.shuffle is not bool(options.get("overfit_batches"))
-    return module.sizes
-
-
-@pytest.mark.parametrize("shuffle", [0, 1])
-def test_overfit_batches_repeats_the_same_samples(shuffle, two_ranks):
-    results = two_ranks["overfit", shuffle]
-    for sizes in results:
-        assert len(sizes) == 3 * 2 * 2
-        assert sizes[:4] == sizes[8:] != sizes[4:8], "ranks take turns from epoch to epoch"
+@on_ranks(2)
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_overfit_batches_repeats_the_same_samples(rank, shuffle):
+    module = Padded()
+    options = {"balance": "local_sort", "use_distributed_sampler": True, "overfit_batches": 2}
+    fit(module, plain(batch_size=2, shuffle=shuffle), max_epochs=3, **options)
+    assert len(module.sizes) == 3 * 2 * 2
+    assert module.sizes[:4] == module.sizes[8:] != module.sizes[4:8], "ranks take turns from epoch to epoch"
     for epoch in range(3):
-        own = sorted(
-            size for sizes in results for batch in sizes[4 * epoch : 4 * epoch + 4] for size in batch
-        )
+        both = of_all_ranks(module.sizes[4 * epoch : 4 * epoch + 4])
+        own = sorted(size for sizes in both for batch in sizes for size in batch)
         assert own == list(range(2, 10)), "the first samples of the data set, in order"
 
 
-def test_lightnings_distributed_sampler_is_replaced(two_ranks):
-    results = two_ranks["dealt"]
-    together = sorted(size for sizes in results for batch in sizes for size in batch)
+@on_ranks(2)
+def test_lightnings_distributed_sampler_is_replaced(rank):
+    module, data = Padded(), plain(batch_size=2, shuffle=True)
+    t = fit(module, data, balance="local_sort", use_distributed_sampler=True)
+    assert t.train_dataloader.options.shuffle
+    together = sorted(size for sizes in of_all_ranks(module.sizes) for batch in sizes for size in batch)
     assert together == sorted(map(len, SAMPLES)), "every sample once, not dealt out twice"
+
+
+def begun_alike(balanced: BalancedDataLoader) -> int:
+    """Minibatches of which times are known, which are the same on every rank."""
+    learning = balanced.state_dict()["learning"]
+    first, *others = of_all_ranks(learning["learnt"])
+    assert all(first == other for other in others)
+    return learning["begun"]

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from lightning_odc import Minibatch, ODCStrategy
 from tests.support.fits import Manual, Sgd, failure, fit, fitted
 from tests.support.models import full_parameters, token_batches
-from tests.support.ranks import run_calls
+from tests.support.ranks import of_all_ranks, on_ranks
 
 BATCHES = [token_batches([5, 9, 4, 7, 6, 8], seed=rank) for rank in range(2)]
 #: What one process has: a row for each rank, whose losses are averaged.
@@ -210,38 +210,29 @@ MODULES: dict[str, tuple[Callable[..., Sgd], dict[str, Any]]] = {
 IN_ORDER = [name for name in MODULES if name.startswith(("looks and", "zeroes", "drops", "holds"))]
 
 
-def _fit(rank: int, name: str, **options: Any) -> list[Any]:
-    make, more = MODULES[name]
-    module = make(scalars=True)
-    return [fitted(module, BATCHES[rank], **more, **options), getattr(module, "norms", [])]
-
-
-def _fit_in_order(rank: int, name: str) -> list[Any]:
-    return _fit(rank, name, deterministic=True)
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    calls = {(name, False): (_fit, name) for name in MODULES}
-    calls |= {(name, True): (_fit_in_order, name) for name in IN_ORDER}
-    calls |= {kind: (_fit_unrolling, kind) for kind in ("on_demand", "collective")}
-    return run_calls(calls)
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_as_in_one_process(name, two_ranks):
+@pytest.fixture
+def one_device(name):
+    """What plain Lightning trains on one device: the parameters before and after, and norms."""
     make, options = MODULES[name]
     module = make(scalars=True)
     start = full_parameters(module)
     fit(module, *ROWS, world_size=1, strategy="auto", **options)
-    one, norms = full_parameters(module), getattr(module, "norms", [])
+    return start, full_parameters(module), getattr(module, "norms", [])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", MODULES)
+def test_as_in_one_process(rank, name, one_device):
+    make, options = MODULES[name]
+    start, one, norms = one_device
     moved = sum((one[key] - start[key]).abs().sum().item() for key in one)
     assert 1e-3 < moved < 1e3
     for is_in_order in (False, True)[: 1 + (name in IN_ORDER)]:
-        for parameters, found in two_ranks[name, is_in_order]:
-            assert found == pytest.approx(norms, rel=1e-4)
-            for key in one:  # sums of two fp32 gradients in another order, carried through six steps
-                torch.testing.assert_close(parameters[key], one[key], rtol=1e-3, atol=1e-4)
+        module = make(scalars=True)
+        parameters = fitted(module, BATCHES[rank], deterministic=is_in_order, **options)
+        assert getattr(module, "norms", []) == pytest.approx(norms, rel=1e-4)
+        for key in one:  # sums of two fp32 gradients in another order, carried through six steps
+            torch.testing.assert_close(parameters[key], one[key], rtol=1e-3, atol=1e-4)
 
 
 class UnrollsByHand(Manual):
@@ -253,21 +244,17 @@ class UnrollsByHand(Manual):
         optimizer.step()
 
 
-def _fit_unrolling(rank: int, communication: str) -> dict[str, Tensor]:
-    counts = (2, 2) if communication == "collective" else (3, 1)
-    own = (BATCHES[0] + BATCHES[1])[sum(counts[:rank]) :][: counts[rank]]
-    return fitted(UnrollsByHand(), [Minibatch(own)], communication=communication)
-
-
-@pytest.mark.parametrize("communication", ["on_demand", "collective"])
-def test_a_minibatch_unrolled_by_hand(communication, two_ranks):
-    one = UnrollsByHand()
-    for batch in (BATCHES[0] + BATCHES[1])[:4]:
+@on_ranks(2)
+@pytest.mark.parametrize(("communication", "counts"), [("on_demand", (3, 1)), ("collective", (2, 2))])
+def test_a_minibatch_unrolled_by_hand(rank, communication, counts):
+    batches, one = (BATCHES[0] + BATCHES[1])[:4], UnrollsByHand()
+    for batch in batches:
         (one.mean_loss(batch) / 3 / 2).backward()  # FSDP's rule: the mean over ranks
     one.configure_optimizers().step()
-    for parameters in two_ranks[communication]:
-        for key, value in full_parameters(one).items():
-            torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
+    own = batches[sum(counts[:rank]) :][: counts[rank]]
+    parameters = fitted(UnrollsByHand(), [Minibatch(own)], communication=communication)
+    for key, value in full_parameters(one).items():
+        torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
 
 
 # -- what must not go unnoticed --------------------------------------------------------------------------------
@@ -381,16 +368,9 @@ MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any] | None, st
 }
 
 
-def _misuse(rank: int, name: str) -> str:
-    make, options, batches, _ = MISUSES[name]
-    return failure(make(), (batches or BATCHES)[rank], **options)
-
-
-@pytest.fixture(scope="module")
-def misuses():
-    return run_calls({name: (_misuse, name) for name in MISUSES})
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", MISUSES)
-def test_misuse_is_refused_with_the_line_to_write(name, misuses):
-    assert any(re.search(MISUSES[name][3], text) for text in misuses[name]), misuses[name][0]
+def test_misuse_is_refused_with_the_line_to_write(rank, name):
+    make, options, batches, says = MISUSES[name]
+    texts = of_all_ranks(failure(make(), (batches or BATCHES)[rank], **options))
+    assert any(re.search(says, text) for text in texts), texts[0]

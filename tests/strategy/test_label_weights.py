@@ -31,7 +31,7 @@ from tests.support import fits
 from tests.support.fits import largest_difference
 from tests.support.models import full_parameters
 from tests.support.modules import trainer
-from tests.support.ranks import run_calls, run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -127,99 +127,84 @@ def fit(
     **options: Any,
 ) -> Any:
     defaults = {"weighting": "auto", "minibatch_size": len(data) // 2, "num_replicas": 2, "rank": rank}
-    lengths = [len(sample["input_ids"]) for sample in data]
-    loader = BalancedDataLoader(data, lengths=lengths, **{**defaults, **options})
+    defaults |= {"lengths": [len(sample["input_ids"]) for sample in data], "collate_fn": padded}
     module = Tuned(seconds)
     t = trainer(2, communication=communication, precision=precision)
-    t.fit(module, loader)
+    t.fit(module, BalancedDataLoader(data, **{**defaults, **options}))
     return SimpleNamespace(
         parameters=full_parameters(module), ran=module.ran, loss=float(t.callback_metrics.get("loss", 0.0))
     )
 
 
-def fit_all(rank: int) -> dict[str, Any]:
-    data = samples()
-    return {
-        "packed": fit(rank, data, collate_fn=PackingCollator(), max_tokens=20),
-        "padded": fit(rank, data, collate_fn=padded, max_tokens=20),
-        "one by one": fit(rank, data, collate_fn=padded, policy="local_sort"),
-        "collective": fit(rank, data, collate_fn=padded, policy="lb_micro", communication="collective"),
-        "stolen": fit(
-            rank, data, 0.3 * (rank == 0), collate_fn=PackingCollator(), max_tokens=13, policy="steal"
-        ),
-        "tokens": fit(rank, data, collate_fn=padded, weighting="token"),
-    }
-
-
-def test_every_collator_and_policy_has_the_gradient_over_all_predicted_tokens():
-    first, second = run_ranks(fit_all)
-    expected = one_process(samples())
-    for case in ("packed", "padded", "one by one", "collective", "stolen"):
-        assert largest_difference(first[case].parameters, expected) < TOLERANCE, case
-    assert first["stolen"].ran < second["stolen"].ran, "rank 0 is slow and was helped"
-    assert largest_difference(first["tokens"].parameters, expected) > 1e-3, (
-        "explicit weights keep their meaning"
-    )
-    losses = [first[case].loss for case in ("packed", "padded", "one by one", "stolen")]
-    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6), "what is logged is weighted alike"
+@on_ranks(2)
+def test_every_collator_and_policy_has_the_gradient_over_all_predicted_tokens(rank):
+    data, expected, losses = samples(), one_process(samples()), []
+    for case, options in {
+        "packed": {"collate_fn": PackingCollator(), "max_tokens": 20},
+        "padded": {"max_tokens": 20},
+        "one by one": {"policy": "local_sort"},
+        "collective": {"policy": "lb_micro", "communication": "collective"},
+    }.items():
+        found = fit(rank, data, **options)
+        assert largest_difference(found.parameters, expected) < TOLERANCE, case
+        losses.append(found.loss)
+    stolen = {"collate_fn": PackingCollator(), "max_tokens": 13, "policy": "steal"}
+    found = fit(rank, data, 0.3 * (rank == 0), **stolen)
+    assert largest_difference(found.parameters, expected) < TOLERANCE
+    first, second = of_all_ranks(found.ran)
+    assert first < second, "rank 0 is slow and was helped"
+    logged = [losses[0], losses[1], losses[2], found.loss]
+    assert logged == pytest.approx([losses[0]] * 4, rel=1e-6), "what is logged is weighted alike"
+    explicit = fit(rank, data, weighting="token").parameters
+    assert largest_difference(explicit, expected) > 1e-3, "explicit weights keep their meaning"
 
 
 #: Two samples a minibatch, one per rank: labels on one rank only, on the other only, on no rank.
 MASKED = samples((4, 5, 6, 4, 5, 6), (4, 1, 1, 4, 5, 6))
 
 
-def fit_masked(rank: int) -> list[Any]:
-    options = {"collate_fn": PackingCollator(), "minibatch_size": 1, "policy": "local_sort"}
-    together = fit(rank, MASKED, collate_fn=padded, policy="local_sort")
-    half = fit(rank, MASKED, collate_fn=padded, policy="local_sort", precision="16-mixed")
-    apart = [
-        fit(rank, MASKED[first : first + 2], communication=communication, **options)
-        for communication in ("on_demand", "collective")
-        for first in (0, 2, 4)
-    ]
-    return [half, together, *apart]
-
-
-def test_microbatches_ranks_and_minibatches_without_labels():
-    (half, *first), _ = run_ranks(fit_masked)
-    before = full_parameters(Tuned())
-    left, right = one_process(MASKED[:2]), one_process(MASKED[2:4])
-    for result, expected in zip(first, [one_process(MASKED), *[left, right, before] * 2], strict=True):
-        assert largest_difference(result.parameters, expected) < TOLERANCE
-        assert result.loss == result.loss, "not NaN"
+@on_ranks(2)
+def test_microbatches_ranks_and_minibatches_without_labels(rank):
+    expected, before = one_process(MASKED), full_parameters(Tuned())
+    together = fit(rank, MASKED, policy="local_sort")
+    assert largest_difference(together.parameters, expected) < TOLERANCE
+    half = fit(rank, MASKED, policy="local_sort", precision="16-mixed")
     # fp16 rounds to 2^-11, through two layers and back, relative to gradients of up to 0.5: the unit of the weights
     # is the same on both ranks.
-    assert largest_difference(half.parameters, one_process(MASKED)) < 2e-3
+    assert largest_difference(half.parameters, expected) < 2e-3
+    options = {"collate_fn": PackingCollator(), "minibatch_size": 1, "policy": "local_sort"}
+    for first, own in ((0, one_process(MASKED[:2])), (2, one_process(MASKED[2:4])), (4, before)):
+        for communication in ("on_demand", "collective"):
+            apart = fit(rank, MASKED[first : first + 2], communication=communication, **options)
+            assert largest_difference(apart.parameters, own) < TOLERANCE
+            assert apart.loss == apart.loss, "not NaN"
 
 
-def fit_by_hand(rank: int, communication: str, world_size: int = 2) -> Any:
-    shape = {"num_replicas": world_size, "rank": rank, "policy": "local_sort"}
-    shape |= {"lengths": [len(sample["input_ids"]) for sample in MASKED], "collate_fn": padded}
-    loader = BalancedDataLoader(MASKED, minibatch_size=len(MASKED) // world_size, **shape)
-    parameters = fits.fitted(ByHand(), loader, world_size, communication=communication)
-    (values,) = trainer(world_size, communication=communication).validate(ByHand(), loader, verbose=False)
-    return parameters, values["val_loss"]
-
-
-@pytest.fixture(scope="module")
-def by_hand():
-    return run_calls({kind: (fit_by_hand, kind) for kind in ("on_demand", "collective")})
-
-
-@pytest.mark.parametrize(
-    ("communication", "world_size"), [("on_demand", 2), ("collective", 2), ("on_demand", 1)]
-)
-def test_gradients_of_a_mean_over_nothing_are_left_out(communication, world_size, by_hand):
+def check_by_hand(rank: int, communication: str, world_size: int) -> None:
+    """The gradients of a mean over nothing are left out, and an evaluation is weighted by labels."""
     module = ByHand()
     counts = [float(Counter(skips_first=True).of(padded([one]))) for one in MASKED]
     with torch.no_grad():
         means = [float(module.mean(padded([one]))) for one in MASKED]
     expected = sum(mean * n for mean, n in zip(means, counts, strict=True) if n) / sum(counts)
-    alone = world_size == 1
-    ranks = run_ranks(fit_by_hand, communication, 1, world_size=1) if alone else by_hand[communication]
-    for parameters, val_loss in ranks:
-        assert largest_difference(parameters, one_process(MASKED)) < TOLERANCE
-        assert val_loss == pytest.approx(expected, rel=1e-6), "evaluated by labels, too"
+    shape = {"num_replicas": world_size, "rank": rank, "policy": "local_sort"}
+    shape |= {"lengths": [len(sample["input_ids"]) for sample in MASKED], "collate_fn": padded}
+    loader = BalancedDataLoader(MASKED, minibatch_size=len(MASKED) // world_size, **shape)
+    parameters = fits.fitted(module, loader, world_size, communication=communication)
+    assert largest_difference(parameters, one_process(MASKED)) < TOLERANCE
+    (values,) = trainer(world_size, communication=communication).validate(ByHand(), loader, verbose=False)
+    assert values["val_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("communication", ["on_demand", "collective"])
+def test_gradients_of_a_mean_over_nothing_are_left_out(rank, communication):
+    check_by_hand(rank, communication, 2)
+
+
+@on_ranks(1)
+def test_gradients_of_a_mean_over_nothing_are_left_out_on_one_rank(rank):
+    check_by_hand(rank, "on_demand", 1)
 
 
 # -- without processes -----------------------------------------------------------------------------------------

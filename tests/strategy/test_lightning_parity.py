@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import Parameter, getattr_static, signature
-from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +30,7 @@ from lightning_odc.fabric import ODCFabricStrategy
 from tests.support.fits import Sgd, are_equal, assert_same, fit, fitted
 from tests.support.models import Net, full_parameters, token_batches
 from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import run_calls
+from tests.support.ranks import on_ranks
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS.parent / "docs" / "data" / "lightning-parity.md"
@@ -152,29 +151,15 @@ class Watched(Sgd):
 DTYPES = {"32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """All that two ranks do, in one launch; the first call starts the process group."""
-    folder = tmp_path_factory.mktemp("parity")
-    calls = {"options": (_train,)}
-    calls |= {("context", *case): (_init_module, *case) for case in product(DTYPES, (False, True))}
-    calls |= {("configured", *case): (_configure, *case) for case in product(DTYPES, (None, "meta"))}
-    return folder, run_calls(calls | {"sharded": (_sharded,), "objects": (_load_objects, str(folder))})
-
-
-def _train(rank: int) -> Any:
-    foreign, watched = Foreign(), Watched()
+@on_ranks(2)
+def test_options_reach_what_they_are_for(rank):
     with mock.patch("torch.distributed.init_process_group", wraps=dist.init_process_group) as init:
-        unchanged = fitted(foreign, _batches(rank), timeout=timedelta(seconds=77))
+        unchanged = fitted(Foreign(), _batches(rank), timeout=timedelta(seconds=77))
+    assert init.call_args.kwargs["timeout"] == timedelta(seconds=77)
+    assert are_equal(unchanged, full_parameters(Foreign()))
+    watched = Watched()
     fit(watched, _batches(rank), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    return init.call_args.kwargs["timeout"], unchanged, watched.computed_in
-
-
-def test_options_reach_what_they_are_for(two_ranks):
-    for timeout, unchanged, dtypes in two_ranks[1]["options"]:
-        assert timeout == timedelta(seconds=77)
-        assert are_equal(unchanged, full_parameters(Foreign()))
-        assert dtypes == {torch.bfloat16}
+    assert watched.computed_in == {torch.bfloat16}
 
 
 class Placed(Watched):
@@ -185,26 +170,24 @@ class Placed(Watched):
         self.placed = weight.device.type, weight.dtype
 
 
-def is_finite(module: TokenModule) -> bool:
-    return all(bool(value.isfinite().all()) for value in full_parameters(module).values())
+def assert_trained_in(module: Placed, dtype: torch.dtype) -> None:
+    assert module.placed == ("cpu", dtype)
+    assert module.computed_in == {dtype}
+    assert all(bool(value.isfinite().all()) for value in full_parameters(module).values())
 
 
-def _init_module(rank: int, precision: Any, empty: bool) -> Any:
-    strategy = ODCStrategy(balance=None)
-    t = Trainer(
-        accelerator="cpu", devices=2, strategy=strategy, precision=precision, max_steps=1, barebones=True
-    )
+@on_ranks(2)
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("precision", DTYPES)
+def test_modules_made_in_the_trainers_context(rank, precision, empty):
+    own = {"strategy": ODCStrategy(balance=None), "precision": precision}
+    t = Trainer(accelerator="cpu", devices=2, max_steps=1, barebones=True, **own)
     with t.init_module(empty_init=empty):
         module = Placed()
-    made = module.net.head.weight.device.type, module.net.head.weight.dtype
+    weight = module.net.head.weight
+    assert (weight.device.type, weight.dtype) == ("meta" if empty else "cpu", DTYPES[precision])
     t.fit(module, loader(_batches(rank)))
-    return made, module.placed, module.computed_in, is_finite(module)
-
-
-def test_modules_made_in_the_trainers_context(two_ranks):
-    for (precision, dtype), empty in product(DTYPES.items(), (False, True)):
-        expected = ("meta" if empty else "cpu", dtype), ("cpu", dtype), {dtype}, True
-        assert two_ranks[1]["context", precision, empty] == [expected] * 2
+    assert_trained_in(module, DTYPES[precision])
 
 
 class MadeInPlace(Placed):
@@ -225,16 +208,14 @@ class MadeInPlace(Placed):
                 self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="eager")
 
 
-def _configure(rank: int, precision: str, device: str | None) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("device", [None, "meta"])
+@pytest.mark.parametrize("precision", DTYPES)
+def test_modules_made_in_configure_model(rank, precision, device):
     module = MadeInPlace(device, compiled=precision == "bf16-true")
     fit(module, _batches(rank), precision=precision, max_steps=1)
-    return module.made, module.placed, module.computed_in, is_finite(module)
-
-
-def test_modules_made_in_configure_model(two_ranks):
-    for (precision, dtype), device in product(DTYPES.items(), (None, "meta")):
-        expected = (device or "cpu", dtype), ("cpu", dtype), {dtype}, True
-        assert two_ranks[1]["configured", precision, device] == [expected] * 2
+    assert module.made == (device or "cpu", DTYPES[precision])
+    assert_trained_in(module, DTYPES[precision])
 
 
 class ForModelParallel(TokenModule):
@@ -248,17 +229,12 @@ class ForModelParallel(TokenModule):
         fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
 
 
-def _sharded(rank: int) -> Any:
-    """By Lightning's strategy, and by ours."""
-    theirs = {"strategy": TrainerStrategy(2, 1)}
-    every = (theirs, {"communication": "on_demand"}, {"communication": "collective"})
-    return [fitted(ForModelParallel(), _batches(rank), **options) for options in every]
-
-
-def test_a_module_written_for_model_parallel_strategy(two_ranks):
-    for theirs, *ours in two_ranks[1]["sharded"]:
-        for parameters in ours:
-            assert_same(parameters, theirs)
+@on_ranks(2)
+def test_a_module_written_for_model_parallel_strategy(rank):
+    theirs = fitted(ForModelParallel(), _batches(rank), strategy=TrainerStrategy(2, 1))
+    for communication in ("on_demand", "collective"):
+        ours = fitted(ForModelParallel(), _batches(rank), communication=communication)
+        assert_same(ours, theirs)
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -290,21 +266,6 @@ class LoadsStrictly(TokenModule):
         self.refusal = str(caught.value)
 
 
-def _load_objects(rank: int, directory: str) -> Any:
-    found = []
-    Path(f"{directory}/sharded").mkdir(exist_ok=True)
-    Path(f"{directory}/sharded/notes.txt").touch()
-    for kind, path in (("full", "full"), ("full", "url"), ("sharded", "sharded")):
-        place = f"{'file://' if path == 'url' else ''}{directory}/{path}"
-        fit(WithObject("mean"), _batches(rank), state_dict_type=kind).save_checkpoint(place)
-        module, maps, strict = WithObject("mean"), [], LoadsStrictly(place)
-        with mock.patch("torch.load", side_effect=_noting(torch.load, maps)):
-            trainer(2).validate(module, loader(_batches(rank)), ckpt_path=place, verbose=False)
-        trainer(2).validate(strict, loader(_batches(rank)), verbose=False)
-        found.append((module.has_loaded, any(maps), strict.refusal))
-    return found
-
-
 def _noting(load: Any, maps: list[bool]) -> Any:
     def noting(*args: Any, **kwargs: Any) -> Any:
         maps.append(bool(kwargs.get("mmap")))
@@ -313,13 +274,21 @@ def _noting(load: Any, maps: list[bool]) -> Any:
     return noting
 
 
-def test_objects_are_trusted_unless_the_user_says_otherwise(two_ranks):
-    folder, ranks = two_ranks
-    for found in ranks["objects"]:
-        # A file is mapped, not read as a whole.
-        assert [one[:2] for one in found] == [(True, True), (True, False), (True, False)]
-        assert all("Weights only load failed" in refusal for *_, refusal in found)
-    assert (folder / "sharded" / "notes.txt").exists()
+@on_ranks(2)
+@pytest.mark.parametrize(("kind", "path"), [("full", "full"), ("full", "url"), ("sharded", "sharded")])
+def test_objects_are_trusted_unless_the_user_says_otherwise(rank, kind, path, tmp_path):
+    (tmp_path / "sharded").mkdir(exist_ok=True)
+    (tmp_path / "sharded" / "notes.txt").touch()
+    place = f"{'file://' if path == 'url' else ''}{tmp_path}/{path}"
+    fit(WithObject("mean"), _batches(rank), state_dict_type=kind).save_checkpoint(place)
+    module, maps, strict = WithObject("mean"), [], LoadsStrictly(place)
+    with mock.patch("torch.load", side_effect=_noting(torch.load, maps)):
+        trainer(2).validate(module, loader(_batches(rank)), ckpt_path=place, verbose=False)
+    assert module.has_loaded
+    assert any(maps) == (path == "full"), "a file is mapped, not read as a whole"
+    trainer(2).validate(strict, loader(_batches(rank)), verbose=False)
+    assert "Weights only load failed" in strict.refusal
+    assert (tmp_path / "sharded" / "notes.txt").exists()
 
 
 # -- the table --------------------------------------------------------------------------------------------------

@@ -18,21 +18,13 @@ from lightning_odc.strategy.ranks import counted_by_microbatch
 from tests.support.fits import Watch, fit, numbers
 from tests.support.models import token_batches
 from tests.support.modules import TokenModule
-from tests.support.ranks import run_calls, run_ranks
+from tests.support.ranks import on_ranks
 
 SOON = timedelta(seconds=20)
 
 
 def shares_of(lengths: list[list[list[int]]], rank: int) -> list[Minibatch]:
     return [Minibatch(token_batches(step[rank], seed=index)) for index, step in enumerate(lengths)]
-
-
-@pytest.fixture(scope="module")
-def two_ranks():
-    """All that two ranks log, in one launch."""
-    calls = {number: (_fit_reductions, *REDUCED[number]) for number in range(len(REDUCED))}
-    calls |= {kind: (_fit_plain, kind) for kind in ("on_demand", "collective")}
-    return run_calls(calls | {"hooks": (_fit_hooks,), "weightless": (_fit_weightless,)})
 
 
 class Reductions(TokenModule):
@@ -60,31 +52,25 @@ REDUCED = [
 ]
 
 
-def _fit_reductions(rank: int, lengths: Any, communication: str) -> Any:
-    module, watch = Reductions("items"), Watch()
+@on_ranks(2)
+@pytest.mark.parametrize(("lengths", "communication"), REDUCED)
+def test_values_of_an_epoch_are_those_of_all_ranks(rank, lengths, communication):
+    watch = Watch()
     options = {"communication": communication, "max_epochs": 2, "callbacks": [watch], "timeout": SOON}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        fit(module, shares_of(lengths, rank), **options)
-    assert "log" not in vars(module)
-    advice = [str(w.message) for w in caught if "It is recommended to use `self.log(" in str(w.message)]
-    return watch.epochs, advice
-
-
-@pytest.mark.parametrize("number", range(len(REDUCED)))
-def test_values_of_an_epoch_are_those_of_all_ranks(number, two_ranks):
-    lengths, _ = REDUCED[number]
+        fit(Reductions("items"), shares_of(lengths, rank), **options)
     every = [n for step in lengths for own in step for n in own]
     expected = {"mean": sum(every) / len(every), "sum": sum(every), "min": min(every), "max": max(every)}
     expected |= {"tmax": max(every), "numpy": expected["mean"], "one": 1.0, "positional": max(every)}
-    for rank, (epochs, advice) in enumerate(two_ranks[number]):
-        own = [n for step in lengths for n in step[rank]]
-        for seen in epochs:
-            assert {name: seen[f"{name}_epoch"] for name in expected} == pytest.approx(expected)
-            assert seen["own"] == pytest.approx(sum(own) / len(own))
-        # Lightning's advice is right where a user did not synchronise. It comes once, on rank 0.
-        assert len(advice) <= (rank == 0 and number == 0), advice
-        assert all("self.log('own'" in text for text in advice)
+    own = [n for step in lengths for n in step[rank]]
+    for seen in watch.epochs:
+        assert {name: seen[f"{name}_epoch"] for name in expected} == pytest.approx(expected)
+        assert seen["own"] == pytest.approx(sum(own) / len(own))
+    # Lightning's advice is right where a user did not synchronise. It comes once, on rank 0.
+    advice = [str(w.message) for w in caught if "It is recommended to use `self.log(" in str(w.message)]
+    assert len(advice) <= (rank == 0), advice
+    assert all("self.log('own'" in text for text in advice)
 
 
 class Groups(TokenModule):
@@ -100,14 +86,12 @@ class Groups(TokenModule):
         self.log("v", float(self.global_rank), sync_dist=True, sync_dist_group=self.group, batch_size=1)
 
 
-def _fit_groups(rank: int) -> tuple[float, float]:
+@on_ranks(3)
+def test_a_group_of_ranks_has_its_own_value(rank):
     data = shares_of([[[4], [4], [5]]], rank)
     t = fit(Groups("mean"), data, 3, token_batches([4]), timeout=SOON)
-    return t.callback_metrics["x_epoch"].item(), t.callback_metrics["v"].item()
-
-
-def test_a_group_of_ranks_has_its_own_value():
-    assert run_ranks(_fit_groups, world_size=3) == [(0.5, 0.5), (0.5, 0.5), (2.0, 2.0)]
+    value = (0.5, 0.5, 2.0)[rank]
+    assert (t.callback_metrics["x_epoch"], t.callback_metrics["v"]) == (value, value)
 
 
 class Hooks(TokenModule):
@@ -119,15 +103,12 @@ class Hooks(TokenModule):
         self.log("val_hook", 1.0 + self.global_rank, sync_dist=True)
 
 
-def _fit_hooks(rank: int) -> dict[str, float]:
+@on_ranks(2)
+def test_hooks_log_once_per_minibatch_however_empty(rank):
     validation = shares_of([[[], [3]]], rank)
     t = fit(Hooks("items"), shares_of([[[4, 6], []], [[5], []]], rank), 2, validation, timeout=SOON)
-    return {name: value for name, value in numbers(t.callback_metrics).items() if "hook" in name}
-
-
-def test_hooks_log_once_per_minibatch_however_empty(two_ranks):
-    for rank, seen in enumerate(two_ranks["hooks"]):
-        assert seen == {"hook": 1.5, "own_hook": 1.0 + rank, "val_hook": 1.5}
+    seen = {name: value for name, value in numbers(t.callback_metrics).items() if "hook" in name}
+    assert seen == {"hook": 1.5, "own_hook": 1.0 + rank, "val_hook": 1.5}
 
 
 def test_throughput_is_counted_by_microbatch():
@@ -146,18 +127,14 @@ class Weightless(TokenModule):
         return super().training_step(batch, batch_idx)
 
 
-def _fit_weightless(rank: int) -> list[dict[str, float]]:
+@on_ranks(2)
+def test_what_weighs_nothing_has_no_part_in_a_mean(rank):
     weights = {4: 0.0, 6 + rank: 2.0}
     shares = [Minibatch(token_batches([size]), weights=[weight]) for size, weight in weights.items()]
     watch = Watch()
     fit(Weightless("mean"), shares, callbacks=[watch], timeout=SOON)
-    return watch.epochs
-
-
-def test_what_weighs_nothing_has_no_part_in_a_mean(two_ranks):
-    for (seen,) in two_ranks["weightless"]:
-        assert seen["mean_epoch"] == 6.5
-        assert seen["sum_epoch"] == 4 + 4 + 6 + 7
+    (seen,) = watch.epochs
+    assert (seen["mean_epoch"], seen["sum_epoch"]) == (6.5, 4 + 4 + 6 + 7)
 
 
 class Plain(TokenModule):
@@ -166,12 +143,9 @@ class Plain(TokenModule):
         return super().training_step(batch, batch_idx)
 
 
-def _fit_plain(rank: int, communication: str) -> float:
-    t = fit(Plain(), token_batches([4]), communication=communication)
-    return t.callback_metrics["one"].item()
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("communication", ["on_demand", "collective"])
-def test_the_mean_of_integer_counts_is_not_rounded(communication, two_ranks):
+def test_the_mean_of_integer_counts_is_not_rounded(rank, communication):
+    t = fit(Plain(), token_batches([4]), communication=communication)
     # Counts 3 and 2: rounded down their mean would be 2, and the constant 1.25.
-    assert two_ranks[communication] == [1.0, 1.0]
+    assert t.callback_metrics["one"] == 1.0

@@ -7,7 +7,6 @@ equal means bit for bit.
 from __future__ import annotations
 
 import importlib.util
-import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.fx
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.fsdp import fully_shard
@@ -29,10 +28,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_odc import Minibatch
 from tests.support import fits
-from tests.support.fits import Watch, assert_same, fitted, largest_difference, one_process
-from tests.support.models import Block, full_parameters, summed_loss, token_batches
-from tests.support.modules import TokenModule, loader, trainer
-from tests.support.ranks import run_calls, run_ranks, try_ranks
+from tests.support.fits import Watch, are_equal, assert_same, fitted, largest_difference, one_process
+from tests.support.models import Block, summed_loss, token_batches
+from tests.support.modules import TokenModule, loader, said, trainer
+from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
 
 VOCAB = 32
 HAS_PEFT = importlib.util.find_spec("peft") is not None
@@ -143,30 +142,17 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], in
 }
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """All that two ranks do and that ends well, in one launch."""
-    calls = {kind: (_compare, kind) for kind in KINDS if kind != "LoRA" or HAS_PEFT}
-    calls |= {make: (_predicts, make) for make in (causal_lm, with_lora) if make is causal_lm or HAS_PEFT}
-    calls |= {"normalizes": (_normalizes, str(tmp_path_factory.mktemp("models"))), "meets": (_meets, (2, 2))}
-    others = {"samples": (_samples,), "routes": (_routes,), "says": (_says_no_and_what_it_chose,)}
-    return run_calls(calls | others | {"compiles": (_compiles, "counts", 3)})
-
-
-def _compare(rank: int, kind: str) -> tuple[float, int]:
-    make, options, _ = KINDS[kind]
-    ours, reads = fit(rank, CausalLM(make), **options())
-    stock, none = fit(rank, CausalLM(make), "collective", **options())
-    assert none == 0
-    return largest_difference(ours, stock), reads
-
-
 needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=[needs_peft] * (k == "LoRA")) for k in KINDS])
-def test_equal_to_collectives(kind, ranks):
-    assert ranks[kind] == [(0.0, KINDS[kind][2])] * 2
+def test_equal_to_collectives(rank, kind):
+    make, options, expected = KINDS[kind]
+    ours, reads = fit(rank, CausalLM(make), **options())
+    stock, none = fit(rank, CausalLM(make), "collective", **options())
+    assert (reads, none) == (expected, 0)
+    assert are_equal(ours, stock)
 
 
 def generating_model(net: nn.Module) -> nn.Module:
@@ -209,39 +195,32 @@ class Samples(CausalLM):
             self.sample(batch)
 
 
-def _samples(rank: int) -> Any:
+#: The communication, what is kept, options of `generate`, and forward passes and reads by rank. One pass per token; all
+#: wait for the longest if told so, or collectively. Of three units the root is gathered already. In validation, units
+#: are kept by then.
+GENERATED: list[tuple[str, Any, dict[str, Any], list[list[list[int]]]]] = [
+    ("on_demand", "auto", {}, [[[4, 2]] * 2, [[24, 2]] * 2 + [[24, 0]] * 2]),
+    ("on_demand", 0, {}, [[[4, 4 * 2]] * 2, [[24, 24 * 2]] * 4]),
+    ("on_demand", "auto", {"synced_gpus": True}, [[[24, 2]]] * 2),
+    ("collective", "auto", {}, [[[24, 0]]] * 2),
+]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("communication", "keep", "options", "counts"), GENERATED)
+def test_generate_of_hugging_face_ends_on_every_rank_by_itself_and_reads_once(
+    rank, communication, keep, options, counts
+):
     from transformers.integrations import is_fsdp_managed_module
 
-    found = []
-    for communication, keep, options in (
-        ("on_demand", "auto", {}),
-        ("on_demand", 0, {}),
-        ("on_demand", "auto", {"synced_gpus": True}),
-        ("collective", "auto", {}),
-    ):
-        module = Samples(**options)
-        t = trainer(
-            2,
-            communication=communication,
-            keep_gathered=keep,
-            timeout=timedelta(seconds=30),
-            num_sanity_val_steps=0,
-        )
-        uneven = [1, 3][rank] if communication == "on_demand" else 0
-        batches = token_batches([6], seed=rank, vocab=11)
-        t.fit(module, loader(batches), loader(batches * uneven) if uneven else None)
-        assert is_fsdp_managed_module(module.net)  # as fully_shard left it
-        assert "generate" not in vars(module.net)
-        found.append(module.counts)
-    return found
-
-
-def test_generate_of_hugging_face_ends_on_every_rank_by_itself_and_reads_once(ranks):
-    first, second = ranks["samples"]
-    layers = 2  # the root unit is gathered already
-    # One pass per token; all wait for the longest if told so, or collectively. In validation, units are kept by then.
-    assert first == [[[4, layers]] * 2, [[4, 4 * layers]] * 2, [[24, layers]], [[24, 0]]]
-    assert second == [[[24, layers]] * 2 + [[24, 0]] * 2, [[24, 24 * layers]] * 4, [[24, layers]], [[24, 0]]]
+    module, patience = Samples(**options), {"timeout": timedelta(seconds=30), "num_sanity_val_steps": 0}
+    t = trainer(2, communication=communication, keep_gathered=keep, **patience)
+    uneven = [1, 3][rank] if communication == "on_demand" else 0
+    batches = token_batches([6], seed=rank, vocab=11)
+    t.fit(module, loader(batches), loader(batches * uneven) if uneven else None)
+    assert is_fsdp_managed_module(module.net)  # as fully_shard left it
+    assert "generate" not in vars(module.net)
+    assert module.counts == counts[rank]
 
 
 #: Ways to generate.
@@ -280,66 +259,41 @@ class Answers(CausalLM):
         return answers(self.net, self.global_rank, self.counts, strategy.engine)
 
 
-def _predicts(rank: int, make: Callable[[], nn.Module]) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("make", [causal_lm, pytest.param(with_lora, marks=needs_peft)])
+def test_all_ways_to_generate_in_predict(rank, make):
     module = Answers(make)
     # Rank 1 has two batches, and generates in both.
     given = trainer(2, num_sanity_val_steps=0).predict(module, loader([torch.ones(1)] * (1 + rank)))
-    return given[-1], module.counts
+    torch.manual_seed(0)
+    alone = []
+    expected = answers(make(), rank, alone, SimpleNamespace(traffic=SimpleNamespace(reads=0)))
+    for way, one, other in zip(WAYS, given[-1], expected, strict=True):
+        assert torch.equal(one, other), way
+    tokens = 3 * (rank + 1)
+    assert module.counts == [[tokens, 2]] * len(WAYS), "two layers are read once for each call, nothing else"
+    assert alone == [[tokens, 0]] * len(WAYS)
 
 
-@pytest.mark.parametrize("make", [causal_lm, pytest.param(with_lora, marks=needs_peft)])
-def test_all_ways_to_generate_in_predict(make, ranks):
-    for rank, (given, counts) in enumerate(ranks[make]):
-        torch.manual_seed(0)
-        alone = []
-        expected = answers(make(), rank, alone, SimpleNamespace(traffic=SimpleNamespace(reads=0)))
-        for way, one, other in zip(WAYS, given, expected, strict=True):
-            assert torch.equal(one, other), way
-        tokens = 3 * (rank + 1)
-        assert counts == [[tokens, 2]] * len(WAYS), "two layers are read once for each call, nothing else"
-        assert alone == [[tokens, 0]] * len(WAYS)
-
-
-def _compiles(rank: int, backend: str, depth: int, **options: Any) -> tuple[float, float, int]:
-    ours, reads = fit(rank, Compiled(Counts() if backend == "counts" else backend, depth), **options)
+def compiled_difference(rank: int, backend: Any, depth: int, **options: Any) -> float:
+    ours, reads = fit(rank, Compiled(backend, depth), **options)
+    assert reads == 7  # three blocks, twice, and the root unit
     stock, _ = fit(rank, TokenModule(), "collective")
-    ours = {name.replace("_orig_mod.", ""): value for name, value in ours.items()}
-    return largest_difference(ours, stock), reads, Counts.graphs
+    return largest_difference({name.replace("_orig_mod.", ""): value for name, value in ours.items()}, stock)
 
 
-def test_compiled_blocks_equal_the_others_under_collectives(ranks):
-    for difference, reads, graphs in ranks["compiles"]:
-        assert difference == 0  # the same kernels
-        assert reads == 7  # three blocks, twice, and the root unit
-        assert graphs > 0
+@on_ranks(2)
+def test_compiled_blocks_equal_the_others_under_collectives(rank):
+    assert compiled_difference(rank, Counts(), 3) == 0  # the same kernels
+    assert Counts.graphs > 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="torch's own compiler for CPUs needs a C++ compiler")
-def test_blocks_compiled_to_cpp():
-    for difference, reads, _ in run_ranks(partial(_compiles, auto_wrap_policy={Block}), "inductor", 1):
-        # Fused kernels round otherwise: see the tolerances in test_parity, with a ten times larger step here.
-        assert difference <= 1e-4
-        assert reads == 7
-
-
-class Begins(Callback):
-    """The full parameters before the first step; stops there."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.parameters = full_parameters(pl_module)
-
-
-def first_parameters(rank: int, module: LightningModule, **options: Any) -> dict[str, Tensor]:
-    begins = Begins()
-    fits.fit(module, token_batches([6], seed=rank), callbacks=[begins], **options)
-    return begins.parameters
-
-
-def refusal(rank: int, module: LightningModule, **options: Any) -> str:
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        first_parameters(rank, module, **options)
-    return str(error.value)
+@on_ranks(2)
+def test_blocks_compiled_to_cpp(rank):
+    # Fused kernels round otherwise: see the tolerances in test_parity, with a ten times larger step here.
+    assert compiled_difference(rank, "inductor", 1, auto_wrap_policy={Block}) <= 1e-4
 
 
 # -- blocks that a rank skips ------------------------------------------------------------------------------------
@@ -359,15 +313,49 @@ class Routed(TokenModule):
 SIZES = [[[5, 4], [6, 8]], [[7, 9, 7], [5]]]
 
 
-def _routes(rank: int) -> dict[str, Tensor]:
-    return fitted(Routed(lr=0.01), [Minibatch(token_batches(step)) for step in SIZES[rank]])
-
-
-def test_blocks_may_be_skipped_by_a_rank_or_by_all(ranks):
+@on_ranks(2)
+def test_blocks_may_be_skipped_by_a_rank_or_by_all(rank):
     steps = [[b for sizes in step for b in token_batches(sizes)] for step in zip(*SIZES, strict=True)]
-    expected = one_process(Routed(lr=0.01), steps)
-    for found in ranks["routes"]:
-        assert_same(found, expected)
+    own = [Minibatch(token_batches(step)) for step in SIZES[rank]]
+    assert_same(fitted(Routed(lr=0.01), own), one_process(Routed(lr=0.01), steps))
+
+
+#: A layer, options, and what is said.
+LAYERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "norm": (partial(nn.SyncBatchNorm, 3), {}, "'layer' is a SyncBatchNorm: it waits for all ranks in every"),
+    "option": (
+        nn.Identity,
+        {"sync_batchnorm": True},
+        r"Trainer\(sync_batchnorm=True\): it waits for all ranks",
+    ),
+    "scales": (
+        partial(nn.Embedding, 3, 2, max_norm=1.0),
+        {},
+        "'layer' has max_norm=1: it scales its weights inside `forward`",
+    ),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", LAYERS)
+def test_layers_that_cannot_work_are_refused(rank, case):
+    make, options, says = LAYERS[case]
+    with pytest.raises(ValueError, match=f"^{says}"):
+        fits.fit(With(make()), token_batches([6]), **options)
+
+
+@on_ranks(2)
+def test_the_default_policy_says_what_it_chose_and_an_empty_one_that_it_chose_nothing(rank):
+    with said() as text, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for policy in (None, {Block}, {nn.LSTM}):
+            fits.fit(TokenModule(), token_batches([6]), auto_wrap_policy=policy)
+    lines = [line for line in text.getvalue().splitlines() if line.startswith("ODCStrategy shards")]
+    warnings_ = [str(one.message) for one in warned if str(one.message).startswith("auto_wrap_policy")]
+    assert (len(lines), len(warnings_)) == ((1, 1) if rank == 0 else (0, 0))
+    assert all("(3 x Block) and the rest as one unit" in line for line in lines)
+    assert all("ODCStrategy(auto_wrap_policy={Block})" in line for line in lines)
+    assert all("selects no module, so the whole model is one unit" in one for one in warnings_)
 
 
 # -- layers and steps that meet ----------------------------------------------------------------------------------
@@ -379,37 +367,6 @@ class With(TokenModule):
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
-
-
-def _says_no_and_what_it_chose(rank: int) -> list[str]:
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("lightning.pytorch").addHandler(handler)
-    refused = [
-        refusal(rank, With(nn.SyncBatchNorm(3))),
-        refusal(rank, TokenModule(), sync_batchnorm=True),
-        refusal(rank, With(nn.Embedding(3, 2, max_norm=1.0))),
-    ]
-    with warnings.catch_warnings(record=True) as warned:
-        for policy in (None, {Block}, {nn.LSTM}):
-            first_parameters(rank, TokenModule(), auto_wrap_policy=policy)
-    said = [record for record in records if record.startswith("ODCStrategy shards")]
-    messages = [str(warning.message) for warning in warned]
-    return [*refused, *said, *(message for message in messages if message.startswith("auto_wrap_policy"))]
-
-
-def test_layers_that_cannot_work_are_refused_and_the_default_policy_says_what_it_chose(ranks):
-    first, other = ranks["says"]
-    # Rank 0 says it, once, when nobody chose; and if nothing was chosen.
-    assert (len(other), len(first)) == (3, 5)
-    for sync, option, norm in (first[:3], other):
-        assert sync.startswith("'layer' is a SyncBatchNorm: it waits for all ranks in every forward pass")
-        assert option.startswith("Trainer(sync_batchnorm=True): it waits for all ranks")
-        assert norm.startswith("'layer' has max_norm=1: it scales its weights inside `forward`")
-    assert "(3 x Block) and the rest as one unit" in first[3]
-    assert "ODCStrategy(auto_wrap_policy={Block})" in first[3]
-    assert "selects no module, so the whole model is one unit" in first[4]
 
 
 class Normalizes(TokenModule):
@@ -431,24 +388,32 @@ class Normalizes(TokenModule):
                 buffer.copy_(self.trainer.strategy.reduce(buffer.clone(), reduce_op="mean"))
 
 
-def _normalizes(rank: int, directory: str) -> Any:
+@on_ranks(2)
+def test_statistics_are_those_of_each_rank_until_they_are_levelled(rank, tmp_path):
     module = Normalizes()
     t = fits.fit(module, [Minibatch(token_batches([9, 5, 6], seed=rank)[: 1 + 2 * rank])])
-    unlevelled = module.batch_norm.running_mean.clone(), module.batch_norm.num_batches_tracked.clone()
-    t.save_checkpoint(path := f"{directory}/full.ckpt")
+    mean, steps = module.batch_norm.running_mean.clone(), int(module.batch_norm.num_batches_tracked)
+    assert steps == 1 + 2 * rank
+    t.save_checkpoint(path := tmp_path / "full.ckpt")
     saved = torch.load(path, weights_only=False)["state_dict"]["batch_norm.running_mean"]
+    means = of_all_ranks(mean)
+    assert not torch.equal(*means)
+    assert torch.equal(saved, means[0])
     t.validate(module, loader(token_batches([5])), verbose=False)
-    return unlevelled, saved, module.early, module.batch_norm.running_mean
+    early, levelled = of_all_ranks(module.early), of_all_ranks(module.batch_norm.running_mean)
+    assert torch.equal(*levelled)
+    torch.testing.assert_close(levelled[0], sum(early) / 2)
 
 
-def test_statistics_are_those_of_each_rank_until_they_are_levelled(ranks):
-    first, second = ranks["normalizes"]
-    ((mean, steps), saved, early, levelled), ((other, more), other_saved, _, other_levelled) = first, second
-    assert (int(steps), int(more)) == (1, 3)
-    assert not torch.equal(mean, other)
-    assert torch.equal(saved, mean) and torch.equal(other_saved, mean)
-    assert torch.equal(levelled, other_levelled)
-    torch.testing.assert_close(levelled, (early + other) / 2)
+@on_ranks(2)
+def test_a_collective_in_the_step_works_with_equal_counts(rank):
+    assert len(set(of_all_ranks(_meets(rank, (2, 2))))) == 1
+
+
+def test_a_collective_in_the_step_ends_with_a_hint_if_counts_differ():
+    for outcome in try_ranks(_meets, (3, 1), timeout=60):
+        assert outcome.exitcode == 1
+        assert "in a collective inside `forward` or `training_step`" in outcome.error
 
 
 class Meets(TokenModule):
@@ -465,12 +430,3 @@ def _meets(rank: int, counts: tuple[int, int]) -> float:
     module = Meets("items")
     minibatch = Minibatch(token_batches([5, 6, 7][: counts[rank]]))
     return float(fitted(module, [minibatch], timeout=timedelta(seconds=2))["net.head.weight"].sum())
-
-
-def test_a_collective_in_the_step_works_with_equal_counts_and_else_ends_with_a_hint(ranks):
-    one, other = ranks["meets"]
-    assert one == other
-    outcomes = try_ranks(_meets, (3, 1), timeout=60)
-    assert all(outcome.exitcode == 1 for outcome in outcomes)
-    for outcome in outcomes:
-        assert "in a collective inside `forward` or `training_step`" in outcome.error

@@ -9,6 +9,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from tests.support import fits
 from tests.support.fits import assert_same, one_process
 from tests.support.models import full_parameters
 from tests.support.modules import said
-from tests.support.ranks import run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 
 TOKENS = (5, 9, 3, 12, 7, 4, 10, 6, 8, 11, 3, 9, 5, 7, 12, 4)
 PATCHES = (0, 6, 0, 2, 0, 12, 0, 8, 3, 0, 0, 1, 9, 0, 0, 4)
@@ -90,56 +91,40 @@ class WithImages(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
-def fit(rank: int, data: Any, callbacks: Any = (), **options: Any) -> dict[str, Any]:
+#: Data, and options of the strategy.
+WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "default": (samples, {"balance": "auto", "callbacks": [DeviceIdleMonitor()]}),
+    "capped": (samples, {"balance": "steal", "max_tokens": CAPS, "auto_wrap_policy": {nn.Linear}}),
+    "by rank": (samples, {"balance": "lb_mini", "max_tokens": [CAPS, (26, 30)], "cost": "fitted"}),
+    "stream": (Stream, {"balance": "lb_mini", "max_tokens": CAPS, "cost": lambda rows: rows.sum(1)}),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", WAYS)
+def test_two_numbers_train_as_one_process_does(rank, case):
+    make, options = WAYS[case]
+    module = WithImages()
     with said() as text:
-        module = WithImages()
-        own = DataLoader(data, batch_size=4, collate_fn=padded)
-        t = fits.fit(
-            module, own, length_fn=numbers, callbacks=list(callbacks), **{"balance": "auto", **options}
-        )
+        own = DataLoader(make(), batch_size=4, collate_fn=padded)
+        t = fits.fit(module, own, length_fn=numbers, **options)
     loader = t.train_dataloader
     state = json.loads(json.dumps(loader.state_dict()))
     loader.load_state_dict(state)
     assert json.loads(json.dumps(loader.state_dict())) == state
-    return {
-        "parameters": full_parameters(module),
-        "sizes": module.sizes,
-        "seen": module.seen,
-        "steps": t.global_step,
-        "caps": loader.max_tokens,
-        "coefficients": np.shape(getattr(loader.cost, "coefficients", ())),
-        "text": text.getvalue(),
-    }
-
-
-def fit_all(rank: int) -> dict[str, Any]:
-    by_rank = [CAPS, (26, 30)]
-    return {
-        "default": fit(rank, samples(), [DeviceIdleMonitor()]),
-        "capped": fit(rank, samples(), balance="steal", max_tokens=CAPS, auto_wrap_policy={nn.Linear}),
-        "by rank": fit(rank, samples(), balance="lb_mini", max_tokens=by_rank, cost="fitted"),
-        "stream": fit(rank, Stream(), balance="lb_mini", max_tokens=CAPS, cost=lambda rows: rows.sum(1)),
-    }
-
-
-def test_two_numbers_train_as_one_process_does():
-    first, second = run_ranks(fit_all)
+    assert t.global_step == 2
     batches = [padded([one]) for one in samples()]
-    expected = one_process(WithImages(), [batches[:8], batches[8:]])
-    for case, found in first.items():
-        assert found["steps"] == 2, case
-        assert_same(found["parameters"], expected)
-        both = found["seen"] + second[case]["seen"]
-        assert sorted(both) == sorted(zip(TOKENS, PATCHES, strict=True)), f"{case}: every sample once"
-        by_rank = found["caps"] if isinstance(found["caps"], list) else [found["caps"]] * 2
-        for of_rank, caps in zip((found, second[case]), by_rank, strict=True):
-            assert all(
-                size <= cap for sizes in of_rank["sizes"] for size, cap in zip(sizes, caps, strict=True)
-            ), case
-    assert first["default"]["caps"] == (48, 28), "the largest batch of the loader, number by number"
-    assert first["capped"]["caps"] == CAPS
-    assert first["by rank"]["coefficients"] == (2, 4)
-    text = first["capped"]["text"]
-    assert "16 samples from 3 to 12 tokens, 7 on average; number 2 of each from 0 to 12, 3 on average" in text
-    assert "pads to the longest sample" in text
-    assert "at most (20, 12) (by number) in a microbatch" in text
+    assert_same(full_parameters(module), one_process(WithImages(), [batches[:8], batches[8:]]))
+    seen = [one for own in of_all_ranks(module.seen) for one in own]
+    assert sorted(seen) == sorted(zip(TOKENS, PATCHES, strict=True)), "every sample once"
+    caps = loader.max_tokens[rank] if case == "by rank" else loader.max_tokens
+    # By default, the largest batch of the loader, number by number.
+    assert caps == {"default": (48, 28), "by rank": [CAPS, (26, 30)][rank]}.get(case, CAPS)
+    assert all(size <= cap for sizes in module.sizes for size, cap in zip(sizes, caps, strict=True))
+    if case == "by rank":
+        assert np.shape(loader.cost.coefficients) == (2, 4)
+    if case == "capped" and rank == 0:
+        words = "16 samples from 3 to 12 tokens, 7 on average; number 2 of each from 0 to 12, 3 on average"
+        assert words in text.getvalue()
+        assert "pads to the longest sample" in text.getvalue()
+        assert "at most (20, 12) (by number) in a microbatch" in text.getvalue()

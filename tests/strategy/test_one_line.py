@@ -17,7 +17,7 @@ from tests.support.fits import fit as fit_on
 from tests.support.fits import largest_difference
 from tests.support.models import full_parameters
 from tests.support.modules import said
-from tests.support.ranks import run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 
 
 class Sized(Tuned):
@@ -54,59 +54,54 @@ def fit(
     }
 
 
-def fit_all(rank: int) -> dict[str, Any]:
-    data = samples()
-    half = len(data) // 2
-    return {
-        "batches": fit(data, half, 1),
-        "accumulated": fit(data, 1, half),
-        "packed": fit(data, half, 1, packing=True),
-        "prepared": fit(data, half, 1, workers=1),
-        "deterministic": fit(data, half, 1, deterministic=True),
-        "collective": fit(data, 1, half, communication="collective"),
-    }
+#: Batch size, batches accumulated, and other options.
+WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "batches": (4, 1, {}),
+    "accumulated": (1, 4, {}),
+    "packed": (4, 1, {"packing": True}),
+    "prepared": (4, 1, {"workers": 1}),
+    "deterministic": (4, 1, {"deterministic": True}),
+    "collective": (1, 4, {"communication": "collective"}),
+}
 
 
-def test_one_step_is_that_of_one_process_and_three_lines_say_how():
-    first, second = run_ranks(fit_all)
-    expected = one_process(samples())
+@on_ranks(2)
+@pytest.mark.parametrize("case", WAYS)
+def test_one_step_is_that_of_one_process(rank, case):
+    batch_size, accumulated, options = WAYS[case]
+    found = fit(samples(), batch_size, accumulated, **options)
     lengths = [len(sample["input_ids"]) for sample in samples()]
-    for case, found in first.items():
-        assert found["steps"] == 1, f"{case}: all accumulated batches are one optimizer step"
-        assert largest_difference(found["parameters"], expected) < TOLERANCE, case
-        tokens = found["tokens"] + second[case]["tokens"]
-        assert max(tokens) <= found["cap"], case
-        assert sum(tokens) >= sum(lengths), "every sample ran"
-    assert first["batches"]["collation"] == Collation("padded")
-    assert first["packed"]["collation"] == Collation("packed")
-    assert sum(first["packed"]["tokens"] + second["packed"]["tokens"]) == sum(lengths), "no padding"
-    lines = first["accumulated"]["text"]
-    assert "the collate_fn pads to the longest sample" in lines
-    assert 'policy "steal"' in lines
-    assert f"({len(lengths) // 2} accumulated batches of 1)" in lines
-    assert "% of the computed tokens are padding, instead of" in lines
-    assert "a microbatch counts its labels that are not -100 and not in the first column" in lines
-    assert "Measured: the first epoch took" in lines
-    reason = "stealing reads samples in this process, where no worker_init_fn has run"
-    assert f'policy "lb_mini" ({reason})' in first["prepared"]["text"]
-    assert not second["accumulated"]["text"], "rank 0 speaks for all"
+    assert found["steps"] == 1, "all accumulated batches are one optimizer step"
+    assert largest_difference(found["parameters"], one_process(samples())) < TOLERANCE
+    tokens = [size for own in of_all_ranks(found["tokens"]) for size in own]
+    assert max(tokens) <= found["cap"]
+    assert sum(tokens) >= sum(lengths), "every sample ran"
+    text = found["text"]
+    if case == "packed":
+        assert found["collation"] == Collation("packed")
+        assert sum(tokens) == sum(lengths), "no padding"
+    elif case == "batches":
+        assert found["collation"] == Collation("padded")
+    elif case == "prepared" and rank == 0:
+        reason = "stealing reads samples in this process, where no worker_init_fn has run"
+        assert f'policy "lb_mini" ({reason})' in text
+    elif case == "accumulated" and rank == 0:
+        assert "the collate_fn pads to the longest sample" in text
+        assert 'policy "steal"' in text
+        assert f"({len(lengths) // 2} accumulated batches of 1)" in text
+        assert "% of the computed tokens are padding, instead of" in text
+        assert "a microbatch counts its labels that are not -100 and not in the first column" in text
+        assert "Measured: the first epoch took" in text
+    assert rank == 0 or not text, "rank 0 speaks for all"
 
 
-def refused(rank: int) -> list[str]:
-    with pytest.raises(ValueError, match="packing=True") as error:
+@on_ranks(2)
+def test_what_cannot_be_packed_or_differs_is_told_before_training(rank):
+    with pytest.raises(ValueError, match=r"(?s)has no Hugging Face causal model.*write packing=False"):
         fit_on(Padded(), plain(), balance="auto", packing=True)
-    with pytest.raises(DisagreementError) as other_data:
+    said = f"(?s)different training data.*Rank 0: {len(samples())} samples.*seed_everything"
+    with pytest.raises(DisagreementError, match=said):
         fit(samples()[: len(samples()) - rank], 2, 1)
-    return [str(error.value), str(other_data.value)]
-
-
-def test_what_cannot_be_packed_or_differs_is_told_before_training():
-    for unpackable, message in run_ranks(refused):
-        assert "has no Hugging Face causal model" in unpackable
-        assert "write packing=False" in unpackable
-        assert "The ranks have different training data" in message
-        assert f"Rank 0: {len(samples())} samples" in message
-        assert "seed_everything" in message
 
 
 def test_the_model_tells_its_cost_and_its_attention():

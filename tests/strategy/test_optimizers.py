@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +18,7 @@ from lightning_odc.sharding.optimizers import ParameterNames
 from tests.support.fits import Manual, Sgd, numbers
 from tests.support.models import Block, Net, init_gloo
 from tests.support.modules import full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 BATCHES = [[batch[:, :4] for batch in token_batches([4] * 5, seed=rank)] for rank in range(2)]
 
@@ -160,57 +159,47 @@ STYLES: dict[str, tuple[type[Sgd], dict[str, Any]]] = {
 }
 
 
-def _make(name: str, world_size: int) -> tuple[Sgd, Trainer]:
+def trained(name: str, batches: list[Tensor], world_size: int) -> Any:
+    """Parameters, the course of the fit, and the values at its end."""
     make, options = STYLES[name]
     options = {"num_sanity_val_steps": 0, **options}
-    options.pop("validated_before", None)
+    is_validated = options.pop("validated_before", False)
     if "scheduling" in options:
         options["callbacks"] = [GradientAccumulationScheduler(options.pop("scheduling"))]
     if world_size == 1:
         options.pop("activation_checkpointing_policy", None)
         options |= {"strategy": "auto"}
-    return make(), trainer(world_size, **options)
-
-
-def _outcome(module: Sgd, t: Trainer) -> Any:
+    module, t = make(), trainer(world_size, **options)
+    if is_validated:
+        t.validate(module, loader(batches[:2]), verbose=False)
+    t.fit(module, loader(batches), loader(batches[:2]))
     values = numbers(t.callback_metrics) | {"global_step": t.global_step}
     parameters = {_compat.checkpoint_name(name): p for name, p in full_parameters(module).items()}
     return parameters, (getattr(module, "rates", []), getattr(module, "steps", [])), values
 
 
-def _fit_all(rank: int, world_size: int) -> Any:
-    batches = BATCHES[rank] if world_size == 2 else [torch.cat(pair) for pair in zip(*BATCHES, strict=True)]
-    outcomes = {}
-    for name in STYLES:
-        module, t = _make(name, world_size)
-        if "validated_before" in STYLES[name][1]:
-            t.validate(module, loader(batches[:2]), verbose=False)
-        t.fit(module, loader(batches), loader(batches[:2]))
-        outcomes[name] = _outcome(module, t)
-    return outcomes
+@pytest.fixture
+def one_device(name):
+    """The same of plain Lightning on one device, where a batch has a row for each rank."""
+    return trained(name, [torch.cat(pair) for pair in zip(*BATCHES, strict=True)], 1)
 
 
-@pytest.fixture(scope="module")
-def outcomes():
-    """Of one device without this package, then of two ranks."""
-    return [_fit_all(0, 1), *run_ranks(_fit_all, 2)]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", STYLES)
-def test_as_plain_lightning_on_one_device(outcomes, name):
-    (parameters, course, values), *ranks = (found[name] for found in outcomes)
+def test_as_plain_lightning_on_one_device(rank, name, one_device):
+    parameters, course, values = one_device
     start = full_parameters(STYLES[name][0]())
     assert sum((parameters[key] - start[key]).abs().sum().item() for key in start) > 1e-2
     assert values["global_step"] > 0
-    assert len(ranks) == 2
-    for found in ranks:
-        assert found[1] == course
-        assert found[2] == pytest.approx(values, rel=1e-4)
-        for key in start:  # sums of two fp32 gradients in another order, carried through up to 15 steps
-            torch.testing.assert_close(found[0][key], parameters[key], rtol=1e-3, atol=1e-4)
+    ours, our_course, our_values = trained(name, BATCHES[rank], 2)
+    assert our_course == course
+    assert our_values == pytest.approx(values, rel=1e-4)
+    for key in start:  # sums of two fp32 gradients in another order, carried through up to 15 steps
+        torch.testing.assert_close(ours[key], parameters[key], rtol=1e-3, atol=1e-4)
 
 
-def _follow(rank: int) -> list[str]:
+@on_ranks(1)
+def test_what_is_not_the_models_stays_with_a_warning(rank):
     """What optimizers hold after sharding, besides what is trained above."""
     init_gloo(rank)
     names, mine = ParameterNames(), nn.Linear(2, 3)
@@ -228,22 +217,22 @@ def _follow(rank: int) -> list[str]:
         for is_trained in (True, False):
             mine.requires_grad_(is_trained)
             names.follow(model, [optimizer])
+    (said,) = caught  # and none for parameters that are not trained
+    assert "LBFGS has 2 parameters that are not the model's" in str(said.message)
     (group,) = optimizer.param_groups
     wanted = [*model.parameters(), *mine.parameters()]
     assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in wanted]
     assert optimizer._params is group["params"]  # LBFGS keeps the list that it was made with
-    model = Net()
+    assert not pickle.loads(pickle.dumps(names))._names
+
+
+@on_ranks(1)
+def test_state_of_another_shape_is_refused(rank):
+    init_gloo(rank)
+    names, model = ParameterNames(), Net()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     optimizer.state[model.head.weight]["momentum_buffer"] = torch.zeros(5)
     with names.recorded(model):
         fully_shard(model)
     with pytest.raises(ValueError, match=r"state of shape \[5\] for a parameter of shape \[11, 7\]"):
         names.follow(model, [optimizer])
-    assert not pickle.loads(pickle.dumps(names))._names
-    return [str(warning.message) for warning in caught]
-
-
-def test_what_is_not_the_models_stays_with_a_warning():
-    (said,) = run_ranks(_follow, world_size=1)
-    assert len(said) == 1  # and none for parameters that are not trained
-    assert "LBFGS has 2 parameters that are not the model's" in said[0]

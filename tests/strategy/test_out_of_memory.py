@@ -23,7 +23,7 @@ from tests.support.fits import fit, largest_difference
 from tests.support.models import Block, full_parameters
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes
-from tests.support.ranks import run_calls, run_ranks, try_ranks
+from tests.support.ranks import on_ranks, try_ranks
 
 needs_reset = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch < 2.13 cannot take back a step that broke off"
@@ -166,41 +166,35 @@ def train(module: Short, data: Sequence[Any], world_size: int = 2, **options: An
     return fit(module, list(data), world_size, **options)
 
 
-def run(rank: int, told: list[Any], returns: str = "mean", **options: Any) -> dict[str, Any]:
+def run(
+    rank: int, told: list[Any], left_out: dict[int, int] | None = None, returns: str = "mean", **options: Any
+) -> tuple[Short, list[str]]:
+    """Rank 1 runs out of memory as it is told. Every step ends as in one process; what is said is returned."""
     module = Short(told if rank == 1 else (), returns=returns)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(module, batches(rank, len(told)), **options)
-    said = [str(one.message) for one in caught if "of this rank" in str(one.message)]
-    return {"states": module.states, "trips": module.trips, "said": said}
+    assert_steps(module, told, left_out)
+    return module, [str(one.message) for one in caught if "of this rank" in str(one.message)]
 
 
-def wrong_steps(
-    found: dict[str, Any], told: list[Any], expected: list[dict[str, Tensor]]
-) -> dict[Any, float]:
-    """The steps after which parameters differ, by what was told."""
-    by_step = zip(told, differences(found["states"], expected), strict=True)
-    return {tuple(one): difference for one, difference in by_step if difference > TOLERANCE}
-
-
-def every_place(rank: int, returns: str, strategy: dict[str, Any]) -> Any:
-    return run(rank, TABLE, returns, **strategy)
+def assert_steps(module: Short, told: list[Any], left_out: dict[int, int] | None = None) -> None:
+    by_step = zip(told, differences(module.states, one_process(len(told), left_out)), strict=True)
+    assert [one for one, difference in by_step if difference > TOLERANCE] == []
 
 
 @needs_reset
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("returns", "strategy"),
     [("mean", {"deterministic": True}), ("items", {"keep_gathered": "1GiB"})],
     ids=["mean", "items"],
 )
-def test_every_unit_in_both_passes_of_every_microbatch(returns, strategy):
-    expected = one_process(len(TABLE))
-    other, cut = run_ranks(every_place, returns, strategy)
-    assert other["trips"] == 0
-    assert not wrong_steps(other, TABLE, expected)
-    assert not wrong_steps(cut, TABLE, expected)
-    assert cut["trips"] >= sum(ROWS[m] - 1 if fits == 1 else 1 for _, _, m, fits in TABLE)
-    assert len(cut["said"]) == 1, "it is said once"
+def test_every_unit_in_both_passes_of_every_microbatch(rank, returns, strategy):
+    module, said = run(rank, TABLE, returns=returns, **strategy)
+    least = sum(ROWS[m] - 1 if fits == 1 else 1 for _, _, m, fits in TABLE)
+    assert module.trips >= least if rank == 1 else module.trips == 0
+    assert len(said) == rank, "it is said once"
 
 
 #: Wherever no unit has added its gradient yet.
@@ -211,22 +205,14 @@ SKIPPED = [
 ]
 
 
-def leaves_out(rank: int) -> Any:
-    return run(rank, SKIPPED, on_out_of_memory="skip")
-
-
 @needs_reset
-def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out():
+@on_ranks(2)
+def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out(rank):
     left_out = {step: m for step, (_, _, m, _) in enumerate(SKIPPED)}
-    other, cut = run_ranks(leaves_out)
-    expected = one_process(len(SKIPPED), left_out)
-    assert not wrong_steps(other, SKIPPED, expected)
-    assert not wrong_steps(cut, SKIPPED, expected)
-    for m in set(left_out.values()):
+    _, said = run(rank, SKIPPED, left_out, on_out_of_memory="skip")
+    for m in range(3) if rank == 1 else ():
         what = f"Microbatch {m} of this rank, 1 sample, {4 + m} tokens, does not fit into memory"
-        assert cut["said"].count(f"{what}: it is left out of the gradient.") == list(left_out.values()).count(
-            m
-        )
+        assert said.count(f"{what}: it is left out of the gradient.") == list(left_out.values()).count(m)
 
 
 def does_not_fit(rank: int, communication: str, answer: str) -> None:
@@ -301,28 +287,33 @@ SOME = [
 ]
 
 
-def run_way(rank: int, world_size: int, name: str) -> Any:
-    """With enough memory, and without."""
-    kind, options, is_plain, _ = WAYS[name]
+def compare_way(rank: int, world_size: int, name: str) -> None:
+    """With enough memory, which other tests compare with one process, and without."""
+    kind, options, is_plain, tolerance = WAYS[name]
     make_batches, steps = plain_batches if is_plain else batches, options.get("accumulate_grad_batches", 1)
-    found = []
+    is_last, modules = rank == world_size - 1, []
     for told in ([], SOME):
-        module = kind(told if rank == world_size - 1 else (), wide="precision" not in options)
+        module = kind(told if is_last else (), wide="precision" not in options)
         train(module, make_batches(1 if world_size == 1 else rank, len(SOME) * steps), world_size, **options)
-        found.append((module.states, module.trips))
-    return found
+        modules.append(module)
+    whole, cut = modules
+    assert whole.trips == 0
+    assert (cut.trips >= len(SOME) - 1) == is_last
+    assert max(differences(cut.states, whole.states)) <= tolerance
 
 
 @needs_reset
-@pytest.mark.parametrize(("world_size", "names"), [(1, ["accumulated", "offload"]), (2, list(WAYS))], ids=str)
-def test_every_way_of_training(world_size, names):
-    """Against the same run with enough memory, which other tests compare with one process."""
-    ran = run_calls({name: (run_way, world_size, name) for name in names}, world_size=world_size, timeout=170)
-    for name in names:
-        for rank, ((expected, none), (states, trips)) in enumerate(ran[name]):
-            assert not none
-            assert (trips >= len(SOME) - 1) == (rank == world_size - 1), name
-            assert max(differences(states, expected)) <= WAYS[name][-1], name
+@on_ranks(2)
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way_of_training(rank, name):
+    compare_way(rank, 2, name)
+
+
+@needs_reset
+@on_ranks(1)
+@pytest.mark.parametrize("name", ["accumulated", "offload"])
+def test_ways_of_training_on_one_rank(rank, name):
+    compare_way(rank, 1, name)
 
 
 class Logs(Short):
@@ -335,29 +326,19 @@ class Logs(Short):
         return loss
 
 
-def logs(rank: int) -> Any:
-    found = []
-    for make_batches, balance in ((plain_batches, "auto"), (batches, None)):
-        module = Logs([["1", "forward", 0, 2]] if rank == 1 else ())
-        t = train(module, make_batches(rank, 1), balance=balance)
-        values = {name: (value.dtype, value.item()) for name, value in t.callback_metrics.items()}
-        found.append((module.trips, values))
-    return found
-
-
 @needs_reset
-def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce():
-    for rank, found in enumerate(run_ranks(logs)):
-        for trips, values in found:
-            assert bool(trips) == (rank == 1)
-            assert values == {
-                "torch.float64": (torch.float64, pytest.approx(8 / 3, abs=1e-15)),
-                "torch.bfloat16": (
-                    torch.float32,
-                    2.671875,
-                ),  # Lightning takes float32 and float64 as they are
-                "torch.int64": (torch.float32, 2.0),
-            }
+@on_ranks(2)
+@pytest.mark.parametrize(("make_batches", "balance"), [(plain_batches, "auto"), (batches, None)])
+def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce(rank, make_batches, balance):
+    module = Logs([["1", "forward", 0, 2]] if rank == 1 else ())
+    t = train(module, make_batches(rank, 1), balance=balance)
+    assert bool(module.trips) == (rank == 1)
+    # Lightning takes float32 and float64 as they are.
+    assert {name: (value.dtype, value.item()) for name, value in t.callback_metrics.items()} == {
+        "torch.float64": (torch.float64, pytest.approx(8 / 3, abs=1e-15)),
+        "torch.bfloat16": (torch.float32, 2.671875),
+        "torch.int64": (torch.float32, 2.0),
+    }
 
 
 class Refuses(Short):
@@ -378,42 +359,30 @@ class Refuses(Short):
 REFUSED = [("none", 0, "on_demand"), ("nan", 1, "on_demand"), ("inf", 2, "on_demand"), ("nan", 1, "lockstep")]
 
 
-def refuses(rank: int, what: str, m: int, communication: str) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize(("what", "m", "communication"), REFUSED)
+def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(rank, what, m, communication):
     module = Refuses(m if rank == 1 else None, what)
-    data = batches(rank, 1) if communication == "on_demand" else batches(1, 1)
+    data = batches(rank if communication == "on_demand" else 1, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(module, data, on_nonfinite="skip", communication=communication)
-    return module.states[0], [str(one.message) for one in caught if "not finite" in str(one.message)]
+    counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
+    counted += list(batches(0 if communication == "on_demand" else 1, 1)[0])
+    assert differences(module.states, [one_step(Short(), counted)])[0] < TOLERANCE
+    batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"
+    line = f"{batch}, has a loss that is not finite: it is left out of the gradient."
+    said = [str(one.message) for one in caught if "not finite" in str(one.message)]
+    assert said == [line] * (rank == 1 and what != "none")
 
 
-def refuses_plain(rank: int) -> Any:
+@on_ranks(2)
+def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(rank):
     module = Refuses(0 if rank == 1 else None, "nan")
     data = [table(4, 4 if (rank, step) == (1, 0) else 5, step) for step in range(2)]
     train(module, data, on_nonfinite="skip", accumulate_grad_batches=2)
-    return module.states[-1]
-
-
-@pytest.fixture(scope="module")
-def refusing():
-    return run_calls({case: (refuses, *case) for case in REFUSED} | {"plain": (refuses_plain,)})
-
-
-@pytest.mark.parametrize("case", REFUSED, ids=str)
-def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(case, refusing):
-    what, m, communication = case
-    counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
-    counted += list(batches(0 if communication == "on_demand" else 1, 1)[0])
-    expected = one_step(Short(), counted)
-    assert all(largest_difference(states, expected) < TOLERANCE for states, _ in refusing[case])
-    batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"
-    line = f"{batch}, has a loss that is not finite: it is left out of the gradient."
-    assert refusing[case][1][1] == [line] * (what != "none")
-
-
-def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(refusing):
     expected = one_step(Short(), [table(4, 5, step) for step in (0, 1, 1)])  # three batches of four
-    assert all(largest_difference(states, expected) < TOLERANCE for states in refusing["plain"])
+    assert differences(module.states[-1:], [expected])[0] < TOLERANCE
 
 
 def test_what_counts_as_out_of_memory():
@@ -429,25 +398,17 @@ def test_what_counts_as_out_of_memory():
 NODES = [["1", "backward", 0, 1], ["head", "forward", 2, 2], ["embed", "forward", 2, FIRST_ROW]]
 
 
-def over_nodes(rank: int, are_copies: bool) -> dict[str, Any]:
-    options = {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
-    if are_copies:
-        as_nodes(rank)
-        options = {"num_nodes": 2}
+@needs_reset
+@on_ranks(4)
+@pytest.mark.parametrize("are_copies", [False, True])
+def test_ranks_of_several_nodes(rank, are_copies):
+    as_nodes(rank, 2 if are_copies else 4)
+    options = {"num_nodes": 2} if are_copies else {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
     module = Short(NODES if rank == 3 else ())
     mine = batches(1 if rank == 3 else 0, len(NODES)) if rank in (0, 3) else [Minibatch([])] * len(NODES)
     train(module, mine, 2 if are_copies else 4, on_out_of_memory="skip", **options)
-    return {"states": module.states, "trips": module.trips}
-
-
-@needs_reset
-def test_ranks_of_several_nodes():
-    expected = one_process(len(NODES), {2: 2})
-    found = run_calls({kind: (over_nodes, kind) for kind in (False, True)}, world_size=4, timeout=170)
-    for kind in found:
-        for rank, one in enumerate(found[kind]):
-            assert bool(one["trips"]) == (rank == 3)
-            assert not wrong_steps(one, NODES, expected), kind
+    assert bool(module.trips) == (rank == 3)
+    assert_steps(module, NODES, {2: 2})
 
 
 def needs_four(batch: list[Tensor]) -> Tensor:

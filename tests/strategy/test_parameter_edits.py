@@ -18,11 +18,12 @@ from lightning.pytorch import Trainer, callbacks
 from torch import Tensor, nn
 
 from lightning_odc import ODCStrategy
+from lightning_odc.errors import ODCError
 from tests.support import fits
 from tests.support.fits import are_equal, assert_same, failure
 from tests.support.models import full_parameters, token_batches
 from tests.support.modules import TokenModule
-from tests.support.ranks import run_calls
+from tests.support.ranks import of_all_ranks, on_ranks
 
 #: Hooks after which Lightning or the strategy comes by anyway.
 SEEN = {
@@ -84,41 +85,30 @@ def fit(rank: int, communication: str, module: TokenModule, *own: Any, **options
     return full_parameters(module) | {k: v.clone() for k, v in t.callback_metrics.items()}
 
 
-def message_of(rank: int, make: Callable[[], Edits]) -> str:
-    with pytest.raises(RuntimeError) as error:
-        fit(rank, "on_demand", make())
+def assert_counts_as_under_collectives(rank: int, make: Callable[[], Edits]) -> None:
+    module, other = make(), make()
+    assert are_equal(fit(rank, "on_demand", module), fit(rank, "collective", other))
+    assert module.edited and other.edited
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("place", sorted(SEEN | PUBLISHED))
+def test_an_edit_is_read_everywhere(rank, place):
+    assert_counts_as_under_collectives(rank, partial(Edits, place, halve, place in PUBLISHED))
+
+
+def refusal_of(rank: int, place: str, edit: Callable[[TokenModule], None]) -> str:
+    """What this rank says; the error of another rank that stops this one is a part of it."""
+    with pytest.raises(ODCError) as error:
+        fit(rank, "on_demand", Edits(place, edit))
+    assert "`trainer.strategy.publish_parameters()` on all of them" in str(error.value)
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def counts_as_under_collectives(rank: int, make: Callable[[], Edits]) -> bool:
-    module, other = make(), make()
-    same = are_equal(fit(rank, "on_demand", module), fit(rank, "collective", other))
-    return same and module.edited and other.edited
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """All that two ranks do, in one launch."""
-    folder = tmp_path_factory.mktemp("edits")
-    calls = {
-        (place, publish): (counts_as_under_collectives, partial(Edits, place, halve, publish))
-        for place, publish in [*((place, False) for place in SEEN), *((place, True) for place in PUBLISHED)]
-    }
-    calls |= {place: (message_of, partial(Edits, place, halve)) for place in PUBLISHED | REFUSED}
-    others = {"ways": (_ways_of_editing,), "refusals": (_refusals,), "goes back": (_goes_back, folder)}
-    return folder, run_calls(calls | others | ({"averages": (_averages, folder)} if HAS_AVERAGING else {}))
-
-
-@pytest.mark.parametrize("place", sorted(SEEN | PUBLISHED))
-def test_an_edit_is_read_everywhere(place, two_ranks):
-    assert two_ranks[1][place, place in PUBLISHED] == [True, True]
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("place", sorted(PUBLISHED | REFUSED))
-def test_an_edit_that_is_not_published_is_refused(place, two_ranks):
-    for message in two_ranks[1][place]:
-        assert message.startswith("StaleShardError: Parameter 'net."), message
-        assert "`trainer.strategy.publish_parameters()` on all of them" in message
+def test_an_edit_that_is_not_published_is_refused(rank, place):
+    assert refusal_of(rank, place, halve).startswith("StaleShardError: Parameter 'net.")
 
 
 def load_itself(module: TokenModule) -> None:
@@ -140,24 +130,28 @@ def gathered_row(module: TokenModule) -> None:
     module.net.head.weight.data[-1] += 1
 
 
-def _ways_of_editing(rank: int) -> list[Any]:
-    ways = [load_itself, initialise, one_number]
-    missed = [message_of(rank, partial(Edits, "on_train_batch_end", way)) for way in ways]
-    missed.append(message_of(rank, partial(Edits, "end of training_step", gathered_row)))
-    makes = [partial(Edits, "on_train_batch_end", way, publish=True) for way in ways]
-    return [missed, [counts_as_under_collectives(rank, make) for make in makes]]
+#: How parameters are edited, and the first of them.
+WAYS = [
+    (load_itself, "net.embed.weight"),
+    (initialise, "net.blocks.1.up.weight"),
+    (one_number, "net.blocks.2.up.weight"),
+]
 
 
-def test_every_way_of_editing_is_found(two_ranks):
-    ranks = two_ranks[1]["ways"]
-    names = ["net.embed.weight", "net.blocks.1.up.weight", "net.blocks.2.up.weight", "net.head.weight"]
-    for which, name in enumerate(names):
-        # A rank sees its own shard; the others hear of it.
-        messages = [missed[which] for missed, _ in ranks]
-        assert any(message.startswith(f"StaleShardError: Parameter {name!r}") for message in messages)
-        assert all("publish_parameters()" in message for message in messages)
-    assert "while it was gathered; such a change would be lost" in ranks[1][0][3]
-    assert ranks[0][1] == ranks[1][1] == [True] * 3
+@on_ranks(2)
+@pytest.mark.parametrize(("way", "name"), WAYS)
+def test_every_way_of_editing_is_found(rank, way, name):
+    # A rank sees its own shard; the others hear of it.
+    messages = of_all_ranks(refusal_of(rank, "on_train_batch_end", way))
+    assert any(message.startswith(f"StaleShardError: Parameter {name!r}") for message in messages)
+    assert_counts_as_under_collectives(rank, partial(Edits, "on_train_batch_end", way, publish=True))
+
+
+@on_ranks(2)
+def test_an_edit_of_a_gathered_parameter_is_found(rank):
+    messages = of_all_ranks(refusal_of(rank, "end of training_step", gathered_row))
+    assert any(message.startswith("StaleShardError: Parameter 'net.head.weight'") for message in messages)
+    assert "while it was gathered; such a change would be lost" in messages[1]
 
 
 # -- averages ----------------------------------------------------------------------------------------------------
@@ -177,10 +171,21 @@ class Watches(callbacks.Callback):
             self.seen.append(full_parameters(pl_module))
 
 
-def _averages(rank: int, root: Path) -> int:
+class Saves(TokenModule):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.skipif(not HAS_AVERAGING, reason="lightning < 2.6 has no WeightAveraging")
+@on_ranks(2)
+def test_averages_are_kept_in_shards_and_validated_on_every_rank(rank, tmp_path):
     results = []
     for communication in ("on_demand", "collective"):
-        watch, path = Watches(), root / f"{communication}.ckpt"
+        watch, path = Watches(), tmp_path / f"{communication}.ckpt"
         average = partial(callbacks.EMAWeightAveraging, decay=0.5)
         last = fit(rank, communication, TokenModule(), average(), watch)
         # A run that ends after the first epoch, and another one that goes on from there:
@@ -193,29 +198,11 @@ def _averages(rank: int, root: Path) -> int:
     assert all(are_equal(*pair) for pair in zip(seen, others_seen, strict=True))
     expected, averages, val_loss = one_process_averages()
     assert_same({name: last[name] for name in expected}, expected)
-    for epoch, of_epoch in enumerate(
-        averages
-    ):  # two validation batches each: both with the average of that epoch
+    for epoch, of_epoch in enumerate(averages):  # two validation batches each, with the average of that epoch
         assert_same(seen[2 * epoch + 1], of_epoch)
     assert abs(last["val_loss"] - val_loss) <= 1e-4
-    return len(seen)
-
-
-class Saves(TokenModule):
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def on_train_epoch_end(self) -> None:
-        self.trainer.save_checkpoint(self.path)
-
-
-@pytest.mark.skipif(not HAS_AVERAGING, reason="lightning < 2.6 has no WeightAveraging")
-def test_averages_are_kept_in_shards_and_validated_on_every_rank(two_ranks):
-    folder, found = two_ranks
-    assert found["averages"] == [4, 4]
-    saved = torch.load(folder / "on_demand.ckpt", weights_only=True)
-    assert_same(saved["state_dict"], one_process_averages()[1][0])
+    saved = torch.load(tmp_path / "on_demand.ckpt", weights_only=True)
+    assert_same(saved["state_dict"], averages[0])
     TokenModule().load_state_dict(saved["current_model_state"])
 
 
@@ -242,19 +229,14 @@ def one_process_averages() -> tuple[dict[str, Tensor], list[dict[str, Tensor]], 
     return average, of_epochs, float(sum(losses)) / 4
 
 
-def _refusals(rank: int) -> list[str]:
+@on_ranks(2)
+def test_averages_that_cannot_be_kept_are_refused(rank):
     batches = token_batches([5, 7, 4], seed=rank)
-    messages = [failure(TokenModule(), batches, callbacks=[callbacks.StochasticWeightAveraging(swa_lrs=0.1)])]
+    told = failure(TokenModule(), batches, callbacks=[callbacks.StochasticWeightAveraging(swa_lrs=0.1)])
+    assert "SWA does not currently support sharded models." in told
     if HAS_AVERAGING:
         options = {"callbacks": [callbacks.EMAWeightAveraging()], "state_dict_type": "sharded"}
-        messages.append(failure(TokenModule(), batches, **options))
-    return messages
-
-
-def test_averages_that_cannot_be_kept_are_refused(two_ranks):
-    for messages in two_ranks[1]["refusals"]:
-        assert "SWA does not currently support sharded models." in messages[0]
-        assert all('ODCStrategy(state_dict_type="full")' in message for message in messages[1:])
+        assert 'ODCStrategy(state_dict_type="full")' in failure(TokenModule(), batches, **options)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -278,15 +260,12 @@ class Returns(TokenModule):
             self.trainer.save_checkpoint(self.path)
 
 
-def _goes_back(rank: int, root: Path) -> bool:
-    results = [
-        fit(rank, communication, Returns(root / f"{communication}-{kind}.ckpt"), state_dict_type=kind)
+@on_ranks(2)
+def test_a_checkpoint_loaded_in_mid_run_reaches_every_rank(rank, tmp_path):
+    first, *others = [
+        fit(rank, communication, Returns(tmp_path / f"{communication}-{kind}.ckpt"), state_dict_type=kind)
         for kind in ("full", "sharded")
         for communication in ("on_demand", "collective")
     ]
-    assert not are_equal(results[0], fit(rank, "on_demand", TokenModule()))
-    return all(are_equal(results[0], other) for other in results[1:])
-
-
-def test_a_checkpoint_loaded_in_mid_run_reaches_every_rank(two_ranks):
-    assert two_ranks[1]["goes back"] == [True, True]
+    assert not are_equal(first, fit(rank, "on_demand", TokenModule()))
+    assert all(are_equal(first, other) for other in others)

@@ -8,7 +8,6 @@ for bit.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from tests.support.fits import Manual, Sgd, Watch, failure, fit, fitted, largest_difference
+from tests.support.fits import Manual, Sgd, Watch, are_equal, failure, fit, fitted, largest_difference
 from tests.support.models import full_parameters, token_batches
-from tests.support.ranks import run_calls, run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 
 BATCHES = [token_batches([5, 9, 4, 7], seed=rank) for rank in range(2)]
 
@@ -126,65 +125,49 @@ def _fit(rank: int, module: Sgd, communication: str = "on_demand", *callbacks: C
     return trained
 
 
-def _compare(rank: int, name: str) -> tuple[float, float]:
-    """How far on demand is from collectives, and from the parameters before."""
-    ours, stock = (_fit(rank, MODULES[name](), kind) for kind in ("on_demand", "collective"))
-    return tuple(largest_difference(ours, other) for other in (stock, full_parameters(MODULES[name]())))
-
-
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """All that two ranks do, in one launch."""
-    calls = {name: (_compare, name) for name in MODULES}
-    calls |= {kind: (_norms, kind) for kind in ("on_demand", "collective")}
-    calls |= {"resumes": (_resumes, tmp_path_factory.mktemp("hooks"))}
-    return run_calls(calls | {"in vain": (_waits_in_vain,), "refused": (_refused,)})
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", MODULES)
-def test_what_hooks_do_counts_as_under_collectives(name, two_ranks):
-    for from_stock, from_begin in two_ranks[name]:
-        assert from_stock == 0
-        assert from_begin > 0.01
+def test_what_hooks_do_counts_as_under_collectives(rank, name):
+    ours, stock = (_fit(rank, MODULES[name](), kind) for kind in ("on_demand", "collective"))
+    assert are_equal(ours, stock)
+    assert largest_difference(ours, full_parameters(MODULES[name]())) > 0.01
 
 
-def _norms(rank: int, communication: str) -> list[Any]:
-    """On demand, of minibatches and of batches that are accumulated by two; else, of single batches."""
-    norms, accumulating, own = Norms(), Norms(), BATCHES[rank]
-    if communication == "collective":
-        _fit(rank, Sgd("items"), communication, norms)
-    else:
-        fit(Sgd("items"), [Minibatch(own[: 1 + 2 * rank]), Minibatch(own[3 * rank :])], callbacks=[norms])
-        fit(Sgd(), own, callbacks=[accumulating], accumulate_grad_batches=2)
-    return [norms.seen, norms.complete, accumulating.seen, accumulating.complete]
+def assert_seen_once_per_step(norms: Norms, steps: int) -> None:
+    assert len(norms.seen) == steps * len(list(Sgd().parameters()))
+    assert sorted(norms.seen) == sorted(norms.complete)
+    assert all(norm > 0 for _, norm in norms.seen)
 
 
-@pytest.mark.parametrize("communication", ["on_demand", "collective"])
-def test_a_hook_sees_the_gradient_of_the_whole_minibatch_once_per_step(communication, two_ranks):
-    first, other = two_ranks[communication]
-    steps, parameters = (2 if communication == "on_demand" else 4), len(list(Sgd().parameters()))
-    seen, complete, accumulating, accumulated = first
-    assert len(seen) == steps * parameters
-    assert sorted(seen) == sorted(complete)
-    assert all(norm > 0 for _, norm in seen)
-    assert sorted(accumulating) == sorted(accumulated)
-    assert len(accumulating) == (2 * parameters if communication == "on_demand" else 0)
-    assert first == other
+@on_ranks(2)
+def test_a_hook_sees_the_gradient_of_the_whole_minibatch_once_per_step(rank):
+    own = BATCHES[rank]
+    minibatches = [Minibatch(own[: 1 + 2 * rank]), Minibatch(own[3 * rank :])]
+    for module, data, steps, options in (
+        (Sgd("items"), minibatches, 2, {}),
+        (Sgd(), own, 2, {"accumulate_grad_batches": 2}),
+        (Sgd("items"), own, 4, {"communication": "collective"}),
+    ):
+        fit(module, data, callbacks=[norms := Norms()], **options)
+        assert_seen_once_per_step(norms, steps)
+        first, other = of_all_ranks(norms.seen)
+        assert first == other
 
 
-def _resumes(rank: int, root: Path) -> list[tuple[int, int]]:
-    """Runs without an optimizer of Lightning are saved and resumed."""
-    steps = []
-    for kind in ("full", "sharded"):
-        first = fit(StepsInHooks(), BATCHES[rank], state_dict_type=kind)
-        first.save_checkpoint(root / kind)
-        again = fit(StepsInHooks(), BATCHES[rank], ckpt_path=root / kind, max_epochs=2)
-        steps.append((first.global_step, again.global_step))
-    return steps
+@on_ranks(1)
+def test_one_process_weighs_minibatches_before_hooks_see_them(rank):
+    data = [Minibatch(BATCHES[0][:3]), Minibatch(BATCHES[0][3:])]
+    fit(Sgd("items"), data, 1, callbacks=[norms := Norms()])
+    assert_seen_once_per_step(norms, 2)
 
 
-def test_training_without_an_optimizer_of_lightning_is_resumed(two_ranks):
-    assert two_ranks["resumes"] == [[(4, 8), (4, 8)]] * 2
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_training_without_an_optimizer_of_lightning_is_resumed(rank, kind, tmp_path):
+    first = fit(StepsInHooks(), BATCHES[rank], state_dict_type=kind)
+    first.save_checkpoint(tmp_path / kind)
+    again = fit(StepsInHooks(), BATCHES[rank], ckpt_path=tmp_path / kind, max_epochs=2)
+    assert (first.global_step, again.global_step) == (4, 8)
 
 
 class StepsLightningsOptimizers(StepsInHooksByHand):
@@ -213,17 +196,13 @@ class SettlesByHand(StepsWhatLightningHolds):
         self.trainer.strategy.publish_parameters()
 
 
-def _waits_in_vain(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_hooks_that_would_never_be_called_are_an_error_that_shows_what_to_write(rank):
     message = failure(StepsWhatLightningHolds(), BATCHES[rank])
+    assert "return None from `configure_optimizers`" in message
+    assert "self.trainer.strategy.settle_gradients()" in message
     settled = _fit(rank, SettlesByHand())
-    return [message, largest_difference(settled, full_parameters(SettlesByHand()))]
-
-
-def test_hooks_that_would_never_be_called_are_an_error_that_shows_what_to_write(two_ranks):
-    for message, moved in two_ranks["in vain"]:
-        assert "return None from `configure_optimizers`" in message
-        assert "self.trainer.strategy.settle_gradients()" in message
-        assert moved > 0.01
+    assert largest_difference(settled, full_parameters(SettlesByHand())) > 0.01
 
 
 class ReducesByItself(Sgd):
@@ -245,27 +224,11 @@ class ReducesFromTheBeginning(Sgd):
         self.net.blocks[1].set_all_reduce_hook(lambda _: None)
 
 
-def _refused(rank: int) -> list[str]:
-    modules = StepsLightningsOptimizers(), ReducesFromTheBeginning(), ReducesByItself(0), ReducesByItself(2)
-    return [failure(module, BATCHES[rank]) for module in modules]
-
-
-def test_hooks_that_cannot_work_are_refused(two_ranks):
-    for lightnings, *reduces in two_ranks["refused"]:
-        assert "torch.optim" in lightnings
-        for message in reduces:
-            assert "'net.blocks.1'" in message
-            assert "set_all_reduce_hook" in message
-            assert "`on_before_optimizer_step`" in message
-
-
-def _alone(rank: int) -> list[Any]:
-    norms = Norms()
-    fit(Sgd("items"), [Minibatch(BATCHES[0][:3]), Minibatch(BATCHES[0][3:])], 1, callbacks=[norms])
-    return [norms.seen, norms.complete]
-
-
-def test_one_process_weighs_minibatches_before_hooks_see_them():
-    ((seen, complete),) = run_ranks(_alone, world_size=1)
-    assert len(seen) == 2 * len(list(Sgd().parameters()))
-    assert sorted(seen) == sorted(complete)
+@on_ranks(2)
+def test_hooks_that_cannot_work_are_refused(rank):
+    assert "torch.optim" in failure(StepsLightningsOptimizers(), BATCHES[rank])
+    for module in (ReducesFromTheBeginning(), ReducesByItself(0), ReducesByItself(2)):
+        message = failure(module, BATCHES[rank])
+        assert "'net.blocks.1'" in message
+        assert "set_all_reduce_hook" in message
+        assert "`on_before_optimizer_step`" in message

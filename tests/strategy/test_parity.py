@@ -21,10 +21,10 @@ from lightning_odc.engine.keeping import HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
-from tests.support.fits import LENGTHS, LR, assert_same
+from tests.support.fits import LENGTHS, LR, TOLERANCE, assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.nodes import make_copies_engine
-from tests.support.ranks import run_calls
+from tests.support.ranks import on_ranks
 
 STEPS = 4
 
@@ -147,13 +147,12 @@ def train(
     return result
 
 
-def assert_one_sided(results: list[dict[str, Any]], counts: tuple[int, ...]) -> None:
-    """Every rank that computed read from and added to every other rank, once or twice per unit and microbatch."""
-    for result, count in zip(results, counts, strict=True):
-        peers = len(counts) - 1
-        assert (result["traffic"].reads > 0) == (count > 0)
-        assert result["traffic"].reads >= peers * count * STEPS
-        assert result["traffic"].adds >= peers * count * STEPS
+def assert_one_sided(result: dict[str, Any], rank: int, counts: tuple[int, ...]) -> None:
+    """A rank that computed read from and added to every other rank, once or twice per unit and microbatch."""
+    least = (len(counts) - 1) * counts[rank] * STEPS
+    assert (result["traffic"].reads > 0) == (counts[rank] > 0)
+    assert result["traffic"].reads >= least
+    assert result["traffic"].adds >= least
 
 
 def stock_fully_shard(
@@ -208,106 +207,75 @@ WITH_STOCK = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    trained = ON_TWO_RANKS | {name: ("on_demand", (3, 3), *given) for name, given in WITH_STOCK.items()}
-    calls = {name: (train, *given) for name, given in trained.items()}
-    calls |= {("stock", name): (stock_fully_shard, *given) for name, given in WITH_STOCK.items()}
-    calls |= {order: (_grouped, order) for order in ((1, 2), (2, 1))}
-    calls |= {deterministic: (_dropped, deterministic) for deterministic in (False, True)}
-    calls |= {"bytes": (_mixed_dtypes, "on_demand"), "stock bytes": (_mixed_dtypes, "collective")}
-    own = {"two models": (_two_models,), "unfreezing": (_unfreezing,), "handed back": (_handed_back,)}
-    return run_calls(calls | own)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", ON_TWO_RANKS)
-def test_equals_one_process(name, two_ranks):
+def test_equals_one_process(rank, name):
     communication, counts, net, _, skips, *_ = [*ON_TWO_RANKS[name], None, None]
-    results = two_ranks[name]
-    for result in results:
-        assert_same(result["parameters"], one_process(net, skips))
+    result = train(rank, *ON_TWO_RANKS[name])
+    assert_same(result["parameters"], one_process(net, skips))
     if communication == "on_demand" and not skips:
-        assert_one_sided(results, counts)
+        assert_one_sided(result, rank, counts)
     else:
-        assert bool(results[0]["traffic"].reads) == (communication != "collective")
+        assert bool(result["traffic"].reads) == (communication != "collective")
+    if skips:  # a parameter without a microbatch has no gradient, or AdamW would decay it
+        assert bool(result["without_grad"]) == (name == "never used")
+        assert all(one.startswith("blocks.1.") for one in result["without_grad"])
 
 
-def test_a_parameter_without_a_microbatch_has_no_gradient(two_ranks):
-    # Otherwise AdamW would decay it: parity with one process, whose weight decay is 0.1, would fail.
-    for rare, never in zip(two_ranks["rarely used"], two_ranks["never used"], strict=True):
-        assert rare["without_grad"] == []
-        assert never["without_grad"]
-        assert all(name.startswith("blocks.1.") for name in never["without_grad"])
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("name", WITH_STOCK)
-def test_equals_stock_fully_shard(name, two_ranks):
-    ours, stock, precision = two_ranks[name], two_ranks["stock", name], WITH_STOCK[name][1]
-    assert_same(ours[0]["parameters"], stock[0][0])
-    for result, (_, losses) in zip(ours, stock, strict=True):
-        # The first step's losses come from the same parameters: equal bit for bit, whoever gathered them.
-        assert result["losses"][:3] == losses[:3]
-        assert result["losses"] == pytest.approx(losses, rel=1e-5 if precision is None else 1e-2)
-    assert_one_sided(ours, (3, 3))
+def test_equals_stock_fully_shard(rank, name):
+    net, precision = WITH_STOCK[name]
+    result = train(rank, "on_demand", (3, 3), net, precision)
+    parameters, losses = stock_fully_shard(rank, net, precision)
+    assert_same(result["parameters"], parameters)
+    # The first step's losses come from the same parameters: equal bit for bit, whoever gathered them.
+    assert result["losses"][:3] == losses[:3]
+    assert result["losses"] == pytest.approx(losses, rel=1e-5 if precision is None else 1e-2)
+    assert_one_sided(result, rank, (3, 3))
+
+
+@on_ranks(3)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, TOLERANCE), (torch.float64, 1e-9)])
+def test_three_ranks(rank, dtype, tolerance):
+    """``fully_shard`` treats fp64 parameters like fp16: it would divide before the comm object gets them."""
+    counts = (2, 1, 3)
+    torch.set_default_dtype(dtype)
+    try:
+        result, expected = train(rank, "on_demand", counts, {}), one_process({})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(result["parameters"], expected, tolerance)
+    assert_one_sided(result, rank, counts)
+
+
+@on_ranks(3)
+def test_sums_in_a_fixed_order_are_equal_bit_for_bit(rank):
+    one, other = (train(rank, "on_demand", (3, 1, 2), {}, deterministic=True) for _ in range(2))
+    assert_same(one["parameters"], other["parameters"], tolerance=0)
+    assert one["losses"] == other["losses"]
+    assert_same(one["parameters"], one_process({}))
+
+
+@on_ranks(4)
+def test_four_ranks(rank):
+    counts = (2, 0, 1, 3)
+    result = train(rank, "on_demand", counts, {})
+    assert_same(result["parameters"], one_process({}))
+    assert_one_sided(result, rank, counts)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("net", ["plain", "frozen"])
+def test_units_kept_by_a_smaller_mesh_between_forward_and_backward(rank, net):
+    counts = (2, 0, 1, 3)
+    result = train(rank, "on_demand", counts, NETS[net], reshard=2, looks=True)
+    assert_same(result["parameters"], one_process(NETS[net]))
+    assert result["traffic"].reads > 0  # every rank looks
+    assert (result["traffic"].adds > 0) == (counts[rank] > 0)
 
 
 # -- three and four ranks ---------------------------------------------------------------------------------------
-
-
-def _in_fp64(rank: int, counts: tuple[int, ...]) -> dict[str, Any]:
-    """``fully_shard`` treats fp64 parameters like fp16: it would divide before the comm object gets them."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        return train(rank, "on_demand", counts, {})
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def test_three_ranks_also_in_fp64_and_twice_in_a_fixed_order():
-    counts = (2, 1, 3)
-    again = (_in_a_fixed_order, (3, 1, 2))
-    calls = {
-        "fp32": (train, "on_demand", counts, {}),
-        "fp64": (_in_fp64, counts),
-        "one": again,
-        "other": again,
-    }
-    found = run_calls(calls, world_size=3)
-    for result in found["fp32"]:
-        assert_same(result["parameters"], one_process({}))
-    assert_one_sided(found["fp32"], counts)
-    torch.set_default_dtype(torch.float64)
-    try:
-        expected = one_process({})
-    finally:
-        torch.set_default_dtype(torch.float32)
-    for result in found["fp64"]:
-        assert_same(result["parameters"], expected, tolerance=1e-9)
-    for one, other in zip(found["one"], found["other"], strict=True):
-        assert_same(one["parameters"], other["parameters"], tolerance=0)
-        assert one["losses"] == other["losses"]
-    assert_same(found["one"][0]["parameters"], one_process({}))
-
-
-def _in_a_fixed_order(rank: int, counts: tuple[int, ...]) -> dict[str, Any]:
-    return train(rank, "on_demand", counts, {}, deterministic=True)
-
-
-def _kept_by_a_smaller_mesh(rank: int, counts: tuple[int, ...], net: dict[str, Any]) -> dict[str, Any]:
-    return train(rank, "on_demand", counts, net, reshard=2, looks=True)
-
-
-def test_four_ranks_also_with_units_kept_by_a_smaller_mesh_between_forward_and_backward():
-    counts = (2, 0, 1, 3)
-    kept = {name: (_kept_by_a_smaller_mesh, counts, NETS[name]) for name in ("plain", "frozen")}
-    found = run_calls({"fp32": (train, "on_demand", counts, {}), **kept}, world_size=4)
-    assert_one_sided(found["fp32"], counts)
-    for name in ("fp32", *kept):
-        for result in found[name]:
-            assert_same(result["parameters"], one_process(NETS.get(name, {})))
-    for name in kept:
-        assert all(result["traffic"].reads > 0 for result in found[name])  # every rank looks
-        assert [result["traffic"].adds > 0 for result in found[name]] == [count > 0 for count in counts]
 
 
 # -- engines that are used step by step -------------------------------------------------------------------------
@@ -340,25 +308,21 @@ def run_step(
     engine.publish()
 
 
-def _two_models(rank: int) -> list[dict[str, Tensor]]:
-    """Two models with units of different sizes, sharded by two engines, trained in turns."""
+@on_ranks(2)
+def test_two_models_live_in_one_process(rank):
+    """Of units of different sizes, sharded by two engines, trained in turns."""
     jobs = [sharded(rank, lambda depth=depth: Net(depth=depth)) for depth in (3, 2)]
     for step in range(STEPS):
         for job in jobs:
             run_step(rank, step, *job)
-    parameters = [full_parameters(model) for model, _, _ in jobs]
-    for _, engine, _ in jobs:
+    for depth, (model, engine, _) in zip((3, 2), jobs, strict=True):
+        assert_same(full_parameters(model), one_process({"depth": depth}))
         engine.close()
-    return parameters
 
 
-def test_two_models_live_in_one_process(two_ranks):
-    first, second = two_ranks["two models"][0]
-    assert_same(first, one_process({"depth": 3}))
-    assert_same(second, one_process({"depth": 2}))
-
-
-def _grouped(rank: int, order: tuple[int, int]) -> dict[str, Tensor]:
+@on_ranks(2)
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)], ids=["in order", "in reverse"])
+def test_modules_grouped_by_hand(rank, order):
     """``fully_shard([a, b])`` makes one unit of two modules, in this order."""
 
     def make() -> nn.Module:
@@ -371,14 +335,8 @@ def _grouped(rank: int, order: tuple[int, int]) -> dict[str, Tensor]:
     assert len(engine._units) == 3
     for step in range(STEPS):
         run_step(rank, step, model, engine, optimizer)
-    parameters = full_parameters(model)
+    assert_same(full_parameters(model), one_process({"frozen": True}))
     engine.close()
-    return parameters
-
-
-@pytest.mark.parametrize("order", [(1, 2), (2, 1)], ids=["in order", "in reverse"])
-def test_modules_grouped_by_hand(order, two_ranks):
-    assert_same(two_ranks[order][0], one_process({"frozen": True}))
 
 
 class Adapted(nn.Module):
@@ -393,29 +351,28 @@ class Adapted(nn.Module):
         return self.adapter(self.base(x.bfloat16()).float()).square().mean()
 
 
-def _mixed_dtypes(rank: int, communication: str) -> list[Any]:
-    model, engine, optimizer = sharded(rank, Adapted, communication)
-    for step in range(STEPS):
-        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-        optimizer.zero_grad()
-        engine.ledger.add(1)
-        with engine.backward():
-            model(x).backward()
-        engine.settle([])
-        optimizer.step()
-        engine.publish()
-    result = [full_parameters(model), engine.traffic.reads]
-    engine.close()
-    return result
+@on_ranks(2)
+def test_a_unit_of_mixed_dtypes_travels_as_bytes(rank):
+    trained = []
+    for communication in ("on_demand", "collective"):
+        model, engine, optimizer = sharded(rank, Adapted, communication)
+        for step in range(STEPS):
+            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            engine.ledger.add(1)
+            with engine.backward():
+                model(x).backward()
+            engine.settle([])
+            optimizer.step()
+            engine.publish()
+        assert (engine.traffic.reads > 0) == (communication == "on_demand")
+        trained.append(full_parameters(model))
+        engine.close()
+    assert_same(*trained)
 
 
-def test_a_unit_of_mixed_dtypes_travels_as_bytes(two_ranks):
-    stock, ours = two_ranks["stock bytes"][0], two_ranks["bytes"][0]
-    assert_same(ours[0], stock[0])
-    assert ours[1] > stock[1] == 0
-
-
-def _unfreezing(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_unfreezing_in_mid_run(rank):
     """Parameters unfrozen in mid-run change the layout of the accumulators."""
     model, engine, _ = sharded(rank, lambda: Net(frozen=True))
     before = engine.window_bytes
@@ -428,17 +385,14 @@ def _unfreezing(rank: int) -> list[Any]:
             summed_loss(model, tokens).backward()
         engine.settle([])
         engine.publish()
-    missing = [name for name, p in model.named_parameters() if p.grad is None]
-    after = engine.window_bytes
+    assert before < engine.window_bytes
+    assert all(p.grad is not None for p in model.parameters())
     engine.close()
-    return [before < after, missing]
 
 
-def test_unfreezing_in_mid_run(two_ranks):
-    assert two_ranks["unfreezing"] == [[True, []]] * 2
-
-
-def _dropped(rank: int, deterministic: bool) -> dict[str, Tensor]:
+@on_ranks(2)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dropped_gradients_are_gone_on_every_rank(rank, deterministic):
     """Some gradients are set to ``None`` between backward passes of one step, all or those of one layer."""
     model, engine, _ = sharded(rank, deterministic=deterministic)
 
@@ -457,38 +411,28 @@ def _dropped(rank: int, deterministic: bool) -> dict[str, Tensor]:
     engine.settle([])
     grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     engine.close()
-    return grads
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_dropped_gradients_are_gone_on_every_rank(deterministic, two_ranks):
     torch.manual_seed(0)
-    model = Net()
+    alone = Net()
     # Plain batches: the mean over two ranks. A layer has the gradient of every rank's last one alone.
-    sum(summed_loss(model, minibatch(1)[index]) / 2 for index in (2, 5)).backward()
-    of_last = model.blocks[1].up.weight.grad
-    model.zero_grad()
-    sum(summed_loss(model, tokens) / 2 for tokens in minibatch(1)).backward()
-    expected = {name: p.grad for name, p in model.named_parameters()} | {"blocks.1.up.weight": of_last}
-    for grads in two_ranks[deterministic]:
-        assert_same(grads, expected, tolerance=1e-4)  # losses of 30 tokens: 1e-6 relative
+    sum(summed_loss(alone, minibatch(1)[index]) / 2 for index in (2, 5)).backward()
+    of_last = alone.blocks[1].up.weight.grad
+    alone.zero_grad()
+    sum(summed_loss(alone, tokens) / 2 for tokens in minibatch(1)).backward()
+    expected = {name: p.grad for name, p in alone.named_parameters()} | {"blocks.1.up.weight": of_last}
+    assert_same(grads, expected, tolerance=1e-4)  # losses of 30 tokens: 1e-6 relative
 
 
-def _handed_back(rank: int) -> list[float]:
+@on_ranks(2)
+def test_a_closed_engine_hands_the_model_back(rank):
     """After ``close`` the model computes with stock collectives."""
     model, engine, _ = sharded(rank)
     engine.close()
     engine.close()
-    loss = summed_loss(model, minibatch(0)[0])
-    loss.backward()
-    return [loss.item(), sum(p.grad.full_tensor().abs().sum().item() for p in model.parameters())]
-
-
-def test_a_closed_engine_hands_the_model_back(two_ranks):
     torch.manual_seed(0)
-    model = Net()
-    loss = summed_loss(model, minibatch(0)[0])
-    loss.backward()
-    expected = [loss.item(), sum(p.grad.abs().sum().item() for p in model.parameters())]
-    for found in two_ranks["handed back"]:
-        assert found == pytest.approx(expected, rel=1e-5)
+    alone = Net()
+    losses = [summed_loss(one, minibatch(0)[0]) for one in (model, alone)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    assert_same(grads, {name: p.grad for name, p in alone.named_parameters()}, tolerance=1e-4)

@@ -19,7 +19,7 @@ from tests.strategy.test_out_of_memory import TEXT, TOLERANCE, Short, difference
 from tests.support import fits
 from tests.support.models import full_parameters
 from tests.support.modules import loader, trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 
 pytestmark = needs_reset
 
@@ -55,6 +55,10 @@ def packed(batch: list[Sample]) -> dict[str, Any]:
     }
 
 
+def length_of(sample: Sample) -> int:
+    return len(sample["labels"])
+
+
 class Stream(IterableDataset[Sample]):
     def __iter__(self) -> Any:
         return iter(samples())
@@ -86,46 +90,32 @@ class Labelled(Short):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-def fit(rank: int, place: str, phase: str, collate_fn: Any, data: Any, **options: Any) -> Any:
-    module = Labelled(place, phase, 14 if rank == 1 else 10**9)
-    shape = {"minibatch_size": len(LENGTHS) // 2, "max_tokens": 40, "collate_fn": collate_fn}
-    if not isinstance(data, IterableDataset):
-        shape["lengths"] = LENGTHS
-    else:
-        shape["length_fn"] = lambda sample: len(sample["labels"])
-    fits.fit(module, BalancedDataLoader(data, **shape, **options))
-    return module.states[-1], module.trips, sum(module.ran)
+#: The collator, the data, and options of the loader.
+LOADERS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "padded": (padded, samples, {"lengths": LENGTHS}),
+    "packed": (packed, samples, {"lengths": LENGTHS}),
+    "stolen": (padded, samples, {"lengths": LENGTHS, "policy": "steal"}),
+    "stream": (padded, Stream, {"length_fn": length_of, "window": 1}),
+    "packed stream": (packed, Stream, {"length_fn": length_of, "window": 1}),
+}
 
 
-def every_loader(rank: int) -> dict[str, Any]:
-    found = {}
-    for name, collate_fn, data, options in [
-        ("padded", padded, samples(), {}),
-        ("packed", packed, samples(), {}),
-        ("stolen", padded, samples(), {"policy": "steal"}),
-        ("stream", padded, Stream(), {"window": 1}),
-        ("packed stream", packed, Stream(), {"window": 1}),
-    ]:
-        for place, phase in [("1", "backward"), ("2", "forward")]:
-            found[f"{name}, {place} {phase}"] = fit(rank, place, phase, collate_fn, data, **options)
-    return found
-
-
-def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does():
-    module = Labelled()
-    losses = []
+@on_ranks(2)
+@pytest.mark.parametrize(("place", "phase"), [("1", "backward"), ("2", "forward")])
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does(rank, name, place, phase):
+    alone, losses = Labelled(), []
     for sample in samples():
-        logits = module.net(sample["input_ids"][None])[0]
-        losses.append(
-            nn.functional.cross_entropy(logits, sample["labels"], ignore_index=-100, reduction="none")
-        )
+        logits, options = alone.net(sample["input_ids"][None])[0], {"ignore_index": -100, "reduction": "none"}
+        losses.append(nn.functional.cross_entropy(logits, sample["labels"], **options))
     (torch.cat(losses).sum() / sum(int((one["labels"] != -100).sum()) for one in samples())).backward()
-    module.configure_optimizers().step()
-    first, second = run_ranks(every_loader, timeout=240)
-    for name, (state, trips, _) in second.items():
-        assert trips or name.startswith("stolen"), name  # whoever comes first runs what is too long
-        for ours in (state, first[name][0]):
-            assert differences([ours], [full_parameters(module)])[0] < TOLERANCE, name
+    alone.configure_optimizers().step()
+    collate_fn, data, options = LOADERS[name]
+    module = Labelled(place, phase, 14 if rank == 1 else 10**9)
+    options = {"minibatch_size": len(LENGTHS) // 2, "max_tokens": 40, "collate_fn": collate_fn, **options}
+    fits.fit(module, BalancedDataLoader(data(), **options))
+    assert rank == 0 or module.trips or name == "stolen"  # whoever comes first runs what is too long
+    assert differences(module.states[-1:], [full_parameters(alone)])[0] < TOLERANCE
 
 
 class Hooks:
@@ -173,21 +163,18 @@ class HookedData(Hooks, Data):
     pass
 
 
-def hooks(rank: int, in_data: bool) -> Any:
+@on_ranks(2)
+@pytest.mark.parametrize("in_data", [False, True], ids=["module", "data module"])
+def test_transfer_hooks_see_each_microbatch_once_whoever_runs_it_and_however_often(rank, in_data):
     module = (Checked if in_data else Hooked)("1", "backward", 14)
     module.seconds = 0.05 if rank == 0 else 0.0
     data = HookedData() if in_data else Data()
     t = trainer(2, balance="auto")
     t.fit(module, datamodule=data)
     t.validate(module, datamodule=data, verbose=False)
-    return len(module.ran), module.trips
-
-
-@pytest.mark.parametrize("in_data", [False, True], ids=["module", "data module"])
-def test_transfer_hooks_see_each_microbatch_once_whoever_runs_it_and_however_often(in_data):
-    (slow, _), (fast, trips) = run_ranks(hooks, in_data)
+    slow, fast = of_all_ranks(len(module.ran))
     assert slow < fast, "stolen"
-    assert trips, "read again"
+    assert rank == 0 or module.trips, "read again"
 
 
 class Dropping(Short):
@@ -209,20 +196,14 @@ class Dropping(Short):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
-def drops(rank: int) -> Any:
-    found = []
-    for phase in ("never", "forward", "backward"):
-        module = Dropping(phase if rank == 1 else "never")
+@on_ranks(2)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_microbatch_begins_again_with_the_random_numbers_that_it_began_with(rank, phase):
+    modules = [Dropping("never"), Dropping(phase if rank == 1 else "never")]
+    for module in modules:
         torch.manual_seed(7 + rank)
         # A single sample runs once more, as it is: all of what is random must be the same again.
         rows = [torch.arange(4 + step)[None] for step in range(3)]
         fits.fit(module, [Minibatch([row, row + 1]) for row in rows], deterministic=True)
-        found.append((module.states, module.trips))
-    return found
-
-
-def test_a_microbatch_begins_again_with_the_random_numbers_that_it_began_with():
-    for rank, ((expected, _), *others) in enumerate(run_ranks(drops)):
-        for states, trips in others:
-            assert trips == 3 * rank
-            assert all(fits.are_equal(*pair) for pair in zip(states, expected, strict=True))
+    assert modules[1].trips == 3 * rank
+    assert all(fits.are_equal(*pair) for pair in zip(*(one.states for one in modules), strict=True))

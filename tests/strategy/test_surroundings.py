@@ -25,15 +25,17 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc._compat import checkpoint_name
 from lightning_odc.sharding.wrapping import wrap_targets
+from tests.support.fits import are_equal, largest_difference
 from tests.support.models import Net, summed_loss
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, run_ranks
 
 jsonargparse = pytest.importorskip("jsonargparse")
 pytest.importorskip("tensorboard")
@@ -102,62 +104,6 @@ class Bomb(pl.Callback):
         raise ZeroDivisionError("on every rank")
 
 
-def _run(rank: int, directory: str) -> dict[str, Any]:
-    parts = (_monitors, _prediction, _explosion, _learning_rate, _command_line, _yaml)
-    return {part.__name__: part(rank, Path(directory)) for part in parts}
-
-
-def _monitors(rank: int, where: Path) -> dict[str, Any]:
-    module = Module()
-    counts = Counts()
-    t = trainer(
-        2,
-        default_root_dir=where,
-        max_epochs=5,
-        log_every_n_steps=1,
-        enable_progress_bar=True,
-        logger=[CSVLogger(where, name="csv", version=""), TensorBoardLogger(where, name="board", version="")],
-        callbacks=[
-            BAR(),
-            LearningRateMonitor("step"),
-            ModelSummary(2),
-            counts,
-            ThroughputMonitor(lambda batch: batch.size(0), length_fn=Tensor.numel),
-            EarlyStopping("val_one", patience=1, mode="max"),  # it stays 1
-        ],
-    )
-    t.fit(module)
-    metrics = {name: value.item() for name, value in t.callback_metrics.items()}
-    return {"metrics": metrics, "epochs": t.current_epoch, "counted": counts.counted}
-
-
-def _prediction(rank: int, where: Path) -> list[int]:
-    module = Module()
-    t = trainer(2, callbacks=[Writer(where), TQDMProgressBar()], enable_progress_bar=True)
-    returned = t.predict(module, minibatches(rank))
-    return [len(outputs) for outputs in returned]
-
-
-def _explosion(rank: int, where: Path) -> dict[str, Any]:
-    module = Module()
-    t = trainer(2, callbacks=[Bomb()], max_epochs=1)
-    with pytest.raises(ZeroDivisionError):
-        t.fit(module, minibatches(rank))
-    windows = Path("/proc/self/maps").read_text().count("memfd:lightning-odc")
-    with pytest.raises(RuntimeError, match="only while the trainer runs"):
-        _ = t.strategy.engine
-    again = Module()
-    trainer(2).fit(again, minibatches(rank))
-    return {"windows": windows, "moved": _distance(again)}
-
-
-def _learning_rate(rank: int, where: Path) -> dict[str, Any]:
-    module = Module()
-    t = trainer(2, default_root_dir=where, max_epochs=30)
-    found = Tuner(t).lr_find(module, num_training=20, min_lr=1e-5, update_attr=True)
-    return {"rates": len(found.results["lr"]), "suggestion": found.suggestion(), "moved": _distance(module)}
-
-
 ARGUMENTS = [
     "--trainer.accelerator=cpu",
     "--trainer.devices=2",
@@ -169,13 +115,89 @@ ARGUMENTS = [
 ]
 
 
-def _command_line(rank: int, where: Path) -> dict[str, Any]:
-    arguments = ["fit", "--trainer.strategy=odc", f"--trainer.default_root_dir={where}", *ARGUMENTS]
-    return _by_cli(arguments)
+@on_ranks(2)
+def test_loggers_bars_and_monitors(rank, tmp_path):
+    loggers = [
+        CSVLogger(tmp_path, name="csv", version=""),
+        TensorBoardLogger(tmp_path, name="board", version=""),
+    ]
+    counts = Counts()
+    t = trainer(
+        2,
+        default_root_dir=tmp_path,
+        max_epochs=5,
+        log_every_n_steps=1,
+        enable_progress_bar=True,
+        logger=loggers,
+        callbacks=[
+            BAR(),
+            LearningRateMonitor("step"),
+            ModelSummary(2),
+            counts,
+            ThroughputMonitor(lambda batch: batch.size(0), length_fn=Tensor.numel),
+            EarlyStopping("val_one", patience=1, mode="max"),  # it stays 1
+        ],
+    )
+    t.fit(Module())
+    assert t.current_epoch == 2  # EarlyStopping
+    assert t.callback_metrics["lengths"] == 3 * sum(LENGTHS)
+    assert t.callback_metrics["reads"] > 0
+    assert counts.counted == sum(parameter.numel() for parameter in Module().parameters())
+    if rank > 0:
+        return
+    with (tmp_path / "csv" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {"lr-AdamW", "loss", "lengths", "val_loss"} <= rows[0].keys()
+    assert float([row["train/samples"] for row in rows if row["train/samples"]][-1]) == COUNTS[0] * 3 * 2
+    assert float([row["train/lengths"] for row in rows if row["train/lengths"]][-1]) == sum(LENGTHS[:4]) * 6
+    rates = [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]]
+    assert (min(rates), max(rates)) == (pytest.approx(0.001), pytest.approx(0.01))
+    assert list((tmp_path / "board").glob("events.out.tfevents.*"))
 
 
-def _yaml(rank: int, where: Path) -> dict[str, Any]:
-    text = """
+@on_ranks(2)
+def test_predictions_are_written_by_the_rank_that_made_them(rank, tmp_path):
+    module = Module()
+    with torch.no_grad():
+        expected = [summed_loss(module.net, b).item() for minibatch in minibatches(rank) for b in minibatch]
+    t = trainer(2, callbacks=[Writer(tmp_path), TQDMProgressBar()], enable_progress_bar=True)
+    returned = t.predict(module, minibatches(rank))
+    assert [len(outputs) for outputs in returned] == [COUNTS[rank]] * 3
+    written = [float(line) for line in (tmp_path / f"{rank}.txt").read_text().splitlines()]
+    assert written == pytest.approx(expected, rel=1e-5)
+
+
+@on_ranks(2)
+def test_an_exception_releases_everything_and_the_next_fit_works(rank):
+    t = trainer(2, callbacks=[Bomb()], max_epochs=1)
+    with pytest.raises(ZeroDivisionError):
+        t.fit(Module(), minibatches(rank))
+    assert Path("/proc/self/maps").read_text().count("memfd:lightning-odc") == 0
+    with pytest.raises(RuntimeError, match="only while the trainer runs"):
+        _ = t.strategy.engine
+    again = Module()
+    trainer(2).fit(again, minibatches(rank))
+    assert largest_difference(full_parameters(again), full_parameters(Module())) > 0
+
+
+@on_ranks(2)
+def test_the_learning_rate_finder_works_and_leaves_the_weights_alone(rank, tmp_path):
+    module = Module()
+    t = trainer(2, default_root_dir=tmp_path, max_epochs=30)
+    found = Tuner(t).lr_find(module, num_training=20, min_lr=1e-5, update_attr=True)
+    assert len(found.results["lr"]) >= 10
+    assert len(set(of_all_ranks(found.suggestion()))) == 1
+    assert are_equal(full_parameters(module), full_parameters(Module()))
+
+
+@on_ranks(2)
+def test_the_batch_size_finder_is_refused(rank):
+    """It trains until memory runs out, which ranks that do not wait for each other would not survive."""
+    with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
+        Tuner(trainer(2)).scale_batch_size(Module())
+
+
+YAML = """
 trainer:
   strategy:
     class_path: lightning_odc.ODCStrategy
@@ -186,87 +208,41 @@ trainer:
       auto_wrap_policy: [tests.support.models.Block]
       activation_checkpointing_policy: [tests.support.models.Block]
 """
-    path = where / f"config{rank}.yaml"
-    path.write_text(text)
-    return _by_cli(["fit", f"--config={path}", *ARGUMENTS])
 
 
-def _by_cli(arguments: list[str]) -> dict[str, Any]:
-    command = LightningCLI(Module, args=arguments, save_config_callback=None)
-    strategy = command.trainer.strategy
-    assert isinstance(strategy, ODCStrategy)
-    reads = command.trainer.callback_metrics["reads"].item()
-    return {
-        "deterministic": strategy.options.deterministic,
-        "reads": reads,
-        "parameters": {checkpoint_name(n): value for n, value in full_parameters(command.model).items()},
+@on_ranks(2)
+def test_the_command_line_and_a_file_choose_the_strategy(rank, tmp_path):
+    path = tmp_path / f"config{rank}.yaml"
+    path.write_text(YAML)
+    line = ["fit", "--trainer.strategy=odc", f"--trainer.default_root_dir={tmp_path}"]
+    parameters = []
+    for arguments, deterministic in ((line, False), (["fit", f"--config={path}"], True)):
+        command = LightningCLI(Module, args=[*arguments, *ARGUMENTS], save_config_callback=None)
+        assert command.trainer.strategy.options.deterministic == deterministic
+        assert command.trainer.callback_metrics["reads"] > 0
+        parameters.append({checkpoint_name(n): value for n, value in full_parameters(command.model).items()})
+    # AdamW at a rate of 0.01 moves a parameter by 0.03 in three steps; sums in another order by far less.
+    assert largest_difference(*parameters) < 1e-4
+
+
+def under_slurm(rank: int) -> None:
+    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        del os.environ[name]
+    numbers = {
+        "NTASKS": 2,
+        "NTASKS_PER_NODE": 2,
+        "NNODES": 1,
+        "NODEID": 0,
+        "JOB_ID": 123,
+        "JOB_NAME": "train",
     }
-
-
-def _distance(module: TokenModule) -> float:
-    start = full_parameters(Module())
-    return max((value - start[name]).abs().max().item() for name, value in full_parameters(module).items())
-
-
-@pytest.fixture(scope="module")
-def ran(tmp_path_factory):
-    where = tmp_path_factory.mktemp("surroundings")
-    return where, run_ranks(_run, str(where), timeout=170)
-
-
-def test_loggers_bars_and_monitors(ran):
-    where, results = ran
-    for result in results:
-        monitors = result["_monitors"]
-        assert monitors["epochs"] == 2  # EarlyStopping
-        assert monitors["metrics"]["lengths"] == 3 * sum(LENGTHS)
-        assert monitors["metrics"]["reads"] > 0
-        assert monitors["counted"] == sum(parameter.numel() for parameter in Module().parameters())
-    with (where / "csv" / "metrics.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {"lr-AdamW", "loss", "lengths", "val_loss"} <= rows[0].keys()
-    assert float([row["train/samples"] for row in rows if row["train/samples"]][-1]) == COUNTS[0] * 3 * 2
-    assert float([row["train/lengths"] for row in rows if row["train/lengths"]][-1]) == sum(LENGTHS[:4]) * 6
-    rates = [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]]
-    assert (min(rates), max(rates)) == (pytest.approx(0.001), pytest.approx(0.01))
-    assert list((where / "board").glob("events.out.tfevents.*"))
-
-
-def test_predictions_are_written_by_the_rank_that_made_them(ran):
-    where, results = ran
-    module = Module()
-    for rank, result in enumerate(results):
-        assert result["_prediction"] == [COUNTS[rank]] * 3
-        written = [float(line) for line in (where / f"{rank}.txt").read_text().splitlines()]
-        with torch.no_grad():
-            expected = [
-                summed_loss(module.net, b).item() for minibatch in minibatches(rank) for b in minibatch
-            ]
-        assert written == pytest.approx(expected, rel=1e-5)
-
-
-def test_an_exception_releases_everything_and_the_next_fit_works(ran):
-    for result in ran[1]:
-        assert result["_explosion"]["windows"] == 0
-        assert result["_explosion"]["moved"] > 0
-
-
-def test_the_learning_rate_finder_works_and_leaves_the_weights_alone(ran):
-    for result in ran[1]:
-        found = result["_learning_rate"]
-        assert found["rates"] >= 10
-        assert found["suggestion"] == ran[1][0]["_learning_rate"]["suggestion"]
-        assert found["moved"] == 0
-
-
-def test_the_command_line_and_a_file_choose_the_strategy(ran):
-    for result in ran[1]:
-        line, file = result["_command_line"], result["_yaml"]
-        assert (line["deterministic"], file["deterministic"]) == (False, True)
-        assert min(line["reads"], file["reads"]) > 0
-        for name, value in line["parameters"].items():
-            # AdamW at a rate of 0.01 moves a parameter by 0.03 in three steps; sums in another order by far less.
-            torch.testing.assert_close(value, file["parameters"][name], atol=1e-4, rtol=0)
+    numbers |= {"PROCID": rank, "LOCALID": rank}
+    os.environ |= {f"SLURM_{name}": str(value) for name, value in numbers.items()}
+    t = trainer(2)
+    t.fit(Module(), minibatches(rank))
+    assert type(t.strategy.cluster_environment) is SLURMEnvironment
+    assert (t.global_rank, t.strategy.launcher) == (rank, None)
+    assert t.callback_metrics["reads"] > 0
 
 
 @pytest.mark.parametrize(
@@ -311,33 +287,5 @@ def _targets(arguments: dict[str, Any]) -> list[str]:
     ]
 
 
-def _under_slurm(rank: int) -> dict[str, Any]:
-    for name in ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        del os.environ[name]
-    os.environ |= {
-        "SLURM_NTASKS": "2",
-        "SLURM_NTASKS_PER_NODE": "2",
-        "SLURM_NNODES": "1",
-        "SLURM_NODEID": "0",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_JOB_ID": "123",
-        "SLURM_JOB_NAME": "train",
-    }
-    module = Module()
-    t = trainer(2)
-    t.fit(module, minibatches(rank))
-    environment = type(t.strategy.cluster_environment)
-    return {
-        "rank": t.global_rank,
-        "launcher": t.strategy.launcher,
-        "environment": environment,
-        "reads": t.callback_metrics["reads"].item(),
-    }
-
-
 def test_slurms_variables():
-    for rank, result in enumerate(run_ranks(_under_slurm)):
-        assert result["environment"] is SLURMEnvironment
-        assert (result["rank"], result["launcher"]) == (rank, None)
-        assert result["reads"] > 0
+    run_ranks(under_slurm)

@@ -53,7 +53,7 @@ def together(*functions: Callable[[], Any]) -> list[BaseException | None]:
     return errors
 
 
-def on_ranks(world_size: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
+def on_threads(world_size: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
     """Call ``function(rank, rendezvous)`` in a thread for each rank; returns results or errors by rank."""
     hub, results = ThreadHub(world_size, timeout=20), [None] * world_size
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -15,10 +18,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import TCPStore
 
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -55,6 +59,124 @@ class Outcome:
     error: str
     exitcode: int | None
     seconds: float
+
+
+def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test whose body runs on every rank, as ``test(rank, ...)``. What fails on any rank fails the test.
+
+    The tests of a file share their ranks. One that kills, hangs or must fail uses `try_ranks`.
+    """
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def start(teams: Teams, **arguments: Any) -> None:
+            teams.run(world_size, test, arguments)
+
+        first, *others = inspect.signature(test).parameters.values()
+        assert first.name == "rank"
+        fixture = inspect.Parameter("teams", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        start.__signature__ = inspect.Signature([fixture, *others])  # type: ignore[attr-defined]
+        return start
+
+    return decorate
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """What every rank gives, by rank. All of them call it together."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+class Teams:
+    """The ranks that the tests of a file share, by their number. They start with the first test that needs them."""
+
+    def __init__(self) -> None:
+        self.teams: dict[int, Team] = {}
+
+    def run(self, world_size: int, test: Callable[..., None], arguments: dict[str, Any]) -> None:
+        order = pickle.dumps((test.__module__, test.__name__, arguments))
+        team = self.teams.pop(world_size, None) or Team(world_size)
+        errors = team.run(order)
+        if errors:  # its ranks may be at different places now: the next test has new ones
+            team.kill()
+            raise AssertionError("\n".join(errors))
+        self.teams[world_size] = team
+
+    def end(self) -> None:
+        codes = [team.end() for team in self.teams.values()]
+        assert all(code == 0 for one in codes for code in one), f"exit codes of ranks: {codes}"
+
+
+class Team:
+    """Ranks that wait for tests to run."""
+
+    def __init__(self, world_size: int) -> None:
+        start_server()
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        pairs = [_CONTEXT.Pipe() for _ in range(world_size)]
+        self.connections = [ours for ours, _ in pairs]
+        self.ranks = [
+            _start(_serve, (theirs,), rank, world_size, self.store.port)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for _, theirs in pairs:
+            theirs.close()
+
+    def run(self, order: bytes, timeout: float = 150) -> list[str]:
+        """What failed, by rank. When one has failed, the others have ten seconds to say what they make of it."""
+        for connection in self.connections:
+            connection.send_bytes(order)
+        errors, waiting, deadline = [], list(self.connections), time.monotonic() + timeout
+        while waiting and (ready := wait(waiting, max(deadline - time.monotonic(), 0))):
+            for connection in (one for one in waiting[:] if one in ready):
+                waiting.remove(connection)
+                try:
+                    error = connection.recv()
+                except EOFError:
+                    error = "ended without a word"
+                if error:
+                    errors.append(f"rank {self.connections.index(connection)}: {error}")
+                    deadline = min(deadline, time.monotonic() + 10)
+        return errors + [f"rank {self.connections.index(late)} did not end" for late in waiting]
+
+    def end(self) -> list[int | None]:
+        for connection in self.connections:
+            connection.send_bytes(pickle.dumps(None))
+        for process, _ in self.ranks:
+            process.join(60)
+        codes = [process.exitcode for process, _ in self.ranks]
+        self.kill()
+        return codes
+
+    def kill(self) -> None:
+        for process, receiver in self.ranks:
+            process.kill()
+            process.join()
+            receiver.close()
+        for connection in self.connections:
+            connection.close()
+
+
+def _serve(rank: int, orders: Connection) -> None:
+    while (order := pickle.loads(orders.recv_bytes())) is not None:
+        module, name, arguments = order
+        try:
+            getattr(importlib.import_module(module), name).__wrapped__(rank, **arguments)
+        except BaseException as error:
+            orders.send(_report(error, name))
+            raise
+        orders.send("")
+
+
+def _report(error: BaseException, test: str) -> str:
+    """The error, and the variables of the test where it was raised, since pytest does not see them."""
+    lines = traceback.format_exception(error)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == test:
+            values = {name: " ".join(repr(value).split()) for name, value in frame.f_locals.items()}
+            lines += [f"    {name} = {value:.150}\n" for name, value in values.items()]
+    return "".join(lines)
 
 
 def run_ranks(
@@ -190,7 +312,6 @@ def _child(
     port: int,
 ) -> None:
     import torch
-    import torch.distributed as dist
 
     gc.freeze()  # a full collection would copy the memory that all processes share: 0.4 s
     faulthandler.enable()

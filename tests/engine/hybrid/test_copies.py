@@ -26,17 +26,16 @@ from lightning_odc.sharding.nodes import layout_of
 from notebooks.support.threads import ThreadHub
 from tests.strategy.test_parity import STEPS, assert_same, one_process, train
 from tests.support.interleaving import together
-from tests.support.models import Net, init_gloo
+from tests.support.models import Net
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes
-from tests.support.ranks import run_ranks
+from tests.support.ranks import of_all_ranks, on_ranks
 
 #: Microbatches of each rank, of six.
 COUNTS = (3, 1, 0, 2)
 ALL = 2**30
 BLOCKS = 3
 LR = 0.01
-CLIP = 0.05
 
 
 def _edit_one_row(model: nn.Module, step: int) -> None:
@@ -49,90 +48,67 @@ def _edit_one_row(model: nn.Module, step: int) -> None:
                 own[0] += 0.5  # type: ignore[index, operator]
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "deterministic": {"deterministic": True},
-    "again": {"deterministic": True},
-    "frozen": {"net": {"frozen": True}, "keep": ALL, "edit": _edit_one_row},
-    "constant": {"net": {"frozen": True}},
-    "smaller mesh": {"reshard": 2, "looks": True},
-    "bf16 sums": {"accumulator_dtype": torch.bfloat16},
-}
-
-
-def _engine(rank: int) -> dict[str, Any]:
-    init_gloo(rank)
-    return {name: train(rank, "copies", COUNTS, **{"net": {}, **case}) for name, case in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def engine() -> list[dict[str, Any]]:
-    return run_ranks(_engine, world_size=4, timeout=240)
-
-
-@pytest.fixture(scope="module")
-def plain_net() -> dict[str, Tensor]:
-    return one_process({})
-
-
 def _shard_numel(net: dict[str, Any], trained: bool) -> int:
     """Elements of one rank's shards, padded."""
     parameters = [p for p in Net(**net).parameters() if p.requires_grad or not trained]
     return sum(-(-p.shape[0] // 4) * p[0].numel() for p in parameters)
 
 
-def test_uneven_microbatches_on_two_nodes_equal_one_process(engine, plain_net):
-    for result, count in zip(engine, COUNTS, strict=True):
-        assert_same(result["fp32"]["parameters"], plain_net)
-        traffic = result["fp32"]["traffic"]
-        assert (traffic.reads > 0) == (traffic.adds > 0) == (count > 0), "the one-sided path was taken"
+def copies(rank: int, net: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    return train(rank, "copies", COUNTS, net or {}, **options)
 
 
-def test_each_byte_goes_between_nodes_once_per_minibatch(engine):
+@on_ranks(4)
+def test_uneven_microbatches_on_two_nodes_equal_one_process(rank):
+    result = copies(rank)
+    assert_same(result["parameters"], one_process({}))
+    traffic = result["traffic"]
+    assert (traffic.reads > 0) == (traffic.adds > 0) == (COUNTS[rank] > 0), "the one-sided path was taken"
+    # The other node's shards are received at the start and after every step, the sums of both nodes add up to one.
+    assert traffic.bytes_shared == (STEPS + 1) * 4 * _shard_numel({}, trained=False)
+    assert traffic.bytes_reduced == STEPS * 2 * 4 * _shard_numel({}, trained=True)
+
+
+@on_ranks(4)
+def test_frozen_parameters_are_sent_once(rank):
     net = {"frozen": True}
-    for result in engine:
-        traffic = result["fp32"]["traffic"]
-        # The other node's shards are received at the start and after every step, the sums of both nodes add up to one.
-        assert traffic.bytes_shared == (STEPS + 1) * 4 * _shard_numel({}, trained=False)
-        assert traffic.bytes_reduced == STEPS * 2 * 4 * _shard_numel({}, trained=True)
-        everything, changing = _shard_numel(net, trained=False), _shard_numel(net, trained=True)
-        assert changing < everything
-        constant = result["constant"]["traffic"]
-        assert constant.bytes_shared == 4 * (everything + STEPS * changing), "frozen parameters once"
+    result = copies(rank, net)
+    assert_same(result["parameters"], one_process(net))
+    everything, changing = _shard_numel(net, trained=False), _shard_numel(net, trained=True)
+    assert changing < everything
+    assert result["traffic"].bytes_shared == 4 * (everything + STEPS * changing)
 
 
-def test_frozen_parameters_that_one_rank_changes_reach_all_nodes(engine):
-    edited, constant = one_process({"frozen": True}, edit=_edit_one_row), one_process({"frozen": True})
-    for result in engine:
-        assert_same(result["frozen"]["parameters"], edited)
-        assert_same(result["constant"]["parameters"], constant)
+@on_ranks(4)
+def test_frozen_parameters_that_one_rank_changes_reach_all_nodes(rank):
+    net = {"frozen": True}
+    result = copies(rank, net, keep=ALL, edit=_edit_one_row)
+    assert_same(result["parameters"], one_process(net, edit=_edit_one_row))
+    # Kept units are read once per minibatch; the first block is frozen, and is read again only because it was changed.
+    expected = [3 * (BLOCKS + 1), 3 * (BLOCKS + 1), 3 * BLOCKS]
+    assert result["reads"][1:] == expected or rank > 0
 
 
-def test_kept_units_are_read_once_per_minibatch(engine):
-    reads = engine[0]["frozen"]["reads"]
-    # The first block is frozen and read a second time only because it was changed.
-    assert reads[1:] == [3 * (BLOCKS + 1), 3 * (BLOCKS + 1), 3 * BLOCKS]
+@on_ranks(4)
+def test_deterministic_runs_are_bit_equal(rank):
+    one, other = (copies(rank, deterministic=True)["parameters"] for _ in range(2))
+    assert_same(one, one_process({}))
+    for parameters in (other, *of_all_ranks(one)):
+        assert_same(parameters, one, tolerance=0)
 
 
-def test_deterministic_runs_are_bit_equal(engine, plain_net):
-    for result in engine:
-        assert_same(result["deterministic"]["parameters"], plain_net)
-        assert_same(result["again"]["parameters"], engine[0]["deterministic"]["parameters"], tolerance=0)
+@on_ranks(4)
+def test_units_kept_by_a_smaller_mesh_between_forward_and_backward(rank):
+    assert_same(copies(rank, reshard=2, looks=True)["parameters"], one_process({}))
 
 
-def test_units_kept_by_a_smaller_mesh_between_forward_and_backward(engine, plain_net):
-    for result in engine:
-        assert_same(result["smaller mesh"]["parameters"], plain_net)
-
-
-def test_sums_in_bf16(engine, plain_net):
+@on_ranks(4)
+def test_sums_in_bf16(rank):
     # Sums are rounded to 2^-9 a few times. AdamW makes a step of 0.01 of any gradient, so bounds are on means.
-    for result in engine:
-        found = result["bf16 sums"]["parameters"]
-        differences = torch.cat([(found[name] - plain_net[name]).flatten() for name in plain_net]).abs()
-        assert 0 < differences.mean() < LR / 20
-        shared = result["bf16 sums"]["traffic"].bytes_reduced
-        assert shared == result["fp32"]["traffic"].bytes_reduced / 2
+    result, expected = copies(rank, accumulator_dtype=torch.bfloat16), one_process({})
+    differences = [(result["parameters"][name] - expected[name]).flatten() for name in expected]
+    assert 0 < torch.cat(differences).abs().mean() < LR / 20
+    assert result["traffic"].bytes_reduced == STEPS * 2 * 2 * _shard_numel({}, trained=True)
 
 
 # -- the protocol ---------------------------------------------------------------------------------------------
@@ -340,21 +316,12 @@ def _poll(ready: Callable[[], bool]) -> None:
 # -- what is refused ------------------------------------------------------------------------------------------
 
 
-def _one_rank_per_node(rank: int) -> list[str]:
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_nodes_of_one_rank_are_refused_with_the_ways_out(rank, strategy):
     as_nodes(rank, 1)
-    texts = []
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        with pytest.raises(ValueError, match="nodes of one rank") as caught:
-            trainer(1, num_nodes=2, sharding_strategy=strategy).fit(TokenModule(), loader([]))
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_nodes_of_one_rank_are_refused_with_the_ways_out():
-    for texts in run_ranks(_one_rank_per_node):
-        for text in texts:
-            assert 'communication="collective"' in text
-            assert 'strategy="ddp"' in text
+    with pytest.raises(ValueError, match=r'(?s)nodes of one rank.*="collective".*strategy="ddp"'):
+        trainer(1, num_nodes=2, sharding_strategy=strategy).fit(TokenModule(), loader([]))
 
 
 def test_nodes_with_different_numbers_of_ranks_are_refused():

@@ -29,7 +29,7 @@ from tests.support.fits import assert_same, numbers, one_process
 from tests.support.models import Block, full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes
-from tests.support.ranks import Cases, run_calls, try_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, run_calls, run_ranks, try_ranks
 
 #: Microbatches of each rank, of six.
 COUNTS, EVEN = (3, 1, 0, 2), (1, 1, 1, 1)
@@ -121,6 +121,21 @@ def _trained(rank: int, way: str, module: LightningModule, batches: Any, **optio
     return full_parameters(module)
 
 
+def save(rank: int, way: str, kind: str, folder: Path) -> None:
+    """All steps but one, and a checkpoint."""
+    first = trainer_on(rank, way, state_dict_type=kind)
+    first.fit(TokenModule("items", lr=LR), shares(rank, way, range(STEPS - 1)))
+    first.save_checkpoint(folder / kind)
+
+
+def resume(rank: int, way: str, kind: str, folder: Path) -> dict[str, Tensor]:
+    """The last step, in another fit, which may be on other nodes."""
+    module, last = TokenModule("items", lr=0.5), shares(rank, way, range(STEPS - 1, STEPS))
+    options = {"max_epochs": 2, "state_dict_type": kind}
+    trainer_on(rank, way, **options).fit(module, last, ckpt_path=folder / kind)
+    return full_parameters(module)
+
+
 class ByHand(TokenModule):
     """Manual optimization: every rank goes backward once, and all step together."""
 
@@ -142,11 +157,6 @@ class ByHand(TokenModule):
             scaler.load_state_dict(scaler.state_dict() | {"scale": 128.0})
 
 
-def _by_hand(rank: int, way: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    batches = loader([minibatch(step)[rank] for step in range(STEPS)])
-    return _trained(rank, way, ByHand(), batches, **options)
-
-
 class Drops(ByHand):
     """Of two passes over each minibatch, the second counts."""
 
@@ -157,21 +167,6 @@ class Drops(ByHand):
             for tokens in minibatch:
                 self.manual_backward(factor * summed_loss(self.net, tokens))
         optimizer.step()
-
-
-def _dropping(rank: int, way: str) -> dict[str, Tensor]:
-    return _trained(rank, way, Drops(), shares(rank, way))
-
-
-def _dropping_alone() -> dict[str, Tensor]:
-    module = Drops()
-    optimizer = module.configure_optimizers()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for tokens in minibatch(step):
-            (summed_loss(module.net, tokens) / 4).backward()  # the mean over ranks
-        optimizer.step()
-    return full_parameters(module)
 
 
 class Unfreezes(TokenModule):
@@ -189,29 +184,6 @@ class Unfreezes(TokenModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-def _unfrozen(rank: int, way: str) -> dict[str, Tensor]:
-    return _trained(rank, way, Unfreezes(), shares(rank, way), accumulate_grad_batches=2)
-
-
-def _stealing(rank: int, way: str) -> dict[str, Tensor]:
-    return _trained(rank, way, Padded(counted=True), plain(), balance="steal")
-
-
-def _saved(rank: int, saves_on: str, kind: str, folder: str) -> None:
-    """All steps but one, and a checkpoint."""
-    first = trainer_on(rank, saves_on, state_dict_type=kind)
-    first.fit(TokenModule("items", lr=LR), shares(rank, saves_on, range(STEPS - 1)))
-    first.save_checkpoint(Path(folder, f"{saves_on}, {kind}"))
-
-
-def _resumed(rank: int, resumes_on: str, saved_on: str, kind: str, folder: str) -> dict[str, Tensor]:
-    """The last step, in another fit, which may be on other nodes."""
-    module, last = TokenModule("items", lr=0.5), shares(rank, resumes_on, range(STEPS - 1, STEPS))
-    second = trainer_on(rank, resumes_on, max_epochs=2, state_dict_type=kind)
-    second.fit(module, last, ckpt_path=Path(folder, f"{saved_on}, {kind}"))
-    return full_parameters(module)
-
-
 #: Where a checkpoint is saved, its kind, and where it is taken up.
 RESUMED = [
     ("copies", "full", "one node"),
@@ -220,51 +192,6 @@ RESUMED = [
     ("replicas", "full", "replicas"),
     ("replicas", "sharded", "replicas"),
 ]
-
-
-# -- what one way has alone -----------------------------------------------------------------------------------
-
-
-def _in_fabric(rank: int) -> dict[str, Tensor]:
-    as_nodes(rank)
-    fabric = Fabric(strategy=ODCFabricStrategy(), accelerator="cpu", devices=2, num_nodes=2)
-    fabric.launch()
-    model, optimizer = fabric.setup(*test_fabric.new_model())
-    for step in range(3):
-        test_fabric.run_step(fabric, model, optimizer, test_fabric.own(rank, COUNTS, step), clip=0.1)
-    name = type(fabric.strategy.engine).__name__  # type: ignore[attr-defined]
-    fabric.strategy.teardown()
-    assert name == "CopiesEngine"
-    return {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
-
-
-def _other_version(rank: int) -> str:
-    """What a fit says if rank 3 has another version of the package."""
-    version = "0.0.1" if rank == 3 else "0.0.2"
-    with (
-        patch("lightning_odc.sharding.nodes.__version__", version),
-        pytest.raises(DisagreementError) as caught,
-    ):
-        _fit(rank, "copies", {})
-    return str(caught.value)
-
-
-def _edited(rank: int) -> list[Any]:
-    """A parameter is changed on one node only, and published."""
-
-    class Editing(Callback):
-        def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-            with torch.no_grad():
-                if rank >= 2:
-                    module.net.head.weight += 1.0  # type: ignore[union-attr, operator]
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                trainer.strategy.publish_parameters()  # type: ignore[attr-defined]
-            texts.extend(str(w.message) for w in caught)
-
-    texts: list[str] = []
-    options = {"max_steps": 1, "callbacks": [Editing()]}
-    return [texts, _trained(rank, "replicas", TokenModule("items"), shares(rank, "replicas"), **options)]
 
 
 class ShardedByHand(TokenModule):
@@ -277,62 +204,8 @@ class ShardedByHand(TokenModule):
                 fully_shard(block, mesh=mesh["data_parallel"] if self.right else None)
 
 
-def _sharded_by_hand(rank: int) -> list[Any]:
-    """Blocks sharded in ``configure_model``, over the ranks of the node; then over all ranks."""
-    right, wrong = ShardedByHand("items", lr=LR), ShardedByHand("items", lr=LR)
-    wrong.right = False
-    trained = _trained(rank, "replicas", right, shares(rank, "replicas"))
-    with pytest.raises(ValueError, match="is sharded over the ranks") as caught:
-        _trained(rank, "replicas", wrong, shares(rank, "replicas"))
-    return [trained, str(caught.value)]
-
-
-# -- the launch -----------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("nodes"))
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: str) -> Cases:
-    """By way and name what each rank has found."""
-    calls: dict[Any, Any] = {}
-    for way in BOTH:
-        calls |= {
-            (way, "fp32"): (_fit, way, {}),
-            (way, "bf16"): (_fit, way, {"precision": "bf16-mixed"}),
-            (way, "clipped"): (_fit, way, {"gradient_clip_val": CLIP}),
-            (way, "by hand"): (_by_hand, way, {}),
-            (way, "lockstep"): (_by_hand, way, {"communication": "lockstep"}),
-            (way, "dropped"): (_dropping, way),
-            (way, "unfrozen"): (_unfrozen, way),
-            (way, "steal"): (_stealing, way),
-        }
-    calls |= {("saved", way, kind): (_saved, way, kind, folder) for way, kind, _ in RESUMED}
-    calls |= {case: (_resumed, case[2], *case[:2], folder) for case in RESUMED}
-    fixed, collective = {"deterministic": True}, {"communication": "collective", "gradient_clip_val": CLIP}
-    lockstep = {"communication": "lockstep"}
-    calls |= {
-        ("copies", "zero 2"): (_fit, "copies", {"sharding_strategy": "SHARD_GRAD_OP"}),
-        ("copies", "offloaded"): (_fit, "copies", {"cpu_offload": True}),
-        ("copies", "checkpointed"): (_fit, "copies", {"activation_checkpointing_policy": {Block}}),
-        ("copies", "fp16"): (_by_hand, "copies", {"precision": "16-mixed"}),
-        ("copies", "fabric"): (_in_fabric,),
-        ("copies", "other version"): (_other_version,),
-        ("replicas", "deterministic"): (_fit, "replicas", fixed),
-        ("replicas", "again"): (_fit, "replicas", fixed),
-        ("replicas", "collective"): (_fit, "replicas", collective, EVEN),
-        ("replicas", "apart"): (_fit, "replicas", lockstep, EVEN, 1.0),
-        ("replicas", "edited"): (_edited,),
-        ("replicas", "sharded by hand"): (_sharded_by_hand,),
-    }
-    return run_calls(calls, world_size=4, timeout=400)
-
-
-@pytest.fixture(scope="module")
-def alone(ranks: Cases, folder: str) -> dict[str, Any]:
+def alone() -> dict[str, Any]:
     """One process: plain torch, and a rank for what that has no few lines for."""
     steps = [minibatch(step) for step in range(STEPS)]
     four = [batches[:4] for batches in steps]  # one of each rank
@@ -340,9 +213,7 @@ def alone(ranks: Cases, folder: str) -> dict[str, Any]:
         "bf16": (_fit, "alone", {"precision": "bf16-mixed"}),
         "norms": (_fit, "alone", {"gradient_clip_val": CLIP}),
         "norms of four": (_fit, "alone", {"gradient_clip_val": CLIP}, EVEN),
-        "unfrozen": (_unfrozen, "alone"),
-        "full": (_resumed, "alone", "replicas", "full", folder),
-        "sharded": (_resumed, "alone", "replicas", "sharded", folder),
+        "unfrozen": (train_unfreezing, "alone"),
     }
     found = run_calls(calls, world_size=1)
     return {name: found[name][0] for name in calls} | {
@@ -350,9 +221,13 @@ def alone(ranks: Cases, folder: str) -> dict[str, Any]:
         "four": one_process(TokenModule("items", lr=LR), four),
         "clipped": one_process(TokenModule("items", lr=LR), steps, clip=CLIP),
         "by hand": one_process(TokenModule(lr=LR), four, clip=CLIP),
-        "dropped": _dropping_alone(),
-        "steal": reference(4),
     }
+
+
+def assert_equal_on_all_ranks(parameters: dict[str, Tensor]) -> None:
+    first, *others = of_all_ranks(parameters)
+    for other in others:
+        assert_same(other, first, tolerance=0)
 
 
 # -- both ways ------------------------------------------------------------------------------------------------
@@ -360,29 +235,27 @@ def alone(ranks: Cases, folder: str) -> dict[str, Any]:
 in_both_ways = pytest.mark.parametrize("way", BOTH)
 
 
+@on_ranks(4)
 @in_both_ways
-def test_uneven_microbatches_equal_one_process(ranks, alone, way):
+def test_uneven_microbatches_equal_one_process(rank, alone, way):
     sharded_over, engine = {"copies": ([4], "CopiesEngine"), "replicas": ([2], "HybridEngine")}[way]
-    for rank, seen in enumerate(ranks[way, "fp32"]):
-        assert_same(seen["parameters"], alone["fp32"])
-        assert (seen["mesh"], seen["engine"]) == (sharded_over, engine)
-        assert seen["traffic"].reads > 0, "shards were read one-sidedly"
-        assert (seen["traffic"].adds > 0) == (COUNTS[rank] > 0)
-        assert seen["exchanged"] == [0, 1, 2, 3]
-        assert seen["signals"] == [SIGNAL], "signals reach the ranks of all nodes"
-        assert seen["waits"]["network"] > 0, "sums of other nodes have a cause of their own"
-
-
-@in_both_ways
-def test_logged_values_are_those_of_all_nodes(ranks, way):
-    """Also where every rank has another number of batches to evaluate."""
-    first = ranks[way, "fp32"][0]["metrics"]
-    for seen in ranks[way, "fp32"]:
-        assert seen["metrics"]["tokens"] == sum(
-            batch.numel() for step in range(STEPS) for batch in minibatch(step)
-        )
-        assert seen["metrics"]["val_one"] == 1.0
-        assert seen["metrics"] == pytest.approx(first, rel=1e-6)
+    seen = _fit(rank, way, {})
+    assert_same(seen["parameters"], alone["fp32"])
+    assert (seen["mesh"], seen["engine"]) == (sharded_over, engine)
+    assert seen["traffic"].reads > 0, "shards were read one-sidedly"
+    assert (seen["traffic"].adds > 0) == (COUNTS[rank] > 0)
+    assert seen["exchanged"] == [0, 1, 2, 3]
+    assert seen["signals"] == [SIGNAL], "signals reach the ranks of all nodes"
+    assert seen["waits"]["network"] > 0, "sums of other nodes have a cause of their own"
+    assert seen["drifted"] == []
+    if way == "replicas":
+        # A rank's half of every parameter, padded, in fp32: a sum of it in every minibatch of any size.
+        halves = sum(-(-p.shape[0] // 2) * p[0].numel() for p in alone["fp32"].values())
+        assert seen["traffic"].bytes_reduced == STEPS * 4 * halves
+    # Every rank had another number of batches to evaluate.
+    assert seen["metrics"]["tokens"] == sum(b.numel() for step in range(STEPS) for b in minibatch(step))
+    assert seen["metrics"]["val_one"] == 1.0
+    assert seen["metrics"] == pytest.approx(of_all_ranks(seen["metrics"])[0], rel=1e-6)
 
 
 def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -392,53 +265,85 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
     assert differences.mean() < LR / 20
 
 
+@on_ranks(4)
 @in_both_ways
-def test_bf16_mixed(ranks, alone, way):
-    results = ranks[way, "bf16"]
-    _assert_close(results[3]["parameters"], alone["bf16"]["parameters"])
-    for seen in results:
-        assert_same(seen["parameters"], results[3]["parameters"], tolerance=0)
+def test_bf16_mixed(rank, alone, way):
+    seen = _fit(rank, way, {"precision": "bf16-mixed"})
+    _assert_close(seen["parameters"], alone["bf16"]["parameters"])
+    assert_equal_on_all_ranks(seen["parameters"])
+    assert seen["drifted"] == []
 
 
+@on_ranks(4)
 @in_both_ways
-def test_the_norm_is_that_of_the_whole_gradient(ranks, alone, way):
+def test_the_norm_is_that_of_the_whole_gradient(rank, alone, way):
     assert min(alone["norms"]["norms"]) > CLIP
-    for seen in ranks[way, "clipped"]:
-        assert seen["norms"] == pytest.approx(alone["norms"]["norms"], rel=1e-5)
-        assert_same(seen["parameters"], alone["clipped"])
+    seen = _fit(rank, way, {"gradient_clip_val": CLIP})
+    assert seen["norms"] == pytest.approx(alone["norms"]["norms"], rel=1e-5)
+    assert_same(seen["parameters"], alone["clipped"])
+    assert seen["drifted"] == []
 
 
+def train_by_hand(rank: int, way: str, **options: Any) -> dict[str, Tensor]:
+    return _trained(rank, way, ByHand(), loader([minibatch(step)[rank] for step in range(STEPS)]), **options)
+
+
+@on_ranks(4)
 @in_both_ways
-@pytest.mark.parametrize("name", ["by hand", "lockstep"])
-def test_manual_optimization(ranks, alone, way, name):
-    for parameters in ranks[way, name]:
-        assert_same(parameters, alone["by hand"])
+@pytest.mark.parametrize("communication", ["on_demand", "lockstep"])
+def test_manual_optimization(rank, alone, way, communication):
+    assert_same(train_by_hand(rank, way, communication=communication), alone["by hand"])
 
 
+def train_unfreezing(rank: int, way: str) -> dict[str, Tensor]:
+    return _trained(rank, way, Unfreezes(), shares(rank, way), accumulate_grad_batches=2)
+
+
+@on_ranks(4)
 @in_both_ways
-@pytest.mark.parametrize("name", ["dropped", "unfrozen"])
-def test_gradients_are_dropped_and_parameters_unfrozen_where_a_rank_has_no_microbatch(
-    ranks, alone, way, name
-):
-    for parameters in ranks[way, name]:
-        assert_same(parameters, alone[name])
+def test_parameters_are_unfrozen_where_a_rank_has_no_microbatch(rank, alone, way):
+    assert_same(train_unfreezing(rank, way), alone["unfrozen"])
 
 
+@on_ranks(4)
 @in_both_ways
-def test_plans_span_all_nodes_and_work_is_stolen_inside_one(ranks, alone, way):
-    for parameters in ranks[way, "steal"]:
-        assert_same(parameters, alone["steal"])
+def test_gradients_are_dropped_where_a_rank_has_no_microbatch(rank, way):
+    module = Drops()
+    optimizer = module.configure_optimizers()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for tokens in minibatch(step):
+            (summed_loss(module.net, tokens) / 4).backward()  # the mean over ranks
+        optimizer.step()
+    assert_same(_trained(rank, way, Drops(), shares(rank, way)), full_parameters(module))
 
 
-@pytest.mark.parametrize("case", RESUMED)
-def test_checkpoints_are_taken_up_on_other_nodes(ranks, alone, case):
-    for parameters in ranks[case]:
-        assert_same(parameters, alone["fp32"])
+@on_ranks(4)
+@in_both_ways
+def test_plans_span_all_nodes_and_work_is_stolen_inside_one(rank, way):
+    assert_same(_trained(rank, way, Padded(counted=True), plain(), balance="steal"), reference(4))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(("saved_on", "kind", "resumed_on"), RESUMED)
+def test_checkpoints_are_taken_up_on_other_nodes(rank, alone, saved_on, kind, resumed_on, tmp_path):
+    save(rank, saved_on, kind, tmp_path)
+    assert_same(resume(rank, resumed_on, kind, tmp_path), alone["fp32"])
 
 
 @pytest.mark.parametrize("kind", ["full", "sharded"])
-def test_checkpoints_of_nodes_are_taken_up_by_one_process(alone, kind):
-    assert_same(alone[kind], alone["fp32"])
+def test_checkpoints_of_nodes_are_taken_up_by_one_process(alone, kind, tmp_path):
+    run_ranks(save, "replicas", kind, tmp_path, world_size=4)
+    (parameters,) = run_ranks(resume, "alone", kind, tmp_path, world_size=1)
+    assert_same(parameters, alone["fp32"])
+
+
+#: What saves memory.
+SAVING: dict[str, dict[str, Any]] = {
+    "zero 2": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "offloaded": {"cpu_offload": True},
+    "checkpointed": {"activation_checkpointing_policy": {Block}},
+}
 
 
 class Failing(TokenModule):
@@ -480,79 +385,101 @@ def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(way, killed, reaso
 # -- copies ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["zero 2", "offloaded", "checkpointed"])
-def test_what_saves_memory_changes_nothing(ranks, alone, name):
-    for seen in ranks["copies", name]:
-        assert_same(seen["parameters"], alone["fp32"])
-        assert seen["engine"] == "CopiesEngine"
+@on_ranks(4)
+@pytest.mark.parametrize("name", SAVING)
+def test_what_saves_memory_changes_nothing(rank, alone, name):
+    seen = _fit(rank, "copies", SAVING[name])
+    assert_same(seen["parameters"], alone["fp32"])
+    assert seen["engine"] == "CopiesEngine"
 
 
-def test_fp16_with_scaled_losses_that_are_clipped_by_hand(ranks, alone):
-    found, in_fp32 = ranks["copies", "fp16"][3], ranks["copies", "by hand"][3]
+@on_ranks(4)
+def test_fp16_with_scaled_losses_that_are_clipped_by_hand(rank, alone):
+    found = train_by_hand(rank, "copies", precision="16-mixed")
     _assert_close(found, alone["by hand"])
-    assert any((found[name] != value).any() for name, value in in_fp32.items())
-    for parameters in ranks["copies", "fp16"]:
-        assert_same(parameters, found, tolerance=0)
+    assert any((found[name] != value).any() for name, value in train_by_hand(rank, "copies").items())
+    assert_equal_on_all_ranks(found)
 
 
-def test_another_version_on_a_node_is_refused_on_all(ranks):
-    for text in ranks["copies", "other version"]:
-        assert "0.0.2 on" in text
-        assert "(ranks 0, 1, 2); 0.0.1 on" in text
-        assert "(ranks 3). Install the same one" in text
+@on_ranks(4)
+def test_another_version_on_a_node_is_refused_on_all(rank):
+    version = "0.0.1" if rank == 3 else "0.0.2"
+    says = r"0.0.2 on.*\(ranks 0, 1, 2\); 0.0.1 on.*\(ranks 3\). Install the same one"
+    with (
+        patch("lightning_odc.sharding.nodes.__version__", version),
+        pytest.raises(DisagreementError, match=f"(?s){says}"),
+    ):
+        _fit(rank, "copies", {})
 
 
-def test_the_same_engine_in_fabric(ranks):
-    expected = test_fabric.reference(clip=0.1)
-    for parameters in ranks["copies", "fabric"]:
-        assert_same(parameters, expected)
+@on_ranks(4)
+def test_the_same_engine_in_fabric(rank):
+    as_nodes(rank)
+    fabric = Fabric(strategy=ODCFabricStrategy(), accelerator="cpu", devices=2, num_nodes=2)
+    fabric.launch()
+    model, optimizer = fabric.setup(*test_fabric.new_model())
+    for step in range(3):
+        test_fabric.run_step(fabric, model, optimizer, test_fabric.own(rank, COUNTS, step), clip=0.1)
+    assert type(fabric.strategy.engine).__name__ == "CopiesEngine"
+    fabric.strategy.teardown()
+    found = {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
+    assert_same(found, test_fabric.reference(clip=0.1))
 
 
 # -- replicas -------------------------------------------------------------------------------------------------
 
 
-def test_gradients_are_summed_over_nodes_once_per_minibatch(ranks, alone):
-    # A rank's half of every parameter, padded, in fp32: a sum of it in every minibatch of any size.
-    halves = sum(-(-p.shape[0] // 2) * p[0].numel() for p in alone["fp32"].values())
-    for seen in ranks["replicas", "fp32"]:
-        assert seen["traffic"].bytes_reduced == STEPS * 4 * halves
+@on_ranks(4)
+def test_deterministic_runs_are_bit_equal_on_all_nodes(rank):
+    one, other = (_fit(rank, "replicas", {"deterministic": True}) for _ in range(2))
+    assert_same(one["parameters"], other["parameters"], tolerance=0)
+    assert_equal_on_all_ranks(one["parameters"])
+    assert one["drifted"] == other["drifted"] == [], "equal without help"
 
 
-def test_deterministic_runs_are_bit_equal_on_all_nodes(ranks):
-    first = ranks["replicas", "deterministic"][0]["parameters"]
-    for name in ("deterministic", "again"):
-        for seen in ranks["replicas", name]:
-            assert_same(seen["parameters"], first, tolerance=0)
-    for name in ("deterministic", "again", "fp32", "bf16", "clipped"):
-        assert all(seen["drifted"] == [] for seen in ranks["replicas", name]), "equal without help"
+@on_ranks(4)
+def test_collective_is_stock_hybrid_sharding(rank, alone):
+    seen = _fit(rank, "replicas", {"communication": "collective", "gradient_clip_val": CLIP}, EVEN)
+    assert seen["mesh"] == [2, 2]
+    assert seen["traffic"].reads == seen["traffic"].bytes_reduced == 0
+    assert seen["norms"] == pytest.approx(alone["norms of four"]["norms"], rel=1e-5)
+    assert_same(seen["parameters"], alone["norms of four"]["parameters"])
 
 
-def test_collective_is_stock_hybrid_sharding(ranks, alone):
-    for seen in ranks["replicas", "collective"]:
-        assert seen["mesh"] == [2, 2]
-        assert seen["traffic"].reads == seen["traffic"].bytes_reduced == 0
-        assert seen["norms"] == pytest.approx(alone["norms of four"]["norms"], rel=1e-5)
-        assert_same(seen["parameters"], alone["norms of four"]["parameters"])
+@on_ranks(4)
+def test_lockstep_of_replicas_that_began_apart(rank, alone):
+    seen = _fit(rank, "replicas", {"communication": "lockstep"}, EVEN, 1.0)
+    assert_same(seen["parameters"], alone["four"])
+    assert seen["traffic"].reads > 0
+    assert seen["drifted"] == [], "they were levelled at setup, which is worth no warning"
 
 
-def test_lockstep_of_replicas_that_began_apart(ranks, alone):
-    for seen in ranks["replicas", "apart"]:
-        assert_same(seen["parameters"], alone["four"])
-        assert seen["traffic"].reads > 0
-        assert seen["drifted"] == [], "they were levelled at setup, which is worth no warning"
+@on_ranks(4)
+def test_a_model_sharded_by_hand(rank, alone):
+    """Blocks sharded in ``configure_model``, over the ranks of the node; then over all ranks."""
+    right, wrong = ShardedByHand("items", lr=LR), ShardedByHand("items", lr=LR)
+    wrong.right = False
+    assert_same(_trained(rank, "replicas", right, shares(rank, "replicas")), alone["fp32"])
+    with pytest.raises(ValueError, match="is sharded over the ranks") as caught:
+        _trained(rank, "replicas", wrong, shares(rank, "replicas"))
+    assert "over the ranks [0, 1, 2, 3], but this strategy shards over [" in str(caught.value)
+    assert "mesh=self.trainer.strategy.shard_mesh" in str(caught.value)
 
 
-def test_a_model_sharded_by_hand(ranks, alone):
-    for parameters, error in ranks["replicas", "sharded by hand"]:
-        assert_same(parameters, alone["fp32"])
-        assert "is sharded over the ranks [0, 1, 2, 3], but this strategy shards over [" in error
-        assert "mesh=self.trainer.strategy.shard_mesh" in error
+class Editing(Callback):
+    """Changes a parameter on one node only, and publishes it."""
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        with torch.no_grad():
+            if trainer.global_rank >= 2:
+                module.net.head.weight += 1.0  # type: ignore[union-attr, operator]
+        with pytest.warns(UserWarning, match=r"^[^']*net.head.weight differed between nodes[^']*$"):
+            trainer.strategy.publish_parameters()  # type: ignore[attr-defined]
 
 
-def test_what_is_changed_on_one_node_only_is_found_and_undone(ranks):
-    _, first = ranks["replicas", "edited"][0]
-    for (text,), parameters in ranks["replicas", "edited"]:
-        assert "'" not in text
-        assert "net.head.weight differed between nodes" in text
-        assert_same(parameters, first, tolerance=0)
-    assert first["net.head.weight"].abs().max() < 1.0
+@on_ranks(4)
+def test_what_is_changed_on_one_node_only_is_found_and_undone(rank):
+    options = {"max_steps": 1, "callbacks": [Editing()]}
+    found = _trained(rank, "replicas", TokenModule("items"), shares(rank, "replicas"), **options)
+    assert_equal_on_all_ranks(found)
+    assert found["net.head.weight"].abs().max() < 1.0

@@ -19,7 +19,7 @@ from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from notebooks.support.threads import ThreadHub
 from tests.support.fake_device import fake_cuda
-from tests.support.interleaving import on_ranks
+from tests.support.interleaving import on_threads
 from tests.support.models import init_gloo
 from tests.support.ranks import Cases, run_cases
 
@@ -40,7 +40,7 @@ Scenario = Callable[[Transport, Callable[[Any], list[Any]]], Any]
 
 def in_threads(scenario: Scenario, world_size: int) -> list[Any]:
     hub = ThreadHub(world_size, timeout=20)
-    return on_ranks(world_size, lambda rank, meet: scenario(hub.transport(rank), meet))
+    return on_threads(world_size, lambda rank, meet: scenario(hub.transport(rank), meet))
 
 
 def on_a_fake_device(scenario: Scenario, world_size: int) -> list[Any]:

@@ -20,7 +20,7 @@ from lightning_odc.engine.transports.cuda import Announcer, CudaTransport
 from lightning_odc.errors import WindowError
 from tests.gpu import test_training as on_gpus
 from tests.support.fake_device import FakeDevice, FakeMark, fake_cuda
-from tests.support.interleaving import on_ranks
+from tests.support.interleaving import on_threads
 
 WORLD = 3
 UNITS = (
@@ -111,7 +111,7 @@ def play(seed: int, transport: type[CudaTransport] = CudaTransport, **options: A
         plays[rank] = Play(protocol, device)
         plays[rank].run()
 
-    for error in on_ranks(WORLD, run):
+    for error in on_threads(WORLD, run):
         assert error is None, error
     return plays
 
@@ -208,7 +208,7 @@ def test_sums_are_staged_where_they_cannot_be_shared(facts, reason, plainly):
         return Protocol(transport, UNITS, timeout=5)._spec.sources, device.adds_plainly
 
     with pytest.warns(UserWarning, match=reason) as told:
-        assert on_ranks(WORLD, opens) == [(WORLD, plainly)] * WORLD
+        assert on_threads(WORLD, opens) == [(WORLD, plainly)] * WORLD
     assert len(told) == 1  # said once, by rank 0
 
 
@@ -256,6 +256,6 @@ def test_what_fails_on_one_rank_fails_on_all(case):
             Protocol(transport, UNITS, timeout=5).open()
         return str(error.value)
 
-    (message,) = set(on_ranks(WORLD, opens))
+    (message,) = set(on_threads(WORLD, opens))
     for reason in reasons:
         assert reason in message

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 NO_TRITON = importlib.util.find_spec("triton") is None
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_TRITON, reason="Triton is not installed")]
@@ -38,12 +38,9 @@ def test_the_kernel_adds_in_the_interpreter():
     assert done.returncode == 0
 
 
-def _compiles(_: int, cache: str) -> None:
+@on_ranks(1)
+def test_the_kernel_compiles_for_gpus(rank, tmp_path):
     from tests.support.kernel_checks import compiles_to_packets_of_additions
 
-    os.environ["TRITON_CACHE_DIR"] = cache
+    os.environ["TRITON_CACHE_DIR"] = str(tmp_path)
     compiles_to_packets_of_additions()
-
-
-def test_the_kernel_compiles_for_gpus(tmp_path):
-    run_ranks(_compiles, str(tmp_path), world_size=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import gc
 import os
 import platform
 import re
@@ -33,12 +34,11 @@ from lightning_odc.errors import WindowError
 from lightning_odc.host_memory import Room
 from tests.engine.transports.test_contract import (
     SPEC,
-    Scenario,
     data_is_there_when_its_word_is,
     in_one_process,
 )
 from tests.support.models import init_gloo
-from tests.support.ranks import Cases, run_calls, run_cases, run_ranks, try_ranks
+from tests.support.ranks import on_ranks, try_ranks
 
 LINUX = tuple(int(number) for number in platform.release().split("-")[0].split(".")[:2])
 
@@ -192,55 +192,33 @@ REFUSED = {
 }
 
 
-def _refused(rank: int, what: str) -> str:
-    """The error of an opening, which no rank may survive or leak after."""
+def made(rank: int) -> tuple[SharedMemoryTransport, Any]:
+    """A transport, and the rendezvous of its ranks."""
+    gc.collect()  # errors of tests before have kept windows
     init_gloo(rank)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
+    return SharedMemoryTransport(rank, 2, rendezvous), rendezvous
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_wrong_with_one_rank_is_refused_on_every_rank(rank, what):
+    """No rank may survive, or leak."""
+    transport, rendezvous = made(rank)
     rendezvous(None)  # starts threads, which some limits would prevent
-    transport, spec = SharedMemoryTransport(rank, 2, rendezvous), SPECS.get(what, SPEC)
     with ExitStack() as stack:
         if rank == 1:
             sabotage(what, stack)
         with pytest.raises(WindowError) as error:
-            transport.open(spec)
+            transport.open(SPECS.get(what, SPEC))
     assert not _window_links()
     assert _window_maps() == 0
-    return str(error.value)
-
-
-@pytest.fixture(scope="module")
-def refused() -> Cases:
-    return run_cases(_refused, {what: (what,) for what in REFUSED})
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_is_wrong_with_one_rank_is_refused_on_every_rank(refused, what):
-    first, second = refused[what]
+    first, second = rendezvous(str(error.value))
     assert first == second
     begin, *others = REFUSED[what]
     assert re.match(begin.replace(".*", "could not share memory with its peers"), first), first
     for other in others:
         assert re.search(other, first), first
-
-
-def _just_enough_memory(rank: int) -> int:
-    """Windows that exist count as used; rank 1 looks a second after rank 0 did."""
-    init_gloo(rank)
-    rendezvous = process_group_rendezvous(dist.group.WORLD)
-    pids = rendezvous(os.getpid())
-    size = HEADER_BYTES + SPEC.total_bytes
-
-    def what_is_left() -> int:
-        time.sleep(rank)
-        return 2 * size - sum(_window_bytes(pid) for pid in pids)
-
-    host_memory.rooms = lambda: [Room(what_is_left(), "a test", "")]  # type: ignore[assignment]
-    transport = SharedMemoryTransport(rank, 2, rendezvous)
-    transport.open(SPEC)
-    left = what_is_left()
-    rendezvous(None)
-    transport.close()
-    return left
 
 
 def _window_bytes(pid: int) -> int:
@@ -252,35 +230,38 @@ def _window_bytes(pid: int) -> int:
     return sum(windows.values())
 
 
-def test_a_rank_that_looks_late_does_not_count_windows_twice():
-    assert all(left <= 0 for left in run_ranks(_just_enough_memory))
+@on_ranks(2)
+def test_a_rank_that_looks_late_does_not_count_windows_twice(rank):
+    """Windows that exist count as used; rank 1 looks a second after rank 0 did."""
+    transport, rendezvous = made(rank)
+    pids = rendezvous(os.getpid())
+    size = HEADER_BYTES + SPEC.total_bytes
+
+    def what_is_left() -> int:
+        time.sleep(rank)
+        return 2 * size - sum(_window_bytes(pid) for pid in pids)
+
+    with patch.object(host_memory, "rooms", lambda: [Room(what_is_left(), "a test", "")]):
+        transport.open(SPEC)
+        assert what_is_left() <= 0
+    rendezvous(None)
+    transport.close()
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Cases:
-    """Runs in one launch. The error of the last one keeps its window for a while, so maps are counted before."""
-    calls = (_open_and_close, _keeps_views, _closes_with_a_lock, _posts_a_lie)
-    return run_calls({call: (call,) for call in calls})
-
-
-def _posts_a_lie(rank: int) -> str:
-    init_gloo(rank)
-    rendezvous = process_group_rendezvous(dist.group.WORLD)
-    transport = SharedMemoryTransport(rank, 2, rendezvous)
+@on_ranks(2)
+def test_a_message_longer_than_its_mailbox_is_not_read(rank):
+    transport, rendezvous = made(rank)
     transport.open(SPEC)
     if rank == 1:
         start = HEADER_BYTES + SPEC.mailbox_offset(0)
         transport._windows[1].bytes[start : start + 8] = (101).to_bytes(8, "little")
     rendezvous(None)
-    with pytest.raises(WindowError) as error:
+    with pytest.raises(
+        WindowError, match=r"^Rank 1 posted a message of 101 bytes, more than its mailbox holds"
+    ):
         transport.fetch(1, 0)
     rendezvous(None)
     transport.close()
-    return str(error.value)
-
-
-def test_a_message_longer_than_its_mailbox_is_not_read(ranks):
-    assert set(ranks[_posts_a_lie]) == {"Rank 1 posted a message of 101 bytes, more than its mailbox holds."}
 
 
 # -- closing ----------------------------------------------------------------------------------------------
@@ -300,97 +281,70 @@ def _window_maps() -> int:
     return Path("/proc/self/maps").read_text().count("lightning-odc")
 
 
-def _open_and_close(rank: int) -> list[Any]:
-    init_gloo(rank)
-    transport = SharedMemoryTransport(rank, 2, process_group_rendezvous(dist.group.WORLD))
+@on_ranks(2)
+def test_windows_have_no_name_and_leave_nothing(rank):
+    transport, rendezvous = made(rank)
     transport.open(SPEC)
-    links, named = _window_links(), Path("/proc/self/maps").read_text().count("/dev/shm/")
-    dist.barrier()
+    assert len(_window_links()) == 2
+    assert Path("/proc/self/maps").read_text().count("/dev/shm/") == 0
+    rendezvous(None)
     transport.close()
-    return [len(links), named, _window_links(), _window_maps()]
+    assert (_window_links(), _window_maps()) == ([], 0)
 
 
-def test_windows_have_no_name_and_leave_nothing(ranks):
-    assert ranks[_open_and_close] == [[2, 0, [], 0]] * 2
-
-
-def _keeps_views(rank: int) -> list[Any]:
+@on_ranks(2)
+def test_memory_lives_as_long_as_its_last_view(rank):
     """Views outlive the transport, descriptors and locks do not, and the memory goes with the last view."""
-    init_gloo(rank)
-    rendezvous = process_group_rendezvous(dist.group.WORLD)
-    transport = SharedMemoryTransport(rank, 2, rendezvous)
+    transport, rendezvous = made(rank)
     transport.open(SPEC)
     transport.shard(rank, 2).fill_(1 + rank)
     rendezvous(None)
     views = [transport.shard(owner, 2)[3:].view(torch.int32) for owner in range(2)]
     transport.close()
     rendezvous(None)
-    descriptors, maps = len(_window_links()), _window_maps()
-    seen = [view.view(torch.float32).unique().tolist() for view in views]
+    assert (len(_window_links()), _window_maps()) == (0, 2)
+    assert [view.view(torch.float32).unique().tolist() for view in views] == [[1.0], [2.0]]
     rendezvous(None)
     views[rank].view(torch.float32).fill_(3 + rank)
     rendezvous(None)
-    seen += [view.view(torch.float32).unique().tolist() for view in views]
+    assert [view.view(torch.float32).unique().tolist() for view in views] == [[3.0], [4.0]]
     views.pop()
-    after_one = _window_maps()
+    assert _window_maps() == 1
     views.clear()
-    return [seen, descriptors, maps, after_one, _window_maps()]
+    assert _window_maps() == 0
 
 
-def test_memory_lives_as_long_as_its_last_view(ranks):
-    expected = [[[1.0], [2.0], [3.0], [4.0]], 0, 2, 1, 0]
-    assert ranks[_keeps_views] == [expected] * 2
-
-
-def _closes_with_a_lock(rank: int) -> bool:
-    init_gloo(rank)
-    rendezvous = process_group_rendezvous(dist.group.WORLD)
-    transport = SharedMemoryTransport(rank, 2, rendezvous)
+@on_ranks(2)
+def test_a_closed_transport_holds_no_lock_even_while_a_view_is_kept(rank):
+    transport, rendezvous = made(rank)
     transport.open(SPEC)
     if rank == 1:
         assert transport.lock(0, 0).take()
         view = transport.shard(0, 0)
         transport.close()
     rendezvous(None)
-    free = transport.lock(0, 0).take() if rank == 0 else view.sum().item() == 0
+    assert transport.lock(0, 0).take() if rank == 0 else view.sum().item() == 0
     rendezvous(None)
     transport.close()
-    return free
-
-
-def test_a_closed_transport_holds_no_lock_even_while_a_view_is_kept(ranks):
-    assert ranks[_closes_with_a_lock] == [True, True]
 
 
 # -- ordering memory --------------------------------------------------------------------------------------
 
 
-def _with_a_fence(rank: int, scenario: Scenario) -> Any:
-    """Fence as weakly ordered machines do; returns the scenario's result and the fences that it took."""
-    count, make = [0], host.membarrier
-    host.thread_fence = lambda: None
-
-    def counted(machine: str) -> host.Fence:
-        inner = make(platform.machine())
-
-        def barrier() -> None:
-            count[0] += 1
-            inner()
-
-        return barrier
-
-    host.membarrier = counted  # type: ignore[assignment]
-    host._STRONGLY_ORDERED = ()  # type: ignore[assignment]
-    return [in_one_process(rank, scenario), count[0]]
-
-
-def test_a_fenced_transport_works_and_fences_every_word():
-    (_, writes), (seen, reads) = run_ranks(_with_a_fence, data_is_there_when_its_word_is)
-    assert seen == 399
+@on_ranks(2)
+def test_a_fenced_transport_works_and_fences_every_word(rank):
+    """As weakly ordered machines do it."""
+    fences, inner = [], host.membarrier(platform.machine())
+    counted = lambda machine: lambda: (fences.append(1), inner())  # noqa: E731
+    with (
+        patch.object(host, "thread_fence", lambda: None),
+        patch.object(host, "membarrier", counted),
+        patch.object(host, "_STRONGLY_ORDERED", ()),
+    ):
+        assert in_one_process(rank, data_is_there_when_its_word_is) == (399 if rank else 0)
     # A store of one's own word and a new value of the other's per version, however often a rank looks; and the first
     # look at each word, and locks.
-    assert 2 * 399 <= writes <= 2 * 399 + 20
-    assert 2 * 399 <= reads <= 2 * 399 + 20
+    assert 2 * 399 <= len(fences) <= 2 * 399 + 20
 
 
 def test_stores_are_fenced_before_and_loads_after(monkeypatch):
