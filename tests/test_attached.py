@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,10 +38,10 @@ from lightning_odc.errors import ODCError, PeerFailedError, StaleShardError, Wai
 from lightning_odc.pretrained import save_pretrained
 from tests.docs.blocks import ROOT, fragments
 from tests.strategy.test_models import CausalLM, causal_lm
-from tests.support.fits import assert_same
+from tests.support.fits import are_equal, assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.modules import loader, trainer
-from tests.support.ranks import Cases, forked, run_calls, run_ranks, try_ranks
+from tests.support.ranks import forked, of_all_ranks, on_ranks, run_ranks, try_ranks
 
 LENGTHS = [[5, 9, 4, 7, 12], [8, 3, 15, 6, 2], [30, 2, 2, 3, 9]]
 EPOCHS = 2
@@ -108,91 +109,39 @@ def train(
     return {"parameters": full_parameters(model), "norms": norms, "reads": reads}
 
 
-#: Microbatches by rank, where gradients are clipped, and options of `attach`.
-TRAINED: list[tuple[tuple[int, ...], float | None, dict[str, Any]]] = [
-    ((4, 1), None, {}),
-    ((5, 0), 0.1, {}),
-    ((0, 0, 2, 3), 0.1, {"deterministic": True}),
-]
+@on_ranks(2)
+@pytest.mark.parametrize(("counts", "clip"), [((4, 1), None), ((5, 0), 0.1)])
+def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip):
+    check_training(rank, counts, clip)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("attached")
+@on_ranks(4)
+def test_the_gradient_in_a_fixed_order_of_sums(rank):
+    check_training(rank, (0, 0, 2, 3), 0.1, deterministic=True)
 
 
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> Cases:
-    """All that ends well on two ranks, in one launch; every test looks at its part."""
-    calls: dict[Any, tuple[Any, ...]] = {case[0]: (_train_with, *case) for case in TRAINED[:2]}
-    calls |= {"bf16": (_compute_in_bf16,), "stream": (_stream_on_rank_0,)}
-    calls |= {"across a step": (_stream_across_a_step,), "meanwhile": (_stream_meanwhile,)}
-    calls |= {"loaded": (_load_halfway,), "changed": (_change_meanwhile,)}
-    for tied in (False, True):
-        calls[f"tied {tied}"] = (_save_while_the_trainer_trains, str(folder / str(tied)), tied)
-    return run_calls(calls | {"refused": (_refused,)})
-
-
-@pytest.fixture(scope="module")
-def four_ranks() -> Cases:
-    calls: dict[Any, tuple[Any, ...]] = {TRAINED[2][0]: (_train_with, *TRAINED[2])}
-    for replicates in (False, True):
-        calls[replicates] = (_train_on_two_nodes, (0, 1, 3, 1), replicates)
-    return run_calls(calls, world_size=4)
-
-
-@pytest.mark.parametrize(("counts", "clip", "options"), TRAINED, ids=str)
-def test_the_gradient_does_not_depend_on_who_ran_what(ranks, four_ranks, counts, clip, options):
-    results = (ranks if len(counts) == 2 else four_ranks)[counts]
-    parameters, norms = one_process(clip)
-    for result, count in zip(results, counts, strict=True):
-        assert_same(result["parameters"], parameters)
-        assert result["norms"] == pytest.approx(norms, rel=1e-5)
-        assert result["reads"] > 0 or not count
-
-
-def _run_the_page(rank: int) -> float:
+@on_ranks(2)
+def test_the_script_of_the_page_runs_on_two_ranks(rank):
     block = next(block for block in fragments(PAGE) if "with attach(model)" in block.text)
     namespace: dict[str, Any] = {"minibatches": lambda rank: [[torch.ones(4, 8)] * (3 - 2 * rank)] * 2}
     exec(compile(block.text, str(PAGE), "exec"), namespace)
-    return sum(p.full_tensor().sum().item() for p in namespace["model"].parameters())
-
-
-def test_the_script_of_the_page_runs_on_two_ranks():
-    first, second = run_ranks(_run_the_page)
+    first, second = of_all_ranks(sum(p.full_tensor().sum().item() for p in namespace["model"].parameters()))
     assert first == second
 
 
-def _train_with(rank: int, counts: tuple[int, ...], clip: float | None, options: dict[str, Any]) -> Any:
-    return train(rank, counts, clip, **options)
-
-
-@contextmanager
-def _nodes_of_two() -> Iterator[None]:
-    """What ``torchrun --nnodes 2 --nproc-per-node 2`` sets."""
-    before, os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"], "2"
-    try:
-        yield
-    finally:
-        os.environ["LOCAL_WORLD_SIZE"] = before
-
-
-def _train_on_two_nodes(rank: int, counts: tuple[int, ...], replicates: bool) -> Any:
+@on_ranks(4)
+@pytest.mark.parametrize("replicates", [False, True], ids=["one model", "a model per node"])
+def test_two_nodes(rank, replicates):
     init_gloo(rank)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
-    with _nodes_of_two():
+    with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):  # what `torchrun --nnodes 2 --nproc-per-node 2` sets
         model = sharded(new_model(), mesh=mesh) if replicates else sharded(new_model())
-        return train(rank, counts, model=model)
+        result = train(rank, (0, 1, 3, 1), model=model)
+    assert_same(result["parameters"], one_process()[0])
 
 
-@pytest.mark.parametrize("replicates", [False, True], ids=["one model", "a model per node"])
-def test_two_nodes(four_ranks, replicates):
-    expected = one_process()[0]
-    for result in four_ranks[replicates]:
-        assert_same(result["parameters"], expected)
-
-
-def _compute_in_bf16(rank: int) -> Any:
+@on_ranks(2)
+def test_bf16_without_weights_is_that_of_fully_shard(rank):
     """What ``param_dtype=bfloat16`` gives on demand and with the collectives of ``fully_shard``."""
     init_gloo(rank)
     found = []
@@ -215,22 +164,15 @@ def _compute_in_bf16(rank: int) -> Any:
             odc.close()
             odc.close()
         found.append(full_parameters(model))
-    return *found, streamed
+    assert_same(*found)
+    assert {value.dtype for value in streamed.values()} == {torch.bfloat16}
+    assert are_equal(streamed, {name: value.bfloat16() for name, value in found[0].items()})
 
 
-def test_bf16_without_weights_is_that_of_fully_shard(ranks):
-    for on_demand, collective, streamed in ranks["bf16"]:
-        assert_same(on_demand, collective)
-        assert {name: value.dtype for name, value in streamed.items()} == dict.fromkeys(
-            on_demand, torch.bfloat16
-        )
-        assert all(torch.equal(value, on_demand[name].bfloat16()) for name, value in streamed.items())
-
-
-def _load_halfway(rank: int) -> Any:
+@on_ranks(2)
+def test_state_that_torch_s_functions_load_goes_on(rank):
     """Train an epoch, keep the state by torch's functions, and train the second epoch: with it, and loaded."""
     init_gloo(rank)
-    ends: list[Any] = []
     state: Any = None
     for _ in range(2):
         model = sharded(new_model())
@@ -250,26 +192,18 @@ def _load_halfway(rank: int) -> Any:
                         summed_loss(model, batch).backward()
                 odc.step(optimizer)
                 optimizer.zero_grad()
-        ends.append(full_parameters(model))
-    return ends
-
-
-def test_state_that_torch_s_functions_load_goes_on(ranks):
-    expected = one_process()[0]
-    for straight, loaded in ranks["loaded"]:
-        assert_same(straight, expected)
-        assert_same(loaded, expected)
+        assert_same(full_parameters(model), one_process()[0])
 
 
 # -- parameters for any reader --------------------------------------------------------------------------------
 
 
-def _stream_on_rank_0(rank: int) -> Any:
+@on_ranks(2)
+def test_one_rank_streams_what_a_full_checkpoint_holds(rank):
     """Rank 0 reads while the others have gone on to the end of the step."""
     init_gloo(rank)
     model = sharded(new_model(scalars=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    checked = []
     with attach(model) as odc:
         for batches in step_by_step():
             for batch in batches[2 * rank : 2 * rank + 2]:
@@ -277,24 +211,40 @@ def _stream_on_rank_0(rank: int) -> Any:
                     summed_loss(model, batch).backward()
             odc.step(optimizer)
             optimizer.zero_grad()
-            streamed = dict(odc.stream_parameters()) if rank == 0 else None
-            block = dict(odc.stream_parameters(model.blocks[1])) if rank == 0 else None
+            streamed = dict(odc.stream_parameters()) if rank == 0 else {}
+            block = dict(odc.stream_parameters(model.blocks[1])) if rank == 0 else {}
             whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
             if rank == 0:
                 assert {*streamed} == {name for name, _ in model.named_parameters()}
-                assert all(torch.equal(streamed[name], whole[name]) for name in whole)
+                assert are_equal(streamed, whole)
+                assert len(block) == 6
                 assert all(torch.equal(block[name], whole[f"blocks.1.{name}"]) for name in block)
-                checked.append(len(block))
-    return checked
 
 
-def test_one_rank_streams_what_a_full_checkpoint_holds(ranks):
-    checked, nothing = ranks["stream"]
-    assert checked == [6] * len(LENGTHS) * EPOCHS
-    assert nothing == []
+@on_ranks(2)
+def test_the_others_train_while_one_rank_streams(rank):
+    """Rank 0 has read one parameter, and waits with the others until rank 1 has run a microbatch."""
+    init_gloo(rank)
+    model = sharded(new_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    before, signal_of_rank_1 = full_parameters(model), torch.ones(1)
+    with attach(model) as odc:
+        if rank == 0:
+            stream = odc.stream_parameters()
+            streamed = [next(stream)]
+            dist.recv(signal_of_rank_1, src=1)
+            streamed += stream
+            assert are_equal(dict(streamed), before)
+        else:
+            with odc.backward(weight=1):
+                summed_loss(model, token_batches([5])[0]).backward()
+            dist.send(signal_of_rank_1, dst=0)
+        odc.step(optimizer)
+    assert not torch.equal(full_parameters(model)["head.weight"], before["head.weight"])
 
 
-def _stream_across_a_step(rank: int) -> str:
+@on_ranks(2)
+def test_no_two_versions_are_mixed(rank):
     init_gloo(rank)
     model = sharded(new_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -310,36 +260,6 @@ def _stream_across_a_step(rank: int) -> str:
         with pytest.raises(StaleShardError, match="has begun to change"):
             next(odc.stream_parameters())
         odc.step(optimizer)
-    return "ended"
-
-
-def _stream_meanwhile(rank: int) -> bool:
-    """Rank 0 has read one parameter, and waits with the others until rank 1 has run a microbatch."""
-    init_gloo(rank)
-    model = sharded(new_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    before, signal_of_rank_1 = full_parameters(model), torch.ones(1)
-    with attach(model) as odc:
-        if rank == 0:
-            stream = odc.stream_parameters()
-            streamed = [next(stream)]
-            dist.recv(signal_of_rank_1, src=1)
-            streamed += stream
-        else:
-            with odc.backward(weight=1):
-                summed_loss(model, token_batches([5])[0]).backward()
-            dist.send(signal_of_rank_1, dst=0)
-        odc.step(optimizer)
-    changed = not torch.equal(full_parameters(model)["head.weight"], before["head.weight"])
-    return changed and (rank == 1 or all(torch.equal(value, before[name]) for name, value in streamed))
-
-
-def test_the_others_train_while_one_rank_streams(ranks):
-    assert ranks["meanwhile"] == [True, True]
-
-
-def test_no_two_versions_are_mixed(ranks):
-    assert ranks["across a step"] == ["ended"] * 2
 
 
 def _serve(address: str) -> None:
@@ -419,36 +339,8 @@ def test_the_others_hear_of_a_rank_that_breaks_off(how, kind, said):
     assert broken.exitcode != 0
 
 
-def _refused(rank: int) -> dict[str, str]:
-    init_gloo(rank)
-    halves = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    two_meshes = new_model()
-    fully_shard(two_meshes.blocks[0], mesh=halves["shard"])
-    fully_shard(two_meshes)
-    attached = sharded(new_model())
-    models = {
-        "fully_shard(model)": new_model(),
-        "FSDP1": FullyShardedDataParallel(new_model(), device_id=torch.device("cpu")),
-        "same `mesh=`": two_meshes,
-        'mesh=mesh["shard"]': sharded(new_model(), mesh=halves),
-        "is attached already": attached,
-        "nothing to read on demand": sharded(new_model(), mesh=halves["shard"]),
-    }
-    said = {}
-    with attach(attached) as odc:
-        for words, model in models.items():
-            with pytest.raises((ValueError, TypeError)) as error:
-                attach(model)
-            said[words] = str(error.value)
-        with pytest.raises(ValueError, match="LBFGS"):
-            odc.step(torch.optim.LBFGS(attached.parameters()))
-        summed_loss(attached, token_batches([5])[0]).backward()
-        with pytest.raises(ODCError, match=r"with odc\.backward\(weight=n\)"):
-            odc.settle()
-    return said
-
-
-def _change_meanwhile(rank: int) -> str:
+@on_ranks(2)
+def test_a_part_that_is_sharded_again_and_a_step_after_the_end_are_refused(rank):
     init_gloo(rank)
     model = sharded(new_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -459,16 +351,32 @@ def _change_meanwhile(rank: int) -> str:
         model.blocks[0] = whole
     with pytest.raises(ODCError, match=r"call `attach\(model\)` again"):
         odc.step(optimizer)
-    return "refused"
 
 
-def test_a_part_that_is_sharded_again_and_a_step_after_the_end_are_refused(ranks):
-    assert ranks["changed"] == ["refused"] * 2
-
-
-def test_what_cannot_be_attached_is_refused_with_the_line_to_write(ranks):
-    for said in ranks["refused"]:
-        assert [words for words, message in said.items() if words not in message] == []
+@on_ranks(2)
+def test_what_cannot_be_attached_is_refused_with_the_line_to_write(rank):
+    init_gloo(rank)
+    halves = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    two_meshes = new_model()
+    fully_shard(two_meshes.blocks[0], mesh=halves["shard"])
+    fully_shard(two_meshes)
+    attached = sharded(new_model())
+    with attach(attached) as odc:
+        for words, model in {
+            "fully_shard(model)": new_model(),
+            "FSDP1": FullyShardedDataParallel(new_model(), device_id=torch.device("cpu")),
+            "same `mesh=`": two_meshes,
+            'mesh=mesh["shard"]': sharded(new_model(), mesh=halves),
+            "is attached already": attached,
+            "nothing to read on demand": sharded(new_model(), mesh=halves["shard"]),
+        }.items():
+            with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+                attach(model)
+        with pytest.raises(ValueError, match="LBFGS"):
+            odc.step(torch.optim.LBFGS(attached.parameters()))
+        summed_loss(attached, token_batches([5])[0]).backward()
+        with pytest.raises(ODCError, match=r"with odc\.backward\(weight=n\)"):
+            odc.settle()
 
 
 class _Save(Callback):
@@ -485,20 +393,22 @@ class _Save(Callback):
                 save_pretrained(module.net, stream, self.directory, max_file_bytes)
 
 
-def _save_while_the_trainer_trains(rank: int, directory: str, tied: bool) -> dict[str, Tensor]:
-    module = CausalLM(partial(causal_lm, tied=tied))
-    fitted = trainer(2, callbacks=[_Save(directory)], default_root_dir=directory)
-    fitted.fit(module, loader(token_batches([6, 9], seed=rank)))
-    return full_parameters(module.net)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("tied", [False, True])
-def test_from_pretrained_reads_what_one_rank_wrote(ranks, folder, tied, monkeypatch):
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # its threads outlive the call
-    trained, saved = ranks[f"tied {tied}"][0], folder / str(tied)
-    files = sorted(path.name for path in saved.glob("*model*"))
+def test_from_pretrained_reads_what_one_rank_wrote(rank, tied, tmp_path):
+    module = CausalLM(partial(causal_lm, tied=tied))
+    trainer(2, callbacks=[_Save(str(tmp_path))]).fit(module, loader(token_batches([6, 9], seed=rank)))
+    trained = full_parameters(module.net)
+    files = sorted(path.name for path in tmp_path.glob("*model*"))
     assert len(files) > 3
     assert "model.safetensors.index.json" in files
-    assert all(path.stat().st_size < 8_000 for path in saved.glob("*.safetensors"))
-    read = AutoModelForCausalLM.from_pretrained(saved)
+    assert all(path.stat().st_size < 8_000 for path in tmp_path.glob("*.safetensors"))
+    read = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert all(torch.equal(value, trained[name]) for name, value in full_parameters(read).items())
+
+
+def check_training(rank: int, counts: tuple[int, ...], clip: float | None, **options: Any) -> None:
+    result, (parameters, norms) = train(rank, counts, clip, **options), one_process(clip)
+    assert_same(result["parameters"], parameters)
+    assert result["norms"] == pytest.approx(norms, rel=1e-5)
+    assert result["reads"] > 0 or not counts[rank]

@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.strategy import evaluation
 from tests.support.models import Net, init_gloo
-from tests.support.ranks import Cases, run_calls, run_ranks
+from tests.support.ranks import on_ranks
 
 
 def test_names_exist_with_the_expected_arguments():
@@ -217,63 +217,53 @@ def test_hooks_of_a_parameter_are_found_and_move_with_their_handles():
     assert called == ["first", "second", "first"]
 
 
-@pytest.fixture(scope="module")
-def alone() -> Cases:
-    """What one rank finds, in one launch."""
-    return run_calls({f: (f,) for f in (_what_was_set, _ran, _reduce_dtypes, _generates)}, world_size=1)
-
-
-def _what_was_set(rank: int) -> list[bool]:
+@on_ranks(1)
+def test_groups_and_settings_of_fully_shard(rank):
     init_gloo(rank)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     group = [model[1], model[0]]
     fully_shard(group)
     fully_shard(model)
-    found = [_compat.modules_grouped_with(model[0]) == tuple(group)]
-    found += [_compat.modules_grouped_with(model) == (model,)]
+    assert _compat.modules_grouped_with(model[0]) == tuple(group)
+    assert _compat.modules_grouped_with(model) == (model,)
     model.set_all_reduce_hook(lambda _: None)
     model[1].set_requires_gradient_sync(False)
-    for module in (model, model[0]):
-        found += [_compat.has_all_reduce_hook(module), _compat.keeps_gradients(module)]
-    return found
+    for module, has_hook in ((model, True), (model[0], False)):
+        assert _compat.has_all_reduce_hook(module) == has_hook
+        assert _compat.keeps_gradients(module) != has_hook
 
 
-def test_groups_and_settings_of_fully_shard(alone):
-    assert alone[_what_was_set] == [[True, True, True, False, False, True]]
-
-
-def _ran(rank: int) -> list[list[int]]:
+@on_ranks(1)
+def test_fully_shard_knows_which_groups_have_run(rank):
     init_gloo(rank)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(model[0])
     fully_shard(model)
     groups = [_compat.group_of(model), _compat.group_of(model[0])]
-    found = [_compat.forward_order(model)[:]]
+    assert _compat.forward_order(model) == []
     loss = model(torch.ones(1, 2)).sum() + model(torch.ones(1, 2)).sum()
-    found.append([groups.index(group) for group in _compat.forward_order(model)])
+    assert [groups.index(group) for group in _compat.forward_order(model)] == [1, 0, 1, 0]
     loss.backward()
-    return [*found, _compat.forward_order(model)[:]]
+    assert _compat.forward_order(model) == []
 
 
-def test_fully_shard_knows_which_groups_have_run(alone):
-    assert alone[_ran] == [[[], [1, 0, 1, 0], []]]
-
-
-def _reduce_dtypes(rank: int) -> list[torch.dtype | None]:
+@on_ranks(1)
+def test_reduce_dtype_of_a_module(rank):
     init_gloo(rank)
-    policies = [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.float16, torch.bfloat16)]
-    return [_compat.reduce_dtype_of(fully_shard(nn.Linear(2, 2), mp_policy=policy)) for policy in policies]
-
-
-def test_reduce_dtype_of_a_module(alone):
-    assert alone[_reduce_dtypes] == [[None, torch.bfloat16]]
+    policies = {
+        None: MixedPrecisionPolicy(),
+        torch.bfloat16: MixedPrecisionPolicy(torch.float16, torch.bfloat16),
+    }
+    for dtype, policy in policies.items():
+        assert _compat.reduce_dtype_of(fully_shard(nn.Linear(2, 2), mp_policy=policy)) == dtype
 
 
 class Generates(nn.Linear):
     def generate(self) -> None: ...
 
 
-def _generates(rank: int) -> None:
+@on_ranks(1)
+def test_transformers_reads_the_mark_of_fully_shard(rank):
     from transformers.integrations import is_fsdp_managed_module
 
     init_gloo(rank)
@@ -284,41 +274,26 @@ def _generates(rank: int) -> None:
     assert [is_fsdp_managed_module(m) for m in model.modules()] == [True, True, True]
 
 
-def test_transformers_reads_the_mark_of_fully_shard(alone):
-    assert alone[_generates] == [None]
-
-
-def _sharded_alike(rank: int) -> list[bool]:
+@on_ranks(2)
+def test_a_gradient_is_sharded_like_its_parameter(rank):
     init_gloo(rank)
     model = fully_shard(nn.Linear(3, 3))  # 2 rows on rank 0, 1 on rank 1
-    same = []
     for parameter in model.parameters():
         assert isinstance(parameter, DTensor)
         local = torch.full_like(parameter.to_local(), 2.0 + rank)
         made = _compat.sharded_like(parameter, local)
-        one = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-        names = ("shape", "placements", "device_mesh", "dtype", "requires_grad")
-        same += [getattr(made, name) == getattr(one, name) for name in names]
-        same += [
-            torch.equal(made.full_tensor(), one.full_tensor()),
-            made.to_local().data_ptr() == local.data_ptr(),
-        ]
+        whole = {"shape": parameter.shape, "stride": parameter.stride()}
+        one = DTensor.from_local(local, parameter.device_mesh, parameter.placements, **whole)
+        for name in ("shape", "placements", "device_mesh", "dtype", "requires_grad"):
+            assert getattr(made, name) == getattr(one, name)
+        assert torch.equal(made.full_tensor(), one.full_tensor())
+        assert made.to_local().data_ptr() == local.data_ptr()
         own = _compat.local_of(parameter)
         with torch.no_grad():
             shown = parameter.to_local()
-        same += [own is _compat.local_of(parameter), not own.requires_grad]
-        same += [own.data_ptr() == shown.data_ptr(), own.shape == shown.shape]
-    return same
-
-
-def test_a_gradient_is_sharded_like_its_parameter():
-    assert run_ranks(_sharded_alike) == [[True] * 22] * 2
+        assert own is _compat.local_of(parameter)
+        assert not own.requires_grad
+        assert (own.data_ptr(), own.shape) == (shown.data_ptr(), shown.shape)
 
 
 def test_comms_of_a_module_are_those_that_were_set():

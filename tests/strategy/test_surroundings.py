@@ -25,7 +25,6 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import Tensor
 
@@ -193,7 +192,7 @@ def test_the_learning_rate_finder_works_and_leaves_the_weights_alone(rank, tmp_p
 @on_ranks(2)
 def test_the_batch_size_finder_is_refused(rank):
     """It trains until memory runs out, which ranks that do not wait for each other would not survive."""
-    with pytest.raises(MisconfigurationException, match="not supported with distributed strategies"):
+    with pytest.raises(ValueError, match="not supported with distributed strategies"):
         Tuner(trainer(2)).scale_batch_size(Module())
 
 
