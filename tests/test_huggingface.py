@@ -5,12 +5,12 @@ The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import IterableDataset
+
+from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 
 pytest.importorskip("accelerate")
 
@@ -28,7 +30,6 @@ from tests.docs.blocks import ROOT, blocks
 from tests.strategy.test_models import causal_lm
 from tests.strategy.test_parity import assert_same
 from tests.support.models import full_parameters
-from tests.support.ranks import Cases, run_calls, run_ranks, try_ranks
 
 PAGE = ROOT / "docs" / "without-the-trainer.md"
 #: Optimizer steps of 8 samples. The long one fills a rank, and the other rank runs the short ones.
@@ -146,87 +147,47 @@ def balanced(folder: str, callbacks: Any = (), engine: Any = None, **options: An
     return made
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("huggingface")
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> Cases:
-    names = ("trained", "resumed", "page")
-    calls: dict[Any, tuple[Any, ...]] = {name: (globals()[f"_{name}"], str(folder / name)) for name in names}
-    return run_calls(calls | {"refused": (_refused, str(folder))})
-
-
-def _trained(rank: int, folder: str) -> dict[str, Any]:
-    alone = OnRank0()
-    made = balanced(folder, [alone], train_sampling_strategy="sequential")
+@on_ranks(2)
+def test_uneven_microbatches_end_in_the_parameters_of_one_process(rank, tmp_path):
+    """One rank evaluates and streams while the others go on."""
+    alone, (parameters, norms, losses) = OnRank0(), one_process()
+    made = balanced(str(tmp_path), [alone], train_sampling_strategy="sequential")
     alone.trainer = made
     made.train()
     assert made.odc is None
     logged = [row for row in made.state.log_history if "loss" in row]
-    return {
-        "parameters": full_parameters(made.model),
-        "norms": [row["grad_norm"] for row in logged],
-        "losses": [row["loss"] for row in logged],
-        "counts": made.counts,
-        "reads": alone.reads,
-        "same": alone.same,
-        "flos": made.state.total_flos,
-    }
+    assert_same(full_parameters(made.model), parameters)
+    assert [row["grad_norm"] for row in logged] == pytest.approx(norms, rel=1e-5)
+    assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
+    assert alone.reads > 0
+    assert made.state.total_flos > 0
+    assert alone.same == ([True] * len(parameters) * 4 if rank == 0 else [])
+    assert made.counts[::2] == [0] * 4  # of two accumulated batches, the last has all microbatches
+    first, second = of_all_ranks(made.counts)
+    assert first != second
 
 
-def test_uneven_microbatches_end_in_the_parameters_of_one_process(ranks):
-    parameters, norms, losses = one_process()
-    for result in ranks["trained"]:
-        assert_same(result["parameters"], parameters)
-        assert result["norms"] == pytest.approx(norms, rel=1e-5)
-        assert result["losses"] == pytest.approx(losses, rel=1e-5)
-        assert result["reads"] > 0
-        assert result["flos"] > 0
-    first, second = (result["counts"] for result in ranks["trained"])
-    assert first[::2] == second[::2] == [0] * 4  # of two accumulated batches, the last has all microbatches
-    assert first[1::2] != second[1::2]
-
-
-def test_one_rank_evaluates_and_streams_while_the_others_go_on(ranks):
-    assert ranks["trained"][0]["same"] == [True] * len(full_parameters(causal_lm())) * 4
-    assert ranks["trained"][1]["same"] == []
-
-
-def _resumed(rank: int, folder: str) -> dict[str, Any]:
+@on_ranks(2)
+def test_saving_resuming_and_evaluating_go_on_working(rank, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     # By default, a rank of these tests starts its workers from a server of their own, which imports everything.
     workers = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
-    straight = balanced(folder, **workers, **options)
+    straight = balanced(str(tmp_path / "straight"), **workers, **options)
     straight.train()
     loss = straight.evaluate()["eval_loss"]
-    resumed = balanced(folder + " again", load_best_model_at_end=True, **options)
-    resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    resumed = balanced(str(tmp_path / "again"), load_best_model_at_end=True, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-3"))
     assert rank == resumed.args.process_index
-    resumed.save_model(folder + " saved")
+    resumed.save_model(str(tmp_path / "saved"))
     with pytest.raises(ValueError, match="Make a new trainer"):
         resumed.train()
-    return {
-        "straight": full_parameters(straight.model),
-        "resumed": full_parameters(resumed.model),
-        "best": resumed.state.best_model_checkpoint,
-        "losses": [loss, resumed.evaluate()["eval_loss"], resumed.state.best_metric],
-        "counts": (straight.counts, resumed.counts),
-    }
-
-
-def test_saving_resuming_and_evaluating_go_on_working(ranks, folder, monkeypatch):
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # its threads outlive the call
-    for result in ranks["resumed"]:
-        assert_same(result["resumed"], result["straight"])
-        assert result["best"].endswith("checkpoint-4")
-        assert result["losses"] == pytest.approx([result["losses"][0]] * 3, rel=1e-5)
-        straight, resumed = result["counts"]
-        assert resumed == straight[-len(resumed) :]
-    for saved in (folder / "resumed saved", folder / "resumed again" / "checkpoint-4"):
-        read = AutoModelForCausalLM.from_pretrained(saved)
-        assert_same(full_parameters(read), ranks["resumed"][0]["resumed"])
+    found = full_parameters(resumed.model)
+    assert_same(found, full_parameters(straight.model))
+    assert resumed.state.best_model_checkpoint.endswith("checkpoint-4")
+    assert [resumed.evaluate()["eval_loss"], resumed.state.best_metric] == pytest.approx([loss] * 2, rel=1e-5)
+    assert resumed.counts == straight.counts[-len(resumed.counts) :]
+    for saved in (tmp_path / "saved", tmp_path / "again" / "checkpoint-4"):
+        assert_same(full_parameters(AutoModelForCausalLM.from_pretrained(saved)), found)
 
 
 class Stream(IterableDataset[Any]):
@@ -234,40 +195,36 @@ class Stream(IterableDataset[Any]):
         return iter(samples())
 
 
-def _refused(rank: int, folder: str) -> dict[str, str]:
-    wrong: dict[str, dict[str, Any]] = {
-        "fsdp=True": {"fsdp": None},
-        "bf16=True": {"fp16": True},
-        'leave it at "no"': {"include_num_input_tokens_seen": "all"},
-    }
-    said = {}
-    for words, options in wrong.items():
-        with pytest.raises(ValueError) as error:  # noqa: PT011
-            balanced(folder, **options)
-        said[words] = str(error.value)
-    streamed = balanced(folder, max_steps=1)
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        ("fsdp=True", {"fsdp": None}),
+        ("bf16=True", {"fp16": True}),
+        ('leave it at "no"', {"include_num_input_tokens_seen": "all"}),
+    ],
+)
+def test_what_does_not_work_is_refused_with_the_line_to_write(rank, words, options, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        balanced(str(tmp_path), **options)
+
+
+@on_ranks(2)
+def test_a_stream_cannot_be_planned(rank, tmp_path):
+    streamed = balanced(str(tmp_path), max_steps=1)
     streamed.train_dataset = Stream()
     with pytest.raises(ValueError, match="cannot be planned"):
         streamed.train()
-    return said
 
 
-def test_what_does_not_work_is_refused_with_the_line_to_write(ranks):
-    for said in ranks["refused"]:
-        assert [words for words, message in said.items() if words not in message] == []
-
-
-def _page(rank: int, folder: str) -> float:
+@on_ranks(2)
+def test_the_script_of_the_page_runs_on_two_ranks(rank, tmp_path):
     script = next(block for block in blocks(PAGE) if "ODCTrainerMixin, " in block.text)
-    os.makedirs(folder, exist_ok=True)
-    os.chdir(folder)
     namespace: dict[str, Any] = {}
-    exec(compile(script.text, str(PAGE), "exec"), namespace)
-    return sum(p.full_tensor().sum().item() for p in namespace["trainer"].model.parameters())
-
-
-def test_the_script_of_the_page_runs_on_two_ranks(ranks):
-    first, second = ranks["page"]
+    with contextlib.chdir(tmp_path):
+        exec(compile(script.text, str(PAGE), "exec"), namespace)
+    parameters = namespace["trainer"].model.parameters()
+    first, second = of_all_ranks(sum(p.full_tensor().sum().item() for p in parameters))
     assert first == second
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from tests.support.models import init_gloo
-from tests.support.ranks import Teams, on_ranks, run_cases, run_ranks, try_ranks
+from tests.support.ranks import Teams, on_ranks, run_ranks, try_ranks
 
 MORE_THAN_A_PIPE_HOLDS = 1 << 20
 
@@ -77,21 +77,6 @@ def test_what_ranks_are_forked_from_does_not_touch_an_accelerator():
     """A driver that was asked before a fork cannot be used behind it: every rank would fail on a machine with a GPU."""
     done = subprocess.run([sys.executable, "-c", SPY], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def _halve(rank: int, number: int) -> int:
-    if number % 2:
-        raise ValueError("odd")
-    return number // 2
-
-
-def test_a_case_that_breaks_off_fails_those_who_ask_for_it_or_for_a_later_one():
-    found = run_cases(_halve, {"four": (4,), "three": (3,), "two": (2,)})
-    assert found["four"] == [2, 2]
-    with pytest.raises(AssertionError, match="ValueError: odd"):
-        found["three"]
-    with pytest.raises(AssertionError, match="two did not run, since three broke off before it"):
-        found["two"]
 
 
 @on_ranks(2)

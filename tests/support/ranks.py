@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -190,60 +190,6 @@ def run_ranks(
     assert not failed, "\n".join([*ends, *(f"All of rank {o.rank}:\n{o.error}" for o in failed)])
     assert len(outcomes) == world_size
     return [outcome.result for outcome in outcomes]
-
-
-class Cases(dict[Any, Any]):
-    """What `run_cases` returns. A case that broke off, or came after one, fails the test that asks for it."""
-
-    def __getitem__(self, name: Any) -> list[Any]:
-        results, errors = super().__getitem__(name)
-        assert not errors, "\n".join(errors)
-        return list(results)
-
-
-def run_cases(
-    function: Callable[..., Any],
-    cases: Mapping[Any, Sequence[Any]],
-    world_size: int = 2,
-    timeout: float = 150,
-) -> Cases:
-    """Call ``function(rank, *case)`` for one case after another, on the same ranks: results by case and rank.
-
-    For cases that leave their ranks as they were. One that kills, hangs or leaks is a launch of its own.
-    """
-    outcomes = try_ranks(_one_after_another, function, dict(cases), world_size=world_size, timeout=timeout)
-    found = Cases()
-    for number, name in enumerate(cases):
-        ran = [outcome.result[number] if outcome.result else (None, outcome.error) for outcome in outcomes]
-        errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(ran) if error]
-        found[name] = ([result for result, _ in ran], errors)
-    return found
-
-
-def run_calls(calls: Mapping[Any, Sequence[Any]], world_size: int = 2, timeout: float = 150) -> Cases:
-    """As `run_cases`, for cases that are functions of their own: a call is ``(function, *args)``."""
-    return run_cases(_call, calls, world_size=world_size, timeout=timeout)
-
-
-def _call(rank: int, function: Callable[..., Any], *args: Any) -> Any:
-    return function(rank, *args)
-
-
-def _one_after_another(
-    rank: int, function: Callable[..., Any], cases: dict[Any, Sequence[Any]]
-) -> list[tuple[Any, str]]:
-    done: list[tuple[Any, str]] = []
-    broken: Any = None
-    for name, case in cases.items():
-        if broken is not None:  # its ranks may be at different places now
-            done.append((None, f"{name} did not run, since {broken} broke off before it"))
-            continue
-        try:
-            done.append((function(rank, *case), ""))
-        except BaseException as error:
-            broken = name
-            done.append((None, "".join(traceback.format_exception(error))))
-    return done
 
 
 def try_ranks(

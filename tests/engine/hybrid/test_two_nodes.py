@@ -29,7 +29,7 @@ from tests.support.fits import assert_same, numbers, one_process
 from tests.support.models import Block, full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes
-from tests.support.ranks import of_all_ranks, on_ranks, run_calls, run_ranks, try_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 
 #: Microbatches of each rank, of six.
 COUNTS, EVEN = (3, 1, 0, 2), (1, 1, 1, 1)
@@ -204,19 +204,22 @@ class ShardedByHand(TokenModule):
                 fully_shard(block, mesh=mesh["data_parallel"] if self.right else None)
 
 
+def train_alone(rank: int) -> dict[str, Any]:
+    return {
+        "bf16": _fit(rank, "alone", {"precision": "bf16-mixed"}),
+        "norms": _fit(rank, "alone", {"gradient_clip_val": CLIP}),
+        "norms of four": _fit(rank, "alone", {"gradient_clip_val": CLIP}, EVEN),
+        "unfrozen": train_unfreezing(rank, "alone"),
+    }
+
+
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
     """One process: plain torch, and a rank for what that has no few lines for."""
     steps = [minibatch(step) for step in range(STEPS)]
     four = [batches[:4] for batches in steps]  # one of each rank
-    calls: dict[Any, Any] = {
-        "bf16": (_fit, "alone", {"precision": "bf16-mixed"}),
-        "norms": (_fit, "alone", {"gradient_clip_val": CLIP}),
-        "norms of four": (_fit, "alone", {"gradient_clip_val": CLIP}, EVEN),
-        "unfrozen": (train_unfreezing, "alone"),
-    }
-    found = run_calls(calls, world_size=1)
-    return {name: found[name][0] for name in calls} | {
+    (found,) = run_ranks(train_alone, world_size=1)
+    return found | {
         "fp32": one_process(TokenModule("items", lr=LR), steps),
         "four": one_process(TokenModule("items", lr=LR), four),
         "clipped": one_process(TokenModule("items", lr=LR), steps, clip=CLIP),

@@ -21,7 +21,7 @@ from notebooks.support.threads import ThreadHub
 from tests.support.fake_device import fake_cuda
 from tests.support.interleaving import on_threads
 from tests.support.models import init_gloo
-from tests.support.ranks import Cases, run_cases
+from tests.support.ranks import run_ranks
 
 SPEC = WindowSpec(
     units=(
@@ -50,10 +50,10 @@ def on_a_fake_device(scenario: Scenario, world_size: int) -> list[Any]:
     return in_threads(on_device, world_size)
 
 
-def in_one_process(rank: int, scenario: Scenario) -> Any:
+def in_one_process(rank: int, *scenarios: Scenario) -> list[Any]:
     init_gloo(rank)
-    rendezvous = process_group_rendezvous(dist.group.WORLD)
-    return scenario(SharedMemoryTransport(rank, dist.get_world_size(), rendezvous), rendezvous)
+    world, rendezvous = dist.get_world_size(), process_group_rendezvous(dist.group.WORLD)
+    return [scenario(SharedMemoryTransport(rank, world, rendezvous), rendezvous) for scenario in scenarios]
 
 
 def settle(transport: Transport) -> None:
@@ -69,24 +69,19 @@ def zeros_of(transport: Transport, unit: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def processes() -> dict[int, Cases]:
+def processes() -> dict[tuple[Scenario, int], list[Any]]:
     """What the scenarios give on real processes, by their number: one launch for each."""
-    scenarios: dict[int, list[Scenario]] = {
-        1: [windows_start_at_zero_and_apart],
-        2: [
-            windows_start_at_zero_and_apart,
-            words_and_mailboxes,
-            everybody_adds_everywhere,
-            locks_exclude,
-            adds_land_in_parts,
-            data_is_there_when_its_word_is,
-        ],
-        4: [windows_start_at_zero_and_apart, everybody_adds_everywhere, nobody_is_dead],
-    }
-    return {
-        size: run_cases(in_one_process, {one: (one,) for one in several}, world_size=size)
-        for size, several in scenarios.items()
-    }
+    everywhere = [windows_start_at_zero_and_apart, everybody_adds_everywhere]
+    of_two = [words_and_mailboxes, locks_exclude, adds_land_in_parts, data_is_there_when_its_word_is]
+    found: dict[tuple[Scenario, int], list[Any]] = {}
+    for size, scenarios in {
+        1: everywhere[:1],
+        2: everywhere + of_two,
+        4: [*everywhere, nobody_is_dead],
+    }.items():
+        by_rank = run_ranks(in_one_process, *scenarios, world_size=size)
+        found |= {(one, size): results for one, *results in zip(scenarios, *by_rank, strict=True)}
+    return found
 
 
 @pytest.fixture(params=[in_threads, None, on_a_fake_device], ids=["threads", "shared_memory", "cuda-fake"])
@@ -94,7 +89,7 @@ def run(request: pytest.FixtureRequest) -> Callable[[Scenario, int], list[Any]]:
     if request.param is not None:
         return request.param
     found = request.getfixturevalue("processes")
-    return lambda scenario, world_size: found[world_size][scenario]
+    return lambda scenario, world_size: found[scenario, world_size]
 
 
 def windows_start_at_zero_and_apart(

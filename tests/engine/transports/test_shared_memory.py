@@ -341,7 +341,7 @@ def test_a_fenced_transport_works_and_fences_every_word(rank):
         patch.object(host, "membarrier", counted),
         patch.object(host, "_STRONGLY_ORDERED", ()),
     ):
-        assert in_one_process(rank, data_is_there_when_its_word_is) == (399 if rank else 0)
+        assert in_one_process(rank, data_is_there_when_its_word_is) == [399 if rank else 0]
     # A store of one's own word and a new value of the other's per version, however often a rank looks; and the first
     # look at each word, and locks.
     assert 2 * 399 <= len(fences) <= 2 * 399 + 20
