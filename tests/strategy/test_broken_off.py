@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -32,8 +33,9 @@ from tests.strategy.test_out_of_memory import (
     table,
     train,
 )
+from tests.support.fits import failure
 from tests.support.models import WIDTH, Block
-from tests.support.ranks import on_ranks, try_ranks
+from tests.support.ranks import on_ranks
 
 # -- memory -----------------------------------------------------------------------------------------------
 
@@ -321,36 +323,43 @@ class Everything(Short):
             raise torch.OutOfMemoryError(TEXT)
 
 
-def ends(rank: int, what: str) -> None:
-    if what == "behind":
-        train(Behind(), [Minibatch([table(2, 4, 0), table(2, 5, 0)])])
-    elif what == "behind the last":
-        train(Behind(), [table(2, 4, 0)])
-    elif what == "swallows":
-        train(Swallows([["0", "backward", 0, 1]] if rank == 1 else ()), [table(2, 4, 0)])
-    elif what == "everything":
-        train(Everything(), [Minibatch([table(4, 4, 0)])] * 6, on_out_of_memory="skip")
-    else:
-        if hasattr(FSDPModule, "reset_iter_state"):
-            del FSDPModule.reset_iter_state  # as in torch 2.12
-        train(Short([["1", "backward", 0, 1]] if rank == 1 else ()), [table(2, 4, 0)])
-
-
 BEHIND = "its gradient had been added, and memory ran out after its backward pass."
 
 
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        pytest.param("behind", BEHIND, marks=needs_reset),
-        pytest.param("behind the last", BEHIND, marks=needs_reset),
-        pytest.param("swallows", "A backward pass broke off and its error was caught", marks=needs_reset),
-        pytest.param("everything", "The 16 samples before it were left out, too", marks=needs_reset),
-        ("old torch", "cannot take back a step that broke off: install torch 2.13 or newer"),
-    ],
-)
-def test_what_ends_a_run(what, says):
-    survivor, failed = try_ranks(ends, what, timeout=60)
-    assert failed.exitcode == survivor.exitcode == 1
-    assert says in failed.error
-    assert "PeerFailedError: Rank 1 failed, so rank 0 stops too." in survivor.error
+#: The module of rank 1, its batches, options, and what is said.
+ENDS: dict[str, tuple[Any, list[Any], dict[str, Any], str]] = {
+    "behind": (Behind, [Minibatch([table(2, 4, 0), table(2, 5, 0)])], {}, BEHIND),
+    "behind the last": (Behind, [table(2, 4, 0)], {}, BEHIND),
+    "swallows": (
+        partial(Swallows, [["0", "backward", 0, 1]]),
+        [table(2, 4, 0)],
+        {},
+        "A backward pass broke off and its error was caught",
+    ),
+    "everything": (
+        Everything,
+        [Minibatch([table(4, 4, 0)])] * 6,
+        {"on_out_of_memory": "skip"},
+        "The 16 samples before it were left out, too",
+    ),
+}
+
+
+@needs_reset
+@on_ranks(2)
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_a_run(rank, name):
+    make, data, options, says = ENDS[name]
+    module = make() if rank == 1 or name != "swallows" else Swallows()
+    said = failure(module, data, **options)
+    assert (says if rank == 1 else "PeerFailedError: Rank 1 failed, so rank 0 stops too.") in said
+
+
+@on_ranks(2)
+def test_an_older_torch_cannot_take_back_a_step(rank):
+    module = Short([["1", "backward", 0, 1]] if rank == 1 else ())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.delattr(FSDPModule, "reset_iter_state", raising=False)  # as in torch 2.12
+        said = failure(module, [table(2, 4, 0)])
+    says = "cannot take back a step that broke off: install torch 2.13 or newer"
+    assert (says if rank == 1 else "PeerFailedError: Rank 1 failed, so rank 0 stops too.") in said

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import BalancedDataLoader, Minibatch
 from lightning_odc.strategy.microbatch import is_out_of_memory
-from tests.support.fits import fit, largest_difference
+from tests.support.fits import failure, fit, largest_difference
 from tests.support.models import Block, full_parameters
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.nodes import as_nodes
-from tests.support.ranks import on_ranks, try_ranks
+from tests.support.ranks import on_ranks
 
 needs_reset = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="torch < 2.13 cannot take back a step that broke off"
@@ -215,12 +216,8 @@ def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out(rank):
         assert said.count(f"{what}: it is left out of the gradient.") == list(left_out.values()).count(m)
 
 
-def does_not_fit(rank: int, communication: str, answer: str) -> None:
-    module = Short([["1", "backward", 0, FIRST_ROW]] if rank == 1 else ())
-    train(module, [Minibatch([table(2, 4, 0)])], communication=communication, on_out_of_memory=answer)
-
-
 @needs_reset
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("communication", "answer", "advice"),
     [
@@ -234,13 +231,49 @@ def does_not_fit(rank: int, communication: str, answer: str) -> None:
         ("lockstep", "skip", 'communication="lockstep" makes the other ranks wait'),
     ],
 )
-def test_an_error_keeps_the_words_of_torch_and_says_what_to_do(communication, answer, advice):
-    survivor, failed = try_ranks(does_not_fit, communication, answer, timeout=60)
-    assert f"torch.OutOfMemoryError: {TEXT}" in failed.error
-    assert advice in failed.error
-    assert "activation_checkpointing_policy={Block}" in failed.error
-    assert "PeerFailedError: Rank 1 failed, so rank 0 stops too." in survivor.error
-    assert TEXT in survivor.error
+def test_an_error_keeps_the_words_of_torch_and_says_what_to_do(rank, communication, answer, advice):
+    module = Short([["1", "backward", 0, FIRST_ROW]] if rank == 1 else ())
+    options = {"communication": communication, "on_out_of_memory": answer}
+    said = failure(module, [Minibatch([table(2, 4, 0)])], **options)
+    assert TEXT in said
+    if rank == 0:
+        assert "PeerFailedError: Rank 1 failed, so rank 0 stops too." in said
+    else:
+        assert f"torch.OutOfMemoryError: {TEXT}" in said
+        assert advice in said
+        assert "activation_checkpointing_policy={Block}" in said
+
+
+class RunsOutInValidation(Short):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        raise torch.OutOfMemoryError(TEXT)
+
+
+@on_ranks(2)
+def test_batches_of_an_evaluation_are_not_cut(rank):
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        trainer(2).validate(RunsOutInValidation(), loader([table(4, 4, 0)]), verbose=False)
+    assert "Batches are cut in training alone." in "".join(error.value.__notes__)
+
+
+def needs_four(batch: list[Tensor]) -> Tensor:
+    if len(batch) != 4:
+        raise ValueError("four, please")
+    return torch.stack(batch)
+
+
+@needs_reset
+@on_ranks(2)
+def test_samples_that_cannot_be_collated_alone_are_not_cut(rank):
+    shape = {"minibatch_size": 4, "lengths": [4] * 8, "max_tokens": 16}
+    fours = BalancedDataLoader(list(table(8, 4, 0)), collate_fn=needs_four, **shape)
+    said = failure(Short([["1", "forward", 0, 1]]), fours)
+    assert "16 tokens (which cannot be cut: ValueError: four, please)" in said
+
+
+class FailsOtherwise(Short):
+    def trip(self, place: str, phase: str) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
 
 
 class Manual(Short):
@@ -253,6 +286,46 @@ class Manual(Short):
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch) / batch.numel())
         optimizer.step()
+
+
+class Chunked(Short):
+    """Calls a unit once for every row, so that the parts of a microbatch call it less often."""
+
+    def places(self) -> dict[str, nn.Module]:
+        return {"embed": self.net.embed, "2": self.net.blocks[2]}
+
+    def loss(self, batch: Tensor) -> Tensor:
+        self.batch = batch
+        x = torch.cat([self.net.blocks[2](row[None]) for row in self.net.embed(batch)])
+        return self.net.head(x).square().sum()
+
+
+#: The module, its batch, and what is said.
+ENDS: dict[str, tuple[Any, Any, str]] = {
+    "manual": (
+        partial(Manual, [["1", "backward", 0, 1]]),
+        table(4, 4, 0),
+        "With manual optimization, no batch runs again in parts.",
+    ),
+    "chunks": (
+        partial(Chunked, [["embed", "backward", 0, 1]]),
+        Minibatch([table(4, 4, 0)]),
+        "Unit 'net.blocks.2' ran 4 times for a microbatch that did not fit into memory, and 2 times",
+    ),
+    "another error": (
+        FailsOtherwise,
+        Minibatch([table(4, 4, 0)]),
+        "RuntimeError: CUDA error: device-side assert triggered",
+    ),
+}
+
+
+@needs_reset
+@on_ranks(2)
+@pytest.mark.parametrize("name", ENDS)
+def test_what_ends_a_run_all_the_same(rank, name):
+    make, batch, says = ENDS[name]
+    assert says in failure(make(), [batch])
 
 
 class Compiled(Short):
@@ -409,68 +482,3 @@ def test_ranks_of_several_nodes(rank, are_copies):
     train(module, mine, 2 if are_copies else 4, on_out_of_memory="skip", **options)
     assert bool(module.trips) == (rank == 3)
     assert_steps(module, NODES, {2: 2})
-
-
-def needs_four(batch: list[Tensor]) -> Tensor:
-    if len(batch) != 4:
-        raise ValueError("four, please")
-    return torch.stack(batch)
-
-
-class Evaluated(Short):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        raise torch.OutOfMemoryError(TEXT)
-
-
-class Chunked(Short):
-    """Calls a unit once for every row, so that the parts of a microbatch call it less often."""
-
-    def places(self) -> dict[str, nn.Module]:
-        return {"embed": self.net.embed, "2": self.net.blocks[2]}
-
-    def loss(self, batch: Tensor) -> Tensor:
-        self.batch = batch
-        x = torch.cat([self.net.blocks[2](row[None]) for row in self.net.embed(batch)])
-        return self.net.head(x).square().sum()
-
-
-def ends(rank: int, what: str) -> None:
-    data = [Minibatch([table(4, 4, 0)])]
-    if what == "validation":
-        trainer(2).validate(Evaluated(), loader([table(4, 4, 0)]), verbose=False)
-    elif what == "a collator":
-        shape = {"minibatch_size": 4, "lengths": [4] * 8, "max_tokens": 16}
-        fours = BalancedDataLoader(list(table(8, 4, 0)), collate_fn=needs_four, **shape)
-        fit(Short([["1", "forward", 0, 1]]), fours)
-    elif what == "manual":
-        train(Manual([["1", "backward", 0, 1]]), [table(4, 4, 0)])
-    elif what == "chunks":
-        train(Chunked([["embed", "backward", 0, 1]]), data)
-    else:
-        module = Short([["1", "forward", 0, 1]])
-        module.trip = _fails_otherwise
-        train(module, data)
-
-
-def _fails_otherwise(place: str, phase: str) -> None:
-    raise RuntimeError("CUDA error: device-side assert triggered")
-
-
-@needs_reset
-@pytest.mark.parametrize(
-    ("what", "says"),
-    [
-        ("validation", "Batches are cut in training alone."),
-        ("manual", "With manual optimization, no batch runs again in parts."),
-        (
-            "chunks",
-            "Unit 'net.blocks.2' ran 4 times for a microbatch that did not fit into memory, and 2 times",
-        ),
-        ("a collator", "16 tokens (which cannot be cut: ValueError: four, please)"),
-        ("another error", "RuntimeError: CUDA error: device-side assert triggered"),
-    ],
-)
-def test_what_ends_a_run_all_the_same(what, says):
-    for outcome in try_ranks(ends, what, timeout=60):
-        assert outcome.exitcode == 1
-        assert says in outcome.error
