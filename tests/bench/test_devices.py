@@ -16,7 +16,8 @@ pytest.importorskip("rich")
 
 from lightning_odc import ODCStrategy
 from lightning_odc.bench import training
-from lightning_odc.bench.options import Combination, TrainOptions
+from lightning_odc.bench.demo import DemoOutcome
+from lightning_odc.bench.options import Combination, DemoOptions, TrainOptions
 from lightning_odc.bench.processes import Placement, Ranks, place
 from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import MinibatchRecord, Run, Totals
@@ -111,9 +112,9 @@ def test_the_trainer_gets_these_devices(
     assert isinstance(strategy, ODCStrategy) == (communication != "ddp")
 
 
-def measured(options: TrainOptions, sees_waits: bool = True) -> Outcome:
+def measured(options: TrainOptions | DemoOptions, sees_waits: bool = True) -> Outcome:
     """What two ranks told of one timed minibatch of every combination."""
-    outcome = Outcome(Workload(options))
+    outcome = DemoOutcome(options) if isinstance(options, DemoOptions) else Outcome(Workload(options))
     for combination in outcome.options.runs or ():
         ranks = [[MinibatchRecord(1.0, {"settle": 0.1}, 3.0, 3) for _ in range(2)] for _ in range(2)]
         totals = [Totals(traffic={"reads": 1}, sees_waits=sees_waits) for _ in range(2)]
@@ -135,6 +136,7 @@ def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(
     assert CAPTION in capsys.readouterr().out.splitlines()
     record = outcome.as_dict()
     assert (record["caption"], record["machine"]["gpus"]) == (CAPTION, ["GPU number 0"])
+    assert measured(DemoOptions(device="cuda")).as_dict()["config"]["device"] == "cuda"
     gpus(2)
     assert CAPTION not in measured(options).text
     assert measured(options).as_dict()["caption"] is None

@@ -123,7 +123,7 @@ def test_a_model_of_peft():
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["Llama", "GPT2", "Qwen2"])
-def test_a_packed_batch_goes_straight_into_the_model(kind, attention):
+def test_a_packed_batch_has_the_outputs_and_gradients_of_its_samples(kind, attention):
     model = model_of(kind, attention).double().eval()
     generator = torch.Generator().manual_seed(1)
     samples = [torch.randint(VOCAB, (length,), generator=generator) for length in (7, 1, 12, 4)]
@@ -137,6 +137,8 @@ def test_a_packed_batch_goes_straight_into_the_model(kind, attention):
     counts = [len(sample) - 1 for sample in samples]
     mean = sum(one.loss * count for one, count in zip(alone, counts, strict=True) if count) / sum(counts)
     torch.testing.assert_close(packed.loss, mean, rtol=0, atol=1e-6)
+    gradients = [torch.autograd.grad(loss, [*model.parameters()]) for loss in (packed.loss, mean)]
+    torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
     with torch.no_grad():
         assert _trouble_of(model.float(), CPU) == ""
         assert _trouble_of(model.bfloat16(), CPU) == ""
