@@ -175,7 +175,6 @@ def test_unrolled_streams():
     ("options", "message"),
     [
         ({"window": None}, r"BalancedDataLoader\(dataset, window=1"),
-        ({"window": 0}, "window must be"),
         ({"lengths": LENGTHS}, "goes by index"),
         ({"policy": "steal"}, 'write policy="lb_mini"'),
     ],

@@ -392,12 +392,10 @@ def test_an_unrolled_state_goes_on_inside_a_minibatch():
     [
         ({"lengths": [1, 2]}, ValueError, "lengths has 2 entries, but the data set has 23 samples"),
         ({"lengths": [60] * 23}, ValueError, "Sample 0 has 60 tokens, more than max_tokens=50"),
-        ({"policy": "fastest"}, ValueError, "policy='fastest' is unknown"),
         ({"policy": "lb_mini", "unroll": True}, ValueError, 'Write policy="lb_micro"'),
         ({"rank": 2}, ValueError, "rank=2 is not one of num_replicas=2"),
         ({"rank": None}, ValueError, "must be given together"),
         ({"window": 8}, ValueError, "window=... is for an IterableDataset"),
-        ({"regroup": True}, ValueError, "write window=16"),
         ({"prefetch_factor": 2}, ValueError, "prefetch_factor"),
         ({"batch_size": 2}, TypeError, "does not know batch_size=: did you mean minibatch_size=?"),
         ({"polcy": "lb_mini"}, TypeError, "does not know polcy=: did you mean policy=?"),

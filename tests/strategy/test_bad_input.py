@@ -49,6 +49,11 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
         {"balance": "steal", "deterministic": True},
         r'Use balance="lb_mini" with deterministic=True \(the same',
     ),
+    ({"balance": "karma"}, "choose one of 'auto', 'local_sort', 'lb_micro', 'lb_mini', 'steal'"),
+    *(
+        ({"balance": policy, "communication": "collective"}, 'use communication="on_demand", or balance="lb_')
+        for policy in ("lb_mini", "steal")
+    ),
     ({"accumulator_dtype": torch.int32}, "write torch.float32, another floating-point dtype"),
     ({"accumulator_dtype": "float32"}, "write torch.float32, another floating-point dtype"),
     ({"max_tokens": 0}, r"max_tokens must be a whole number of at least 1, got 0: max_tokens=8"),

@@ -102,19 +102,6 @@ def test_on_three_ranks(rank):
     assert_same(full_parameters(module), reference(3))
 
 
-@pytest.mark.parametrize("policy", ["lb_mini", "steal"])
-def test_unequal_counts_are_refused_over_collectives(policy):
-    with pytest.raises(ValueError, match='use communication="on_demand", or balance="lb_micro"'):
-        ODCStrategy(balance=policy, communication="collective")
-
-
-def test_an_unknown_policy():
-    with pytest.raises(
-        ValueError, match="choose one of 'auto', 'local_sort', 'lb_micro', 'lb_mini', 'steal'"
-    ):
-        ODCStrategy(balance="karma")
-
-
 @pytest.mark.parametrize(
     ("name", "balance"), [("odc", "auto"), ("odc_balanced", "auto"), ("odc_plain", None)]
 )

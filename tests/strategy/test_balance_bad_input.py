@@ -17,14 +17,6 @@ from tests.support.modules import ListDataset, trainer
 from tests.support.ranks import on_ranks
 
 
-class WithLengths(list[Any]):
-    """Samples that say something about their lengths."""
-
-    def __init__(self, lengths: Any) -> None:
-        super().__init__(SAMPLES)
-        self.lengths = lengths
-
-
 class OwnBatches(Sampler[list[int]]):
     """A batch sampler that nobody can rebuild."""
 
@@ -44,10 +36,6 @@ def batches(**options: Any) -> DataLoader[Any]:
 
 LOADERS: dict[str, Any] = {
     "too long": lambda: batches(),
-    "zero": lambda: batches(dataset=WithLengths([0] + [3] * 23)),
-    "negative": lambda: batches(dataset=WithLengths([3, -7] + [3] * 22)),
-    "missing": lambda: batches(dataset=WithLengths([3, None] + [3] * 22)),
-    "too few lengths": lambda: batches(dataset=WithLengths([3] * 20)),
     "few samples": lambda: batches(dataset=SAMPLES[:1]),
     "no minibatch": lambda: batches(dataset=SAMPLES[:5], drop_last=True),
     "batch sampler": lambda: batches(batch_size=1, batch_sampler=BatchSampler(range(24), 4, False)),
@@ -55,16 +43,10 @@ LOADERS: dict[str, Any] = {
     "sampler": lambda: batches(sampler=WeightedRandomSampler([1.0] * 24, 24)),
     "unknown": lambda: batches(dataset=[torch.zeros(2, 2, 2)] * 8),
     "stolen stream": lambda: batches(dataset=ListDataset(SAMPLES)),
-    "batches": lambda: batches(batch_size=None),
-    "list": lambda: [torch.zeros(1, 2)] * 4,
 }
 
 CASES: list[tuple[str, bool, str]] = [
     ("too long", True, "Sample 23 has 25 tokens, more than max_tokens=20.*Write max_tokens=25"),
-    ("zero", True, "sample 0 has length 0.*Lengths are whole numbers of at least 1"),
-    ("negative", True, "sample 1 has length -7"),
-    ("missing", True, "sample 1 has length nan|must be one number per sample"),
-    ("too few lengths", True, "20 entries, but the data set has 24 samples"),
     ("few samples", True, r"1 samples, fewer than 2 ranks.*Write Trainer\(devices=1\)"),
     ("no minibatch", True, "drop_last=True leaves no minibatch"),
     ("batch sampler", True, r"chooses which samples go together.*DataLoader\(dataset, batch_size=8"),
@@ -83,8 +65,6 @@ CASES: list[tuple[str, bool, str]] = [
         True,
         'policy="steal" reads the samples of other ranks by index.*write policy="lb_mini"',
     ),
-    ("batches", True, "samples are batches already"),
-    ("list", True, "Only a torch DataLoader can be balanced, got Tensor"),
 ]
 
 
