@@ -124,7 +124,10 @@ def test_the_gradient_in_a_fixed_order_of_sums(rank):
 def test_the_script_of_the_page_runs_on_two_ranks(rank):
     block = next(block for block in fragments(PAGE) if "with attach(model)" in block.text)
     namespace: dict[str, Any] = {"minibatches": lambda rank: [[torch.ones(4, 8)] * (3 - 2 * rank)] * 2}
-    exec(compile(block.text, str(PAGE), "exec"), namespace)
+    init_gloo(rank)
+    with patch.object(dist, "init_process_group") as joins:
+        exec(compile(block.text, str(PAGE), "exec"), namespace)
+    joins.assert_called_once_with("gloo")
     first, second = of_all_ranks(sum(p.full_tensor().sum().item() for p in namespace["model"].parameters()))
     assert first == second
 
