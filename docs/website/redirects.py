@@ -49,6 +49,7 @@ MOVED = {
     "reference/errors": "reference/strategy#errors",
     "reference/metrics": "reference/measuring#metrics",
     "reference/packing": "reference/data#packing",
+    "reference/rl": "reference/data#roll-outs-and-policy-losses",
     "scaling": "plans#the-simulator",
     "security": "contributing#security",
     "simulator": "plans#the-simulator",
@@ -67,6 +68,7 @@ _PAGE = """<!doctype html>
 <title>{old} has moved: {new}</title>
 <meta name="description" content="This page is now a part of {new}.">
 <meta name="robots" content="noindex">
+<link rel="icon" href="data:,">
 <link rel="canonical" href="{target}">
 <meta http-equiv="refresh" content="0; url={target}">
 </head>

@@ -188,3 +188,28 @@ def test_the_site_is_built_without_importing_the_package(tmp_path: Path) -> None
     assert "<abbr title=" in home
     if not address.current().source:
         assert not [word for word in ('rel="edit"', "md-source", "og:image") if word in home]
+
+
+MOST_PAGES, MOST_WORDS = 44, 45_000
+MOST_OF_TAB = {"Guides": 1_200, "Concepts": 1_700, "Results": 1_500}
+MOST_OF_PAGE = {"design.md": 2_500}
+
+
+def test_the_documentation_stays_small() -> None:
+    """Who adds a page or a section takes its words from somewhere; raw tables belong below ``docs/data``."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    tabs = {
+        tab.partition(":")[0]: re.findall(r"[\w/-]+\.md", tab)
+        for tab in re.split(r"^  - ", nav, flags=re.M)[1:]
+    }
+    pages = [page for tab in tabs.values() for page in tab]
+    words = {
+        page: len((ROOT / "docs" / page).read_text().split())
+        for page in pages
+        if not page.startswith("tutorials/")  # made of the notebooks
+    }
+    assert len(words) > 30
+    assert len(pages) <= MOST_PAGES
+    assert sum(words.values()) <= MOST_WORDS
+    most = {page: words_ for tab, words_ in MOST_OF_TAB.items() for page in tabs[tab]} | MOST_OF_PAGE
+    assert not {page: words[page] for page, limit in most.items() if words[page] > limit}
