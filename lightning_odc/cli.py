@@ -87,10 +87,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = vars(parser.parse_args(given))
     if "command" not in parsed:
         parser.error("the following arguments are required: command")
-    command = parsed.pop("command")
-    form = Form(json=parsed.pop("json"), quiet=parsed.pop("quiet"))
+    command: _Command = parsed["command"]
+    form = Form(json=parsed["json"], quiet=parsed["quiet"])
     try:
-        return int(command(parsed, form))
+        options = None if command.options is None else read_options(command.options, parsed)
+        if command.needs_extra:
+            check_extra_packages(command.needs_extra)
+        say_first(form)  # the heavy imports wait until the options are right
+        return command.run(options, form)
     except OptionError as error:
         complain(str(error))
         return BAD_USAGE
@@ -99,9 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _doctor(_: dict[str, Any], form: Form) -> int:
+def _doctor(_: None, form: Form) -> int:
     """``lightning-odc doctor``."""
-    say_first(form)
     findings = doctor.examine(doctor.look())
     is_ok = all(finding.level != "error" for finding in findings)
     if form.json:
@@ -115,11 +118,8 @@ def _doctor(_: dict[str, Any], form: Form) -> int:
     return int(not is_ok)
 
 
-def _advise(parsed: dict[str, Any], form: Form) -> int:
+def _advise(options: AdviseOptions, form: Form) -> int:
     """``lightning-odc advise``."""
-    options = read_options(AdviseOptions, parsed)
-    # The heavy imports wait until the options are right.
-    say_first(form)
     from lightning_odc.advisor.inputs import parse_inputs
     from lightning_odc.advisor.report import Advice
 
@@ -131,22 +131,16 @@ def _advise(parsed: dict[str, Any], form: Form) -> int:
     return 0
 
 
-def _demo(parsed: dict[str, Any], form: Form) -> int:
+def _demo(options: DemoOptions, form: Form) -> int:
     """``lightning-odc demo``."""
-    options = read_options(DemoOptions, parsed)
-    check_extra_packages("demo")
-    say_first(form)
     from lightning_odc.bench.demo import DemoOutcome, run_demo
 
     outcome = DemoOutcome(options)
     return run_written(form, partial(run_demo, outcome), lambda: outcome.json)
 
 
-def _bench(parsed: dict[str, Any], form: Form) -> int:
+def _bench(options: TrainOptions, form: Form) -> int:
     """``lightning-odc bench``."""
-    options = read_options(TrainOptions, parsed)
-    check_extra_packages("benchmark")
-    say_first(form)
     from lightning_odc.bench.report import Outcome
     from lightning_odc.bench.training import run_train
     from lightning_odc.bench.workload import Workload
@@ -158,11 +152,12 @@ def _bench(parsed: dict[str, Any], form: Form) -> int:
 class _Command(NamedTuple):
     """A command: what runs it, its options, what ``--quiet`` does, and two texts of its help."""
 
-    run: Callable[[dict[str, Any], Form], int]
+    run: Callable[[Any, Form], int]
     options: type | None
     quiet: str
     help: str
     description: str
+    needs_extra: str = ""  # what needs the packages of the extra "demo"; empty if nothing does
 
 
 COMMANDS = {
@@ -188,6 +183,7 @@ COMMANDS = {
         "train one model on real text with collectives, on demand and balanced, and compare",
         "Train the same small language model on the same minibatches of Python source: with collectives, on demand, "
         'and on demand with balanced minibatches (strategy="odc"). Show times, losses, the speed-up and its causes.',
+        needs_extra="demo",
     ),
     "bench": _Command(
         _bench,
@@ -196,6 +192,7 @@ COMMANDS = {
         "measure your model and data under every way to communicate and to balance",
         "Train one model on the same minibatches under combinations of communication and balancing, which take turns. "
         "Show times with confidence intervals, speed-ups split into causes, idle time and memory.",
+        needs_extra="benchmark",
     ),
 }
 
@@ -212,7 +209,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.help, description=command.description)
-        own.set_defaults(command=command.run)
+        own.set_defaults(command=command)
         if name == "bench":
             own.add_argument("train", nargs="?", choices=("train",), metavar="train", help="may be left out")
         if command.options is not None:
