@@ -28,8 +28,6 @@ from lightning_odc.data.packing import IGNORE_INDEX, PackedBatch
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from lightning_odc.callbacks.idle.sources import Watch
-
 HEAD_SIZE = 64
 _CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
 SIZES = {"tiny": (2, 64), "demo": (4, 256), "small": (6, 384), "wide": (2, 768)}
@@ -110,7 +108,6 @@ class BenchModule(LightningModule):
         self.automatic_optimization = not by_hand
         self.loss_sum = 0.0  # summed loss of the microbatches since `take_loss`
         self.tokens = 0  # tokens predicted in them
-        self.watch: Watch | None = None  # the watch of the one backward pass that reduces, under ``ddp``
 
     def compute(self, microbatch: Any) -> tuple[Tensor, int]:
         """Summed loss of a microbatch, and how many tokens it is a sum over."""
@@ -145,15 +142,8 @@ class BenchModule(LightningModule):
             self._count(loss * bool(weight), count if weight else 0)
             mean = loss * (weight / max(count, 1) / len(microbatches))
             # DDP reduces in the pass that `manual_backward` announces, and in no other.
-            if number < len(microbatches) - 1:
-                self.backward(mean)
-                continue
-            if self.watch is not None:
-                self.watch.begin_batch()
-                self.watch.before_backward()
-            self.manual_backward(mean)
-            if self.watch is not None:
-                self.watch.after_backward()
+            backward = self.manual_backward if number == len(microbatches) - 1 else self.backward
+            backward(mean)
         optimizer.step()
 
 

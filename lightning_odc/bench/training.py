@@ -163,11 +163,18 @@ class MinibatchRecorder(Callback):
         if isinstance(strategy, ODCStrategy):
             self._watch = watch_for(trainer, pl_module, waits=None)  # what the host sees
         else:
-            self._watch = pl_module.watch = GradientWatch(pl_module, strategy.root_device)
+            self._watch = GradientWatch(pl_module, strategy.root_device)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._close(trainer, time.monotonic())
         self._before = _spent(trainer, time.monotonic())
+        self._watch.begin_batch()
+
+    def on_before_backward(self, *_: Any) -> None:
+        self._watch.before_backward()  # by hand, under ``ddp``, only in the pass that reduces
+
+    def on_after_backward(self, *_: Any) -> None:
+        self._watch.after_backward()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         assert isinstance(pl_module, BenchModule)
