@@ -96,6 +96,23 @@ def claim_prompts(
     return _sampled(strategy, shares, claimed)
 
 
+def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
+    """The message of this rank to the others."""
+    if isinstance(prompts, str | Mapping):
+        raise TypeError(
+            f"claim_prompts(module, prompts) got a {type(prompts).__name__}, but needs a list. "
+            "Pass a list of prompts, or of batches: claim_prompts(module, [batch])."
+        )
+    texts = [_encode(prompt) for prompt in prompts]
+    costs = [1.0] * len(texts) if expected is None else [float(cost) for cost in expected]
+    if len(costs) != len(texts) or not all(0 < cost < math.inf for cost in costs):
+        raise ValueError(
+            f"claim_prompts(module, prompts, expected) got {len(texts)} prompts and the lengths {costs}. Give one "
+            "finite positive number per prompt: claim_prompts(module, [a, b], expected=[100, 2000])."
+        )
+    return _Share(texts, costs, int(torch.randint(_SEEDS, ())))
+
+
 def _sampled(
     strategy: Any, shares: Sequence[_Share], claimed: Iterator[tuple[int, int]]
 ) -> Iterator[tuple[int, Any]]:
@@ -112,23 +129,6 @@ def _sampled(
             torch.manual_seed(shares[0].seed + index)
             with strategy.engine.traced("sampling", prompt=index):
                 yield index, _decode(shares[rank].prompts[place], device)
-
-
-def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
-    """The message of this rank to the others."""
-    if isinstance(prompts, str | Mapping):
-        raise TypeError(
-            f"claim_prompts(module, prompts) got a {type(prompts).__name__}, but needs a list. "
-            "Pass a list of prompts, or of batches: claim_prompts(module, [batch])."
-        )
-    texts = [_encode(prompt) for prompt in prompts]
-    costs = [1.0] * len(texts) if expected is None else [float(cost) for cost in expected]
-    if len(costs) != len(texts) or not all(0 < cost < math.inf for cost in costs):
-        raise ValueError(
-            f"claim_prompts(module, prompts, expected) got {len(texts)} prompts and the lengths {costs}. Give one "
-            "finite positive number per prompt: claim_prompts(module, [a, b], expected=[100, 2000])."
-        )
-    return _Share(texts, costs, int(torch.randint(_SEEDS, ())))
 
 
 # -- prompts as JSON ------------------------------------------------------------------------------------------

@@ -39,8 +39,8 @@ class Ranks:
         # has. Then one collective moves the bytes, which are too many for the engine's mailboxes.
         if self.engine is None:
             return [own], [note]
-        told = self.engine.exchange(kind, [len(own), note])
-        sizes, notes = [size for size, _ in told], [what for _, what in told]
+        answers = self.engine.exchange(kind, [len(own), note])
+        sizes, notes = [size for size, _ in answers], [note for _, note in answers]
         if self.count == 1 or not max(sizes):
             return [own] * self.count, notes
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
@@ -209,8 +209,8 @@ class Rollouts(Sequence[Rollout]):
                 plan = self.plan if len(part) == len(self) else self._planned(part, self._collation)
                 # Ranks compare their plans when they meet at the optimizer step.
                 if self.ranks.engine is not None:
-                    said = f"roll-outs, epoch {epoch}, minibatch {index}, plan {fingerprint(plan)}"
-                    self.ranks.engine.ledger.plans.append(said)
+                    name = f"roll-outs, epoch {epoch}, minibatch {index}, plan {fingerprint(plan)}"
+                    self.ranks.engine.ledger.plans.append(name)
                 yield Update(epoch, index, plan, self._whole(part), self)
 
 
@@ -256,9 +256,9 @@ def exchange(
     by_rank = [from_bytes(share) for share in shares]
     if isinstance(cost, str) and cost == "auto":
         cost = cost_of_model(strategy.model, ranks.device.type).cost
-    everybody = [one for share in by_rank for one in share]
+    rollouts = [one for share in by_rank for one in share]
     return Rollouts(
-        sorted(everybody, key=lambda one: (isinstance(one.group, str), one.group)),  # numbers before texts
+        sorted(rollouts, key=lambda one: (isinstance(one.group, str), one.group)),  # numbers before texts
         ranks,
         max_tokens=max_tokens,
         cost=cost,

@@ -142,11 +142,11 @@ def _add_collective_waits(ranks: list[RankTimeline]) -> tuple[list[RankTimeline]
         if len({span.kind for span in together}) > 1:
             break  # some spans were dropped: from here on it is unknown which belong together
         last = max(range(len(ranks)), key=lambda index: together[index].begin)
-        for mine, span in zip(waits, together, strict=True):
+        for of_rank, span in zip(waits, together, strict=True):
             until = min(together[last].begin, span.end)
             if until > span.begin:
                 details = {"cause": "collective", "peer": ranks[last].rank}
-                mine.append(Span("wait", span.begin, until, details))
+                of_rank.append(Span("wait", span.begin, until, details))
     with_waits = [replace(rank, spans=rank.spans + new) for rank, new in zip(ranks, waits, strict=True)]
     return with_waits, any(meetings)
 
@@ -201,8 +201,8 @@ def place_clocks(machines: Sequence[tuple[str, str]], passages: Sequence[Sequenc
     # ``machines``: the host's name and the machine's identity by rank. ``passages``: by rank, one per round.
     # All ranks of a machine have the same clock, so the bounds of each of them hold for all.
     pairs: dict[str, list[tuple[Passage, Passage]]] = {}
-    for (_, machine), mine in zip(machines, passages, strict=True):
-        pairs.setdefault(machine, []).extend(zip(mine, passages[0], strict=True))
+    for (_, machine), of_rank in zip(machines, passages, strict=True):
+        pairs.setdefault(machine, []).extend(zip(of_rank, passages[0], strict=True))
     clocks = {machines[0][1]: (0, 0)}
     for machine, together in pairs.items():
         low = max(own.entered - reference.left for own, reference in together)
