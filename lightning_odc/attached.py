@@ -36,7 +36,7 @@ from lightning_odc.engine.collective import (
 from lightning_odc.engine.comm import GatherComm, fsdp_modules
 from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.link import ReplicaLink
-from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout, Replicas, SpanningEngine
+from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout, SpanningEngine
 from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.optimizing import by_lists
@@ -123,11 +123,9 @@ def _make_spanning_engine(
     row = layout.row
     transport = partial(make_transport, place.device, row.index(place.rank), len(row), within, group, row)
     options |= {"layout": layout, "make_link": make_link}
-    if place.replicas is not None:
-        replicas = Replicas(layout, place.device, timedelta(seconds=stall))
-        return HybridEngine(transport, rendezvous, group=replicas, **options)
+    engine = CopiesEngine if place.replicas is None else HybridEngine
     column = ColumnGroup(layout, place.device, timedelta(seconds=stall))
-    return CopiesEngine(transport, rendezvous, group=column, **options)
+    return engine(transport, rendezvous, group=column, **options)
 
 
 def memory_size(value: int | str) -> int | Literal["auto"]:

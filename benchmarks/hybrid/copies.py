@@ -40,7 +40,7 @@ from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
 from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.link import ReplicaLink
-from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout, Replicas
+from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout
 from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.files import write_json
@@ -169,7 +169,9 @@ def _engine_of(variant: str, layout: Layout, address: str) -> tuple[Engine, Devi
     transport = partial(SharedMemoryTransport, place, PER_HOST, row, layout.row)
     device = torch.device("cpu")
     if variant == HYBRID:
-        return HybridEngine(transport, everybody, group=Replicas(layout, device, _STALL), **options), row_mesh
+        return HybridEngine(
+            transport, everybody, group=ColumnGroup(layout, device, _STALL), **options
+        ), row_mesh
     return CopiesEngine(transport, everybody, group=ColumnGroup(layout, device, _STALL), **options), mesh
 
 

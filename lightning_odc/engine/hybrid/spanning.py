@@ -131,6 +131,20 @@ class ColumnGroup:
             heard.view(len(self._layout.rows), -1),
         )
 
+    def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum a tensor over the column, in place; returns what waits for the end of it."""
+        return self._begin(lambda: dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
+
+    def level(self, shards: Iterable[Tensor]) -> None:
+        """Give this rank's shards the values that they have on the first node."""
+        for shard in shards:
+            if shard.numel():
+                sent = shard.to(self.device).contiguous()
+                self._checked(
+                    lambda sent=sent: dist.broadcast(sent, src=self._layout.column[0], group=self._group)  # type: ignore[misc]
+                )
+                shard.copy_(sent)
+
     def blame(self, what: str, trouble: str, error: BaseException) -> str:
         """The message of a collective that broke."""
         others = [rank for rank in self._layout.column if rank != self._layout.rank]
@@ -282,36 +296,6 @@ class SpanningEngine(OnDemandEngine):
 # -- a model per node -------------------------------------------------------------------------------------
 
 
-class Replicas(ColumnGroup):
-    """A column of which every rank holds the same shards."""
-
-    def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to sum a tensor over the column, in place; returns what waits for the end of it."""
-        return self._begin(lambda: dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
-
-    def level(self, shards: Mapping[str, Tensor]) -> None:
-        """Give this rank's shards (by parameter name) the values that they have on the first node."""
-        for shard in shards.values():
-            if shard.numel():
-                sent = shard.to(self.device).contiguous()
-                self._checked(
-                    lambda sent=sent: dist.broadcast(sent, src=self._layout.column[0], group=self._group)  # type: ignore[misc]
-                )
-                shard.copy_(sent)
-
-    def level_where_different(self, shards: Mapping[str, Tensor], by_rank: list[Mapping[str, int]]) -> None:
-        """`level` the shards whose `checksums` differ within the column, and say so."""
-        column = [by_rank[rank] for rank in self._layout.column]
-        different = {name: s for name, s in shards.items() if len({sums[name] for sums in column}) > 1}
-        if different:
-            warnings.warn(
-                f"{', '.join(different)} differed between nodes, and now has the value of the node of rank 0 "
-                "everywhere. Change parameters on all ranks of all nodes in the same way.",
-                stacklevel=2,
-            )
-            self.level(different)
-
-
 def checksums(shards: Mapping[str, Tensor]) -> dict[str, int]:
     """A number for each shard, by name. If the bits of two shards differ, it (nearly always) differs, too."""
     return {
@@ -322,8 +306,6 @@ def checksums(shards: Mapping[str, Tensor]) -> dict[str, int]:
 
 class HybridProtocol(SpanningProtocol):
     """`SpanningProtocol` that sums gradients over replicas."""
-
-    _group: Replicas
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -348,13 +330,19 @@ class HybridProtocol(SpanningProtocol):
 class HybridEngine(SpanningEngine):
     """`SpanningEngine` of nodes with a replica of the model each."""
 
-    _group: Replicas
-
     def refresh(self) -> None:
         self.reshard()
         shards = self._shards()
-        sums = self.exchange("publish parameters", checksums(shards))
-        self._group.level_where_different(shards, sums)
+        by_rank = self.exchange("publish parameters", checksums(shards))
+        column = [by_rank[rank] for rank in self._layout.column]
+        different = {name: s for name, s in shards.items() if len({sums[name] for sums in column}) > 1}
+        if different:
+            warnings.warn(
+                f"{', '.join(different)} differed between nodes, and now has the value of the node of rank 0 "
+                "everywhere. Change parameters on all ranks of all nodes in the same way.",
+                stacklevel=2,
+            )
+            self._group.level(different.values())
         self.publish()
 
     def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
@@ -364,7 +352,7 @@ class HybridEngine(SpanningEngine):
     @torch.no_grad()
     def _before_publishing(self) -> None:
         super()._before_publishing()
-        self._group.level(self._shards())
+        self._group.level(self._shards().values())
 
     def _shards(self) -> dict[str, Tensor]:
         return {slot.name: slot.local for unit in self._units for slot in unit.slots}

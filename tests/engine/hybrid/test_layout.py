@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_odc.engine.hybrid.spanning import HybridProtocol, Layout, Replicas
+from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridProtocol, Layout
 from lightning_odc.errors import DisagreementError
 from lightning_odc.sharding.nodes import layout_of
 from notebooks.support.threads import ThreadHub
@@ -30,7 +30,7 @@ class SilentLink:
 
 def test_a_neighbour_that_has_gone_on_is_named_by_those_that_wait_for_another_node():
     hub, layout = ThreadHub(2), Layout(((0, 1), (2, 3)), rank=2)
-    replicas = Replicas(layout, torch.device("cpu"), timedelta(seconds=20))
+    replicas = ColumnGroup(layout, torch.device("cpu"), timedelta(seconds=20))
     parts: dict[str, Any] = {"layout": layout, "link": SilentLink(), "group": replicas, "timeout": 20}
     first, second = (HybridProtocol(hub.transport(rank), UNITS, **parts) for rank in range(2))
     together(first.open, second.open)

@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.hosts import Hosts, several_hosts, why_no_limit, why_not
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.engine.hybrid.spanning import Replicas
+from lightning_odc.engine.hybrid.spanning import ColumnGroup
 from lightning_odc.errors import ODCError
 from lightning_odc.sharding.nodes import layout_of
 from tests.support.fits import assert_same, one_process
@@ -126,11 +126,11 @@ class CuttingOff(Callback):
 
     def __init__(self, cut: Callable[[], None]) -> None:
         self._cut = cut
-        self.replicas: Replicas | None = None
+        self.replicas: ColumnGroup | None = None
 
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
         layout = layout_of((2, 2), 2, 4, trainer.global_rank)
-        self.replicas = Replicas(layout, torch.device("cpu"), timedelta(seconds=STALL))
+        self.replicas = ColumnGroup(layout, torch.device("cpu"), timedelta(seconds=STALL))
         self.replicas.open()
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
