@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,14 +64,6 @@ _FIRST_SLEEP, _LONGEST_SLEEP, _SLEEP_FRACTION = 20e-6, 1e-3, 1 / 16
 _HOLDS = "a copy of the published model and of its gradient per node, over its ranks"
 
 
-class _Job(NamedTuple):
-    """One version to share."""
-
-    version: int
-    edited: list[int]  # the units of which more than what is trained may have changed on this rank, by number
-    after: Callable[[], AbstractContextManager[Any]]  # in it the device works after all asked before
-
-
 class _HaltedError(Exception):
     """The other ranks will not come any more."""
 
@@ -83,7 +75,7 @@ class Sharing:
         self.trouble = ""  # what ended the thread, for the message of an error; empty as long as nothing did
         self._link = link
         self._group = group
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._halted = threading.Event()
         self._thread: threading.Thread | None = None
         self._state: RankState | None = None
@@ -102,7 +94,8 @@ class Sharing:
 
     def begin(self, version: int, edited: list[int]) -> None:
         """This rank's own shards are written, or will be on the current stream: share and announce them."""
-        self._jobs.put(_Job(version, edited, _after_this(self._group.device)))
+        # ``edited``: the units of which more than what is trained may have changed on this rank, by number.
+        self._jobs.put(partial(self._share, version, edited, _after_this(self._group.device)))
 
     def halt(self) -> None:
         """Wait for no other rank any longer: this one, or another, has failed."""
@@ -124,8 +117,7 @@ class Sharing:
     def _run(self) -> None:
         try:
             while (job := self._jobs.get()) is not None:
-                with job.after():
-                    self._share(job)
+                job()
         except _HaltedError:
             pass
         except PeerFailedError as error:
@@ -133,11 +125,11 @@ class Sharing:
         except BaseException as error:  # of a backend or of a device: raised where the shards are awaited
             self.trouble = self._group.blame("Sharing of parameters", self._link.trouble(), error)
 
-    def _share(self, job: _Job) -> None:
+    def _share(self, version: int, own: list[int], after: Callable[[], AbstractContextManager[Any]]) -> None:
         # Ranks come out of the optimizer step at different times. So this waits at a connection until the whole column
         # has published. Only then do collectives begin, which may so give up early.
         begin = time.monotonic()
-        self._link.begin(job.edited)
+        self._link.begin(own)
         while not self._link.complete():
             self._check_halted()
             if trouble := self._link.trouble():
@@ -146,11 +138,12 @@ class Sharing:
         # ``[[], [3]]``: the rank on the second node has edited unit 3
         edited = {index for units in self._link.records() for index in units}
         begins = (
-            partial(self._begin, window, trained, job.version, window.index in edited)
+            partial(self._begin, window, trained, version, window.index in edited)
             for window, trained in self._units
         )
-        for _ in in_turn(begins):
-            self._check_halted()
+        with after():  # the device has written all that is shared
+            for _ in in_turn(begins):
+                self._check_halted()
 
     def _check_halted(self) -> None:
         if self._halted.is_set():
