@@ -29,7 +29,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from lightning_odc.balance import FittedCost, LearntCost
 from lightning_odc.balance.learnt import AutoCost, Observation
@@ -135,13 +135,6 @@ class DelayedCost(History[LearntCost | None]):
             (last, coefficients and LearntCost(tuple(map(tuple, coefficients)), dense))
             for last, coefficients, dense in state["learnt"]
         ]
-
-
-class RanOut(NamedTuple):
-    """A microbatch that ran out of memory; 0 where a number is not known."""
-
-    tokens: int  # padding included
-    samples: int
 
 
 class DelayedCap(History["int | list[int]"]):

@@ -51,7 +51,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_odc.data.learning import DelayedCap, DelayedCost, Measurement, RanOut
+from lightning_odc.data.learning import DelayedCap, DelayedCost, Measurement
 from lightning_odc.data.minibatch import Detail, Minibatch, Task, sample_count, token_count
 from lightning_odc.data.rng import RandomState
 from lightning_odc.data.weighting import tensors_of
@@ -301,7 +301,7 @@ class Retry:
         self._has_run = self._has_warned = False
         self._tried: list[str] = []  # what ran out of memory, of the microbatch at hand
         self._in_a_row = 0  # samples that were dropped, and nothing fitted between them
-        self._ran_out: list[RanOut] = []  # in this optimizer step
+        self._ran_out: list[tuple[int, int]] = []  # sizes of what did, in this optimizer step
         self._cap: DelayedCap | None = None  # of the loader
         self._number = 0  # of the minibatch
 
@@ -337,7 +337,7 @@ class Retry:
     def _note(self, part: Part, reason: str) -> None:
         if not part.is_part:
             self._tried = []
-            self._ran_out.append(RanOut(*size_of(part.task)))
+            self._ran_out.append(size_of(part.task))
         self._tried.append(described(part.task) + f" (which cannot {reason})" * bool(reason))
 
     def _advice(self, stays: bool) -> str:
@@ -368,7 +368,7 @@ class Retry:
             self._cap, self._number = minibatch.origin.cap, minibatch.origin.number
 
     def take(self) -> list[Any] | None:
-        """The minibatch's number and the `RanOut`s since the last call; ``None`` if there are none."""
+        """The minibatch's number, and `size_of` what ran out since the last call; ``None`` if nothing did."""
         ran_out, self._ran_out = self._ran_out, []
         return [self._number, ran_out] if ran_out else None
 

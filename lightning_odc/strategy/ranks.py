@@ -35,7 +35,7 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import LambdaCallback, ThroughputMonitor
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import nn
 
@@ -235,25 +235,16 @@ class FirstCallback(Callback):
         self.fail(exception)
 
 
-@dataclass(eq=False)
-class LastCallback(Callback):
-    """Runs after all other callbacks: publishes what they write into the model when an evaluation begins."""
-
-    engine: Engine
-
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.engine.refresh()
-
-    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
-
-
 @contextmanager
 def first_and_last(
     trainer: Trainer, engine: Engine, fail: Callable[[BaseException], None], end_epoch: Callable[[], None]
 ) -> Iterator[None]:
-    """Put `FirstCallback` before and `LastCallback` after the callbacks of a trainer, inside this context."""
+    """Put `FirstCallback` before the callbacks of a trainer, and what publishes behind them, inside this context."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    first, last = FirstCallback(engine, fail, end_epoch), LastCallback(engine)
+    first = FirstCallback(engine, fail, end_epoch)
+    # What other callbacks write into the model when an evaluation begins is published.
+    begins = ("on_validation_epoch_start", "on_test_epoch_start", "on_predict_epoch_start")
+    last = LambdaCallback(**dict.fromkeys(begins, lambda *_: engine.refresh()))
     callbacks[:] = [first, *callbacks, last]
     try:
         yield
