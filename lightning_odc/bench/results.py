@@ -213,19 +213,13 @@ def doubt(slow: dict[Key, float], fast: dict[Key, float]) -> str:
     low, middle, high = whole
     if low <= 1 <= high and low < high:
         return f"1 is within its 95 % interval, {low:.3f} to {high:.3f}"
-    ratios = by_repetition(slow, fast)
+    ratios = []
+    for _, group in itertools.groupby(sorted(slow.keys() & fast.keys()), lambda key: key[0]):
+        keys = list(group)  # of one repetition
+        ratios.append(sum(slow[key] for key in keys) / sum(fast[key] for key in keys))
     if len(ratios) > 1 and math.log(max(ratios) / min(ratios)) > abs(math.log(middle)):
         return f"the repetitions differ by more than it: {', '.join(f'x{one:.2f}' for one in ratios)}"
     return ""
-
-
-def by_repetition(slow: dict[Key, float], fast: dict[Key, float]) -> list[float]:
-    """The speed-up of every repetition, over the minibatches that both have."""
-    ratios = []
-    for _, group in itertools.groupby(sorted(slow.keys() & fast.keys()), lambda key: key[0]):
-        keys = list(group)
-        ratios.append(sum(slow[key] for key in keys) / sum(fast[key] for key in keys))
-    return ratios
 
 
 def times(runs: Sequence[Run], combination: Combination) -> dict[Key, float]:
