@@ -35,15 +35,16 @@ def save_pretrained(
 
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    names: list[list[str]] = []
+    written: dict[Path, list[str]] = {}  # files, and which tensors are in them
     part: dict[str, Tensor] = {}
     total = size = 0
 
     def close_file() -> None:
         nonlocal size
-        names.append([*part])
-        with replacing(_numbered(directory, len(names))) as file:
+        path = directory / f".model-{len(written) + 1:05}.safetensors"
+        with replacing(path) as file:
             file.write(save(part, {"format": "pt"}))
+        written[path] = [*part]
         part.clear()
         size = 0
 
@@ -56,27 +57,25 @@ def save_pretrained(
             part[name] = value.detach().cpu().contiguous()
             size, total = size + value.nbytes, total + value.nbytes
     close_file()
-    _finish(directory, names, total)
+    _finish(directory, written, total)
     described: Any = model
     described.config.save_pretrained(directory)
     if getattr(model, "generation_config", None) is not None:
         described.generation_config.save_pretrained(directory)
 
 
-def _numbered(directory: Path, number: int) -> Path:
-    return directory / f".model-{number:05}.safetensors"
-
-
-def _finish(directory: Path, names: list[list[str]], total: int) -> None:
+def _finish(directory: Path, written: dict[Path, list[str]], total: int) -> None:
     """Give the files their names, which say how many there are; then the index, which says what is where."""
-    count = len(names)
+    count = len(written)
     final = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
     if count == 1:
         final = ["model.safetensors"]
-    for number, name in enumerate(final, 1):
-        _numbered(directory, number).replace(directory / name)
+    for path, name in zip(written, final, strict=True):
+        path.replace(directory / name)
     if count > 1:
-        weight_map = {name: file for file, inside in zip(final, names, strict=True) for name in inside}
+        weight_map = {
+            name: file for file, inside in zip(final, written.values(), strict=True) for name in inside
+        }
         write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         (directory / "model.safetensors").unlink(missing_ok=True)  # `from_pretrained` would take it first
     for old in directory.glob("model-*-of-*.safetensors"):
