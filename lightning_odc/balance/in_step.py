@@ -23,9 +23,9 @@ import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints, Plan
 from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, as_rows, lower_bound
-from lightning_odc.balance.search import TOLERANCE, Search
+from lightning_odc.balance.search import Search
 
-_TURNS = 16
+_TURNS, _TOLERANCE = 12, 1e-3
 _FEW, _MOST_ROWS = 64, 4
 
 
@@ -77,23 +77,18 @@ def _options(
             *(groupings if lined_up else []),
             (level, work.counts(as_rows(level[None], work.num_ranks))),
         ]
-    if lined_up and (first == work.num_ranks).all():
-        # Each alone, neighbours by cost: where other numbers cost, not those by size.
-        alone = _groups(work, _deal(work, work.costs.sum(0), first))
-        bins_of_ranks = [[[sample] for sample in group] for group in alone]
-        yield _profile(work, bins_of_ranks), work, bins_of_ranks
     for owners, likely in groupings:
         groups = _groups(work, owners)
         counts = [count for count in likely if count <= min(map(len, groups))]
         lined = [_line_up(work, groups, count) for count in counts] if lined_up else []
-        for bins in [*work.in_step(groups, counts), *filter(None, lined)]:
+        for bins in list(filter(None, lined)) or work.in_step(groups, counts):
             yield _profile(work, bins), work, bins
 
 
 def _groups(work: Microbatches, owners: Ints) -> Groups:
     """The samples of each rank, rising."""
-    rows = as_rows(owners[None], work.num_ranks).tolist()
-    return [[sample for sample in row if sample < len(work)] for row in rows]
+    rows, nothing = as_rows(owners[None], work.num_ranks).tolist(), len(work)
+    return [[sample for sample in row if sample < nothing] for row in rows]
 
 
 def _level(work: Microbatches, first: Ints, dealt: Ints, count: int) -> Ints:
@@ -101,14 +96,15 @@ def _level(work: Microbatches, first: Ints, dealt: Ints, count: int) -> Ints:
     base = _loads(work, first) + work.overhead * count
     moving = np.where(first == work.num_ranks, dealt, work.num_ranks)
     search = Search(work.costs, [moving], work.num_ranks, base=base, equal_counts=True)
-    search.run((lower_bound(work.costs, work.num_ranks) + float(base.min())) * (1 + TOLERANCE), _TURNS)
+    search.run((lower_bound(work.costs, work.num_ranks) + float(base.min())) * (1 + _TOLERANCE), _TURNS)
     return np.minimum(first, search.best()[1])
 
 
 def _loads(work: Microbatches, owners: Ints) -> Floats:
     """The costs of the samples of each rank."""
-    mine = owners == np.arange(work.num_ranks)[:, None]
-    return np.where(mine, work.costs, 0.0).sum(1)
+    rows = work.rows(np.minimum(owners, work.num_ranks - 1))
+    costs = work.costs[rows, np.arange(len(work))]
+    return np.bincount(owners, costs, work.num_ranks + 1)[: work.num_ranks]
 
 
 def _deal(work: Microbatches, sizes: Ints | Floats, owners: Ints) -> Ints:
@@ -132,21 +128,23 @@ def _line_up(work: Microbatches, groups: Groups, count: int) -> list[Bins] | Non
     lined: list[Bins] = [[] for _ in groups]
     loads = np.zeros((len(groups), count))
     profile = [0.0] * count
-    rows = work.rows(np.arange(len(groups))).tolist()
-    largest = [float(work.costs[row, group].max()) for row, group in zip(rows, groups, strict=True)]
-    for rank in sorted(range(len(groups)), key=lambda rank: -largest[rank]):
+    rows, costs = work.rows(np.arange(len(groups))).tolist(), work.costs.tolist()
+    largest = [max([costs[row][sample] for sample in group]) for row, group in zip(rows, groups, strict=True)]
+    for rank in sorted(range(len(groups)), key=largest.__getitem__, reverse=True):
         found = work.along(rank, groups[rank], profile)
         if found is None:
             return None
         lined[rank], loads[rank] = found
         profile = list(map(max, profile, found[1]))
+    largest_of = loads.argmax(0).tolist()
     for rank in range(len(groups)):  # once more, now that all others are known
-        if rank not in loads.argmax(0).tolist():  # others are as large everywhere
+        if rank not in largest_of:  # others are as large everywhere
             continue
         others = np.delete(loads, rank, axis=0).max(0, initial=0.0)
         found = work.along(rank, groups[rank], others.tolist())
         if found and np.maximum(others, found[1]).sum() < np.maximum(others, loads[rank]).sum():
             lined[rank], loads[rank] = found
+            largest_of = loads.argmax(0).tolist()
     return lined
 
 

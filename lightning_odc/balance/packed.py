@@ -142,7 +142,8 @@ class Packed(Microbatches):
         row = rank if len(self.costs) > 1 else 0
         costs, tokens, pair = self._lists[row], self._listed_tokens, self._pairs[row]
         bins: Bins = [[] for _ in profile]
-        rooms, filled, empty = [self._cap | self._guards] * len(bins), [0] * len(bins), len(bins)
+        guards, empty = self._guards, len(bins)
+        rooms, filled, loads = [self._cap | guards] * empty, [0] * empty, [self._overheads[row]] * empty
 
         def raised(entry: tuple[float, int]) -> tuple[float, float, int]:
             after = entry[0] + costs[sample] + pair * filled[entry[1]] * tokens[sample]
@@ -156,10 +157,11 @@ class Packed(Microbatches):
             # If pairs cost nothing, the one with most room below the profile is also raised least.
             for entry in sorted(ranked, key=raised) if pair else ranked:
                 place = entry[1]
-                if (rooms[place] - size) & self._guards == self._guards and (left > empty or not bins[place]):
+                if (rooms[place] - size) & guards == guards and (left > empty or not bins[place]):
                     break
             else:  # a sample finds no room
                 bins = self._split(samples, len(profile))
+                loads = [self._overheads[row] + sum([costs[sample] for sample in bin_]) for bin_ in bins]
                 break
             ranked.remove(entry)
             insort(ranked, (entry[0] + costs[sample] + pair * filled[place] * tokens[sample], place))
@@ -167,7 +169,7 @@ class Packed(Microbatches):
             bins[place].append(sample)
             rooms[place] -= size
             filled[place] += tokens[sample]
-        loads = [self._overheads[row] + sum([costs[sample] for sample in bin_]) for bin_ in bins]
+            loads[place] += costs[sample]
         if pair:
             across = [pairs_of_tokens([tokens[sample] for sample in bin_]) for bin_ in bins]
             loads = [load + round(pair * pairs) for load, pairs in zip(loads, across, strict=True)]
@@ -219,8 +221,10 @@ class Packed(Microbatches):
         self._lists, self._listed_tokens = self.costs.tolist(), self.tokens.tolist()
         self._overheads, self._pairs = self.overhead.tolist(), self._pair.tolist()
         self._guards = sum(1 << (field + _FIELD - 1) for field in fields)
-        rows = np.append(np.array(self._numbers), self._caps[:, :1], axis=1).T.tolist()
-        sizes = [sum(number << field for number, field in zip(row, fields, strict=True)) for row in rows]
+        rows = np.append(np.array(self._numbers), self._caps[:, :1], axis=1).tolist()
+        sizes = rows[0]
+        for field, numbers in zip(fields[1:], rows[1:], strict=True):
+            sizes = [size | number << field for size, number in zip(sizes, numbers, strict=True)]
         self._cap, self._sizes = sizes.pop(), sizes
 
 
