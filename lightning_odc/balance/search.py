@@ -81,7 +81,7 @@ def share_out(work: Microbatches) -> Ints:
     good_enough = bound * (1 + (TOLERANCE if few or work.is_additive else _TOLERANCE))
     divisions = list(work.divisions())
     if not few and len(divisions) > 1:
-        divisions = [min(divisions, key=lambda d: work.largest_load(d.owners(longest_first(d.costs, ranks))))]
+        divisions = [min(divisions, key=lambda d: largest_sum(d.costs, longest_first(d.costs, ranks)))]
     starts: list[Ints] = []
     for division in divisions:
         start = longest_first(division.costs, ranks)
@@ -114,6 +114,12 @@ def partition(costs: Floats, start: Ints, num_ranks: int, bound: float, good_eno
     search = Search(costs, [owners, *shaken], num_ranks)
     search.run(good_enough, _TURNS)
     return search.best()[1]
+
+
+def largest_sum(costs: Floats, owners: Ints) -> float:
+    """The largest sum of costs of a rank."""
+    rows = owners if len(costs) > 1 else np.zeros_like(owners)
+    return float(np.bincount(owners, costs[rows, np.arange(len(owners))]).max())
 
 
 def _shaken(costs: Floats, index: int) -> Floats:

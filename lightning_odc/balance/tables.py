@@ -117,12 +117,12 @@ class Tables(Microbatches):
         least, cuts = np.zeros(before[0].shape), np.zeros_like(groups)
         for last in range(groups.shape[1]):
             heights = before[0][:, last + 1, None] - before[0][:, : last + 1]
-            fits = heights <= caps[0][:, last, None]
+            total = heights * costs[:, last, None] + least[:, : last + 1]
+            total[heights > caps[0][:, last, None]] = np.inf
             for begins, cap in zip(before[1:], caps[1:], strict=True):
-                fits &= begins[:, last + 1, None] - begins[:, : last + 1] <= cap[:, last, None]
+                total[begins[:, last + 1, None] - begins[:, : last + 1] > cap[:, last, None]] = np.inf
             if self._is_stacked:
-                fits &= tokens[:, : last + 1] == tokens[:, last, None]
-            total = np.where(fits, least[:, : last + 1] + heights * costs[:, last, None], np.inf)
+                total[tokens[:, : last + 1] != tokens[:, last, None]] = np.inf
             cuts[:, last] = begin = total.argmin(1)
             least[:, last + 1] = total[lines, begin] + self.overhead[rows]
         ends, places = real.sum(1), np.zeros_like(groups)
@@ -151,25 +151,24 @@ class Tables(Microbatches):
 
     def divisions(self) -> Iterator[Pieces]:
         """The tables of all samples cut together, whole, and in parts that cost little of a rank's load."""
-        costs = self._pieces([table[0] for table in self._pool]).costs.min(0).tolist()
+        whole = self._pieces(np.array([table[0] for table in self._pool]))
+        costs, ends = whole.costs.min(0), np.cumsum(whole.sizes)
         limit, tried = self.bound(), 0
         for share in (math.inf, 1.0, 0.5, 0.25):
-            begins: list[int] = []
-            for table, cost in zip(self._pool, costs, strict=True):
-                size = len(table)
-                count = min(size, max(math.ceil(cost / (share * limit)), 1))
-                begins += [table[0] + size * i // count for i in range(count)]
-            if len(begins) > tried:
-                tried = len(begins)
-                yield self._pieces(begins)
+            counts = np.clip(np.ceil(costs / (share * limit)).astype(np.int64), 1, whole.sizes)
+            if (count := int(counts.sum())) > tried:
+                tried = count
+                part = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
+                first, size = np.repeat(ends - whole.sizes, counts), np.repeat(whole.sizes, counts)
+                yield self._pieces(first + size * part // np.repeat(counts, counts))
         if tried < len(self):
-            yield self._pieces(list(range(len(self))))
+            yield self._pieces(np.arange(len(self)))
 
-    def _pieces(self, begins: list[int]) -> Pieces:
+    def _pieces(self, begins: Ints) -> Pieces:
         """All samples in tables that begin at these ones."""
         samples, count = np.arange(len(self)), len(begins)
         by_rank = [
-            self.costs_of(np.full(count, rank), samples, np.array(begins)) for rank in range(len(self.costs))
+            self.costs_of(np.full(count, rank), samples, begins) for rank in range(len(self.costs))
         ]
         return Pieces(np.diff(begins, append=len(self)), np.array(by_rank))
 
