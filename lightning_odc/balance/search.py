@@ -86,7 +86,7 @@ def share_out(work: Microbatches) -> Ints:
     for division in divisions:
         start = longest_first(division.costs, ranks)
         # Else the samples are exchanged below, which is enough for many ranks.
-        if ranks <= _FEW_RANKS or work.is_additive or division.sizes.max() > 1:
+        if work.is_additive or not few and (ranks <= _FEW_RANKS or division.sizes.max() > 1):
             start = partition(division.costs, start, ranks, bound, good_enough)
         starts.append(division.owners(start))
         if work.is_additive or ranks == 1 or work.largest_load(starts[-1]) <= good_enough:
