@@ -5,7 +5,8 @@ microbatches line up. The samples are shared out in two ways: *dealt*, neighbour
 all ranks have alike samples; and *levelled*, so that the ranks' totals are equal. Ranks of equal total can still wait
 for each other in every microbatch: one holds a sample that fills a microbatch alone, another has spread the same cost
 evenly. So ranks line up one after another, those with the costliest samples first, each along the *profile* of the
-ranks before it: the largest load so far of each ``m``. Below the profile, load costs nothing.
+ranks before it: the largest load so far of each ``m``. Below the profile, load costs nothing. Small minibatches are also
+cut evenly, and into single samples.
 
 If the number of ranks does not divide the number of samples, ``n = q * num_ranks + r``, then ``r`` ranks get one more
 than the others. A rank with ``q + 1`` samples has as many microbatches as one with ``q`` only if it puts two together.
@@ -27,6 +28,7 @@ from lightning_odc.balance.search import Search
 
 _TURNS, _TOLERANCE = 12, 1e-3
 _FEW, _MOST_ROWS = 64, 4
+_MANY = 256  # samples above which ranks are lined up only
 
 
 def in_step(work: Microbatches, lined_up: bool) -> Plan:
@@ -77,11 +79,19 @@ def _options(
             *(groupings if lined_up else []),
             (level, work.counts(as_rows(level[None], work.num_ranks))),
         ]
+    if lined_up and len(work) <= _MANY and (first == work.num_ranks).all():
+        # Each alone, neighbours by cost: where other numbers cost, not those by size.
+        alone = _groups(work, _deal(work, work.costs.sum(0), first))
+        bins_of_ranks = [[[sample] for sample in group] for group in alone]
+        yield _profile(work, bins_of_ranks), work, bins_of_ranks
     for owners, likely in groupings:
         groups = _groups(work, owners)
         counts = [count for count in likely if count <= min(map(len, groups))]
-        lined = [_line_up(work, groups, count) for count in counts] if lined_up else []
-        for bins in list(filter(None, lined)) or work.in_step(groups, counts):
+        found = [_line_up(work, groups, count) for count in counts] if lined_up else []
+        options = list(filter(None, found))
+        if not options or len(counts) > 1 or len(work) <= _MANY:
+            options += work.in_step(groups, counts)
+        for bins in options:
             yield _profile(work, bins), work, bins
 
 

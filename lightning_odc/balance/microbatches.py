@@ -93,10 +93,6 @@ class Microbatches(ABC):
         """The rows of the arrays that are about these ranks."""
         return ranks if len(self.costs) > 1 else np.zeros_like(ranks)
 
-    def largest_load(self, owners: Ints) -> float:
-        """The largest load, if ``owners[n]`` is the rank of each sample."""
-        return float(self.loads(np.arange(self.num_ranks), as_rows(owners[None], self.num_ranks)).max())
-
     def loads(self, ranks: Ints, groups: Ints) -> Floats:
         """What ``groups[p, k]`` cost ``ranks[p]`` in their best microbatches, overhead included."""
         return self.bins(ranks, groups)[0]

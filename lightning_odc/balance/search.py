@@ -3,7 +3,8 @@
 *Longest first* gives each sample, the costliest first, to the rank that then ends earliest. Then pairs of ranks
 exchange samples, judged by their true loads, which a `Microbatches` knows. Small minibatches are searched from several
 starts side by side: a few hundred numbers cost numpy as much as one. Tables are also shared out whole, halved and
-quartered, since the samples of all ranks pad least if they are cut together.
+quartered, since the samples of all ranks pad least if they are cut together. Of large minibatches, the way whose
+pieces are level already goes on.
 
 Note [Exchanges]
 ~~~~~~~~~~~~~~~~
@@ -58,13 +59,13 @@ TOLERANCE = 1e-5
 _MORE_STARTS_ABOVE = 1e-4
 _STARTS = 16
 _SAMPLES_IN_STARTS = 384
-_STARTS_OF_FEW = 64
+_STARTS_OF_FEW = 120
 _TOLERANCE = 1e-3
 _TURNS = 64
-_TURNS_OF_MANY = 10
+_TURNS_OF_MANY = 8
 _FEW_RANKS, _TURNS_ON_FEW_RANKS = 8, 24
 _MOST_ATTACKED = 24
-_TRIES, _LEAST_TRIES = 12, 3
+_TRIES, _LEAST_TRIES, _LAST_TRIES = 12, 2, 48
 _SHAKES = (0.1, 0.3)
 _MOST_SETS = 46
 _MOST_SLOTS = 64
@@ -79,23 +80,20 @@ def share_out(work: Microbatches) -> Ints:
     """
     few, ranks, bound = len(work) <= FEW_SAMPLES, work.num_ranks, work.bound()
     good_enough = bound * (1 + (TOLERANCE if few or work.is_additive else _TOLERANCE))
-    divisions = list(work.divisions())
-    if not few and len(divisions) > 1:
-        divisions = [min(divisions, key=lambda d: largest_sum(d.costs, longest_first(d.costs, ranks)))]
+    divisions = [(pieces, longest_first(pieces.costs, ranks)) for pieces in work.divisions()]
+    if not few and divisions[1:]:
+        divisions = [min(divisions, key=lambda division: _largest_sum(division[0].costs, division[1]))]
     starts: list[Ints] = []
-    for division in divisions:
-        start = longest_first(division.costs, ranks)
-        # Else the samples are exchanged below, which is enough for many ranks.
-        if work.is_additive or not few and (ranks <= _FEW_RANKS or division.sizes.max() > 1):
-            start = partition(division.costs, start, ranks, bound, good_enough)
-        starts.append(division.owners(start))
-        if work.is_additive or ranks == 1 or work.largest_load(starts[-1]) <= good_enough:
-            return starts[-1]
+    for pieces, start in divisions:
+        # Samples that cost more or less than their parts are exchanged below, which is enough for many ranks.
+        if work.is_additive or (not few and (ranks <= _FEW_RANKS or pieces.sizes.max() > 1)):
+            start = partition(pieces.costs, start, ranks, bound, good_enough)
+        starts.append(pieces.owners(start))
+    if work.is_additive or ranks == 1:
+        return starts[0]
     if few:
         shaken = range(1, _STARTS_OF_FEW // len(work))
-        starts += [
-            d.owners(longest_first(_shaken(d.costs, index), ranks)) for d in divisions for index in shaken
-        ]
+        starts += [d.owners(longest_first(_shaken(d.costs, i), ranks)) for d, _ in divisions for i in shaken]
     search = Search(work.parts, starts, ranks, work.loads)
     turns = _TURNS_OF_MANY if ranks > _FEW_RANKS else _TURNS_ON_FEW_RANKS
     search.run(good_enough, _TURNS if few else turns)
@@ -116,8 +114,7 @@ def partition(costs: Floats, start: Ints, num_ranks: int, bound: float, good_eno
     return search.best()[1]
 
 
-def largest_sum(costs: Floats, owners: Ints) -> float:
-    """The largest sum of costs of a rank."""
+def _largest_sum(costs: Floats, owners: Ints) -> float:
     rows = owners if len(costs) > 1 else np.zeros_like(owners)
     return float(np.bincount(owners, costs[rows, np.arange(len(owners))]).max())
 
@@ -236,7 +233,10 @@ class Search:
         partners = min((self._num_ranks - heavy) // heavy, _MOST_ATTACKED)
         lightest = rising[:, : heavy * partners].reshape(self._count, partners, heavy)
         light = np.roll(lightest, turn, axis=2).transpose(0, 2, 1).reshape(-1, partners)
-        tries = max(_TRIES // (heavy * self._count), _LEAST_TRIES) if self._true_loads else 1
+        rows = heavy * self._count
+        # At the end one rank is the heaviest, and estimates of a load that is whole microbatches mislead.
+        tries = max(_TRIES // rows, _LEAST_TRIES) if rows > 1 else _LAST_TRIES
+        tries = tries if self._true_loads else 1
         self._exchange(rising[:, ::-1][:, :heavy].ravel(), light, tries)
 
     def _exchange(self, heavy: Ints, light: Ints, tries: int) -> None:

@@ -167,9 +167,7 @@ class Tables(Microbatches):
     def _pieces(self, begins: Ints) -> Pieces:
         """All samples in tables that begin at these ones."""
         samples, count = np.arange(len(self)), len(begins)
-        by_rank = [
-            self.costs_of(np.full(count, rank), samples, begins) for rank in range(len(self.costs))
-        ]
+        by_rank = [self.costs_of(np.full(count, rank), samples, begins) for rank in range(len(self.costs))]
         return Pieces(np.diff(begins, append=len(self)), np.array(by_rank))
 
     def counts(self, groups: Ints) -> Sequence[int]:
