@@ -5,8 +5,8 @@ microbatches line up. The samples are shared out in two ways: *dealt*, neighbour
 all ranks have alike samples; and *levelled*, so that the ranks' totals are equal. Ranks of equal total can still wait
 for each other in every microbatch: one holds a sample that fills a microbatch alone, another has spread the same cost
 evenly. So ranks line up one after another, those with the costliest samples first, each along the *profile* of the
-ranks before it: the largest load so far of each ``m``. Below the profile, load costs nothing. Small minibatches are also
-cut evenly, and into single samples.
+ranks before it: the largest load so far of each ``m``. Below the profile, load costs nothing. Small minibatches
+are also cut evenly, and into single samples.
 
 If the number of ranks does not divide the number of samples, ``n = q * num_ranks + r``, then ``r`` ranks get one more
 than the others. A rank with ``q + 1`` samples has as many microbatches as one with ``q`` only if it puts two together.
