@@ -21,7 +21,7 @@ LINES = {
     "": 2950,
     "benchmarks": 11270,
     "advisor": 650,
-    "balance": 3230,
+    "balance": 3240,
     "bench": 2295,
     "callbacks": 2500,
     "data": 3580,
