@@ -114,8 +114,7 @@ def _loads(work: Microbatches, owners: Ints) -> Floats:
     """The costs of the samples of each rank."""
     rows = work.rows(np.minimum(owners, work.num_ranks - 1))
     costs = work.costs[rows, np.arange(len(work))]
-    sums: Floats = np.bincount(owners, costs, work.num_ranks + 1)
-    return sums[: work.num_ranks]
+    return np.bincount(owners, costs, work.num_ranks + 1)[: work.num_ranks].astype(np.float64)
 
 
 def _deal(work: Microbatches, sizes: Ints | Floats, owners: Ints) -> Ints:
