@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import command
+from benchmarks.tables import quartiles
 from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
 from lightning_odc.bench.report import machine
-from lightning_odc.bench.results import quartiles
 from lightning_odc.console import OptionError, check_options, markdown, option, prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import all_gather, reduce_scatter

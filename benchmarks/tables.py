@@ -9,9 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lightning_odc.console import markdown
 
 _LINE = "<!-- {}: {} -->"
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """First quartile, median and third quartile, by linear interpolation."""
+    first, median, third = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
+    return first, median, third
 
 
 def _is_unknown(value: Any) -> bool:

@@ -22,7 +22,7 @@ LINES = {
     "benchmarks": 11270,
     "advisor": 650,
     "balance": 3240,
-    "bench": 2295,
+    "bench": 2280,
     "callbacks": 2500,
     "data": 3580,
     "engine": 7120,

@@ -18,9 +18,10 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from benchmarks.tables import quartiles
 from lightning_odc.bench.options import Combination, TrainOptions
 from lightning_odc.bench.processes import run_ranks
-from lightning_odc.bench.results import WARM_UP, MinibatchRecord, quartiles
+from lightning_odc.bench.results import WARM_UP, MinibatchRecord
 from lightning_odc.bench.training import fit
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder

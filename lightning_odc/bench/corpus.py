@@ -3,8 +3,6 @@
 Real code has what this package is about, a long tail: half of the definitions are shorter than 450
 bytes, one in a hundred is longer than 18,000. Nothing is downloaded, and every rank cuts the same samples
 in the same order, so the ranks agree on each minibatch without talking to each other.
-
-Everything here is a pure function of its arguments and of the installed standard library.
 """
 
 from __future__ import annotations

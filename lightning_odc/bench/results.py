@@ -185,12 +185,6 @@ def bootstrap(values: Sequence[Any], statistic: Callable[[Any], Any]) -> Interva
     return float(low), value, float(high)
 
 
-def quartiles(values: Sequence[float]) -> Interval:
-    """First quartile, median and third quartile, by linear interpolation."""
-    first, median, third = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
-    return first, median, third
-
-
 def median_interval(seconds: Sequence[float]) -> Interval:
     """The median with its interval."""
     return bootstrap(seconds, lambda drawn: np.median(drawn, axis=-1))
