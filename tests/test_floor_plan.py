@@ -23,7 +23,7 @@ LINES = {
     "advisor": 650,
     "balance": 3240,
     "bench": 2280,
-    "callbacks": 2500,
+    "callbacks": 2490,
     "data": 3580,
     "engine": 7120,
     "rl": 1060,

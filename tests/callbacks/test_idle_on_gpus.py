@@ -18,7 +18,6 @@ from lightning_odc.callbacks.idle.monitor import DeviceIdleMonitor
 from lightning_odc.callbacks.idle.sampling import (
     KernelRecord,
     SampledWatch,
-    TimeSlice,
     durations,
     kernel_records,
     parts_of,
@@ -194,9 +193,9 @@ EXAMPLE = [
 def test_waiting_inside_a_kernel():
     transfer = transfers([durations(one) for one in EXAMPLE])
     assert transfer == {GATHER: [2 * MS]}
-    window = TimeSlice(0, 15 * MS)
+    window = range(15 * MS)
     assert [waited(one, window, transfer) for one in EXAMPLE] == pytest.approx([0.006, 0.0])
-    assert waited(EXAMPLE[0], TimeSlice(0, 6 * MS), transfer) == pytest.approx(0.002)
+    assert waited(EXAMPLE[0], range(6 * MS), transfer) == pytest.approx(0.002)
     first, second = (parts_of(one, window) for one in EXAMPLE)
     assert [first[part] for part in DevicePart] == pytest.approx([0.007, 0.008, 0])
     assert [second[part] for part in DevicePart] == pytest.approx([0.013, 0.002, 0])
@@ -226,7 +225,7 @@ def test_parts_are_what_counting_milliseconds_says(drawn, begin, end):
     own = {ms for name, at, length in drawn if name in ("model", "copy") for ms in range(at, at + length)}
     other = {ms for name, at, length in drawn if name in (GATHER, REDUCE) for ms in range(at, at + length)}
     inside = set(range(begin, end))
-    window = TimeSlice(begin * MS, end * MS)
+    window = range(begin * MS, end * MS)
     parts = parts_of(ran, window)
     assert parts[DevicePart.KERNEL] == pytest.approx(len(own & inside) / 1e3)
     assert parts[DevicePart.COLLECTIVE] == pytest.approx(len((other - own) & inside) / 1e3)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.callbacks import DeviceIdleMonitor
-from lightning_odc.callbacks.idle.sampling import CudaProfile, TimeSlice, parts_of
+from lightning_odc.callbacks.idle.sampling import CudaProfile, parts_of
 from lightning_odc.callbacks.idle.sources import ComputeStream
 from lightning_odc.callbacks.idle.summary import DevicePart
 from tests.gpu.ranks import HAS_GPU, needs_gpu, placed, start
@@ -150,7 +150,7 @@ def test_records_of_kernels_agree_with_events():
     records = profile.stop()
     length = begin.elapsed_time(end) / 1e3
     last = records[-1].begin
-    parts = parts_of(records, TimeSlice(last - round(length * 1e9), last))
+    parts = parts_of(records, range(last - round(length * 1e9), last))
     busy = sum(one.elapsed_time(other) for one, other in (first, second)) / 1e3
     assert parts[DevicePart.KERNEL] == pytest.approx(busy, rel=0.05)
     assert parts[DevicePart.COLLECTIVE] == 0.0

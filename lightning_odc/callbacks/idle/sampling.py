@@ -54,14 +54,7 @@ _COST = 0.01  # of the time, for samples
 _FIRST = 2  # steps before the first sample, in which kernels are compiled and memory is found
 _PATIENCE = 2.0  # seconds after an error for the device to come to its end
 
-# -- records of kernels ---------------------------------------------------------------------------------------
-
-
-class TimeSlice(NamedTuple):
-    """A part of the device's time."""
-
-    begin: int  # nanoseconds of the clock of records
-    end: int
+# -- records of kernels; a window is a range of nanoseconds of their clock -------------------------------------
 
 
 class KernelRecord(NamedTuple):
@@ -89,14 +82,14 @@ def kernel_records(events: Iterable[Any]) -> list[KernelRecord]:
     return sorted(found, key=lambda record: (record.begin, record.end))
 
 
-def parts_of(records: Sequence[KernelRecord], window: TimeSlice) -> dict[DevicePart, float]:
+def parts_of(records: Sequence[KernelRecord], window: range) -> dict[DevicePart, float]:
     """Seconds of a window in which own kernels ran, nothing but collectives, and nothing: they add up to all of it."""
     own = _covered((record for record in records if not record.is_collective), window)
     busy = _covered(records, window)
     return {
         DevicePart.KERNEL: own,
         DevicePart.COLLECTIVE: busy - own,
-        DevicePart.EMPTY: (window.end - window.begin) / 1e9 - busy,
+        DevicePart.EMPTY: (window.stop - window.start) / 1e9 - busy,
     }
 
 
@@ -121,9 +114,7 @@ def transfers(by_rank: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[
     }
 
 
-def waited(
-    records: Sequence[KernelRecord], window: TimeSlice, transfer: Mapping[str, Sequence[int]]
-) -> float:
+def waited(records: Sequence[KernelRecord], window: range, transfer: Mapping[str, Sequence[int]]) -> float:
     """Seconds of a window in which this device was idle inside collectives. See Note [Waiting inside a kernel]."""
     left = {name: iter(of_name) for name, of_name in transfer.items()}
     own = [record for record in records if not record.is_collective]
@@ -135,9 +126,9 @@ def waited(
     return _covered([*own, *waits], window) - _covered(own, window)
 
 
-def _covered(records: Iterable[KernelRecord], window: TimeSlice) -> float:
+def _covered(records: Iterable[KernelRecord], window: range) -> float:
     """Seconds of a window that at least one record covers."""
-    inside = ((max(record.begin, window.begin), min(record.end, window.end)) for record in records)
+    inside = ((max(record.begin, window.start), min(record.end, window.stop)) for record in records)
     return covered(inside) / 1e9
 
 
@@ -255,7 +246,7 @@ class SampledWatch(Watch):
             return
         # Of steps of 0.5 s, a sample that took 2 s is one in 400.
         self._due = self._steps + max(math.ceil(max(costs) / max(_COST * max(lengths), 1e-6)), 1)
-        window = TimeSlice(records[-1].begin - round(seconds * 1e9), records[-1].begin)
+        window = range(records[-1].begin - round(seconds * 1e9), records[-1].begin)
         numbers.seconds, numbers.parts, numbers.seen = seconds, parts_of(records, window), True
         transfer = transfers(by_rank) if self.complete else None
         self.complete = transfer is not None
