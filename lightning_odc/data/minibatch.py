@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -254,20 +253,6 @@ class Minibatch:
             NotUnrolledError: always, a ``TypeError`` with the line to write instead.
         """
         raise NotUnrolledError(_TEACH)
-
-
-@contextmanager
-def whole_minibatches() -> Iterator[None]:
-    """Say what is wrong with a `Minibatch` inside a batch, under a strategy that does know a whole one."""
-    try:
-        yield
-    except NotUnrolledError:
-        raise TypeError(
-            "A Minibatch must be the whole batch, and here it is inside a dict, list or tuple (several loaders at "
-            "once, or a loader that wraps it). Let one loader yield it, with all that a microbatch needs inside of its "
-            'microbatches: Minibatch([{"a": a0, "b": b0}, {"a": a1, "b": b1}]), not {"a": Minibatch([a0, a1]), "b": '
-            "Minibatch([b0, b1])}."
-        ) from None
 
 
 # -- what a batch holds -----------------------------------------------------------------------------------

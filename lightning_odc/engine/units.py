@@ -344,7 +344,7 @@ def class_names(modules: Iterable[nn.Module]) -> str:
 
 def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[ParamSlot]:
     slots = []
-    for module in _post_order(root):
+    for module in post_order(root):
         prefix = names.get(id(module), "")
         for attribute, parameter in module.named_parameters(recurse=False):
             if isinstance(parameter, DTensor) and id(parameter) not in seen:
@@ -355,7 +355,7 @@ def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[Pa
     return slots
 
 
-def _post_order(root: nn.Module) -> Iterator[nn.Module]:
+def post_order(root: nn.Module) -> Iterator[nn.Module]:
     """The modules whose parameters belong to ``root``'s unit: children first, without nested units."""
     visited: set[int] = set()
 

@@ -10,7 +10,7 @@ with a mark beforehand, so a tensor that no initialiser has written is found.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_odc import _compat
+from lightning_odc.engine.units import post_order
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _whole(root: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, 
     """Put whole, marked parameters in the place of those on the meta device; returns these and where they were."""
     replaced: list[tuple[nn.Module, str, Tensor]] = []
     made: dict[Tensor, nn.Parameter] = {}
-    for module in _modules_of_unit(root):
+    for module in post_order(root):
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter.is_meta:
                 if parameter not in made:
@@ -142,13 +143,6 @@ def _whole(root: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, 
                 setattr(module, name, made[parameter])
                 replaced.append((module, name, parameter))
     return replaced
-
-
-def _modules_of_unit(root: nn.Module) -> Iterator[nn.Module]:
-    yield root
-    for child in root.children():
-        if not isinstance(child, FSDPModule):
-            yield from _modules_of_unit(child)
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:

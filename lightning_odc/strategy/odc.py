@@ -25,7 +25,7 @@ from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.data.convert import check_single
 from lightning_odc.data.loader import BalancedDataLoader, Packing
-from lightning_odc.data.minibatch import Minibatch, whole_minibatches
+from lightning_odc.data.minibatch import Minibatch, NotUnrolledError
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
 from lightning_odc.engine.optimizing import by_lists
@@ -51,6 +51,13 @@ _PAD = """Pad to the longest, and cut what was gathered:
     sizes = self.all_gather(len(x))
     padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, int(sizes.max()) - len(x)))
     parts = [part[:size] for part, size in zip(self.all_gather(padded, sync_grads=True), sizes)]"""
+
+
+_INSIDE = (
+    "A Minibatch must be the whole batch, and here it is inside a dict, list or tuple (several loaders at once, or a "
+    "loader that wraps it). Let one loader yield it, with all that a microbatch needs inside of its microbatches: "
+    'Minibatch([{"a": a0, "b": b0}, {"a": a1, "b": b1}]), not {"a": Minibatch([a0, a1]), "b": Minibatch([b0, b1])}.'
+)
 
 
 class ODCStrategy(ShardedStrategy):
@@ -422,8 +429,10 @@ class ODCStrategy(ShardedStrategy):
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         transfer = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
         if not isinstance(batch, Minibatch):
-            with whole_minibatches():
+            try:
                 return transfer(batch)
+            except NotUnrolledError:
+                raise TypeError(_INSIDE) from None
 
         def move(microbatch: Any) -> Any:
             return transfer(self._before_transfer(microbatch, dataloader_idx))

@@ -46,10 +46,10 @@ def test_a_unit_that_lies_in_memory_in_another_way_is_refused(rank):
     begin = full_parameters(model)
     attached(rank, model).close()
     assert are_equal(full_parameters(model), begin)
-    post_order = units._post_order
+    post_order = units.post_order
     says = r"(?s)Unit '\(root\)' lies in memory in a way this version does not know.*communication=\"collective\""
     for other in (twins(), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))):
-        backwards = patch.object(units, "_post_order", lambda root: iter(list(post_order(root))[::-1]))
+        backwards = patch.object(units, "post_order", lambda root: iter(list(post_order(root))[::-1]))
         with backwards, pytest.raises(NotImplementedError, match=says):
             attached(rank, other)
 

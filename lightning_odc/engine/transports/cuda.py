@@ -127,7 +127,12 @@ class CudaTransport(SharedMemoryTransport):
     def _check_ones(self) -> None:
         assert self._tried is not None, "the windows are not attached"
         sums = self._tried.unique().tolist()
-        preflight.check_sums(sums, _TRIES * self.world_size, self._facts[self.rank])
+        expected, own = _TRIES * self.world_size, self._facts[self.rank]
+        if wrong := [total for total in sums if total != expected]:
+            raise WindowError(
+                f"atomic additions of all ranks to {own.name} came out as {wrong[0]:g} instead of {expected:g} "
+                f"({own.stack}). Use ODCStrategy(deterministic=True), which needs none. {preflight.OTHERWISE}"
+            )
 
     def close(self) -> None:
         if self._announcer is not None:
@@ -304,7 +309,11 @@ class SymmetricDevice:
         ]
         if self._has_kernel:
             addresses = [window.data_ptr() for window in self._windows]
-            preflight.check_addresses(addresses, _stack())
+            if misplaced := [address for address in addresses if address % preflight.ALIGNMENT]:
+                raise WindowError(
+                    f"a window begins at byte {misplaced[0]:#x}, and the kernel that adds gradients needs a multiple "
+                    f"of {preflight.ALIGNMENT} ({_stack()}): torch 2.9 to 2.13 place windows so. {preflight.OTHERWISE}"
+                )
             self._addresses = torch.tensor(addresses, device=self._own.device)
         return list(self._windows)
 

@@ -15,7 +15,7 @@ from lightning_odc.errors import WindowError
 from lightning_odc.host_memory import gib
 
 OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-_OTHERWISE = 'Or use ODCStrategy(communication="collective"), which needs none of this.'
+OTHERWISE = 'Or use ODCStrategy(communication="collective"), which needs none of this.'
 #: Bytes: the kernel adds from such a place on in packets.
 ALIGNMENT = 64
 _LONGEST_SOCKET = 107  # a path in struct sockaddr_un, less its end
@@ -47,7 +47,7 @@ def check(facts: Sequence[DeviceFacts], spec: WindowSpec) -> None:
     """Refuse before anything is allocated. Every rank comes to the same answer."""
     looks = [_what_torch_has(facts), _which_devices(facts), _access(facts), _memory(facts, spec)]
     for reason in chain.from_iterable(looks):
-        raise WindowError(f"{reason} {_OTHERWISE}")
+        raise WindowError(f"{reason} {OTHERWISE}")
 
 
 def _what_torch_has(facts: Sequence[DeviceFacts]) -> Iterator[str]:
@@ -134,26 +134,6 @@ def why_not_atomic(facts: Sequence[DeviceFacts]) -> str:
     return ""
 
 
-def check_addresses(addresses: Sequence[int], stack: str) -> None:
-    """Refuse windows that begin where the kernel cannot add in packets."""
-    misplaced = next((address for address in addresses if address % ALIGNMENT), None)
-    if misplaced is not None:
-        raise WindowError(
-            f"a window begins at byte {misplaced:#x}, and the kernel that adds gradients needs a multiple of "
-            f"{ALIGNMENT} ({stack}): torch 2.9 to 2.13 place windows so. {_OTHERWISE}"
-        )
-
-
-def check_sums(sums: Sequence[float], expected: float, own: DeviceFacts) -> None:
-    """Refuse devices that lose additions."""
-    wrong = next((total for total in sums if total != expected), None)
-    if wrong is not None:
-        raise WindowError(
-            f"atomic additions of all ranks to {own.name} came out as {wrong:g} instead of {expected:g} ({own.stack}). "
-            f"Use ODCStrategy(deterministic=True), which needs none. {_OTHERWISE}"
-        )
-
-
 def _memory(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:
     counts = Counter(own.uuid for own in facts)
     for rank, own in enumerate(facts):
@@ -177,7 +157,7 @@ def explain(error: Exception, own: DeviceFacts) -> str:
     if "out of memory" in first:
         return (
             f"the window does not fit into device memory, although {gib(own.free)} GiB looked free ({first}): another "
-            f"process took it meanwhile, or it is in pieces. Use more GPUs, or smaller windows. {_OTHERWISE}"
+            f"process took it meanwhile, or it is in pieces. Use more GPUs, or smaller windows. {OTHERWISE}"
         )
     hints = [
         "ranks must run in one container, or in containers that share process ids, IPC and /tmp (docker run --pid=host "
@@ -193,4 +173,4 @@ def explain(error: Exception, own: DeviceFacts) -> str:
             "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF (windows are allocated outside of them)"
         )
     listed = "; ".join(hints)
-    return f"device memory could not be mapped by the peers: {first}. What may be the reason: {listed}. {_OTHERWISE}"
+    return f"device memory could not be mapped by the peers: {first}. What may be the reason: {listed}. {OTHERWISE}"
