@@ -51,8 +51,6 @@ _PAD = """Pad to the longest, and cut what was gathered:
     sizes = self.all_gather(len(x))
     padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, int(sizes.max()) - len(x)))
     parts = [part[:size] for part, size in zip(self.all_gather(padded, sync_grads=True), sizes)]"""
-
-
 _INSIDE = (
     "A Minibatch must be the whole batch, and here it is inside a dict, list or tuple (several loaders at once, or a "
     "loader that wraps it). Let one loader yield it, with all that a microbatch needs inside of its microbatches: "

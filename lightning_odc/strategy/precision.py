@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -131,11 +131,26 @@ class ODCPrecision(FSDPPrecision):
         tensors = (*module.parameters(), *module.buffers())
         if "mixed" in self.precision or not any(self._casts(tensor.dtype) for tensor in tensors):
             return module
-        # `module.to` casts complex tensors, too, and modules may look at what they are cast to.
-        with _kept(
-            module, lambda dtype: dtype.is_complex or (dtype.is_floating_point and not self._casts(dtype))
-        ):
-            return module.to(self._half or torch.float32)
+
+        def is_kept(dtype: torch.dtype) -> bool:
+            return dtype.is_complex or (dtype.is_floating_point and not self._casts(dtype))
+
+        # `module.to` casts complex tensors, too, and modules may look at what they are cast to. So that is undone.
+        parameters = [(p, p.data) for p in module.parameters() if is_kept(p.dtype)]
+        buffers = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if is_kept(buffer.dtype)
+        ]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Casting complex values to real")
+            module = module.to(self._half or torch.float32)
+        for parameter, value in parameters:
+            parameter.data = value
+        for owner, name, buffer in buffers:
+            setattr(owner, name, buffer)
+        return module
 
     def convert_input(self, data: Any) -> Any:
         def convert(tensor: Tensor) -> Tensor:
@@ -185,22 +200,3 @@ class ODCPrecision(FSDPPrecision):
         scaling = {key: value for key, value in state_dict.items() if key != _WEIGHT_UNIT}
         if scaling:  # not after `16-true`, which scales nothing
             super().load_state_dict(scaling)
-
-
-@contextmanager
-def _kept(module: nn.Module, is_kept: Callable[[torch.dtype], bool]) -> Iterator[None]:
-    """Undo what happens in this context to parameters and buffers of some dtypes."""
-    parameters = [(p, p.data) for p in module.parameters() if is_kept(p.dtype)]
-    buffers = [
-        (owner, name, buffer)
-        for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
-        if is_kept(buffer.dtype)
-    ]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Casting complex values to real")  # undone, too
-        yield
-    for parameter, value in parameters:
-        parameter.data = value
-    for owner, name, buffer in buffers:
-        setattr(owner, name, buffer)
