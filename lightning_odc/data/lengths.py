@@ -187,18 +187,7 @@ def check_longest(lengths: LengthArray, max_tokens: Any) -> None:
     if max_tokens is None or not len(lengths):
         return
     num_ranks = len(max_tokens) if isinstance(max_tokens, list) else 1
-    if lengths.ndim == 2 or np.ndim(max_tokens) > isinstance(max_tokens, list):
-        check_caps(lengths, lengths, as_caps(max_tokens, num_ranks), num_ranks)
-        return
-    most = int(np.max(max_tokens))
-    if lengths.max() <= most:
-        return
-    index = int(lengths.argmax())
-    raise ValueError(
-        f"Sample {index} has {lengths[index]} tokens, more than max_tokens={max_tokens} "
-        f"({int((lengths > most).sum())} such samples in all). Write max_tokens={lengths[index]} or more, cut "
-        "the samples, or leave them out: torch.utils.data.Subset(dataset, indices)."
-    )
+    check_caps(lengths, lengths, as_caps(max_tokens, num_ranks), num_ranks)
 
 
 def _known(dataset: Any) -> Lengths | None:

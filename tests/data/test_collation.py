@@ -200,7 +200,7 @@ def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
     assert sizes(stream) == [24] * 4
     with pytest.raises(ValueError, match="cut to 12, more than max_tokens=11"):
         loader(LONG, **cutting, max_tokens=11).plan(0)
-    with pytest.raises(ValueError, match="Sample 4 has 40 tokens, more than max_tokens=24"):
+    with pytest.raises(ValueError, match="sample 4 has 40 tokens, more than max_tokens=24"):
         loader(LONG, minibatch_size=4, max_tokens=24)
     packed = decided_for(loader(LONG, **cutting, max_tokens=24, packing="auto"), dense=False)
     assert not packed, "packed, nothing would cut them"

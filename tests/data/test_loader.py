@@ -391,7 +391,7 @@ def test_an_unrolled_state_goes_on_inside_a_minibatch():
     ("options", "error", "message"),
     [
         ({"lengths": [1, 2]}, ValueError, "lengths has 2 entries, but the data set has 23 samples"),
-        ({"lengths": [60] * 23}, ValueError, "Sample 0 has 60 tokens, more than max_tokens=50"),
+        ({"lengths": [60] * 23}, ValueError, "sample 0 has 60 tokens, more than max_tokens=50"),
         ({"policy": "lb_mini", "unroll": True}, ValueError, 'Write policy="lb_micro"'),
         ({"rank": 2}, ValueError, "rank=2 is not one of num_replicas=2"),
         ({"rank": None}, ValueError, "must be given together"),
