@@ -24,11 +24,11 @@ LINES = {
     "balance": 3240,
     "bench": 2280,
     "callbacks": 2490,
-    "data": 3580,
-    "engine": 7120,
+    "data": 3550,
+    "engine": 7110,
     "rl": 1060,
-    "sharding": 1260,
-    "strategy": 4550,
+    "sharding": 1255,
+    "strategy": 4545,
 }
 
 
