@@ -55,7 +55,7 @@ def _section(command: str, title: str, module: str, arguments: list[str]) -> str
 
 
 def help_of(module: str, arguments: list[str]) -> str:
-    """What a command prints with ``--help``, 100 characters wide."""
+    """What a command prints with ``--help``, 82 characters wide."""
     out = io.StringIO()
     with _wide(), contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         importlib.import_module(module).main([*arguments, "--help"])
@@ -65,7 +65,7 @@ def help_of(module: str, arguments: list[str]) -> str:
 @contextlib.contextmanager
 def _wide() -> Iterator[None]:
     before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "82"
     try:
         yield
     finally:
