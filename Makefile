@@ -5,7 +5,9 @@ NAME ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
+INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -16,13 +18,18 @@ help: ## show this list
 
 install: $(STAMP) ## create .venv with everything below
 
-$(STAMP): pyproject.toml constraints.txt
+# What the demo needs comes first: a first look installs no more than that.
+$(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("make: Python 3.11 or newer is needed, $(PYTHON) is %d.%d; name another with make PYTHON=..." % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-input -c constraints.txt -e '.[dev]'
+	$(INSTALL) -e '.[demo]'
 	touch $@
 
-demo: $(STAMP) ## train a small language model with collectives, on demand and balanced, and compare; ARGS="--help"
+$(STAMP): $(DEMO)
+	$(INSTALL) -e '.[dev]'
+	touch $@
+
+demo: $(DEMO) ## train a small language model with collectives, on demand and balanced, and compare; ARGS="--help"
 	$(BIN)/lightning-odc demo $(ARGS)
 
 test: $(STAMP) ## run the tests but for the slow ones, two files at a time; ARGS="-k name" picks some, ARGS="-n 0" runs them one by one

@@ -25,29 +25,39 @@ from lightning_odc.files import write_json
 from tests.docs.blocks import ROOT, blocks
 
 PAGE = ROOT / "docs" / "full-gain.md"
-PLAIN = "plain"
-"""No step, but the switch without balancing, for comparison."""
+SINGLE, PLANNED = "single", "plan"
+"""No steps: one text at a time under DDP, for comparison; and DDP with planned batches, instead of the switch."""
 WRITTEN = {
-    "measure": "`DeviceIdleMonitor()`",
-    PLAIN: '`strategy="odc_plain"`',
+    "measure": '`strategy="ddp"`',
+    SINGLE: "`batch_size=1`, `accumulate_grad_batches=8`",
     "switch": '`strategy="odc"`',
     "pack": "`packing=True`",
+    PLANNED: '`"ddp"`, `BalancedDataLoader(...)`',
     "nodes": "`num_nodes=2`",
 }
 """What the user writes in each step."""
 TIMED = tuple(WRITTEN)[:-1]
-_SAID = re.compile(r"([\d.]+) s per epoch, waiting ([\d.]+)%, padding (-?[\d.]+)%")
+_SINGLE = """\
+-    loader = DataLoader(Functions(), batch_size=4, shuffle=True, collate_fn=pad)
++    loader = DataLoader(Functions(), batch_size=1, shuffle=True, collate_fn=pad)
+@@
+-        accumulate_grad_batches=2,
++        accumulate_grad_batches=8,
+"""
+_SAID = re.compile(
+    r"epoch 1: (?:idle/fraction ([-\d.e]+), )?samples_per_second ([\d.e+]+), tokens_per_second ([\d.e+]+)"
+)
 
 
 def programs(page: Path = PAGE) -> dict[str, str]:
-    """The program after each step: the page's script, with the diffs so far; and the one for comparison."""
+    """The program after each step: the page's script, with the diffs so far; and those that are no steps."""
     found = list(blocks(page))
     script = next(block.text for block in found if block.is_program)
-    diffs = [block.text for block in found if block.language == "diff"]
+    *steps, planned = [block.text for block in found if block.language == "diff"]
     after = {}
-    for step, diff in zip([step for step in WRITTEN if step != PLAIN], diffs, strict=True):
+    for step, diff in zip([step for step in WRITTEN if step not in (SINGLE, PLANNED)], steps, strict=True):
         after[step] = script = patched(script, diff)
-    after[PLAIN] = patched(after["switch"], '-        strategy="odc",\n+        strategy="odc_plain",\n')
+    after |= {SINGLE: patched(after["measure"], _SINGLE), PLANNED: patched(after["measure"], planned)}
     return {step: after[step] for step in WRITTEN}
 
 
@@ -91,16 +101,20 @@ def run(program: str, folder: Path, environment: Mapping[str, str] = os.environ)
     return done.stdout
 
 
-def figures(output: str) -> tuple[float, float, float]:
-    """Seconds of the last epoch, and shares of waiting and padding, of what a program printed.
+def figures(output: str, program: str) -> dict[str, float]:
+    """Seconds of the last epoch, and shares of padding and, where it is measured, waiting, of what a program printed.
 
     Raises:
         ValueError: it did not print them once.
     """
     if len(said := _SAID.findall(output)) != 1:
         raise ValueError(f"a program must print its figures once:\n{output[-4000:]}")
-    seconds, waiting, padding = map(float, said[0])
-    return seconds, waiting / 100, padding / 100
+    samples, tokens = map(float, said[0][1:])
+    made: dict[str, Any] = {"__name__": "page"}
+    exec(compile(program, "finetune.py", "exec"), made)
+    lengths = [len(sample["input_ids"]) for sample in made["Functions"]()]
+    found = {"seconds": len(lengths) / samples, "padding": 1 - sum(lengths) / len(lengths) * samples / tokens}
+    return found | ({"waiting": float(said[0][0])} if said[0][0] else {})
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -112,9 +126,8 @@ def measure(rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         for step, row in steps.items():
             with tempfile.TemporaryDirectory() as folder:
-                found = figures(run(after[step], Path(folder)))
-            for values, value in zip(row.values(), found, strict=True):
-                values.append(value)
+                for name, value in figures(run(after[step], Path(folder)), after[step]).items():
+                    row[name].append(value)
     return {"rounds": rounds, "steps": steps}
 
 
@@ -124,9 +137,12 @@ def table(measured: dict[str, Any]) -> Table:
     first = measured["steps"][TIMED[0]]["seconds"]
     rows, numbers = [], itertools.count(1)
     for step, row in measured["steps"].items():
-        name = "for comparison" if step == PLAIN else f"{next(numbers)}. {step}"
+        name = {SINGLE: "for comparison", PLANNED: "or: plan"}.get(step) or f"{next(numbers)}. {step}"
         ratios = [before / seconds for before, seconds in zip(first, row["seconds"], strict=True)]
-        shares = [f"{100 * statistics.median(row[name]):.1f} %" for name in ("waiting", "padding")]
+        shares = [
+            f"{100 * statistics.median(row[name]):.1f} %" if row[name] else "not measured"
+            for name in ("waiting", "padding")
+        ]
         rows.append([name, WRITTEN[step], _spread(row["seconds"]), *shares, _spread(ratios)])
     return Table("full-gain", "From a plain project to the full gain", [*map(Column, heads)], rows)
 

@@ -332,7 +332,7 @@ def _check_gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding("GPUs", "ok", "none: ranks are processes on the CPU")
         return
     names = ", ".join(sorted({one.name for one in devices}))
-    yield Finding("GPUs", "ok", f"{len(devices)} ({names}); {devices[0].stack}")
+    yield Finding("GPUs", "ok", f"{len(devices)} ({names}); {devices[0].stack}; no GPU has run this code yet")
     try:
         preflight.check(devices, WindowSpec(units=(), words=0))
         if reason := preflight.why_not_atomic(devices):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ FOLDER = DOCS / "pictures"
 
 PICTURES: dict[str, Callable[[charts.Load], Canvas]] = {
     "hero": timelines.hero,
-    "hero-animated": timelines.hero_animated,
     "speed-up": charts.speed_up,
     "idle": charts.idle,
     "causes": charts.causes,
@@ -35,9 +33,6 @@ PICTURES: dict[str, Callable[[charts.Load], Canvas]] = {
     "nodes": concepts.nodes,
     "settings": concepts.settings,
     "full-gain": staircase.staircase,
-    "full-gain-measure": partial(staircase.step, name="measure"),
-    "full-gain-switch": partial(staircase.step, name="switch"),
-    "full-gain-pack": partial(staircase.step, name="pack"),
     "full-gain-nodes": staircase.nodes,
 }
 

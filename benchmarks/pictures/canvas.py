@@ -68,12 +68,10 @@ class Canvas:
     Attributes:
         title: What it shows, for people who open the file alone.
         height: Its height in units.
-        style: More CSS.
     """
 
     title: str
     height: float
-    style: str = ""
     _parts: list[str] = field(default_factory=list)
     _rules: set[tuple[str, str]] = field(default_factory=set)
 
@@ -87,7 +85,6 @@ class Canvas:
         size: float = TEXT,
         anchor: str = "start",
         bold: bool = False,
-        css: str = "",
     ) -> None:
         """Text on the baseline ``y``.
 
@@ -99,7 +96,7 @@ class Canvas:
         if left < -1 or left + wide > WIDTH + 1 or not size <= y + 1 <= self.height:
             raise ValueError(f"{text!r} does not fit into the picture {self.title!r}")
         given = {
-            "class": f"{self._fill(role)} {css}".strip(),
+            "class": self._fill(role),
             "text-anchor": anchor if anchor != "start" else "",
             "font-size": number(size) if size != TEXT else "",
             "font-weight": "bold" if bold else "",
@@ -189,7 +186,7 @@ class Canvas:
         lines = [
             head,
             f"<title>{escape(self.title, quote=False)}</title>",
-            f"<style>.open{{fill:none;stroke-linejoin:round}}{rules}{self.style}</style>",
+            f"<style>.open{{fill:none;stroke-linejoin:round}}{rules}</style>",
             *self._parts,
             "</svg>",
         ]

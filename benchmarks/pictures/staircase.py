@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from benchmarks.full_gain import PLAIN
+from benchmarks.full_gain import SINGLE
 from benchmarks.pictures.canvas import SMALL, WIDTH, Axis, Canvas
 from benchmarks.pictures.charts import Load
 
 _STEPS = {
-    "measure": "the script, measured",
-    PLAIN: 'for comparison: "odc_plain"',
+    "measure": 'the script: "ddp"',
+    SINGLE: "one text at a time",
     "switch": 'switched: "odc"',
     "pack": "packed: packing=True",
 }
@@ -30,14 +30,12 @@ class Epoch(NamedTuple):
         seconds: The time of the epoch.
         waiting: The part of the ranks' time in which they wait.
         padding: The part of the computed tokens that no text has.
-        gain: How many times as fast as the step before, said in words. What is no step is compared with it, too.
     """
 
     label: str
     seconds: float
     waiting: float
     padding: float
-    gain: str
 
     @property
     def parts(self) -> tuple[float, float, float]:
@@ -49,36 +47,28 @@ class Epoch(NamedTuple):
         return busy * (1 - self.padding), busy * self.padding, self.seconds * self.waiting
 
 
-def epochs(load: Load) -> dict[str, Epoch]:
-    """By step."""
-    steps = load("full-gain")["steps"]
-    found, before = {}, next(iter(steps.values()))["seconds"]
-    for name, row in steps.items():
+def epochs(load: Load) -> list[Epoch]:
+    """By step, where waiting is measured."""
+    found = []
+    for name, label in _STEPS.items():
+        row = load("full-gain")["steps"][name]
         seconds, waiting, padding = (statistics.median(row[key]) for key in ("seconds", "waiting", "padding"))
-        found[name] = Epoch(_STEPS[name], seconds, waiting, padding, times(before, row["seconds"]))
-        before = before if name == PLAIN else row["seconds"]
+        found.append(Epoch(label, seconds, waiting, padding))
     return found
 
 
 def staircase(load: Load) -> Canvas:
     """A bar for each step."""
-    rows = list(epochs(load).values())
+    rows = epochs(load)
     canvas = Canvas("Seconds per epoch after each step", _ROW * len(rows) + 44)
-    _draw(canvas, rows, [f"{row.seconds:.1f} s" for row in rows], _axis([row.seconds for row in rows]))
-    return canvas
-
-
-def step(load: Load, name: str) -> Canvas:
-    """A step below the one before, on the axis of the staircase."""
-    found = {step: epoch for step, epoch in epochs(load).items() if step != PLAIN}
-    rows, place = list(found.values()), list(found).index(name)
-    shown = rows[max(place - 1, 0) : place + 1]
-    last = shown[-1]
-    canvas = Canvas(f"Seconds per epoch: {last.label}", _ROW * len(shown) + 44)
-    shares = f"{last.waiting:.0%} waiting, {last.padding:.0%} padding".replace("%", " %")
-    said = [f"{row.seconds:.1f} s" for row in shown[:-1]]
-    said.append(f"{last.seconds:.1f} s, {last.gain if place else shares}")
-    _draw(canvas, shown, said, _axis([row.seconds for row in rows]))
+    axis = _axis([row.seconds for row in rows])
+    _ticks(canvas, axis, len(rows))
+    for place, row in enumerate(rows):
+        top, begin = _label(canvas, place, row.label, f"{row.seconds:.1f} s"), 0.0
+        for seconds, role in zip(row.parts, _PARTS.values(), strict=True):
+            canvas.box(axis(begin), top, axis(begin + seconds) - axis(begin), _BAR, role)
+            begin += seconds
+    canvas.legend(canvas.height - 7, _PARTS, left=axis.left)
     return canvas
 
 
@@ -109,16 +99,6 @@ def times(before: Sequence[float], after: Sequence[float]) -> str:
 def _axis(seconds: Sequence[float]) -> Axis:
     """From 0 to the next whole second."""
     return Axis(0, ceil(max(seconds)), right=WIDTH - 16)
-
-
-def _draw(canvas: Canvas, rows: Sequence[Epoch], said: Sequence[str], axis: Axis) -> None:
-    _ticks(canvas, axis, len(rows))
-    for place, (row, text) in enumerate(zip(rows, said, strict=True)):
-        top, begin = _label(canvas, place, row.label, text), 0.0
-        for seconds, role in zip(row.parts, _PARTS.values(), strict=True):
-            canvas.box(axis(begin), top, axis(begin + seconds) - axis(begin), _BAR, role)
-            begin += seconds
-    canvas.legend(canvas.height - 7, _PARTS, left=axis.left)
 
 
 def _label(canvas: Canvas, place: int, left: str, right: str) -> float:

@@ -138,7 +138,9 @@ class DemoOutcome(Outcome):
         draw_timelines(titled, self.demo.output / "timelines.png")
         print(
             f"  timelines.png       every rank in minibatch {self.options.minibatches}, all modes; grey is waiting\n"
-            "  timelines/<mode>/   the same as traces: open timeline.json in https://ui.perfetto.dev"
+            "  timelines/<mode>/   the same as traces: open timeline.json in https://ui.perfetto.dev\n"
+            'Next, in your own project: import lightning_odc, then Trainer(strategy="odc"). To plan its gain before: '
+            "lightning-odc advise"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import generate, rl, traffic
+from benchmarks import generate, one_line, rl, traffic
 from benchmarks.tables import Column, Table, put_into, write_into
 
 # -- sampling ---------------------------------------------------------------------------------------------------------
@@ -126,3 +126,31 @@ def test_each_table_goes_to_the_page_that_has_its_place(tmp_path: Path):
     with pytest.raises(ValueError, match="no place for 'nowhere'"):
         write_into(pages, [TABLE, Table("nowhere", "", [Column("name")])])
     assert [page.read_text() for page in pages] == [one, two]
+
+
+# -- one line ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_under_ddp_takes_the_optimizer_steps_of_the_usual_loader(monkeypatch: Any) -> None:
+    monkeypatch.setattr(one_line, "SAMPLES", 8)
+    monkeypatch.setattr(one_line, "LONGEST", 64)
+    monkeypatch.setattr(one_line, "EACH", 4)
+    project = one_line.PROJECTS["padding"]
+    for row in (one_line.PLANNED, one_line.SINGLE):
+        loader = one_line.loader_of(project, row, 0, 1)
+        ends = [batch.last for batch in loader] if row is one_line.PLANNED else [*loader]
+        assert (sum(ends) if row is one_line.PLANNED else len(ends) / one_line.EACH) == 2
+
+
+def test_the_first_screen_has_the_rows_of_the_project_and_times_over_odc() -> None:
+    texts = {row.text for row in one_line.PROJECTS["padding"].rows}
+    assert texts >= one_line.FIRST_SCREEN.keys()
+    rows = [{"row": row, "seconds": [3.0, 2.0], "tokens": 1000} for row in one_line.FIRST_SCREEN]
+    for row in rows:
+        if row["row"] == one_line.ODC.text:
+            row["seconds"] = [1.0, 1.0]
+    short, wide = one_line.tables({"padding": rows, "equal": rows})
+    assert short.rows[0] == [one_line.FIRST_SCREEN[one_line.COLLECTIVE.text], "2.50 [2.00, 3.00]", "1,000"]
+    assert wide.rows[3] == [one_line.ODC.text, *2 * ["1.00 [1.00, 1.00]"], "1,000"]
+    pages = [one_line.ROOT / "README.md", one_line.ROOT / "docs" / "index.md"]
+    assert all("<!-- table: staircase -->" in page.read_text() for page in pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -350,11 +351,13 @@ def test_the_progress_bar():
 # -- bad input -----------------------------------------------------------------------------------------------
 
 
-def test_without_a_logger_it_says_where_the_values_are():
+def test_without_a_logger_it_prints_a_line_for_each_epoch(caplog):
     monitor = DeviceIdleMonitor()
-    with pytest.warns(UserWarning, match=r"no logger. Its values are in `monitor.last_step`"):
+    with caplog.at_level(logging.INFO):
         one_process(monitor)
-    assert monitor.last_epoch["step_seconds_epoch"] > 0
+    said = [line for line in caplog.messages if line.startswith("DeviceIdleMonitor, epoch 0: ")]
+    assert len(said) == 1
+    assert f"samples_per_second {monitor.last_epoch['samples_per_second_epoch']:.4g}" in said[0]
 
 
 class Refusing(Memory):

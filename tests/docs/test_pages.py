@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from docs.website import tooltips
 from lightning_odc import cli
 from lightning_odc.balance import Cost
 from tests.docs import cli as docs_cli
@@ -27,12 +28,13 @@ BENCH = re.compile(r"python -m (benchmarks\.[\w.]+)(.*)")
 MEASURE = re.compile(r"lightning-odc (bench)( .*|$)")
 
 
-def run(arguments: list[str], cwd: Path) -> str:
-    """Run Python, with this repository importable; its output. A failure fails the test.
+SHORT = {"PL_TRAINER_LIMIT_TRAIN_BATCHES": "2"}
+"""Lightning reads from the environment what a program does not say: an epoch has two batches at most."""
 
-    Lightning reads from the environment what a program does not say: an epoch has two batches at most.
-    """
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PL_TRAINER_LIMIT_TRAIN_BATCHES": "2"}
+
+def run(arguments: list[str], cwd: Path, short: dict[str, str] = SHORT) -> str:
+    """Run Python, with this repository importable; its output. A failure fails the test."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | short
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -40,7 +42,7 @@ def run(arguments: list[str], cwd: Path) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=150,
+        timeout=150 if short else 400,
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout
@@ -67,10 +69,46 @@ def test_programs_run_as_files(block: Block, tmp_path: Path) -> None:
     assert "stopped: `max_epochs=" in run([str(script)], tmp_path)
 
 
+def told(page: str) -> list[str]:
+    """What a page shows of the example's output, a line each, without times."""
+    shown = [block.text for block in blocks(ROOT / page) if block.text.startswith("Found: ")]
+    assert len(shown) == 1
+    return without_times(shown[0])
+
+
+def without_times(text: str) -> list[str]:
+    return re.sub(r" *\d+[.]\d (s|times)| \d+% of it", " _", text).splitlines()
+
+
 def test_the_example_of_the_readme_is_the_one_of_get_started() -> None:
     found = [block.text for block in blocks(ROOT / "README.md") if block.is_program]
     assert found
     assert found[0] in (ROOT / "docs" / "get-started.md").read_text()
+    assert told("README.md") == told("docs/get-started.md")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(450)
+def test_the_example_prints_what_the_pages_show_and_gains(tmp_path: Path) -> None:
+    (tmp_path / "example.py").write_text(
+        next(block.text for block in blocks(ROOT / "README.md") if block.is_program)
+    )
+    output = run(["example.py"], tmp_path, {})
+    lines = without_times(output)
+    assert len(told("README.md")) == 8
+    assert not [line for line in told("README.md") if line not in lines]
+    gains = [float(gain) for gain in re.findall(r"odc is ([\d.]+) times as fast", output)]
+    assert len(gains) == 4
+    assert min(gains[0], gains[2]) > 1.2, output  # it computes half the tokens of batches as they come
+
+
+def test_the_first_screen_is_short_and_needs_no_glossary() -> None:
+    screen = (ROOT / "README.md").read_text().split("\n**Do I need it?**")[0]
+    assert len(screen.splitlines()) <= 40
+    text = re.sub(r"```.*?```|`[^`]*`|\]\([^)]*\)|<[^>]*>", "", screen, flags=re.DOTALL)
+    text = " ".join(text.lower().split())
+    terms = {term for term in tooltips.glossary() if re.search(rf"\b{re.escape(term)}(s|es)?\b", text)}
+    assert terms == {"ddp", "on demand", "padding"}  # "on demand" is explained where it stands
 
 
 def main_of(module: str) -> Any:

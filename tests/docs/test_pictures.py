@@ -13,7 +13,6 @@ from docs.website.pictures import in_both_colours
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")), *sorted((DOCS / "data").glob("*.md"))]
 USED = re.compile(r"!\[([^\]]*)\]\((?:docs/|\.\./)?pictures/([\w-]+)-(?:light|dark)\.svg")
 USED_HTML = re.compile(r"<img[^>]*>", re.DOTALL)
-MOVING = "hero-animated"
 
 
 @pytest.fixture(scope="module")
@@ -44,19 +43,6 @@ def test_pictures_ask_no_other_host_and_run_nothing(drawn: dict[str, str]) -> No
         assert not re.search(r"https?:|<script|<image|<foreignObject|@import|url\((?!#)|\son\w+=", rest), name
 
 
-def test_what_moves_is_small_stands_still_on_request_and_ends_as_the_picture_that_does_not_move(
-    drawn: dict[str, str],
-) -> None:
-    shapes = re.compile(r"<(?:text|path|rect class=\"(?!grow)|circle)[^>]*>")
-    for kind in ("light", "dark"):
-        still, moving = drawn[f"hero-{kind}.svg"], drawn[f"{MOVING}-{kind}.svg"]
-        assert len(moving.encode()) < 60_000
-        assert "prefers-reduced-motion" in moving
-        assert "animation" not in still
-        seen = [re.sub(r" late\w*", "", shape) for shape in shapes.findall(moving)]
-        assert sorted(seen) == sorted(shapes.findall(still))
-
-
 def test_light_and_dark_differ_in_colours_alone(drawn: dict[str, str]) -> None:
     for name in PICTURES:
         light, dark = (drawn[f"{name}-{kind}.svg"] for kind in ("light", "dark"))
@@ -74,8 +60,7 @@ def test_every_picture_is_used_and_described() -> None:
             if found := re.search(r"pictures/([\w-]+)-(?:light|dark)\.svg", tag):
                 alt = re.search(r'alt="([^"]*)"', tag)
                 used.setdefault(found[1], []).append(alt[1] if alt else "")
-    assert used.keys() <= PICTURES.keys()
-    assert PICTURES.keys() - used.keys() <= {MOVING}
+    assert used.keys() == PICTURES.keys()
     assert not [name for name, alts in used.items() for alt in alts if len(alt) < 40]
 
 

@@ -15,9 +15,13 @@ from lightning_odc.callbacks.idle.measurement import IdleMeasurement
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.errors import ODCError
 
+_SAID = ("idle/fraction", "samples_per_second", "tokens_per_second")
+
 
 class DeviceIdleMonitor(Callback):
     """Logs how long devices waited, for what, and how unevenly they were loaded, per optimizer step and per epoch.
+
+    Without a logger, it prints a line at the end of each epoch.
 
     Values, each also with the suffix ``_epoch``; seconds are means over ranks, per optimizer step:
 
@@ -65,11 +69,6 @@ class DeviceIdleMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.last_step, self.last_epoch, self._refusing = {}, {}, []
-        if not trainer.loggers and not self.progress_bar:
-            rank_zero_warn(
-                "DeviceIdleMonitor has nowhere to log to: the trainer has no logger. Its values are in "
-                "`monitor.last_step` and `monitor.last_epoch`; DeviceIdleMonitor(progress_bar=True) shows one."
-            )
         with self._harmless(trainer):
             self._measurement = IdleMeasurement(trainer, pl_module)
         self.complete = True
@@ -120,6 +119,9 @@ class DeviceIdleMonitor(Callback):
             values = {**measurement.take_epoch(self.per_rank), **_memory_values(trainer)}
             self.last_epoch = {f"{name}_epoch": value for name, value in values.items()}
             self._write(trainer, {**self.last_epoch, "epoch": trainer.current_epoch}, trainer.global_step - 1)
+            if not trainer.loggers:
+                said = ", ".join(f"{name} {values[name]:.4g}" for name in _SAID if name in values)
+                rank_zero_info(f"DeviceIdleMonitor, epoch {trainer.current_epoch}: {said}")
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._release(trainer)
