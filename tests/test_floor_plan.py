@@ -19,7 +19,7 @@ FILES = {
 #: What leaves the package for `benchmarks/` counts there.
 LINES = {
     "": 2830,
-    "benchmarks": 11270,
+    "benchmarks": 11340,
     "advisor": 650,
     "balance": 3240,
     "bench": 2280,
