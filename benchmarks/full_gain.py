@@ -140,7 +140,7 @@ def table(measured: dict[str, Any]) -> Table:
         name = {SINGLE: "for comparison", PLANNED: "or: plan"}.get(step) or f"{next(numbers)}. {step}"
         ratios = [before / seconds for before, seconds in zip(first, row["seconds"], strict=True)]
         shares = [
-            f"{100 * statistics.median(row[name]):.1f} %" if row[name] else "not measured"
+            f"{100 * max(statistics.median(row[name]), 0):.1f} %" if row[name] else "not measured"
             for name in ("waiting", "padding")
         ]
         rows.append([name, WRITTEN[step], _spread(row["seconds"]), *shares, _spread(ratios)])
