@@ -211,7 +211,9 @@ class TrainingData:
         if not self._announced:
             self._announced = True
             model = cost_of_model(self._trainer.lightning_module, self._strategy.root_device.type)
-            rank_zero_info(brief(loader, model, self.accumulation.batches, self._policy_reason, self.rule))
+            said = brief(loader, model, self.accumulation.batches, self._policy_reason, self.rule)
+            alone = "\nOne rank has no other one to wait for: only padding can be saved."
+            rank_zero_info(said + alone * (self._trainer.world_size == 1))
             if self._engine is not None and self._options.communication == "on_demand":
                 self._begun = time.monotonic(), sum(self._engine.waits.values())
 
