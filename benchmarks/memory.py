@@ -20,6 +20,7 @@ from lightning_odc.bench.processes import run_ranks
 from lightning_odc.console import markdown
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
+from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
@@ -28,6 +29,7 @@ MIB = 2**20
 RUNS: dict[str, dict[str, Any]] = {
     "collective": {},
     "on_demand": {},
+    "on_demand, kept and summed": {},
     "on_demand, deterministic": {"deterministic": True},
 }
 
@@ -96,9 +98,14 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
     policy = precision_policy(torch.bfloat16 if bf16 else None, torch.float32 if bf16 else None, on_demand)
     shard_model(model, mesh_for("cpu", world_size), mixed_precision=policy)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
+    keeping = Keeping("auto" if "kept" in run else 0, HostMemory(world_size))
     engine: Engine = (
         OnDemandEngine(
-            lambda: SharedMemoryTransport(rank, world_size, rendezvous), rendezvous, timeout=60, **RUNS[run]
+            lambda: SharedMemoryTransport(rank, world_size, rendezvous),
+            rendezvous,
+            timeout=60,
+            keeping=keeping,
+            **RUNS[run],
         )
         if on_demand
         else CollectiveEngine(world_size, rendezvous)
@@ -109,10 +116,11 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
     sampler.start()
     for _ in range(3):
         optimizer.zero_grad()
-        for _ in range(2):
+        for index in range(2):
+            engine.begin_microbatch(index)
             engine.ledger.add(1)
             loss = model(torch.ones(8, width)).square().mean()
-            with engine.backward():
+            with engine.backward(more=index == 0):
                 loss.backward()
         engine.settle([])
         optimizer.step()
@@ -124,6 +132,7 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
         else 0,
         "window": engine.window_bytes,
         "pages": window_pages() // world_size,
+        "kept": keeping.bytes,
         "peak": peak,
         "sharded": parameters // world_size * 16,
     }
@@ -142,13 +151,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, metavar="N", default=1024, help="width of the model")
     parser.add_argument("--depth", type=int, metavar="N", default=8, help="layers of the model")
     options = parser.parse_args(arguments)
-    head = ("ranks", "dtype", "run", "formula", "window", "its pages", "private peak", "sharded state")
+    head = (
+        "ranks",
+        "dtype",
+        "run",
+        "formula",
+        "window",
+        "its pages",
+        "kept and summed",
+        "private peak",
+        "sharded state",
+    )
     rows = []
     for ranks in options.ranks:
         for bf16 in (False, True):
             for run in RUNS:
                 r = run_ranks(measure, ranks, run, options.width, options.depth, bf16)[0]
-                sizes = [r[key] for key in ("formula", "window", "pages", "peak", "sharded")]
+                sizes = [r[key] for key in ("formula", "window", "pages", "kept", "peak", "sharded")]
                 rows.append([ranks, "bf16" if bf16 else "fp32", run, *(f"{n / MIB:.1f} MiB" for n in sizes)])
     print(markdown(head, rows))
 

@@ -1,4 +1,4 @@
-"""How many bytes of parameters a rank reads in a minibatch, and what that takes: units freed at once, and kept.
+"""How many bytes a rank reads and adds in a minibatch, and what that takes: units freed at once, and kept.
 
 ``python -m benchmarks.traffic`` prints a Markdown table. The same Llama is trained whole and with LoRA adapters. The
 ranks train one minibatch with each engine, in turns, so that a slow minute hits all of them.
@@ -65,8 +65,8 @@ class Job:
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
         self.loss = 0.0
 
-    def train(self, microbatches: list[Tensor]) -> tuple[float, int, int]:
-        """Train one minibatch; returns its seconds, shards read, and bytes read."""
+    def train(self, microbatches: list[Tensor]) -> tuple[float, int, int, int]:
+        """Train one minibatch; returns its seconds, shards read, bytes read, and bytes added."""
         before, begin = self.engine.traffic, time.monotonic()
         self.optimizer.zero_grad()
         for index, tokens in enumerate(microbatches):
@@ -80,7 +80,8 @@ class Job:
         self.optimizer.step()
         self.engine.publish()
         after, seconds = self.engine.traffic, time.monotonic() - begin
-        return seconds, after.reads - before.reads, after.bytes_read - before.bytes_read
+        added = after.bytes_added - before.bytes_added
+        return seconds, after.reads - before.reads, after.bytes_read - before.bytes_read, added
 
 
 def measure(
@@ -89,7 +90,7 @@ def measure(
     """Train minibatches with all engines in turns; what this rank saw, by engine."""
     jobs = {engine: Job(rank, world_size, engine, lora, options["width"]) for engine in ENGINES}
     generator = torch.Generator().manual_seed(rank)
-    seen: dict[str, list[tuple[float, int, int]]] = {engine: [] for engine in ENGINES}
+    seen: dict[str, list[tuple[float, int, int, int]]] = {engine: [] for engine in ENGINES}
     for _ in range(WARM_UP + options["minibatches"]):
         batch = [torch.randint(250, (1, options["tokens"]), generator=generator) for _ in range(microbatches)]
         for engine, job in jobs.items():
@@ -109,8 +110,9 @@ def row(ranks: int, lora: bool, microbatches: int, seen: dict[str, Any]) -> dict
         "microbatches": microbatches,
     }
     for engine in ENGINES:
-        seconds, reads, read = zip(*seen[engine], strict=True)
-        found[engine] = {"seconds": statistics.median(seconds), "reads": reads[-1], "bytes": read[-1]}
+        seconds, reads, read, added = zip(*seen[engine], strict=True)
+        found[engine] = {"seconds": statistics.median(seconds), "reads": reads[-1]}
+        found[engine] |= {"bytes": read[-1], "added": added[-1]}
     ratios = [kept[0] / freed[0] for kept, freed in zip(seen["kept"], seen["freed"], strict=True)]
     found["kept / freed"] = statistics.quantiles(ratios, n=4)
     return found
@@ -141,7 +143,14 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     if options.json is not None:
         write_json(options.json, {"options": sizes, "rows": rows})
-    head = ["ranks", "training", "microbatches", "shards read: freed, kept", "MiB read: freed, kept"]
+    head = [
+        "ranks",
+        "training",
+        "microbatches",
+        "shards read: freed, kept",
+        "MiB read: freed, kept",
+        "MiB added",
+    ]
     head += ["ms: collective, freed, kept", "kept / freed [quartiles]"]
     print(markdown(head, [_cells(one) for one in rows]))
 
@@ -155,6 +164,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
         str(one["microbatches"]),
         f"{freed['reads']}, {kept['reads']}",
         f"{freed['bytes'] / MIB:.1f}, {kept['bytes'] / MIB:.1f}",
+        f"{freed['added'] / MIB:.1f}, {kept['added'] / MIB:.1f}",
         ", ".join(f"{1000 * one[engine]['seconds']:.0f}" for engine in ENGINES),
         f"{middle:.2f} [{low:.2f}, {high:.2f}]",
     ]
