@@ -15,8 +15,7 @@ from benchmarks.simulate.model import Model
 from lightning_odc.balance.arrays import Floats, Ints, Plan, as_lengths, check_choice, check_count
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts
-from lightning_odc.balance.epochs import epoch_order
-from lightning_odc.balance.planner import POLICIES, Planner
+from lightning_odc.balance.planner import POLICIES, Planner, epoch_order
 
 
 class Plans(Protocol):

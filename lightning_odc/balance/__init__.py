@@ -15,7 +15,6 @@ from lightning_odc.balance.costs import (
     tokens,
     with_speeds,
 )
-from lightning_odc.balance.epochs import epoch_order, regroup
 from lightning_odc.balance.evaluate import (
     average_costs,
     collective_cost,
@@ -29,8 +28,10 @@ from lightning_odc.balance.planner import (
     POLICIES,
     Planner,
     Policy,
+    epoch_order,
     permutation,
     plan_minibatch,
+    regroup,
 )
 from lightning_odc.balance.transformer import TransformerCost, transformer
 

@@ -41,10 +41,11 @@ from lightning_odc.data.lengths import (
 from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.data.packing import PackingCollator, packs
 from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, MinibatchPlan, RunInfo, Weighting
-from lightning_odc.data.position import Position, Progress
 from lightning_odc.data.reading import (
     Collate,
     MapReading,
+    Position,
+    Progress,
     SampleReader,
     StreamReading,
     WorkerOptions,

@@ -5,11 +5,17 @@ The page *RL post-training* of the documentation has a whole step of GRPO: `clai
 Everything here works under every ``communication``, on one rank, and in Fabric.
 """
 
-from lightning_odc.rl.loss import PolicyLoss, group_advantages, normalize_advantages, policy_loss
+from lightning_odc.rl.loss import (
+    PolicyLoss,
+    group_advantages,
+    logprobs,
+    normalize_advantages,
+    policy_loss,
+    score,
+)
 from lightning_odc.rl.prompts import claim_prompts
 from lightning_odc.rl.rollout import Microbatch, Rollout
 from lightning_odc.rl.rollouts import Rollouts, Update, exchange
-from lightning_odc.rl.scoring import logprobs, score
 
 __all__ = [
     "Microbatch",

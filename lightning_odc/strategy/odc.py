@@ -21,14 +21,13 @@ from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
-from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER
+from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, by_lists
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.data.convert import check_single
 from lightning_odc.data.loader import BalancedDataLoader, Packing
 from lightning_odc.data.minibatch import Minibatch, NotUnrolledError
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
-from lightning_odc.engine.optimizing import by_lists
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 from lightning_odc.sharding.initialize import check_filled

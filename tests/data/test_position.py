@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_odc.data.loader import check_world, current_world
-from lightning_odc.data.position import Order, Position, Progress, translated
+from lightning_odc.data.reading import Order, Position, Progress, translated
 
 ORDER = Order("a", 8)
 
