@@ -18,14 +18,14 @@ FILES = {
 #: The most lines of every room; `""` is the files beside the rooms. Who adds a feature takes its lines from somewhere.
 #: What leaves the package for `benchmarks/` counts there.
 LINES = {
-    "": 2830,
-    "benchmarks": 11340,
+    "": 2860,
+    "benchmarks": 11400,
     "advisor": 650,
     "balance": 3240,
     "bench": 2280,
     "callbacks": 2490,
     "data": 3550,
-    "engine": 7110,
+    "engine": 7060,
     "rl": 1060,
     "sharding": 1255,
     "strategy": 4545,
