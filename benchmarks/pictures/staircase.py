@@ -17,7 +17,7 @@ _STEPS = {
     "switch": 'switched: "odc"',
     "pack": "packed: packing=True",
 }
-_PARTS = {"computing": "backward", "padding": "read", "waiting": "idle"}
+_PARTS = {"computing, moving bytes": "backward", "padding": "read", "waiting": "idle"}
 _HOSTS = {"hosts": 2, "mbit": 1000, "microbatches": 4}
 _ROW, _BAR = 46.0, 20.0
 
@@ -39,7 +39,7 @@ class Epoch(NamedTuple):
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds of computing, padding and waiting. Busy time is shared out by tokens.
+        """Seconds of computing, padding and waiting. Busy time, with moving bytes, is shared out by tokens.
 
         For example, 10 s with waiting 0.2 and padding 0.5: 4, 4 and 2.
         """

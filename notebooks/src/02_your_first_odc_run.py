@@ -9,7 +9,7 @@
 # - what balancing adds: ranks have different numbers of texts, and equal work.
 #
 # **It needs** Linux, two CPU cores and about a minute. No GPU, no network. In a clone of the repository,
-# `make lab` installs everything and opens the notebooks. (On a machine with GPUs, set `DEVICE = "cuda"` below.)
+# `make lab` installs everything and opens the notebooks. (With a GPU for each of two ranks, write `accelerator="gpu"`.)
 # You should have written a `LightningModule` before. [Notebook 1](01_seeing_the_imbalance.ipynb) explains why ranks
 # wait.
 #
@@ -26,16 +26,7 @@ if find_spec("support") is None:  # the folder beside the notebooks
     # !git clone --quiet --depth 1 https://github.com/OWNER/lightning-odc clone
     sys.path.append("clone/notebooks")
 
-from support import pictures
-from support.devices import ranks_on
-from support.display import (
-    QUIET,
-    mean_of_log,
-    print_table,
-    quiet,
-    read_log,
-    show,
-)
+from support.display import mean_of_log, print_table, quiet, read_log
 
 from lightning_odc.bench.corpus import VOCABULARY, encode, read_corpus
 
@@ -49,20 +40,17 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 # importing the package registers strategy="odc"
-from lightning_odc import ODCStrategy, balance
+from lightning_odc import ODCStrategy
 from lightning_odc.callbacks import (
     DeviceIdleMonitor,
     TimelineRecorder,
+    draw_timelines,
     load_timeline,
 )
 from lightning_odc.data.packing import pack_samples
 
 # DDP in a notebook forks this process: safe as long as torch has no threads in it
 torch.set_num_threads(1)
-
-# "cuda": a GPU for each of two ranks, or one for both (which shows that it works,
-# not how fast)
-DEVICE = "cpu"
 
 # %% [markdown]
 # ## A training that you could have written
@@ -112,16 +100,17 @@ def loader(batch_size=1):
 # (`pack_samples` puts the texts of a batch into one row, without padding. With `batch_size=1` a row is one text.)
 #
 # The trainer starts two processes. Each runs four texts per optimizer step, one after the other. The runs that
-# follow differ in the strategy alone. (`ranks_on("cpu", strategy)` stands for `accelerator="cpu", devices=2,
-# strategy=strategy`.) Two callbacks watch: `DeviceIdleMonitor` logs how long the ranks wait, `TimelineRecorder`
-# writes down which rank does what when.
+# follow differ in the strategy alone, and in who puts four texts together. Two callbacks watch: `DeviceIdleMonitor`
+# logs how long the ranks wait, `TimelineRecorder` writes down which rank does what when.
 
 
 # %%
 def fit(name, strategy, batch_size=1, accumulate=4):
     model = Reader()
     trainer = Trainer(
-        **ranks_on(DEVICE, strategy),
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
         max_steps=5,
         accumulate_grad_batches=accumulate,
         log_every_n_steps=1,
@@ -129,7 +118,10 @@ def fit(name, strategy, batch_size=1, accumulate=4):
             DeviceIdleMonitor(every_n_steps=1),
             TimelineRecorder(f"runs/{name}", steps=range(2, 5)),
         ],
-        **{**QUIET, "logger": CSVLogger("runs", name=name, version="log")},
+        logger=CSVLogger("runs", name=name, version="log"),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     trainer.fit(model, loader(batch_size))
     return model
@@ -142,26 +134,27 @@ def fit(name, strategy, batch_size=1, accumulate=4):
 # Lightning's DDP forks this process instead. Lightning calls that variant `"ddp_notebook"`. `"odc"` works in both.
 #
 # `"odc"` changes two things: how ranks communicate, and which of them trains on which texts. We look at the first one
-# alone, with `"odc_plain"`. It leaves the batches as they are, so we can compare the losses step by step.
+# alone, with `"odc_plain"`. It leaves the batches as they are, so we can compare the losses step by step. It is here
+# for this comparison alone: `"odc"`, which also balances, comes below, and is the name to use.
 
 # %%
 fit("ddp", strategy="ddp_notebook")
-model = fit("odc", strategy="odc_plain")
+model = fit("odc_plain", strategy="odc_plain")
 
 # %% [markdown]
 # Was it the same training? Both began with the same weights and saw the same texts in the same order. So their losses
 # must be the same, up to the order in which numbers are summed.
 
 # %% Compare the losses tags=["hide-input"]
-ddp, odc = read_log("runs/ddp/log", "loss"), read_log("runs/odc/log", "loss")
+ddp, plain = (read_log(f"runs/{name}/log", "loss") for name in ("ddp", "odc_plain"))
 print_table(
-    ["step", "ddp", "odc", "difference"],
+    ["step", "ddp", "odc_plain", "difference"],
     [
         [step, f"{a:.4f}", f"{b:.4f}", f"{abs(a - b):.1e}"]
-        for step, (a, b) in enumerate(zip(ddp, odc, strict=True))
+        for step, (a, b) in enumerate(zip(ddp, plain, strict=True))
     ],
 )
-assert all(abs(a - b) < 1e-3 * a for a, b in zip(ddp, odc, strict=True))
+assert all(abs(a - b) < 1e-3 * a for a, b in zip(ddp, plain, strict=True))
 
 # %% [markdown]
 # The training ran in other processes, and its result is back here: `model` has the trained weights.
@@ -195,38 +188,42 @@ with torch.no_grad():
 # 1. `communication="collective"`: the same sharding over PyTorch's own collectives, as under FSDP. (FSDP itself
 #    refuses to run in notebooks.) `balance="local_sort"` gives each rank four texts, the longest first.
 # 2. On demand, with the same texts on the same ranks.
-# 3. On demand, and with `balance="lb_mini"`: each rank gets so many texts that all ranks have equal work.
-#    `strategy="odc"` does this, too. It chooses the policy, the cost and the weights by itself.
+# 3. `"odc"`: on demand, and balanced. Each rank gets as many texts as make its work equal to that of the other. It
+#    chooses the policy, the cost of a text and the weights by itself.
 
 # %%
-dense = balance.transformer(Reader().model.config, dense=True)
 runs = {
     "collectives, as in FSDP": ODCStrategy(
         communication="collective", balance="local_sort", weighting="next_token"
     ),
     "on demand": ODCStrategy(balance="local_sort", weighting="next_token"),
-    "on demand, and balanced": ODCStrategy(
-        balance="lb_mini", cost=dense, weighting="next_token"
-    ),
+    "odc: on demand, balanced": "odc",
 }
 models = {
     name: fit(name, strategy, batch_size=4, accumulate=1)
     for name, strategy in runs.items()
 }
 
-# %% Draw the timelines tags=["hide-input"]
-show(
-    pictures.timelines_figure(
-        {name: load_timeline(f"runs/{name}/timeline.json") for name in runs}
-    ),
-    "Three timelines of the same three optimizer steps on two ranks. With "
-    "collectives, grey waiting is spread over the microbatches. On demand, all "
-    "waiting is at the end of the steps. Balanced as well, the ranks end their "
-    "steps nearly together, with different numbers of microbatches.",
+# %%
+timelines = {name: load_timeline(f"runs/{name}/timeline.json") for name in runs}
+draw_timelines(timelines, "runs/timelines.png")
+
+# %% Show the picture tags=["hide-input"]
+from IPython.display import Image, display
+
+display(
+    Image(
+        filename="runs/timelines.png",
+        alt="Three timelines of the same three optimizer steps on two ranks. With "
+        "collectives, grey waiting is spread over the microbatches. On demand, all "
+        "waiting is at the end of the steps. Balanced as well, the ranks end their "
+        "steps nearly together, with different numbers of microbatches.",
+    )
 )
 
 # %% [markdown]
-# The black lines are optimizer steps. Blue is computing, grey is waiting, and the numbers are tokens.
+# The black lines are optimizer steps. Blue is computing, the thin lane below it is moving bytes, grey is waiting, and
+# the numbers are tokens.
 #
 # - **Collectives**: the ranks run their microbatches side by side. Beside a longer text the other rank waits, layer by
 #   layer.
@@ -240,27 +237,40 @@ show(
 # %% Print idle time tags=["hide-input"]
 rows = []
 for name in ("ddp", *runs):
-    idle = mean_of_log(f"runs/{name}/log", "idle/fraction", skip=1)
-    seconds = mean_of_log(f"runs/{name}/log", "step_seconds", skip=1)
-    rows.append(
-        [name, f"{idle * seconds:.2f} s", f"{seconds:.2f} s", f"{idle:.0%}"]
+    idle, seconds, speed = (
+        mean_of_log(f"runs/{name}/log", value, skip=1)
+        for value in ("idle/fraction", "step_seconds", "tokens_per_second")
     )
-print_table(["per step", "idle", "of", "idle part"], rows)
+    rows.append(
+        [
+            name,
+            f"{idle * seconds:.2f} s",
+            f"{seconds:.2f} s",
+            f"{idle:.0%}",
+            f"{speed:,.0f}",
+        ]
+    )
+print_table(["per step", "idle", "of", "idle part", "tokens/s"], rows)
 
 # %% [markdown]
 # Idle time is measured, not estimated: the seconds of a step in which a rank waited for the other one, for data, or
 # for that small message. These are numbers of one short run on one machine. On a laptop that runs other programs
-# they vary. Run it again before you believe them. `communication="lockstep"` shows how much of a faster step comes
-# from cheaper bytes, and how much from fewer waits: see [Communication modes](../docs/idle.md#communication-modes).
+# they vary, the seconds more than the idle part. Run it again before you believe them. `communication="lockstep"`
+# shows how much of a faster step comes from cheaper bytes, and how much from fewer waits: see [Communication
+# modes](../docs/idle.md#communication-modes).
 #
-# (A model as small as this one fits on every device, and then it needs no sharding: [plain DDP with a balanced
-# loader](../docs/full-gain.md#plain-ddp-balanced) is a good choice.)
+# The last three rows had the same texts in every step. DDP came from another loader, so its steps may hold other texts:
+# compare its idle part, not its seconds. It has no plan, so a rank with long texts makes the other one wait. A model as
+# small as this one fits on every device and needs no sharding. Then DDP can be planned, too: [Plain DDP,
+# balanced](../docs/full-gain.md#plain-ddp-balanced) has the four edits and the measured time.
 #
-# `cost` says what a text costs: the number of operations that follows from the model's configuration, on a CPU,
-# where attention is dense. `weighting` says what a microbatch counts in the gradient: the number of tokens that it
-# predicts. So with `balance=` each *token* counts the same, not each text as in the first two runs. With texts of
-# different lengths that is usually right. [Minibatches and loss weighting](../docs/minibatches.md) says why, and how
-# to change it. The three models have learnt the same, wherever the texts were computed:
+# What does `"odc"` choose? The *cost* of a text is the number of operations that follows from the model's
+# configuration. The *weighting* says what a microbatch counts in the gradient. `"odc"` tries the loss on a few texts
+# before training: this one is a mean over the tokens that it predicts, so each microbatch counts its tokens. That is
+# why the other two runs have `weighting="next_token"`. So in these runs each *token* counts the same, not each text as
+# in the first two. With texts of different lengths that is usually right. [Minibatches and loss
+# weighting](../docs/minibatches.md) says why, and how to change it. The three models have learnt the same, wherever the
+# texts were computed:
 
 # %%
 with torch.no_grad():
