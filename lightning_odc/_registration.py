@@ -12,6 +12,14 @@ from lightning_odc import _compat_lightning
 from lightning_odc.strategy.odc import ODCStrategy
 
 NAMES = ("odc", "odc_plain", "odc_balanced")
+MISSPELT = {
+    "odc-plain": "odc_plain",
+    "odc_balance": "odc",
+    "odc-balanced": "odc",
+    "lightning_odc": "odc",
+    "lightning-odc": "odc",
+}
+"""Names that Lightning would refuse without a word of ours, and what was meant."""
 
 
 def register() -> None:
@@ -25,6 +33,9 @@ def register() -> None:
             STRATEGY_REGISTRY.register(name, _fabric_strategy, description=describe, word=name)
         if other is not None and name not in other:
             other.register(name, _explain_other_trainer, description="see lightning_odc", word=name)
+    for registry in filter(None, (StrategyRegistry, STRATEGY_REGISTRY, other)):
+        for name in MISSPELT.keys() - registry.keys():
+            registry.register(name, _explain_name, description=f"see {MISSPELT[name]}", word=name)
 
 
 def _fabric_strategy(word: str, **options: Any) -> Any:
@@ -38,6 +49,10 @@ def _fabric_strategy(word: str, **options: Any) -> Any:
             'Fabric(strategy="odc"), or use lightning.pytorch.Trainer, which balances.'
         )
     return ODCFabricStrategy(**options)
+
+
+def _explain_name(word: str) -> NoReturn:
+    raise ValueError(f'strategy="{word}" is unknown: did you mean strategy="{MISSPELT[word]}"?')
 
 
 def _explain_other_trainer(word: str) -> NoReturn:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 import sys
@@ -23,6 +22,7 @@ from lightning_odc.console import (
     add_options,
     check_extra_packages,
     complain,
+    did_you_mean,
     read_options,
     run_written,
     say_first,
@@ -69,10 +69,9 @@ def _suggestion(message: str, options: Sequence[str]) -> str:
     if found is None:
         return ""
     word = found[1]
-    close = difflib.get_close_matches(word, options if word.startswith("-") else COMMANDS, n=1)
-    if not close:
-        return ""
-    return f": did you mean {close[0] if word.startswith('-') else f'{PROGRAM} {close[0]}'}?"
+    return (
+        did_you_mean(word, options) if word.startswith("-") else did_you_mean(word, COMMANDS, f"{PROGRAM} ")
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

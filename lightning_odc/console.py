@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib.util
 import io
 import json
@@ -86,12 +87,21 @@ def check_options(options: Any) -> None:
             if least is not None and item < least:
                 raise OptionError(f"{flag(entry.name)} {item:g}: use {least:g} or more")
             if choices and item not in choices:
-                raise OptionError(f"{flag(entry.name)} {item!r} is unknown: choose from {', '.join(choices)}")
+                close = did_you_mean(item, choices)
+                raise OptionError(
+                    f"{flag(entry.name)} {item!r} is unknown: choose from {', '.join(choices)}{close}"
+                )
 
 
 def _fields(options: Any) -> list[Field[Any]]:
     """Those made by `option`; a dataclass may have others."""
     return [entry for entry in fields(options) if "help" in entry.metadata]
+
+
+def did_you_mean(word: str, known: Iterable[str], program: str = "") -> str:
+    """The end of a message: the closest name that is known; empty if none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f": did you mean {program}{close[0]}?" if close else ""
 
 
 def flag(name: str) -> str:

@@ -67,6 +67,7 @@ def test_every_option_reaches_the_demo(asked_for: list[DemoOptions], tmp_path: P
             "demo --communication one_sided",
             "'one_sided' is unknown: choose from collective, on_demand, lockstep, balanced",
         ),
+        ("demo --communication colective", "lockstep, balanced: did you mean collective?"),
         ("demo --communication collective collective", "names a mode twice"),
         ("demo --communication", "expected at least one argument"),
         ("demo --max-length 10", "--max-length 10: use 64 or more"),

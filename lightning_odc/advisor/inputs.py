@@ -19,10 +19,10 @@ from lightning_odc.balance.transformer import shape_of, transformer
 from lightning_odc.bench.configs import ACCEPTED, config_of, one_line
 from lightning_odc.bench.lengths import find_samples
 from lightning_odc.bench.options import DISTRIBUTIONS
-from lightning_odc.console import OptionError
+from lightning_odc.console import OptionError, did_you_mean
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.gain import glance
-from lightning_odc.data.lengths import measure
+from lightning_odc.data.lengths import LengthsUnknownError, measure
 from lightning_odc.data.loader import is_stream
 from lightning_odc.data.rng import isolated_rng, with_own_rng
 from lightning_odc.strategy.model_facts import cost_of_model
@@ -165,7 +165,7 @@ def read_lengths(given: Any, max_length: int | None = None, seed: int = 0) -> Sa
     if str(given) not in DISTRIBUTIONS and not Path(given).exists():
         raise OptionError(
             f"--lengths {str(given)!r} is neither one of {', '.join(DISTRIBUTIONS)}, nor a file (.txt with one per "
-            "line, .npy, .json, .jsonl), nor the folder of a data set"
+            f"line, .npy, .json, .jsonl), nor the folder of a data set{did_you_mean(str(given), DISTRIBUTIONS)}"
         )
     found = find_samples(str(given), max_length, seed)
     return Samples(first_number(as_lengths(found.lengths)), found.source)
@@ -182,10 +182,9 @@ def inspect_loader(dataloader: Any, batches: int, length_fn: Any = None) -> Samp
     try:
         values, indices = glance(dataloader, min(len(dataset), _MOST_SAMPLES), length_fn or measure)
     except Exception as error:
-        said = " ".join(str(error).split())
-        raise OptionError(
-            f'the loader: {said} Or pass length_fn=lambda sample: len(sample["tokens"])'
-        ) from error
+        known = error if isinstance(error, LengthsUnknownError) else LengthsUnknownError(str(error))
+        said = " ".join(known.reason.split())
+        raise OptionError(f"the loader: {said} Pass length_fn={known.length_fn}") from error
     if not len(values):
         raise OptionError(
             "the loader: its workers read the samples, so none was read here: pass lengths=[812, 4096, 77]"

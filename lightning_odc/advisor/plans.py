@@ -60,8 +60,8 @@ class Plans:
 
     @property
     def over_collectives(self) -> float:
-        """The time of the best plan for collectives, over that on demand."""
-        return self.collective.balanced / self.on_demand.balanced
+        """The time of the best plan for collectives, or of batches as they come if that is shorter, over on demand."""
+        return min(self.collective.balanced / self.on_demand.balanced, self.on_demand.factor)
 
 
 @dataclass(frozen=True)

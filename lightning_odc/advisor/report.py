@@ -112,13 +112,13 @@ class Advice:
         """One or two sentences; that it would not help comes first."""
         plans, memory = self.plans, self.memory
         idle, demand = plans.collective.idle, plans.on_demand.balanced_idle
+        planned = _times_as_fast(plans.on_demand)
         if self.inputs.place.devices == 1:
             return "This would not help: one device has no other to wait for."
         if self.helps:
             return (
-                f"This would help: ranks would wait {demand:.0%} of the time for each other, instead of {idle:.0%}. A "
-                f"planned step is {plans.on_demand.factor:.2f} times as fast as with batches as they come, and "
-                f"{plans.over_collectives:.2f} times as fast as the best plan for collectives."
+                f"This would help: ranks would wait {demand:.0%} of the time for each other, instead of {idle:.0%}. "
+                f"{planned}, and {plans.over_collectives:.2f} times as fast as the best plan for collectives."
             )
         if plans.over_collectives >= WORTH:
             states, limit = _gb(memory.states), _gb(memory.limit)
@@ -132,14 +132,14 @@ class Advice:
                     "This would not help: one sample per device and step leaves nothing to share out. A larger "
                     "minibatch would."
                 )
+            if plans.on_demand.factor < 1 / WORTH:
+                return f"This would not help. {planned}, though ranks would wait {demand:.0%}, not {idle:.0%} of it."
             wait = f"would wait {idle:.0%} of the time for each other"
             if idle < _LITTLE:
                 return f"This would not help: batches take equally long on all ranks, so they {wait}."
             return f"This would not help: ranks {wait}, and no plan leaves much less."
-        return (
-            f"On-demand communication would not help: {why}. Balancing would: a planned step is "
-            f"{plans.collective.factor:.2f} times as fast as with batches as they come."
-        )
+        balancing = _times_as_fast(plans.collective)
+        return f"On-demand communication would not help: {why}. Balancing would. {balancing}."
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         """Titles and lines; a line that goes on has no title."""
@@ -200,6 +200,14 @@ class Advice:
             "minibatch_size": inputs.minibatch_size,
             "steps_planned": plans.steps,
         }
+
+
+def _times_as_fast(gain: Gain) -> str:
+    """The estimate and its baseline, and where padding is a part of it, its two factors."""
+    waiting = (1 - gain.balanced_idle) / (1 - gain.idle)
+    parts = f" ({gain.factor / waiting:.2f} by less padding, times {waiting:.2f} by less waiting)"
+    split = parts * (gain.padding != gain.balanced_padding)
+    return f"A planned step is {gain.factor:.2f} times as fast as with batches as they come{split}"
 
 
 def _gb(size: float) -> str:

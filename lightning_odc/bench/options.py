@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lightning_odc.balance.planner import COLLECTIVE_SAFE
 from lightning_odc.balance.planner import POLICIES as PLANNED
-from lightning_odc.console import OptionError, check_options, option
+from lightning_odc.console import OptionError, check_options, did_you_mean, option
 
 COMMUNICATIONS = ("ddp", "collective", "lockstep", "on_demand")
 PAPERS_OWN = "lb_micro_paper"
@@ -137,6 +137,7 @@ class TrainOptions:
         if self.lengths not in DISTRIBUTIONS and not Path(self.lengths).exists():
             raise OptionError(
                 f"--lengths {self.lengths!r} is neither a file or folder nor one of {', '.join(DISTRIBUTIONS)}"
+                f"{did_you_mean(self.lengths, DISTRIBUTIONS)}"
             )
 
     def check_ranks(self) -> None:

@@ -55,6 +55,12 @@ def balanced_from(
     return balanced
 
 
+def _plain(dataloader: DataLoader[Any]) -> str:
+    """The loader to write instead, with its batch size if that is known."""
+    own = getattr(dataloader.batch_sampler, "batch_size", "...")
+    return f"DataLoader(dataset, batch_size={dataloader.batch_size or own}, shuffle=True)"
+
+
 def _batch_size(dataloader: DataLoader[Any]) -> int:
     if dataloader.batch_size is not None:
         return dataloader.batch_size
@@ -62,12 +68,12 @@ def _batch_size(dataloader: DataLoader[Any]) -> int:
         raise ChosenSamplesError(
             "A DataLoader(batch_size=None) cannot be balanced: its samples are batches already. A "
             "DataLoader(batch_sampler=...) cannot either: it chooses which samples go together, and Lightning "
-            "rebuilds it with batch_size=None for a distributed sampler. Write DataLoader(dataset, batch_size=8, "
-            "shuffle=True), or yield `Minibatch`es and leave balancing out."
+            f"rebuilds it with batch_size=None for a distributed sampler. Write {_plain(dataloader)}, or yield "
+            "`Minibatch`es and leave balancing out."
         )
     raise ChosenSamplesError(
         f"DataLoader(batch_sampler={type(dataloader.batch_sampler).__name__}(...)) chooses which samples go "
-        "together, but balancing must choose that. Write DataLoader(dataset, batch_size=8, shuffle=True)."
+        f"together, but balancing must choose that. Write {_plain(dataloader)}."
     )
 
 
@@ -86,12 +92,11 @@ def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
             return sampler.shuffle
         raise ChosenSamplesError(
             "The DataLoader's DistributedSampler gives every rank a part of the samples, and balancing would deal that "
-            "part out again. Leave the sampler out: DataLoader(dataset, batch_size=8, shuffle=True)."
+            f"part out again. Leave the sampler out: {_plain(dataloader)}."
         )
     raise ChosenSamplesError(
         f"Balancing chooses samples itself and would ignore DataLoader(sampler={type(own or sampler).__name__}(...)). "
-        "Write DataLoader(dataset, batch_size=8, shuffle=True), with torch.utils.data.Subset(dataset, indices) to "
-        "choose."
+        f"Write {_plain(dataloader)}, with torch.utils.data.Subset(dataset, indices) to choose."
     )
 
 

@@ -52,17 +52,20 @@ _LOOK_EVERY_S = 1.0
 _TEACH = (
     "Say how long the samples are:\n"
     "    BalancedDataLoader(dataset, lengths=[12, 7, ...], ...)    # or `dataset.lengths = [12, 7, ...]`\n"
-    '    BalancedDataLoader(dataset, length_fn=lambda sample: len(sample["tokens"]), ...)'
+    "    BalancedDataLoader(dataset, length_fn="
 )
 
 
 class LengthsUnknownError(ValueError):
     """The lengths of the samples are unknown, so they cannot be balanced."""
 
+    length_fn = 'lambda sample: len(sample["tokens"])'
+    """The function to write, with a key of the sample if there is one that has a length."""
+
     @property
     def reason(self) -> str:
         """The message without the lines to write, for who knows better ones."""
-        return str(self).removesuffix(_TEACH).rstrip()
+        return str(self).partition(_TEACH)[0].rstrip()
 
 
 @dataclass(frozen=True)
@@ -122,12 +125,17 @@ def measure(sample: Any) -> int:
         length = len(first) if is_floating else length  # steps of a series, each with some numbers
     if length is not None:
         return length
-    kind = f"a {type(sample).__name__}"
+    kind, length_fn = f"a {type(sample).__name__}", LengthsUnknownError.length_fn
     if isinstance(sample, Tensor | np.ndarray):
         kind = f"{type(sample).__name__} of shape {list(sample.shape)}"
     elif isinstance(sample, Mapping):
         kind = f"{type(sample).__name__} with keys {list(sample)[:10]}"
-    raise LengthsUnknownError(f"The length of a sample that is {kind} is not known. {_TEACH}")
+        key = next((name for name in sample if _length(sample[name]) is not None), "tokens")
+        length_fn = f'lambda sample: len(sample["{key}"])'
+    said = f"The length of a sample that is {kind} is not known. {_TEACH}{length_fn}, ...)"
+    error = LengthsUnknownError(said)
+    error.length_fn = length_fn
+    raise error
 
 
 def _length(sample: Any) -> int | None:

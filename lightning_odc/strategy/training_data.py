@@ -373,7 +373,7 @@ class TrainingData:
                 raise
             return self._left_alone(dataloader, str(error))
         except LengthsUnknownError as error:
-            tell = 'length_fn=lambda sample: len(sample["tokens"]))'
+            tell = f"length_fn={error.length_fn})"
             if options.balance == "auto":
                 return self._left_alone(dataloader, f"{error.reason} Write\n    ODCStrategy({tell}")
             line = f'ODCStrategy(balance="{options.balance}", {tell}'

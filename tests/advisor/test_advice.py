@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from functools import cache
@@ -58,6 +59,9 @@ def test_padding_is_that_of_the_loader() -> None:
     advice = Advice.on(inputs)
     assert advice.gain.padding > 0.1 > advice.gain.balanced_padding
     assert f"padding          {advice.gain.padding:.0%} of the computed tokens as batches come" in str(advice)
+    assert re.search(
+        r"as they come \(\d\.\d\d by less padding, times \d\.\d\d by less waiting\)", str(advice)
+    )
     assert "padding" not in str(advice_on())
 
 
@@ -109,6 +113,18 @@ def test_where_nothing_is_gained_that_comes_first() -> None:
     assert str(advice).startswith("This would not help: batches take equally long on all ranks")
     assert advice.line.startswith("Trainer(") and 'strategy="fsdp"' in advice.line
     assert "has not run" not in str(advice), "stock sharding has"
+
+
+def test_a_plan_that_waits_less_and_takes_longer_would_not_help() -> None:
+    come = Advice.on(inputs_of(UNEVEN))
+    demand = replace(come.plans.on_demand, factor=0.92)
+    collective = replace(come.plans.collective, factor=0.8, balanced=demand.balanced * 0.92 / 0.8)
+    slower = replace(come, plans=replace(come.plans, on_demand=demand, collective=collective))
+    assert slower.plans.over_collectives == 0.92
+    assert str(slower).startswith(
+        "This would not help. A planned step is 0.92 times as fast as with batches as "
+    )
+    assert 'strategy="fsdp"' in slower.line
 
 
 def test_one_sample_per_step_leaves_nothing_to_balance() -> None:

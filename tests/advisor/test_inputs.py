@@ -134,8 +134,8 @@ def test_a_trainer_says_on_what_it_trains() -> None:
 
 
 def test_lengths_that_nothing_tells() -> None:
-    with pytest.raises(ValueError, match=r"length_fn=lambda sample"):
-        parse_inputs(AdviseOptions(DataLoader([{"a": 1}] * 8, batch_size=2), "1.5b"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r'known. Pass length_fn=lambda sample: len\(sample\["a"\]\)$'):
+        parse_inputs(AdviseOptions(DataLoader([{"a": [1]}] * 8, batch_size=2), "1.5b"))  # type: ignore[arg-type]
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
@@ -148,6 +148,7 @@ def test_lengths_that_nothing_tells() -> None:
             "--lengths nothing --model 7b",
             "'nothing' is neither one of stdlib, equal, longalign, swesmith, aime, nor a file",
         ),
+        ("--lengths longaling --model 7b", "the folder of a data set: did you mean longalign?"),
         ("--lengths few.txt --model 7b", "8 devices x 4 samples is more than the 2 lengths there are"),
         ("--lengths longalign --model 7c", "'7c' is unknown: write 1.5b, 7b, 14b, 32b, 8b, 70b, a number"),
         ("--lengths longalign --model 12", "a number of parameters is between 2e5 and 1e14"),

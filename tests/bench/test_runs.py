@@ -78,7 +78,8 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
     assert factors[0] * factors[1] == pytest.approx(split["total"][1])
     assert "| ddp | lb_micro |" in (tmp_path / "bench.md").read_text()
     assert (tmp_path / "bench.png").stat().st_size > 1000
-    assert "losses agree" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "This takes more than " in out and "losses agree" in out
 
 
 def _raise_on_one(rank: int, world_size: int, *, tell: Any) -> int:
@@ -278,6 +279,7 @@ def test_nothing_measured_leaves_earlier_results(
         ("--model {words}", "not a configuration"),
         ("--model {huge}", "or use fewer ranks, a smaller --model"),
         ("--lengths nowhere", "--lengths 'nowhere' is neither a file or folder nor one of stdlib"),
+        ("--lengths stdlibs", "nor one of stdlib, equal, longalign, swesmith, aime: did you mean stdlib?"),
         ("--lengths {words}", "could not convert string to float"),
         ("--lengths {negative}", "expected whole numbers of at least 1"),
         ("--lengths {endless}", "no sample can have 1e+21 tokens, lengths are below 2**40"),

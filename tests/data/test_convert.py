@@ -123,9 +123,12 @@ class OwnSampler(SequentialSampler):
         ({"batch_size": None}, "samples are batches already"),
         (
             {"batch_size": 1, "batch_sampler": BatchSampler(SequentialSampler(ROWS), 2, False)},
-            r"DataLoader\(batch_sampler=BatchSampler\(...\)\) chooses which samples go together",
+            r"DataLoader\(batch_sampler=BatchSampler\(...\)\) chooses which samples go together.*batch_size=2, ",
         ),
-        ({"sampler": WeightedRandomSampler([1.0] * 13, 13)}, "would ignore .*WeightedRandomSampler"),
+        (
+            {"sampler": WeightedRandomSampler([1.0] * 13, 13)},
+            r"would ignore .*WeightedRandomSampler(.|\n)*batch_size=2, shuffle=True",
+        ),
         ({"sampler": RandomSampler(ROWS, replacement=True)}, "would ignore .*RandomSampler"),
         ({"sampler": RandomSampler(ROWS, num_samples=5)}, "would ignore .*RandomSampler"),
         ({"sampler": OwnSampler(ROWS)}, "would ignore .*OwnSampler"),

@@ -117,6 +117,14 @@ def test_what_has_no_length_of_its_own_is_refused_with_the_line_to_write(sample)
         measure(sample)
 
 
+def test_the_line_to_write_has_the_key_of_the_sample():
+    with pytest.raises(
+        LengthsUnknownError, match=r'length_fn=lambda sample: len\(sample\["ids"\]\), '
+    ) as error:
+        measure({"name": "a", "ids": [3, 1, 4]})
+    assert error.value.reason.endswith("with keys ['name', 'ids'] is not known.")
+
+
 def test_given_lengths_come_first_and_the_data_set_is_not_read():
     dataset = Samples(ROWS, lengths=[9] * 5)
     for given in ([1, 2, 3, 4, 5], np.arange(1, 6), torch.arange(1, 6), (1.0, 2.0, 3.0, 4.0, 5.0)):

@@ -163,6 +163,15 @@ def test_pytorch_lightnings_trainer_explains_itself():
         other.Trainer(strategy=ODCStrategy(), accelerator="cpu", devices=1)
 
 
+@pytest.mark.parametrize("package", ["lightning.pytorch", "lightning.fabric", "pytorch_lightning"])
+def test_a_misspelt_name_gets_a_suggestion(package):
+    module = pytest.importorskip(package)
+    kind = module.Fabric if package == "lightning.fabric" else module.Trainer
+    for name, meant in {"odc_balance": "odc", "odc-plain": "odc_plain"}.items():
+        with pytest.raises(ValueError, match=f'"{name}" is unknown: did you mean strategy="{meant}"'):
+            kind(strategy=name, accelerator="cpu", devices=1)
+
+
 @on_ranks(1)
 @pytest.mark.parametrize("strategy", ["auto", "ddp"])
 def test_a_minibatch_in_a_strategy_that_does_not_know_it(rank, strategy):

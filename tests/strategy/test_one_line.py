@@ -54,6 +54,11 @@ def fit(
     }
 
 
+@on_ranks(1)
+def test_one_rank_is_told_that_it_waits_for_no_other(rank):
+    assert "\nOne rank has no other one to wait for" in fit(samples(), 4, 1)["text"]
+
+
 #: Batch size, batches accumulated, and other options.
 WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "batches": (4, 1, {}),
