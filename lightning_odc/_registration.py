@@ -12,13 +12,7 @@ from lightning_odc import _compat_lightning
 from lightning_odc.strategy.odc import ODCStrategy
 
 NAMES = ("odc", "odc_plain", "odc_balanced")
-MISSPELT = {
-    "odc-plain": "odc_plain",
-    "odc_balance": "odc",
-    "odc-balanced": "odc",
-    "lightning_odc": "odc",
-    "lightning-odc": "odc",
-}
+MISSPELT = {"odc-plain": "odc_plain", "odc_balance": "odc", "odc-balanced": "odc", "lightning_odc": "odc"}
 """Names that Lightning would refuse without a word of ours, and what was meant."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -39,15 +40,10 @@ class Plans:
         batches = -(-inputs.minibatch_size // samples.together)
         gains: dict[str, Gain] = {}
         for policy in ("lb_micro", "lb_mini"):
-            planner = Planner(
-                devices,
-                inputs.max_tokens,
-                policy,
-                model.cost,
-                collation=samples.collation,
-                allow_empty=True,
-            ).capped_for(samples.lengths)
-            gains[policy] = planned_gain(drawn, samples.together, batches, planner)
+            shape: Any = {"collation": samples.collation, "allow_empty": True}
+            planner = Planner(devices, inputs.max_tokens, policy, model.cost, **shape)
+            capped = planner.capped_for(samples.lengths)
+            gains[policy] = planned_gain(drawn, samples.together, batches, capped)
         needed, shared, long_steps = 0.0, 0.0, 0
         for part in np.split(drawn, steps):
             alone = [[[index] for index in range(len(part))]]

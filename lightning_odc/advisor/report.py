@@ -138,8 +138,8 @@ class Advice:
             if idle < _LITTLE:
                 return f"This would not help: batches take equally long on all ranks, so they {wait}."
             return f"This would not help: ranks {wait}, and no plan leaves much less."
-        balancing = _times_as_fast(plans.collective)
-        return f"On-demand communication would not help: {why}. Balancing would. {balancing}."
+        balancing = f" Balancing would. {_times_as_fast(plans.collective)}." * self.balancing_helps
+        return f"On-demand communication would not help: {why}.{balancing}"
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         """Titles and lines; a line that goes on has no title."""

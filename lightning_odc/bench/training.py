@@ -18,8 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from lightning_odc.balance.transformer import transformer
-from lightning_odc.bench.models import BenchModule, find_config
+from lightning_odc.bench.models import BenchModule
 from lightning_odc.bench.options import AUTO, Combination
 from lightning_odc.bench.processes import PROCESS_BYTES, Placement, Ranks, Tell, check_memory, place
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run, Totals
@@ -50,9 +49,6 @@ def run_train(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> int:
         prepare_output(outcome.options.output)
     with outcome.cut:
         print(outcome.introduction, flush=True)
-        if (least := least_seconds(outcome.workload)) is not None:
-            took = f"{least / 60:.0f} minutes" if least > 90 else f"{least:.0f} s"
-            print(f"This takes more than {took}: so long take its matrix products alone.", flush=True)
         train_all(outcome, callbacks_of)
     outcome.show()
     outcome.write_files()
@@ -71,24 +67,6 @@ def check(workload: Workload) -> None:
     each = PROCESS_BYTES + workload.check()
     what = f"{options.ranks} ranks with {gib(each)} GiB each"
     check_memory(options.ranks * each, what, "fewer ranks, a smaller --model, or a shorter --max-length")
-
-
-def least_seconds(workload: Workload) -> float | None:
-    """The time of all matrix products, at the speed of one of them here; ``None`` if that is not known."""
-    options = workload.options
-    try:
-        cost = transformer(find_config(options.model, workload.longest))
-    except ValueError:
-        return None
-    if options.device != "cpu":
-        return None
-    square, began = torch.ones(512, 512), time.perf_counter()
-    for _ in range(20):
-        square @ square
-    flops_per_second = 20 * 2 * 512**3 / (time.perf_counter() - began)
-    minibatches = len(options.runs) * options.repetitions * (WARM_UP + options.minibatches)
-    samples = minibatches * options.ranks * options.samples_per_rank
-    return samples * float(cost.samples(workload.samples.lengths).mean()) / flops_per_second
 
 
 def train_all(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> None:

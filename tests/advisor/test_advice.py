@@ -152,7 +152,9 @@ def test_a_window_that_does_not_fit_is_not_recommended() -> None:
     tight = replace(whole, memory=memory)
     assert not tight.helps
     assert str(tight).startswith("On-demand communication would not help: it adds ")
-    assert "Balancing would: a planned step is " in str(tight)
+    assert "Balancing would. A planned step is " in str(tight)
+    none = replace(tight.plans, collective=replace(tight.plans.collective, factor=0.92))
+    assert "would. " not in str(replace(tight, plans=none))
     assert 'ODCStrategy(communication="collective", balance="lb_micro")' in tight.line
 
 

@@ -78,8 +78,7 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(
     assert factors[0] * factors[1] == pytest.approx(split["total"][1])
     assert "| ddp | lb_micro |" in (tmp_path / "bench.md").read_text()
     assert (tmp_path / "bench.png").stat().st_size > 1000
-    out = capsys.readouterr().out
-    assert "This takes more than " in out and "losses agree" in out
+    assert "losses agree" in capsys.readouterr().out
 
 
 def _raise_on_one(rank: int, world_size: int, *, tell: Any) -> int:

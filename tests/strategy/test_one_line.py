@@ -56,7 +56,7 @@ def fit(
 
 @on_ranks(1)
 def test_one_rank_is_told_that_it_waits_for_no_other(rank):
-    assert "\nOne rank has no other one to wait for" in fit(samples(), 4, 1)["text"]
+    assert "\nOne rank has no other one to wait for" in fit(samples(), 4, 1, balance="lb_mini")["text"]
 
 
 #: Batch size, batches accumulated, and other options.
