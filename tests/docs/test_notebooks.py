@@ -38,60 +38,43 @@ def read(name):
     return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
 
 
-def test_there_are_six_and_each_has_a_source():
+def test_every_notebook_is_its_source_and_was_run():
     assert build.names() == NAMES
     assert [name[:3] for name in NAMES] == ["01_", "02_", "03_", "04_", "05_", "06_"]
+    for name in NAMES:
+        notebook, source = read(name), build.from_source(name)
+        nbformat.validate(notebook)
+        assert build.cells_of(notebook) == build.cells_of(source), (
+            f"run: make notebooks ARGS='--write {name}'"
+        )
+        assert [cell.id for cell in notebook.cells] == [cell.id for cell in source.cells], name
+        assert build.problems(notebook) == [], name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_is_its_source_and_was_run(name):
-    notebook, source = read(name), build.from_source(name)
-    nbformat.validate(notebook)
-    assert build.cells_of(notebook) == build.cells_of(source), f"run: make notebooks ARGS='--write {name}'"
-    assert [cell.id for cell in notebook.cells] == [cell.id for cell in source.cells]
-    assert build.problems(notebook) == []
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_notebook_tells_its_reader_what_to_expect_and_ends_with_exercises(name):
-    texts = [cell.source for cell in read(name).cells if cell.cell_type == "markdown"]
-    number = int(name[:2])
-    assert texts[0].startswith(f"# {number}. ")
-    assert "**You will learn**" in texts[0]
-    assert "**It needs**" in texts[0]
-    exercises = texts[-1].split("## Exercises")[1]
-    asked = re.findall(r"^(\d)\. ", exercises.split("<details>")[0], re.MULTILINE)
-    answered = re.findall(r"^<details>\n<summary>Answer to (\d)</summary>\n\n\S", exercises, re.MULTILINE)
-    assert len(asked) >= 3
-    assert answered == asked
-    assert exercises.count("</details>") == len(asked)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_links_lead_somewhere(name):
-    texts = [cell.source for cell in read(name).cells if cell.cell_type == "markdown"]
-    targets = [target for text in texts for target in re.findall(r"\]\(([^)]+)\)", text)]
-    local = [target for target in targets if not target.startswith("https://")]
-    assert local
-    for target in local:
-        assert (FOLDER / target.split("#")[0]).is_file(), target
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_text_has_no_percentages_that_a_run_could_change(name):
+def test_texts_say_what_to_expect_and_end_with_exercises_and_their_links_lead_somewhere():
     """Figures are printed by cells. (Code in the text, between backquotes, may have what it likes.)"""
-    for cell in read(name).cells:
-        if cell.cell_type == "markdown":
-            assert not re.search(r"\d ?(%|ms\b)", re.sub(r"`[^`]*`", "", cell.source)), cell.source
+    for number, name in enumerate(NAMES, 1):
+        texts = [cell.source for cell in read(name).cells if cell.cell_type == "markdown"]
+        assert texts[0].startswith(f"# {number}. ")
+        assert "**You will learn**" in texts[0] and "**It needs**" in texts[0], name
+        exercises = texts[-1].split("## Exercises")[1]
+        asked = re.findall(r"^(\d)\. ", exercises.split("<details>")[0], re.MULTILINE)
+        answered = re.findall(r"^<details>\n<summary>Answer to (\d)</summary>\n\n\S", exercises, re.MULTILINE)
+        assert len(asked) >= 3, name
+        assert answered == asked, name
+        assert exercises.count("</details>") == len(asked), name
+        targets = [target for text in texts for target in re.findall(r"\]\(([^)]+)\)", text)]
+        local = [target.split("#")[0] for target in targets if not target.startswith("https://")]
+        assert local, name
+        assert [target for target in local if not (FOLDER / target).is_file()] == [], name
+        plain = [re.sub(r"`[^`]*`", "", text) for text in texts]
+        assert [text for text in plain if re.search(r"\d ?(%|ms\b)", text)] == [], name
+    for index in (FOLDER / "README.md", ROOT / "docs" / "tutorials.md", ROOT / "mkdocs.yml"):
+        assert [name for name in NAMES if name not in index.read_text()] == [], index
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("installed", [True, False])
-def test_the_first_cell_installs_the_package_only_where_it_is_missing(name, installed, monkeypatch):
-    cell = next(cell for cell in build.from_source(name).cells if cell.cell_type == "code")
-    assert cell.metadata["jupyter"] == {"source_hidden": True}
-    check, imports = re.split(r"\n\nfrom (?:lightning_odc|support)", cell.source, maxsplit=1)
-    assert imports
+def test_the_first_cell_installs_the_package_only_where_it_is_missing(installed, monkeypatch):
     ran = []
 
     class Shell:
@@ -101,14 +84,20 @@ def test_the_first_cell_installs_the_package_only_where_it_is_missing(name, inst
         def system(self, said):
             ran.append(said)
 
-    found = importlib.util.find_spec("lightning_odc") if installed else None
-    monkeypatch.setattr(importlib.util, "find_spec", {"lightning_odc": found, "support": found}.get)
-    monkeypatch.setattr(sys, "path", sys.path[:])
-    exec(TransformerManager().transform_cell(check), {"get_ipython": Shell})
     installs = ("pip", 'install --quiet "lightning-odc[notebooks]"')
     fetches = f"git clone --quiet --depth 1 {build.CLONED} clone"
-    assert ran == ([] if installed else [installs, fetches])
-    assert (sys.path[-1] == "clone/notebooks") == (not installed)
+    found = importlib.util.find_spec("lightning_odc") if installed else None
+    monkeypatch.setattr(importlib.util, "find_spec", {"lightning_odc": found, "support": found}.get)
+    for name in NAMES:
+        cell = next(cell for cell in build.from_source(name).cells if cell.cell_type == "code")
+        assert cell.metadata["jupyter"] == {"source_hidden": True}, name
+        check, imports = re.split(r"\n\nfrom (?:lightning_odc|support)", cell.source, maxsplit=1)
+        assert imports, name
+        ran.clear()
+        monkeypatch.setattr(sys, "path", sys.path[:])
+        exec(TransformerManager().transform_cell(check), {"get_ipython": Shell})
+        assert ran == ([] if installed else [installs, fetches]), name
+        assert (sys.path.pop() == "clone/notebooks") == (not installed), name
 
 
 def test_the_extra_brings_jupyter_and_make_opens_it():
@@ -155,9 +144,8 @@ def _html(page):
     return nbformat.v4.new_output("display_data", data={"text/html": page, "text/plain": "a figure"})
 
 
-@pytest.mark.parametrize(
-    ("output", "problem"),
-    [
+def test_what_a_reader_should_not_find_is_found():
+    for output, problem in (
         (nbformat.v4.new_output("error", ename="E", evalue="boom", traceback=[]), "ended in an error: boom"),
         (_stream("stderr", "UserWarning"), "wrote to stderr"),
         (_stream("stdout", "see /home/me/x.py"), "a path of this machine: /home/me/x.py"),
@@ -166,24 +154,20 @@ def _html(page):
         (_html('<script src="x.js"></script>'), "asks other hosts"),
         (_html("<script>fetch('/x')</script>"), "asks other hosts"),
         (_html("<p>https://example.org</p>"), "asks other hosts"),
-    ],
-    ids=["error", "warning", "path", "path in a value", "no alt", "script", "request", "address"],
-)
-def test_what_a_reader_should_not_find_is_found(output, problem):
-    notebook = read(NAMES[0])
-    next(cell for cell in notebook.cells if cell.cell_type == "code").outputs.append(output)
-    assert any(problem in found for found in build.problems(notebook))
+    ):
+        notebook = read(NAMES[0])
+        next(cell for cell in notebook.cells if cell.cell_type == "code").outputs.append(output)
+        assert any(problem in found for found in build.problems(notebook)), problem
+    not_run = build.problems(build.from_source(NAMES[0]))
+    assert {"it has no outputs", "cell [1] has the number None"} <= {*not_run}
 
 
-def test_a_notebook_that_was_not_run_is_found():
-    notebook = build.from_source(NAMES[0])
-    found = build.problems(notebook)
-    assert "it has no outputs" in found
-    assert "cell [1] has the number None" in found
+def test_the_page_shows_everything_and_asks_nobody():
+    for name in NAMES:
+        check_page(name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_shows_everything_and_asks_nobody(name):
+def check_page(name):
     notebook = read(name)
     page, pictures = pages.render(name, copy.deepcopy(notebook))
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
@@ -234,12 +218,9 @@ def test_with_an_address_a_notebook_opens_in_colab_and_installs_from_there():
     page, _ = pages.render(NAMES[0], notebook)
     assert f"[open it in Colab]({address})" in page
     assert "badge.svg" not in page, "the site asks no other host"
-
-
-def test_without_an_address_there_is_no_link_to_colab():
-    notebook = build.from_source(NAMES[0], "")
-    assert "colab" not in notebook.cells[0].source
-    assert 'install --quiet "lightning-odc[notebooks]"' in notebook.cells[1].source
+    without = build.from_source(NAMES[0], "")
+    assert "colab" not in without.cells[0].source
+    assert 'install --quiet "lightning-odc[notebooks]"' in without.cells[1].source
 
 
 def test_texts_are_renewed_without_a_run_and_code_is_not(tmp_path, monkeypatch):
@@ -263,9 +244,3 @@ def test_texts_are_renewed_without_a_run_and_code_is_not(tmp_path, monkeypatch):
     source.write_text(code.format("new", "%", 2))
     with pytest.raises(build.NotebookError, match="its code has changed"):
         build.renew_text("x")
-
-
-@pytest.mark.parametrize("index", [FOLDER / "README.md", ROOT / "docs" / "tutorials.md", ROOT / "mkdocs.yml"])
-def test_indexes_list_all_of_them(index):
-    text = index.read_text()
-    assert all(name in text for name in NAMES)
