@@ -59,9 +59,8 @@ def ragged_regression(samples: list[tuple[Tensor, float]]) -> Regression:
 PADDED, PACKED, APART = Collation("padded"), Collation("packed"), Collation("apart")
 
 
-@pytest.mark.parametrize(
-    ("collate_fn", "sample", "expected"),
-    [
+def test_what_a_collate_fn_does() -> None:
+    for collate_fn, sample, expected in (
         (padder(), tokens, PADDED),
         (padder(multiple=8), tokens, Collation("padded", multiple=8)),
         (padder(fixed=64), tokens, Collation("padded", fixed=64)),
@@ -82,15 +81,12 @@ PADDED, PACKED, APART = Collation("padded"), Collation("packed"), Collation("apa
         (lambda samples: {"image": torch.ones(len(samples), 3, 4, 4)}, row, None),
         (lambda samples: {"image": torch.ones(len(samples), 3), "ids": pad_sequence(samples)}, row, PADDED),
         (lambda samples: 1 / 0, row, None),
-    ],
-)
-def test_what_a_collate_fn_does(collate_fn: Any, sample: Any, expected: Collation | None) -> None:
-    assert found(collate_fn, sample, [17, 10]) == expected
+    ):
+        assert found(collate_fn, sample, [17, 10]) == expected
 
 
-@pytest.mark.parametrize(
-    ("collate_fn", "lengths", "expected"),
-    [
+def test_samples_of_these_lengths_tell_it() -> None:
+    for collate_fn, lengths, expected in (
         (padder(), [5, 5], PADDED),
         (pack_samples, [5, 5], PACKED),
         # rows of 8 and 32 are multiples of 4 and of 8; a third sample tells
@@ -99,10 +95,8 @@ def test_what_a_collate_fn_does(collate_fn: Any, sample: Any, expected: Collatio
         (padder(), [64, 32, 33], PADDED),
         (padder(32), [64, 32, 33], Collation("padded", multiple=32)),
         (list, [], None),
-    ],
-)
-def test_samples_of_these_lengths_tell_it(collate_fn: Any, lengths: list[int], expected: Any) -> None:
-    assert found(collate_fn, tokens, lengths) == expected
+    ):
+        assert found(collate_fn, tokens, lengths) == expected
 
 
 def test_lengths_in_other_units_still_pad() -> None:
@@ -165,13 +159,21 @@ def sizes(loader: BalancedDataLoader) -> list[int]:
     return [batch["input_ids"].numel() for minibatch in loader for batch in minibatch]
 
 
-@pytest.mark.parametrize("policy", ["lb_mini", "lb_micro", "local_sort", "steal"])
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_no_padded_microbatch_is_above_the_cap(policy: str, multiple: int) -> None:
-    for rank in (0, 1):
-        own = loader(LENGTHS, minibatch_size=3, policy=policy, collate_fn=padder(multiple), rank=rank)
-        assert own.collation == Collation("padded", multiple=multiple)
-        assert max(sizes(own)) <= -(-30 // multiple) * multiple
+def test_no_padded_microbatch_is_above_the_cap() -> None:
+    for multiple in (
+        1,
+        8,
+    ):
+        for policy in (
+            "lb_mini",
+            "lb_micro",
+            "local_sort",
+            "steal",
+        ):
+            for rank in (0, 1):
+                own = loader(LENGTHS, minibatch_size=3, policy=policy, collate_fn=padder(multiple), rank=rank)
+                assert own.collation == Collation("padded", multiple=multiple)
+                assert max(sizes(own)) <= -(-30 // multiple) * multiple
 
 
 def test_details_have_the_rows_that_are_computed() -> None:
@@ -224,11 +226,14 @@ class Counting(torch.utils.data.Dataset[dict[str, Any]]):
         return tokens(self.lengths[index])
 
 
-@pytest.mark.parametrize(("is_ready", "expected"), [(True, PADDED), (False, None)])
-def test_the_data_set_is_tried_on_a_copy(is_ready: bool, expected: Collation | None) -> None:
-    samples = Counting(is_ready)
-    assert loader(None, samples, minibatch_size=2).collation == expected
-    assert samples.reads == 0
+def test_the_data_set_is_tried_on_a_copy() -> None:
+    for is_ready, expected in (
+        (True, PADDED),
+        (False, None),
+    ):
+        samples = Counting(is_ready)
+        assert loader(None, samples, minibatch_size=2).collation == expected
+        assert samples.reads == 0
 
 
 # -- packing="auto" --------------------------------------------------------------------------------------------

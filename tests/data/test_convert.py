@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_odc.data.convert import balanced_from
 from lightning_odc.data.loader import BalancedDataLoader
 from tests.data.test_iterable import Sized
+from tests.support.refusals import assert_refused
 
 
 def pad(samples: list[list[int]]) -> torch.Tensor:
@@ -96,30 +97,33 @@ def test_a_distributed_sampler_can_be_replaced():
     assert len(balanced) == 4, "of all samples, not of a rank's part"
 
 
-@pytest.mark.parametrize(("ranks", "size", "batches"), [(2, 2, 1), (3, 1, 2), (1, 4, 1)])
-def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning(ranks, size, batches):
-    samplers = [DistributedSampler(ROWS[:12], ranks, rank, seed=9) for rank in range(ranks)]  # type: ignore[arg-type, var-annotated]
-    dataloader: DataLoader[Any] = DataLoader(ROWS[:12], batch_size=size, sampler=samplers[0])  # type: ignore[arg-type]
-    world: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "cache_dir": False}
-    balanced = balanced_from(dataloader, batches=batches, distributed_sampler="replace", **world)
-    for epoch in range(2):
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        per_rank = [list(sampler) for sampler in samplers]
-        share = size * batches
-        for step in range(len(balanced)):
-            stock = [index for own in per_rank for index in own[step * share : (step + 1) * share]]
-            plan = balanced.plan(step, epoch).microbatches
-            assert sorted(index for rank in plan for own in rank for index in own) == sorted(stock)
+def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning():
+    for ranks, size, batches in (
+        (2, 2, 1),
+        (3, 1, 2),
+        (1, 4, 1),
+    ):
+        samplers = [DistributedSampler(ROWS[:12], ranks, rank, seed=9) for rank in range(ranks)]  # type: ignore[arg-type, var-annotated]
+        dataloader: DataLoader[Any] = DataLoader(ROWS[:12], batch_size=size, sampler=samplers[0])  # type: ignore[arg-type]
+        world: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "cache_dir": False}
+        balanced = balanced_from(dataloader, batches=batches, distributed_sampler="replace", **world)
+        for epoch in range(2):
+            for sampler in samplers:
+                sampler.set_epoch(epoch)
+            per_rank = [list(sampler) for sampler in samplers]
+            share = size * batches
+            for step in range(len(balanced)):
+                stock = [index for own in per_rank for index in own[step * share : (step + 1) * share]]
+                plan = balanced.plan(step, epoch).microbatches
+                assert sorted(index for rank in plan for own in rank for index in own) == sorted(stock)
 
 
 class OwnSampler(SequentialSampler):
     pass
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_other_sampling_is_refused():
+    cases = [
         ({"batch_size": None}, "samples are batches already"),
         (
             {"batch_size": 1, "batch_sampler": BatchSampler(SequentialSampler(ROWS), 2, False)},
@@ -133,11 +137,8 @@ class OwnSampler(SequentialSampler):
         ({"sampler": RandomSampler(ROWS, num_samples=5)}, "would ignore .*RandomSampler"),
         ({"sampler": OwnSampler(ROWS)}, "would ignore .*OwnSampler"),
         ({"sampler": DistributedSampler(ROWS, 2, 0)}, "Leave the sampler out"),  # type: ignore[arg-type]
-    ],
-)
-def test_other_sampling_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        convert(**options)
+    ]
+    assert_refused(lambda options: convert(**options), cases)
 
 
 def test_only_data_loaders_are_balanced():

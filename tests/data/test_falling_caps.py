@@ -34,19 +34,16 @@ def test_a_cap_falls_below_what_ran_out_on_all_ranks_that_had_it() -> None:
     assert cap.ran_out == 5
 
 
-@pytest.mark.parametrize(
-    ("cap", "least", "other_rank", "expected"),
-    [
+def test_plans_made_before_that_run_out_too_change_nothing_more() -> None:
+    for cap, least, other_rank, expected in (
         (1000, 100, [out(990)], 792),
         (1000, 900, [], 900),  # it stays above the longest sample
         ([1000, 500], 900, [out(500)], [900, 400]),  # which fits on rank 0
-    ],
-)
-def test_plans_made_before_that_run_out_too_change_nothing_more(cap, least, other_rank, expected) -> None:
-    own = DelayedCap(2, cap, least)
-    for _ in range(3):
-        observe(own, [out(1000)], other_rank)
-        assert own.value == expected
+    ):
+        own = DelayedCap(2, cap, least)
+        for _ in range(3):
+            observe(own, [out(1000)], other_rank)
+            assert own.value == expected
 
 
 def test_equal_reports_give_equal_caps_and_a_state_goes_on() -> None:
@@ -98,42 +95,42 @@ def loader(max_tokens: Any, info: RunInfo = MEASURED, **options: Any) -> Balance
     return own
 
 
-@pytest.mark.parametrize(("max_tokens", "expected"), [(36, 28), (None, 9), ([36], [28])])
-def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it(max_tokens: Any, expected: Any) -> None:
-    own = loader(max_tokens)
-    minibatches = iter(own)
-    for number in range(3):
-        minibatch = next(minibatches)
-        assert isinstance(minibatch, Minibatch) and minibatch.origin is not None
-        largest = max(sum(map(len, batch)) for batch in minibatch)
-        assert ("memory" in own.state_dict()) == (number > 1), "nothing is learnt before"
-        assert minibatch.origin.cap is not None
-        minibatch.origin.cap.observe([[number, [[36, 4]]] if number == 1 else None])
-    assert own.max_tokens == expected
-    assert largest <= (28 if max_tokens else 9)
-    state = own.state_dict()
-    resumed, other = loader(max_tokens), loader(30)
-    resumed.load_state_dict(state)
-    assert resumed.max_tokens == expected
-    assert resumed.plan(1, 1).text == own.plan(1, 1).text
-    with pytest.warns(UserWarning, match=r"What max_tokens had learnt is not taken over: it began with"):
-        other.load_state_dict(state)
-    assert other.max_tokens == 30
-    assert own.memory_values == {"memory/max_tokens": 28 if max_tokens else 9, "memory/ran_out": 1}
-    own.adapt(MEASURED)
-    assert own.max_tokens == (max_tokens or 9), "another fit may be of another model"
+def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
+    for max_tokens, expected in (
+        (36, 28),
+        (None, 9),
+        ([36], [28]),
+    ):
+        own = loader(max_tokens)
+        minibatches = iter(own)
+        for number in range(3):
+            minibatch = next(minibatches)
+            assert isinstance(minibatch, Minibatch) and minibatch.origin is not None
+            largest = max(sum(map(len, batch)) for batch in minibatch)
+            assert ("memory" in own.state_dict()) == (number > 1), "nothing is learnt before"
+            assert minibatch.origin.cap is not None
+            minibatch.origin.cap.observe([[number, [[36, 4]]] if number == 1 else None])
+        assert own.max_tokens == expected
+        assert largest <= (28 if max_tokens else 9)
+        state = own.state_dict()
+        resumed, other = loader(max_tokens), loader(30)
+        resumed.load_state_dict(state)
+        assert resumed.max_tokens == expected
+        assert resumed.plan(1, 1).text == own.plan(1, 1).text
+        with pytest.warns(UserWarning, match=r"What max_tokens had learnt is not taken over: it began with"):
+            other.load_state_dict(state)
+        assert other.max_tokens == 30
+        assert own.memory_values == {"memory/max_tokens": 28 if max_tokens else 9, "memory/ran_out": 1}
+        own.adapt(MEASURED)
+        assert own.max_tokens == (max_tokens or 9), "another fit may be of another model"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_caps_that_stay() -> None:
+    for options in (
         {"unroll": True, "policy": "lb_micro"},
         {"lengths": [(length, 1) for length in LENGTHS]},
         {"info": RunInfo(dense=False, repeats=True)},
-    ],
-    ids=["unrolled", "several numbers", "runs that must be bit-equal"],
-)
-def test_caps_that_stay(options: dict[str, Any]) -> None:
-    own = loader(None, **options)
-    assert own.max_tokens in (9, (9, 1))
-    assert own.memory_values == {}
+    ):
+        own = loader(None, **options)
+        assert own.max_tokens in (9, (9, 1))
+        assert own.memory_values == {}

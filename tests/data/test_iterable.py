@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
+from tests.support.refusals import assert_refused
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 23).tolist()
 
@@ -61,30 +62,31 @@ def seen(shares: Any) -> list[list[list[float]]]:
     return [[sample.tolist() for microbatch in share for sample in microbatch] for share in shares]
 
 
-@pytest.mark.parametrize(
-    ("policy", "shuffle", "num_workers"),
-    [
+def test_ranks_together_see_every_sample_once():
+    for policy, shuffle, num_workers in (
         ("lb_mini", False, 0),
         ("lb_mini", True, 1),
         ("lb_micro", True, 0),
         ("lb_micro", False, 1),
         ("local_sort", True, 0),
         ("local_sort", False, 0),
-    ],
-)
-def test_ranks_together_see_every_sample_once(policy, shuffle, num_workers):
-    ranks = [loader(policy=policy, shuffle=shuffle, rank=rank, num_workers=num_workers) for rank in range(2)]
-    assert len(ranks[0]) == 6
-    for epoch in range(2):
-        minibatches = []
-        for step, shares in enumerate(zip(*ranks, strict=True)):
-            assert len({share.plan for share in shares}) == 1
-            assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
-            weighted = [microbatch for share in shares for microbatch, weight in share.weighted() if weight]
-            minibatches.append(sorted(int(sample[0]) for microbatch in weighted for sample in microbatch))
-        assert sorted([index for minibatch in minibatches for index in minibatch]) == list(range(23))
-        if not shuffle:
-            assert minibatches == [list(range(i, min(i + 4, 23))) for i in range(0, 23, 4)]
+    ):
+        ranks = [
+            loader(policy=policy, shuffle=shuffle, rank=rank, num_workers=num_workers) for rank in range(2)
+        ]
+        assert len(ranks[0]) == 6
+        for epoch in range(2):
+            minibatches = []
+            for step, shares in enumerate(zip(*ranks, strict=True)):
+                assert len({share.plan for share in shares}) == 1
+                assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
+                weighted = [
+                    microbatch for share in shares for microbatch, weight in share.weighted() if weight
+                ]
+                minibatches.append(sorted(int(sample[0]) for microbatch in weighted for sample in microbatch))
+            assert sorted([index for minibatch in minibatches for index in minibatch]) == list(range(23))
+            if not shuffle:
+                assert minibatches == [list(range(i, min(i + 4, 23))) for i in range(0, 23, 4)]
 
 
 def test_shuffling_stays_in_the_window():
@@ -125,20 +127,26 @@ def test_a_stream_without_length_has_none():
         len(loader(policy="lb_micro", unroll=True))
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", [Noise, Sized])
-def test_a_loaded_state_goes_on_exactly_there(num_workers, kind):
-    whole = loader(kind(), num_workers=num_workers, shuffle=True)
-    expected, states = [], [whole.state_dict()]
-    for _ in range(2):
-        for share in whole:
-            expected += seen([share])
-            states.append(whole.state_dict())
-    for done in (1, 4) if num_workers else (0, 1, 4, 6):
-        resumed = loader(kind(), num_workers=num_workers, shuffle=True)
-        resumed.load_state_dict(states[done])
-        found = seen(resumed) + (seen(resumed) if done < 6 or kind is Noise else [])
-        assert found == expected[done:], f"after {done} minibatches"
+def test_a_loaded_state_goes_on_exactly_there():
+    for kind in (
+        Noise,
+        Sized,
+    ):
+        for num_workers in (
+            0,
+            1,
+        ):
+            whole = loader(kind(), num_workers=num_workers, shuffle=True)
+            expected, states = [], [whole.state_dict()]
+            for _ in range(2):
+                for share in whole:
+                    expected += seen([share])
+                    states.append(whole.state_dict())
+            for done in (1, 4) if num_workers else (0, 1, 4, 6):
+                resumed = loader(kind(), num_workers=num_workers, shuffle=True)
+                resumed.load_state_dict(states[done])
+                found = seen(resumed) + (seen(resumed) if done < 6 or kind is Noise else [])
+                assert found == expected[done:], f"after {done} minibatches"
 
 
 def test_random_streams_are_the_same_on_all_ranks_and_leave_random_numbers_alone():
@@ -171,17 +179,13 @@ def test_unrolled_streams():
     assert [item.last for item in ranks[0]] == [item.last for item in ranks[1]]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_a_stream_cannot_do_is_refused_at_once():
+    cases = [
         ({"window": None}, r"BalancedDataLoader\(dataset, window=1"),
         ({"lengths": LENGTHS}, "goes by index"),
         ({"policy": "steal"}, 'write policy="lb_mini"'),
-    ],
-)
-def test_what_a_stream_cannot_do_is_refused_at_once(options, message):
-    with pytest.raises(ValueError, match=message):
-        loader(**options)
+    ]
+    assert_refused(lambda options: loader(**options), cases)
 
 
 def test_samples_are_checked_as_they_come():

@@ -14,6 +14,7 @@ from lightning_odc.data.learning import DelayedCost, Learning, Measurement
 from lightning_odc.data.loader import BalancedDataLoader
 from tests.data.test_iterable import Sized
 from tests.data.test_loader import LENGTHS, Rows, loader
+from tests.support.refusals import assert_refused
 
 SLOWNESS = [1.0, 3.0]
 
@@ -193,20 +194,16 @@ def test_a_stream_learns_where_it_is_planned():
         stream(num_workers=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_learn_is_refused():
+    cases = [
         (
             {"cost": "fitted", "unroll": True, "policy": "lb_micro"},
             r'ODCStrategy\(communication="on_demand"\)',
         ),
         ({"cost": "fited"}, "'fited' is unknown; .*'fitted'"),
         ({"cost": FittedCost(3)}, r'there are 2: write cost="fitted", or FittedCost\(2\)'),
-    ],
-)
-def test_what_cannot_learn_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        len(loader(**options))
+    ]
+    assert_refused(lambda options: len(loader(**options)), cases)
 
 
 def test_every_minibatch_knows_what_is_in_it():

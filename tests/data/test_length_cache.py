@@ -60,23 +60,19 @@ def test_what_took_no_time_is_not_kept(tmp_path, monkeypatch):
     assert entries(tmp_path) == []
 
 
-DAMAGES = {
-    "cut": lambda path: path.write_bytes(path.read_bytes()[:-5]),
-    "empty": lambda path: path.write_bytes(b""),
-    "pickle": lambda path: np.save(path, np.array([print, 1, 4]), allow_pickle=True),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_file_is_written_again_with_a_warning(tmp_path, damage):
-    count = Count()
-    remembered("ab", 3, count, tmp_path)
-    damage(entry(tmp_path))
-    with pytest.warns(UserWarning, match="it is written again"):
+def test_a_damaged_file_is_written_again_with_a_warning(tmp_path):
+    for damage in (
+        lambda path: path.write_bytes(path.read_bytes()[:-5]),
+        lambda path: path.write_bytes(b""),
+        lambda path: np.save(path, np.array([print, 1, 4]), allow_pickle=True),
+    ):
+        count = Count()
+        remembered("ab", 3, Count(), tmp_path)
+        damage(entry(tmp_path))
+        with pytest.warns(UserWarning, match="it is written again"):
+            assert remembered("ab", 3, count, tmp_path).tolist() == [3, 1, 4]
         assert remembered("ab", 3, count, tmp_path).tolist() == [3, 1, 4]
-    assert count.calls == 2
-    assert remembered("ab", 3, count, tmp_path).tolist() == [3, 1, 4]
-    assert count.calls == 2
+        assert count.calls == 1
 
 
 def test_a_file_of_another_size_or_key_is_not_believed(tmp_path):

@@ -16,6 +16,7 @@ from lightning_odc import host_memory
 from lightning_odc.data import lengths as lengths_module
 from lightning_odc.data.lengths import LengthsUnknownError, check_longest, checked, find_lengths, measure
 from lightning_odc.host_memory import Room
+from tests.support.refusals import assert_refused
 
 
 class Samples(Dataset[Any]):
@@ -72,9 +73,8 @@ class HuggingFace:
 ROWS = [[1] * n for n in (3, 1, 4, 1, 5)]
 
 
-@pytest.mark.parametrize(
-    ("sample", "length"),
-    [
+def test_a_sample_is_measured():
+    for sample, length in (
         ([5, 6, 7], 3),
         ((5, 6, 7), 3),
         ([0.5], 1),
@@ -87,37 +87,18 @@ ROWS = [[1] * n for n in (3, 1, 4, 1, 5)]
         (range(6), 6),
         (torch.ones(3, 4), 3),
         ((np.ones((5, 8)), 1.0), 5),
-    ],
-)
-def test_a_sample_is_measured(sample, length):
-    assert measure(sample) == length
+    ):
+        assert measure(sample) == length
 
 
-@pytest.mark.parametrize(
-    "sample",
-    [
-        "a text",
-        b"bytes",
-        7,
-        None,
-        torch.ones(3, 4, 5),
-        torch.arange(6).reshape(2, 3),
-        torch.tensor(3),
-        {"text": "a"},
-        {"input_ids": torch.ones(2, 5)},
-        ("a text", 3),
-        (3, torch.ones(4)),
-        [[1, 2], [3]],
-        [torch.ones(3)],
-    ],
-    ids=repr,
-)
-def test_what_has_no_length_of_its_own_is_refused_with_the_line_to_write(sample):
-    with pytest.raises(LengthsUnknownError, match="length_fn=lambda sample"):
-        measure(sample)
-
-
-def test_the_line_to_write_has_the_key_of_the_sample():
+def test_what_has_no_length_of_its_own_is_refused_with_the_line_to_write():
+    for sample in (
+        *("a text", b"bytes", 7, None, ("a text", 3), {"text": "a"}, [[1, 2], [3]]),
+        *(torch.ones(3, 4, 5), torch.arange(6).reshape(2, 3), torch.tensor(3), [torch.ones(3)]),
+        *({"input_ids": torch.ones(2, 5)}, (3, torch.ones(4))),
+    ):
+        with pytest.raises(LengthsUnknownError, match="length_fn=lambda sample"):
+            measure(sample)
     with pytest.raises(
         LengthsUnknownError, match=r'length_fn=lambda sample: len\(sample\["ids"\]\), '
     ) as error:
@@ -155,15 +136,16 @@ def test_parts_of_data_sets_know_the_lengths_that_their_wholes_know():
     assert find_lengths(mixed, cache_dir=False).values.tolist() == [3, 1, 4, 1, 5, 2]
 
 
-@pytest.mark.parametrize("name", ["input_ids", "length", "lengths"])
-def test_columns_of_a_hugging_face_data_set(name, monkeypatch):
-    monkeypatch.setattr(lengths_module, "_ROWS_AT_ONCE", 2)
-    column = ROWS if name == "input_ids" else [len(row) for row in ROWS]
-    found = find_lengths(HuggingFace({"text": ["x"] * 5, name: column}))
-    assert (found.values.tolist(), found.source) == ([3, 1, 4, 1, 5], "column")
-
-
-def test_columns_that_are_not_believed():
+def test_columns_of_a_hugging_face_data_set(monkeypatch):
+    for name in (
+        "input_ids",
+        "length",
+        "lengths",
+    ):
+        monkeypatch.setattr(lengths_module, "_ROWS_AT_ONCE", 2)
+        column = ROWS if name == "input_ids" else [len(row) for row in ROWS]
+        found = find_lengths(HuggingFace({"text": ["x"] * 5, name: column}))
+        assert (found.values.tolist(), found.source) == ([3, 1, 4, 1, 5], "column")
     transforms = HuggingFace({"input_ids": ROWS}, form="custom")
     assert find_lengths(transforms, cache_dir=False).source == "samples"
     nested = HuggingFace({"input_ids": [torch.ones(1, 3), torch.ones(1, 2)]}, form=None)
@@ -198,9 +180,8 @@ def test_looking_leaves_random_numbers_alone():
     assert drawn[0] == drawn[1]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "message"),
-    [
+def test_wrong_lengths_are_named():
+    cases = [
         ([3, 0, 4], "sample 1 has length 0"),
         ([3, -1, 0], r"sample 1 has length -1 \(2 such samples"),
         ([3, None, 4], "sample 1 has length nan"),
@@ -226,30 +207,27 @@ def test_looking_leaves_random_numbers_alone():
         ([(3, 1), (4, 1), (0, 2)], r"sample 2 has length \(0, 2\).*put first what every sample has"),
         ([(3, 1), (4, float("nan")), (5, 2)], r"sample 1 has length \(4, nan\)"),
         ([(3, 1), (float("inf"), 1), (5, 2)], r"sample 1 has length \(inf, 1\)"),
-    ],
-)
-def test_wrong_lengths_are_named(lengths, message):
-    with pytest.raises(ValueError, match=message):
-        checked(lengths, 3)
+    ]
+    assert_refused(lambda lengths: checked(lengths, 3), cases)
 
 
-@pytest.mark.parametrize(
-    ("dataset", "length_fn", "message"),
-    [
-        (Samples(ROWS, lengths=[1, 0, 1, 1, 1]), None, r"dataset\.lengths: sample 1 has length 0"),
+def test_wrong_lengths_are_found_wherever_they_come_from():
+    cases = [
+        ((Samples(ROWS, lengths=[1, 0, 1, 1, 1]), None), r"dataset\.lengths: sample 1 has length 0"),
         (
-            Samples(ROWS, lengths=[1, 2]),
-            None,
+            (Samples(ROWS, lengths=[1, 2]), None),
             r"dataset\.lengths has 2 entries, but the data set has 5 samples",
         ),
-        (Samples([[1], [], [1]]), None, "the samples: sample 1 has length 0"),
-        (Samples(ROWS), lambda _: None, "the samples: sample 0 has length nan"),
-        (Samples(ROWS), lambda _: -1, "sample 0 has length -1"),
-    ],
-)
-def test_wrong_lengths_are_found_wherever_they_come_from(dataset, length_fn, message):
-    with pytest.raises(ValueError, match=message):
-        find_lengths(dataset, length_fn=length_fn, cache_dir=False)
+        ((Samples([[1], [], [1]]), None), "the samples: sample 1 has length 0"),
+        ((Samples(ROWS), lambda _: None), "the samples: sample 0 has length nan"),
+        ((Samples(ROWS), lambda _: -1), "sample 0 has length -1"),
+    ]
+    assert_refused(
+        lambda case: (lambda dataset, length_fn: find_lengths(dataset, length_fn=length_fn, cache_dir=False))(
+            *case
+        ),
+        cases,
+    )
 
 
 def test_the_digest_tells_lengths_apart():
@@ -299,26 +277,19 @@ def test_parts_with_other_numbers_are_refused():
 PLAIN, PAIRS = np.array([3, 9, 4]), np.array([(3, 1), (9, 4)])
 
 
-@pytest.mark.parametrize(
-    ("lengths", "caps"),
-    [(PLAIN, 9), (PLAIN, None), (PLAIN, [9, 2]), (PAIRS, (9, 4)), (PAIRS, [(9, 4), (2, 2)])],
-)
-def test_samples_that_fit_somewhere(lengths, caps):
-    check_longest(lengths, caps)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "caps", "message"),
-    [
-        (PLAIN, 8, r"sample 1 has 9 tokens, more than max_tokens=8.*write max_tokens=9"),
-        (PAIRS, 9, r"max_tokens=9 caps 1: .*max_tokens=\(9, 4\)"),
-        (PAIRS, (9, 3), r"sample 1 has \(9, 4\), more than max_tokens=\(9, 3\)"),
-        (PLAIN, (9, 4), r"Write max_tokens=9; one cap for each rank is a list, max_tokens=\[9, 4\]"),
-    ],
-)
-def test_a_sample_that_fits_no_microbatch_is_named(lengths, caps, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_sample_that_fits_no_microbatch_is_named():
+    for lengths, caps in (
+        *((PLAIN, caps) for caps in (9, None, [9, 2])),
+        *((PAIRS, caps) for caps in ((9, 4), [(9, 4), (2, 2)])),
+    ):
         check_longest(lengths, caps)
+    cases = [
+        ((PLAIN, 8), r"sample 1 has 9 tokens, more than max_tokens=8.*write max_tokens=9"),
+        ((PAIRS, 9), r"max_tokens=9 caps 1: .*max_tokens=\(9, 4\)"),
+        ((PAIRS, (9, 3)), r"sample 1 has \(9, 4\), more than max_tokens=\(9, 3\)"),
+        ((PLAIN, (9, 4)), r"Write max_tokens=9; one cap for each rank is a list, max_tokens=\[9, 4\]"),
+    ]
+    assert_refused(lambda case: check_longest(*case), cases)
 
 
 class Hoards:

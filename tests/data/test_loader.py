@@ -28,6 +28,7 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.host_memory import Room
 from tests.support.ranks import run_ranks
+from tests.support.refusals import assert_refused
 from tests.test_host_memory import count_kill, tree
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, 23).tolist()
@@ -80,34 +81,36 @@ def passes(balanced: BalancedDataLoader, count: int = 1) -> list[list[list[int]]
     return [seen(share) for _ in range(count) for share in balanced]
 
 
-@pytest.mark.parametrize(
-    ("policy", "workers"),
-    [*((policy, {}) for policy in POLICIES), ("lb_mini", WORKERS[1]), ("steal", WORKERS[2])],
-)
-def test_ranks_together_see_every_sample_once(policy, workers):
-    ranks = [loader(policy=policy, rank=rank, **workers) for rank in range(2)]
-    assert len(ranks[0]) == len(ranks[1]) == 6
-    for epoch in range(2):
-        together = []
-        for step, shares in enumerate(zip(*ranks, strict=True)):
-            assert all(isinstance(share, Minibatch) for share in shares)
-            assert len({share.plan for share in shares}) == 1
-            assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
-            for share in shares:
-                assert share.weights is not None
-                for microbatch, weight in share.weighted():
-                    assert weight in (0, sum(len(sample) for sample in microbatch))
-                    together += [int(sample[0]) for sample in microbatch if weight]
-        assert sorted(together) == list(range(23))
-        assert step == 5
+def test_ranks_together_see_every_sample_once():
+    for policy, workers in (
+        *((policy, {}) for policy in POLICIES),
+        ("lb_mini", WORKERS[1]),
+        ("steal", WORKERS[2]),
+    ):
+        ranks = [loader(policy=policy, rank=rank, **workers) for rank in range(2)]
+        assert len(ranks[0]) == len(ranks[1]) == 6
+        for epoch in range(2):
+            together = []
+            for step, shares in enumerate(zip(*ranks, strict=True)):
+                assert all(isinstance(share, Minibatch) for share in shares)
+                assert len({share.plan for share in shares}) == 1
+                assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
+                for share in shares:
+                    assert share.weights is not None
+                    for microbatch, weight in share.weighted():
+                        assert weight in (0, sum(len(sample) for sample in microbatch))
+                        together += [int(sample[0]) for sample in microbatch if weight]
+            assert sorted(together) == list(range(23))
+            assert step == 5
 
 
-@pytest.mark.parametrize("workers", WORKERS[1:], ids=["2", "kept"])
-def test_workers_change_nothing(workers):
-    def first(balanced: BalancedDataLoader) -> list[list[list[float]]]:
-        return [[torch.cat(microbatch).tolist() for microbatch in share] for share in islice(balanced, 4)]
+def test_workers_change_nothing():
+    for workers in WORKERS[1:]:
 
-    assert first(loader(Noise(LENGTHS), **workers)) == first(loader(Noise(LENGTHS)))
+        def first(balanced: BalancedDataLoader) -> list[list[list[float]]]:
+            return [[torch.cat(microbatch).tolist() for microbatch in share] for share in islice(balanced, 4)]
+
+        assert first(loader(Noise(LENGTHS), **workers)) == first(loader(Noise(LENGTHS)))
 
 
 def test_kept_workers_end_with_their_loader():
@@ -123,17 +126,18 @@ def test_kept_workers_end_with_their_loader():
         gc.enable()
 
 
-@pytest.mark.parametrize(
-    ("collate_fn", "means"),
-    [(PackingCollator(), "next_token"), (pack_samples, "next_token"), (list, "token")],
-)
-def test_automatic_weights_of_unrolled_minibatches_are_planned(collate_fn, means):
-    def weights(weighting):
+def test_automatic_weights_of_unrolled_minibatches_are_planned():
+    def weights(collate_fn, weighting):
         unrolled = loader(collate_fn=collate_fn, weighting=weighting, policy="lb_micro", unroll=True)
         return [microbatch.weight for microbatch in unrolled]
 
-    assert weights("auto") == weights(means)
-    assert weights("token") != weights("next_token")
+    for collate_fn, means in (
+        (PackingCollator(), "next_token"),
+        (pack_samples, "next_token"),
+        (list, "token"),
+    ):
+        assert weights(collate_fn, "auto") == weights(collate_fn, means)
+    assert weights(list, "token") != weights(list, "next_token")
 
 
 def test_each_pass_is_an_epoch():
@@ -215,16 +219,16 @@ def test_default_collate_says_what_to_do_where_lengths_hide_a_difference():
     assert any("pack_samples" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"collate_fn": pack_samples}, {"collate_fn": list}, {"collate_fn": torch.stack, "policy": "local_sort"}],
-    ids=["packs", "list", "alone"],
-)
-def test_what_does_not_pad_is_not_warned_of(options):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(loader(**options))
-        list(loader(Rows([25] * 8), collate_fn=torch.stack))  # equal samples fill the cap, and no more
+def test_what_does_not_pad_is_not_warned_of():
+    for options in (
+        {"collate_fn": pack_samples},
+        {"collate_fn": list},
+        {"collate_fn": torch.stack, "policy": "local_sort"},
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            list(loader(**options))
+            list(loader(Rows([25] * 8), collate_fn=torch.stack))  # equal samples fill the cap, and no more
 
 
 # -- resuming --------------------------------------------------------------------------------------------------
@@ -234,26 +238,26 @@ def flat(share: Any) -> list[list[float]]:
     return [sample.tolist() for microbatch in share for sample in microbatch]
 
 
-@pytest.mark.parametrize(
-    ("workers", "at"),
-    [(WORKERS[0], (0, 1, 3, 6, 7, 11, 12)), (WORKERS[1], (3, 6)), (WORKERS[2], (3, 7))],
-    ids=["0", "2", "kept"],
-)
-def test_a_loaded_state_goes_on_exactly_there(workers, at):
-    whole = loader(Noise(LENGTHS), **workers)
-    expected, states = [], [whole.state_dict()]
-    for share in chain(whole, whole, whole):
-        expected.append(flat(share))
-        states.append(whole.state_dict())
-    for done in at:
-        resumed = loader(Noise(LENGTHS), **workers)
-        resumed.load_state_dict(states[done])
-        assert resumed.state_dict() == states[done]
-        assert len(resumed) == 6
-        found = [flat(share) for share in resumed]
-        while len(found) < len(expected) - done:
-            found += [flat(share) for share in resumed]
-        assert found == expected[done:], f"after {done} minibatches"
+def test_a_loaded_state_goes_on_exactly_there():
+    for workers, at in (
+        (WORKERS[0], (0, 1, 3, 6, 7, 11, 12)),
+        (WORKERS[1], (3, 6)),
+        (WORKERS[2], (3, 7)),
+    ):
+        whole = loader(Noise(LENGTHS), **workers)
+        expected, states = [], [whole.state_dict()]
+        for share in chain(whole, whole, whole):
+            expected.append(flat(share))
+            states.append(whole.state_dict())
+        for done in at:
+            resumed = loader(Noise(LENGTHS), **workers)
+            resumed.load_state_dict(states[done])
+            assert resumed.state_dict() == states[done]
+            assert len(resumed) == 6
+            found = [flat(share) for share in resumed]
+            while len(found) < len(expected) - done:
+                found += [flat(share) for share in resumed]
+            assert found == expected[done:], f"after {done} minibatches"
 
 
 def test_a_state_is_plain_and_the_same_on_all_ranks():
@@ -328,39 +332,42 @@ def test_plans_can_be_looked_at_and_any_microbatch_read():
         assert all(torch.equal(a, b) for a, b in zip(microbatch, again, strict=True))
 
 
-@pytest.mark.parametrize("workers", WORKERS[:2], ids=["0", "2"])
-def test_stealing_comes_with_everybodys_work(workers):
-    ranks = [list(loader(Noise(LENGTHS), rank=rank, policy="steal", **workers)) for rank in range(2)]
-    for shares in zip(*ranks, strict=True):
-        for share in shares:
-            everybody = share.all_ranks
-            assert everybody is not None
-            assert [len(costs) for costs in everybody.costs] == [len(other) for other in shares]
-            assert all(cost > 0 for costs in everybody.costs for cost in costs)
-            assert everybody.weights == [other.weights for other in shares]
-            for rank, other in enumerate(shares):
-                for number, microbatch in enumerate(other):
-                    again = everybody.fetch(rank, number)
-                    assert all(torch.equal(a, b) for a, b in zip(microbatch, again, strict=True))
-    assert all(share.all_ranks is None for share in loader())
-    assert all(share.all_ranks is None for share in loader(policy="steal", num_replicas=1))
+def test_stealing_comes_with_everybodys_work():
+    for workers in WORKERS[:2]:
+        ranks = [list(loader(Noise(LENGTHS), rank=rank, policy="steal", **workers)) for rank in range(2)]
+        for shares in zip(*ranks, strict=True):
+            for share in shares:
+                everybody = share.all_ranks
+                assert everybody is not None
+                assert [len(costs) for costs in everybody.costs] == [len(other) for other in shares]
+                assert all(cost > 0 for costs in everybody.costs for cost in costs)
+                assert everybody.weights == [other.weights for other in shares]
+                for rank, other in enumerate(shares):
+                    for number, microbatch in enumerate(other):
+                        again = everybody.fetch(rank, number)
+                        assert all(torch.equal(a, b) for a, b in zip(microbatch, again, strict=True))
+        assert all(share.all_ranks is None for share in loader())
+        assert all(share.all_ranks is None for share in loader(policy="steal", num_replicas=1))
 
 
 # -- unrolled --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["lb_micro", "local_sort"])
-def test_unrolled_ranks_stay_together(policy):
-    ranks = [loader(policy=policy, rank=rank, unroll=True) for rank in range(2)]
-    whole = [loader(policy=policy, rank=rank) for rank in range(2)]
-    for _ in range(2):
-        length = len(ranks[0])
-        assert length == len(ranks[1]) == sum(len(share) for share in whole[0])
-        rows = list(zip(*ranks, strict=True))
-        assert len(rows) == length
-        assert all(isinstance(item, Microbatch) for row in rows for item in row)
-        assert [a.last for a, _ in rows] == [b.last for _, b in rows]
-        assert sum(a.last for a, _ in rows) == 6
+def test_unrolled_ranks_stay_together():
+    for policy in (
+        "lb_micro",
+        "local_sort",
+    ):
+        ranks = [loader(policy=policy, rank=rank, unroll=True) for rank in range(2)]
+        whole = [loader(policy=policy, rank=rank) for rank in range(2)]
+        for _ in range(2):
+            length = len(ranks[0])
+            assert length == len(ranks[1]) == sum(len(share) for share in whole[0])
+            rows = list(zip(*ranks, strict=True))
+            assert len(rows) == length
+            assert all(isinstance(item, Microbatch) for row in rows for item in row)
+            assert [a.last for a, _ in rows] == [b.last for _, b in rows]
+            assert sum(a.last for a, _ in rows) == 6
 
 
 def test_an_unrolled_state_goes_on_inside_a_minibatch():
@@ -387,33 +394,25 @@ def test_an_unrolled_state_goes_on_inside_a_minibatch():
 # -- what it refuses -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"lengths": [1, 2]}, ValueError, "lengths has 2 entries, but the data set has 23 samples"),
-        ({"lengths": [60] * 23}, ValueError, "sample 0 has 60 tokens, more than max_tokens=50"),
-        ({"policy": "lb_mini", "unroll": True}, ValueError, 'Write policy="lb_micro"'),
-        ({"rank": 2}, ValueError, "rank=2 is not one of num_replicas=2"),
-        ({"rank": None}, ValueError, "must be given together"),
-        ({"window": 8}, ValueError, "window=... is for an IterableDataset"),
-        ({"prefetch_factor": 2}, ValueError, "prefetch_factor"),
-        ({"batch_size": 2}, TypeError, "does not know batch_size=: did you mean minibatch_size=?"),
-        ({"polcy": "lb_mini"}, TypeError, "does not know polcy=: did you mean policy=?"),
-        ({"balance": "lb_mini"}, TypeError, "does not know balance=: did you mean policy=?"),
-        ({"num_worker": 2}, TypeError, "does not know num_worker=: did you mean num_workers=?"),
+def test_what_cannot_be_is_refused_at_once():
+    cases = [
+        ({"lengths": [1, 2]}, "lengths has 2 entries, but the data set has 23 samples"),
+        ({"lengths": [60] * 23}, "sample 0 has 60 tokens, more than max_tokens=50"),
+        ({"policy": "lb_mini", "unroll": True}, 'Write policy="lb_micro"'),
+        ({"rank": 2}, "rank=2 is not one of num_replicas=2"),
+        ({"rank": None}, "must be given together"),
+        ({"window": 8}, "window=... is for an IterableDataset"),
+        ({"prefetch_factor": 2}, "prefetch_factor"),
+        ({"batch_size": 2}, "does not know batch_size=: did you mean minibatch_size=?"),
+        ({"polcy": "lb_mini"}, "does not know polcy=: did you mean policy=?"),
+        ({"balance": "lb_mini"}, "does not know balance=: did you mean policy=?"),
+        ({"num_worker": 2}, "does not know num_worker=: did you mean num_workers=?"),
         (
             {"colour": 1},
-            TypeError,
             "does not know colour=. Its arguments are dataset, minibatch_size, .*timeout",
         ),
-    ],
-)
-def test_what_cannot_be_is_refused_at_once(options, error, message):
-    with pytest.raises(error, match=message):
-        loader(**options)
-
-
-def test_what_lengths_forbid_is_refused_when_they_are_known():
+    ]
+    assert_refused(lambda options: loader(**options), cases, (ValueError, TypeError))
     with pytest.raises(ValueError, match="more than max_tokens=5"):
         len(loader(max_tokens=5))
     with pytest.raises(ValueError, match="3 samples, fewer than 4 ranks"):
@@ -483,27 +482,27 @@ def test_samples_with_several_numbers():
 # -- memory of the host ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "left_mib", "message"),
-    [
-        ({"num_workers": 4}, 31, r"num_workers=4, 8 MiB each .* need 0.03 GiB, but 0.03 .* num_workers=1\."),
+def test_workers_that_do_not_fit_into_memory_are_not_started(monkeypatch) -> None:
+    forked = {"multiprocessing_context": multiprocessing.get_context("fork")}
+    before = {*multiprocessing.active_children()}  # of earlier tests, which end in their own time
+    for options, left_mib, message in (
+        (
+            {"num_workers": 4, **forked},
+            31,
+            r"num_workers=4, 8 MiB each .* need 0.03 GiB, but 0.03 .* num_workers=1\.",
+        ),
         ({"num_workers": 4, "multiprocessing_context": "spawn"}, 1119, r"280 MiB each .* num_workers=1\."),
-        ({"num_workers": 1}, 7, r"a test. To go on, allow more, or write num_workers=0\."),
-        ({"num_workers": 2}, 16, None),
-        ({}, 0, None),
-    ],
-)
-def test_workers_that_do_not_fit_into_memory_are_not_started(options, left_mib, message, monkeypatch) -> None:
-    if options and "multiprocessing_context" not in options:
-        options = {**options, "multiprocessing_context": multiprocessing.get_context("fork")}
-    monkeypatch.setattr(host_memory, "rooms", lambda: [Room(left_mib * 2**20, "a test", "allow more")])
-    if message is None:
+        ({"num_workers": 1, **forked}, 7, r"a test. To go on, allow more, or write num_workers=0\."),
+    ):
+        room = Room(left_mib * 2**20, "a test", "allow more")
+        monkeypatch.setattr(host_memory, "rooms", lambda room=room: [room])
+        with pytest.raises(MemoryError, match=message):
+            next(iter(loader(**options)))
+        assert {*multiprocessing.active_children()} <= before
+    for options, left_mib in (({"num_workers": 2, **forked}, 16), ({}, 0)):
+        room = Room(left_mib * 2**20, "a test", "allow more")
+        monkeypatch.setattr(host_memory, "rooms", lambda room=room: [room])
         assert next(iter(loader(**options))) is not None
-        return
-    before = multiprocessing.active_children()  # of earlier tests, which end in their own time
-    with pytest.raises(MemoryError, match=message):
-        next(iter(loader(**options)))
-    assert not {*multiprocessing.active_children()} - {*before}
 
 
 class Deadly(Rows):

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_odc.data.packing import IGNORE_INDEX, PackingCollator, pack_samples, packs, unpack_tokens
+from tests.support.refusals import assert_refused
 
 
 def test_two_samples_in_one_row() -> None:
@@ -51,20 +50,16 @@ def test_unpacking_undoes_packing(samples: list[list[int]]) -> None:
     assert int((batch["labels"] != IGNORE_INDEX).sum()) == sum(len(sample) - 1 for sample in samples)
 
 
-@pytest.mark.parametrize(
-    ("samples", "message"),
-    [
+def test_bad_samples_are_named() -> None:
+    cases = [
         ([], "nothing to pack"),
         ([[1, 2], []], "sample 1 is empty"),
         ([[1, 2], [[1], [2]]], r"sample 1 must be one row of integers, got shape \[2, 1\]"),
         ([[1.0, 2.0]], "torch.float32"),
         ([{"tokens": [1]}], r"sample 0 has no 'input_ids', only \['tokens'\]"),
         ([{"input_ids": [1, 2], "labels": [1]}], "sample 0 has 2 tokens but 1 labels"),
-    ],
-)
-def test_bad_samples_are_named(samples: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pack_samples(samples)
+    ]
+    assert_refused(lambda samples: pack_samples(samples), cases)
 
 
 def test_unpacking_refuses_values_of_another_row() -> None:
@@ -96,15 +91,18 @@ def test_a_batch_has_what_the_model_takes() -> None:
     assert batch == {"use_cache": False, "max_length_q": 3, "max_length_k": 3}
 
 
-@pytest.mark.parametrize(
-    "mask", [[1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0], torch.tensor([True, False, False, True])]
-)
-def test_padding_is_cut_away_on_all_sides(mask: Any) -> None:
-    kept = [token for token, is_kept in zip([4, 5, 6, 7], mask, strict=True) if is_kept]
-    sample = {"input_ids": [4, 5, 6, 7], "labels": [4, 5, 6, 7], "attention_mask": mask}
-    batch = PackingCollator()([sample, [1, 2]])
-    assert batch["input_ids"].tolist() == [[*kept, 1, 2]]
-    assert batch["labels"].tolist() == [[IGNORE_INDEX, kept[1], IGNORE_INDEX, 2]]
+def test_padding_is_cut_away_on_all_sides() -> None:
+    for mask in (
+        [1, 1, 0, 0],
+        [0, 0, 1, 1],
+        [0, 1, 1, 0],
+        torch.tensor([True, False, False, True]),
+    ):
+        kept = [token for token, is_kept in zip([4, 5, 6, 7], mask, strict=True) if is_kept]
+        sample = {"input_ids": [4, 5, 6, 7], "labels": [4, 5, 6, 7], "attention_mask": mask}
+        batch = PackingCollator()([sample, [1, 2]])
+        assert batch["input_ids"].tolist() == [[*kept, 1, 2]]
+        assert batch["labels"].tolist() == [[IGNORE_INDEX, kept[1], IGNORE_INDEX, 2]]
 
 
 def test_what_the_users_collator_does_to_a_sample_stays() -> None:
@@ -128,26 +126,26 @@ def test_a_collator_of_hugging_face_is_replaced() -> None:
         assert batch["labels"].tolist() == [[-100, -100, 6, -100, 8]]
 
 
-@pytest.mark.parametrize(
-    ("collate_fn", "samples", "message"),
-    [
+def test_what_cannot_be_packed_is_named() -> None:
+    cases = [
         (
-            None,
-            [[1], {"input_ids": [1], "text": "a"}],
+            (None, [[1], {"input_ids": [1], "text": "a"}]),
             r"no place for 'text' of sample 1.*remove_columns\(\['text'",
         ),
-        (None, [{"text": "a"}], r"sample 0 has no 'input_ids', only \['text'\]"),
-        (None, [{"input_ids": [1, 2], "attention_mask": [1]}], "sample 0 has 2 input_ids but 1 entries"),
-        (None, [{"input_ids": [1, 2], "attention_mask": [0, 0]}], "input_ids of sample 0 is empty"),
-        (None, [], "nothing to pack"),
-        (len, [[1, 2]], "of sample 0 it made a int: do not pack"),
-        (lambda samples: {"tokens": samples}, [[1, 2]], r"of sample 0 it made only \['tokens'\]"),
-        (lambda _: {"input_ids": torch.ones(2, 3).long()}, [[1]], r"one row of integers, got shape \[2, 3\]"),
-    ],
-)
-def test_what_cannot_be_packed_is_named(collate_fn: Any, samples: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        PackingCollator(collate_fn)(samples)
+        ((None, [{"text": "a"}]), r"sample 0 has no 'input_ids', only \['text'\]"),
+        ((None, [{"input_ids": [1, 2], "attention_mask": [1]}]), "sample 0 has 2 input_ids but 1 entries"),
+        ((None, [{"input_ids": [1, 2], "attention_mask": [0, 0]}]), "input_ids of sample 0 is empty"),
+        ((None, []), "nothing to pack"),
+        ((len, [[1, 2]]), "of sample 0 it made a int: do not pack"),
+        ((lambda samples: {"tokens": samples}, [[1, 2]]), r"of sample 0 it made only \['tokens'\]"),
+        (
+            (lambda _: {"input_ids": torch.ones(2, 3).long()}, [[1]]),
+            r"one row of integers, got shape \[2, 3\]",
+        ),
+    ]
+    assert_refused(
+        lambda case: (lambda collate_fn, samples: PackingCollator(collate_fn)(samples))(*case), cases
+    )
 
 
 def test_the_usual_collators_of_hugging_face_lose_their_padding_alone() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from lightning_odc.balance import POLICIES, LearntCost, with_speeds
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan
+from tests.support.refusals import assert_refused
 
 
 def schedule(lengths: Any = range(1, 24), num_replicas: int = 3, **recipe: Any) -> EpochPlan:
@@ -118,14 +119,16 @@ def test_regrouping_lets_large_samples_meet():
     assert sorted(large) == [0, 0, 0, 0, 3, 3]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_ranks_that_are_alike_take_turns(policy):
+def test_ranks_that_are_alike_take_turns():
     """One sample per rank: whatever the planner does with the longer one, it does it to another rank each time."""
-    made = schedule([9, 2] * 8, 2, minibatch_size=1, policy=policy)
-    longer = [plan.microbatches[0] == [[2 * step]] for step, plan in enumerate(plans(made))]
-    assert longer == [True, False] * 4, "minibatch 0 of epoch 0 stays as it is"
-    assert [plan.microbatches[1] == [[2 * step]] for step, plan in enumerate(plans(made, epoch=1))] == longer
-    assert made.plan(1, 4).microbatches == [*reversed(made.plan(0, 4).microbatches)]
+    for policy in POLICIES:
+        made = schedule([9, 2] * 8, 2, minibatch_size=1, policy=policy)
+        longer = [plan.microbatches[0] == [[2 * step]] for step, plan in enumerate(plans(made))]
+        assert longer == [True, False] * 4, "minibatch 0 of epoch 0 stays as it is"
+        assert [
+            plan.microbatches[1] == [[2 * step]] for step, plan in enumerate(plans(made, epoch=1))
+        ] == longer
+        assert made.plan(1, 4).microbatches == [*reversed(made.plan(0, 4).microbatches)]
 
 
 def test_tokens_of_an_epoch_do_not_stick_to_a_rank():
@@ -139,14 +142,13 @@ def test_tokens_of_an_epoch_do_not_stick_to_a_rank():
     assert sum(alone) / (sum(by_rank) - sum(alone)) > 1.5, "without turns, rank 0 gets this much more"
 
 
-@pytest.mark.parametrize(
-    "cost",
-    [with_speeds("tokens", [1, 0.5]), lambda lengths: np.stack([lengths, lengths * 2])],
-    ids=["speeds", "function"],
-)
-def test_parts_stay_where_ranks_differ(cost):
-    made = schedule([9, 2] * 8, 2, minibatch_size=1, cost=cost)
-    assert [plan.microbatches[0] for plan in plans(made)] == [[[2 * step]] for step in range(8)]
+def test_parts_stay_where_ranks_differ():
+    for cost in (
+        with_speeds("tokens", [1, 0.5]),
+        lambda lengths: np.stack([lengths, lengths * 2]),
+    ):
+        made = schedule([9, 2] * 8, 2, minibatch_size=1, cost=cost)
+        assert [plan.microbatches[0] for plan in plans(made)] == [[[2 * step]] for step in range(8)]
 
 
 def test_parts_stay_while_a_cost_is_learnt():
@@ -185,37 +187,36 @@ def test_drop_last():
     assert len(schedule(range(1, 25), drop_last=True)) == len(schedule(range(1, 25))) == 4
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_last_minibatch_of_fewer_samples_than_ranks(policy):
-    made = schedule([9, 8, 7, 6, 5, 4, 3], policy=policy)
-    plan = made.plan(0, 1)
-    assert samples(plan) == [6]
-    if made.options.equal_counts:
-        assert [weight for weights in plan.weights for weight in weights].count(0.0) == 2
-        assert plan.microbatches == [[[6]]] * 3
-    else:
-        assert sorted(len(rank) for rank in plan.microbatches) == [0, 0, 1]
+def test_a_last_minibatch_of_fewer_samples_than_ranks():
+    for policy in POLICIES:
+        made = schedule([9, 8, 7, 6, 5, 4, 3], policy=policy)
+        plan = made.plan(0, 1)
+        assert samples(plan) == [6]
+        if made.options.equal_counts:
+            assert [weight for weights in plan.weights for weight in weights].count(0.0) == 2
+            assert plan.microbatches == [[[6]]] * 3
+        else:
+            assert sorted(len(rank) for rank in plan.microbatches) == [0, 0, 1]
 
 
-@pytest.mark.parametrize("policy", ["lb_micro", "local_sort"])
-def test_no_weightless_microbatch_while_there_are_samples(policy):
-    for plan in plans(schedule(range(1, 25), policy=policy, max_tokens=24)):
-        assert all(weight > 0 for weights in plan.weights for weight in weights)
+def test_no_weightless_microbatch_while_there_are_samples():
+    for policy in (
+        "lb_micro",
+        "local_sort",
+    ):
+        for plan in plans(schedule(range(1, 25), policy=policy, max_tokens=24)):
+            assert all(weight > 0 for weights in plan.weights for weight in weights)
 
 
-@pytest.mark.parametrize(
-    ("weighting", "expected"),
-    [
+def test_weightings():
+    for weighting, expected in (
         ("token", [4, 9]),
         ("next_token", [3, 8]),
         ("sample", [1, 1]),
         (lambda lengths: lengths**2, [16, 81]),
-    ],
-    ids=["token", "next_token", "sample", "function"],
-)
-def test_weightings(weighting, expected):
-    plan = schedule([4, 9], 1, weighting=weighting, policy="local_sort").plan(0, 0)
-    assert sorted(plan.weights[0]) == expected
+    ):
+        plan = schedule([4, 9], 1, weighting=weighting, policy="local_sort").plan(0, 0)
+        assert sorted(plan.weights[0]) == expected
 
 
 def test_relative_weights_are_one_on_average():
@@ -242,9 +243,8 @@ def test_the_text_tells_plans_apart():
     assert texts[1].startswith("lb_mini, seed 0, epoch 0, minibatch 1, lengths ")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_what_cannot_be_is_refused_with_the_line_to_write():
+    cases = [
         (
             {"policy": "best"},
             "policy='best' is unknown; write one of 'local_sort', 'lb_micro', 'lb_mini', 'steal'",
@@ -261,13 +261,7 @@ def test_the_text_tells_plans_apart():
         ({"window": 0}, "window must be a whole number of at least 1"),
         ({"minibatch_size": 9, "drop_last": True}, "drop_last=True leaves no minibatch: 23 samples"),
         ({"num_replicas": 24}, r"23 samples, fewer than 24 ranks.*Trainer\(devices=23\)"),
-    ],
-)
-def test_what_cannot_be_is_refused_with_the_line_to_write(options, message):
-    with pytest.raises(ValueError, match=message):
-        schedule(**options)
-
-
-def test_a_weighting_function_returns_one_weight_per_length():
+    ]
+    assert_refused(lambda options: schedule(**options), cases)
     with pytest.raises(ValueError, match="one weight per length"):
         schedule(weighting=lambda lengths: lengths.sum()).plan(0, 0)

@@ -26,12 +26,14 @@ def run(progress: Progress, minibatches: int, of: int = 5) -> Position:
     return start
 
 
-@pytest.mark.parametrize(("yielded", "epochs"), [(5, [0, 1, 2]), (2, [0, 1, 2]), (0, [0, 0, 0])])
-def test_passes_by_hand_are_one_epoch_after_another_and_one_that_yielded_nothing_did_not_happen(
-    yielded, epochs
-):
-    progress = Progress()
-    assert [run(progress, yielded) for _ in range(3)] == [Position(epoch) for epoch in epochs]
+def test_passes_by_hand_are_one_epoch_after_another_and_one_that_yielded_nothing_did_not_happen():
+    for yielded, epochs in (
+        (5, [0, 1, 2]),
+        (2, [0, 1, 2]),
+        (0, [0, 0, 0]),
+    ):
+        progress = Progress()
+        assert [run(progress, yielded) for _ in range(3)] == [Position(epoch) for epoch in epochs]
 
 
 def test_set_epoch_begins_an_epoch_again():
@@ -50,12 +52,15 @@ def test_a_loaded_position_is_gone_on_with():
     assert run(progress, 5) == Position(4)
 
 
-@pytest.mark.parametrize(("epoch", "expected"), [(3, Position(3, 2)), (4, Position(4))])
-def test_lightning_sets_the_epoch_after_it_loaded_the_position(epoch, expected):
-    progress = Progress()
-    load(progress, 3, 2)
-    progress.set_epoch(epoch)
-    assert run(progress, 1) == expected
+def test_lightning_sets_the_epoch_after_it_loaded_the_position():
+    for epoch, expected in (
+        (3, Position(3, 2)),
+        (4, Position(4)),
+    ):
+        progress = Progress()
+        load(progress, 3, 2)
+        progress.set_epoch(epoch)
+        assert run(progress, 1) == expected
 
 
 def test_the_end_of_an_epoch_is_the_beginning_of_the_next():
@@ -75,43 +80,43 @@ def test_what_is_yielded_counts_even_after_set_epoch():
     assert progress.latest == Position(0, 2)
 
 
-@pytest.mark.parametrize(
-    ("start", "size", "expected"),
-    [
+def test_a_position_in_minibatches_of_another_size():
+    for start, size, expected in (
         (Position(1, 3), 8, Position(1, 3)),
         (Position(1, 3, 2), 8, Position(1, 3, 2)),
         (Position(1, 3), 4, Position(1, 6)),
         (Position(1, 3), 16, Position(1, 2)),
         (Position(1, 3, 2), 16, Position(1, 2)),
         (Position(1, 4, 2), 16, Position(1, 3)),
-    ],
-)
-def test_a_position_in_minibatches_of_another_size(start, size, expected):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert translated(start, ORDER, Order("a", size)) == expected
-    said = [] if size == 8 else ["The loader's state was saved with 8 samples per minibatch on"]
-    assert [str(w.message)[:60] for w in caught] == said
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert translated(start, ORDER, Order("a", size)) == expected
+        said = [] if size == 8 else ["The loader's state was saved with 8 samples per minibatch on"]
+        assert [str(w.message)[:60] for w in caught] == said
 
 
-@pytest.mark.parametrize(
-    ("now", "message"),
-    [
+def test_a_position_among_other_steps_is_refused():
+    for now, message in (
         (Order("b", 8), r"another order \(a\) than here \(b\)"),
         (Order("a", 8, 2), r"Write Trainer\(accumulate_grad_batches=1\)"),
-    ],
-)
-def test_a_position_among_other_steps_is_refused(now, message):
-    progress = Progress()
-    load(progress, 0, 2)
-    with pytest.raises(ValueError, match=message):
-        progress.begin(now, 10)
+    ):
+        progress = Progress()
+        load(progress, 0, 2)
+        with pytest.raises(ValueError, match=message):
+            progress.begin(now, 10)
 
 
-@pytest.mark.parametrize("world", [(2, 2), (2, -1), (0, 0), (None, 1), (2, None)], ids=str)
-def test_a_rank_that_cannot_be_is_refused(world):
-    with pytest.raises(ValueError, match=r"BalancedDataLoader\(\.\.\., num_replicas=8, rank=3\)"):
-        check_world(*world)
+def test_a_rank_that_cannot_be_is_refused():
+    for world in (
+        (2, 2),
+        (2, -1),
+        (0, 0),
+        (None, 1),
+        (2, None),
+    ):
+        with pytest.raises(ValueError, match=r"BalancedDataLoader\(\.\.\., num_replicas=8, rank=3\)"):
+            check_world(*world)
 
 
 def test_the_world_is_given_or_torchruns_or_one_rank(monkeypatch: Any):

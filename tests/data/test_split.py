@@ -74,39 +74,38 @@ class Record:
     scale: float = 2.0
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_tensors_are_cut_along_the_batch() -> None:
+    for make in (
         lambda x: x,
         lambda x: {"x": x, "name": "all", "names": ["a", "b", "c"]},
         lambda x: (x, x[:, 0]),
         lambda x: [x, {"inner": x}],
         lambda x: Pair(x, x[:, 0]),
         lambda x: Record(x, ["a", "b", "c"]),
-    ],
-    ids=["tensor", "mapping", "tuple", "list", "named tuple", "data class"],
-)
-def test_tensors_are_cut_along_the_batch(make: Any) -> None:
-    x = torch.arange(12.0).view(3, 4)
-    first, second = parts_of(Task(make(x), 6.0, None), Rule("token"))
-    assert type(first.microbatch) is type(make(x))
-    sizes = [one.weight for one in (first, second)]
-    assert sizes == [2.0, 4.0]
-    expected = make(x[1:])
-    if isinstance(expected, dict):
-        expected["names"] = ["b", "c"]
-    if isinstance(expected, Record):
-        expected.names = ["b", "c"]
-    assert repr(second.microbatch) == repr(expected)
+    ):
+        x = torch.arange(12.0).view(3, 4)
+        first, second = parts_of(Task(make(x), 6.0, None), Rule("token"))
+        assert type(first.microbatch) is type(make(x))
+        sizes = [one.weight for one in (first, second)]
+        assert sizes == [2.0, 4.0]
+        expected = make(x[1:])
+        if isinstance(expected, dict):
+            expected["names"] = ["b", "c"]
+        if isinstance(expected, Record):
+            expected.names = ["b", "c"]
+        assert repr(second.microbatch) == repr(expected)
 
 
-@pytest.mark.parametrize(
-    "batch",
-    [torch.ones(1, 9), torch.ones(9, dtype=torch.long), (torch.ones(3, 2), torch.ones(4)), "text", {}, None],
-    ids=["one row", "one sample without rows", "unequal", "text", "empty", "nothing"],
-)
-def test_what_has_no_samples_to_count_is_not_cut(batch: Any) -> None:
-    assert parts_of(Task(batch, 1.0, None), Rule("token")) == []
+def test_what_has_no_samples_to_count_is_not_cut() -> None:
+    for batch in (
+        torch.ones(1, 9),
+        torch.ones(9, dtype=torch.long),
+        (torch.ones(3, 2), torch.ones(4)),
+        "text",
+        {},
+        None,
+    ):
+        assert parts_of(Task(batch, 1.0, None), Rule("token")) == []
 
 
 def test_samples_that_can_be_read_again_are() -> None:

@@ -8,7 +8,9 @@ from typing import Any
 
 
 def assert_refused(
-    call: Callable[[Any], Any], cases: Iterable[tuple[Any, str]], error: type[Exception] = ValueError
+    call: Callable[[Any], Any],
+    cases: Iterable[tuple[Any, str]],
+    error: type[Exception] | tuple[type[Exception], ...] = ValueError,
 ) -> None:
     """``call`` raises the error for the argument of every case, with its message (a pattern). Names all offenders."""
     wrong = []
