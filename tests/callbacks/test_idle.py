@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import warnings
 from types import SimpleNamespace
@@ -197,25 +196,6 @@ def check_row(row: dict[str, float], slept: list[float]) -> list[float]:
     return idle
 
 
-@on_ranks(2)
-def test_recorder_and_monitor_at_once(rank, tmp_path):
-    recorder, memory = TimelineRecorder(tmp_path, (1, 2)), Memory()
-    callbacks = [DeviceIdleMonitor(every_n_steps=1), recorder]
-    fitting = trainer(2, communication="collective", callbacks=callbacks, logger=memory)
-    fitting.fit(Sleeper("items"), loader([Minibatch(map(microbatch, step)) for step in SLEEPS[rank]]))
-    with pytest.raises(RuntimeError):  # nobody listens any more
-        fitting.strategy.engine  # noqa: B018
-    if rank > 0:
-        return
-    steps = [row for _, row in memory.rows if "step_seconds" in row]
-    assert len(steps) == STEPS  # the recorder took no collectives from the monitor
-    assert all(row["idle/collective_seconds"] > 0 for row in steps)
-    for step, of_rank in ((1, recorder.timeline.ranks[0]), (2, recorder.timeline.ranks[1])):
-        assert len(of_rank.of("minibatch")) == 2
-        assert of_rank.of("all_gather") and of_rank.of("reduce_scatter")
-        assert steps[step]["idle/fraction"] > 0
-
-
 class Meetings(Callback):
     """How often the ranks met from each step to the next."""
 
@@ -240,20 +220,6 @@ def test_watching_adds_no_meeting_to_a_step(rank, tmp_path):
     alone, watched = counts
     assert len(alone) == STEPS and alone[1] > 0
     assert watched[1:] == alone[1:]  # before the first, the ranks compare their clocks
-
-
-def fit_manual(rank: int) -> tuple[list[str], dict[str, float]]:
-    """What is said, and the values of the last step."""
-    monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
-    fitting = trainer(2, callbacks=[monitor], strategy="ddp", logger=memory)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fitting.fit(Manual(), loader([microbatch(step[0]) for step in SLEEPS[rank]]))
-    assert fitting.global_step == STEPS
-    assert not monitor.complete
-    said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
-    assert len(said) == (rank == 0)
-    return said, monitor.last_step
 
 
 # -- what else takes time ------------------------------------------------------------------------------------
@@ -325,9 +291,13 @@ def test_steps_between_logged_rows_are_not_lost():
     assert type(fitting.profiler).__name__ == "PassThroughProfiler"
 
 
-def test_one_device_and_another_profiler(tmp_path):
-    monitor, profiler = DeviceIdleMonitor(every_n_steps=1), SimpleProfiler()
-    fitting = one_process(monitor, logger=CSVLogger(tmp_path, name="csv"), profiler=profiler)
+def test_one_device_another_profiler_and_the_progress_bar(tmp_path):
+    monitor, profiler, memory = (
+        DeviceIdleMonitor(every_n_steps=1, progress_bar=True),
+        SimpleProfiler(),
+        Memory(),
+    )
+    fitting = one_process(monitor, logger=[CSVLogger(tmp_path, name="csv"), memory], profiler=profiler)
     assert monitor.complete
     assert fitting.profiler is profiler
     assert "[_TrainingEpochLoop].train_dataloader_next" in profiler.recorded_durations
@@ -339,25 +309,11 @@ def test_one_device_and_another_profiler(tmp_path):
     [path] = tmp_path.glob("**/metrics.csv")
     header = path.read_text().splitlines()[0].split(",")
     assert {"idle/fraction", "imbalance", "samples_per_second", "idle/fraction_epoch", "step"} <= set(header)
-
-
-def test_the_progress_bar():
-    memory = Memory()
-    fitting = one_process(DeviceIdleMonitor(every_n_steps=1, progress_bar=True), logger=memory)
     # What is known of the last step comes when the bar is done.
     assert fitting.progress_bar_metrics["idle/fraction"] == pytest.approx(memory.steps[-2]["idle/fraction"])
 
 
 # -- bad input -----------------------------------------------------------------------------------------------
-
-
-def test_without_a_logger_it_prints_a_line_for_each_epoch(caplog):
-    monitor = DeviceIdleMonitor()
-    with caplog.at_level(logging.INFO):
-        one_process(monitor)
-    said = [line for line in caplog.messages if line.startswith("DeviceIdleMonitor, epoch 0: ")]
-    assert len(said) == 1
-    assert f"samples_per_second {monitor.last_epoch['samples_per_second_epoch']:.4g}" in said[0]
 
 
 class Refusing(Memory):
@@ -366,15 +322,16 @@ class Refusing(Memory):
             raise ValueError("no slashes, please")
 
 
-def test_a_logger_that_refuses_is_told_apart():
-    memory = Memory()
+def test_loggers_that_refuse_or_are_missing(caplog):
+    memory, monitor = Memory(), DeviceIdleMonitor()
     with pytest.warns(UserWarning, match="Refusing cannot log .* no slashes, please") as caught:
         one_process(DeviceIdleMonitor(every_n_steps=1), logger=[Refusing(), memory])
     assert len([warning for warning in caught if "Refusing" in str(warning.message)]) == 1
     assert len(memory.steps) == STEPS
-
-
-def test_a_number_of_steps_that_cannot_be():
+    with caplog.at_level(logging.INFO):
+        one_process(monitor)
+    [said] = [line for line in caplog.messages if line.startswith("DeviceIdleMonitor, epoch 0: ")]
+    assert f"samples_per_second {monitor.last_epoch['samples_per_second_epoch']:.4g}" in said
     with pytest.raises(ValueError, match=r"every_n_steps=0\): write 1 or more"):
         DeviceIdleMonitor(every_n_steps=0)
 
@@ -395,13 +352,35 @@ class Manual(Sleeper):
 
 
 @on_ranks(2)
-def test_waiting_that_cannot_be_seen_is_not_guessed(rank):
-    said, values = fit_manual(rank)
-    assert rank or "DeviceIdleMonitor cannot see all waiting for other ranks under" in said[0]
-    assert of_all_ranks(values) == [values] * 2
-    known = {"step_seconds", "samples_per_second", "idle/data_seconds", "samples_per_second_rank1"}
-    assert known <= set(values)
-    assert not {"idle/fraction", "imbalance", "busy_seconds", "idle/collective_seconds"} & set(values)
+@pytest.mark.parametrize(
+    ("has_gloo", "says", "known"),
+    [
+        (
+            True,
+            "cannot see all waiting for other ranks under",
+            {"step_seconds", "samples_per_second", "idle/data_seconds", "samples_per_second_rank1"},
+        ),
+        (False, "does nothing under DDPStrategy: its ranks have no process group with gloo", set()),
+    ],
+)
+def test_waiting_that_cannot_be_seen_is_not_guessed(rank, has_gloo, says, known):
+    monitor = DeviceIdleMonitor(every_n_steps=1)
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        patch("torch.distributed.is_gloo_available", lambda: has_gloo),
+    ):
+        warnings.simplefilter("always")
+        fitting = trainer(2, callbacks=[monitor], strategy="ddp", logger=Memory())
+        fitting.fit(Manual(), loader([microbatch(step[0]) for step in SLEEPS[rank]]))
+    assert (fitting.global_step, monitor.complete) == (STEPS, False)
+    said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
+    assert len(said) == (rank == 0)
+    assert rank or f"DeviceIdleMonitor {says}" in said[0]
+    assert of_all_ranks(monitor.last_step) == [monitor.last_step] * 2
+    assert known <= set(monitor.last_step) and bool(known) == bool(monitor.last_step)
+    assert not {"idle/fraction", "imbalance", "busy_seconds", "idle/collective_seconds"} & set(
+        monitor.last_step
+    )
 
 
 @on_ranks(2)
@@ -412,14 +391,6 @@ def test_tensor_parallel_collectives_are_not_seen(rank):
     assert not monitor.complete
     assert monitor.last_step["microbatches"] == 2
     assert not {"idle/fraction", "imbalance", "busy_seconds"} & set(monitor.last_step)
-
-
-@on_ranks(2)
-def test_ranks_that_cannot_be_compared(rank):
-    with patch("torch.distributed.is_gloo_available", lambda: False):
-        said, values = fit_manual(rank)
-    assert values == {}
-    assert rank or "does nothing under DDPStrategy: its ranks have no process group with gloo" in said[0]
 
 
 @on_ranks(2)
@@ -472,10 +443,11 @@ def test_waiting_in_meetings():
     # By durations alone: the shorter one came last.
     other_clock = [ranks[0], [(enter + 77 * MS, leave + 77 * MS) for enter, leave in ranks[1]]]
     assert waits_in_meetings(other_clock, common_clock=False) == pytest.approx([0.010, 0.001])
-    assert waits_in_meetings([ranks[0], ranks[1][:1]], common_clock=True) is None
-    # Nobody waits longer than he was inside.
-    left_before = [[(0, MS)], [(5 * MS, 6 * MS)]]
+    left_before = [[(0, MS)], [(5 * MS, 6 * MS)]]  # a rank waits no longer than it was inside
     assert waits_in_meetings(left_before, common_clock=True) == pytest.approx([0.001, 0.0])
+    different = [StepNumbers(1.0, meetings=[(0, 1)]), StepNumbers(1.0)]
+    assert not resolve(different, common_clock=True)
+    assert IdleCause.COLLECTIVE not in different[0].waits
 
 
 def test_waiting_for_rank_0_in_a_broadcast():
@@ -485,12 +457,6 @@ def test_waiting_for_rank_0_in_a_broadcast():
     steps = [StepNumbers(1.0, broadcasts=broadcasts) for broadcasts in ranks]
     assert resolve(steps, common_clock=False)
     assert IdleCause.BROADCAST not in steps[1].waits
-
-
-def test_steps_with_different_meetings_are_not_compared():
-    ranks = [StepNumbers(1.0, meetings=[(0, 1)]), StepNumbers(1.0)]
-    assert not resolve(ranks, common_clock=True)
-    assert IdleCause.COLLECTIVE not in ranks[0].waits
 
 
 @given(
@@ -524,16 +490,6 @@ def test_a_summary_is_what_the_metrics_say(steps):
     assert "idle/fraction" not in summary.values(complete=False, per_rank=True)
 
 
-def test_what_is_not_known_is_left_out():
-    summary = IdleSummary()
-    assert summary.values(complete=True, per_rank=True) == {}
-    summary.add([StepNumbers(1.0, {}, 1, 1, math.nan)] * 2)
-    values = summary.values(complete=True, per_rank=True)
-    assert "tokens_per_second" not in values and "tokens_per_second_rank0" not in values
-    assert values["samples_per_second"] == 2
-    assert not any("seconds" in name and name.startswith("idle/") for name in values)
-
-
 def test_a_note_that_is_read_twice_counts_once():
     engine: Any = SimpleNamespace(note=None, notes=[])
     channel = NoteChannel(engine)
@@ -552,16 +508,28 @@ class Strange:
         raise KeyError("no business of yours")
 
 
-def test_samples_are_counted_wherever_they_are():
-    packed = pack_samples([[1, 2], [3], [4, 5, 6]])
-    assert sample_count(packed) == 3
-    assert sample_count(Microbatch(packed, weight=1.0, last=True)) == 3
-    assert sample_count(PackingCollator()([[1, 2], [3], [4, 5, 6]])) == 3
-    assert sample_count({"input_ids": torch.ones(5, 7)}) == 5
-    assert sample_count(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) == 2
-    assert sample_count(("text", torch.tensor(1))) is None
-    assert sample_count([1, torch.ones(2)]) == 2
-    assert sample_count(Strange()) is token_count(Strange()) is None
+IDS = torch.ones(2, 3, dtype=torch.long)
+PACKED = pack_samples([[1, 2], [3], [4, 5, 6]])
+#: Batches, and how many samples and tokens they have.
+COUNTED: list[tuple[Any, int | None, int | None]] = [
+    (PACKED, 3, 6),
+    (Microbatch(PACKED, weight=1.0, last=True), 3, 6),
+    (PackingCollator()([[1, 2], [3], [4, 5, 6]]), 3, 6),
+    ({"mask": torch.ones(2, 9), "input_ids": IDS}, 2, 6),
+    ((torch.rand(2), {"input_ids": IDS}), 2, 6),
+    ([torch.ones(1, 4, dtype=torch.long), torch.ones(1)], 1, 4),
+    ((torch.rand(3, 3), torch.ones(3, dtype=torch.long)), 3, None),
+    ({"text": "abc", "ids": {"x": torch.ones(5, dtype=torch.int32)}}, 5, 5),
+    (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), 2, None),
+    (Minibatch([torch.ones(1, n, dtype=torch.long) for n in (4, 2)]), 2, 6),
+    (("text", torch.tensor(1.0)), None, None),
+    (Strange(), None, None),
+]
+
+
+def test_samples_and_tokens_are_counted_wherever_they_are():
+    for batch, samples, tokens in COUNTED:
+        assert (sample_count(batch), token_count(batch)) == (samples, tokens), batch
 
 
 def test_a_share_that_comes_as_a_whole_is_counted_as_a_whole():

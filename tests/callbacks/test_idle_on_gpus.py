@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from types import SimpleNamespace
@@ -103,24 +104,19 @@ def test_a_wait_counts_as_far_as_the_device_had_nothing_to_do():
     assert stream.now == 17 and waits._ended
     stream.now = 30
     assert waits.take()[IdleCause.READ] == 0.0 and not waits._ended
-
-
-def test_waits_nest_and_count_only_in_training():
-    stream = Stream()
-    waits = counting(stream)
-    waits.enter(IdleCause.DATA)
-    stream.now = 1
-    waits.enter(IdleCause.SETTLE)
-    stream.now = 3
+    waits.enter(IdleCause.READ)
+    stream.now = 31
+    waits.enter(IdleCause.LOCK)
+    stream.now = 33
     waits.leave()
-    stream.now = 4
+    stream.now = 34
     waits.leave()
     waits.leave()  # it began before anybody listened
-    waits.counting = False
-    waits.enter(IdleCause.DATA)
+    waits.counting = False  # outside of training
+    waits.enter(IdleCause.READ)
     stream.now = 100
     waits.leave()
-    assert waits.take() == pytest.approx({IdleCause.SETTLE: 0.002, IdleCause.DATA: 0.004})
+    assert waits.take() == pytest.approx({IdleCause.LOCK: 0.002, IdleCause.READ: 0.004})
 
 
 def test_waits_of_the_engine_are_told_of_and_those_for_its_own_device_are_not():
@@ -208,9 +204,6 @@ def test_kernels_of_a_name_belong_together_in_order():
         records((GATHER, 4, 5), (REDUCE, 5, 6), (GATHER, 6, 9)),
     ]
     assert transfers([durations(one) for one in ranks]) == {GATHER: [MS, MS], REDUCE: [MS]}
-
-
-def test_ranks_with_other_collectives_are_not_compared():
     assert transfers([durations(EXAMPLE[0]), durations(EXAMPLE[1] * 2)]) is None
     assert transfers([durations(EXAMPLE[0]), {}]) is None
     assert transfers([{}, {}]) == {}
@@ -255,12 +248,9 @@ def test_records_are_what_ran_on_the_device():
     found = kernel_records(events)
     assert found == [KernelRecord(GATHER, 7000, 9000), KernelRecord("gemm", 20500, 30000)]
     assert [one.is_collective for one in found] == [True, False]
-
-
-def test_events_of_torch_have_what_is_looked_at():
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile, record_function("named"):
         torch.ones(2) + 1
-    events = profile.events()
+    events = profile.events()  # torch's own have what is looked at
     assert kernel_records(events) == []
     assert {one.device_type.name for one in events} == {"CPU"}
     assert [one.name for one in events if one.is_user_annotation] == ["named"]
@@ -356,41 +346,35 @@ def test_a_step_that_is_interrupted_does_not_count():
     assert sampler.why == ""
 
 
-@pytest.mark.parametrize("fails", ["start", "stop"])
-def test_without_a_profiler_there_are_no_samples(fails):
+@pytest.mark.parametrize(
+    ("fails", "later", "asked"),
+    [
+        ("start", "", ["start", "abandon"]),
+        ("stop", "", ["start", "stop", "abandon"]),
+        ("", "start", ["start", "stop", "start", "abandon"]),
+    ],
+)
+def test_without_a_profiler_there_are_no_samples(fails, later, asked):
     stream, profile = Stream(), Profile(TWO_STEPS, 1015, fails)
     sampler = sampler_for(profile, stream)
-    assert sampler.why == f"OSError: cannot {fails}"
-    assert profile.asked[-1] == "abandon"
-    before = list(profile.asked)
+    profile.fails = fails or later
     assert not any(step.seen for step in run_steps(sampler, stream, 50))
-    assert profile.asked == before
-
-
-def test_a_profiler_that_fails_later_or_elsewhere_ends_the_samples():
-    stream, profile = Stream(), Profile(TWO_STEPS, 1015)
-    sampler = sampler_for(profile, stream)
-    profile.fails = "start"
-    assert not any(step.seen for step in run_steps(sampler, stream, 10))
-    assert sampler.why == "OSError: cannot start"
-    assert profile.asked == ["start", "stop", "start", "abandon"]
+    assert sampler.why == f"OSError: cannot {fails or later}"
+    assert profile.asked == asked
     elsewhere = sampler_for(Profile([], 0), stream, lambda item: [item, "RuntimeError: no CUPTI"])
     assert elsewhere.why == "RuntimeError: no CUPTI"
 
 
-def test_collectives_that_cannot_be_compared_leave_the_parts():
-    stream = Stream()
-    others = ["", {GATHER: [5 * MS]}, 0.5, 0.015]
-    different = sampler_for(
-        Profile(TWO_STEPS, 1015), stream, lambda item: [item, "" if isinstance(item, str) else others]
-    )
-    some = sampler_for(Profile(TWO_STEPS, 1015), stream, comparable=False)
-    assert (different.complete, some.complete) == (True, False)
-    for sampler in (different, some):
-        step = run_steps(sampler, stream, 4)[-1]
-        assert step.seen and step.waits == {}
-        assert step.parts[DevicePart.KERNEL] == pytest.approx(0.007)
-        assert not sampler.complete and sampler.why == ""
+@pytest.mark.parametrize("comparable", [True, False])
+def test_collectives_that_cannot_be_compared_leave_the_parts(comparable):
+    stream, others = Stream(), ["", {GATHER: [5 * MS]}, 0.5, 0.015]  # rank 1 had one collective less
+    agree = (lambda item: [item, "" if isinstance(item, str) else others]) if comparable else with_other
+    sampler = sampler_for(Profile(TWO_STEPS, 1015), stream, agree, comparable=comparable)
+    assert sampler.complete == comparable
+    step = run_steps(sampler, stream, 4)[-1]
+    assert step.seen and step.waits == {}
+    assert step.parts[DevicePart.KERNEL] == pytest.approx(0.007)
+    assert not sampler.complete and sampler.why == ""
 
 
 def test_waiting_for_data_in_a_sample_is_that_of_its_step():
@@ -419,25 +403,24 @@ def test_waiting_for_data_in_a_sample_is_that_of_its_step():
 
 def test_a_summary_speaks_of_the_steps_that_were_looked_at():
     summary = IdleSummary()
+    assert summary.values(complete=True, per_rank=True) == {}
     for _ in range(3):
-        summary.add([StepNumbers(1.0, {IdleCause.DATA: 0.5}, 1, 1, 1, seen=False)] * 2)
-    assert "idle/fraction" not in summary.values(complete=True, per_rank=True)
-    assert summary.values(complete=True, per_rank=False)["idle/data_seconds"] == 0.5
+        summary.add([StepNumbers(1.0, {IdleCause.DATA: 0.5}, 1, 1, math.nan, seen=False)] * 2)
+    before = summary.values(complete=True, per_rank=True)
+    assert not {"idle/fraction", "tokens_per_second", "tokens_per_second_rank0"} & set(before)
+    assert (before["samples_per_second"], before["idle/data_seconds"]) == (2, 0.5)
     parts = {DevicePart.KERNEL: 1.0, DevicePart.COLLECTIVE: 0.75, DevicePart.EMPTY: 0.25}
     idle = {IdleCause.DATA: 0.0, IdleCause.COLLECTIVE: 0.5}
     summary.add([StepNumbers(2.0, idle, 1, 1, 1, parts=parts), StepNumbers(2.0, {}, 1, 1, 1, parts=parts)])
     values = summary.values(complete=True, per_rank=True)
-    assert values["step_seconds"] == 1.25
-    assert values["microbatches"] == 2
-    assert values["idle/fraction"] == 0.125
-    assert values["idle/fraction_rank0"] == 0.25
-    assert values["busy_seconds"] == 1.75
-    assert values["imbalance"] == pytest.approx(2 / 1.75)
+    assert (values["step_seconds"], values["microbatches"]) == (1.25, 2)
+    assert (values["idle/fraction"], values["idle/fraction_rank0"]) == (0.125, 0.25)
+    assert (values["busy_seconds"], values["imbalance"]) == (1.75, pytest.approx(2 / 1.75))
     assert (values["idle/collective_seconds"], values["idle/data_seconds"]) == (0.25, 0.0)
     assert values["gpu/kernel_seconds"] == values["gpu/kernel_seconds_rank1"] == 1.0
     assert values["gpu/collective_seconds"] + values["gpu/empty_seconds"] == 1.0
-    assert "idle/fraction" not in summary.values(complete=False, per_rank=True)
-    assert summary.values(complete=False, per_rank=True)["gpu/kernel_seconds"] == 1.0
+    incomplete = summary.values(complete=False, per_rank=True)
+    assert "idle/fraction" not in incomplete and incomplete["gpu/kernel_seconds"] == 1.0
 
 
 # -- in a trainer --------------------------------------------------------------------------------------------

@@ -12,20 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from lightning_odc.callbacks import Timeline, TimelineRecorder, draw_timelines, load_timeline
+from lightning_odc.callbacks import (
+    DeviceIdleMonitor,
+    Timeline,
+    TimelineRecorder,
+    draw_timelines,
+    load_timeline,
+)
 from lightning_odc.callbacks.timeline.chrome_trace import from_chrome_trace, to_chrome_trace
 from lightning_odc.callbacks.timeline.gantt import timelines_figure
 from lightning_odc.callbacks.timeline.spans import Passage, RankTimeline, merge, place_clocks
-from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.tracing import Span
-from lightning_odc.files import write_whole
 from tests.callbacks.test_idle import MS, Sleeper, microbatch
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import on_ranks, try_ranks
@@ -58,12 +61,16 @@ class Scripted(Sleeper):
 
 
 def _fit(rank: int, directory: Path, module: dict[str, Any], steps: Any, options: dict[str, Any]) -> Any:
-    recorder = TimelineRecorder(directory, steps)
+    recorder, monitor = TimelineRecorder(directory, steps), DeviceIdleMonitor(every_n_steps=1)
     equal = options.get("communication", "on_demand") != "on_demand"
     sleeps = SLEEPS[rank][:1] if equal else SLEEPS[rank]
-    fitting = trainer(2, callbacks=[recorder], timeout=None, **options)
+    fitting = trainer(2, callbacks=[monitor, recorder], timeout=None, **options)
     share = Minibatch([microbatch(seconds, 5 + index) for index, seconds in enumerate(sleeps)])
     fitting.fit(Scripted(**module), loader([share] * STEPS))
+    if options.get("communication") == "collective":  # the recorder took no collectives from the monitor
+        assert monitor.last_step["idle/collective_seconds"] > 0
+        with pytest.raises(RuntimeError):  # nobody listens any more
+            fitting.strategy.engine  # noqa: B018
     return recorder.timeline
 
 
@@ -120,6 +127,7 @@ def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
         assert [span.details["number"] for span in minibatches] == list(range(STEPS))
         for kind in ("read", "add", "settle", "publish", "optimizer", "data"):
             assert len(own.of(kind)) >= STEPS, kind
+        assert all(span.details["unit"] for span in own.of("read", "add"))
         for span in [*forwards, *backwards, *own.of("settle", "optimizer", "publish")]:
             assert any(step.begin <= span.begin and span.end <= step.end for step in minibatches)
     # Rank 1 has 0.12 s less to do than rank 0, and waits for it at the end of every minibatch. On a busy machine
@@ -267,25 +275,20 @@ def test_steps_that_are_never_reached(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_steps_that_are_reached_in_part(tmp_path):
+def test_steps_that_are_reached_in_part_and_spans_beyond_the_capacity(tmp_path):
     one_process(TimelineRecorder(tmp_path, (1, 9))).fit(TokenModule(), loader([microbatch(0, 5)] * 3))
-    timeline = load_timeline(tmp_path / "timeline.json")
-    assert [span.details["number"] for span in timeline.ranks[0].of("minibatch")] == [1, 2]
-    assert not timeline.ranks[0].complete
-
-
-def test_spans_beyond_the_capacity_are_counted(tmp_path):
-    recorder = TimelineRecorder(tmp_path, capacity=7)
-    one_process(recorder).fit(TokenModule(), loader([microbatch(0, 5)] * 3))
+    [own] = load_timeline(tmp_path / "timeline.json").ranks
+    assert [span.details["number"] for span in own.of("minibatch")] == [1, 2] and not own.complete
+    one_process(TimelineRecorder(tmp_path, capacity=7)).fit(TokenModule(), loader([microbatch(0, 5)] * 3))
     trace = check_trace(tmp_path / "timeline.json", ranks=1)
     assert trace["otherData"]["ranks"][0]["dropped"] == 3 * 5 - 7
     assert any("8 later spans were dropped" in remark for remark in trace["otherData"]["remarks"])
 
 
-@pytest.mark.parametrize("steps", [(3, 1), range(0), (-2, 4), 7, (1, 2, 3)], ids=str)
-def test_steps_that_cannot_be(tmp_path, steps):
-    with pytest.raises(ValueError, match="steps="):
-        TimelineRecorder(tmp_path, steps)
+def test_steps_that_cannot_be(tmp_path):
+    for steps in [(3, 1), range(0), (-2, 4), 7, (1, 2, 3)]:
+        with pytest.raises(ValueError, match="steps="):
+            TimelineRecorder(tmp_path, steps)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="capacity"):
         TimelineRecorder(tmp_path, capacity=0)
 
@@ -306,42 +309,22 @@ def test_a_directory_that_cannot_be_written_to_is_said_once_and_training_goes_on
     assert (fitting.global_step, recorder.timeline) == (STEPS, None)
 
 
-def test_without_matplotlib_there_is_a_trace_and_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.warns(UserWarning, match=r"no picture: .*pip install"):
-        one_process(TimelineRecorder(tmp_path)).fit(TokenModule(), loader([microbatch(0, 5)]))
-    assert [path.name for path in tmp_path.iterdir()] == ["timeline.json"]
-
-
-def test_a_picture_that_fails_does_not_end_the_fit(tmp_path):
+def test_without_a_picture_there_is_a_trace_and_a_warning(tmp_path, monkeypatch):
     (tmp_path / "timeline.png").mkdir()
     with pytest.warns(UserWarning, match=r"timeline.json is written, but no picture: "):
         one_process(TimelineRecorder(tmp_path)).fit(TokenModule(), loader([microbatch(0, 5)]))
-    assert load_timeline(tmp_path / "timeline.json").ranks
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.warns(UserWarning, match=r"no picture: .*pip install"):
+        one_process(TimelineRecorder(tmp_path / "new")).fit(TokenModule(), loader([microbatch(0, 5)]))
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["timeline.json"]
 
 
-def test_a_planted_link_is_replaced(tmp_path):
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    link = tmp_path / "timeline.json"
-    link.symlink_to(precious)
-    write_whole(link, b"new")
-    assert precious.read_text() == "mine"
-    assert not link.is_symlink() and link.read_text() == "new"
-    assert link.stat().st_mode & 0o777 == 0o666 & ~_umask()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "timeline.json"]
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
-
-
-def test_traces_of_others_are_refused(tmp_path):
+def test_what_cannot_be_loaded_or_drawn(tmp_path):
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     with pytest.raises(ValueError, match="not a trace that TimelineRecorder wrote"):
         load_timeline(tmp_path / "other.json")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        draw_timelines({"empty": Timeline([], world_size=1)}, tmp_path / "empty.png")
 
 
 # -- arithmetic ----------------------------------------------------------------------------------------------
@@ -368,17 +351,11 @@ def test_waiting_inside_collectives_is_told_apart():
     assert second.of("wait") == [Span("wait", 0, 10 * MS, {"cause": "collective", "peer": 0})]
     assert second.idle_fraction == pytest.approx(10 / 17)
     assert from_chrome_trace(json.loads(json.dumps(to_chrome_trace(merged)))).ranks[1].idle_seconds == 0.01
-
-
-def test_collectives_that_do_not_belong_together_are_left_alone():
-    merged = merge([part(0, meeting("all_gather", 0, 5)), part(1, meeting("reduce_scatter", 3, 5))])
-    assert not merged.ranks[0].of("wait")
-
-
-def test_a_missing_rank_is_said_to_be_missing():
-    merged = merge([part(1, meeting("all_gather", 0, 12), world_size=3)])
-    assert merged.notes == ["Nothing is known of rank(s) 0, 2."]
-    assert not merged.waiting_seen
+    apart = merge([part(0, meeting("all_gather", 0, 5)), part(1, meeting("reduce_scatter", 3, 5))])
+    assert not apart.ranks[0].of("wait"), "they do not belong together"
+    alone = merge([part(1, meeting("all_gather", 0, 12), world_size=3)])
+    assert alone.notes == ["Nothing is known of rank(s) 0, 2."]
+    assert not alone.waiting_seen
 
 
 @given(
@@ -399,24 +376,6 @@ def test_the_true_offset_lies_within_the_uncertainty(offset, delays):
     assert (first.offset_ns, first.uncertainty_ns) == (0, 0)
     assert abs(second.offset_ns - offset) <= second.uncertainty_ns
     assert second.uncertainty_ns <= 2 * 10**6
-
-
-TOKENS = {
-    "input_ids": ({"mask": torch.ones(2, 9), "input_ids": torch.ones(2, 3, dtype=torch.long)}, 6),
-    "first": ([torch.ones(1, 4, dtype=torch.long), torch.ones(1)], 4),
-    "images": ((torch.rand(3, 3), torch.ones(3, dtype=torch.long)), None),
-    "nested": ({"text": "abc", "ids": {"x": torch.ones(5, dtype=torch.int32)}}, 5),
-    "tuple": ((torch.rand(2), {"input_ids": torch.ones(2, 3, dtype=torch.long)}), 6),
-    "share": (Minibatch([torch.ones(1, n, dtype=torch.long) for n in (4, 2)]), 6),
-    "text": ("text", None),
-    "none": (None, None),
-}
-
-
-@pytest.mark.parametrize("kind", TOKENS)
-def test_token_counts(kind):
-    batch, tokens = TOKENS[kind]
-    assert token_count(batch) == tokens
 
 
 # -- pictures ------------------------------------------------------------------------------------------------
@@ -451,8 +410,3 @@ def test_pictures_have_a_row_per_rank_on_one_time_axis(tmp_path):
     assert [text.get_text() for text in legend.get_texts()] == ["forward", "read", "idle: waiting for others"]
     draw_timelines({"one": scripted(1)}, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_there_must_be_something_to_draw(tmp_path):
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw_timelines({"empty": Timeline([], world_size=1)}, tmp_path / "empty.png")

@@ -94,17 +94,6 @@ def test_a_unit_that_runs_another_number_of_times_is_found(calls: list[int], fit
         model.backward(["x"])
 
 
-def test_what_breaks_off_while_it_adds_is_known() -> None:
-    additions = Additions([""] * 4, list)
-    additions.begin_backward()
-    assert additions.begin_adding(3)
-    assert additions.adding == 3
-    added = additions.undo()
-    assert added is not None
-    assert added.times == {}
-    assert additions.undo() is None, "before its backward pass"
-
-
 def test_what_a_part_added_stands_for_its_own_calls() -> None:
     model = Model([3, 2], [])
     model.forward([3, 2])
@@ -119,12 +108,15 @@ def test_what_a_part_added_stands_for_its_own_calls() -> None:
     assert (added.calls[0], added.calls[1]) == (3, 2)
 
 
-def test_a_pass_that_broke_off_and_is_not_undone_is_refused_once_it_has_added() -> None:
-    additions = Additions([""], list)
+def test_a_pass_that_broke_off_is_refused_once_it_has_added_unless_it_is_undone() -> None:
+    additions = Additions([""] * 4, list)
     additions.begin_backward()
     additions.check_none_broke_off()
-    additions.begin_adding(0)
+    assert additions.begin_adding(3)
+    assert additions.adding == 3
     with pytest.raises(ODCError, match="a part of its gradient has been added"):
         additions.check_none_broke_off()
-    additions.end_backward()
+    added = additions.undo()
+    assert added is not None and added.times == {}
+    assert additions.undo() is None, "before its backward pass"
     additions.check_none_broke_off()

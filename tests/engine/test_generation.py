@@ -75,13 +75,9 @@ def test_generate_runs_in_a_context_and_is_given_back():
     assert one.generate(1) == [0]
     assert "generate" not in vars(one)
     assert other.generate is own
-
-
-def test_what_is_put_there_meanwhile_stays():
-    model = Generates([0])
-    with generating(model, _contexts([0])):
-        model.generate = new = lambda: 7  # type: ignore[method-assign, assignment]
-    assert model.generate is new
+    with generating(model, _contexts(depth)):
+        one.generate = new = lambda: 7  # type: ignore[method-assign, assignment]
+    assert one.generate is new, "what is put there meanwhile stays"
 
 
 def test_models_that_cannot_generate_are_left_alone():

@@ -144,18 +144,14 @@ def test_in_lockstep_all_ranks_keep_the_same(rank):
     assert both["reads"][1:] == [BLOCKS + 1] * (STEPS - 1)
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [("auto", "auto"), (0, 0), (10**9, 10**9), ("4GiB", 4 * 2**30), ("1.5 MB", 1_500_000), ("64kib", 65_536)],
-)
-def test_an_amount_of_memory(given, expected):
-    assert memory_size(given) == expected
-
-
-@pytest.mark.parametrize("given", ["lots", -1, "4 gigs", True, None])
-def test_what_is_no_amount_of_memory_is_refused(given):
-    with pytest.raises(ValueError, match=r'write "auto", 0 .* such as "4GiB"'):
-        memory_size(given)
+def test_an_amount_of_memory():
+    for given in ("auto", 0, 10**9):
+        assert memory_size(given) == given
+    assert memory_size("4GiB") == 4 * 2**30
+    assert (memory_size("1.5 MB"), memory_size("64kib")) == (1_500_000, 65_536)
+    for wrong in ("lots", -1, "4 gigs", True, None):
+        with pytest.raises(ValueError, match=r'write "auto", 0 .* such as "4GiB"'):
+            memory_size(wrong)  # type: ignore[arg-type]
 
 
 def test_ranks_that_share_a_gpu_share_what_is_free(monkeypatch):
@@ -172,49 +168,14 @@ def test_ranks_that_share_a_gpu_share_what_is_free(monkeypatch):
     assert _memory(place, lambda own: [own, "b", "c"]).usable() == 1050
 
 
-def test_memory_of_the_host():
+def test_memory_of_the_host_is_what_its_tightest_limit_leaves(tmp_path, monkeypatch):
     memory = HostMemory(2)
     assert 0 < memory.used() < memory.peak() + 2**25 < memory.usable()  # the kernel counts in steps
-
-
-def test_memory_of_the_host_is_what_its_tightest_limit_leaves(tmp_path, monkeypatch):
     group(tmp_path / "sys/fs/cgroup/job", max=9 * 2**20, current=2**20)
     mount = "41 31 0:38 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw"
     monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, "0::/job", [mount], available_kib=2**20))
     memory = HostMemory(2)
     assert memory.usable() - memory.used() in range(3 * 2**20, 5 * 2**20), "half of 8 MiB; used() moves"
-
-
-class Toggled(TokenModule):
-    """Runs the model with its first block frozen, and then with all of it trained, before it goes backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self) -> Any:
-        first = list(self.net.blocks[0].parameters())  # type: ignore[union-attr]
-        ours = {id(parameter) for parameter in first}
-        others = [parameter for parameter in self.parameters() if id(parameter) not in ours]
-        return torch.optim.SGD(first, lr=0.1), torch.optim.SGD(others, lr=0.1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        one, other = self.optimizers()  # type: ignore[misc]
-        self.toggle_optimizer(other)
-        frozen = super().training_step(batch, batch_idx)
-        self.untoggle_optimizer(other)
-        loss = frozen + super().training_step(batch, batch_idx)
-        for optimizer in (one, other):
-            optimizer.zero_grad()
-        self.manual_backward(loss)
-        for optimizer in (one, other):
-            optimizer.step()
-
-
-@on_ranks(2)
-def test_a_kept_unit_follows_when_its_shards_are_frozen_within_a_step(rank):
-    batches = token_batches([6, 9, 4, 7], seed=rank)
-    assert_same(*(fitted(Toggled(), batches, keep_gathered=keep) for keep in ("auto", 0)))
 
 
 class Frozen(TokenModule):
@@ -239,23 +200,30 @@ class Frozen(TokenModule):
         return super().training_step(batch, batch_idx) * self.frozen_pass(batch)
 
 
-def assert_frozen_parts_train(world_size: int, first: bool, **strategy: Any) -> None:
+#: Whether the frozen pass comes first, and what it is tried with.
+PASSES: list[tuple[bool, dict[str, Any]]] = [
+    (True, {}),
+    (False, {}),
+    (True, {"keep_gathered": 0}),
+    (False, {"communication": "collective"}),
+]
+
+
+def assert_frozen_parts_train(first: bool, **options: Any) -> None:
     batches = token_batches([6, 9, 4, 7, 5, 8, 3, 6])
     expected = fits.one_process(Frozen(first), zip(batches[::2], batches[1::2], strict=True))
-    assert_same(fitted(Frozen(first), batches, world_size, accumulate_grad_batches=2, **strategy), expected)
+    assert_same(fitted(Frozen(first), batches, accumulate_grad_batches=2, **options), expected)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("strategy", [{}, {"keep_gathered": 0}, {"communication": "collective"}], ids=str)
-def test_parts_that_are_frozen_for_one_pass_are_trained_by_the_other(rank, first, strategy):
-    assert_frozen_parts_train(2, first, **strategy)
+@pytest.mark.parametrize(("first", "options"), PASSES, ids=str)
+def test_parts_that_are_frozen_for_one_pass_are_trained_by_the_other(rank, first, options):
+    assert_frozen_parts_train(first, **options)
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("first", [True, False])
-def test_parts_that_are_frozen_for_one_pass_on_one_rank(rank, first):
-    assert_frozen_parts_train(1, first)
+def test_parts_that_are_frozen_for_one_pass_on_one_rank(rank):
+    assert_frozen_parts_train(True, world_size=1)
 
 
 def _engine(rank: int, memory: Any) -> tuple[nn.Module, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -58,12 +59,18 @@ def test_the_sum_is_added_once_with_the_last_gradient():
 
 
 def test_without_memory_for_a_sum_and_for_a_single_microbatch_nothing_is_held():
-    for waits, is_last in [(False, False), (True, True)]:
+    for waits, is_last, memory in [
+        (False, False, nullcontext()),
+        (True, True, nullcontext()),
+        (True, False, patch.object(Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no memory"))),
+    ]:
         total, accumulators = made(waits)
-        total.add(gradient(NUMEL, 0), WHOLE, is_last)
-        total.add(gradient(NUMEL, 1), WHOLE, is_last)
+        with memory:
+            total.add(gradient(NUMEL, 0), WHOLE, is_last)
+            total.add(gradient(NUMEL, 1), WHOLE, is_last)
         assert accumulators.touched == [[(0, NUMEL)]] * 2
         assert total._total is None
+        assert torch.equal(accumulators.rows, (gradient(NUMEL, 0) + gradient(NUMEL, 1)).view(OWNERS, NUMEL))
 
 
 def test_parameters_without_a_gradient_are_not_added():
@@ -85,20 +92,16 @@ def test_parameters_without_a_gradient_are_not_added():
     assert torch.allclose(accumulators.rows, expected)
 
 
-def test_a_dropped_parameter_has_no_part_in_what_is_added_later():
-    total, accumulators = made()
+def test_what_is_dropped_has_no_part_in_what_is_added_later_and_what_is_given_back_has():
     chunks = gradient(NUMEL, 0)
+    total, accumulators = made()
     total.add(chunks, WHOLE, is_last=False)
     total.clear(2, 2)
     total.add(chunks, WHOLE, is_last=True)
     expected = 2 * chunks.view(OWNERS, NUMEL)
     expected[:, 2:4] /= 2
     assert torch.allclose(accumulators.rows, expected)
-
-
-def test_memory_that_is_given_back_loses_nothing():
     total, accumulators = made()
-    chunks = gradient(NUMEL, 0)
     total.add(chunks, WHOLE, is_last=False)
     total.release()
     assert total._total is None
@@ -113,12 +116,3 @@ def test_narrow_gradients_are_summed_in_the_dtype_of_the_accumulators():
         total.add(chunks, WHOLE, is_last=index == 299)
     assert accumulators.rows.unique().tolist() == [300]
     assert len(accumulators.touched) == 1
-
-
-def test_without_memory_for_the_sum_a_gradient_is_added_at_once():
-    total, accumulators = made()
-    chunks = gradient(NUMEL, 0)
-    with patch.object(torch.Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no memory")):
-        total.add(chunks, WHOLE, is_last=False)
-    assert accumulators.touched == [[(0, NUMEL)]]
-    assert torch.equal(accumulators.rows, chunks.view(OWNERS, NUMEL))

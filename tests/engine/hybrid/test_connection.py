@@ -64,17 +64,14 @@ def test_a_connection_tells_a_failure_from_leaving_and_from_a_crash(ends):
     one, other = ends
     one.say_last(Kind.FAILURE, b"ValueError: no")
     one.say_last(Kind.LEAVE)  # which a rank that has failed does, too
+    eventually(lambda: (other.pump(), bool(other.failure))[1])
+    other._socket.send((1 << 40).to_bytes(8, "little") + b"\0")
+    with pytest.raises(ODCError, match="more than is allowed"):
+        eventually(lambda: has_record(one))
     one.close()
     eventually(lambda: (other.pump(), bool(other.broken))[1])
     assert (other.failure, other.has_left) == ("ValueError: no", False)
     assert "ended without a word" in other.broken
-
-
-def test_a_length_that_nobody_means_is_refused(ends):
-    one, other = ends
-    one._socket.send((1 << 40).to_bytes(8, "little") + b"\0")
-    with pytest.raises(ODCError, match="more than is allowed"):
-        eventually(lambda: has_record(other))
 
 
 def columns(count: int) -> list[ReplicaLink]:
@@ -106,23 +103,24 @@ def test_a_column_hears_all_records_in_order(three):
             ]
 
 
-def test_nobody_goes_on_before_the_last_has_come(three):
+def test_nobody_goes_on_before_the_last_has_come_and_one_that_leaves_is_named(three):
     three[0].begin({"rank": 0})
     three[1].begin({"rank": 1})
     time.sleep(0.05)
-    assert not three[0].complete()
-    assert not three[1].complete()
+    assert not three[0].complete() and not three[1].complete()
     assert three[0].missing() == "rank 2 (127.0.0.1)"
-
-
-def test_one_that_leaves_while_it_is_needed(three):
-    three[0].begin({"rank": 0})
-    three[1].begin({"rank": 1})
     three[2].close()
-    with pytest.raises(
-        PeerFailedError, match=r"Rank 2 \(127.0.0.1\) has left the training while rank 0 still needs"
-    ):
+    says = r"Rank 2 \(127.0.0.1\) has left the training while rank 0 still needs"
+    with pytest.raises(PeerFailedError, match=says):
         eventually(three[0].complete)
+
+
+def test_one_that_dies(three):
+    three[2]._peers[0]._socket.close()
+    eventually(lambda: bool(three[0].trouble()))
+    assert three[0].trouble() == (
+        "Rank 2 (127.0.0.1) ended without a word (killed, out of memory, or crashed)."
+    )
 
 
 def test_one_that_fails_is_told_with_its_reason_before_one_that_followed(three):
@@ -133,14 +131,6 @@ def test_one_that_fails_is_told_with_its_reason_before_one_that_followed(three):
         three[0]
         .trouble()
         .startswith("Rank 2 (127.0.0.1) failed, so rank 0 stops too. Its error was:\nValueError")
-    )
-
-
-def test_one_that_dies(three):
-    three[2]._peers[0]._socket.close()
-    eventually(lambda: bool(three[0].trouble()))
-    assert three[0].trouble() == (
-        "Rank 2 (127.0.0.1) ended without a word (killed, out of memory, or crashed)."
     )
 
 

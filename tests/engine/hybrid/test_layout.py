@@ -48,9 +48,11 @@ def test_a_layout_has_rows_and_columns():
     assert layout_of(None, num_nodes=3, world_size=6, rank=0).rows == ((0, 1), (2, 3), (4, 5))
 
 
-def test_a_mesh_of_other_ranks_is_refused():
+def test_a_mesh_of_other_ranks_and_nodes_of_different_sizes_are_refused():
     with pytest.raises(ValueError, match=r"arranges 4 ranks, but there are 6: write\s+device_mesh=\(2, 3\)"):
         layout_of((2, 2), num_nodes=2, world_size=6, rank=0)
+    with pytest.raises(ValueError, match=r"5 ranks on 2 nodes: every node needs as many ranks as the others"):
+        layout_of(None, num_nodes=2, world_size=5, rank=0)
 
 
 def test_a_mesh_from_the_command_line():

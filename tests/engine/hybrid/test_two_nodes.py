@@ -279,6 +279,16 @@ def test_bf16_mixed(rank, alone, way):
 
 @on_ranks(4)
 @in_both_ways
+def test_deterministic_runs_are_bit_equal_on_all_nodes(rank, alone, way):
+    one, other = (_fit(rank, way, {"deterministic": True}) for _ in range(2))
+    assert_same(one["parameters"], alone["fp32"])
+    assert_same(one["parameters"], other["parameters"], tolerance=0)
+    assert_equal_on_all_ranks(one["parameters"])
+    assert one["drifted"] == other["drifted"] == [], "equal without help"
+
+
+@on_ranks(4)
+@in_both_ways
 def test_the_norm_is_that_of_the_whole_gradient(rank, alone, way):
     assert min(alone["norms"]["norms"]) > CLIP
     seen = _fit(rank, way, {"gradient_clip_val": CLIP})
@@ -430,14 +440,6 @@ def test_the_same_engine_in_fabric(rank):
 
 
 # -- replicas -------------------------------------------------------------------------------------------------
-
-
-@on_ranks(4)
-def test_deterministic_runs_are_bit_equal_on_all_nodes(rank):
-    one, other = (_fit(rank, "replicas", {"deterministic": True}) for _ in range(2))
-    assert_same(one["parameters"], other["parameters"], tolerance=0)
-    assert_equal_on_all_ranks(one["parameters"])
-    assert one["drifted"] == other["drifted"] == [], "equal without help"
 
 
 @on_ranks(4)

@@ -148,7 +148,6 @@ def sabotage(what: str, stack: ExitStack) -> None:
         "signs with another secret": [signs(lambda own, _, rank: header(own, bytes(32), rank))],
         "signs as another rank": [signs(lambda own, secret, _: header(own, secret, 0))],
         "larger": [patch.object(MappedWindow, "create", larger)],
-        "not sealed": [patch.object(shared_memory, "_SEALS", 0)],
         "sealed against shrinking only": [patch.object(shared_memory, "_SEALS", fcntl.F_SEAL_SHRINK)],
         "another host": [patch.object(host, "boot_id", lambda: "another")],
         "another descriptor": [patch.object(SharedMemoryTransport, "_create", nowhere)],
@@ -185,7 +184,6 @@ REFUSED = {
     "signs with another secret": ["Rank 0 .*: the window of rank 1 does not belong to this job"],
     "signs as another rank": ["Rank 0 .*: the window of rank 1 does not belong to this job"],
     "larger": [r"Rank 0 .*: the window of rank 1 has \d+ bytes, expected \d+"],
-    "not sealed": ["Rank 0 .*: the window of rank 1 is not sealed"],
     "sealed against shrinking only": ["Rank 0 .*: the window of rank 1 is not sealed"],
     "another host": ["Rank 0 .*: rank 1 runs on another host"],
     "another descriptor": [r"Rank 0 .*: the window of rank 1 \(process \d+\) cannot be opened: No such file"],
@@ -282,21 +280,12 @@ def _window_maps() -> int:
 
 
 @on_ranks(2)
-def test_windows_have_no_name_and_leave_nothing(rank):
-    transport, rendezvous = made(rank)
-    transport.open(SPEC)
-    assert len(_window_links()) == 2
-    assert Path("/proc/self/maps").read_text().count("/dev/shm/") == 0
-    rendezvous(None)
-    transport.close()
-    assert (_window_links(), _window_maps()) == ([], 0)
-
-
-@on_ranks(2)
 def test_memory_lives_as_long_as_its_last_view(rank):
     """Views outlive the transport, descriptors and locks do not, and the memory goes with the last view."""
     transport, rendezvous = made(rank)
     transport.open(SPEC)
+    assert len(_window_links()) == 2
+    assert Path("/proc/self/maps").read_text().count("/dev/shm/") == 0, "windows have no name"
     transport.shard(rank, 2).fill_(1 + rank)
     rendezvous(None)
     views = [transport.shard(owner, 2)[3:].view(torch.int32) for owner in range(2)]
@@ -399,63 +388,47 @@ def in_another_thread(function: Callable[[], Any]) -> None:
     thread.join()
 
 
-def test_the_fence_of_libatomic_is_taken_before_a_system_call(monkeypatch):
-    fence = host.thread_fence()
-    if fence is not None:  # which not every machine has
+def test_which_fence_a_machine_takes(monkeypatch):
+    """None where memory is strongly ordered; else libatomic's, which not every machine has, before a system call."""
+    fence, make = host.thread_fence(), ctypes.PyDLL
+    if fence is not None:
         fence()
-    monkeypatch.setattr(host, "membarrier", lambda machine: "system call")
-    monkeypatch.setattr(host, "thread_fence", lambda: "local")
-    assert host.make_fence("aarch64") == "local"
-    monkeypatch.setattr(host, "thread_fence", lambda: None)
-    assert host.make_fence("aarch64") == "system call"
-
-
-@pytest.mark.parametrize("library", ["no such library", "libc.so.6"])
-def test_without_libatomic_there_is_no_fence_of_a_thread(monkeypatch, library):
-    make = ctypes.PyDLL
-    monkeypatch.setattr(ctypes, "PyDLL", lambda name: make(library))
-    assert host.thread_fence() is None
-
-
-def test_a_kernel_without_membarrier_is_refused(monkeypatch):
-    monkeypatch.setitem(host._MEMBARRIER, "aarch64", 9999)
-    monkeypatch.setattr(host, "thread_fence", lambda: None)
-    with pytest.raises(WindowError, match=r"which failed \(Function not implemented\)\. Use ODCStrategy"):
-        host.make_fence("aarch64")
-
-
-def test_only_strongly_ordered_machines_go_without_a_fence(monkeypatch):
+    for library in ("no such library", "libc.so.6"):
+        monkeypatch.setattr(ctypes, "PyDLL", lambda name, library=library: make(library))
+        assert host.thread_fence() is None
     monkeypatch.setattr(host, "thread_fence", lambda: None)
     assert host.make_fence("x86_64") is None
-    with pytest.raises(
-        WindowError, match=r'(?s)on sparc64 processors .* Use ODCStrategy\(communication="collective"\)'
-    ):
+    says = r'(?s)on sparc64 processors .* Use ODCStrategy\(communication="collective"\)'
+    with pytest.raises(WindowError, match=says):
         host.make_fence("sparc64")
+    monkeypatch.setitem(host._MEMBARRIER, "aarch64", 9999)
+    with pytest.raises(WindowError, match=r"which failed \(Function not implemented\)\. Use ODCStrategy"):
+        host.make_fence("aarch64")
+    monkeypatch.setattr(host, "membarrier", lambda machine: "system call")
+    assert host.make_fence("aarch64") == "system call"
+    monkeypatch.setattr(host, "thread_fence", lambda: "local")
+    assert host.make_fence("aarch64") == "local"
 
 
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [
-        (lambda: os._exit(7), "exit code 7"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "SIGSEGV"),
-        (lambda: os.kill(os.getpid(), signal.SIGRTMIN + 3), f"signal {signal.SIGRTMIN + 3}"),
-    ],
-)
-@pytest.mark.parametrize("is_reaped", [False, True])
-def test_how_a_process_ended_is_found_in_proc_and_later_by_its_descriptor(end, expected, is_reaped):
+ENDS: dict[str, Callable[[], None]] = {
+    "exit code 7": lambda: os._exit(7),
+    "SIGSEGV": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    f"signal {signal.SIGRTMIN + 3}": lambda: os.kill(os.getpid(), signal.SIGRTMIN + 3),
+}
+
+
+@pytest.mark.parametrize("expected", ENDS)
+def test_how_a_process_ended_is_found_in_proc_and_later_by_its_descriptor(expected):
     pid = os.fork()
     if pid == 0:
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
-        end()
+        ENDS[expected]()
         os._exit(99)
     pidfd = os.pidfd_open(pid)
     try:
         os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)  # a zombie now
-        if is_reaped:
-            os.waitpid(pid, 0)
-        known = LINUX >= (6, 15) or not is_reaped
-        assert host.how_ended(pid, pidfd) == (expected if known else "")
+        assert host.how_ended(pid, pidfd) == expected
     finally:
-        os.close(pidfd)
-        if not is_reaped:
-            os.waitpid(pid, 0)
+        os.waitpid(pid, 0)
+    assert host.how_ended(pid, pidfd) == (expected if LINUX >= (6, 15) else "")
+    os.close(pidfd)

@@ -84,38 +84,25 @@ def test_facts(cuda, monkeypatch):
     assert facts.stack.startswith(f"torch {torch.__version__}, CUDA ")
 
 
-def test_windows_are_zeroed_before_others_can_look_and_given_back(cuda):
+def test_windows_are_zeroed_before_others_can_look_and_given_back(cuda, monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     device = SymmetricDevice(GPU, "group")
+    left = Path(device.facts().socket)
+    left.touch()  # by a killed process of this number: torch would say "Address already in use"
     device.create(64)
     assert cuda == ["empty_cache", "synchronize"]
     other, own = device.attach()
+    assert not left.exists()
     assert (other.unique().tolist(), own.unique().tolist(), own.numel()) == ([7], [0], 64)
     device.close()
     device.close()
     assert cuda == ["empty_cache", "synchronize", "synchronize"]
     assert device._own is None and device._handle is None
-
-
-def test_windows_that_begin_at_odd_places_are_refused(cuda, monkeypatch):
-    device = SymmetricDevice(GPU, "group")
-    device._has_kernel = True
-    monkeypatch.setattr(
-        _compat, "symmetric_empty", lambda size, d: torch.zeros(size + 192)[1:].view(torch.uint8)
-    )
+    device._has_kernel, odd = True, lambda size, d: torch.zeros(size + 192)[1:].view(torch.uint8)
+    monkeypatch.setattr(_compat, "symmetric_empty", odd)
     device.create(64)
     with pytest.raises(WindowError, match="needs a multiple of 64"):
         device.attach()
-
-
-def test_the_socket_of_a_killed_process_is_removed(cuda, monkeypatch, tmp_path):
-    """Its number may come again; torch would say "Address already in use"."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    device = SymmetricDevice(GPU, "group")
-    left = Path(device.facts().socket)
-    left.touch()
-    device.create(64)
-    device.attach()
-    assert not left.exists()
 
 
 HANGS = """
