@@ -26,6 +26,7 @@ from lightning_odc.balance import (
     with_speeds,
 )
 from lightning_odc.balance.learnt import AutoCost
+from tests.support.refusals import assert_refused
 
 many = settings(deadline=None, max_examples=120, derandomize=True)
 KINDS = st.sampled_from(["packed", "apart", "padded", "stacked"])
@@ -99,21 +100,29 @@ def test_ranks_have_their_own_caps(
     check(plan, rows, caps, collation)
 
 
-@pytest.mark.parametrize("kind", ["packed", "apart", "padded"])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_the_sum_of_costs_is_level(kind: Any, ranks: int) -> None:
+def test_the_sum_of_costs_is_level() -> None:
     """Work is in the patches as much as in the tokens, and neither tells the other."""
-    rng = np.random.default_rng(ranks)
-    rows = np.column_stack([rng.integers(100, 900, 12 * ranks), rng.integers(0, 900, 12 * ranks)])
-    cost, collation = PolynomialCost(0, 1, 30), Collation(kind)
-    for policy, evaluate, slack in (
-        ("lb_mini", on_demand_cost, 1.02),
-        ("steal", on_demand_cost, 1.02),
-        ("lb_micro", collective_cost, 1.1),
+    for ranks in (
+        2,
+        4,
+        8,
     ):
-        plan = plan_minibatch(rows, ranks, (2000, 2000), policy, cost, collation=collation)  # type: ignore[arg-type]
-        busy = sum(map(sum, microbatch_costs(plan, rows, cost, collation=collation)))
-        assert evaluate(plan, rows, cost, collation=collation) <= slack * busy / ranks
+        for kind in (
+            "packed",
+            "apart",
+            "padded",
+        ):
+            rng = np.random.default_rng(ranks)
+            rows = np.column_stack([rng.integers(100, 900, 12 * ranks), rng.integers(0, 900, 12 * ranks)])
+            cost, collation = PolynomialCost(0, 1, 30), Collation(kind)
+            for policy, evaluate, slack in (
+                ("lb_mini", on_demand_cost, 1.02),
+                ("steal", on_demand_cost, 1.02),
+                ("lb_micro", collective_cost, 1.1),
+            ):
+                plan = plan_minibatch(rows, ranks, (2000, 2000), policy, cost, collation=collation)  # type: ignore[arg-type]
+                busy = sum(map(sum, microbatch_costs(plan, rows, cost, collation=collation)))
+                assert evaluate(plan, rows, cost, collation=collation) <= slack * busy / ranks
 
 
 def test_tokens_alone_do_not_level_the_sum() -> None:
@@ -251,9 +260,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG, ids=[message[:30] for _, message in WRONG])
-def test_refusals_show_the_right_line(change: dict[str, Any], message: str) -> None:
+def test_refusals_show_the_right_line() -> None:
     good: dict[str, Any] = {"lengths": [(5, 3), (4, 3), (2, 1)], "num_ranks": 2}
     plan_minibatch(**good)
-    with pytest.raises(ValueError, match=message):
-        plan_minibatch(**(good | change))
+    assert_refused(lambda change: plan_minibatch(**(good | change)), WRONG)

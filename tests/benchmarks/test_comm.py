@@ -13,7 +13,6 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
 from benchmarks import comm, engine
-from benchmarks.comm import parse_size
 from lightning_odc import host_memory
 from lightning_odc.bench.processes import RankFailedError, Ranks
 
@@ -47,19 +46,9 @@ def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "The engine's own Python" in out
 
 
-def test_quartiles_of_few_rounds_lie_between_them() -> None:
-    names = {name for operation in comm.OPERATIONS for name in operation}
-    found = comm.summarize([{name: [1.0, 10.0] for name in names}] * 2, 4096, 0.0)
-    assert {one.ours for one in found} == {(3.25, 5.5, 7.75)}
-    assert {one.faster for one in found} == {(1.0, 1.0, 1.0)}
-
-
-def test_sizes() -> None:
-    assert [parse_size(text) for text in ("4K", "1m", "256M", "7")] == [4096, 2**20, 2**28, 7]
-
-
-@pytest.mark.parametrize("main", [comm.main, engine.main])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankFailedError("rank 1 failed")])
+@pytest.mark.parametrize(
+    ("main", "error"), [(comm.main, KeyboardInterrupt()), (engine.main, RankFailedError("rank 1 failed"))]
+)
 def test_nothing_measured_leaves_earlier_results(
     main: Main, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,25 +66,17 @@ def test_nothing_measured_leaves_earlier_results(
     assert [(tmp_path / name).read_text() for name in names] == ["earlier"] * 3
 
 
-@pytest.mark.parametrize(
-    ("main", "line", "message"),
-    [
+def test_options_that_cannot_work_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "rooms", lambda: [host_memory.Room(16 * 2**30, "a test", "allow more")])
+    for main, line, message in (
         (comm.main, "--sizes many", "'many' is not a size: write 4K"),
         (comm.main, "--ranks 17", "--ranks 17: use 1 to 16"),
         (comm.main, "--ranks 16 --sizes 1G --rounds 1", "or use fewer --ranks or smaller --sizes"),
         (engine.main, "--peers 0", "--peers 0: use 1 or more"),
         (engine.main, "--mib 1024 --peers 1 15", "or use fewer --peers or a smaller --mib"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(
-    main: Main,
-    line: str,
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(host_memory, "rooms", lambda: [host_memory.Room(16 * 2**30, "a test", "allow more")])
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main([*line.split(), "--output", str(tmp_path)])
-    assert message in capsys.readouterr().err
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main([*line.split(), "--output", str(tmp_path)])
+        assert message in capsys.readouterr().err

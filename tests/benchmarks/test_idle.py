@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from benchmarks.idle.__main__ import main
 from benchmarks.idle.overhead import VARIANTS, seconds_in, summarize, table
 from benchmarks.idle.truth import compare, expected
 
@@ -71,8 +70,3 @@ def test_seconds_in_counts_callees_once_and_nothing_else() -> None:
     profile.runcall(lambda: (sorted([2, 1], key=sleep), textwrap.dedent(" a")))
     assert 0.1 <= seconds_in(profile, __file__.__eq__) < 0.5
     assert 0 < seconds_in(profile, textwrap.__file__.__eq__) < 0.05
-
-
-def test_an_unknown_part() -> None:
-    with pytest.raises(SystemExit, match="'truht' is unknown: choose from truth, overhead"):
-        main(["truht"])

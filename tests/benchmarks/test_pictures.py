@@ -1,4 +1,4 @@
-"""What the pictures' numbers are made of: the shapes, the ratios, the recorded step, the losses."""
+"""What pictures are made of: text, the recorded step, the losses. `tests/docs/test_pictures.py` compares pictures."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ pytest.importorskip("rich")
 
 from benchmarks.hero import covered_by, summary
 from benchmarks.loss_curve import ALONE, MODES, train
-from benchmarks.pictures.canvas import LIGHT, Axis, Canvas, bars, number
-from benchmarks.pictures.charts import endings, paired
-from benchmarks.pictures.staircase import epochs
+from benchmarks.pictures.canvas import LIGHT, Canvas
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.console import OptionError
 from lightning_odc.engine.tracing import Span
@@ -19,17 +17,6 @@ from lightning_odc.engine.tracing import Span
 
 def spans(kind: str, *limits: tuple[int, int]) -> list[Span]:
     return [Span(kind, begin * 1_000_000, end * 1_000_000, {}) for begin, end in limits]
-
-
-def test_coordinates_are_short_and_bars_are_one_path() -> None:
-    assert [number(value) for value in (1.0, 1.25, -0.01)] == ["1", "1.2", "0"]
-    assert bars([(1, 3), (5, 5.5)], 10, 20) == "M1 10h2v20h-2zM5 10h0.5v20h-0.5z"
-
-
-def test_an_axis_by_ratio_gives_equal_factors_equal_room() -> None:
-    axis = Axis(1, 4, left=0, right=100, by_ratio=True)
-    assert [axis(1), axis(2), axis(4)] == pytest.approx([0, 50, 100])
-    assert Axis(1, 4, left=0, right=90)(2) == pytest.approx(30)
 
 
 def test_text_that_does_not_fit_is_an_error_and_roles_become_colours() -> None:
@@ -40,37 +27,6 @@ def test_text_that_does_not_fit_is_an_error_and_roles_become_colours() -> None:
     svg = canvas.svg(LIGHT)
     assert "<title>a &lt; b</title>" in svg
     assert f".soft{{fill:{LIGHT['soft']}}}" in svg
-
-
-def test_a_speed_up_is_a_ratio_of_medians_between_those_of_rounds() -> None:
-    rows = [
-        {"row": '`communication="collective"`, batch 8', "seconds": [4.0, 6.0]},
-        {"row": '`"odc"`, batch 8', "seconds": [2.0, 2.0]},
-    ]
-    assert paired(rows) == (2.0, 2.5, 3.0)
-
-
-def test_endings_are_those_of_all_faults_and_of_stalls_that_did_not_come_back() -> None:
-    trials = {
-        "faults": [
-            {"fault": "killed", "seconds": 0.1},
-            {"fault": "killed", "seconds": 0.2},
-            {"fault": "disk full", "seconds": 9.0},
-        ],
-        "stalls": [{"gave_up": 2.0}, {"gave_up": None}],
-    }
-    assert endings(trials.__getitem__) == {"killed": [0.1, 0.2], "stopped for good": [2.0]}
-
-
-def test_busy_time_of_a_step_is_shared_out_by_tokens() -> None:
-    steps = {
-        name: {"seconds": [9.0, 5.0, 8.0], "waiting": [0.0] * 3, "padding": [0.0] * 3}
-        for name in ("single", "switch", "pack")
-    }
-    steps["measure"] = {"seconds": [9.0, 10.0, 12.0], "waiting": [0.2, 0.1, 0.3], "padding": [0.5, 0.5, 0.5]}
-    measure, *_, last = epochs(lambda _: {"steps": steps})
-    assert measure.parts == pytest.approx((4, 4, 2))
-    assert last.parts == (8, 0, 0)
 
 
 def test_what_spans_cover() -> None:
@@ -98,8 +54,5 @@ def test_balanced_has_the_losses_of_one_process() -> None:
     assert balanced == pytest.approx(alone, rel=1e-5)
     assert len(alone) == 2
     assert alone[0] != alone[1]
-
-
-def test_more_steps_than_texts_are_refused() -> None:
     with pytest.raises(OptionError, match="suffice for"):
         train(ALONE, 1, steps=100_000, max_length=96)

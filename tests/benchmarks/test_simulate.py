@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from benchmarks.hybrid import copies
-from benchmarks.simulate import Cluster, Model, Unit, hosts, measured, paper, scaling
+from benchmarks.simulate import Cluster, Model, Unit, hosts, measured, paper
 from benchmarks.simulate import __main__ as command
 from benchmarks.simulate.transfers import Transfers
 from lightning_odc.balance import PolynomialCost
@@ -50,24 +50,9 @@ def test_collectives_of_a_prediction_take_what_they_took_alone() -> None:
     assert (once.column, once.arriving) == pytest.approx((0.004 / 2 + 5e-9 * size,) * 2)
 
 
-def test_a_line_through_exact_points() -> None:
-    assert hosts.Line.through([(1e6, 0.003), (2e6, 0.005), (8e6, 0.017)]) == pytest.approx((0.001, 2e-9))
-    # Exact would be -1 ms and 2 ns per byte. Through the origin: bytes per second are 1e9 and 2e9 / 3.
-    steep = hosts.Line.through([(1e6, 0.001), (2e6, 0.003)])
-    assert steep == pytest.approx((0.0, (1 + 2 / 3) / (1 + 4 / 9) * 1e-9))
-
-
 def test_the_golden_setting_is_near_the_published_one() -> None:
     free = paper.ratios(paper.SETTINGS[0], minibatches=30, free=True)
     assert 1.2 < free[paper.MINI] < 1.45
     assert 1.05 < free[paper.MICRO] < free[paper.MINI]
     alone = paper.ratios(paper.SETTINGS[2], minibatches=5, free=True)
     assert alone[paper.MINI] == pytest.approx(1, abs=1e-9)
-
-
-def test_tables_of_scaling() -> None:
-    points = [scaling.point(devices, 8192) for devices in (8, 16)]
-    useful, grows, remedies = scaling.tables(points)
-    assert [row[1] for row in useful.rows] == [8, 16]
-    assert grows.rows[0][2] < grows.rows[1][2]
-    assert all(row[-1] > -0.01 for row in remedies.rows)

@@ -63,12 +63,12 @@ def test_kept_units_are_read_once_and_frozen_ones_no_more(tmp_path: Path, capsys
 # -- sampling, scoring and updating -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", rl.LENGTHS)
-def test_lengths_have_their_mean(name: str) -> None:
-    drawn = rl.draw_lengths(name, 4096, 100, seed=1)
-    assert drawn.min() >= 1
-    assert abs(drawn.mean() - 100) < 5
-    assert np.percentile(drawn, 99) > 300
+def test_lengths_have_their_mean() -> None:
+    for name in rl.LENGTHS:
+        drawn = rl.draw_lengths(name, 4096, 100, seed=1)
+        assert drawn.min() >= 1
+        assert abs(drawn.mean() - 100) < 5
+        assert np.percentile(drawn, 99) > 300
 
 
 def test_every_variant_has_the_gradient_of_one_process(tmp_path: Path, capsys: Any) -> None:
@@ -140,17 +140,3 @@ def test_a_plan_under_ddp_takes_the_optimizer_steps_of_the_usual_loader(monkeypa
         loader = one_line.loader_of(project, row, 0, 1)
         ends = [batch.last for batch in loader] if row is one_line.PLANNED else [*loader]
         assert (sum(ends) if row is one_line.PLANNED else len(ends) / one_line.EACH) == 2
-
-
-def test_the_first_screen_has_the_rows_of_the_project_and_times_over_odc() -> None:
-    texts = {row.text for row in one_line.PROJECTS["padding"].rows}
-    assert texts >= one_line.FIRST_SCREEN.keys()
-    rows = [{"row": row, "seconds": [3.0, 2.0], "tokens": 1000} for row in one_line.FIRST_SCREEN]
-    for row in rows:
-        if row["row"] == one_line.ODC.text:
-            row["seconds"] = [1.0, 1.0]
-    short, wide = one_line.tables({"padding": rows, "equal": rows})
-    assert short.rows[0] == [one_line.FIRST_SCREEN[one_line.COLLECTIVE.text], "2.50 [2.00, 3.00]", "1,000"]
-    assert wide.rows[3] == [one_line.ODC.text, *2 * ["1.00 [1.00, 1.00]"], "1,000"]
-    pages = [one_line.ROOT / "README.md", one_line.ROOT / "docs" / "index.md"]
-    assert all("<!-- table: staircase -->" in page.read_text() for page in pages)
