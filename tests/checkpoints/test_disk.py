@@ -9,7 +9,6 @@ import time
 import traceback
 import warnings
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,23 +92,26 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_that_was_there(t
 
 
 def test_nothing_is_left_of_a_file_that_was_not_written(tmp_path):
-    path = tmp_path / "one"
-    write(path, b"whole")
+    path, precious = tmp_path / "one", tmp_path / "precious"
+    precious.write_bytes(b"mine")
+    path.symlink_to(precious)
+    files.write_whole(path, b"whole")  # which replaces a planted link
+
+    def fails() -> None:
+        with files.replacing(path) as file:
+            file.write(b"half")
+            raise OSError("no space left")
+
     with pytest.raises(OSError, match="no space left") as caught:
-        write(path, b"half", OSError("no space left"))
+        fails()
     assert caught.value.__notes__ == [f"{path} was not written. An earlier file of that name is unchanged."]
-    assert path.read_bytes() == b"whole"
-    assert list(tmp_path.iterdir()) == [path]
-    write(path, b"new")
-    assert path.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def write(path: Path, content: bytes, error: OSError | None = None) -> None:
+    assert path.read_bytes() == b"whole" and not path.is_symlink()
     with files.replacing(path) as file:
-        file.write(content)
-        if error is not None:
-            raise error
+        file.write(b"new")
+    assert (path.read_bytes(), precious.read_bytes()) == (b"new", b"mine")
+    assert sorted(tmp_path.iterdir()) == [path, precious]
+    with pytest.raises(OSError, match="Not a directory"), files.replacing(path / "below"):
+        pass
 
 
 # -- what only accompanies a training ----------------------------------------------------------------------------
@@ -146,9 +148,3 @@ def test_traces_reports_and_caches_do_not_end_a_training(rank, tmp_path):
     assert rank or "TimelineRecorder could not write" in text
     names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
     assert not [name for name in names if name.startswith(".")], names
-
-
-def test_a_directory_that_cannot_be_written_to_says_so(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(OSError, match="Not a directory"), files.replacing(tmp_path / "file" / "one"):
-        pass

@@ -180,27 +180,21 @@ def folder(written: tuple[Path, Any]) -> Path:
     return written[0]
 
 
-def _assert_same(found: dict[str, Tensor], straight: dict[str, Tensor]) -> None:
+def _assert_same(found: dict[str, Tensor], straight: dict[str, Tensor], how: str) -> None:
     moved = (straight["net.head.weight"] - full_parameters(Adam())["net.head.weight"]).abs().max()
-    assert (
-        moved > 0.04
-    )  # six steps of AdamW by up to 0.01; from forgotten moments one would differ by some 0.001
+    # Six steps of AdamW by up to 0.01; from forgotten moments one would differ by some 0.001.
+    assert moved > 0.04
     for name, value in straight.items():  # sums in another order, which AdamW passes on relative to its step
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        difference = (found[name] - value).abs()
+        assert bool((difference <= 1e-5 + 1e-4 * value.abs()).all()), f"{how}: {name}"
 
 
-@pytest.mark.parametrize("route", ROUTES, ids=" reads ".join)
-def test_training_goes_on_as_if_never_interrupted(written, route):
-    straight, found = written[1]
-    _assert_same(found[route], straight)
-
-
-def test_one_process_goes_on_with_what_two_ranks_wrote(written):
-    directory, (straight, _) = written
-    (found,) = run_ranks(_read_alone, str(directory), world_size=1)
-    assert list(found) == ALONE
-    for route in ALONE:
-        _assert_same(found[route], straight)
+def test_training_goes_on_as_if_never_interrupted(written):
+    directory, (straight, found) = written
+    (alone,) = run_ranks(_read_alone, str(directory), world_size=1)
+    assert (list(found), list(alone)) == (ROUTES, ALONE)
+    for how, parameters in [*found.items(), *alone.items()]:
+        _assert_same(parameters, straight, " reads ".join(how))
 
 
 def _states(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

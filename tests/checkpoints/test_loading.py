@@ -9,7 +9,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_odc import _compat_lightning
 from tests.support.fits import are_equal, failure, fit, fitted
@@ -35,8 +34,12 @@ class Plain(TokenModule):
 MODULES: dict[str, type[TokenModule]] = {"AdamW": TokenModule, "groups": Grouped, "SGD": Plain}
 KINDS = ("full", "sharded")
 #: Module, kind of checkpoint, and whether activations are checkpointed.
-RESUMED = [(name, kind, False) for name in MODULES for kind in KINDS] + [
-    ("AdamW", kind, True) for kind in KINDS
+RESUMED = [
+    ("AdamW", "full", False),
+    ("groups", "full", False),
+    ("groups", "sharded", False),
+    ("SGD", "full", False),
+    ("AdamW", "sharded", True),
 ]
 
 
@@ -69,17 +72,6 @@ def _goes_on_in_one_process(path: Path, name: str) -> None:
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             assert key == "step" or value is None or value.shape == parameter.shape
-
-
-@on_ranks(2)
-def test_saving_in_between_changes_nothing(rank, tmp_path):
-    """Three epochs; into a directory with validation and the default ``ModelCheckpoint`` in each of them."""
-    expected = fitted(Grouped("mean", lr=0.01), _batches(rank), max_epochs=3)
-    options = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint(tmp_path)], "max_epochs": 3}
-    found = fitted(Grouped("mean", lr=0.01), _batches(rank), validation=_batches(rank), **options)
-    for key in expected:
-        torch.testing.assert_close(found[key], expected[key], rtol=1e-4, atol=1e-5)  # sums in arrival order
-    assert list(tmp_path.glob("*.ckpt"))
 
 
 @pytest.fixture(scope="module")
@@ -157,10 +149,9 @@ class FrozenNow(TokenModule):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_parameters_that_are_frozen_now_keep_their_state(rank, kind, saved):
+def test_parameters_that_are_frozen_now_keep_their_state(rank, saved):
     module = FrozenNow("mean")
-    fit(module, _batches(rank), max_epochs=2, ckpt_path=saved / kind)
+    fit(module, _batches(rank), max_epochs=2, ckpt_path=saved / "sharded")
     assert all(module.have_state)
     assert module.are_trained.count(False) == 18
 

@@ -77,20 +77,20 @@ def _finetuned(rank: int, epoch: int, **options: Any) -> Any:
     return Tuned("mean", lr=0.02), loader, trainer(2, **options)
 
 
-#: What is trained, after which steps it is taken up, and how many steps it takes in all.
+#: What is trained, the kind of checkpoint, after which steps it is taken up, and how many steps it takes in all.
 RUNS: dict[str, Any] = {
-    "plain": (_plain_batches, (4, 6, 8), 12),
-    "balance": (_balanced, (2, 4), 6),
-    "unfrozen before": (partial(_finetuned, epoch=0), (4, 8), 12),
-    "unfrozen between": (partial(_finetuned, epoch=1), (4, 6, 8), 12),
+    "plain": (_plain_batches, "full", (4, 6, 8), 12),
+    "plain, sharded": (_plain_batches, "sharded", (4, 6, 8), 12),
+    "balance": (_balanced, "sharded", (2, 4), 6),
+    "unfrozen before": (partial(_finetuned, epoch=0), "sharded", (4, 8), 12),
+    "unfrozen between": (partial(_finetuned, epoch=1), "full", (4, 6, 8), 12),
 }
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
 @pytest.mark.parametrize("name", RUNS)
-def test_bit_equal(rank, name, kind, tmp_path):
-    make, steps, last = RUNS[name]
+def test_bit_equal(rank, name, tmp_path):
+    make, kind, steps, last = RUNS[name]
     options = {"deterministic": True, "state_dict_type": kind, "max_epochs": 2}
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
     straight, loader, t = make(rank, callbacks=[save], enable_checkpointing=True, **options)
@@ -117,14 +117,16 @@ def test_a_run_that_went_on_at_the_end_of_an_epoch_can_be_taken_up_again(rank, t
     assert are_equal(full_parameters(straight), full_parameters(module))
 
 
-#: The communication and the policy, and optimizer steps in all: 6 batches are an epoch. Without a plan, the first epoch
-#: stops at 4 and counts as done, two follow; with one, there are as many as without a stop.
-MODES: list[tuple[str, str | None, int]] = [
-    ("stock", None, 4 + 2 * 6),
-    ("on_demand", None, 4 + 2 * 6),
-    ("collective", None, 4 + 2 * 6),
-    ("on_demand", "lb_mini", 3 * 3),
-    ("collective", "lb_micro", 3 * 3),
+#: The communication, the policy, what stops the fit, and optimizer steps in all: 6 batches are an epoch. Without a
+#: plan, the first epoch stops at 4 and counts as done, two follow; with one, there are as many as without a stop.
+MODES: list[tuple[str, str | None, str, int]] = [
+    ("stock", None, "max_steps", 4 + 2 * 6),
+    ("stock", None, "should_stop", 4 + 2 * 6),
+    ("on_demand", None, "max_steps", 4 + 2 * 6),
+    ("collective", None, "should_stop", 4 + 2 * 6),
+    ("on_demand", "lb_mini", "max_steps", 3 * 3),
+    ("on_demand", "lb_mini", "should_stop", 3 * 3),
+    ("collective", "lb_micro", "max_steps", 3 * 3),
 ]
 
 
@@ -138,8 +140,7 @@ class Stopped(Padded):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("communication", "balance", "steps"), MODES)
-@pytest.mark.parametrize("limit", ["max_steps", "should_stop"])
+@pytest.mark.parametrize(("communication", "balance", "limit", "steps"), MODES)
 def test_a_fit_stopped_in_mid_epoch_goes_on_as_under_stock_lightning_or_at_its_place(
     rank, limit, communication, balance, steps, tmp_path
 ):

@@ -95,7 +95,12 @@ def test_tokens_that_are_clipped_away_have_no_gradient() -> None:
     assert loss_of(1.3, 1)[0].total.item() == pytest.approx(-1.2)
 
 
-def test_without_scores_the_policy_is_the_one_that_sampled() -> None:
+def test_the_kl_estimate_is_k3_and_without_scores_the_policy_is_the_one_that_sampled() -> None:
+    one = rl.Rollout([1, 2], 1, advantage=0.0, ref_logprobs=[-1.0])
+    microbatch = Microbatch([one], [0], Whole(1, 1, 1))
+    loss = rl.policy_loss(torch.tensor([-1.5], requires_grad=True), microbatch, beta=0.1)
+    assert float(loss.kl) == pytest.approx(torch.tensor(0.5).exp().item() - 1.5)
+    assert loss.total.item() == pytest.approx(0.1 * float(loss.kl))
     one = rl.Rollout([1, 2, 3], 1, advantage=2.0)
     new = torch.tensor([-3.0, -1.0], requires_grad=True)
     loss = rl.policy_loss(new, Microbatch([one], [0], Whole(1, 2, 1)))
@@ -105,36 +110,25 @@ def test_without_scores_the_policy_is_the_one_that_sampled() -> None:
     assert (float(loss.kl), int(loss.clipped)) == (0, 0)
 
 
-def test_the_kl_estimate_is_k3() -> None:
-    one = rl.Rollout([1, 2], 1, advantage=0.0, ref_logprobs=[-1.0])
-    microbatch = Microbatch([one], [0], Whole(1, 1, 1))
-    loss = rl.policy_loss(torch.tensor([-1.5], requires_grad=True), microbatch, beta=0.1)
-    assert float(loss.kl) == pytest.approx(torch.tensor(0.5).exp().item() - 1.5)
-    assert loss.total.item() == pytest.approx(0.1 * float(loss.kl))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss_type": "ppo"}, "loss_type='ppo' is unknown"),
-        ({"clip_range": -0.1}, "negative"),
-        ({"beta": 0.1}, 'into="ref_logprobs"'),
-        ({"loss_type": "dr_grpo"}, "max_response_length=1024"),
-    ],
-)
-def test_what_is_wrong_with_a_loss(options: dict[str, Any], message: str) -> None:
+def test_what_is_wrong_with_a_loss() -> None:
     microbatch = Microbatch([rl.Rollout([1, 2], 1, advantage=1.0)], [0], Whole(1, 1, 1))
-    with pytest.raises(ValueError, match=message):
-        rl.policy_loss(torch.zeros(1), microbatch, **options)
-
-
-def test_roll_outs_without_advantage_or_with_some_scores() -> None:
+    for options, message in WRONG:
+        with pytest.raises(ValueError, match=message):
+            rl.policy_loss(torch.zeros(1), microbatch, **options)
     bare = Microbatch([rl.Rollout([1, 2], 1)], [0], Whole(1, 1, 1))
     with pytest.raises(ValueError, match="normalize_advantages"):
         rl.policy_loss(torch.zeros(1), bare)
     some = [rl.Rollout([1, 2], 1, logprobs=[0.0]), rl.Rollout([1, 2], 1)]
     with pytest.raises(ValueError, match="1 of 2 roll-outs have no logprobs"):
         _ = Microbatch(some, [0, 1], Whole(2, 2, 1)).logprobs
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"loss_type": "ppo"}, "loss_type='ppo' is unknown"),
+    ({"clip_range": -0.1}, "negative"),
+    ({"beta": 0.1}, 'into="ref_logprobs"'),
+    ({"loss_type": "dr_grpo"}, "max_response_length=1024"),
+]
 
 
 # -- advantages ------------------------------------------------------------------------------------------------
@@ -164,9 +158,3 @@ def test_advantages_are_those_of_grpo() -> None:
     assert rl.group_advantages(rewards, groups, scale=False)[4] == pytest.approx(-3.5 / 3)
     with pytest.raises(ValueError, match="reward nan"):
         rl.group_advantages([float("nan")], ["a"])
-
-
-def test_advantages_of_roll_outs() -> None:
-    rollouts = rl.Rollouts([rl.Rollout([1], 1, reward, 3) for reward in (0.0, 1.0)])
-    rl.normalize_advantages(rollouts, epsilon=0)
-    assert [one.advantage for one in rollouts] == pytest.approx([-(0.5**0.5), 0.5**0.5])

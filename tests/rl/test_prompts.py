@@ -154,6 +154,9 @@ def test_where_ranks_generate_together_each_gets_its_own():
 
     claim_prompts(alone(0, heard, 2), first)
     assert list(claim_prompts(alone(1, heard, 2), second)) == [(2, 3), (3, 4)]
+    says = r"same number of prompts, but they have \[2, 0\] \(by rank\). Use ODCS"
+    with pytest.raises(ValueError, match=says):
+        claim_prompts(alone(0, lambda own: [own, own._replace(prompts=[])], 2), [1, 2])
 
 
 def test_helpers_are_told_what_is_left_in_the_order_of_sampling(monkeypatch):
@@ -161,16 +164,6 @@ def test_helpers_are_told_what_is_left_in_the_order_of_sampling(monkeypatch):
     monkeypatch.setattr(CollectiveEngine, "claims", lambda _, rank, costs: heard.append(costs) or iter([]))
     list(claim_prompts(alone(), ["a", "b", "c"], expected=[3, 40, 7]))
     assert heard == [[[40, 7, 3]]], "a queue's last prompt, which is taken first, is the shortest"
-
-
-def test_different_numbers_of_prompts_where_ranks_generate_together():
-    def heard(own: Any) -> list[Any]:
-        return [own, own._replace(prompts=[])]
-
-    with pytest.raises(
-        ValueError, match=r"same number of prompts, but they have \[2, 0\] \(by rank\). Use ODCS"
-    ):
-        claim_prompts(alone(0, heard, 2), [1, 2])
 
 
 def test_what_a_prompt_may_be():
