@@ -13,8 +13,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Client, Listener
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -41,7 +39,7 @@ from tests.strategy.test_models import CausalLM, causal_lm
 from tests.support.fits import are_equal, assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.modules import loader, trainer
-from tests.support.ranks import forked, of_all_ranks, on_ranks, run_ranks, try_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
 
 LENGTHS = [[5, 9, 4, 7, 12], [8, 3, 15, 6, 2], [30, 2, 2, 3, 9]]
 EPOCHS = 2
@@ -263,50 +261,6 @@ def test_no_two_versions_are_mixed(rank):
         with pytest.raises(StaleShardError, match="has begun to change"):
             next(odc.stream_parameters())
         odc.step(optimizer)
-
-
-def _serve(address: str) -> None:
-    """Stands for an inference server: takes names and tensors into a model of its own, and answers once."""
-    model = causal_lm()
-    with Listener(address) as listener, listener.accept() as trainer_of_it:
-        weights = {}
-        while (pair := trainer_of_it.recv()) is not None:
-            weights[pair[0]] = torch.from_numpy(pair[1])
-        model.load_state_dict(weights)
-        with torch.no_grad():
-            trainer_of_it.send(model(token_batches([9])[0]).logits.numpy())
-
-
-def _update_a_server(rank: int, address: str) -> tuple[Tensor, Tensor] | None:
-    init_gloo(rank)
-    torch.manual_seed(1)
-    model = causal_lm()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with attach(model) as odc:
-        for batch in token_batches([6, 8], seed=rank)[: 2 - rank]:
-            loss = model(batch, labels=batch).loss
-            with odc.backward(weight=1):
-                loss.backward()
-        odc.step(optimizer)
-        if rank == 1:
-            return None
-        with Client(address) as server, torch.no_grad():
-            for name, value in odc.stream_parameters():
-                server.send((name, value.numpy()))
-            server.send(None)
-            return torch.from_numpy(server.recv()), model(token_batches([9])[0]).logits
-
-
-def test_a_server_in_another_process_answers_as_the_trained_model(tmp_path):
-    address = str(tmp_path / "server")
-    with forked(_serve, address):
-        while not Path(address).exists():
-            time.sleep(0.01)
-        served, trained = run_ranks(_update_a_server, address)[0]
-    torch.testing.assert_close(served, trained, rtol=0, atol=1e-6)
 
 
 # -- what goes wrong ------------------------------------------------------------------------------------------

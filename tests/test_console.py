@@ -39,29 +39,23 @@ def test_fields_are_flags_with_their_types_and_defaults() -> None:
 
 
 def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--help")
-    shown = " ".join(capsys.readouterr().out.split())
+    for line in ("--help", ""):
+        with pytest.raises(SystemExit):
+            parse(line)
+    out, err = capsys.readouterr()
+    assert "required: --goal" in err
+    shown = " ".join(out.split())
     for text in ("--goal G where to", "of the log (default: log)", "speeds in turn (default: 1.0 2.0)"):
         assert text in shown
     assert "--sails N sails, 100 % of them by default --speeds" in shown
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
+def test_values_that_cannot_work_are_refused() -> None:
+    for line, message in (
         ("--sails 0", "--sails 0: use 1 or more"),
         ("--speeds 3 0.25", "--speeds 0.25: use 0.5 or more"),
         ("--crews red green", "--crews 'green' is unknown: choose from red, blue"),
-    ],
-)
-def test_values_that_cannot_work_are_refused(line: str, message: str) -> None:
-    with pytest.raises(OptionError) as refusal:
-        parse(f"--goal Samoa {line}")
-    assert str(refusal.value) == message
-
-
-def test_a_required_option_is_missed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("")
-    assert "required: --goal" in capsys.readouterr().err
+    ):
+        with pytest.raises(OptionError) as refusal:
+            parse(f"--goal Samoa {line}")
+        assert str(refusal.value) == message

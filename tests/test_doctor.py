@@ -40,11 +40,11 @@ def test_a_machine_on_which_everything_works_has_nothing_to_do() -> None:
     assert {"system", "Python", "torch", "kernel", "memory", "network", "GPUs", "GPU links"} <= {*topics}
 
 
-@pytest.mark.parametrize("probe", KERNEL_PROBES)
-def test_every_kernel_feature_that_is_missing_is_an_error(probe: str) -> None:
-    (finding,) = bad(replace(WHOLE, trouble={probe: "OSError: not permitted"}))
-    assert (finding.topic, finding.level, finding.message) == (probe, "error", "OSError: not permitted")
-    assert "communication" in finding.remedy
+def test_every_kernel_feature_that_is_missing_is_an_error() -> None:
+    for probe in KERNEL_PROBES:
+        (finding,) = bad(replace(WHOLE, trouble={probe: "OSError: not permitted"}))
+        assert (finding.topic, finding.level, finding.message) == (probe, "error", "OSError: not permitted")
+        assert "communication" in finding.remedy
 
 
 def versions(**changed: str) -> dict[str, object]:
@@ -89,16 +89,14 @@ ADVISED = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "topic", "level", "message", "remedy"), ADVISED)
-def test_what_is_wrong_is_said_with_what_to_do(
-    changes: dict[str, object], topic: str, level: str, message: str, remedy: str
-) -> None:
-    (finding,) = bad(replace(WHOLE, **changes))  # type: ignore[arg-type]
-    assert (finding.topic, finding.level) == (topic, level)
-    assert message in finding.message
-    assert remedy in finding.remedy
-    assert finding.text.startswith(f"{level:<8} {topic}: ")
-    assert f"\n         -> {finding.remedy}" in finding.text
+def test_what_is_wrong_is_said_with_what_to_do() -> None:
+    for changes, topic, level, message, remedy in ADVISED:
+        (finding,) = bad(replace(WHOLE, **changes))  # type: ignore[arg-type]
+        assert (finding.topic, finding.level) == (topic, level)
+        assert message in finding.message
+        assert remedy in finding.remedy
+        assert finding.text.startswith(f"{level:<8} {topic}: ")
+        assert f"\n         -> {finding.remedy}" in finding.text
 
 
 def test_bounds_are_those_of_the_package() -> None:
@@ -112,12 +110,6 @@ def test_bounds_are_those_of_the_package() -> None:
     assert {name: oldest[name] for name in doctor.BOUNDS} == doctor.BOUNDS
     (lightning,) = (one for one in required if one.startswith("lightning>="))
     assert tuple(re.findall(r"!=([\d.]+)", lightning)) == doctor.MALICIOUS["lightning"]
-
-
-def test_findings_are_counted() -> None:
-    ok, warning, error = (Finding("a", level, "b") for level in ("ok", "warning", "error"))
-    assert summary([ok, ok]) == "Everything is fine: 2 checks."
-    assert summary([ok, warning, error, warning]) == "1 error and 2 warnings in 4 checks."
 
 
 # -- this machine -----------------------------------------------------------------------------------------------------
@@ -150,22 +142,19 @@ def test_a_window_that_others_cannot_open_is_found(monkeypatch: pytest.MonkeyPat
     assert "PermissionError: hidden" in doctor.trouble_of(KERNEL_PROBES["memory of others"].run)
 
 
-@pytest.mark.parametrize(
-    ("whole", "code"), [(WHOLE, 0), (replace(WHOLE, shm=None), 0), (replace(WHOLE, system="X"), 1)]
-)
-def test_errors_decide_about_the_exit_code(
-    whole: Machine, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(doctor, "look", lambda: whole)
-    assert cli.main(["doctor"]) == code
-    assert capsys.readouterr().out.splitlines()[-1] == summary(doctor.examine(whole))
-    assert cli.main(["doctor", "--quiet"]) == code
-    assert capsys.readouterr().out == "".join(f"{finding.text}\n" for finding in bad(whole))
-
-
-def test_where_the_package_cannot_be_imported_the_doctor_still_answers(
+def test_errors_decide_about_the_exit_code_and_are_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "look", lambda: replace(WHOLE, import_trouble="ImportError: libcudart.so"))
-    assert cli.main(["doctor"]) == 1
-    assert "libcudart.so" in capsys.readouterr().out
+    for whole, code in (
+        (WHOLE, 0),
+        (replace(WHOLE, shm=None), 0),
+        (replace(WHOLE, import_trouble="ImportError: libcudart.so"), 1),
+    ):
+        monkeypatch.setattr(doctor, "look", lambda whole=whole: whole)
+        assert cli.main(["doctor"]) == code
+        assert capsys.readouterr().out.splitlines()[-1] == summary(doctor.examine(whole))
+        assert cli.main(["doctor", "--quiet"]) == code
+        assert capsys.readouterr().out == "".join(f"{finding.text}\n" for finding in bad(whole))
+    ok, warning, error = (Finding("a", level, "b") for level in ("ok", "warning", "error"))
+    assert summary([ok, ok]) == "Everything is fine: 2 checks."
+    assert summary([ok, warning, error, warning]) == "1 error and 2 warnings in 4 checks."

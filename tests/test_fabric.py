@@ -5,7 +5,6 @@ The tolerance of parity is derived in ``tests/support/fits.py``.
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,37 +91,29 @@ def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip, option
     check_training(rank, counts, clip, **options)
 
 
-@on_ranks(1)
-def test_the_gradient_on_one_rank(rank):
-    check_training(rank, (6,))
-
-
 @on_ranks(3)
 def test_the_gradient_on_three_ranks_in_a_fixed_order_of_sums(rank):
     check_training(rank, (1, 0, 5), 0.1, deterministic=True)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_bf16(rank, precision):
+def test_bf16_mixed(rank):
     def flat(parameters: dict[str, Tensor]) -> Tensor:
         return torch.cat([p.float().flatten() for p in parameters.values()])
 
-    fabric = make(precision=precision)
+    fabric = make(precision="bf16-mixed")
     model, optimizer = fabric.setup(*new_model())
     for step in range(3):
         run_step(fabric, model, optimizer, own(rank, (4, 2), step))
     fabric.strategy.teardown()
     parameters = full_parameters(model.module)
-    kept = torch.float32 if "mixed" in precision else torch.bfloat16
-    assert {p.dtype for p in parameters.values()} == {kept}
+    assert {p.dtype for p in parameters.values()} == {torch.float32}
     start, one = flat(full_parameters(new_model()[0])), flat(reference())
     moved = (one - start).abs().max()
     # AdamW steps by a gradient's sign as much as by its size, and bf16 turns the sign of the smallest ones, so
-    # bounds are on means; parameters kept in bf16 round by 2^-8 of values below 1, at the start and in 3 steps.
-    bound = 0.2 * moved + (0 if kept is torch.float32 else 4 * 2**-8)
+    # bounds are on means.
     assert (flat(parameters) - start).abs().mean() > 0.4 * moved
-    assert (flat(parameters) - one).abs().mean() < bound
+    assert (flat(parameters) - one).abs().mean() < 0.2 * moved
 
 
 @on_ranks(2)
@@ -232,25 +223,12 @@ def test_ranks_that_count_differently_are_told():
 
 
 @on_ranks(2)
-def test_the_number_of_threads_is_put_back(rank):
-    os.environ.pop("OMP_NUM_THREADS", None)
-    torch.set_num_threads(7)
-    fabric = make()
-    assert torch.get_num_threads() == max(len(os.sched_getaffinity(0)) // 2, 1)
-    fabric.strategy.teardown()
-    assert torch.get_num_threads() == 7
-    torch.set_num_threads(1)
-
-
-@on_ranks(2)
-def test_generate_reads_once_and_sees_what_has_been_learnt(rank):
-    """Samples, trains within a context that keeps units gathered, and samples again; rank 1 samples more often."""
+def test_units_stay_gathered_within_a_context_until_the_optimizer_step(rank):
     fabric = make()
     torch.manual_seed(0)
     net = causal_lm()
     model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
-    counts, inside, tokens = [], [], torch.tensor([[3, 1, 2, 5]])
-    first = [answers(model, rank, counts, fabric.strategy.engine) for _ in range(1 + rank)][-1]
+    inside, tokens = [], torch.tensor([[3, 1, 2, 5]])
     with fabric.strategy.gathered():
         before = model(input_ids=tokens, labels=tokens).loss
         fabric.backward(before)
@@ -258,19 +236,12 @@ def test_generate_reads_once_and_sees_what_has_been_learnt(rank):
         for _ in range(2):
             with torch.no_grad(), counted(model, fabric.strategy.engine, inside):
                 after = model(input_ids=tokens, labels=tokens).loss
-    second = answers(model, rank, [], fabric.strategy.engine)
+    generated = answers(model, rank, [], fabric.strategy.engine)
     learnt = {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
     fabric.strategy.teardown()
-    assert "generate" not in vars(net)
     assert inside == [[1, 3], [1, 0]], "after the optimizer step, all three units are read again, once"
-    # Two layers, and at the very beginning the root unit; nothing for the second and later tokens.
-    passes = 3 * (rank + 1)
-    assert counts == [[passes, 3]] + [[passes, 2]] * (len(counts) - 1)
-    torch.manual_seed(0)
-    alone, engine = causal_lm(), SimpleNamespace(traffic=SimpleNamespace(reads=0))
-    for found, loss in ((first, before), (second, after)):
-        expected = answers(alone, rank, [], engine)
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        assert loss.item() == pytest.approx(alone(input_ids=tokens, labels=tokens).loss.item())
-        alone.load_state_dict(learnt)
+    alone = causal_lm()
+    alone.load_state_dict(learnt)
+    expected = answers(alone, rank, [], SimpleNamespace(traffic=SimpleNamespace(reads=0)))
+    assert all(torch.equal(one, other) for one, other in zip(generated, expected, strict=True))
     assert after < before - 0.1

@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from lightning_odc import cli
 
 ROOT = Path(__file__).parent.parent
@@ -102,14 +100,11 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_offers_these_names(package: str) -> None:
-    assert set(importlib.import_module(package).__all__) == PACKAGES[package]
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_has_these_names(module: str) -> None:
-    assert MODULES[module] <= vars(importlib.import_module(module)).keys()
+def test_packages_and_modules_have_these_names() -> None:
+    for package, names in PACKAGES.items():
+        assert set(importlib.import_module(package).__all__) == names
+    for module, names in MODULES.items():
+        assert names <= vars(importlib.import_module(module)).keys()
 
 
 def test_the_command_line_has_these_commands_and_options() -> None:

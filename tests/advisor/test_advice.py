@@ -48,12 +48,6 @@ def test_plans_by_hand() -> None:
     assert long.on_demand.balanced_idle == pytest.approx(long.least_idle)
 
 
-def test_equal_lengths_leave_nothing_to_wait_for() -> None:
-    plans = Plans.of(inputs_of([5] * 64))
-    assert plans.on_demand.factor == plans.over_collectives == pytest.approx(1)
-    assert plans.collective.idle == pytest.approx(0)
-
-
 def test_padding_is_that_of_the_loader() -> None:
     inputs = inputs_of([1, 9] * 32, together=2, collation=Collation("padded"))
     advice = Advice.on(inputs)
@@ -72,18 +66,16 @@ def test_memory_and_bytes_are_those_of_the_page_about_several_nodes() -> None:
     memory = Memory.of(model, place)
     assert memory.total / BILLION == pytest.approx(8.75)
     assert memory.states == memory.parameters + memory.gradients + memory.optimizer == 16 * 7 * BILLION / 32
+    lora = Memory.of(
+        Model("lora", PolynomialCost(linear=1.0), BILLION, BILLION // 100), Place("cpu", 2, 1, 80e9)
+    )
+    assert (lora.gradients, lora.optimizer) == (0.02 * BILLION, 0.04 * BILLION), "frozen ones have none"
+    assert lora.window == (4 * BILLION + 4 * BILLION // 100) / 2
     inputs = replace(inputs_of([5] * 256), model=model, place=place)
     traffic = Traffic.of(inputs)
     assert traffic.on_demand / BILLION == pytest.approx(31.5)
     assert traffic.collective / BILLION == pytest.approx(4 * 3 * 2 * 7 * 31 / 32)
     assert Traffic.of(replace(inputs, place=replace(place, nodes=1))).on_demand == 0
-
-
-def test_frozen_parameters_take_no_gradients() -> None:
-    model = Model("lora", PolynomialCost(linear=1.0), BILLION, BILLION // 100)
-    memory = Memory.of(model, Place("cpu", 2, 1, 80e9))
-    assert (memory.gradients, memory.optimizer) == (0.02 * BILLION, 0.04 * BILLION)
-    assert memory.window == (4 * BILLION + 4 * BILLION // 100) / 2
 
 
 def test_uneven_lengths_gain() -> None:
@@ -113,6 +105,12 @@ def test_where_nothing_is_gained_that_comes_first() -> None:
     assert str(advice).startswith("This would not help: batches take equally long on all ranks")
     assert advice.line.startswith("Trainer(") and 'strategy="fsdp"' in advice.line
     assert "has not run" not in str(advice), "stock sharding has"
+    equal = inputs_of([5] * 64, devices=2)
+    plans = Plans.of(equal)
+    assert plans.on_demand.factor == plans.over_collectives == pytest.approx(1)
+    assert plans.collective.idle == pytest.approx(0)
+    processors = Advice.on(replace(equal, place=replace(equal.place, device="cpu")))
+    assert processors.line == 'Trainer(accelerator="cpu", devices=2, strategy="ddp")'
 
 
 def test_a_plan_that_waits_less_and_takes_longer_would_not_help() -> None:
@@ -131,18 +129,15 @@ def test_one_sample_per_step_leaves_nothing_to_balance() -> None:
     assert str(advice_on(size=1)).startswith("This would not help: one sample per device and step")
 
 
-def test_without_a_gain_processors_are_given_a_strategy_that_runs_on_them() -> None:
-    inputs = inputs_of([5] * 64, devices=2)
-    advice = Advice.on(replace(inputs, place=replace(inputs.place, device="cpu")))
-    assert advice.line == 'Trainer(accelerator="cpu", devices=2, strategy="ddp")'
-
-
-@pytest.mark.parametrize("device", ["A100", "cpu"])
-def test_one_device_waits_for_no_other(device: str) -> None:
-    advice = advise([512, 4096] * 32, model="20m", device=device, devices=1)
-    assert str(advice).startswith("This would not help: one device has no other to wait for")
-    assert 'strategy="auto"' in advice.line
-    assert advice.memory.window == 0
+def test_one_device_waits_for_no_other() -> None:
+    for device in (
+        "A100",
+        "cpu",
+    ):
+        advice = advise([512, 4096] * 32, model="20m", device=device, devices=1)
+        assert str(advice).startswith("This would not help: one device has no other to wait for")
+        assert 'strategy="auto"' in advice.line
+        assert advice.memory.window == 0
 
 
 def test_a_window_that_does_not_fit_is_not_recommended() -> None:

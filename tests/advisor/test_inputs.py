@@ -30,9 +30,8 @@ def model_of(given: Any) -> Model:
 # -- lengths ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
+def test_files_of_lengths(tmp_path: Path) -> None:
+    for name, content in (
         ("a.txt", "7\n4096\n80\n"),
         ("b.txt", "7, 4096, 80"),
         ("a.json", "[7, 4096, 80]"),
@@ -40,14 +39,12 @@ def model_of(given: Any) -> Model:
         ("a.jsonl", '{"length": 7}\n{"num_tokens": 4096}\n\n{"n_tokens": 80}\n'),
         ("b.jsonl", "\n".join(json.dumps({"input_ids": [1] * n}) for n in (7, 4096, 80))),
         ("c.jsonl", "\n".join(json.dumps({"text": "x" * (4 * n - 3)}) for n in (7, 4096, 80))),
-    ],
-)
-def test_files_of_lengths(name: str, content: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text(content)
-    found = read_lengths(tmp_path / name)
-    assert found.lengths.tolist() == [7, 4096, 80]
-    assert found.source.startswith(f"3 lengths from {name}")
-    assert ("4 bytes of text taken for a token" in found.source) == (name == "c.jsonl")
+    ):
+        (tmp_path / name).write_text(content)
+        found = read_lengths(tmp_path / name)
+        assert found.lengths.tolist() == [7, 4096, 80]
+        assert found.source.startswith(f"3 lengths from {name}")
+        assert ("4 bytes of text taken for a token" in found.source) == (name == "c.jsonl")
 
 
 def test_an_array_and_a_file_of_numpy(tmp_path: Path) -> None:
@@ -68,21 +65,29 @@ def test_a_named_distribution_shrinks() -> None:
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("1.5b", 1.5), ("7B", 7.6), ("14b", 14.8), ("32b", 32.8), ("8b", 8.0), ("70b", 70.6)],
-)
-def test_presets_have_as_many_parameters_as_their_names_say(name: str, billions: float) -> None:
-    model = model_of(name)
-    assert model.name == name.lower()
-    assert model.parameters / 1e9 == pytest.approx(billions, rel=0.2), "1.5b ties its embeddings"
+def test_presets_have_as_many_parameters_as_their_names_say() -> None:
+    for name, billions in (
+        ("1.5b", 1.5),
+        ("7B", 7.6),
+        ("14b", 14.8),
+        ("32b", 32.8),
+        ("8b", 8.0),
+        ("70b", 70.6),
+    ):
+        model = model_of(name)
+        assert model.name == name.lower()
+        assert model.parameters / 1e9 == pytest.approx(billions, rel=0.2), "1.5b ties its embeddings"
 
 
-@pytest.mark.parametrize(
-    ("given", "parameters"), [("3e9", 3e9), ("350m", 350e6), (7e10, 7e10), (2**30, 2**30), ("2b", 2e9)]
-)
-def test_a_number_of_parameters_is_a_shape(given: Any, parameters: float) -> None:
-    assert model_of(given).parameters == pytest.approx(parameters, rel=0.15)
+def test_a_number_of_parameters_is_a_shape() -> None:
+    for given, parameters in (
+        ("3e9", 3e9),
+        ("350m", 350e6),
+        (7e10, 7e10),
+        (2**30, 2**30),
+        ("2b", 2e9),
+    ):
+        assert model_of(given).parameters == pytest.approx(parameters, rel=0.15)
 
 
 def test_configurations_from_files_objects_and_modules(tmp_path: Path) -> None:
@@ -141,42 +146,37 @@ def test_lengths_that_nothing_tells() -> None:
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (
-            "--lengths nothing --model 7b",
-            "'nothing' is neither one of stdlib, equal, longalign, swesmith, aime, nor a file",
-        ),
-        ("--lengths longaling --model 7b", "the folder of a data set: did you mean longalign?"),
-        ("--lengths few.txt --model 7b", "8 devices x 4 samples is more than the 2 lengths there are"),
-        ("--lengths longalign --model 7c", "'7c' is unknown: write 1.5b, 7b, 14b, 32b, 8b, 70b, a number"),
-        ("--lengths longalign --model 12", "a number of parameters is between 2e5 and 1e14"),
-        ("--lengths longalign --model bert.json", "no dense decoder-only transformer"),
-        ("--lengths longalign --model list.json", "not a configuration: it holds a list, not an object"),
-        (
-            "--lengths longalign --model 7b --device B1000",
-            "unknown: choose from A100, H100, H200, MI300X, cpu",
-        ),
-        ("--lengths longalign --model 7b --devices 0", "--devices 0: use 1 or more"),
-        ("--lengths longalign --model 7b --devices 6 --nodes 4", "write a multiple of 4"),
-        (
-            "--lengths longalign --model 7b --minibatch-size -2",
-            "--minibatch-size -2: use 1 or more",
-        ),
-        ("--lengths longalign --model 7b --max-tokens 100", "max_tokens"),
-        ("--lengths longalign --model 7b --max-length 0", "--max-length 0: use 1 or more"),
-        ("--lengths longalign --model 7b --seed -1", "--seed -1: use 0 or more"),
-        ("--lengths longalign --model 7b --lenghts 3", "did you mean --lengths?"),
-        ("--lengths longalign", "required: --model"),
-    ],
-)
+WRONG = [
+    (
+        "--lengths nothing --model 7b",
+        "'nothing' is neither one of stdlib, equal, longalign, swesmith, aime, nor a file",
+    ),
+    ("--lengths longaling --model 7b", "the folder of a data set: did you mean longalign?"),
+    ("--lengths few.txt --model 7b", "8 devices x 4 samples is more than the 2 lengths there are"),
+    ("--lengths longalign --model 7c", "'7c' is unknown: write 1.5b, 7b, 14b, 32b, 8b, 70b, a number"),
+    ("--lengths longalign --model 12", "a number of parameters is between 2e5 and 1e14"),
+    ("--lengths longalign --model bert.json", "no dense decoder-only transformer"),
+    ("--lengths longalign --model list.json", "not a configuration: it holds a list, not an object"),
+    (
+        "--lengths longalign --model 7b --device B1000",
+        "unknown: choose from A100, H100, H200, MI300X, cpu",
+    ),
+    ("--lengths longalign --model 7b --devices 0", "--devices 0: use 1 or more"),
+    ("--lengths longalign --model 7b --devices 6 --nodes 4", "write a multiple of 4"),
+    (
+        "--lengths longalign --model 7b --minibatch-size -2",
+        "--minibatch-size -2: use 1 or more",
+    ),
+    ("--lengths longalign --model 7b --max-tokens 100", "max_tokens"),
+    ("--lengths longalign --model 7b --max-length 0", "--max-length 0: use 1 or more"),
+    ("--lengths longalign --model 7b --seed -1", "--seed -1: use 0 or more"),
+    ("--lengths longalign --model 7b --lenghts 3", "did you mean --lengths?"),
+    ("--lengths longalign", "required: --model"),
+]
+
+
 def test_bad_input_is_one_line_that_lists_what_is_accepted(
-    line: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, content in {
@@ -185,25 +185,37 @@ def test_bad_input_is_one_line_that_lists_what_is_accepted(
         "list.json": "[1]",
     }.items():
         Path(name).write_text(content)
-    try:
-        code = cli.main(["advise", *line.split()])
-    except SystemExit as stop:
-        code = stop.code  # type: ignore[assignment]
-    shown = capsys.readouterr()
-    assert (code, shown.out) == (2, "")
-    assert message in shown.err
-    assert shown.err.startswith("lightning-odc: ")
-    assert shown.err.count("\n") == 1
+    for line, message in WRONG:
+        try:
+            code = cli.main(["advise", *line.split()])
+        except SystemExit as stop:
+            code = stop.code  # type: ignore[assignment]
+        shown = capsys.readouterr()
+        assert (code, shown.out) == (2, ""), line
+        assert message in shown.err
+        assert shown.err.startswith("lightning-odc: ")
+        assert shown.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("wrong", [{"devices": True}, {"nodes": 2.5}, {"minibatch_size": "4"}])
-def test_in_python_the_same_is_a_value_error_that_names_arguments(wrong: dict[str, Any]) -> None:
-    ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=rf"^{name}={value}: use a whole number, 1 or more"):
-        advise(LENGTHS, model="7b", **wrong)
+def test_in_python_the_same_is_a_value_error_that_names_arguments() -> None:
+    for wrong in (
+        {"devices": True},
+        {"nodes": 2.5},
+        {"minibatch_size": "4"},
+    ):
+        ((name, value),) = wrong.items()
+        with pytest.raises(ValueError, match=rf"^{name}={value}: use a whole number, 1 or more"):
+            advise(LENGTHS, model="7b", **wrong)
 
 
-@pytest.mark.parametrize("lengths", [[], [0, 3], [2.5], [[[1]]], ["a"], None])
-def test_absurd_lengths(lengths: Any) -> None:
-    with pytest.raises(OptionError):
-        advise(lengths, model="7b")
+def test_absurd_lengths() -> None:
+    for lengths in (
+        [],
+        [0, 3],
+        [2.5],
+        [[[1]]],
+        ["a"],
+        None,
+    ):
+        with pytest.raises(OptionError):
+            advise(lengths, model="7b")

@@ -40,28 +40,20 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Any:
     return there_are
 
 
-@pytest.mark.parametrize(
-    ("ranks", "there_are", "numbers", "backend", "caption"),
-    [
+def test_a_gpu_each_if_there_are_enough(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for ranks, there_are, numbers, backend, caption in (
         (2, 2, [0, 1], "cpu:gloo,cuda:nccl", ""),
         (2, 8, [0, 1], "cpu:gloo,cuda:nccl", ""),
         (1, 1, [0], "cpu:gloo,cuda:nccl", ""),
         (2, 1, [0, 0], "cpu:gloo,cuda:gloo", CAPTION),
         (3, 2, [0, 1, 0], "cpu:gloo,cuda:gloo", "3 ranks on 2 GPUs: shows that it works, not how fast"),
-    ],
-)
-def test_a_gpu_each_if_there_are_enough(
-    ranks: int, there_are: int, numbers: list[int], backend: str, caption: str, gpus: Any
-) -> None:
-    gpus(there_are)
-    placement = place("cuda", ranks)
-    assert placement.devices == [torch.device("cuda", number) for number in numbers]
-    assert (placement.accelerator, placement.backend, placement.caption) == ("gpu", backend, caption)
-    assert placement.shares == bool(caption)
-
-
-def test_processors_ask_for_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(torch.cuda, "device_count")
+    ):
+        gpus(there_are)
+        placement = place("cuda", ranks)
+        assert placement.devices == [torch.device("cuda", number) for number in numbers]
+        assert (placement.accelerator, placement.backend, placement.caption) == ("gpu", backend, caption)
+        assert placement.shares == bool(caption)
+    monkeypatch.delattr(torch.cuda, "device_count")  # processors ask for no GPU
     placement = place("cpu", 2)
     assert placement.devices == [torch.device("cpu")] * 2
     assert (placement.accelerator, placement.backend, placement.caption) == ("cpu", "gloo", "")
@@ -95,21 +87,28 @@ def test_ranks_that_share_a_gpu_are_told_in_their_own_processes(monkeypatch: pyt
     assert OVERLAP_VARIABLE not in os.environ
 
 
-@pytest.mark.parametrize(("there_are", "number"), [(2, 1), (1, 0)])
-@pytest.mark.parametrize("communication", ["on_demand", "collective", "ddp"])
-def test_the_trainer_gets_these_devices(
-    communication: str, there_are: int, number: int, gpus: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gpus(there_are)
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(training, "Trainer", lambda **options: given.update(options))
-    options = TrainOptions(device="cuda")
-    training.make_trainer(Workload(options), Combination(communication, "lb_micro"), place("cuda", 2), [])
-    strategy = given["strategy"]
-    assert given["accelerator"] == "gpu"
-    assert "devices" not in given  # or Lightning would count GPUs
-    assert strategy.parallel_devices == [torch.device("cuda", 0), torch.device("cuda", number)]
-    assert isinstance(strategy, ODCStrategy) == (communication != "ddp")
+def test_the_trainer_gets_these_devices(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for communication in (
+        "on_demand",
+        "collective",
+        "ddp",
+    ):
+        for there_are, number in (
+            (2, 1),
+            (1, 0),
+        ):
+            gpus(there_are)
+            given: dict[str, Any] = {}
+            monkeypatch.setattr(training, "Trainer", lambda given=given, **options: given.update(options))
+            options = TrainOptions(device="cuda")
+            training.make_trainer(
+                Workload(options), Combination(communication, "lb_micro"), place("cuda", 2), []
+            )
+            strategy = given["strategy"]
+            assert given["accelerator"] == "gpu"
+            assert "devices" not in given  # or Lightning would count GPUs
+            assert strategy.parallel_devices == [torch.device("cuda", 0), torch.device("cuda", number)]
+            assert isinstance(strategy, ODCStrategy) == (communication != "ddp")
 
 
 def measured(options: TrainOptions | DemoOptions, sees_waits: bool = True) -> Outcome:

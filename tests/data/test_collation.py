@@ -262,12 +262,3 @@ def test_every_model_decides_again_whether_packing_pays() -> None:
     assert decided_for(own, dense=False)
     assert not decided_for(own, dense=False, keeps_apart=False)
     assert own.packing == "auto"
-
-
-def test_weights_of_unrolled_minibatches_follow_the_choice() -> None:
-    own = undecided(unroll=True, policy="lb_micro")
-    assert sum(map(sum, own.plan(0).weights)) == 65
-    assert decided_for(own, dense=False)
-    assert sum(map(sum, own.plan(0).weights)) == 65 - 8, "a causal model predicts no first token"
-    assert not decided_for(own, dense=True)
-    assert sum(map(sum, own.plan(0).weights)) == 65

@@ -92,17 +92,6 @@ class Told(Dataset[Any]):
         raise AssertionError("it was read")
 
 
-class Property(Told):
-    """Its lengths may take any time to find out."""
-
-    def __init__(self) -> None:
-        pass
-
-    @property
-    def lengths(self) -> Any:  # type: ignore[override]
-        raise AssertionError("it was asked")
-
-
 def rows() -> list[Tensor]:
     return [torch.zeros(int(length)) for length in UNEVEN]
 

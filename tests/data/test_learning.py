@@ -32,16 +32,6 @@ def ranks() -> list[DelayedCost]:
     return [DelayedCost(FittedCost(2), fits=rank == 0) for rank in range(2)]
 
 
-def test_one_rank_fits_and_all_plan_with_what_it_found():
-    one, other = ranks()
-    step([one, other], 0)
-    assert one.cost.snapshot() == other.cost.snapshot() == FittedCost(2).snapshot(), "not fitted yet"
-    step([one, other], 1)
-    assert one.cost.snapshot() == other.cost.snapshot() != FittedCost(2).snapshot()
-    assert one.known == other.known
-    assert other.cost.predict(1, [100, 200]) == pytest.approx(3 * other.cost.predict(0, [100, 200]), rel=0.2)
-
-
 def test_plans_are_behind_by_the_lag_however_much_is_known():
     early, late = ranks()[0], ranks()[0]
     early.lag = late.lag = 3
@@ -60,16 +50,6 @@ def test_plans_are_behind_by_the_lag_however_much_is_known():
         late.begin()
         step([late], number)
     assert len(late.state_dict()["learnt"]) == 3, "what no plan asks for is forgotten"
-
-
-def test_a_resumed_run_goes_on_alike_from_the_state_of_the_rank_that_fits():
-    whole, resumed = ranks(), ranks()
-    for number in range(3):
-        step(whole, number, 1.0 + number)
-    for own, again in zip(whole, resumed, strict=True):
-        again.load_state_dict(json.loads(json.dumps(whole[0].state_dict())))
-        assert (again.known, again.cost.snapshot()) == (own.known, own.cost.snapshot())
-    assert resumed[0].state_dict() == whole[0].state_dict()
 
 
 def test_the_state_of_another_rank_is_a_prior():

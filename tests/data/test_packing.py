@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_odc.data.packing import IGNORE_INDEX, PackingCollator, pack_samples, packs, unpack_tokens
+from lightning_odc.data.packing import IGNORE_INDEX, PackingCollator, pack_samples, unpack_tokens
 from tests.support.refusals import assert_refused
 
 
@@ -116,16 +116,6 @@ def test_what_the_users_collator_does_to_a_sample_stays() -> None:
     ]
 
 
-def test_a_collator_of_hugging_face_is_replaced() -> None:
-    transformers = pytest.importorskip("transformers")
-    collators = transformers.DataCollatorWithFlattening(), transformers.DefaultDataCollator()
-    samples = [{"input_ids": [4, 5, 6], "labels": [-100, -100, 6]}, {"input_ids": [7, 8], "labels": [7, 8]}]
-    for collator in collators:
-        batch = PackingCollator(collator)(samples)
-        assert batch["input_ids"].tolist() == [[4, 5, 6, 7, 8]]
-        assert batch["labels"].tolist() == [[-100, -100, 6, -100, 8]]
-
-
 def test_what_cannot_be_packed_is_named() -> None:
     cases = [
         (
@@ -163,8 +153,3 @@ def test_the_usual_collators_of_hugging_face_lose_their_padding_alone() -> None:
     to_length = transformers.DataCollatorForSeq2Seq(tokenizer, padding="max_length", max_length=8)
     batch = PackingCollator(to_length)([{"input_ids": [4, 5, 6], "labels": [-100, -100, 6]}])
     assert (batch["input_ids"].tolist(), batch["labels"].tolist()) == ([[4, 5, 6]], [[-100, -100, 6]])
-
-
-def test_which_collators_pack() -> None:
-    collators = pack_samples, PackingCollator(), padding, None
-    assert [packs(one) for one in collators] == [True, True, False, False]

@@ -72,13 +72,6 @@ def test_every_sample_is_in_one_microbatch_of_its_minibatch(
     assert sorted(chain.from_iterable(seen)) == list(range(len(lengths)))
 
 
-def test_without_shuffle_minibatches_are_consecutive():
-    made = schedule()
-    assert [sorted(samples(plan)) for plan in plans(made)] == [
-        list(range(start, min(start + 6, 23))) for start in range(0, 23, 6)
-    ]
-
-
 def test_shuffling_depends_on_seed_and_epoch_alone():
     def order(seed: int, epoch: int) -> list[int]:
         return schedule(shuffle=True, seed=seed).order(epoch).tolist()
@@ -111,14 +104,6 @@ def test_regrouping_moves_samples_within_their_window_only(lengths, window, shuf
     )
 
 
-def test_regrouping_lets_large_samples_meet():
-    lengths = [40, 1, 1, 1, 1, 1] * 6
-    apart, together = schedule(lengths), schedule(lengths, window=6, regroup=True)
-    large = [[lengths[i] for i in samples(plan)].count(40) for plan in plans(together)]
-    assert [[lengths[i] for i in samples(plan)].count(40) for plan in plans(apart)] == [1] * 6
-    assert sorted(large) == [0, 0, 0, 0, 3, 3]
-
-
 def test_ranks_that_are_alike_take_turns():
     """One sample per rank: whatever the planner does with the longer one, it does it to another rank each time."""
     for policy in POLICIES:
@@ -129,17 +114,6 @@ def test_ranks_that_are_alike_take_turns():
             plan.microbatches[1] == [[2 * step]] for step, plan in enumerate(plans(made, epoch=1))
         ] == longer
         assert made.plan(1, 4).microbatches == [*reversed(made.plan(0, 4).microbatches)]
-
-
-def test_tokens_of_an_epoch_do_not_stick_to_a_rank():
-    lengths = np.random.default_rng(0).lognormal(6, 1, 256).clip(1, 4096).astype(int)
-    made = schedule(lengths, 2, minibatch_size=1, max_tokens=None, shuffle=True, seed=1)
-    by_rank = [
-        sum(sum(lengths[m].sum() for m in plan.microbatches[rank]) for plan in plans(made)) for rank in (0, 1)
-    ]
-    assert max(by_rank) / min(by_rank) < 1.1
-    alone = [max(lengths[made.samples(0, step)]) for step in range(len(made))]
-    assert sum(alone) / (sum(by_rank) - sum(alone)) > 1.5, "without turns, rank 0 gets this much more"
 
 
 def test_parts_stay_where_ranks_differ():
