@@ -2,7 +2,8 @@
 
 *The engine's own Python.* A stack of tiny layers, each layer a unit, runs microbatches. What ``fully_shard`` calls in
 every unit (two gathers and one accumulate) and the context of the backward pass are timed one by one, between all
-that ``fully_shard`` does itself, so caches are as cold as in a training. A clock that times nothing is subtracted.
+that ``fully_shard`` does itself, so caches are as cold as in a training. A clock that times nothing is subtracted. Once
+as by default, where units stay gathered and sums of gradients wait for the last microbatch; once with nothing kept.
 The shards have a few bytes, so that copying them takes almost no time. Ranks take turns, so that no rank waits for
 another's lock. Processor time counts, which other programs do not enter. The hooks that note gradients are not in it:
 each is one call in C.
@@ -16,6 +17,7 @@ adding. So the owner's processor time is measured: it leaves that out, and inclu
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -38,6 +40,7 @@ from lightning_odc.bench.results import Interval, bootstrap, median_interval
 from lightning_odc.console import OptionError, check_options, markdown, option, prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import WithinContext, set_comms
+from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import UnitSpec
@@ -50,7 +53,7 @@ _UNITS = 16
 _BLOCK = 10
 _RANKS = (2, 4)
 _PARAMETERS = (1, 12)
-_CALLS = 3  # per unit and microbatch
+_PARTS = {"reads": 2, "adds": 1, "backward": 0}  # what is timed, and how often per unit and microbatch
 WORK = ("alone", "peers add elsewhere", "peers add into it")
 
 
@@ -116,7 +119,9 @@ class _Clock:
             inner.__exit__(None, None, None)
 
 
-def engine_python(rank: int, world_size: int, parameters: int, blocks: int) -> dict[str, list[float]]:
+def engine_python(
+    rank: int, world_size: int, parameters: int, keeps: bool, blocks: int
+) -> dict[str, list[float]]:
     """Microseconds of every block of microbatches, each block a minibatch.
 
     The top of this file says how.
@@ -125,31 +130,39 @@ def engine_python(rank: int, world_size: int, parameters: int, blocks: int) -> d
         rank: The rank of this process.
         world_size: The number of ranks.
         parameters: The number of parameters of a unit.
+        keeps: Whether there is memory to keep units gathered, and sums of gradients.
         blocks: The number of blocks.
 
     Returns:
-        ``"engine"`` and ``"all"`` (with ``fully_shard`` and autograd) per unit and microbatch; ``"settle"``, which
-        compares, settles and publishes, per unit and minibatch.
+        Per unit and microbatch ``"reads"``, ``"adds"``, ``"backward"`` (the context), and ``"all"`` with
+        ``fully_shard`` and autograd; ``"settle"``, which compares, settles and publishes, per unit and minibatch.
     """
     torch.set_num_threads(1)
     model = _sharded(parameters, world_size)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     engine = OnDemandEngine(
-        lambda: SharedMemoryTransport(rank, world_size, rendezvous), rendezvous, timeout=60
+        lambda: SharedMemoryTransport(rank, world_size, rendezvous),
+        rendezvous,
+        timeout=60,
+        keeping=Keeping(2**30 if keeps else 0, HostMemory(world_size)),
     )
     engine.attach(model)
-    clock = _Clock()
+    clocks = {part: _Clock() for part in _PARTS}
     for unit in find_units(model):
-        set_comms(unit.modules, *map(clock.wrap, _comms_of(unit.modules[0])))
-    taken: dict[str, list[float]] = {"engine": [], "all": [], "settle": []}
+        gather, accumulate = _comms_of(unit.modules[0])
+        set_comms(unit.modules, clocks["reads"].wrap(gather), clocks["adds"].wrap(accumulate))
+    taken: dict[str, list[float]] = {name: [] for name in (*_PARTS, "all", "settle")}
     for number in range(blocks + 1):
         for turn in range(world_size):  # one at a time: no rank wants a lock that another one holds
             dist.barrier()
             if turn == rank:
-                clock.seconds = 0.0
-                everything = _run_block(model, lambda: clock.around(engine.backward(more=True)))
+                for clock in clocks.values():
+                    clock.seconds = 0.0
+                everything = _run_block(model, lambda: clocks["backward"].around(engine.backward(more=True)))
                 if number:
-                    taken["engine"].append(1e6 * clock.seconds / (_BLOCK * _UNITS) - _CALLS * _nothing())
+                    for part, calls in _PARTS.items():
+                        spent = 1e6 * clocks[part].seconds / (_BLOCK * _UNITS)
+                        taken[part].append(spent - calls * _nothing())
                     taken["all"].append(1e6 * everything / (_BLOCK * _UNITS))
         dist.barrier()
         begin = time.thread_time()
@@ -159,7 +172,8 @@ def engine_python(rank: int, world_size: int, parameters: int, blocks: int) -> d
         engine.publish()
         if number:
             taken["settle"].append(1e6 * (time.thread_time() - begin) / _UNITS)
-    assert engine.traffic.reads > blocks * _BLOCK * _UNITS, "the one-sided path was not taken"
+    reads = blocks * _UNITS * (1 if keeps else _BLOCK)
+    assert engine.traffic.reads > reads, "the one-sided path was not taken"
     engine.exchange("end", None)
     engine.close()
     return taken
@@ -268,9 +282,9 @@ def run_engine(options: EngineOptions) -> int:
     with CutShort() as cut:
         for world_size in _RANKS:
             with Ranks(world_size, ["benchmarks.engine"]) as ranks:
-                for parameters in _PARAMETERS:
-                    taken = ranks.call(engine_python, parameters, options.rounds)
-                    found["python"].append(_python_row(world_size, parameters, taken))
+                for parameters, keeps in itertools.product(_PARAMETERS, (True, False)):
+                    taken = ranks.call(engine_python, parameters, keeps, options.rounds)
+                    found["python"].append(_python_row(world_size, parameters, keeps, taken))
         print(f"The engine's own Python:\n{python_table(found['python'])}\n", flush=True)
         found["busy owner"] = []
         for peers in options.peers:
@@ -284,38 +298,34 @@ def run_engine(options: EngineOptions) -> int:
     return cut.code
 
 
-def _python_row(ranks: int, parameters: int, by_rank: Sequence[dict[str, list[float]]]) -> dict[str, Any]:
+def _python_row(
+    ranks: int, parameters: int, keeps: bool, by_rank: Sequence[dict[str, list[float]]]
+) -> dict[str, Any]:
     """Microseconds, means over ranks."""
-    blocks = zip(*(taken["engine"] for taken in by_rank), strict=True)
-    return {
-        "ranks": ranks,
-        "parameters": parameters,
-        "microbatch": median_interval([statistics.fmean(one) for one in blocks]),
-        "minibatch": statistics.median(one for taken in by_rank for one in taken["settle"]),
-        "all": statistics.median(one for taken in by_rank for one in taken["all"]),
+    blocks = zip(*(taken[part] for taken in by_rank for part in _PARTS), strict=True)
+    medians = {
+        name: statistics.median(one for taken in by_rank for one in taken[name]) for name in by_rank[0]
     }
+    whole = median_interval([sum(parts) / ranks for parts in blocks])
+    return {"ranks": ranks, "parameters": parameters, "kept": keeps, "microbatch": whole, **medians}
 
 
 def python_table(rows: Sequence[dict[str, Any]]) -> str:
     """Microseconds of the engine's own Python, as Markdown."""
-    head = [
-        "ranks",
-        "parameters",
-        "per unit and microbatch",
-        "more per unit and minibatch",
-        "with `fully_shard`",
-    ]
+    head = ["ranks", "parameters", "kept", *_PARTS, "per unit and microbatch", "with `fully_shard`"]
     found = [
         (
             row["ranks"],
             row["parameters"],
+            "yes" if row["kept"] else "no",
+            *(f"{row[part]:.1f}" for part in _PARTS),
             "{1:.1f} us [{0:.1f}, {2:.1f}]".format(*row["microbatch"]),
-            f"{row['minibatch']:.0f} us",
             f"{row['all']:.0f} us",
+            f"{row['settle']:.0f} us",
         )
         for row in rows
     ]
-    return markdown(head, found)
+    return markdown([*head, "once per unit and minibatch"], found)
 
 
 def _slower(spent: dict[str, list[Spent]]) -> dict[str, Any]:

@@ -152,6 +152,14 @@ def keeps_gradients(module: FSDPModule) -> bool:
     return not all(group.reduce_grads for group in _groups_of(module))
 
 
+def parameters_held_by(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a module itself, by attribute; the dict itself, in which they are replaced.
+
+    Why: the engine looks at every parameter several times per microbatch, and ``getattr`` of a module is slow.
+    """
+    return cast(dict[str, nn.Parameter], module._parameters)
+
+
 def gradient_hooks_of(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
     """What ``register_post_accumulate_grad_hook`` has registered, by the key of its handle; the dict itself, if any.
 
@@ -159,6 +167,11 @@ def gradient_hooks_of(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tens
     """
     hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
+
+
+def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of the parameters that have such hooks. Why: most have none, and all are looked at in every microbatch."""
+    return [parameter for parameter in parameters if parameter._post_accumulate_grad_hooks]
 
 
 def move_gradient_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

@@ -284,8 +284,7 @@ class RootUnit:
         for unit in self._units:
             if isinstance(unit.slots[0].current, DTensor) or _compat.keeps_gradients(unit.modules[0]):
                 continue
-            left = [slot for slot in unit.slots if slot.current.grad is not None]
-            if left:
+            if left := [slot for slot in unit.slots if slot.current.grad is not None]:
                 layers = [slot.module for slot in left if not isinstance(slot.module, FSDPModule)]
                 make = "Call"
                 if layers:

@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class Placeholders:
     def lay(self, slots: Iterable[ParamSlot]) -> None:
         """Turn the zeros that a backward pass left into placeholders."""
         for slot in slots:
-            grad = cast(Placeholder | None, slot.home.grad)
+            grad: Any = slot.home.grad
             if grad is None:
                 continue
             if type(grad) is not Placeholder:

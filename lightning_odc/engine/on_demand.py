@@ -247,8 +247,8 @@ class OnDemandEngine(Engine):
         if not self._in_backward:  # a pass of the user's own: was a gradient emptied?
             self.ran_outside = True
             self._placeholders.check_not_laid(unit.fresh)
-        for slot in unit.fresh:  # their hooks are called when the step settles
-            self._late_hooks.hold(slot.home)
+        for shard in _compat.with_gradient_hooks(slot.home for slot in unit.fresh):
+            self._late_hooks.hold(shard)  # they are called when the step settles
         assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
         segments = unit.take_fresh()
         if sum(segment.numel for segment in segments) * window.owners != chunks.numel():

@@ -374,15 +374,16 @@ class UnitSum:
         if self._total is None or (not self._parts and (is_last or not self.waits)):
             self._window.accumulate(chunks, segments)
             return
-        rows = chunks.view(len(self._total), -1)
-        if not self._parts and rows.shape == self._total.shape:
-            self._total.copy_(rows)
+        if chunks.numel() == self._total.numel():  # every parameter has a gradient, as a rule
+            whole = self._total.view(-1)
+            whole.add_(chunks) if self._parts else whole.copy_(chunks)
         else:
             if not self._parts:
                 self._total.zero_()
+            rows = chunks.view(len(self._total), -1)
             for part in segments:
                 self._total.narrow(1, part.target, part.numel).add_(rows.narrow(1, part.source, part.numel))
-        self._parts |= {(part.target, part.target + part.numel) for part in segments}
+        self._parts.update((part.target, part.target + part.numel) for part in segments)
         if self._total.is_cuda:
             self._written = torch.cuda.current_stream(self._total.device).record_event()
         if is_last:

@@ -56,16 +56,18 @@ class ParamSlot:
     has_gradient: bool = False  # it gets a place in the accumulator
     hooked: bool = False  # a hook notes when it receives a gradient
     trains: bool = False  # when that was last the same for the shard and the gathered parameter
+    held: dict[str, nn.Parameter] = field(init=False, repr=False)  # what the module holds now, by attribute
     home: DTensor = field(init=False, repr=False)  # the sharded parameter, which optimizers hold
 
     def __post_init__(self) -> None:
+        self.held = _compat.parameters_held_by(self.module)
         self.home = self.sharded
         self.trains = self.home.requires_grad
 
     @property
     def current(self) -> nn.Parameter:
         """The parameter as the module holds it now: the shard, or unsharded between gather and reshard."""
-        return cast(nn.Parameter, getattr(self.module, self.attribute))
+        return self.held[self.attribute]
 
     @property
     def sharded(self) -> DTensor:
@@ -200,8 +202,9 @@ class Unit:
             return
         for slot in self.slots:
             home, current = slot.home, slot.current
-            if home.requires_grad == current.requires_grad:
-                slot.trains = home.requires_grad
+            trains = home.requires_grad
+            if trains == current.requires_grad:
+                slot.trains = trains
             else:
                 slot.trains = not slot.trains  # one of them is as before
                 home.requires_grad_(slot.trains)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from lightning_odc import Minibatch
 from tests.support.models import full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer
+from tests.support.ranks import report_crashes
 
 TOLERANCE = 1e-5
 LR = 0.01
@@ -60,6 +61,7 @@ def fit(
     given = [loader(data) if isinstance(data, list) else data for data in (batches, validation)]
     t = trainer(world_size, **options)
     t.fit(module, *given, ckpt_path=ckpt_path)
+    report_crashes()
     return t
 
 

@@ -161,6 +161,7 @@ class Team:
 def _serve(rank: int, orders: Connection) -> None:
     while (order := pickle.loads(orders.recv_bytes())) is not None:
         module, name, arguments = order
+        report_crashes()
         try:
             getattr(importlib.import_module(module), name).__wrapped__(rank, **arguments)
         except BaseException as error:
@@ -260,7 +261,7 @@ def _child(
     import torch
 
     gc.freeze()  # a full collection would copy the memory that all processes share: 0.4 s
-    faulthandler.enable()
+    report_crashes()
     # A daemon, so that it does not outlive the tests; but daemons may not start processes that load data.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     # The benchmarks' ranks come from the same server, which they start with Ctrl-C blocked.
@@ -279,6 +280,12 @@ def _child(
         dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(1 if error else 0)
+
+
+def report_crashes() -> None:
+    """Print the stack of a process that crashes. Lightning's `fit` takes the handlers away at its end."""
+    faulthandler.disable()
+    faulthandler.enable(sys.__stderr__)
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
