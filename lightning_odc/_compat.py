@@ -1,7 +1,7 @@
 """Every private name of torch and transformers that this package uses, in one place.
 
 Tested with torch 2.9.1 to 2.15.0.
-``tests/test_compat.py`` fails when a name moves.
+A test fails when a name moves: in ``tests/test_compat.py``, or of the feature that needs it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every private name of Lightning that this package uses, in one place.
 
 Tested with lightning 2.5.0 to 2.6.6.
-``tests/test_compat.py`` fails when a name moves.
+A test fails when a name moves: in ``tests/test_compat.py``, or of the feature that needs it.
 """
 
 from __future__ import annotations
