@@ -120,39 +120,49 @@ class Losses(LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=1.0)
 
 
+def _logits(m: Losses, b: Any) -> Tensor:
+    """``[B, words, L]``, as `F.cross_entropy` takes them."""
+    return m.head(m.states(b["input_ids"])).transpose(1, 2)
+
+
 def _tokens(m: Losses, b: Any) -> Tensor:
     return F.cross_entropy(m.head(m.states(b["input_ids"])).flatten(0, 1), b["labels"].flatten())
 
 
-def _shifted(m: Losses, b: Any) -> Tensor:
-    return F.cross_entropy(
-        m.head(m.states(b["input_ids"]))[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten()
-    )
-
-
-def _pad_ignored(m: Losses, b: Any) -> Tensor:
-    return F.cross_entropy(
-        m.head(m.states(b["input_ids"])).flatten(0, 1), b["input_ids"].flatten(), ignore_index=0
-    )
+def _mean(each: Tensor, mask: Tensor) -> Tensor:
+    """The mean over samples of the means over each sample's tokens."""
+    return ((each * mask).sum(1) / mask.sum(1)).mean()
 
 
 def _own_mask(m: Losses, b: Any) -> Tensor:
-    each = F.cross_entropy(
-        m.head(m.states(b["input_ids"]))[:, :-1].transpose(1, 2), b["input_ids"][:, 1:], reduction="none"
-    )
+    each = F.cross_entropy(_logits(m, b)[..., :-1], b["input_ids"][:, 1:], reduction="none")
     mask = b["attention_mask"][:, 1:]
     return (each * mask).sum() / mask.sum()
 
 
 def _sequence_means(m: Losses, b: Any) -> Tensor:
-    each = F.cross_entropy(m.head(m.states(b["input_ids"])).transpose(1, 2), b["labels"], reduction="none")
-    mask = b["labels"] != -100
-    return ((each * mask).sum(1) / mask.sum(1)).mean()
+    return _mean(F.cross_entropy(_logits(m, b), b["labels"], reduction="none"), b["labels"] != -100)
+
+
+def _zero_head(m: Losses, b: Any) -> Tensor:
+    scores = torch.einsum("btd,cd->btc", m.states(b["input_ids"]), m.zeros)
+    each = F.cross_entropy(scores.transpose(1, 2), b["labels"], reduction="none")
+    return _mean(each, b["labels"] != -100)
+
+
+def _margins(m: Losses, b: Any) -> Tensor:
+    return m.log_probabilities(b["input_ids"]) - m.log_probabilities(b["rejected"])
 
 
 def _pairs(m: Losses, b: Any) -> Tensor:
-    chosen, rejected = (m.log_probabilities(b[name]) for name in ("input_ids", "rejected"))
-    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+    return -F.logsigmoid(0.1 * _margins(m, b)).mean()
+
+
+def _referenced(m: Losses, b: Any) -> Tensor:
+    """Of a policy that begins as its reference: all losses are log 2."""
+    with torch.no_grad():
+        reference = _margins(m.reference, b)
+    return -F.logsigmoid(0.1 * (_margins(m, b) - reference)).mean()
 
 
 def _rewards(m: Losses, b: Any) -> Tensor:
@@ -174,18 +184,21 @@ def _ctc(m: Losses, b: Any) -> Tensor:
 
 
 def _items(m: Losses, b: Any) -> dict[str, Any]:
-    each = F.cross_entropy(
-        m.head(m.states(b["input_ids"])).flatten(0, 1), b["labels"].flatten(), reduction="sum"
-    )
-    return {"loss": each, "num_items": (b["labels"] != -100).sum()}
+    loss = F.cross_entropy(_logits(m, b), b["labels"], reduction="sum")
+    return {"loss": loss, "num_items": (b["labels"] != -100).sum()}
+
+
+def _classes(m: Losses, b: Any, label: str = "label", **options: Any) -> Tensor:
+    return F.cross_entropy(m.classes(m.norm(m.pooled(b))), b[label], **options)
+
+
+def _regression(m: Losses, b: Any) -> Tensor:
+    return F.mse_loss(m.classes(m.pooled(b)), b["target"])
 
 
 def _several_tasks(m: Losses, b: Any) -> dict[str, Any]:
-    by_class = F.cross_entropy(m.classes(m.pooled(b)), b["label"])
-    return {
-        "loss": by_class + 0.3 * F.mse_loss(m.classes(m.pooled(b)), b["target"]),
-        "by_class": by_class.detach(),
-    }
+    by_class = _classes(m, b)
+    return {"loss": by_class + 0.3 * _regression(m, b), "by_class": by_class.detach()}
 
 
 def _series(m: Losses, b: Any) -> Tensor:
@@ -196,10 +209,13 @@ def _series(m: Losses, b: Any) -> Tensor:
 
 def _noise_predicted(m: Losses, b: Any) -> Tensor:
     noise = torch.randn_like(b["series"])
-    mask = b["attention_mask"].unsqueeze(-1)
-    return (
-        ((m.mix(b["series"] * 0.7 + noise) - noise).square() * mask).sum((1, 2)).div(mask.sum((1, 2))).mean()
-    )
+    errors = (m.mix(b["series"] * 0.7 + noise) - noise).square().sum(2)
+    return _mean(errors, b["attention_mask"])
+
+
+def _dropout(m: Losses, b: Any) -> Tensor:
+    logits = m.head(F.dropout(m.states(b["input_ids"]), 0.3))
+    return F.cross_entropy(logits.transpose(1, 2), b["labels"])
 
 
 def _contrastive(m: Losses, b: Any) -> Tensor:
@@ -208,15 +224,12 @@ def _contrastive(m: Losses, b: Any) -> Tensor:
 
 
 def _ranked(m: Losses, b: Any) -> Tensor:
-    score = m.classes(m.pooled(b))[:, 0]
-    return -F.logsigmoid(
-        (score[:, None] - score[None]) * (b["label"][:, None] - b["label"][None]).sign()
-    ).mean()
+    score, label = m.classes(m.pooled(b))[:, 0], b["label"]
+    return -F.logsigmoid((score[:, None] - score[None]) * (label[:, None] - label[None]).sign()).mean()
 
 
 def _queue(m: Losses, b: Any) -> Tensor:
-    mean = m.pooled(b).mean(0)
-    loss = F.cross_entropy(m.classes(m.pooled(b)), b["label"])
+    mean, loss = m.pooled(b).mean(0), _classes(m, b)
     if m.seen is not None:
         loss = loss + (mean - m.seen).square().sum()
     m.seen = mean.detach()
@@ -227,127 +240,85 @@ def _auxiliary(m: Losses, b: Any) -> Tensor:
     return _tokens(m, b) + 0.1 * m.classes(m.pooled(b)).softmax(-1).mean(0).square().sum()
 
 
-def _referenced(m: Losses, b: Any) -> Tensor:
-    """Of a policy that begins as its reference: all losses are log 2."""
-    ids, rejected = b["input_ids"], b["rejected"]
-    policy = m.log_probabilities(ids) - m.log_probabilities(rejected)
-    with torch.no_grad():
-        reference = m.reference.log_probabilities(ids) - m.reference.log_probabilities(rejected)
-    return -F.logsigmoid(0.1 * (policy - reference)).mean()
-
-
-def _zero_head(m: Losses, b: Any) -> Tensor:
-    scores = torch.einsum("btd,cd->btc", m.states(b["input_ids"]), m.zeros)
-    each = F.cross_entropy(scores.transpose(1, 2), b["labels"], reduction="none")
-    mask = b["labels"] != -100
-    return ((each * mask).sum(1) / mask.sum(1)).mean()
-
-
 def _rare_weights(m: Losses, b: Any) -> Tensor:
     weight = torch.tensor([1.0, 20.0]).to(m.mix.weight)
     return F.cross_entropy(m.classes(m.pooled(b))[:, :2], b["rare"], weight=weight)
 
 
+def _class_weights(m: Losses, b: Any) -> Tensor:
+    return _classes(m, b, weight=torch.arange(1.0, 5.0).to(m.mix.weight))
+
+
+def _padded_mean(m: Losses, b: Any) -> Tensor:
+    return F.mse_loss(m.classes(m.states(b["input_ids"]).mean(1)), b["target"])
+
+
 def _reduced(m: Losses, b: Any) -> Tensor:
-    loss = F.cross_entropy(m.classes(m.pooled(b)), b["label"])
     if dist.is_initialized():
         dist.all_reduce(torch.ones(1))
-    return loss
+    return _classes(m, b)
 
 
-#: What counts: ``labels``, ``mask``, ``entries`` of a tensor, ``samples``, ``sum`` or ``num_items``. ``whole``: batches
-#: stay whole.
-COUNTS: dict[str, str] = {}
-KINDS: dict[str, Callable[[Losses, Any], Any]] = {}
+def _hugging_face(m: Losses, b: Any, labels: Tensor) -> Tensor:
+    return m.model(b["input_ids"], b["attention_mask"], labels=labels).loss
 
 
-def _kind(name: str, counts: str, loss: Callable[[Losses, Any], Any]) -> None:
-    KINDS[name], COUNTS[name] = loss, counts
+def _hugging_face_logits(m: Losses, b: Any) -> Tensor:
+    logits = m.model(b["input_ids"], b["attention_mask"]).logits
+    return F.cross_entropy(logits.transpose(1, 2), b["labels"])
 
 
-_kind("labels", "labels", _tokens)
-_kind("labels, shifted by the step", "labels", _shifted)
-_kind("padding as ignore_index", "mask", _pad_ignored)
-_kind("own mask", "mask", _own_mask)
-_kind("loss and num_items", "num_items", _items)
-_kind("distillation over tokens", "mask", _distilled)
-_kind(
-    "hugging face causal model",
-    "labels",
-    lambda m, b: m.model(b["input_ids"], b["attention_mask"], labels=b["labels"]).loss,
-)
-_kind(
-    "hugging face causal model, labels of the collator",
-    "labels",
-    lambda m, b: F.cross_entropy(
-        m.model(b["input_ids"], b["attention_mask"]).logits.flatten(0, 1), b["labels"].flatten()
+#: By name: what counts (``labels``, ``mask``, ``entries`` of a tensor, ``samples``, ``sum`` or ``num_items``; with
+#: ``whole``, batches stay whole), and the loss.
+_KINDS: dict[str, tuple[str, Callable[[Losses, Any], Any]]] = {
+    "labels": ("labels", _tokens),
+    "labels, shifted by the step": (
+        "labels",
+        lambda m, b: F.cross_entropy(_logits(m, b)[..., :-1], b["labels"][:, 1:]),
     ),
-)
-_kind("classes", "samples", lambda m, b: F.cross_entropy(m.classes(m.pooled(b)), b["label"]))
-_kind(
-    "several classes",
-    "samples",
-    lambda m, b: F.binary_cross_entropy_with_logits(m.classes(m.pooled(b)), b["target"]),
-)
-_kind("regression", "samples", lambda m, b: F.mse_loss(m.classes(m.pooled(b)), b["target"]))
-_kind("series", "samples", _series)
-_kind("means of sequences", "samples", _sequence_means)
-_kind("preference pairs", "samples", _pairs)
-_kind("reward pairs", "samples", _rewards)
-_kind("several tasks", "samples", _several_tasks)
-_kind("ctc", "samples", _ctc)
-_kind(
-    "hugging face classes",
-    "samples",
-    lambda m, b: m.model(b["input_ids"], b["attention_mask"], labels=b["label"]).loss,
-)
-_kind(
-    "hugging face regression",
-    "samples",
-    lambda m, b: m.model(b["input_ids"], b["attention_mask"], labels=b["target"][:, 0]).loss,
-)
-_kind(
-    "hugging face several classes",
-    "samples",
-    lambda m, b: m.model(b["input_ids"], b["attention_mask"], labels=b["target"]).loss,
-)
-_kind("sum", "sum", lambda m, b: F.cross_entropy(m.classes(m.pooled(b)), b["label"], reduction="sum"))
-_kind("noise", "samples", _noise_predicted)
-_kind(
-    "dropout",
-    "labels",
-    lambda m, b: F.cross_entropy(
-        m.head(F.dropout(m.states(b["input_ids"]), 0.3)).flatten(0, 1), b["labels"].flatten()
+    "padding as ignore_index": (
+        "mask",
+        lambda m, b: F.cross_entropy(_logits(m, b), b["input_ids"], ignore_index=0),
     ),
-)
-_kind(
-    "class weights",
-    "whole",
-    lambda m, b: F.cross_entropy(
-        m.classes(m.pooled(b)), b["label"], weight=torch.arange(1.0, 5.0).to(m.mix.weight)
+    "own mask": ("mask", _own_mask),
+    "loss and num_items": ("num_items", _items),
+    "distillation over tokens": ("mask", _distilled),
+    "hugging face causal model": ("labels", lambda m, b: _hugging_face(m, b, b["labels"])),
+    "hugging face causal model, labels of the collator": ("labels", _hugging_face_logits),
+    "classes": ("samples", _classes),
+    "several classes": (
+        "samples",
+        lambda m, b: F.binary_cross_entropy_with_logits(m.classes(m.pooled(b)), b["target"]),
     ),
-)
-_kind("contrastive", "whole", _contrastive)
-_kind("ranked pairs", "whole", _ranked)
-_kind("batch norm", "whole", lambda m, b: F.cross_entropy(m.classes(m.norm(m.pooled(b))), b["label"]))
-_kind("queue", "whole", _queue)
-_kind("auxiliary loss", "whole", _auxiliary)
-_kind(
-    "padding in the mean",
-    "whole",
-    lambda m, b: F.mse_loss(m.classes(m.states(b["input_ids"]).mean(1)), b["target"]),
-)
-_kind(
-    "all_gather",
-    "whole",
-    lambda m, b: F.cross_entropy(m.classes(m.pooled(b)), b["label"]) + 0 * m.all_gather(torch.ones(1)).sum(),
-)
-
-_kind("preference pairs, reference model", "samples", _referenced)
-_kind("zero head by einsum", "samples", _zero_head)
-_kind("classes, one ignored", "entries", lambda m, b: F.cross_entropy(m.classes(m.pooled(b)), b["some"]))
-_kind("rare class weights", "whole", _rare_weights)
-_kind("all_reduce", "whole", _reduced)
+    "regression": ("samples", _regression),
+    "series": ("samples", _series),
+    "means of sequences": ("samples", _sequence_means),
+    "preference pairs": ("samples", _pairs),
+    "reward pairs": ("samples", _rewards),
+    "several tasks": ("samples", _several_tasks),
+    "ctc": ("samples", _ctc),
+    "hugging face classes": ("samples", lambda m, b: _hugging_face(m, b, b["label"])),
+    "hugging face regression": ("samples", lambda m, b: _hugging_face(m, b, b["target"][:, 0])),
+    "hugging face several classes": ("samples", lambda m, b: _hugging_face(m, b, b["target"])),
+    "sum": ("sum", lambda m, b: _classes(m, b, reduction="sum")),
+    "noise": ("samples", _noise_predicted),
+    "dropout": ("labels", _dropout),
+    "class weights": ("whole", _class_weights),
+    "contrastive": ("whole", _contrastive),
+    "ranked pairs": ("whole", _ranked),
+    "batch norm": ("whole", _classes),
+    "queue": ("whole", _queue),
+    "auxiliary loss": ("whole", _auxiliary),
+    "padding in the mean": ("whole", _padded_mean),
+    "all_gather": ("whole", lambda m, b: _classes(m, b) + 0 * m.all_gather(torch.ones(1)).sum()),
+    "preference pairs, reference model": ("samples", _referenced),
+    "zero head by einsum": ("samples", _zero_head),
+    "classes, one ignored": ("entries", lambda m, b: _classes(m, b, "some")),
+    "rare class weights": ("whole", _rare_weights),
+    "all_reduce": ("whole", _reduced),
+}
+COUNTS = {name: counts for name, (counts, _) in _KINDS.items()}
+KINDS = {name: loss for name, (_, loss) in _KINDS.items()}
 #: Whose loss has no value that repeats.
 RANDOM = ("noise", "dropout")
 #: What depends on the batches that this rank ran before.
