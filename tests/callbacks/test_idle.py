@@ -11,8 +11,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers import CSVLogger
@@ -29,9 +27,7 @@ from lightning_odc.callbacks.idle.channels import NoteChannel
 from lightning_odc.callbacks.idle.measurement import StepMeter
 from lightning_odc.callbacks.idle.sources import DataClock
 from lightning_odc.callbacks.idle.summary import (
-    DevicePart,
     IdleCause,
-    IdleSummary,
     StepNumbers,
     resolve,
     waits_in_broadcasts,
@@ -41,7 +37,6 @@ from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.minibatch import sample_count, token_count
 from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.engine.peers import Word
-from lightning_odc.metrics import load_imbalance
 from tests.support.modules import Memory, TokenModule, loader, trainer
 from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 
@@ -457,37 +452,6 @@ def test_waiting_for_rank_0_in_a_broadcast():
     steps = [StepNumbers(1.0, broadcasts=broadcasts) for broadcasts in ranks]
     assert resolve(steps, common_clock=False)
     assert IdleCause.BROADCAST not in steps[1].waits
-
-
-@given(
-    seconds=st.floats(0, 1e6),
-    waits=st.dictionaries(st.sampled_from(list(IdleCause)), st.floats(0, 1e6)),
-    counts=st.tuples(*[st.integers(0, 10**9)] * 3),
-    pairs=st.tuples(*[st.lists(st.tuples(*[st.integers(0, 2**53)] * 2), max_size=20)] * 2),
-    seen=st.booleans(),
-    parts=st.dictionaries(st.sampled_from(list(DevicePart)), st.floats(0, 1e6)),
-)
-def test_numbers_travel_unchanged(seconds, waits, counts, pairs, seen, parts):
-    step = StepNumbers(seconds, waits, *counts, *pairs, seen, parts)
-    assert StepNumbers.from_floats([*step.to_floats(), 0.0, 0.0]) == step
-
-
-RANK = st.tuples(st.floats(0.1, 10), st.floats(0, 1))  # seconds, and the part of them that is idle
-
-
-@given(st.lists(st.lists(RANK, min_size=3, max_size=3), min_size=1, max_size=6))
-def test_a_summary_is_what_the_metrics_say(steps):
-    summary = IdleSummary()
-    for step in steps:
-        summary.add([StepNumbers(s, {IdleCause.READ: s * f / 2}, 2, 3, 4) for s, f in step])
-    values = summary.values(complete=True, per_rank=True)
-    busy = torch.tensor([[s * (1 - f / 2) for s, f in step] for step in steps], dtype=torch.float64).T
-    assert values["imbalance"] == pytest.approx(float(load_imbalance(busy)))
-    total = sum(s for step in steps for s, _ in step)
-    assert values["idle/fraction"] == pytest.approx(1 - float(busy.sum()) / total)
-    assert values["microbatches"] == 6
-    assert values["microbatches_rank2"] == 2
-    assert "idle/fraction" not in summary.values(complete=False, per_rank=True)
 
 
 def test_a_note_that_is_read_twice_counts_once():

@@ -11,67 +11,15 @@ import pytest
 import torch
 
 from lightning_odc import _compat_lightning
-from tests.support.fits import are_equal, failure, fit, fitted
-from tests.support.models import Block
+from tests.support.fits import are_equal, failure, fit
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import on_ranks, run_ranks
 
-
-class Grouped(TokenModule):
-    """Parameter groups in another order than the model's."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        weights = [p for p in self.parameters() if p.ndim > 1]
-        others = [p for p in self.parameters() if p.ndim == 1]
-        return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": weights}], lr=0.01)
-
-
-class Plain(TokenModule):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-MODULES: dict[str, type[TokenModule]] = {"AdamW": TokenModule, "groups": Grouped, "SGD": Plain}
 KINDS = ("full", "sharded")
-#: Module, kind of checkpoint, and whether activations are checkpointed.
-RESUMED = [
-    ("AdamW", "full", False),
-    ("groups", "full", False),
-    ("groups", "sharded", False),
-    ("SGD", "full", False),
-    ("AdamW", "sharded", True),
-]
 
 
 def _batches(rank: int) -> Any:
     return token_batches([5, 8, 6], seed=rank)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("name", "kind", "wrapped"), RESUMED)
-def test_a_resumed_run_is_bit_equal(rank, name, kind, wrapped, tmp_path):
-    options: dict[str, Any] = {"state_dict_type": kind, "deterministic": True}
-    options |= {"activation_checkpointing_policy": {Block}} if wrapped else {}
-    straight, first, second = (MODULES[name]("mean", lr=0.01) for _ in range(3))
-    expected = fitted(straight, _batches(rank), max_epochs=2, **options)
-    fit(first, _batches(rank), **options).save_checkpoint(path := tmp_path / "saved")
-    for parameter in second.parameters():
-        torch.nn.init.zeros_(parameter)
-    assert are_equal(fitted(second, _batches(rank), max_epochs=2, ckpt_path=path, **options), expected)
-    if kind == "full":
-        _goes_on_in_one_process(path, name)
-
-
-def _goes_on_in_one_process(path: Path, name: str) -> None:
-    """An ordinary model and optimizer take it: state by state of the right shape."""
-    module = MODULES[name]("mean", lr=0.01)
-    checkpoint = torch.load(path, weights_only=False)
-    module.load_state_dict(checkpoint["state_dict"])
-    optimizer = module.configure_optimizers()
-    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            assert key == "step" or value is None or value.shape == parameter.shape
 
 
 @pytest.fixture(scope="module")

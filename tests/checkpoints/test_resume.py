@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from lightning_odc import ODCStrategy
 from tests.strategy.test_balance import Padded, plain
 from tests.support.fits import are_equal, fit
+from tests.support.models import Block
 from tests.support.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
 
@@ -40,10 +41,24 @@ class Resumable(DataLoader[Any]):
         self.start = state["done"]
 
 
-def _plain_batches(rank: int, **options: Any) -> Any:
+class Grouped(TokenModule):
+    """Parameter groups in another order than the model's."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        weights = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim <= 1]
+        return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": weights}], lr=0.01)
+
+
+class Sgd(TokenModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _plain_batches(rank: int, make: type[TokenModule] = TokenModule, **options: Any) -> Any:
     batches = token_batches([5, 8, 6, 4, 9, 7], seed=rank)
     return (
-        TokenModule("mean", lr=0.01, scalars=True),
+        make("mean", lr=0.01, scalars=True),
         Resumable(ListDataset(batches), batch_size=None),
         trainer(2, **options),
     )
@@ -80,7 +95,15 @@ def _finetuned(rank: int, epoch: int, **options: Any) -> Any:
 #: What is trained, the kind of checkpoint, after which steps it is taken up, and how many steps it takes in all.
 RUNS: dict[str, Any] = {
     "plain": (_plain_batches, "full", (4, 6, 8), 12),
-    "plain, sharded": (_plain_batches, "sharded", (4, 6, 8), 12),
+    "groups, full": (partial(_plain_batches, make=Grouped), "full", (6,), 12),
+    "groups, sharded": (partial(_plain_batches, make=Grouped), "sharded", (4, 6), 12),
+    "no state": (partial(_plain_batches, make=Sgd), "sharded", (6,), 12),
+    "checkpointed activations": (
+        partial(_plain_batches, activation_checkpointing_policy={Block}),
+        "sharded",
+        (4, 6, 8),
+        12,
+    ),
     "balance": (_balanced, "sharded", (2, 4), 6),
     "unfrozen before": (partial(_finetuned, epoch=0), "sharded", (4, 8), 12),
     "unfrozen between": (partial(_finetuned, epoch=1), "full", (4, 6, 8), 12),

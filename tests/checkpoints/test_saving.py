@@ -44,8 +44,8 @@ def test_model_checkpoint_keeps_the_best_and_the_last(rank, kind, tmp_path):
     keeper = ModelCheckpoint(
         tmp_path, "{epoch}", monitor="val_loss", mode="max", save_top_k=2, save_last=True
     )
-    options = {"state_dict_type": kind, "enable_checkpointing": True, "deterministic": True}
-    module, t = Staged(), trainer(2, max_epochs=4, callbacks=[keeper], **options)
+    options = {"state_dict_type": kind, "deterministic": True}
+    module, t = Staged(), trainer(2, max_epochs=4, enable_checkpointing=True, callbacks=[keeper], **options)
     t.fit(module, _batches(rank), _batches(rank))
     # The loss falls: the first are the highest.
     assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]

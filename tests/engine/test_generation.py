@@ -61,7 +61,8 @@ def _contexts(depth: list[int]) -> Any:
 def test_generate_runs_in_a_context_and_is_given_back():
     depth = [0]
     one, other = Generates(depth), Generates(depth)
-    model = nn.Sequential(Wraps(one), other)
+    without = CannotGenerate(), nn.ModuleDict({"generate": nn.Linear(1, 1)}), nn.Linear(1, 1)
+    model, before = nn.Sequential(Wraps(one), other, *without), [dict(vars(module)) for module in without]
     other.generate = own = lambda: depth[0]  # type: ignore[method-assign, assignment]
     with generating(model, _contexts(depth)):
         assert one.generate(2) == [1, 1]
@@ -72,16 +73,10 @@ def test_generate_runs_in_a_context_and_is_given_back():
             one.generate(1, fails=True)
         assert depth == [0]
         assert Generates(depth).generate(1) == [0], "the class is as it was"
+        assert [dict(vars(module)) for module in without] == before
     assert one.generate(1) == [0]
     assert "generate" not in vars(one)
     assert other.generate is own
     with generating(model, _contexts(depth)):
         one.generate = new = lambda: 7  # type: ignore[method-assign, assignment]
     assert one.generate is new, "what is put there meanwhile stays"
-
-
-def test_models_that_cannot_generate_are_left_alone():
-    model = nn.Sequential(CannotGenerate(), nn.ModuleDict({"generate": nn.Linear(1, 1)}), nn.Linear(1, 1))
-    before = [dict(vars(module)) for module in model.modules()]
-    with generating(model, _contexts([0])):
-        assert [dict(vars(module)) for module in model.modules()] == before

@@ -322,12 +322,9 @@ def _with_a_trainer(rank: int, precision: str, folder: str, offload: bool = Fals
     return [type(t.strategy).__name__, t.global_step, all(bool(p.isfinite().all()) for p in own)]
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_trainer_picks_the_transport_by_itself(precision, tmp_path):
-    found = run_ranks(_with_a_trainer, precision, str(tmp_path), timeout=150)
-    assert found == [["ODCStrategy", 4, True]] * 2
-
-
-def test_offloaded_shards_are_clipped_and_saved(tmp_path):
-    found = run_ranks(_with_a_trainer, "32-true", str(tmp_path), True, timeout=150)
+@pytest.mark.parametrize(
+    ("precision", "offload"), [("32-true", False), ("bf16-mixed", False), ("32-true", True)]
+)
+def test_a_trainer_picks_the_transport_clips_and_saves(precision, offload, tmp_path):
+    found = run_ranks(_with_a_trainer, precision, str(tmp_path), offload, timeout=150)
     assert found == [["ODCStrategy", 4, True]] * 2

@@ -44,20 +44,16 @@ def test_rows_on_several_hosts_are_refused_with_what_to_write(rows, hosts, said)
         check_rows(rows, hosts)
 
 
-def test_other_versions_are_named_with_their_hosts():
+def test_every_rank_tells_its_version_and_its_host(monkeypatch):
+    layout = Layout(ROWS, 0)
+    check_hosts(layout, lambda own: [own] * 4)
     check_versions(["1.0"] * 4, ["alpha"] * 4)
     with pytest.raises(DisagreementError) as caught:
         check_versions(["1.0", "1.0", "1.0", "1.1"], ["alpha", "alpha", "beta", "beta"])
     assert "1.0 on alpha (ranks 0, 1); 1.0 on beta (ranks 2); 1.1 on beta (ranks 3)" in str(caught.value)
     assert "pip install lightning-odc==1.0" in str(caught.value)
-
-
-def test_every_rank_tells_its_version_and_its_host(monkeypatch):
-    layout = Layout(ROWS, 0)
-    check_hosts(layout, lambda own: [own] * 4)
-    with pytest.raises(
-        DisagreementError, match=r"versions of lightning-odc: .* 0\.0\.1 on beta \(ranks 2, 3\)"
-    ):
+    says = r"versions of lightning-odc: .* 0\.0\.1 on beta \(ranks 2, 3\)"
+    with pytest.raises(DisagreementError, match=says):
         check_hosts(layout, lambda own: [own, own, *[["0.0.1", "beta", "there"]] * 2])
     monkeypatch.setattr(nodes, "boot_id", lambda: "here")
     with pytest.raises(ValueError, match="neighbouring numbers"):

@@ -40,27 +40,19 @@ def names(model: nn.Module, modules: list[nn.Module]) -> list[str]:
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Block() for _ in range(2))
+
+
 def test_by_default_the_repeated_blocks():
-    model = Net()
+    model: nn.Module = Net()
     assert names(model, wrap_targets(model)) == BLOCKS
-
-
-def test_repeated_leaves_are_no_blocks():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Sequential(Block(), Block()))
-    assert names(model, repeated_blocks(model)) == ["2.0", "2.1"]
-
-
-def test_only_the_outermost_repetition_counts():
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = nn.ModuleList(Block() for _ in range(2))
-
-    model = nn.ModuleList(Layer() for _ in range(2))
-    assert names(model, repeated_blocks(model)) == ["0", "1"]
-
-
-def test_lists_of_lists_and_places_without_a_module():
+    assert names(model, repeated_blocks(model)) == ["2.0", "2.1"], "repeated leaves are none"
+    model = nn.ModuleList(Experts() for _ in range(2))
+    assert names(model, repeated_blocks(model)) == ["0", "1"], "the outermost repetition counts"
     layers = [nn.ModuleList([nn.ModuleList([nn.LayerNorm(7), None]), Block()]) for _ in range(2)]  # type: ignore[list-item]
     model = nn.ModuleDict({"layers": nn.ModuleList(layers)})
     assert names(model, repeated_blocks(model)) == ["layers.0.1", "layers.1.1"]
@@ -200,13 +192,13 @@ def test_other_dtypes_become_units_of_their_own():
     assert names(wide, with_dtype_units(wide, [])) == ["blocks.0.0.down", "blocks.0.0.norm", "blocks.0.0.up"]
 
 
-@pytest.mark.parametrize("container", [False, True])
-def test_a_module_that_holds_several_dtypes_is_refused(container):
-    model = nn.Sequential(Several(container))
-    with pytest.raises(ValueError, match=r"^0 \(Several\) holds .*'phase(\.0)?' in torch\.complex64"):
-        with_dtype_units(model, [])
-    model[0].real.requires_grad_(False)
-    assert with_dtype_units(model, []) == []
+def test_a_module_that_holds_several_dtypes_is_refused():
+    for container in (False, True):
+        model = nn.Sequential(Several(container))
+        with pytest.raises(ValueError, match=r"^0 \(Several\) holds .*'phase(\.0)?' in torch\.complex64"):
+            with_dtype_units(model, [])
+        model[0].real.requires_grad_(False)  # type: ignore[union-attr, operator]
+        assert with_dtype_units(model, []) == []
 
 
 @on_ranks(2)
@@ -252,17 +244,10 @@ def test_the_rest_is_the_root_unit_and_sharding_twice_changes_nothing(rank):
     assert model.embed.weight.to_local().shape == torch.Size([6 - rank, 7])
 
 
-@pytest.mark.parametrize(
-    ("compute", "on_demand", "reduce"),
-    [
-        (torch.float16, True, torch.float16),
-        (torch.bfloat16, True, torch.bfloat16),
-        (None, True, None),
-        (torch.float16, False, torch.float64),
-        (torch.bfloat16, False, torch.float64),
-    ],
-    ids=str,
-)
-def test_in_which_dtype_gradients_are_handed_over(compute, on_demand, reduce):
-    policy = precision_policy(compute, torch.float64, on_demand)
-    assert (policy.param_dtype, policy.reduce_dtype) == (compute, reduce)
+def test_in_which_dtype_gradients_are_handed_over():
+    """Collectives sum in the accumulators' dtype; on demand, gradients travel as they were computed."""
+    for compute in (torch.float16, torch.bfloat16):
+        for on_demand, reduce in ((True, compute), (False, torch.float64)):
+            policy = precision_policy(compute, torch.float64, on_demand)
+            assert (policy.param_dtype, policy.reduce_dtype) == (compute, reduce)
+    assert precision_policy(None, torch.float64, True).reduce_dtype is None

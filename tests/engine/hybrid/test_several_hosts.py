@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,21 +20,24 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from benchmarks.hosts import Hosts, several_hosts, why_no_limit, why_not
+from benchmarks.hosts import Hosts, bytes_sent, several_hosts, why_no_limit, why_not
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.hybrid.spanning import ColumnGroup
 from lightning_odc.errors import ODCError
 from lightning_odc.sharding.nodes import layout_of
 from tests.support.fits import assert_same, one_process
-from tests.support.modules import TokenModule, loader, token_batches, trainer
+from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
+from tests.support.nodes import as_nodes
 from tests.support.ranks import run_ranks, try_ranks
-from tests.support.several_hosts import COUNTS, STEPS, module, run, shares, start_on
 
 NO_HOSTS = why_not()
 NO_LIMIT = NO_HOSTS or why_no_limit()
 pytestmark = pytest.mark.skipif(bool(NO_HOSTS), reason=NO_HOSTS or "network namespaces can be made")
 can_limit = pytest.mark.skipif(bool(NO_LIMIT), reason=NO_LIMIT or "links can be limited")
 
+STEPS = 5
+#: Microbatches of every rank in every minibatch.
+COUNTS = (3, 1, 0, 4)
 #: Seconds after which a host that says nothing counts as cut off, and a sum without progress as broken.
 SILENCE = 6.0
 STALL = 2.0
@@ -45,6 +49,50 @@ RUNS = {"HYBRID_SHARD": [COUNTS], "FULL_SHARD": [COUNTS, (1, 1, 1, 1), (4, 4, 4,
 def hosts() -> Iterator[Hosts]:
     with several_hosts(2) as made:
         yield made
+
+
+def start_on(hosts: Hosts, rank: int) -> None:
+    """Move a rank, which has begun nothing yet, to its host: two on each."""
+    hosts.enter(rank // 2)
+    as_nodes(rank)
+    os.environ |= {"MASTER_ADDR": hosts.address(0), "GLOO_SOCKET_IFNAME": "eth0"}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # the tests' own is on a third host
+
+
+def module() -> TokenModule:
+    """With so many words its gradient is much larger than everything else that ranks tell each other."""
+    return TokenModule("items", lr=0.01, vocab=20_000)
+
+
+def shares(rank: int | None, counts: tuple[int, ...] = COUNTS) -> list[Minibatch]:
+    """This rank's, or all microbatches of every minibatch."""
+    start = 0 if rank is None else sum(counts[:rank])
+    end = sum(counts) if rank is None else start + counts[rank]
+    lengths = [5, 9, 4, 7, 12, 3, 8, 6] * 2
+    return [Minibatch(token_batches(lengths, seed=step)[start:end]) for step in range(STEPS)]
+
+
+class Counter(Callback):
+    """Reads the counter of this host's interface after every step."""
+
+    def __init__(self) -> None:
+        self.bytes_sent: list[int] = []
+        self.seen: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        trainer.strategy.engine.exchange("nothing is under way", None)  # type: ignore[attr-defined]
+        self.bytes_sent.append(bytes_sent())
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        traffic = trainer.strategy.engine.traffic  # type: ignore[attr-defined]
+        self.seen = {"parameters": full_parameters(module), "traffic": traffic, "bytes_sent": self.bytes_sent}
+
+
+def run(rank: int, sharding: str = "FULL_SHARD", counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
+    counter = Counter()
+    options = {"sharding_strategy": sharding, "callbacks": [counter]}
+    trainer(2, num_nodes=2, **options).fit(module(), loader(shares(rank, counts)))
+    return {"host": socket.gethostname(), **counter.seen}
 
 
 def _train(rank: int, hosts: Hosts, limits: bool) -> dict[str, list[dict[str, Any]]]:
@@ -100,10 +148,8 @@ def test_a_link_that_loses_packets_changes_nothing(ranks, alone):
 
 def _train_with_names_only(rank: int, hosts: Hosts, named: tuple[int, ...], fabric: bool) -> None:
     start_on(hosts, rank)
-    if rank // 2 not in named:
-        del os.environ[
-            "GLOO_SOCKET_IFNAME"
-        ]  # the names of these hosts resolve to nothing, so gloo takes loopback
+    if rank // 2 not in named:  # the names of these hosts resolve to nothing, so gloo takes loopback
+        del os.environ["GLOO_SOCKET_IFNAME"]
     if fabric:
         Fabric(accelerator="cpu", devices=2, num_nodes=2, strategy="odc").launch()
     else:

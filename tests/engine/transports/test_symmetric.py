@@ -245,32 +245,6 @@ def test_a_kernel_that_works_is_used(monkeypatch):
     assert used._windows[0].view(torch.float64)[:2].tolist() == [1, 1]
 
 
-def test_the_kernel_is_compiled_for_all_units_before_training(monkeypatch):
-    """Triton compiles one form for each of these: dtypes, whether rows are aligned, and sizes above 2**31."""
-    forms: list[Any] = []
-
-    def add(windows: Any, offset: int, dtype: torch.dtype, rows: torch.Tensor) -> None:
-        forms.append((rows.dtype, dtype, rows.stride(0)))
-        adds_in_host_memory(windows, offset, dtype, rows)
-
-    device = kernels(monkeypatch, add)
-    as_bytes = unit(torch.uint8, torch.float32, 48)  # parameters that compute in several dtypes
-    units = [
-        FP32,
-        FP32,
-        unit(torch.bfloat16, torch.float32, 33),
-        unit(torch.float16, torch.float32),
-        as_bytes,
-    ]
-    assert device.why_not_atomic(units) == ""
-    assert forms == [
-        (torch.bfloat16, torch.float32, 32),
-        (torch.bfloat16, torch.float32, 33),
-        (torch.float16, torch.float32, 32),
-        (torch.float32, torch.float32, 48),
-    ]
-
-
 def test_a_kernel_that_does_not_is_left_alone(monkeypatch):
     def fails(*_: Any) -> None:
         raise ImportError("no compiler")
