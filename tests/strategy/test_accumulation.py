@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader
-from lightning_odc.strategy.training_data import Accumulation, folded_limit
+from lightning_odc.strategy.training_data import folded_limit
 from tests.strategy.test_balance import SAMPLES, Padded, pad, reference
 from tests.support import fits
 from tests.support.fits import assert_same
@@ -154,50 +154,10 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit_or_says_what_
     assert fits.are_equal(full_parameters(whole), full_parameters(again))
 
 
-# -- without ranks --------------------------------------------------------------------------------------------
+LIMITS = [(10, 25, 3), (1, 25, 1), (0, 25, 0), (1.0, 25, 1.0), (0.5, 25, 3), (0.01, 25, 0.01)]
 
 
-def accumulation(**options: Any) -> tuple[pl.Trainer, Accumulation]:
-    t = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, **options)
-    return t, Accumulation(t)
-
-
-def test_numbers_of_batches_are_divided_and_put_back():
-    t, folded = accumulation(accumulate_grad_batches=4, limit_train_batches=10, val_check_interval=3)
-    for _ in range(2):  # a loader may be made twice
-        folded.fold(25)
-        assert as_made(t) == (1, 3, 1)
-        assert (folded.batches, folded.foldable) == (4, 4)
-    folded.show_interval()
-    assert as_made(t) == (1, 3, 3), "Lightning has read it; callbacks compare it with 1.0"
-    for _ in range(2):
-        folded.put_back()
-        assert as_made(t) == (4, 10, 3)
-    assert folded.batches == 1
-
-
-def test_nothing_is_changed_where_nothing_is_accumulated():
-    t, folded = accumulation(limit_train_batches=0.5, val_check_interval=0.25)
-    folded.fold(25)
-    assert as_made(t) == (1, 0.5, 0.25)
-    assert folded.batches == 1
-    t, folded = accumulation(callbacks=[GradientAccumulationScheduler({3: 2})], accumulate_grad_batches=2)
-    folded.fold(25)
-    assert as_made(t) == (2, 1.0, 1.0), "Lightning says that the two do not go together"
-
-
-LIMITS = [
-    (10, 25, 3),
-    (1, 25, 1),
-    (0, 25, 0),
-    (1.0, 25, 1.0),
-    (0.5, 25, 3),
-    (0.01, 25, 0.01),
-    (1.0, math.inf, 1.0),
-]
-
-
-@pytest.mark.parametrize(("limit", "num_batches", "expected"), LIMITS)
-def test_limits(limit, num_batches, expected):
-    found = folded_limit(limit, num_batches, 4)
-    assert (found, type(found)) == (expected, type(expected))
+def test_limits():
+    for limit, num_batches, expected in [*LIMITS, (1.0, math.inf, 1.0)]:
+        found = folded_limit(limit, num_batches, 4)
+        assert (found, type(found)) == (expected, type(expected))

@@ -23,9 +23,8 @@ from torch.utils.data import (
 )
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
-from lightning_odc.data.lengths import LengthsUnknownError, measure
 from lightning_odc.strategy.options import Options
-from lightning_odc.strategy.training_data import beginning, prepares_workers
+from lightning_odc.strategy.training_data import prepares_workers
 from tests.support.fits import assert_same, fit, one_process
 from tests.support.models import Net, full_parameters
 from tests.support.modules import said
@@ -142,42 +141,42 @@ class OpaqueModule(Padded):
 # -- auto -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("communication", "deterministic", "world_size", "indexed", "policy"),
-    [
-        ("on_demand", False, 2, True, "steal"),
-        ("on_demand", True, 2, True, "lb_mini"),
-        ("on_demand", False, 1, True, "lb_mini"),
-        ("on_demand", False, 2, False, "lb_mini"),
-        ("collective", False, 2, True, "lb_micro"),
-        ("lockstep", True, 2, False, "lb_micro"),
-    ],
-)
+#: The communication, whether sums have a fixed order, ranks, whether samples are read by index, and the policy.
+CHOSEN = [
+    ("on_demand", False, 2, True, "steal"),
+    ("on_demand", True, 2, True, "lb_mini"),
+    ("on_demand", False, 1, True, "lb_mini"),
+    ("on_demand", False, 2, False, "lb_mini"),
+    ("collective", False, 2, True, "lb_micro"),
+    ("lockstep", True, 2, False, "lb_micro"),
+]
+
+
+@pytest.mark.parametrize(("communication", "deterministic", "world_size", "indexed", "policy"), CHOSEN)
 def test_auto_chooses_what_can_run(communication, deterministic, world_size, indexed, policy):
     given = {"communication": communication, "deterministic": deterministic}
-    options = Options(**given)
+    options, unlike = Options(**given), Options(max_tokens=[9, 5], **given)
     assert options.policy(world_size, indexed, "cpu") == policy
-    assert options.policy(world_size, indexed, "cuda") == policy.replace("steal", "lb_mini")
-    assert options.policy(world_size, indexed, "cpu", True) == policy.replace("steal", "lb_mini")
-    unlike = Options(max_tokens=[9, 5], **given)
-    assert unlike.policy(world_size, indexed, "cpu") == policy.replace("steal", "lb_mini")
-    ODCStrategy(balance="auto", communication=communication, deterministic=deterministic)
+    for other in (
+        options.policy(world_size, indexed, "cuda"),
+        options.policy(world_size, indexed, "cpu", True),
+        unlike.policy(world_size, indexed, "cpu"),
+    ):
+        assert other == policy.replace("steal", "lb_mini")
+    ODCStrategy(balance="auto", **given)
     assert Options(balance="local_sort", **given).policy(2, indexed, "cpu") == "local_sort"
 
 
-def test_who_prepares_workers():
-    def own(worker):
-        pass
+def own(worker: int) -> None:
+    pass
 
+
+PREPARED = [(1, own, True), (1, partial(own), True), (0, own, False), (1, None, False)]
+
+
+def test_who_prepares_workers():
     lightnings = partial(pl_worker_init_function, rank=0)
-    cases = [
-        (1, own, True),
-        (1, partial(own), True),
-        (0, own, False),
-        (1, None, False),
-        (1, lightnings, False),
-    ]
-    for workers, function, expected in cases:
+    for workers, function, expected in [*PREPARED, (1, lightnings, False)]:
         assert prepares_workers(DataLoader([0], num_workers=workers, worker_init_fn=function)) is expected
 
 
@@ -258,17 +257,6 @@ def test_auto_balances_what_it_can(rank, name):
     assert_same(full_parameters(module), reference(2))
 
 
-def test_the_beginning_of_a_stream_tells_whether_ranks_read_the_same():
-    whole, again, part = (beginning(stream, len) for stream in (Rows(), Rows(), Rows(1, 2)))
-    assert whole == again is not None
-    assert part not in (whole, None)
-    once = ReadOnce()
-    assert beginning(once, len) is None
-    assert len(list(once)) == len(SAMPLES), "nothing of it is lost"
-    with pytest.raises(LengthsUnknownError):
-        beginning(Rows(), lambda sample: measure(sample[None]))
-
-
 class NearlyEqual(Dataset[Any]):
     """Lengths that a plan could level, and would gain nothing by it."""
 
@@ -291,31 +279,20 @@ class OwnLoader:
         return iter([pad(SAMPLES[:4])] * 2)
 
 
+def own_batches() -> DataLoader[Tensor]:
+    batches = BatchSampler(SequentialSampler(SAMPLES), 4, False)
+    return DataLoader(SAMPLES, batch_sampler=batches, collate_fn=pad)
+
+
+WEIGHTED, EQUAL = WeightedRandomSampler([1.0] * 8, 8), [SAMPLES[0]] * 8
+#: The loader, options, and the reason that is said.
 PLAIN: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "equal": (
-        lambda: plain(dataset=[SAMPLES[0]] * 8),
-        {},
-        r"all samples that were looked at \(8\) are equally long",
-    ),
-    "nearly equal": (
-        lambda: plain(dataset=NearlyEqual()),
-        {},
-        "Samples have 8 to 9 tokens: balancing would gain less",
-    ),
-    "own order": (
-        lambda: plain(sampler=WeightedRandomSampler([1.0] * 8, 8)),
-        {},
-        "sampler=WeightedRandomSampler",
-    ),
-    "own batches": (
-        lambda: DataLoader(
-            SAMPLES, batch_sampler=BatchSampler(SequentialSampler(SAMPLES), 4, False), collate_fn=pad
-        ),
-        {},
-        "chooses which samples go together",
-    ),
-    "another loader": (lambda: OwnLoader(), {}, "only a torch DataLoader can be balanced"),
-    "two loaders": (
+    "equal": (lambda: plain(dataset=EQUAL), {}, r"all samples that were looked at \(8\) are equally long"),
+    "nearly equal": (lambda: plain(dataset=NearlyEqual()), {}, "8 to 9 tokens: balancing would gain less"),
+    "own order": (lambda: plain(sampler=WEIGHTED), {}, "sampler=WeightedRandomSampler"),
+    "own batches": (own_batches, {}, "chooses which samples go together"),
+    "another loader": (OwnLoader, {}, "only a torch DataLoader can be balanced"),
+    "two": (
         lambda: {"a": plain(), "b": plain()},
         {"cost": "tokens"},
         "one plan cannot cover several loaders",

@@ -30,12 +30,10 @@ class OtherCode(TokenModule):
 
 
 class StopsEarly(TokenModule):
-    """One rank leaves the loop without an error after its first batch."""
-
-    who = 1
+    """Rank 1 leaves the loop without an error after its first batch, by Lightning's way to ``break``."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.trainer.should_stop = self.trainer.global_rank == self.who
+        self.trainer.should_stop = self.trainer.global_rank == 1
 
 
 class StepsOnce(TokenModule):
@@ -107,20 +105,16 @@ def test_another_version_of_the_same_class_is_named(rank, tmp_path):
     assert first != second
 
 
-def _parts(rank: int, module: type[TokenModule], who: int = 1) -> None:
-    made = module("items")
-    made.who = who
+def _parts(rank: int, module: type[TokenModule]) -> None:
     batches = token_batches([5, 9, 4])
-    fit(made, batches if module is StepsOnce else [Minibatch([batch]) for batch in batches], timeout=TIMEOUT)
+    own = batches if module is StepsOnce else [Minibatch([batch]) for batch in batches]
+    fit(module("items"), own, timeout=TIMEOUT)
 
 
 # Who finds it out, and in which words, depends on where Lightning's versions make ranks wait.
-@pytest.mark.parametrize(
-    ("module", "who"), [(StepsOnce, 1), (LeavesTheEpoch, 1), (StopsEarly, 0), (StopsEarly, 1)]
-)
-def test_ranks_that_part_in_mid_run_are_told(module, who):
-    """The last one by ``trainer.should_stop``, Lightning's way to ``break``."""
-    outcomes = try_ranks(_parts, module, who, timeout=90)
+@pytest.mark.parametrize("module", [StepsOnce, LeavesTheEpoch, StopsEarly])
+def test_ranks_that_part_in_mid_run_are_told(module):
+    outcomes = try_ranks(_parts, module, timeout=90)
     assert [outcome.exitcode for outcome in outcomes] == [1, 1]
     texts = "".join(outcome.error for outcome in outcomes)
     assert re.search("DisagreementError: Rank [01] ", texts), texts
@@ -129,7 +123,9 @@ def test_ranks_that_part_in_mid_run_are_told(module, who):
 class Gathers(TokenModule):
     """Gathers embeddings in the loss: as they are, or as the error says."""
 
-    pads = False
+    def __init__(self, pads: bool) -> None:
+        super().__init__()
+        self.pads = pads
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         x = self.net.embed(batch).flatten(0, 1)
@@ -137,34 +133,25 @@ class Gathers(TokenModule):
             return self.all_gather(x, sync_grads=True).mean()
         sizes = self.all_gather(len(x))
         padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, int(sizes.max()) - len(x)))
-        parts = [
-            part[:size] for part, size in zip(self.all_gather(padded, sync_grads=True), sizes, strict=True)
-        ]
-        return torch.cat(parts).square().mean()
+        gathered = self.all_gather(padded, sync_grads=True)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)]).square().mean()
 
 
-def _gathers(rank: int, lengths: list[list[int]], pads: bool = False) -> None:
-    module = Gathers()
-    module.pads = pads
-    fit(module, [Minibatch(token_batches(lengths[rank]))], timeout=TIMEOUT)
+def _gathers(rank: int, lengths: list[list[int]], pads: bool) -> None:
+    fit(Gathers(pads), [Minibatch(token_batches(lengths[rank]))], timeout=TIMEOUT)
+
+
+SIZES = r"by rank: \[5, 7\] of float32; \[9, 7\] of float32. Pad"
+COUNTS = r"'self.all_gather \(.* equally many microbatches\)' of meeting \d+, rank 1 at 'optimizer step'"
 
 
 @pytest.mark.parametrize(
-    ("lengths", "says"),
-    [
-        ([[5], [9]], r"by rank: \[5, 7\] of float32; \[9, 7\] of float32. Pad"),
-        (
-            [[5, 5], [5]],
-            r"'self.all_gather \(.* equally many microbatches\)' of meeting \d+, rank 1 at 'optimizer step'",
-        ),
-    ],
-    ids=["sizes", "counts"],
+    ("lengths", "pads", "says"),
+    [([[5], [9]], False, SIZES), ([[5, 5], [5]], False, COUNTS), ([[5], [9]], True, "")],
+    ids=["sizes", "counts", "padded as the error says"],
 )
-def test_gathering_in_the_loss_needs_equal_sizes_and_counts(lengths, says):
-    texts = [outcome.error for outcome in try_ranks(_gathers, lengths, timeout=60)]
-    assert all("DisagreementError" in text for text in texts), texts
-    assert re.search(says, texts[0]), texts
-
-
-def test_padding_before_gathering_is_as_the_error_says():
-    assert [outcome.exitcode for outcome in try_ranks(_gathers, [[5], [9]], True, timeout=60)] == [0, 0]
+def test_gathering_in_the_loss_needs_equal_sizes_and_counts(lengths, pads, says):
+    outcomes = try_ranks(_gathers, lengths, pads, timeout=60)
+    assert [outcome.exitcode for outcome in outcomes] == [int(bool(says))] * 2
+    assert all(bool(says) == ("DisagreementError" in outcome.error) for outcome in outcomes)
+    assert re.search(says, outcomes[0].error), outcomes[0].error

@@ -97,20 +97,6 @@ def test_shares_are_merged_on_three_ranks(rank):
     assert_exact(rank, "minibatches", [[[4, 6], [5, 7], [9, 3]]])
 
 
-class Weights(TokenModule):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("value", float(self.global_rank), sync_dist=True, batch_size=3 - self.global_rank)
-        self.log("one", 1.0, sync_dist=True, batch_size=3 - self.global_rank)
-
-
-@on_ranks(2)
-def test_collective_evaluation_of_plain_batches_is_lightnings_but_for_rounded_counts(rank):
-    t = trainer(2, communication="collective", timeout=SOON)
-    (seen,) = t.validate(Weights(), loader(token_batches([4])), verbose=False)
-    # Counts 3 and 2: a mean of integers would be 2, and the constant 1.25.
-    assert seen == {"one": 1.0, "value": pytest.approx(2 / 5)}
-
-
 # -- several loaders, several epochs, other hooks -------------------------------------------------------------
 
 
@@ -276,16 +262,11 @@ def _validate_missing(rank: int, what: str) -> Any:
     trainer(2, timeout=SOON).validate(Missing(rank, what), loader(token_batches([4])), verbose=False)
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        (
-            "reduction",
-            "Rank 0 logged 'x' as a value with reduce_fx='max', rank 1 as a value with reduce_fx='min'",
-        ),
-        ("metric", "Another rank logged 'x', a torchmetrics object that is its `self.mean`"),
-    ],
-)
+REDUCTIONS = "Rank 0 logged 'x' as a value with reduce_fx='max', rank 1 as a value with reduce_fx='min'"
+METRICS = "Another rank logged 'x', a torchmetrics object that is its `self.mean`"
+
+
+@pytest.mark.parametrize(("what", "message"), [("reduction", REDUCTIONS), ("metric", METRICS)])
 def test_what_ranks_cannot_agree_on_is_an_error_at_once(what, message):
     outcomes = try_ranks(_validate_missing, what)
     assert message in outcomes[1].error

@@ -52,7 +52,6 @@ STRATEGIES: list[dict[str, Any]] = [
     {},
     {"balance": "steal"},
     {"balance": "lb_micro"},
-    {"balance": "local_sort"},
     {"balance": "lb_micro", "communication": "lockstep"},
 ]
 #: How random numbers are drawn: the policy, the slow rank, and the seed.
@@ -110,18 +109,17 @@ def test_one_rank_alone(rank):
     assert begun_alike(balanced) == 6
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"communication": "collective", "balance": "lb_micro"}, 'use communication="on_demand"'),
-        ({"deterministic": True, "balance": "lb_mini"}, "use deterministic=False, or cost=fitted.snapshot"),
-    ],
-)
+NO_CLOCK = [
+    ({"communication": "collective", "balance": "lb_micro"}, 'use communication="on_demand"'),
+    ({"deterministic": True, "balance": "lb_mini"}, "use deterministic=False, or cost=fitted.snapshot"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), NO_CLOCK)
 def test_where_nothing_can_be_learnt(options, message):
-    with pytest.raises(ValueError, match=message):
-        ODCStrategy(cost="fitted", **options)
-    with pytest.raises(ValueError, match=message):
-        ODCStrategy(cost=FittedCost(2), **options)
+    for cost in ("fitted", FittedCost(2)):
+        with pytest.raises(ValueError, match=message):
+            ODCStrategy(cost=cost, **options)
     ODCStrategy(cost=FittedCost(2).snapshot(), **options)
     with pytest.warns(UserWarning, match="so cost=... has no effect"):
         ODCStrategy(cost="fitted", **{**options, "balance": None})
@@ -183,35 +181,24 @@ def test_dropout_is_that_of_the_microbatch_whoever_runs_it(rank):
     assert all(values != calm[size] for size, values in reseeded.items())
 
 
-#: What may not be balanced, the strategy's policy, and what is said.
-SEVERAL: dict[str, tuple[Any, str | None, str]] = {
-    "dict": (lambda: {"a": plain(), "b": plain()}, "lb_mini", r"Balancing.*ConcatDataset\(\[a, b\]\)"),
-    "list": (lambda: [plain(), plain()], "lb_mini", r"Balancing.*ODCStrategy\(balance=None\)"),
-    "explicit": (
-        lambda: {"a": BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad)},
-        None,
-        r"Balancing.*ConcatDataset\(\[a, b\]\)",
-    ),
-    "inside": (
-        lambda: {"a": loader([Minibatch([torch.zeros(1, 2)])])},
-        None,
-        '^A Minibatch must be the whole batch(?!.*strategy="odc")',
-    ),
-}
+SEVERAL = r"Balancing.*ConcatDataset\(\[a, b\]\)"
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("kind", SEVERAL)
-def test_several_balanced_loaders_and_minibatches_inside_batches_are_refused(rank, kind):
-    make, balance, says = SEVERAL[kind]
-    with pytest.raises((ValueError, TypeError), match=f"(?s){says}"):
-        trainer(1, balance=balance).fit(Padded(), make())
-
-
-# -- several loaders ---------------------------------------------------------------------------------------------
-
-
-# -- Lightning's own samplers --------------------------------------------------------------------------------------
+def test_several_balanced_loaders_and_minibatches_inside_batches_are_refused(rank):
+    own = BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad)
+    for data, balance, says in (
+        ({"a": plain(), "b": plain()}, "lb_mini", SEVERAL),
+        ([plain(), plain()], "lb_mini", r"Balancing.*ODCStrategy\(balance=None\)"),
+        ({"a": own}, None, SEVERAL),
+        (
+            {"a": loader([Minibatch([torch.zeros(1, 2)])])},
+            None,
+            "^A Minibatch must be the whole batch(?!.*odc)",
+        ),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"(?s){says}"):
+            trainer(1, balance=balance).fit(Padded(), data)
 
 
 @on_ranks(2)
@@ -226,15 +213,6 @@ def test_overfit_batches_repeats_the_same_samples(rank, shuffle):
         both = of_all_ranks(module.sizes[4 * epoch : 4 * epoch + 4])
         own = sorted(size for sizes in both for batch in sizes for size in batch)
         assert own == list(range(2, 10)), "the first samples of the data set, in order"
-
-
-@on_ranks(2)
-def test_lightnings_distributed_sampler_is_replaced(rank):
-    module, data = Padded(), plain(batch_size=2, shuffle=True)
-    t = fit(module, data, balance="local_sort", use_distributed_sampler=True)
-    assert t.train_dataloader.options.shuffle
-    together = sorted(size for sizes in of_all_ranks(module.sizes) for batch in sizes for size in batch)
-    assert together == sorted(map(len, SAMPLES)), "every sample once, not dealt out twice"
 
 
 def begun_alike(balanced: BalancedDataLoader) -> int:

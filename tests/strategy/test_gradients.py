@@ -47,15 +47,6 @@ class BackwardWithoutLightning(Manual):
         self.optimizers().zero_grad()
 
 
-class ZeroesInPlace(Manual):
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
-        if batch_idx != 1:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-
 class DropsInTheStep(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -92,12 +83,18 @@ class StepsTwice(Manual):
 
 
 class DropsABatch(Manual):
+    to_none = True
+
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()
         self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
         if batch_idx != 1:
             optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=self.to_none)
+
+
+class ZeroesInPlace(DropsABatch):
+    to_none = False
 
 
 class DropsBeforeTheStep(Manual):
@@ -325,46 +322,39 @@ class WritesThroughData(Callback):
 
 
 ONE_UNIT = {"auto_wrap_policy": set()}
+ONE_COLLECTIVE = {**ONE_UNIT, "communication": "collective"}
+UNITS = r"at least two units.*=\{nn\.Embedding, nn\.LayerNorm, nn\.Linear\}"
+UNEVEN = [[Minibatch(BATCHES[0][: 1 + rank])] for rank in range(2)]
+MEETINGS = r"is at 'optimizer step' of meeting .*, rank . at 'a reduction over ranks, such as self\.log"
+ONE_EMPTY = [
+    [Minibatch([b] * (rank == 0 or i != 1)) for i, b in enumerate(BATCHES[rank])] for rank in range(2)
+]
+WRITES = {"callbacks": [WritesThroughData()]}
 CHANGED = "'net.head.weight' changed after"
-#: How a module is made, options, batches by rank if not the usual ones, and what is said.
-MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any] | None, str]] = {
-    "clips by hand": (ClipsByHand, {}, None, r"self\.clip_gradients\(optimizer, \.\.\.\)"),
-    "replaces gradients": (ReplacesGradients, {}, None, "settle_gradients"),
-    "one unit only": (
-        Manual,
-        ONE_UNIT,
-        None,
-        r"at least two units.*=\{nn\.Embedding, nn\.LayerNorm, nn\.Linear\}",
-    ),
-    "one unit, collectively": (
-        Manual,
-        {**ONE_UNIT, "communication": "collective"},
-        None,
-        "at least two units",
-    ),
-    "scales after backward": (ScalesAfterBackward, {}, None, "on_before_optimizer_step"),
-    "looks too early": (LooksTooEarly, {}, None, "'net.head.weight' is not complete yet"),
+#: How a module is made, options, batches by rank, and what is said.
+MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any], str]] = {
+    "clips by hand": (ClipsByHand, {}, BATCHES, r"self\.clip_gradients\(optimizer, \.\.\.\)"),
+    "replaces gradients": (ReplacesGradients, {}, BATCHES, "settle_gradients"),
+    "one unit only": (Manual, ONE_UNIT, BATCHES, UNITS),
+    "one unit, collectively": (Manual, ONE_COLLECTIVE, BATCHES, "at least two units"),
+    "scales after backward": (ScalesAfterBackward, {}, BATCHES, "on_before_optimizer_step"),
+    "looks too early": (LooksTooEarly, {}, BATCHES, "'net.head.weight' is not complete yet"),
     "unfreezes in the step": (
         UnfreezesInTheStep,
         {},
-        None,
+        BATCHES,
         "Unfreeze them before, in `on_train_batch_start`",
     ),
-    "mixes counts": (MixesCounts, {"accumulate_grad_batches": 2}, None, "from every call of `training_step`"),
-    "divides": (DividesByItself, {}, None, "set_gradient_divide_factor"),
-    "logs by hand": (
-        LogsByHand,
-        {},
-        [[Minibatch(BATCHES[0][: 1 + rank])] for rank in range(2)],
-        r"is at 'optimizer step' of meeting .*, rank . at 'a reduction over ranks, such as self\.log",
+    "mixes counts": (
+        MixesCounts,
+        {"accumulate_grad_batches": 2},
+        BATCHES,
+        "from every call of `training_step`",
     ),
-    "writes through data": (Sgd, {"callbacks": [WritesThroughData()]}, None, CHANGED),
-    "writes without reading": (
-        Sgd,
-        {"callbacks": [WritesThroughData()]},
-        [[Minibatch([b] * (rank == 0 or i != 1)) for i, b in enumerate(BATCHES[rank])] for rank in range(2)],
-        CHANGED,
-    ),
+    "divides": (DividesByItself, {}, BATCHES, "set_gradient_divide_factor"),
+    "logs by hand": (LogsByHand, {}, UNEVEN, MEETINGS),
+    "writes through data": (Sgd, WRITES, BATCHES, CHANGED),
+    "writes without reading": (Sgd, WRITES, ONE_EMPTY, CHANGED),
 }
 
 
@@ -372,5 +362,5 @@ MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any] | None, st
 @pytest.mark.parametrize("name", MISUSES)
 def test_misuse_is_refused_with_the_line_to_write(rank, name):
     make, options, batches, says = MISUSES[name]
-    texts = of_all_ranks(failure(make(), (batches or BATCHES)[rank], **options))
+    texts = of_all_ranks(failure(make(), batches[rank], **options))
     assert any(re.search(says, text) for text in texts), texts[0]

@@ -24,7 +24,7 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator
 from lightning_odc.data.weighting import Counter
-from lightning_odc.engine.base import Counting, Ledger, SettleRecord, check_records
+from lightning_odc.engine.base import Counting, Ledger, check_records
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy.microbatch import contribution
 from tests.support import fits
@@ -218,69 +218,41 @@ class Batch:
 ROWS = torch.tensor([[1, 2, 3], [-100, -100, 4]])
 
 
-@pytest.mark.parametrize(
-    ("batch", "shifted", "count"),
-    [
-        ({"labels": ROWS}, True, 3),
-        ({"labels": ROWS}, False, 4),
-        (Batch(ROWS), True, 3),
-        ((torch.ones(2), {"labels": ROWS}), True, 3),
-        (transformers.BatchEncoding({"labels": ROWS}), True, 3),
-        ({"labels": ROWS[0]}, True, 3),  # one per sample: a classifier's
-        ({"labels": torch.full((2, 3), -100)}, True, 0),
-        ({"labels": ROWS.float()}, True, None),
-        ({"labels": ROWS > 0}, True, None),
-        ({"labels": [1, 2]}, True, None),
-        ({"input_ids": ROWS}, True, None),
-        (ROWS, True, None),
-    ],
-)
-def test_labels_that_a_mean_is_over(batch, shifted, count):
-    found = Counter(skips_first=shifted).of(batch)
-    assert found is None if count is None else float(found) == count
+COUNTED: list[tuple[Any, bool, int | None]] = [
+    ({"labels": ROWS}, True, 3),
+    ({"labels": ROWS}, False, 4),
+    (Batch(ROWS), True, 3),
+    ((torch.ones(2), {"labels": ROWS}), True, 3),
+    (transformers.BatchEncoding({"labels": ROWS}), True, 3),
+    ({"labels": ROWS[0]}, True, 3),  # one per sample: a classifier's
+    ({"labels": torch.full((2, 3), -100)}, True, 0),
+    ({"labels": ROWS.float()}, True, None),
+    ({"labels": ROWS > 0}, True, None),
+    ({"labels": [1, 2]}, True, None),
+    ({"input_ids": ROWS}, True, None),
+    (ROWS, True, None),
+]
 
 
-def test_num_items_go_before_labels():
-    loss = torch.tensor(6.0)
-    item = contribution({"loss": loss, "num_items": 3}, 5.0, Counting.PLANNED, torch.tensor(0.0))
+def test_labels_that_a_mean_is_over_and_what_goes_before_them():
+    for batch, shifted, count in COUNTED:
+        found = Counter(skips_first=shifted).of(batch)
+        assert found is None if count is None else float(found) == count, batch
+    summed = {"loss": torch.tensor(6.0), "num_items": 3}
+    item = contribution(summed, 5.0, Counting.PLANNED, torch.tensor(0.0))
     assert item is not None
     assert (float(item.loss), item.weight, item.counting) == (6.0, 3.0, Counting.EXACT)
 
 
-def test_a_mean_over_nothing_leaves_zeros_behind():
-    logits = torch.randn(2, 5, requires_grad=True)
-    nothing = nn.functional.cross_entropy(logits, torch.full((2,), -100))
-    assert nothing.isnan()
-    item = contribution(nothing, 5.0, Counting.PLANNED, torch.tensor(0.0))
-    assert item is not None
-    item.loss.backward()
-    assert (float(item.loss.detach()), float(item.weight)) == (0.0, 0.0)
-    assert logits.grad is not None
-    assert logits.grad.eq(0).all()
-
-
-def test_a_microbatch_that_only_keeps_ranks_together_stays_out():
-    item = contribution(torch.tensor(2.0), 0.0, Counting.PLANNED, torch.tensor(7.0))
-    assert item is not None
-    assert (float(item.loss), float(item.weight), item.counting) == (0.0, 0.0, Counting.LABELS)
-
-
-def test_batches_with_and_without_labels_do_not_mix():
-    ledger = Ledger()
-    ledger.add(torch.tensor(3.0), Counting.LABELS)
+def test_batches_and_ranks_with_and_without_labels_do_not_mix():
+    ledgers = []
+    for counting in (Counting.LABELS, Counting.PLANNED):
+        ledgers.append(ledger := Ledger())
+        ledger.add(torch.tensor(3.0), counting)
     with pytest.raises(ValueError, match=r'mixes counted labels and Minibatch weights.*weighting="token"'):
-        ledger.add(5.0, Counting.PLANNED)
-
-
-def test_ranks_with_and_without_labels_do_not_mix():
-    def record(counting: Counting) -> SettleRecord:
-        ledger = Ledger()
-        ledger.add(3.0, counting)
-        return ledger.record(None, (), None)
-
-    records = [record(Counting.LABELS), record(Counting.PLANNED)]
+        ledgers[0].add(5.0, Counting.PLANNED)
     with pytest.raises(DisagreementError, match=r'Rank 1 weighted.*by Minibatch weights.*weighting="token"'):
-        check_records(records)
+        check_records([ledger.record(None, (), None) for ledger in ledgers])
 
 
 class Stream(IterableDataset[Sample]):

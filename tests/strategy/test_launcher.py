@@ -104,17 +104,7 @@ def test_an_error_that_follows_another_ranks_is_not_the_one_told():
         launch(work)
 
 
-def test_a_rank_that_dies_is_told():
-    def work() -> None:
-        if os.environ["LOCAL_RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise PeerFailedError("rank 1 is gone")
-
-    with pytest.raises(PeerFailedError, match=r"Rank 1 died with exit code -9"):
-        launch(work)
-
-
-def test_a_rank_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_path, monkeypatch):
+def test_a_rank_that_dies_is_told_and_whether_the_kernel_ended_it_for_want_of_memory(tmp_path, monkeypatch):
     counter = tmp_path / "proc/vmstat"
     count_kill(counter, 2)
     monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path))
@@ -125,9 +115,8 @@ def test_a_rank_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_pa
             os.kill(os.getpid(), signal.SIGKILL)
         raise PeerFailedError("rank 1 is gone")
 
-    with pytest.raises(
-        PeerFailedError, match=r"Rank 1 died with exit code -9 .*has ended 1 process of this host"
-    ):
+    died = r"Rank 1 died with exit code -9 .*has ended 1 process of this host"
+    with pytest.raises(PeerFailedError, match=died):
         launch(work)
 
 
@@ -192,13 +181,10 @@ print("RESULT", Fabric(strategy="odc", accelerator="cpu", devices=2).launch(trai
 """
 
 
-@pytest.fixture(scope="module")
-def session(tmp_path_factory):
-    """What ``python -i script`` says when the script has run and the rest was typed."""
-    tmp_path = tmp_path_factory.mktemp("session")
+def test_a_script_of_python_i_trains_and_leaves_a_session_in_which_fabric_trains_too(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SESSION)
-    return subprocess.run(
+    session = subprocess.run(
         [sys.executable, "-i", script],
         input=TYPED,
         capture_output=True,
@@ -208,13 +194,7 @@ def session(tmp_path_factory):
         timeout=120,
         check=True,
     )
-
-
-def test_a_script_of_python_i_trains_and_leaves_a_session(session):
     assert "STEPS 2 tensor(True) False" in session.stdout, session.stderr
-
-
-def test_fabric_in_an_interactive_session(session):
     # Of 5 microbatches, 3 blocks and the root are read, forward and backward but the root's.
     assert "RESULT (2, 35)" in session.stdout, session.stderr
 
@@ -297,12 +277,9 @@ def test_a_stopped_rank_ends_with_the_job(tmp_path):
         os.kill(stopped, 0)
 
 
-def test_scripts_that_end_by_themselves_have_the_time():
+def test_scripts_that_end_by_themselves_have_the_time_and_other_launchers_are_left_alone():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2); raise SystemExit(3)"])
     launcher.end_scripts([child], time.monotonic() + 60)
     assert child.returncode == 3
-
-
-def test_other_launchers_are_left_alone():
     launcher.end_scripts_at_exit(SimpleNamespace(procs=[object()]))
     launcher.end_scripts_at_exit(None)

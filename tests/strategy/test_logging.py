@@ -40,7 +40,7 @@ class Reductions(TokenModule):
             self.log(name, length, reduce_fx=reduce_fx, batch_size=1, **epoch)
         self.log("positional", length, True, None, True, True, "max", sync_dist=True)
         self.log_dict({"numpy": np.float32(length), "one": 1}, batch_size=1, **epoch)
-        self.log("own", length, on_step=False, on_epoch=True, batch_size=1)
+        self.log("own", length, on_step=True, on_epoch=True, batch_size=1)
         return super().training_step(batch, batch_idx)
 
 
@@ -63,10 +63,19 @@ def test_values_of_an_epoch_are_those_of_all_ranks(rank, lengths, communication)
     every = [n for step in lengths for own in step for n in own]
     expected = {"mean": sum(every) / len(every), "sum": sum(every), "min": min(every), "max": max(every)}
     expected |= {"tmax": max(every), "numpy": expected["mean"], "one": 1.0, "positional": max(every)}
+    for seen, step in zip(watch.metrics, lengths * 2, strict=True):
+        of_step = [n for own in step for n in own]
+        assert [seen[f"{name}_step"] for name in ("sum", "min", "max")] == [
+            f(of_step) for f in (sum, min, max)
+        ]
+        assert seen["mean_step"] == pytest.approx(sum(of_step) / len(of_step))
+        assert seen.get("own_step") == (
+            pytest.approx(sum(step[rank]) / len(step[rank])) if step[rank] else None
+        )
     own = [n for step in lengths for n in step[rank]]
     for seen in watch.epochs:
         assert {name: seen[f"{name}_epoch"] for name in expected} == pytest.approx(expected)
-        assert seen["own"] == pytest.approx(sum(own) / len(own))
+        assert seen["own_epoch"] == pytest.approx(sum(own) / len(own))
     # Lightning's advice is right where a user did not synchronise. It comes once, on rank 0.
     advice = [str(w.message) for w in caught if "It is recommended to use `self.log(" in str(w.message)]
     assert len(advice) <= (rank == 0), advice
@@ -137,15 +146,20 @@ def test_what_weighs_nothing_has_no_part_in_a_mean(rank):
     assert (seen["mean_epoch"], seen["sum_epoch"]) == (6.5, 4 + 4 + 6 + 7)
 
 
-class Plain(TokenModule):
+class Counts(TokenModule):
+    """Ranks count 3 and 2: rounded down their mean would be 2, and the constant 1.25."""
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.log("one", 1.0, sync_dist=True, on_step=False, on_epoch=True, batch_size=3 - self.global_rank)
         return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        for name, value in (("val_one", 1.0), ("val_rank", float(self.global_rank))):
+            self.log(name, value, sync_dist=True, batch_size=3 - self.global_rank)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("communication", ["on_demand", "collective"])
 def test_the_mean_of_integer_counts_is_not_rounded(rank, communication):
-    t = fit(Plain(), token_batches([4]), communication=communication)
-    # Counts 3 and 2: rounded down their mean would be 2, and the constant 1.25.
-    assert t.callback_metrics["one"] == 1.0
+    t = fit(Counts(), token_batches([4]), 2, token_batches([4]), communication=communication)
+    assert numbers(t.callback_metrics) == {"one": 1.0, "val_one": 1.0, "val_rank": pytest.approx(2 / 5)}

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import lightning_odc  # noqa: F401 - registers the strategy
 from lightning_odc.errors import PeerFailedError
-from lightning_odc.strategy.launcher import ForkLauncher
+from tests.strategy.test_launcher import make
 from tests.support.fits import assert_same
 from tests.support.models import WIDTH, Block
 
@@ -123,24 +122,6 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(1)))
 
 
-@pytest.fixture(scope="module")
-def cells(tmp_path_factory):
-    """The outputs of the cells above, run one after the other in one kernel."""
-    where = tmp_path_factory.mktemp("notebook")
-    sources = [SETUP, FIT, FIT, EVALUATE, GO_ON, FAIL, AFTER]
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
-    book.cells[sources.index(FAIL)].metadata["tags"] = ["raises-exception"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(where / "ipython")}
-    environment.pop("OMP_NUM_THREADS", None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JUPYTER_RUNTIME_DIR", str(where / "runtime"))
-        client = nbclient.NotebookClient(
-            book, timeout=120, kernel_name="python3", resources={"metadata": {"path": str(where)}}
-        )
-        client.execute(env=environment)
-    return [cell.outputs for cell in book.cells]
-
-
 def result(outputs: Any) -> dict[str, Any]:
     text = "".join(output.get("text", "") for output in outputs)
     (line,) = [line for line in text.splitlines() if line.startswith("RESULT")]
@@ -163,57 +144,44 @@ def reference() -> nn.Module:
 
 
 @pytest.mark.slow
-def test_a_fit_brings_home_weights_metrics_and_progress(cells):
-    fitted = result(cells[1])
+def test_cells_of_one_kernel_fit_evaluate_go_on_and_survive_an_exception(tmp_path, monkeypatch):
+    sources = [SETUP, FIT, FIT, EVALUATE, GO_ON, FAIL, AFTER]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    book.cells[sources.index(FAIL)].metadata["tags"] = ["raises-exception"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
+    environment.pop("OMP_NUM_THREADS", None)
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    options = {"kernel_name": "python3", "resources": {"metadata": {"path": str(tmp_path)}}}
+    nbclient.NotebookClient(book, timeout=120, **options).execute(env=environment)
+    _, first, again, evaluation, further, failed, after = (cell.outputs for cell in book.cells)
+
+    fitted, layers, inputs = result(first), reference(), data().tensors[0]
     weights = {name.removeprefix("layers."): torch.tensor(value) for name, value in fitted["weights"].items()}
-    layers = reference()
     assert_same(weights, {name: value.detach() for name, value in layers.state_dict().items()})
-    with torch.no_grad():
-        loss = layers(data().tensors[0]).square().mean().item()
-    assert fitted["callback_metrics"]["val_loss"] == pytest.approx(loss, rel=1e-5)
-    assert fitted["callback_metrics"]["ranks"] == 2
-    assert fitted["callback_metrics"]["reads"] > 0
-    assert fitted["logged_metrics"]["val_loss"] == fitted["callback_metrics"]["val_loss"]
-    assert (fitted["steps"], fitted["epoch"], fitted["status"]) == (6, 2, "finished")
-    assert fitted["best"]
-    assert fitted["log"]
-    assert fitted["left"] == 0
-
-
-@pytest.mark.slow
-def test_a_cell_runs_again(cells):
-    assert result(cells[2])["steps"] == 6
-    # Sums of gradients from two ranks have no order to differ in.
-    assert result(cells[2])["weights"] == result(cells[1])["weights"]
-
-
-@pytest.mark.slow
-def test_evaluations_use_what_came_home(cells):
-    evaluated = result(cells[3])
-    layers, inputs = reference(), data().tensors[0]
     with torch.no_grad():
         loss = layers(inputs).square().mean().item()
         own = layers(inputs[::2])  # rank 0's, by the distributed sampler
-    assert evaluated["validated"] == pytest.approx(loss, rel=1e-5)
-    assert evaluated["tested"] == evaluated["validated"]
+    values = fitted["callback_metrics"]
+    assert (values["val_loss"], values["ranks"]) == (pytest.approx(loss, rel=1e-5), 2)
+    assert values["reads"] > 0
+    assert fitted["logged_metrics"]["val_loss"] == values["val_loss"]
+    assert (fitted["steps"], fitted["epoch"], fitted["status"]) == (6, 2, "finished")
+    assert (fitted["best"], fitted["log"], fitted["left"]) == (True, True, 0)
+    # Sums of gradients from two ranks have no order to differ in.
+    assert result(again)["weights"] == fitted["weights"]
+
+    evaluated = result(evaluation)
+    assert evaluated["validated"] == evaluated["tested"] == pytest.approx(loss, rel=1e-5)
     assert_same({"predicted": torch.tensor(evaluated["predicted"])}, {"predicted": own})
+    assert result(further) == {"steps": 9, "epoch": 3}
 
-
-@pytest.mark.slow
-def test_the_same_trainer_goes_on_where_it_ended(cells):
-    assert result(cells[4]) == {"steps": 9, "epoch": 3}
-
-
-@pytest.mark.slow
-def test_an_exception_on_a_rank_is_the_cells(cells):
-    (error,) = [output for output in cells[5] if output.output_type == "error"]
+    (error,) = [output for output in failed if output.output_type == "error"]
     assert error.ename == "PeerFailedError"
     assert "Rank 1 failed" in error.evalue
     assert "ValueError: a mistake in my cell" in error.evalue
-    after = result(cells[6])
-    assert after["seconds"] < 60
-    assert after["left"] == 0
-    assert not after["distributed"]
+    ended = result(after)
+    assert ended["seconds"] < 60
+    assert (ended["left"], ended["distributed"]) == (0, False)
 
 
 def test_a_process_group_of_the_session_is_refused(monkeypatch):
@@ -232,11 +200,6 @@ def test_a_backward_pass_before_the_fork_is_explained():
     def step() -> None:
         raise RuntimeError("Unable to handle autograd's threading; see .../wiki/Autograd-and-Fork")
 
-    environment = SimpleNamespace(main_port=0)
-    strategy = SimpleNamespace(
-        cluster_environment=environment, num_processes=1, root_device=torch.device("cpu")
-    )
-    with pytest.raises(
-        PeerFailedError, match=r"Rank 0 failed(.|\n)*Autograd-and-Fork(.|\n)*Restart the kernel"
-    ):
-        ForkLauncher(strategy).launch(step)
+    told = r"Rank 0 failed(.|\n)*Autograd-and-Fork(.|\n)*Restart the kernel"
+    with pytest.raises(PeerFailedError, match=told):
+        make().launch(step)

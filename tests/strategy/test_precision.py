@@ -95,7 +95,7 @@ class Overflows(Sgd):
 
 
 #: Whether the gradient that overflows is a scalar's, and the communication.
-OVERFLOWS = [(False, "on_demand"), (True, "on_demand"), (True, "collective")]
+OVERFLOWS = [(False, "on_demand"), (True, "collective")]
 
 
 @on_ranks(2)
@@ -155,14 +155,13 @@ def test_the_scale_is_saved_and_restored(rank, tmp_path):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("plugin", ["FSDPPrecision", "MixedPrecision"])
-def test_the_scale_of_another_strategys_checkpoint_is_taken_over(rank, plugin, tmp_path):
-    t = fit(Sgd("items"), [], 1)
-    t.save_checkpoint(path := tmp_path / "plain.ckpt")
+def test_the_scale_of_another_strategys_checkpoint_is_taken_over(rank, tmp_path):
+    fit(Sgd("items"), [], 1).save_checkpoint(path := tmp_path / "plain.ckpt")
     checkpoint = torch.load(path, weights_only=False)
     checkpoint.pop("ODCPrecision", None)
-    torch.save({**checkpoint, plugin: {**LossScaler("cpu").state_dict(), "scale": 32.0}}, path)
-    assert _restored(path, 1) == 32.0
+    for plugin in ("FSDPPrecision", "MixedPrecision"):
+        torch.save({**checkpoint, plugin: {**LossScaler("cpu").state_dict(), "scale": 32.0}}, path)
+        assert _restored(path, 1) == 32.0
 
 
 class ShardedByHand(Watched):
@@ -186,12 +185,7 @@ WEIGHTS = (1.0, 4096.0, 1e6)
 STEPS = 24
 
 
-WEIGHTED = [
-    ("16-mixed", "on_demand"),
-    ("16-mixed", "collective"),
-    ("16-true", "on_demand"),
-    ("32-true", "collective"),
-]
+WEIGHTED = [("16-mixed", "on_demand"), ("16-true", "on_demand"), ("16-mixed", "collective")]
 
 
 @on_ranks(2)
@@ -213,7 +207,7 @@ def test_weights_do_not_count_against_the_range_of_fp16(rank, precision, communi
         assert (expected - start).abs().max() > 0.03
         assert parameters.isfinite().all()
         # 4096 is a power of two, 1e6 is 0.95 of one: other roundings of fp16 in each of 24 steps.
-        bound = 0.0 if weight == 4096 else 1e-5 if precision == "32-true" else 24 * LR * 2**-10 * 8
+        bound = 0.0 if weight == 4096 else 24 * LR * 2**-10 * 8
         assert (parameters - expected).abs().max() <= bound, weight
 
 
@@ -277,12 +271,12 @@ class OfOne(Sgd):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
-def test_losses_of_a_minibatch_are_summed_in_fp32(rank, precision):
+def test_losses_of_a_minibatch_are_summed_in_fp32(rank):
     """In bf16, 256 + 1 is 256; in fp16, 100 * 1000 is infinite."""
-    module, many = OfOne(), Minibatch(token_batches([3]) * 300, weights=[1000.0] * 300)
-    fit(module, [many], 1, precision=precision)
-    assert (module.reported.dtype, float(module.reported)) == (torch.float32, 1.0)
+    for precision in ("bf16-true", "16-true"):
+        module, many = OfOne(), Minibatch(token_batches([3]) * 300, weights=[1000.0] * 300)
+        fit(module, [many], 1, precision=precision)
+        assert (module.reported.dtype, float(module.reported)) == (torch.float32, 1.0)
 
 
 def test_a_precision_that_is_not_supported_is_an_error_at_construction():
