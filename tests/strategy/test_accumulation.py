@@ -77,9 +77,6 @@ def as_made(t: pl.Trainer) -> tuple[Any, ...]:
     return t.accumulate_grad_batches, t.limit_train_batches, t.val_check_interval
 
 
-# -- the same counts as without folding -----------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_whatever_counts_optimizer_steps_counts_as_before(rank, tmp_path):
     """Of 22 samples on 2 ranks, in 11 batches: 3 steps per epoch, the last of them of 3 batches."""
@@ -100,9 +97,6 @@ def test_whatever_counts_optimizer_steps_counts_as_before(rank, tmp_path):
         rows = csv.DictReader((place / "metrics.csv").open())
         seen.append((module.rates, [row["step"] for row in rows if row.get("at")]))
     assert seen[0] == seen[1]
-
-
-# -- the same gradient, limits, resuming, failing -------------------------------------------------------------
 
 
 @on_ranks(2)

@@ -206,9 +206,6 @@ def test_the_engine_outside_a_run():
         _ = ODCStrategy().engine
 
 
-# -- what torch says of sharded parameters, and what to write instead -------------------------------------------
-
-
 class Encoder(Block):
     """Has a method beside ``forward``."""
 

@@ -81,9 +81,6 @@ class Inside(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-# -- which model -----------------------------------------------------------------------------------------------
-
-
 def test_the_outermost_causal_model_that_trains():
     teacher, student = model_of("GPT2").requires_grad_(False), model_of("Llama")
     assert causal_model(Inside(teacher, student)) is student
@@ -116,9 +113,6 @@ def test_a_model_of_peft():
     assert hugging_face_config(Inside(model)).model_type == "llama"
     with torch.no_grad():
         assert _trouble_of(model.eval(), CPU) == ""
-
-
-# -- whether it leaks ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "attention"), [("Llama", "sdpa"), ("GPT2", "eager"), ("Qwen2", "sdpa")])
@@ -194,9 +188,6 @@ def test_other_trouble():
         assert "could not be checked" in _trouble_of(Constant(), CPU)
 
 
-# -- inside a fit ----------------------------------------------------------------------------------------------
-
-
 class Checks(ODCStrategy):
     """Checks where balancing would: when Lightning hands over the training loader."""
 
@@ -237,9 +228,6 @@ def test_sharded_models_are_checked_on_all_ranks_together(rank, sets_up_early, c
     if not leaks:  # training is that without a check
         expected = one_process(Inside(model_of("Llama")), [[batch]])
         assert_same(full_parameters(module), expected, tolerance=1e-6)
-
-
-# -- how it is called ------------------------------------------------------------------------------------------
 
 
 def test_the_whole_packed_batch_must_reach_the_model():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_odc import Minibatch
-from tests.support.fits import failure, fit
+from tests.support.fits import doing, failure, fit
 from tests.support.models import token_batches
 from tests.support.modules import TokenModule
 from tests.support.ranks import on_ranks, try_ranks
@@ -27,13 +27,6 @@ class OtherCode(TokenModule):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
         return {**output, "loss": 2 * output["loss"]}
-
-
-class StopsEarly(TokenModule):
-    """Rank 1 leaves the loop without an error after its first batch, by Lightning's way to ``break``."""
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.trainer.should_stop = self.trainer.global_rank == 1
 
 
 class StepsOnce(TokenModule):
@@ -51,13 +44,6 @@ class StepsOnce(TokenModule):
             if step == 0 or self.trainer.global_rank == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-class LeavesTheEpoch(TokenModule):
-    """Skips the rest of the epoch, by Lightning's own door."""
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == 1 and self.trainer.global_rank == 1 else None
 
 
 #: What rank 1 does otherwise before the first step, and what both ranks are told.
@@ -105,16 +91,30 @@ def test_another_version_of_the_same_class_is_named(rank, tmp_path):
     assert first != second
 
 
-def _parts(rank: int, module: type[TokenModule]) -> None:
-    batches = token_batches([5, 9, 4])
-    own = batches if module is StepsOnce else [Minibatch([batch]) for batch in batches]
-    fit(module("items"), own, timeout=TIMEOUT)
+#: What rank 1 does after its first batch, by Lightning's own doors.
+PARTS: dict[str, tuple[type[TokenModule], dict[str, Any]]] = {
+    "steps once": (StepsOnce, {}),
+    "skips the epoch": (
+        TokenModule,
+        {"on_train_batch_start": lambda own: -1 if (own.global_step, own.global_rank) == (1, 1) else None},
+    ),
+    "stops": (
+        TokenModule,
+        {"on_train_batch_end": lambda own: setattr(own.trainer, "should_stop", own.global_rank == 1)},
+    ),
+}
+
+
+def _parts(rank: int, name: str) -> None:
+    (make, hooks), batches = PARTS[name], token_batches([5, 9, 4])
+    own = batches if make is StepsOnce else [Minibatch([batch]) for batch in batches]
+    fit(doing(make("items"), **hooks), own, timeout=TIMEOUT)
 
 
 # Who finds it out, and in which words, depends on where Lightning's versions make ranks wait.
-@pytest.mark.parametrize("module", [StepsOnce, LeavesTheEpoch, StopsEarly])
-def test_ranks_that_part_in_mid_run_are_told(module):
-    outcomes = try_ranks(_parts, module, timeout=90)
+@pytest.mark.parametrize("name", PARTS)
+def test_ranks_that_part_in_mid_run_are_told(name):
+    outcomes = try_ranks(_parts, name, timeout=90)
     assert [outcome.exitcode for outcome in outcomes] == [1, 1]
     texts = "".join(outcome.error for outcome in outcomes)
     assert re.search("DisagreementError: Rank [01] ", texts), texts

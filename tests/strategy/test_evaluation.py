@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_odc import Minibatch
 from lightning_odc.errors import DisagreementError
-from tests.support.fits import LR, Watch, fit, numbers, shares
+from tests.support.fits import LR, Watch, doing, fit, numbers, shares
 from tests.support.models import full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer, unsized
 from tests.support.ranks import on_ranks, try_ranks
@@ -97,9 +97,6 @@ def test_shares_are_merged_on_three_ranks(rank):
     assert_exact(rank, "minibatches", [[[4, 6], [5, 7], [9, 3]]])
 
 
-# -- several loaders, several epochs, other hooks -------------------------------------------------------------
-
-
 class Several(TokenModule):
     def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("length", float(batch.shape[1]), sync_dist=True, batch_size=1)
@@ -156,9 +153,6 @@ def test_hooks_at_the_end_of_the_epoch_see_global_values(rank):
     assert [values["a"] for values in module.ends[1:]] == [5.0, 15.0, 25.0]
     assert [values["b"] for values in module.ends[1:]] == [105.0, 115.0, 125.0]
     assert numbers(t.callback_metrics) == {"a": 25.0, "b": 125.0, "end": 0.5}
-
-
-# -- torchmetrics ---------------------------------------------------------------------------------------------
 
 
 class Rows(torchmetrics.Metric):
@@ -274,15 +268,14 @@ def test_what_ranks_cannot_agree_on_is_an_error_at_once(what, message):
     assert all(outcome.error and outcome.seconds < 60 for outcome in outcomes)
 
 
-class Fails(TokenModule):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("x", 1.0, sync_dist=True)
-        raise ValueError("on purpose")
+def fail(module: Any) -> None:
+    module.log("x", 1.0, sync_dist=True)
+    raise ValueError("on purpose")
 
 
 @on_ranks(2)
 def test_an_evaluation_that_fails_leaves_no_trace(rank):
-    module, t = Fails(), trainer(2, timeout=SOON)
+    module, t = doing(TokenModule(), validation_step=fail), trainer(2, timeout=SOON)
     with pytest.raises((ValueError, RuntimeError)):
         t.validate(module, loader([Minibatch(token_batches([4]))]), verbose=False)
     assert not any(name in vars(o) for o in (module, t.validate_loop) for name in ("log", "on_run_end"))
@@ -308,8 +301,6 @@ def evaluate(rank: int, kind: str, world_size: int) -> None:
             [b.shape[1] for b in batch] if isinstance(batch, Minibatch) else batch.shape[1] for batch in data
         ]
 
-
-# -- beside training ------------------------------------------------------------------------------------------
 
 #: Batches by rank.
 EVALUATIONS: dict[str, list[list[Any]]] = {

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_odc import Minibatch, host_memory
 from lightning_odc.host_memory import Room
-from tests.support.fits import failure, fit
+from tests.support.fits import doing, failure, fit
 from tests.support.models import WIDTH
 from tests.support.modules import TokenModule, loader, token_batches, trainer, unsized
 from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
@@ -69,20 +69,10 @@ def test_a_rank_that_raises_stops_the_others_with_its_error_and_callbacks_save(a
     assert saved["state_dict"].keys() == TokenModule().state_dict().keys()
 
 
-class SavesAlone(TokenModule):
-    """As with strategies that do not shard, where it is right."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.is_global_zero:
-            self.trainer.save_checkpoint(self.path)
-
-
 def _saves_alone(rank: int, path: Path) -> None:
-    fit(SavesAlone(path), token_batches([5, 9, 4]), timeout=timedelta(seconds=4))
+    """As with strategies that do not shard, where it is right."""
+    module = doing(TokenModule(), on_train_batch_end=lambda own: rank or own.trainer.save_checkpoint(path))
+    fit(module, token_batches([5, 9, 4]), timeout=timedelta(seconds=4))
 
 
 def test_a_rank_that_saves_alone_is_told_what_it_waits_for(tmp_path):
@@ -185,15 +175,9 @@ def test_a_stalled_rank_is_given_up_at_the_timeout():
     assert "PeerFailedError: Rank 0 failed" in stalled.error or "WaitTimeoutError" in stalled.error
 
 
-# -- errors of both ranks at the same place: one launch -------------------------------------------------------
-
-
-class RunsInBetween(TokenModule):
-    """Runs a block after the gradients were summed and before the optimizer steps."""
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        with torch.no_grad():
-            self.net.blocks[0](torch.ones(3, WIDTH))
+def run_block(module: Any) -> None:
+    with torch.no_grad():
+        module.net.blocks[0](torch.ones(3, WIDTH))
 
 
 class Twice(torch.optim.SGD):
@@ -204,9 +188,11 @@ class Twice(torch.optim.SGD):
         return super().step(closure)
 
 
-class StepsTwice(TokenModule):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return Twice(self.parameters(), lr=0.1)
+#: Runs after the gradients were summed and before the optimizer steps, by the module or by its optimizer.
+TOO_LATE: list[dict[str, Any]] = [
+    {"on_before_optimizer_step": run_block},
+    {"configure_optimizers": lambda module: Twice(module.parameters(), lr=0.1)},
+]
 
 
 def _different_models(rank: int) -> str:
@@ -231,8 +217,8 @@ def _uneven(rank: int, communication: str) -> str:
     return failure(TokenModule("items"), [own], communication=communication)
 
 
-def _runs_too_late(rank: int, module: type[TokenModule]) -> str:
-    return failure(module("items"), batches(2, [5]))
+def _runs_too_late(rank: int, number: int) -> str:
+    return failure(doing(TokenModule("items"), **TOO_LATE[number]), batches(2, [5]))
 
 
 def _unknown_lengths(rank: int, counts: tuple[int, int]) -> str:
@@ -254,55 +240,41 @@ def _dealt_out_again(rank: int) -> str:
 
 def _no_memory(rank: int, later: bool) -> str:
     """For windows; or for a larger window in the second batch, when more is trained."""
+
+    def unfreeze(module: Any) -> None:
+        if module.global_step == 1:
+            host_memory.rooms = lambda: [Room(4096, "a test", "allow more")]
+            module.net.requires_grad_(True)
+
     rooms = host_memory.rooms
-    host_memory.rooms = lambda: [Room(4096, "a test", "allow more")]
+    host_memory.rooms = rooms if later else lambda: [Room(4096, "a test", "allow more")]
+    module = doing(TokenModule("items", frozen=later), on_train_batch_start=unfreeze)
     try:
-        if not later:
-            return failure(TokenModule("items"), batches(1, [5]))
-        module = Unfreezes("items", frozen=True)
-        module.rooms, host_memory.rooms = host_memory.rooms, rooms
         return failure(module, batches(2, [5]))
     finally:
         host_memory.rooms = rooms
 
 
-class Unfreezes(TokenModule):
-    rooms: Any = None
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            host_memory.rooms = self.rooms
-            self.net.requires_grad_(True)
-
-
+MODELS = ("different models. The first", "weight: shape [11, 7]", "net.embed.weight: shape [12, 7]")
+KINDS = ("DisagreementError: The ranks begin their first batch with ['plain batch', 'Minibatch']",)
 UNEVEN = ("ValueError: communication=", "has [2, 3] (by rank)", 'ODCStrategy(communication="on_demand")')
-TOO_LATE = ("`on_before_optimizer_step`", "call their closure several times in one step (LBFGS)")
+LATE = ("`on_before_optimizer_step`", "call their closure several times in one step (LBFGS)")
 ENDS = "Rank {} has no more batches in this epoch, rank {} has."
 NO_MEMORY = "could not share memory with its peers: the windows (2 ranks of"
 #: By name: what a rank calls, and what every rank is told.
 TOLD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
-    "models": (
-        (_different_models,),
-        (
-            "built different models. The first",
-            "net.embed.weight: shape [11, 7]",
-            "net.embed.weight: shape [12, 7]",
-        ),
-    ),
+    "models": ((_different_models,), MODELS),
     "plans": (
         (_different_plans,),
-        ("Rank 1 follows a different minibatch plan from rank 0: ['seed 1'] against ['seed 0']",),
+        ("a different minibatch plan from rank 0: ['seed 1'] against ['seed 0']",),
     ),
     "kinds": ((_different_kinds, "on_demand"), ("Rank 0 trained on plain batches, rank 1 on Minibatches",)),
-    "kinds under collectives": (
-        (_different_kinds, "collective"),
-        ("DisagreementError: The ranks begin their first batch with ['plain batch', 'Minibatch']",),
-    ),
+    "kinds under collectives": ((_different_kinds, "collective"), KINDS),
     "numbers of steps": ((_different_steps,), ("have [2, 3] training batches per epoch (by rank).",)),
     "unequal counts, collective": ((_uneven, "collective"), UNEVEN),
     "unequal counts, lockstep": ((_uneven, "lockstep"), UNEVEN),
-    "runs in between": ((_runs_too_late, RunsInBetween), TOO_LATE),
-    "steps twice": ((_runs_too_late, StepsTwice), TOO_LATE),
+    "runs in between": ((_runs_too_late, 0), LATE),
+    "steps twice": ((_runs_too_late, 1), LATE),
     "rank 0 ends first": ((_unknown_lengths, (2, 3)), (ENDS.format(0, 1),)),
     "rank 1 ends first": ((_unknown_lengths, (3, 2)), (ENDS.format(1, 0),)),
     "dealt out again": ((_dealt_out_again,), ("Write Trainer(use_distributed_sampler=False)",)),
@@ -326,9 +298,6 @@ def test_what_cannot_go_on_is_told_to_every_rank(rank, name):
 def test_loaders_of_unknown_length_may_end_at_a_number_of_steps(rank):
     data = unsized(batches(2 + rank, [5]))
     assert fit(TokenModule("items"), data, max_steps=2, max_epochs=-1).global_step == 2
-
-
-# -- afterwards -------------------------------------------------------------------------------------------
 
 
 class LogsAndRaises(TokenModule):
@@ -360,9 +329,6 @@ def test_a_failed_run_leaves_nothing_to_the_next_one(rank):
     t = trainer(2)
     with pytest.raises(ValueError, match="no such token"):
         t.fit(LogsAndRaises(1), loader([Minibatch(token_batches([100, 200, 300]))]))
-    assert "memfd:lightning-odc" not in Path("/proc/self/maps").read_text()
-    with pytest.raises(RuntimeError, match="only while the trainer runs"):
-        _ = t.strategy.engine
     module, late = LogsAndRaises(-1), Late(rank)
     t.callbacks.append(late)
     t.fit(module, loader([Minibatch(token_batches([5, 9]))]))

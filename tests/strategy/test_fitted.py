@@ -153,9 +153,6 @@ def draw(rank: int, policy: str, slow_rank: int, seed: int) -> list[dict[int, li
     return of_all_ranks(module.drawn)
 
 
-# -- random numbers ----------------------------------------------------------------------------------------------
-
-
 class Dropping(TokenModule):
     """Random numbers in the model, and a rank that is slow."""
 

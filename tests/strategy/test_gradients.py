@@ -10,10 +10,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import Minibatch, ODCStrategy
-from tests.support.fits import Manual, Sgd, failure, fit, fitted
+from tests.support.fits import Manual, Sgd, doing, failure, fit, fitted
 from tests.support.models import full_parameters, token_batches
 from tests.support.ranks import of_all_ranks, on_ranks
 
@@ -45,16 +45,6 @@ class BackwardWithoutLightning(Manual):
         self.mean_loss(batch).backward()
         self.optimizers().step()
         self.optimizers().zero_grad()
-
-
-class DropsInTheStep(Manual):
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(1000 * self.mean_loss(batch))
-        optimizer.zero_grad()
-        self.manual_backward(self.mean_loss(batch))
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 class GoesBackwardLater(Manual):
@@ -141,24 +131,6 @@ class DropsWhenDone(Sgd):
             self.zero_grad()
 
 
-class TogglesInTurns(Manual):
-    """Two steps with one optimizer, then two with the other: what is frozen is frozen in step after step."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()[batch_idx // 2 % 2]
-        self.toggle_optimizer(optimizer)
-        assert self.net.embed(batch).requires_grad == (batch_idx // 2 % 2 == 1)
-        self.manual_backward(self.mean_loss(batch))
-        optimizer.step()
-        optimizer.zero_grad()
-        self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        blocks = list(self.net.blocks.parameters())
-        others = [p for name, p in self.net.named_parameters() if "blocks" not in name]
-        return [torch.optim.SGD(blocks, lr=0.1), torch.optim.SGD(others, lr=0.1)]
-
-
 class Unfreezes(Sgd):
     """Starts with frozen parameters and unfreezes them between batches; all are in the optimizer."""
 
@@ -176,22 +148,11 @@ class Unfreezes(Sgd):
             self.net.blocks[0].requires_grad_(True)
 
 
-class ReducesInFp64(Sgd):
-    def configure_model(self) -> None:
-        if self.trainer.world_size > 1:
-            for block in self.net.blocks:
-                policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
-                fully_shard(
-                    block, mp_policy=policy, ignored_params={p for p in block.parameters() if not p.dim()}
-                )
-
-
 #: How a module is made, and options of the trainer.
 MODULES: dict[str, tuple[Callable[..., Sgd], dict[str, Any]]] = {
     "looks and skips": (LooksAndSkips, {}),
     "backward without Lightning": (BackwardWithoutLightning, {}),
     "zeroes in place": (ZeroesInPlace, {}),
-    "drops in the step": (DropsInTheStep, {}),
     "goes backward later": (GoesBackwardLater, {}),
     "steps twice": (StepsTwice, {}),
     "drops a batch": (DropsABatch, {}),
@@ -199,9 +160,7 @@ MODULES: dict[str, tuple[Callable[..., Sgd], dict[str, Any]]] = {
     "holds back": (HoldsBack, {}),
     "skips steps": (SkipsSteps, {}),
     "drops when done": (DropsWhenDone, {}),
-    "toggles in turns": (TogglesInTurns, {}),
     "unfreezes": (Unfreezes, {"accumulate_grad_batches": 2}),
-    "reduces in fp64": (ReducesInFp64, {}),
 }
 #: Where gradients are dropped or held back, the fixed order of sums has accumulators of its own to empty.
 IN_ORDER = [name for name in MODULES if name.startswith(("looks and", "zeroes", "drops", "holds"))]
@@ -254,9 +213,6 @@ def test_a_minibatch_unrolled_by_hand(rank, communication, counts):
         torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
 
 
-# -- what must not go unnoticed --------------------------------------------------------------------------------
-
-
 class ClipsByHand(Manual):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         self.manual_backward(self.mean_loss(batch))
@@ -272,15 +228,16 @@ class ReplacesGradients(Manual):
         self.optimizers().step()
 
 
-class LooksTooEarly(Sgd):
-    def on_after_backward(self) -> None:
-        print(self.net.head.weight.grad.norm())
+def scaled_after_backward() -> Sgd:
+    return doing(Sgd(), on_after_backward=lambda module: module.net.head.weight.grad.mul_(0.5))
 
 
-class ScalesAfterBackward(Sgd):
-    def on_after_backward(self) -> None:
-        for parameter in self.parameters():
-            parameter.grad *= 0.5
+def looked_at_too_early() -> Sgd:
+    return doing(Sgd(), on_after_backward=lambda module: print(module.net.head.weight.grad.norm()))
+
+
+def divided_by_itself() -> Sgd:
+    return doing(Sgd(), on_train_start=lambda module: module.set_gradient_divide_factor(3.0))
 
 
 class UnfreezesInTheStep(Sgd):
@@ -296,11 +253,6 @@ class MixesCounts(Sgd):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self.mean_loss(batch)
         return loss if batch_idx % 2 else {"loss": loss, "num_items": 1}
-
-
-class DividesByItself(Sgd):
-    def on_train_start(self) -> None:
-        self.set_gradient_divide_factor(3.0)
 
 
 class LogsByHand(Manual):
@@ -337,8 +289,8 @@ MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any], str]] = {
     "replaces gradients": (ReplacesGradients, {}, BATCHES, "settle_gradients"),
     "one unit only": (Manual, ONE_UNIT, BATCHES, UNITS),
     "one unit, collectively": (Manual, ONE_COLLECTIVE, BATCHES, "at least two units"),
-    "scales after backward": (ScalesAfterBackward, {}, BATCHES, "on_before_optimizer_step"),
-    "looks too early": (LooksTooEarly, {}, BATCHES, "'net.head.weight' is not complete yet"),
+    "scales after backward": (scaled_after_backward, {}, BATCHES, "on_before_optimizer_step"),
+    "looks too early": (looked_at_too_early, {}, BATCHES, "'net.head.weight' is not complete yet"),
     "unfreezes in the step": (
         UnfreezesInTheStep,
         {},
@@ -351,7 +303,7 @@ MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any], str]] = {
         BATCHES,
         "from every call of `training_step`",
     ),
-    "divides": (DividesByItself, {}, BATCHES, "set_gradient_divide_factor"),
+    "divides": (divided_by_itself, {}, BATCHES, "set_gradient_divide_factor"),
     "logs by hand": (LogsByHand, {}, UNEVEN, MEETINGS),
     "writes through data": (Sgd, WRITES, BATCHES, CHANGED),
     "writes without reading": (Sgd, WRITES, ONE_EMPTY, CHANGED),

@@ -207,9 +207,6 @@ def test_gradients_of_a_mean_over_nothing_are_left_out_on_one_rank(rank):
     check_by_hand(rank, "on_demand", 1)
 
 
-# -- without processes -----------------------------------------------------------------------------------------
-
-
 @dataclass
 class Batch:
     labels: Tensor

@@ -238,8 +238,6 @@ def test_cpu_ranks_share_the_cores(rank):
     assert torch.get_num_threads() == 7
 
 
-# -- ranks that Lightning's script launcher has started
-
 STOPPING = """
 import os, signal, sys
 from datetime import timedelta

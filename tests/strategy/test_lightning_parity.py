@@ -39,17 +39,11 @@ def _batches(rank: int) -> Any:
     return token_batches([5, 8], seed=rank)
 
 
-# -- constructor ----------------------------------------------------------------------------------------------
-
-
 def test_ways_to_name_a_sharding_strategy_and_to_offload():
     for given in ("shard_grad_op", "SHARD_GRAD_OP", ShardingStrategy.SHARD_GRAD_OP):
         assert ODCStrategy(sharding_strategy=given).sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     for offload in (True, CPUOffload(offload_params=True)):
         assert ODCStrategy(cpu_offload=offload).cpu_offload == CPUOffload(offload_params=True)
-
-
-# -- signatures -------------------------------------------------------------------------------------------------
 
 
 #: Signatures that differ, and why.
@@ -92,9 +86,6 @@ def test_what_can_be_called_there_can_be_called_here():
                 assert is_left_out or p.name in {other.name for other in there}, member
     assert {"ODCStrategy.save_checkpoint", "ODCFabricStrategy.clip_gradients_norm"} <= compared
     assert DELIBERATE.keys() <= compared, "no reason is left over"
-
-
-# -- training ---------------------------------------------------------------------------------------------------
 
 
 class Foreign(Sgd):
@@ -204,9 +195,6 @@ def test_a_module_written_for_model_parallel_strategy(rank):
         assert_same(ours, theirs)
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------
-
-
 class Extra:
     """An object that ``torch.load(weights_only=True)`` does not trust."""
 
@@ -256,9 +244,6 @@ def test_objects_are_trusted_unless_the_user_says_otherwise(rank, kind, path, tm
     trainer(2).validate(strict, loader(_batches(rank)), verbose=False)
     assert "Weights only load failed" in strict.refusal
     assert (tmp_path / "sharded" / "notes.txt").exists()
-
-
-# -- the table --------------------------------------------------------------------------------------------------
 
 
 def _rows() -> list[list[str]]:

@@ -292,9 +292,6 @@ def test_blocks_compiled_to_cpp(rank):
     assert compiled_difference(rank, "inductor", 1, auto_wrap_policy={Block}) <= 1e-4
 
 
-# -- layers and steps that meet ---------------------------------------------------------------------------------
-
-
 #: A layer, options, and what is said.
 LAYERS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (partial(nn.SyncBatchNorm, 3), {}, "'layer' is a SyncBatchNorm: it waits for all ranks in every"),

@@ -406,27 +406,35 @@ def test_ways_of_training_on_one_rank(rank):
 
 
 class Logs(Short):
-    """Logs values of several dtypes, which Lightning reduces over ranks as they are."""
+    """Logs values of several dtypes, which Lightning reduces over ranks as they are, and before and behind its loss."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        options = {"on_step": False, "on_epoch": True, "reduce_fx": "sum"}
+        self.log("rows", float(len(batch)), **options)
         loss = self.loss(batch) / batch[:, 1:].numel()
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             self.log(str(dtype), torch.tensor(8 / 3, dtype=torch.float64).to(dtype), sync_dist=True)
+        self.log_dict({"behind": float(len(batch))}, **options)
         return loss
 
 
 @needs_reset
 @on_ranks(2)
 @pytest.mark.parametrize(("make_batches", "balance"), [(plain_batches, "auto"), (batches, None)])
-def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce(rank, make_batches, balance):
-    module = Logs([["1", "forward", 0, 2]] if rank == 1 else ())
-    t = train(module, make_batches(rank, 1), balance=balance)
+def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce_and_count_once(
+    rank, make_batches, balance
+):
+    module = Logs([["1", "forward", 0, 2], ["1", "backward", 0, 1]] if rank == 1 else ())
+    t = train(module, make_batches(rank, 2), balance=balance)
     assert bool(module.trips) == (rank == 1)
+    rows = 2 * (4 if make_batches is plain_batches else sum(ROWS) if rank else 2)
     # Lightning takes float32 and float64 as they are.
     assert {name: (value.dtype, value.item()) for name, value in t.callback_metrics.items()} == {
         "torch.float64": (torch.float64, pytest.approx(8 / 3, abs=1e-15)),
         "torch.bfloat16": (torch.float32, 2.671875),
         "torch.int64": (torch.float32, 2.0),
+        "rows": (torch.float32, rows),
+        "behind": (torch.float32, rows),
     }
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_odc import ODCStrategy
 from lightning_odc.errors import ODCError
+from tests.strategy.test_optimizers import OnRows
 from tests.support import fits
 from tests.support.fits import are_equal, assert_same, failure
 from tests.support.models import full_parameters, token_batches
@@ -154,8 +155,6 @@ def test_an_edit_of_a_gathered_parameter_is_found(rank):
     assert "while it was gathered; such a change would be lost" in messages[1]
 
 
-# -- averages ----------------------------------------------------------------------------------------------------
-
 HAS_AVERAGING = hasattr(callbacks, "WeightAveraging")
 
 
@@ -167,66 +166,53 @@ class Watches(callbacks.Callback):
 
     def on_validation_batch_start(self, trainer: Trainer, pl_module: TokenModule, *_: Any) -> None:
         if not trainer.sanity_checking:
-            trainer.strategy.engine.reshard()
+            if isinstance(trainer.strategy, ODCStrategy):
+                trainer.strategy.engine.reshard()
             self.seen.append(full_parameters(pl_module))
 
 
-class Saves(TokenModule):
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
+class Saves(OnRows):
+    path: Any = None
 
     def on_train_epoch_end(self) -> None:
-        self.trainer.save_checkpoint(self.path)
+        if self.path is not None:
+            self.trainer.save_checkpoint(self.path)
+
+
+@pytest.fixture
+def one_device():
+    """What plain Lightning averages on one device, where a batch has a row for each rank, and what it validates."""
+    rows = [
+        torch.cat(pair) for pair in zip(*(token_batches([5, 7, 4], seed=r) for r in range(2)), strict=True)
+    ]
+    module, watch, options = OnRows(), Watches(), {"max_epochs": 2, "num_sanity_val_steps": 0}
+    average = callbacks.EMAWeightAveraging(decay=0.5)
+    t = fits.fit(module, rows, 1, rows[:2], strategy="auto", callbacks=[average, watch], **options)
+    return full_parameters(module), watch.seen, float(t.callback_metrics["val_loss"])
 
 
 @pytest.mark.skipif(not HAS_AVERAGING, reason="lightning < 2.6 has no WeightAveraging")
 @on_ranks(2)
-def test_averages_are_kept_in_shards_and_validated_on_every_rank(rank, tmp_path):
+def test_averages_are_kept_in_shards_and_validated_on_every_rank(rank, tmp_path, one_device):
+    expected, averages, val_loss = one_device
     results = []
     for communication in ("on_demand", "collective"):
-        watch, path = Watches(), tmp_path / f"{communication}.ckpt"
+        watch, saves = Watches(), Saves()
+        saves.path = path = tmp_path / f"{communication}.ckpt"
         average = partial(callbacks.EMAWeightAveraging, decay=0.5)
-        last = fit(rank, communication, TokenModule(), average(), watch)
+        last = fit(rank, communication, Saves(), average(), watch)
         # A run that ends after the first epoch, and another one that goes on from there:
-        fit(rank, communication, Saves(path), average(), max_epochs=1)
-        assert are_equal(fit(rank, communication, TokenModule(), average(), ckpt_path=path), last)
-        assert len(watch.seen) == 4
-        results.append([last, watch.seen])
-    (last, seen), (other_last, others_seen) = results
-    assert are_equal(last, other_last)
-    assert all(are_equal(*pair) for pair in zip(seen, others_seen, strict=True))
-    expected, averages, val_loss = one_process_averages()
+        fit(rank, communication, saves, average(), max_epochs=1)
+        assert are_equal(fit(rank, communication, Saves(), average(), ckpt_path=path), last)
+        results.append([last, *watch.seen])
+    assert all(are_equal(*pair) for pair in zip(*results, strict=True))
     assert_same({name: last[name] for name in expected}, expected)
-    for epoch, of_epoch in enumerate(averages):  # two validation batches each, with the average of that epoch
-        assert_same(seen[2 * epoch + 1], of_epoch)
-    assert abs(last["val_loss"] - val_loss) <= 1e-4
+    for seen, of_epoch in zip(watch.seen, averages, strict=True):
+        assert_same(seen, of_epoch)
+    assert float(last["val_loss"]) == pytest.approx(val_loss, abs=1e-4)
     saved = torch.load(tmp_path / "on_demand.ckpt", weights_only=True)
-    assert_same(saved["state_dict"], averages[0])
-    TokenModule().load_state_dict(saved["current_model_state"])
-
-
-def one_process_averages() -> tuple[dict[str, Tensor], list[dict[str, Tensor]], float]:
-    """Plain torch: the average at the end, the one of each epoch, and its loss on the validation batches.
-
-    As for the tolerance: an average of fp32 numbers from at most six steps, each of which parity leaves 1e-5 in sum.
-    """
-    module = TokenModule()
-    optimizer = module.configure_optimizers()
-    average = {}
-    of_epochs = []
-    for _ in range(2):
-        for batches in zip(*(token_batches([5, 7, 4], seed=rank) for rank in range(2)), strict=True):
-            optimizer.zero_grad()
-            sum(module.training_step(batch, 0) for batch in batches).div(2).backward()
-            optimizer.step()
-            now = {name: p.detach().clone() for name, p in module.named_parameters()}
-            average = {name: average.get(name, p).lerp(p, 0.5) for name, p in now.items()}
-        of_epochs.append(average)
-    module.load_state_dict(average)
-    with torch.no_grad():
-        losses = [module.training_step(b, 0) for r in range(2) for b in token_batches([5, 7, 4], seed=r)[:2]]
-    return average, of_epochs, float(sum(losses)) / 4
+    assert_same(saved["state_dict"], averages[1])
+    OnRows().load_state_dict(saved["current_model_state"])
 
 
 @on_ranks(2)
@@ -237,9 +223,6 @@ def test_averages_that_cannot_be_kept_are_refused(rank):
     if HAS_AVERAGING:
         options = {"callbacks": [callbacks.EMAWeightAveraging()], "state_dict_type": "sharded"}
         assert 'ODCStrategy(state_dict_type="full")' in failure(TokenModule(), batches, **options)
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------
 
 
 class Returns(TokenModule):

@@ -16,7 +16,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from tests.support.fits import Manual, Sgd, Watch, are_equal, failure, fit, fitted, largest_difference
+from tests.support.fits import Sgd, Watch, are_equal, failure, fit, fitted, largest_difference
 from tests.support.models import full_parameters, token_batches
 from tests.support.ranks import of_all_ranks, on_ranks
 
@@ -75,17 +75,6 @@ class ClampsOnce(Clamps):
             handle.remove()
 
 
-class ClampsByHand(Manual):
-    def on_train_start(self) -> None:
-        for parameter in self.parameters():
-            parameter.register_post_accumulate_grad_hook(clamp)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.manual_backward(self.mean_loss(batch))
-        self.optimizers().step()
-        self.optimizers().zero_grad()
-
-
 class Norms(Callback):
     """Norms of whole gradients, as hooks see them and as they are before the step."""
 
@@ -114,7 +103,6 @@ MODULES: dict[str, Callable[[], Sgd]] = {
     "clamps": Clamps,
     "clamps from the beginning": ClampsFromTheBeginning,
     "clamps once": ClampsOnce,
-    "clamps by hand": ClampsByHand,
 }
 
 
@@ -205,29 +193,28 @@ def test_hooks_that_would_never_be_called_are_an_error_that_shows_what_to_write(
     assert largest_difference(settled, full_parameters(SettlesByHand())) > 0.01
 
 
-class ReducesByItself(Sgd):
-    """Sets an all-reduce hook after so many batches."""
+class Reduces(Sgd):
+    """Sets an all-reduce hook after so many batches, or before all of them."""
 
-    def __init__(self, after: int) -> None:
+    def __init__(self, after: int = -1) -> None:
         super().__init__()
         self.after = after
+
+    def configure_model(self) -> None:
+        if self.after == -1:
+            for block in self.net.blocks:
+                torch.distributed.fsdp.fully_shard(block)
+            self.net.blocks[1].set_all_reduce_hook(lambda _: None)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.after:
             self.net.blocks[1].set_all_reduce_hook(lambda _: None)
 
 
-class ReducesFromTheBeginning(Sgd):
-    def configure_model(self) -> None:
-        for block in self.net.blocks:
-            torch.distributed.fsdp.fully_shard(block)
-        self.net.blocks[1].set_all_reduce_hook(lambda _: None)
-
-
 @on_ranks(2)
 def test_hooks_that_cannot_work_are_refused(rank):
     assert "torch.optim" in failure(StepsLightningsOptimizers(), BATCHES[rank])
-    for module in (ReducesFromTheBeginning(), ReducesByItself(0), ReducesByItself(2)):
+    for module in (Reduces(), Reduces(0), Reduces(2)):
         message = failure(module, BATCHES[rank])
         assert "'net.blocks.1'" in message
         assert "set_all_reduce_hook" in message

@@ -270,9 +270,6 @@ def test_four_ranks_and_units_kept_by_a_smaller_mesh_between_forward_and_backwar
         assert (result["traffic"].adds > 0) == (counts[rank] > 0)
 
 
-# -- engines that are used step by step -------------------------------------------------------------------------
-
-
 def sharded(
     rank: int, make: Callable[[], nn.Module] = Net, communication: str = "on_demand", **options: Any
 ) -> tuple[Any, Any, torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -23,6 +23,7 @@ from tests.support.fits import (
     LR,
     Watch,
     assert_same,
+    doing,
     fit,
     fitted,
     one_process,
@@ -72,11 +73,6 @@ def test_the_gradient_on_one_rank(rank):
     check_counts(rank, (6,))
 
 
-@on_ranks(4)
-def test_the_gradient_on_four_ranks(rank):
-    check_counts(rank, (1, 0, 2, 3))
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("communication", "returns"), [("collective", "items"), ("collective", "mean"), ("lockstep", "items")]
@@ -84,8 +80,6 @@ def test_the_gradient_on_four_ranks(rank):
 def test_other_communications_end_in_the_same_parameters(rank, returns, communication):
     train(rank, (3, 3), returns, communication=communication)
 
-
-# -- plain batches -------------------------------------------------------------------------------------------
 
 #: Batches of an optimizer step, by the number that is accumulated.
 WINDOWS: dict[int, list[list[int]]] = {1: [[0], [1], [2], [3], [4]], 2: [[0, 1], [2, 3], [4]]}
@@ -120,8 +114,6 @@ def test_accumulated_minibatches_are_one_minibatch(rank):
     assert_same(ours, expected)
 
 
-# -- what is kept ---------------------------------------------------------------------------------------------
-
 #: Options, and what rank 0 reads. Per microbatch: 3 blocks and the root once, against 3 blocks twice and the root once.
 #: The first of three minibatches keeps nothing; the others read each unit once.
 SHARDED: dict[str, tuple[dict[str, Any], int]] = {
@@ -145,32 +137,24 @@ def test_the_parameters_do_not_depend_on_where_shards_and_units_are(rank, name):
     assert watch.losses[0] == pytest.approx(total / sum(b.numel() - 1 for b in own), rel=1e-6)
 
 
-# -- edits before evaluations, and fits after a failure -------------------------------------------------------
-
-
-class EditsWherePublished(Callback):
-    """Changes parameters where the strategy publishes afterwards by itself; ``test_parameter_edits.py`` has more."""
-
-    def on_test_start(self, trainer: Trainer, pl_module: Any) -> None:
-        with torch.no_grad():
-            pl_module.net.head.weight.mul_(1.25)
-
-    on_predict_start = on_test_start
+def edit(module: Any) -> None:
+    with torch.no_grad():
+        module.net.head.weight.mul_(1.25)
 
 
 @on_ranks(2)
 def test_edits_before_evaluations_reach_every_rank(rank):
+    """Where the strategy publishes afterwards by itself; ``test_parameter_edits.py`` has more places."""
     module, alone = TokenModule("items", lr=LR), TokenModule("items", lr=LR)
-    batches = token_batches([5, 9])
-    module.test_step = module.validation_step
+    batches, t = token_batches([5, 9]), trainer(2)
+    doing(module, on_test_start=edit, on_predict_start=edit).test_step = module.validation_step
     module.predict_step = lambda batch, batch_idx: module.net(batch).sum().item()
-    t = trainer(2, callbacks=[EditsWherePublished()])
     (tested,) = t.test(module, loader(batches), verbose=False)
     predicted = t.predict(module, loader(batches))
+    edit(alone)
     with torch.no_grad():
-        alone.net.head.weight.mul_(1.25)
         loss = sum(summed_loss(alone.net, batch).item() / (batch.numel() - 1) for batch in batches) / 2
-        alone.net.head.weight.mul_(1.25)
+        edit(alone)
         sums = [alone.net(batch).sum().item() for batch in batches]
     assert tested["val_loss"] == pytest.approx(loss, rel=1e-3)
     assert predicted == pytest.approx(sums, rel=1e-3)

@@ -160,6 +160,21 @@ def test_predictions_are_written_by_the_rank_that_made_them(rank, tmp_path):
     assert written == pytest.approx(expected, rel=1e-5)
 
 
+class Bomb(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        raise ZeroDivisionError("on every rank")
+
+
+@on_ranks(2)
+def test_an_exception_releases_everything(rank):
+    t = trainer(2, callbacks=[Bomb()], max_epochs=1)
+    with pytest.raises(ZeroDivisionError):
+        t.fit(Module(), minibatches(rank))
+    assert "memfd:lightning-odc" not in Path("/proc/self/maps").read_text()
+    with pytest.raises(RuntimeError, match="only while the trainer runs"):
+        _ = t.strategy.engine
+
+
 @on_ranks(2)
 def test_the_learning_rate_finder_works_and_leaves_the_weights_alone(rank, tmp_path):
     module = Module()

@@ -71,6 +71,13 @@ def fitted(module: LightningModule, batches: Any, world_size: int = 2, **options
     return full_parameters(module)
 
 
+def doing(module: Any, **hooks: Any) -> Any:
+    """The module, with hooks that are called with it."""
+    for name, act in hooks.items():
+        setattr(module, name, lambda *_, act=act: act(module))
+    return module
+
+
 def failure(module: LightningModule, batches: Any, world_size: int = 2, **options: Any) -> str:
     """The error that a fit ends with, whole."""
     with pytest.raises(Exception) as error:  # noqa: PT011 - the caller looks at it
