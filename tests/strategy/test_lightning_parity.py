@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_odc import ODCStrategy
 from lightning_odc.fabric import ODCFabricStrategy
-from tests.support.fits import Sgd, are_equal, assert_same, fit, fitted
+from tests.support.fits import Sgd, are_equal, assert_same, doing, fit, fitted
 from tests.support.models import Net, full_parameters, token_batches
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import on_ranks
@@ -88,14 +88,9 @@ def test_what_can_be_called_there_can_be_called_here():
     assert DELIBERATE.keys() <= compared, "no reason is left over"
 
 
-class Foreign(Sgd):
-    """An optimizer without a single parameter of the model."""
+class Placed(Sgd):
+    """Notes where its weights are, and in which dtype it computes."""
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(torch.nn.Linear(4, 5).parameters(), lr=1.0)
-
-
-class Watched(Sgd):
     def __init__(self) -> None:
         super().__init__()
         self.computed_in: set[torch.dtype] = set()
@@ -104,27 +99,45 @@ class Watched(Sgd):
         self.computed_in.add(self.net.head.weight.dtype)
         return self.mean_loss(batch)
 
-
-DTYPES = {"32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
-
-
-@on_ranks(2)
-def test_options_reach_what_they_are_for(rank):
-    with mock.patch("torch.distributed.init_process_group", wraps=dist.init_process_group) as init:
-        unchanged = fitted(Foreign(), _batches(rank), timeout=timedelta(seconds=77))
-    assert init.call_args.kwargs["timeout"] == timedelta(seconds=77)
-    assert are_equal(unchanged, full_parameters(Foreign()))
-    watched = Watched()
-    fit(watched, _batches(rank), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
-    assert watched.computed_in == {torch.bfloat16}
-
-
-class Placed(Watched):
     def on_train_start(self) -> None:
         (group,) = self.trainer.optimizers[0].param_groups
         weight = self.net.head.weight
         assert isinstance(weight, DTensor) and any(parameter is weight for parameter in group["params"])
         self.placed = weight.device.type, weight.dtype
+
+
+class MadeInPlace(Placed):
+    """Makes its net in ``configure_model``, which Lightning calls in the trainer's context, and may compile a block."""
+
+    def __init__(self, device: str | None, compiled: bool) -> None:
+        super().__init__()
+        self.device_of_net, self.compiled = device, compiled
+        del self.net
+
+    def configure_model(self) -> None:
+        if hasattr(self, "net"):
+            return
+        with nullcontext() if self.device_of_net is None else torch.device(self.device_of_net):
+            self.net = Net()
+        self.made = self.net.head.weight.device.type, self.net.head.weight.dtype
+        if self.compiled:
+            self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="eager")
+
+
+def foreign(_: Any) -> torch.optim.Optimizer:
+    """Without a single parameter of the model."""
+    return torch.optim.SGD(torch.nn.Linear(4, 5).parameters(), lr=1.0)
+
+
+@on_ranks(2)
+def test_options_reach_what_they_are_for(rank):
+    module = doing(Sgd(), configure_optimizers=foreign)
+    with mock.patch("torch.distributed.init_process_group", wraps=dist.init_process_group) as init:
+        unchanged = fitted(module, _batches(rank), timeout=timedelta(seconds=77))
+    assert init.call_args.kwargs["timeout"] == timedelta(seconds=77)
+    assert are_equal(unchanged, full_parameters(Sgd()))
+    fit(placed := Placed(), _batches(rank), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+    assert placed.computed_in == {torch.bfloat16}
 
 
 def assert_trained_in(module: Placed, dtype: torch.dtype) -> None:
@@ -133,47 +146,25 @@ def assert_trained_in(module: Placed, dtype: torch.dtype) -> None:
     assert all(bool(value.isfinite().all()) for value in full_parameters(module).values())
 
 
+DTYPES = {"32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
+CONTEXTS = [("32-true", None), ("16-true", "meta"), ("bf16-true", "meta"), ("bf16-true", None)]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize(("precision", "empty"), [("32-true", True), ("16-true", False), ("bf16-true", True)])
-def test_modules_made_in_the_trainers_context(rank, precision, empty):
+@pytest.mark.parametrize(("precision", "device"), CONTEXTS)
+def test_modules_made_in_the_trainers_context(rank, precision, device):
     own = {"strategy": ODCStrategy(balance=None), "precision": precision}
     t = Trainer(accelerator="cpu", devices=2, max_steps=1, barebones=True, **own)
-    with t.init_module(empty_init=empty):
+    with t.init_module(empty_init=device == "meta"):
         module = Placed()
-    weight = module.net.head.weight
-    assert (weight.device.type, weight.dtype) == ("meta" if empty else "cpu", DTYPES[precision])
+    assert module.net.head.weight.device.type == (device or "cpu")
+    assert module.net.head.weight.dtype == DTYPES[precision]
     t.fit(module, loader(_batches(rank)))
     assert_trained_in(module, DTYPES[precision])
-
-
-class MadeInPlace(Placed):
-    """Makes its net in ``configure_model``, which Lightning calls in the trainer's context, and may compile a block."""
-
-    def __init__(self, device: str | None, compiled: bool) -> None:
-        super().__init__()
-        self.device_of_net, self.compiled, self.is_made = device, compiled, False
-        del self.net
-
-    def configure_model(self) -> None:
-        if not self.is_made:
-            self.is_made = True
-            with nullcontext() if self.device_of_net is None else torch.device(self.device_of_net):
-                self.net = Net()
-            self.made = self.net.head.weight.device.type, self.net.head.weight.dtype
-            if self.compiled:
-                self.net.blocks[1] = torch.compile(self.net.blocks[1], backend="eager")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("precision", "device"),
-    [("32-true", None), ("16-true", "meta"), ("bf16-true", "meta"), ("bf16-true", None)],
-)
-def test_modules_made_in_configure_model(rank, precision, device):
-    module = MadeInPlace(device, compiled=precision == "bf16-true")
-    fit(module, _batches(rank), precision=precision, max_steps=1)
-    assert module.made == (device or "cpu", DTYPES[precision])
-    assert_trained_in(module, DTYPES[precision])
+    late = MadeInPlace(device, compiled=precision == "bf16-true")
+    fit(late, _batches(rank), precision=precision, max_steps=1)
+    assert late.made == (device or "cpu", DTYPES[precision])
+    assert_trained_in(late, DTYPES[precision])
 
 
 class ForModelParallel(TokenModule):
