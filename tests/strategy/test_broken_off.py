@@ -224,6 +224,50 @@ def test_units_and_layers_that_only_some_samples_run(rank):
         assert differences(module.states, [one_step(type(module)(), tables)])[0] < TOLERANCE, type(module)
 
 
+class Refuses(Short):
+    """Returns ``None``, or a loss that is not finite, for one microbatch."""
+
+    def __init__(self, microbatch: int | None, what: str) -> None:
+        super().__init__()
+        self.microbatch, self.what = microbatch, what
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        if batch.shape[1] - 4 != self.microbatch:
+            return output
+        return None if self.what == "none" else output * float(self.what)
+
+
+#: What rank 1 returns for which microbatch, and the communication.
+REFUSED = [("none", 0, "on_demand"), ("inf", 2, "on_demand"), ("nan", 1, "lockstep")]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("what", "m", "communication"), REFUSED)
+def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(rank, what, m, communication):
+    module = Refuses(m if rank == 1 else None, what)
+    data = batches(rank if communication == "on_demand" else 1, 1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(module, data, on_nonfinite="skip", communication=communication)
+    counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
+    counted += list(batches(0 if communication == "on_demand" else 1, 1)[0])
+    assert differences(module.states, [one_step(Short(), counted)])[0] < TOLERANCE
+    batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"
+    line = f"{batch}, has a loss that is not finite: it is left out of the gradient."
+    said = [str(one.message) for one in caught if "not finite" in str(one.message)]
+    assert said == [line] * (rank == 1 and what != "none")
+
+
+@on_ranks(2)
+def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(rank):
+    module = Refuses(0 if rank == 1 else None, "nan")
+    data = [table(4, 4 if (rank, step) == (1, 0) else 5, step) for step in range(2)]
+    train(module, data, on_nonfinite="skip", accumulate_grad_batches=2)
+    expected = one_step(Short(), [table(4, 5, step) for step in (0, 1, 1)])  # three batches of four
+    assert differences(module.states[-1:], [expected])[0] < TOLERANCE
+
+
 class Overflows(Short):
     """The loss of a whole microbatch is not finite, those of its parts would be."""
 

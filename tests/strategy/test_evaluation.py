@@ -9,6 +9,7 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
 from lightning_odc import Minibatch
@@ -281,12 +282,23 @@ def test_an_evaluation_that_fails_leaves_no_trace(rank):
     assert not any(name in vars(o) for o in (module, t.validate_loop) for name in ("log", "on_run_end"))
 
 
+class Writer(BasePredictionWriter):
+    """Writes what its own rank has predicted."""
+
+    def __init__(self) -> None:
+        super().__init__("batch")
+        self.predictions: list[Any] = []
+
+    def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, *_: Any) -> None:
+        self.predictions.append(prediction)
+
+
 def evaluate(rank: int, kind: str, world_size: int) -> None:
     """Fit, validate, test, predict, and validate again."""
     module, data = TokenModule(lr=LR), EVALUATIONS[kind][rank]
     module.test_step = lambda batch: module.validation_step(batch, 0)
     module.predict_step = lambda batch, batch_idx: batch.shape[1]
-    t = fit(module, shares(rank, (1,) * world_size), world_size, data)
+    t = fit(module, shares(rank, (1,) * world_size), world_size, data, callbacks=[written := Writer()])
     assert t.callback_metrics["val_one"] == 1.0
     alone = TokenModule()
     alone.load_state_dict(full_parameters(module))
@@ -297,9 +309,11 @@ def evaluate(rank: int, kind: str, world_size: int) -> None:
     for run in (t.validate, t.test, t.validate):
         (values,) = run(module, loader(data), verbose=False)
         assert values == {"val_one": 1.0, "val_loss": pytest.approx(loss, rel=1e-5)}
-        assert t.predict(module, loader(data)) == [
+        predictions = [
             [b.shape[1] for b in batch] if isinstance(batch, Minibatch) else batch.shape[1] for batch in data
         ]
+        written.predictions.clear()
+        assert t.predict(module, loader(data)) == written.predictions == predictions
 
 
 #: Batches by rank.

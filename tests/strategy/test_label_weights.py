@@ -8,21 +8,18 @@ most 1. Weights by tokens instead of labels are wrong by more than 1e-3, as a te
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator
 from lightning_odc.data.weighting import Counter
 from lightning_odc.engine.base import Counting, Ledger, check_records
@@ -253,24 +250,6 @@ def test_batches_and_ranks_with_and_without_labels_do_not_mix():
         ledgers[0].add(5.0, Counting.PLANNED)
     with pytest.raises(DisagreementError, match=r'Rank 1 weighted.*by Minibatch weights.*weighting="token"'):
         check_records([ledger.record(None, (), None) for ledger in ledgers])
-
-
-class Stream(IterableDataset[Sample]):
-    def __iter__(self) -> Iterator[Sample]:
-        return iter(samples())
-
-
-def test_only_a_loader_counts_labels():
-    assert Minibatch([{"labels": ROWS}], weights=[5]).origin is None
-    own = {"minibatch_size": 8, "collate_fn": padded}
-    weights = []
-    for weighting, by_labels in (("auto", True), ("token", False), ("sample", False), (np.sqrt, False)):
-        planned = {"lengths": list(LENGTHS), "policy": "local_sort", "weighting": weighting}
-        (minibatch,) = BalancedDataLoader(samples(), **planned, **own)
-        stream = BalancedDataLoader(Stream(), window=1, weighting=weighting, **own)
-        assert all(one.origin.by_labels is by_labels for one in (minibatch, *stream))
-        weights.append(minibatch.weights)
-    assert weights[0] == weights[1], "planned by tokens"
 
 
 class Sized(Tuned):

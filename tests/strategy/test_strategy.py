@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import DataLoader
 
-from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc import Minibatch
 from lightning_odc.strategy.training_data import yields_minibatches
 from tests.support.fits import (
     LENGTHS,
@@ -42,13 +40,6 @@ NEEDS_RESET = pytest.mark.skipif(
 def reference(returns: str = "items") -> dict[str, Tensor]:
     """One process: the mean over tokens, or over microbatches."""
     return one_process(TokenModule(returns, lr=LR), steps_of())
-
-
-def test_the_name_is_registered():
-    strategy = Trainer(strategy="odc", accelerator="cpu", devices=1, barebones=True).strategy
-    assert type(strategy) is ODCStrategy
-    assert strategy.communication == "on_demand"
-    assert isinstance(strategy, FSDPStrategy)
 
 
 def test_loaders_that_yield_minibatches_are_recognised():

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch.callbacks import (
-    BasePredictionWriter,
     EarlyStopping,
     LearningRateMonitor,
     ModelSummary,
@@ -31,7 +30,7 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc._compat import checkpoint_name
 from lightning_odc.sharding.wrapping import wrap_targets
 from tests.support.fits import are_equal, largest_difference
-from tests.support.models import Net, summed_loss
+from tests.support.models import Net
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
 
@@ -65,9 +64,6 @@ class Module(TokenModule):
         self.log("loss", output["loss"] / output["num_items"], sync_dist=True, on_step=True, prog_bar=True)
         return output
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return summed_loss(self.net, batch)
-
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
@@ -77,17 +73,6 @@ class Module(TokenModule):
 
     def val_dataloader(self) -> Any:
         return loader([Minibatch(token_batches([5, 6]))])
-
-
-class Writer(BasePredictionWriter):
-    def __init__(self, where: Path) -> None:
-        super().__init__("batch")
-        self.where = where
-
-    def write_on_batch_end(self, trainer: Any, _: Any, prediction: Any, *__: Any) -> None:
-        path = self.where / f"{trainer.global_rank}.txt"
-        with path.open("a") as file:
-            file.writelines(f"{value.item()}\n" for value in prediction)
 
 
 class Counts(pl.Callback):
@@ -146,18 +131,6 @@ def test_loggers_bars_and_monitors(rank, tmp_path):
     rates = [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]]
     assert (min(rates), max(rates)) == (pytest.approx(0.001), pytest.approx(0.01))
     assert list((tmp_path / "board").glob("events.out.tfevents.*"))
-
-
-@on_ranks(2)
-def test_predictions_are_written_by_the_rank_that_made_them(rank, tmp_path):
-    module = Module()
-    with torch.no_grad():
-        expected = [summed_loss(module.net, b).item() for minibatch in minibatches(rank) for b in minibatch]
-    t = trainer(2, callbacks=[Writer(tmp_path), TQDMProgressBar()], enable_progress_bar=True)
-    returned = t.predict(module, minibatches(rank))
-    assert [len(outputs) for outputs in returned] == [COUNTS[rank]] * 3
-    written = [float(line) for line in (tmp_path / f"{rank}.txt").read_text().splitlines()]
-    assert written == pytest.approx(expected, rel=1e-5)
 
 
 class Bomb(pl.Callback):
