@@ -56,9 +56,7 @@ _PARAMETERS = (1, 12)
 _PARTS = {"reads": 2, "adds": 1, "backward": 0}  # what is timed, and how often per unit and microbatch
 WORK = ("alone", "peers add elsewhere", "peers add into it")
 
-
-Spent = tuple[float, float]
-"""Seconds by the clock, and of processor time."""
+Spent = tuple[float, float]  # seconds by the clock, and of processor time
 
 
 @dataclass(frozen=True)
@@ -122,20 +120,10 @@ class _Clock:
 def engine_python(
     rank: int, world_size: int, parameters: int, keeps: bool, blocks: int
 ) -> dict[str, list[float]]:
-    """Microseconds of every block of microbatches, each block a minibatch.
+    """Microseconds of every block of microbatches, each block a minibatch, by what is timed.
 
-    The top of this file says how.
-
-    Args:
-        rank: The rank of this process.
-        world_size: The number of ranks.
-        parameters: The number of parameters of a unit.
-        keeps: Whether there is memory to keep units gathered, and sums of gradients.
-        blocks: The number of blocks.
-
-    Returns:
-        Per unit and microbatch ``"reads"``, ``"adds"``, ``"backward"`` (the context), and ``"all"`` with
-        ``fully_shard`` and autograd; ``"settle"``, which compares, settles and publishes, per unit and minibatch.
+    Per unit and microbatch, ``"all"`` with ``fully_shard`` and autograd. ``"settle"`` is per unit and minibatch: it
+    compares, settles and publishes. ``keeps``: there is memory to keep units gathered, and sums of gradients.
     """
     torch.set_num_threads(1)
     model = _sharded(parameters, world_size)
@@ -149,8 +137,9 @@ def engine_python(
     engine.attach(model)
     clocks = {part: _Clock() for part in _PARTS}
     for unit in find_units(model):
-        gather, accumulate = _comms_of(unit.modules[0])
-        set_comms(unit.modules, clocks["reads"].wrap(gather), clocks["adds"].wrap(accumulate))
+        comms = comms_of(unit.modules[0])
+        assert comms is not None
+        set_comms(unit.modules, clocks["reads"].wrap(comms[0]), clocks["adds"].wrap(comms[1]))
     taken: dict[str, list[float]] = {name: [] for name in (*_PARTS, "all", "settle")}
     for number in range(blocks + 1):
         for turn in range(world_size):  # one at a time: no rank wants a lock that another one holds
@@ -186,12 +175,6 @@ def _nothing() -> float:
         with clock.running():
             pass
     return 1e6 * clock.seconds / 1000
-
-
-def _comms_of(module: Any) -> tuple[Any, Any]:
-    found = comms_of(module)
-    assert found is not None
-    return found
 
 
 def _sharded(parameters: int, world_size: int) -> nn.Module:
@@ -343,9 +326,8 @@ def _slower(spent: dict[str, list[Spent]]) -> dict[str, Any]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """How much longer a busy owner takes, as Markdown."""
     ratios = ("elsewhere", "into", "into_by_the_clock")
-    found = [
-        [row["peers"], *("x{1:.2f} [{0:.2f}, {2:.2f}]".format(*row[name]) for name in ratios)] for row in rows
-    ]
+    shown = "x{1:.2f} [{0:.2f}, {2:.2f}]".format
+    found = [[row["peers"], *(shown(*row[name]) for name in ratios)] for row in rows]
     return markdown(["peers", "peers add elsewhere", "peers add into it", "the same by the clock"], found)
 
 

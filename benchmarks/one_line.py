@@ -41,6 +41,7 @@ from lightning_odc.bench.models import byte_llama
 from lightning_odc.bench.processes import Ranks
 from lightning_odc.console import markdown
 from lightning_odc.data.minibatch import Microbatch, Minibatch
+from lightning_odc.engine.tracing import Span, Tracer
 from lightning_odc.files import write_json
 
 LONGEST, SAMPLES, PER_STEP = 1024, 64, 16
@@ -48,6 +49,8 @@ EACH = PER_STEP // 2  # samples of a rank in a step
 IGNORED = -100
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data" / "one-line.json"
+#: What the engine does in a step, in the order of a table.
+SPLIT = ("read", "add", "settle", "wait", "optimizer", "publish")
 
 
 # -- Three projects, as a user has them ------------------------------------------------------------------------
@@ -352,10 +355,11 @@ class Watch(pl.Callback):
         largest: The largest microbatch of all epochs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tracer: Tracer | None = None) -> None:
         self.seconds: list[float] = []
         self.tokens = self.largest = 0
         self.start = 0.0
+        self.tracer = tracer  # of the epochs after the first
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin = time.monotonic()
@@ -364,6 +368,9 @@ class Watch(pl.Callback):
         self.tokens = 0
         self.start = self.start or time.monotonic() - self._begin
         trainer.strategy.barrier()
+        if self.tracer is not None and trainer.current_epoch == 1:
+            assert isinstance(trainer.strategy, ODCStrategy)
+            trainer.strategy.engine.listen(self.tracer)
         self._begin = time.monotonic()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -376,7 +383,9 @@ class Watch(pl.Callback):
         self.seconds.append(time.monotonic() - self._begin)
 
 
-def fit(rank: int, world_size: int, project: str, number: int, epochs: int) -> tuple[SimpleNamespace, str]:
+def fit(
+    rank: int, world_size: int, project: str, number: int, epochs: int, traced: bool = False
+) -> tuple[SimpleNamespace, str]:
     """Train one row on this rank; returns what was counted, and the lines that the strategy said."""
     chosen = PROJECTS[project]
     row = chosen.rows[number]
@@ -384,7 +393,8 @@ def fit(rank: int, world_size: int, project: str, number: int, epochs: int) -> t
     strategy: Any = DDPStrategy(ddp_comm_hook=_nothing) if row.strategy == "alone" else row.strategy
     if isinstance(strategy, dict):
         strategy = ODCStrategy(hang_report_after=None, **strategy)
-    watch = Watch()
+    tracer = Tracer() if traced else None
+    watch = Watch(tracer)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -414,8 +424,37 @@ def fit(rank: int, world_size: int, project: str, number: int, epochs: int) -> t
         tokens=watch.tokens,
         largest=watch.largest,
         steps=trainer.global_step,
+        split=own_seconds(tracer.take()) if tracer is not None else None,
     )
     return counted, "\n".join(lines)
+
+
+def own_seconds(spans: Sequence[Span]) -> dict[str, float]:
+    """Seconds of every kind of span, without those of spans inside it."""
+    seconds = dict.fromkeys([span.kind for span in spans], 0.0)
+    around: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+        while around and around[-1].end <= span.begin:
+            around.pop()
+        taken = (span.end - span.begin) * 1e-9
+        seconds[span.kind] += taken
+        if around:
+            seconds[around[-1].kind] -= taken
+        around.append(span)
+    return seconds
+
+
+def print_split(name: str, options: argparse.Namespace) -> None:
+    """What the engine does in a step of the row `ODC`, as a table."""
+    number = [row.text for row in PROJECTS[name].rows].index(ODC.text)
+    rows = []
+    with Ranks(options.ranks, preload=["lightning_odc.bench.models"]) as ranks:
+        for _ in range(options.rounds):
+            for rank, (found, _) in enumerate(ranks.call(fit, name, number, options.epochs, True)):
+                steps = found.steps * options.epochs / (1 + options.epochs)
+                parts = {kind: f"{1e3 * found.split.get(kind, 0) / steps:.1f}" for kind in SPLIT}
+                rows.append((rank, f"{1e3 * sum(found.seconds[1:]) / steps:.0f}", *parts.values()))
+    print(f"\nMilliseconds of a step\n\n{markdown(('rank', 'step', *SPLIT), rows)}\n", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -433,7 +472,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--write", action="store_true", help="renew the numbers and tables of the documentation"
     )
+    parser.add_argument("--split", action="store_true", help="only the parts of a step on demand")
     options = parser.parse_args(arguments)
+    if options.split:
+        for name in options.projects:
+            print_split(name, options)
+        return
     found: dict[str, Any] = {}
     for name in options.projects:
         measured = _measure(name, options)
