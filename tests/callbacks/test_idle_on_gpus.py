@@ -377,30 +377,6 @@ def test_collectives_that_cannot_be_compared_leave_the_parts(comparable):
     assert not sampler.complete and sampler.why == ""
 
 
-def test_waiting_for_data_in_a_sample_is_that_of_its_step():
-    stream = Stream()
-    watch = sampler_for(Profile(TWO_STEPS, 1015), stream)
-    waits = watch._waits
-    assert watch.complete and watch.why == ""
-    steps = [StepNumbers(1.0, seen=False) for _ in range(4)]
-    for index, step in enumerate(steps):
-        waits.enter(IdleCause.DATA)
-        stream.now += index + 1  # the device has nothing to do
-        waits.leave()
-        stream.launch(20)
-        stream.now += 1
-        waits.enter(IdleCause.DATA)
-        stream.now += 2  # it has 19 ms of work left
-        waits.leave()
-        watch.end_step(step)
-        stream.now = max(stream.now, stream.free)
-    assert steps[3].seen
-    assert steps[3].waits[IdleCause.DATA] == pytest.approx(0.004)
-    assert steps[3].waits[IdleCause.COLLECTIVE] == pytest.approx(0.006)
-    watch.release()
-    watch.release()
-
-
 def test_a_summary_speaks_of_the_steps_that_were_looked_at():
     summary = IdleSummary()
     assert summary.values(complete=True, per_rank=True) == {}
