@@ -144,9 +144,9 @@ class EmulatedWorkload(Workload):
             [lengths.sum(), float(total) * self.options.seconds_per_cost], dtype=torch.float64
         )
 
-    def module(self, rank: int, by_hand: bool) -> BenchModule:
+    def module(self, rank: int) -> BenchModule:
         is_slow = rank == self.options.ranks - 1
-        return SleepingModel(self.options.slow_rank if is_slow else 1.0, by_hand)
+        return SleepingModel(self.options.slow_rank if is_slow else 1.0)
 
     def callbacks(self, combination: Combination) -> list[Callback]:
         return [KnownCost(self.cost)] if self.options.cost_of(combination) == AUTO else []

@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import argparse
+from itertools import islice
 from pathlib import Path
 
 from lightning_odc.bench.options import AUTO, SHUFFLED, Combination, TrainOptions
@@ -25,7 +26,6 @@ MODES = {
     "on demand": Combination("on_demand", SHUFFLED),
     "balanced": Combination("on_demand", AUTO),
 }
-ALONE = {"one process": Combination("ddp", SHUFFLED)}
 OUTPUT = Path(__file__).parents[1] / "docs" / "data" / "loss-curve.json"
 
 
@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", default=OUTPUT, help="where to write")
     chosen = parser.parse_args(arguments)
     losses = train(MODES, RANKS, chosen.steps, chosen.max_length)
-    losses |= train(ALONE, 1, chosen.steps, chosen.max_length)
+    losses["one process"] = train_alone(chosen.steps, chosen.max_length)
     told = {"steps": chosen.steps, "max_length": chosen.max_length, "ranks": RANKS, "samples": SAMPLES}
     write_json(chosen.json, {"options": told, "losses": losses})
     print({name: f"{values[0]:.4f} to {values[-1]:.4f}" for name, values in losses.items()})
@@ -53,6 +53,30 @@ def train(modes: dict[str, Combination], ranks: int, steps: int, max_length: int
     Raises:
         OptionError: there are too few samples for so many steps. (A second epoch would not have the same order.)
     """
+    workload = _workload(modes, ranks, steps, max_length)
+    outcome = Outcome(workload)
+    check(workload)
+    train_all(outcome)
+    names = {combination: name for name, combination in modes.items()}
+    return {names[run.combination]: [run.loss(step) for step in range(run.count)] for run in outcome.runs}
+
+
+def train_alone(steps: int, max_length: int) -> list[float]:
+    """The same of one process, in plain PyTorch."""
+    workload = _workload(MODES, 1, steps, max_length)
+    module, losses = workload.module(0), []
+    optimizer = module.configure_optimizers()
+    for minibatch in islice(workload.loader(MODES["on demand"], 0), steps):
+        summed, counts = zip(*map(module.compute, minibatch), strict=True)
+        loss = sum(summed) / sum(counts)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def _workload(modes: dict[str, Combination], ranks: int, steps: int, max_length: int) -> Workload:
     options = TrainOptions(
         output=None,
         runs=tuple(modes.values()),
@@ -67,11 +91,7 @@ def train(modes: dict[str, Combination], ranks: int, steps: int, max_length: int
     most = len(workload.samples) // SAMPLES
     if steps > most:
         raise OptionError(f"--steps {steps}: texts of at most {max_length} tokens suffice for {most}")
-    outcome = Outcome(workload)
-    check(workload)
-    train_all(outcome)
-    names = {combination: name for name, combination in modes.items()}
-    return {names[run.combination]: [run.loss(step) for step in range(run.count)] for run in outcome.runs}
+    return workload
 
 
 if __name__ == "__main__":

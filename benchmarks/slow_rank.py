@@ -55,9 +55,9 @@ class SlowWorkload(Workload):
 
     options: SlowOptions
 
-    def module(self, rank: int, by_hand: bool) -> BenchModule:
+    def module(self, rank: int) -> BenchModule:
         options = self.options
-        module = SlowModel(find_config(options.model, self.longest), options.seed, by_hand)
+        module = SlowModel(find_config(options.model, self.longest), options.seed)
         if rank == options.ranks - 1:
             module.slowness = options.slow_rank
         return module

@@ -37,10 +37,8 @@ _MANAGED = "_is_fsdp_managed_module"
 
 
 def reset_of(module: nn.Module) -> Callable[[], None] | None:
-    """The method that gives a module's own parameters their first values, if it has one.
-
-    Why: most layers of torch call it ``reset_parameters``, but ``MultiheadAttention`` has it with an underscore only.
-    """
+    """The method that gives a module's own parameters their first values, if it has one."""
+    # Why: most layers of torch call it ``reset_parameters``, but ``MultiheadAttention`` has it with an underscore only.
     method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return method if callable(method) else None
 
@@ -61,32 +59,26 @@ def checkpoint_name(name: str) -> str:
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """This rank's shard of a parameter or of a gradient, detached: the tensor itself, not a view of it.
-
-    Why: ``to_local`` makes a new view of a parameter's shard in every call (torch 2.13), which takes as long as all the
-    rest that a step does with a small parameter. Not kept between steps: ``fully_shard`` and ``Module.to`` replace it.
-    The name is the same from torch 2.9 to 2.13.
-    """
+    """This rank's shard of a parameter or of a gradient, detached: the tensor itself, not a view of it."""
+    # Why: ``to_local`` makes a new view of a parameter's shard in every call (torch 2.13), which takes as long as all
+    # the rest that a step does with a small parameter. Not kept between steps: ``fully_shard`` and ``Module.to``
+    # replace it. The name is the same from torch 2.9 to 2.13.
     return tensor._local_tensor
 
 
 def sharded_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
-    """This rank's shard ``local`` as a part of something sharded like ``parameter``, on any device.
-
-    Why: ``DTensor.from_local`` takes 0.1 ms and more, for every gradient of every step, and would move a shard that
-    ``cpu_offload`` keeps elsewhere to the device of the mesh. ``fully_shard`` makes its parameters in this way (torch
-    2.9 to 2.13).
-    """
+    """This rank's shard ``local`` as a part of something sharded like ``parameter``, on any device."""
+    # Why: ``DTensor.from_local`` takes 0.1 ms and more, for every gradient of every step, and would move a shard that
+    # ``cpu_offload`` keeps elsewhere to the device of the mesh. ``fully_shard`` makes its parameters in this way (torch
+    # 2.9 to 2.13).
     made: Any = DTensor
     return cast(DTensor, made(local, parameter._spec, requires_grad=False))
 
 
 def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:
-    """The all-gather and the reduce-scatter object of a ``fully_shard``-ed module, or ``None`` if it has several.
-
-    Why: ``set_custom_all_gather`` replaces what is there, and there is no public way to look at it before, which one
-    needs to put something around it and to put it back.
-    """
+    """The all-gather and the reduce-scatter object of a ``fully_shard``-ed module, or ``None`` if it has several."""
+    # Why: ``set_custom_all_gather`` replaces what is there, and there is no public way to look at it before, which one
+    # needs to put something around it and to put it back.
     groups = _groups_of(module)
     return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if len(groups) == 1 else None
 
@@ -101,12 +93,10 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 
 
 def forward_order(root: FSDPModule) -> list[Any]:
-    """The groups of `group_of` in the order in which they ran since the last backward pass, as often as they ran.
-
-    Why: a microbatch that runs again in parts must run every unit as often as before, and a hook of ours on every unit
-    would be one more graph break under `torch.compile`. `fully_shard` keeps this list for its prefetching (torch 2.9 to
-    2.13) and empties it behind a backward pass.
-    """
+    """The groups of `group_of` in the order in which they ran since the last backward pass, as often as they ran."""
+    # Why: a microbatch that runs again in parts must run every unit as often as before, and a hook of ours on every
+    # unit would be one more graph break under `torch.compile`. `fully_shard` keeps this list for its prefetching (torch
+    # 2.9 to 2.13) and empties it behind a backward pass.
     order: list[Any] = getattr(
         root._get_fsdp_state()._comm_ctx, "post_forward_order", []
     )  # before the first run
@@ -119,36 +109,30 @@ def group_of(module: FSDPModule) -> Any:
 
 
 def modules_grouped_with(module: FSDPModule) -> tuple[Any, ...]:
-    """The modules of the group that a ``fully_shard``-ed module belongs to, as they were passed to ``fully_shard``.
-
-    Why: the parameters of ``fully_shard([a, b])`` lie in memory in the order of that list, which nothing public shows.
-    """
+    """The modules of the group that a ``fully_shard``-ed module belongs to, as they were passed to ``fully_shard``."""
+    # Why: the parameters of ``fully_shard([a, b])`` lie in memory in the order of that list, which nothing public
+    # shows.
     return tuple(module._get_fsdp_state()._modules)
 
 
 def has_all_reduce_hook(module: FSDPModule) -> bool:
-    """Whether ``set_all_reduce_hook`` was called on a ``fully_shard``-ed module.
-
-    Why: the hook would see zeros on demand, and it can be set but not asked for.
-    """
+    """Whether ``set_all_reduce_hook`` was called on a ``fully_shard``-ed module."""
+    # Why: the hook would see zeros on demand, and it can be set but not asked for.
     return any(group._all_reduce_hook is not None for group in _groups_of(module))
 
 
 def reshards_after_forward(module: FSDPModule) -> bool | None:
-    """Whether a ``fully_shard``-ed module is freed after its forward pass; ``None`` if it goes over to a smaller mesh.
-
-    Why: ``set_reshard_after_forward`` replaces what is there, and there is no public way to look at it before.
-    """
+    """Whether a module is freed after its forward pass; ``None`` if it goes over to a smaller mesh."""
+    # Why: ``set_reshard_after_forward`` replaces what is there, and there is no public way to look at it before.
     (group, *_) = _groups_of(module)
     after = group.post_forward_mesh_info
     return None if after is not None and after != group.mesh_info else after is not None
 
 
 def keeps_gradients(module: FSDPModule) -> bool:
-    """Whether ``set_requires_gradient_sync(False)`` holds for a ``fully_shard``-ed module.
-
-    Why: gradients that are still there after a backward pass are then no mistake, and it can be set but not asked for.
-    """
+    """Whether ``set_requires_gradient_sync(False)`` holds for a ``fully_shard``-ed module."""
+    # Why: gradients that are still there after a backward pass are then no mistake, and it can be set but not asked
+    # for.
     return not all(group.reduce_grads for group in _groups_of(module))
 
 
@@ -161,10 +145,8 @@ def parameters_held_by(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def gradient_hooks_of(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
-    """What ``register_post_accumulate_grad_hook`` has registered, by the key of its handle; the dict itself, if any.
-
-    Why: ``fully_shard`` calls these hooks itself, before the gradient is complete, and nothing public lists them.
-    """
+    """What ``register_post_accumulate_grad_hook`` has registered, by the key of its handle; the dict itself, if any."""
+    # Why: ``fully_shard`` calls these hooks itself, before the gradient is complete, and nothing public lists them.
     hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
 
@@ -175,41 +157,34 @@ def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
 
 
 def move_gradient_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let a parameter have the hooks of the one that it replaces. Handles of them stay valid.
-
-    Why: ``fully_shard`` makes new parameters, and hooks stay behind at the old ones, where no gradient arrives.
-    """
+    """Let a parameter have the hooks of the one that it replaces. Handles of them stay valid."""
+    # Why: ``fully_shard`` makes new parameters, and hooks stay behind at the old ones, where no gradient arrives.
     if source._post_accumulate_grad_hooks:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
 def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:
-    """The ``reduce_dtype`` that a module was sharded with.
-
-    Why: ``fully_shard`` divides gradients before it hands them over unless this dtype (``None``: that of the gradients)
-    is fp32 or bf16, and users may call ``fully_shard`` themselves.
-    """
+    """The ``reduce_dtype`` that a module was sharded with."""
+    # Why: ``fully_shard`` divides gradients before it hands them over unless this dtype (``None``: that of the
+    # gradients) is fp32 or bf16, and users may call ``fully_shard`` themselves.
     dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.reduce_dtype
     return dtype
 
 
 def compute_dtype_of(module: FSDPModule) -> torch.dtype | None:
-    """The ``param_dtype`` that a module was sharded with; ``None`` is that of the parameters.
-
-    Why: one process publishes no shards in the dtype that it computes in, and users may have sharded it themselves.
-    """
+    """The ``param_dtype`` that a module was sharded with; ``None`` is that of the parameters."""
+    # Why: one process publishes no shards in the dtype that it computes in, and users may have sharded it themselves.
     dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
     return dtype
 
 
 @contextmanager
 def generating_alone(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Let ``generate`` of Hugging Face models end on each rank by itself, unless a caller writes ``synced_gpus=True``.
-
-    Why: ``fully_shard`` marks the modules that it manages. transformers (5.0 to 5.23) takes the mark of the model that
-    generates as the default of ``synced_gpus``: one ``all_reduce`` per token, and as many forward passes on every rank
-    as the longest answer of any rank needs. On demand no rank needs them, and with uneven batches they never meet.
-    """
+    """Let ``generate`` of Hugging Face models end on each rank by itself, unless ``synced_gpus=True`` is written."""
+    # Why: ``fully_shard`` marks the modules that it manages. transformers (5.0 to 5.23) takes the mark of the model
+    # that generates as the default of ``synced_gpus``: one ``all_reduce`` per token, and as many forward passes on
+    # every rank as the longest answer of any rank needs. On demand no rank needs them, and with uneven batches they
+    # never meet.
     marked = [model for model in models if vars(model).get(_MANAGED)]
     for module in marked:
         setattr(module, _MANAGED, False)
@@ -221,46 +196,36 @@ def generating_alone(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def attention_of(config: Any) -> str | None:
-    """The attention implementation that a configuration of Hugging Face's names: ``"sdpa"``, ``"eager"``, ...
-
-    Why: ``attn_implementation=`` is how it is set, and nothing public reads it (transformers 4.36 to 5.23).
-    """
+    """The attention implementation that a configuration of Hugging Face's names: ``"sdpa"``, ``"eager"``, ..."""
+    # Why: ``attn_implementation=`` is how it is set, and nothing public reads it (transformers 4.36 to 5.23).
     name = getattr(config, "_attn_implementation", None)
     return name if isinstance(name, str) else None
 
 
 def symmetric_backend(device: torch.device) -> str | None:
-    """What provides symmetric memory on devices of this type: ``"CUDA"`` unless other code chose otherwise.
-
-    Why (this and the next three): torch calls ``torch.distributed._symmetric_memory`` an alpha, and there is no other
-    way to map the memory of another process's GPU without compiling something. The names and arguments used here are
-    the same from torch 2.9 to 2.13.
-    """
+    """What provides symmetric memory on devices of this type: ``"CUDA"`` unless other code chose otherwise."""
+    # Why (this and the next three): torch calls ``torch.distributed._symmetric_memory`` an alpha, and there is no other
+    # way to map the memory of another process's GPU without compiling something. The names and arguments used here are
+    # the same from torch 2.9 to 2.13.
     return _symmetric_memory().get_backend(device)
 
 
 def symmetric_empty(size: int, device: torch.device) -> torch.Tensor:
-    """Bytes that a group can map, straight from the driver.
-
-    Why: the module's own ``empty`` takes them from a memory pool of torch's caching allocator in newer versions, which
-    keeps them after they are freed.
-    """
+    """Bytes that a group can map, straight from the driver."""
+    # Why: the module's own ``empty`` takes them from a memory pool of torch's caching allocator in newer versions,
+    # which keeps them after they are freed.
     memory: Any = importlib.import_module("torch._C._distributed_c10d")._SymmetricMemory
     return memory.empty_strided_p2p((size,), (1,), torch.uint8, device)
 
 
 def symmetric_rendezvous(own: torch.Tensor, group: Any, patience: float) -> Any:
-    """Map what every rank of ``group`` passes; the handle has ``rank``, ``world_size`` and ``get_buffer``.
-
-    Views from ``handle.get_buffer(rank, sizes, dtype)`` do not keep the mapping alive, the handle does.
-
-    torch holds the interpreter's lock meanwhile, and waits for the others' handles without a time limit. If a peer
-    dies there, no thread of Python's can notice, and Ctrl-C does nothing. So a thread in C writes where this process is
-    and ends it after ``patience`` seconds. ``faulthandler`` has one such timer: one that the user has set is gone.
-
-    No multicast object is made meanwhile. Nothing here uses one, and on machines with NVSwitch making it is known to
-    fail (pytorch#150852) and to hang (pytorch#195596). torch looks at the variable in every rendezvous.
-    """
+    """Map what every rank of ``group`` passes; the handle has ``rank``, ``world_size`` and ``get_buffer``."""
+    # Views from ``handle.get_buffer(rank, sizes, dtype)`` do not keep the mapping alive, the handle does. torch holds
+    # the interpreter's lock meanwhile, and waits for the others' handles without a time limit. If a peer dies there, no
+    # thread of Python's can notice, and Ctrl-C does nothing. So a thread in C writes where this process is and ends it
+    # after ``patience`` seconds. ``faulthandler`` has one such timer: one that the user has set is gone. No multicast
+    # object is made meanwhile. Nothing here uses one, and on machines with NVSwitch making it is known to fail
+    # (pytorch#150852) and to hang (pytorch#195596). torch looks at the variable in every rendezvous.
     faulthandler.dump_traceback_later(patience, exit=True, file=2)  # under Jupyter, `sys.stderr` is no file
     try:
         with _environment("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
@@ -270,19 +235,15 @@ def symmetric_rendezvous(own: torch.Tensor, group: Any, patience: float) -> Any:
 
 
 def profiler_is_running() -> bool:
-    """Whether a ``torch.profiler`` records in this process.
-
-    Why: a second one raises only after it has prepared the device for itself, which may spoil what the first one
-    records, and torch has no public name to ask before (torch 2.9 to 2.13).
-    """
+    """Whether a ``torch.profiler`` records in this process."""
+    # Why: a second one raises only after it has prepared the device for itself, which may spoil what the first one
+    # records, and torch has no public name to ask before (torch 2.9 to 2.13).
     return bool(torch.autograd.profiler._is_profiler_enabled)
 
 
 def cuda_driver_version() -> str:
-    """Which CUDA the installed driver knows, as in ``12.8``.
-
-    Why: the message for a driver that is too old has to say which one it is.
-    """
+    """Which CUDA the installed driver knows, as in ``12.8``."""
+    # Why: the message for a driver that is too old has to say which one it is.
     number = int(torch._C._cuda_getDriverVersion()) if hasattr(torch._C, "_cuda_getDriverVersion") else 0
     return f"{number // 1000}.{number % 1000 // 10}"
 
@@ -305,10 +266,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
 
 
 def wrapped_sampler(sampler: Any) -> Any | None:
-    """The user's own sampler inside the distributed one that Lightning has put around it.
-
-    Why: an error must name what the user wrote.
-    """
+    """The user's own sampler inside the distributed one that Lightning has put around it."""
+    # Why: an error must name what the user wrote.
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
 
 
@@ -318,8 +277,6 @@ def concatenated_states(metric: Metric) -> list[str]:
 
 
 def set_computed(item: Any, value: Any) -> None:
-    """Make ``value`` what an item of Lightning's results has computed.
-
-    Why: Lightning keeps a computed value until the next update or reset, and does not synchronise it again.
-    """
+    """Make ``value`` what an item of Lightning's results has computed."""
+    # Why: Lightning keeps a computed value until the next update or reset, and does not synchronise it again.
     item._computed = value

@@ -47,11 +47,9 @@ BROADCASTS_BEFORE_BATCHES = hasattr(_lightning_training._TrainingEpochLoop, "_br
 
 @contextmanager
 def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
-    """Let ``module.log`` take values as if it were called from ``hook``.
-
-    Why: the value of a minibatch is known only when it ends, inside Lightning's ``optimizer_step`` hook, where
-    logging is not allowed; it belongs to ``training_step``.
-    """
+    """Let ``module.log`` take values as if it were called from ``hook``."""
+    # Why: the value of a minibatch is known only when it ends, inside Lightning's ``optimizer_step`` hook, where
+    # logging is not allowed; it belongs to ``training_step``.
     before = module._current_fx_name
     module._current_fx_name = hook
     try:
@@ -62,11 +60,9 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
 
 @contextmanager
 def before_transfer(module: LightningModule, kind: type) -> Iterator[Callable[[Any, int], Any]]:
-    """Let Lightning's loops leave out ``on_before_batch_transfer`` for batches of a kind; yields what calls the hook.
-
-    Why: the loops (lightning 2.5.0 to 2.6.6) call the hook, of the module or of its data module, with a whole batch
-    before the strategy sees it. What takes its place can be pickled, since data workers may hold the module.
-    """
+    """Let the loops leave out ``on_before_batch_transfer`` for batches of a kind; yields what calls the hook."""
+    # Why: the loops (lightning 2.5.0 to 2.6.6) call the hook, of the module or of its data module, with a whole batch
+    # before the strategy sees it. What takes its place can be pickled, since data workers may hold the module.
     held: Any = module
     call = held._on_before_batch_transfer
     held._on_before_batch_transfer = partial(_unless, kind, call)
@@ -81,27 +77,21 @@ def _unless(kind: type, call: Callable[..., Any], batch: Any, dataloader_idx: in
 
 
 def call_and_clean_up(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function for the trainer. If it fails, callbacks are informed and the run is torn down as in a script.
-
-    Why: Lightning does this around the launcher, so in the process that waits and not where ranks fail.
-    """
+    """Call a function for the trainer. If it fails, callbacks are informed and the run is torn down as in a script."""
+    # Why: Lightning does this around the launcher, so in the process that waits and not where ranks fail.
     return _lightning_call._call_and_handle_interrupt(trainer, function, *args, **kwargs)
 
 
 def load_loader_states(trainer: Trainer) -> None:
-    """Load the saved states of training loaders that were made before the checkpoint was read; else nothing.
-
-    Why: ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes the loaders early, and Lightning
-    (2.5.0 to 2.6.6) loads their states only while it makes them. The epoch would begin again.
-    """
+    """Load the saved states of training loaders that were made before the checkpoint was read; else nothing."""
+    # Why: ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes the loaders early, and Lightning
+    # (2.5.0 to 2.6.6) loads their states only while it makes them. The epoch would begin again.
     cast(Any, trainer.fit_loop)._load_combined_loader_states()
 
 
 def set_device_mesh(module: LightningModule, mesh: Any) -> None:
-    """Set what ``self.device_mesh`` is in ``configure_model``.
-
-    Why: the property of Lightning (2.4 to 2.6.6) cannot be set; its ``ModelParallelStrategy`` writes this, too.
-    """
+    """Set what ``self.device_mesh`` is in ``configure_model``."""
+    # Why: the property of Lightning (2.4 to 2.6.6) cannot be set; its ``ModelParallelStrategy`` writes this, too.
     module._device_mesh = mesh
 
 
@@ -111,10 +101,8 @@ def deals_out(trainer: Trainer) -> bool:
 
 
 def averaged_models(callbacks: list[Any]) -> list[nn.Module]:
-    """The averages that Lightning's ``WeightAveraging`` callbacks (lightning >= 2.6) hold while fitting.
-
-    Why: the callback copies the whole model before the strategy shards it, and has no door to shard the copy.
-    """
+    """The averages that Lightning's ``WeightAveraging`` callbacks (lightning >= 2.6) hold while fitting."""
+    # Why: the callback copies the whole model before the strategy shards it, and has no door to shard the copy.
     kind = getattr(importlib.import_module("lightning.pytorch.callbacks"), "WeightAveraging", None)
     if kind is None:
         return []
@@ -137,22 +125,18 @@ def save_sharded(state: dict[str, Any], path: Path) -> None:
 
 
 def set_process_group_backend(strategy: Any, backend: str) -> None:
-    """Let one of Lightning's strategies (2.5.0 to 2.6.6) start its process group with this backend.
-
-    Why: ``process_group_backend`` is an argument of the constructor, and which devices the strategy gets is known
-    later. Lightning destroys groups of NCCL when the program ends, and knows them by the name ``"nccl"`` alone.
-    """
+    """Let one of Lightning's strategies (2.5.0 to 2.6.6) start its process group with this backend."""
+    # Why: ``process_group_backend`` is an argument of the constructor, and which devices the strategy gets is known
+    # later. Lightning destroys groups of NCCL when the program ends, and knows them by the name ``"nccl"`` alone.
     strategy._process_group_backend = backend
     if "nccl" in backend:
         atexit.register(_lightning_distributed._destroy_dist_connection)
 
 
 def other_strategy_registry() -> Any | None:
-    """The registry of the separate ``pytorch_lightning`` package, if that is installed.
-
-    Why: ``pytorch_lightning.Trainer`` looks names up in a registry of its own, so ``"odc"`` must be there to explain
-    itself. Importing the package after ``lightning`` costs less than 0.1 s.
-    """
+    """The registry of the separate ``pytorch_lightning`` package, if that is installed."""
+    # Why: ``pytorch_lightning.Trainer`` looks names up in a registry of its own, so ``"odc"`` must be there to explain
+    # itself. Importing the package after ``lightning`` costs less than 0.1 s.
     if importlib.util.find_spec("pytorch_lightning") is None:
         return None
     log = rank_zero.log  # the import would turn it to its own logger in the whole process
@@ -166,10 +150,8 @@ def other_strategy_registry() -> Any | None:
 
 
 def count_batch_once(trainer: Trainer) -> None:
-    """Let values that hooks log about the current batch weigh 1, unless they say ``batch_size=``.
-
-    Why: Lightning would look for the first tensor in the batch, and an empty `Minibatch` has none.
-    """
+    """Let values that hooks log about the current batch weigh 1, unless they say ``batch_size=``."""
+    # Why: Lightning would look for the first tensor in the batch, and an empty `Minibatch` has none.
     results: Any = trainer._results
     if results is not None:
         results.batch_size = 1
@@ -177,11 +159,9 @@ def count_batch_once(trainer: Trainer) -> None:
 
 @contextmanager
 def before_epoch_values(trainer: Trainer, act: Callable[[Any], None]) -> Iterator[None]:
-    """Call ``act`` with the results of the current evaluation after its last batch, on every rank.
-
-    Why: Lightning computes the epoch's values loader by loader, and name by name as this rank logged them, each by a
-    collective. There is no hook before that. In this context it computes all of them together, after ``act``.
-    """
+    """Call ``act`` with the results of the current evaluation after its last batch, on every rank."""
+    # Why: Lightning computes the epoch's values loader by loader, and name by name as this rank logged them, each by a
+    # collective. There is no hook before that. In this context it computes all of them together, after ``act``.
     loop: Any = trainer._evaluation_loop
     connector: Any = trainer._logger_connector
 
@@ -203,11 +183,9 @@ def before_epoch_values(trainer: Trainer, act: Callable[[Any], None]) -> Iterato
 
 
 def handlers_of_lightning() -> dict[int, Callable[[int, Any], Any]]:
-    """The handlers that a running trainer has set, by signal.
-
-    Why: they call collectives wherever the signal finds a rank. Handlers of the user's own are not to be touched, and
-    nothing public tells them apart.
-    """
+    """The handlers that a running trainer has set, by signal."""
+    # Why: they call collectives wherever the signal finds a rank. Handlers of the user's own are not to be touched, and
+    # nothing public tells them apart.
     found = {number: signal.getsignal(number) for number in signal.valid_signals()}
     ours = _lightning_signals._HandlersCompose
     return {number: handler for number, handler in found.items() if isinstance(handler, ours)}

@@ -410,12 +410,10 @@ _EQUAL_DTYPES = (torch.float32, torch.float64)  # in bf16, roundings differ
 
 @contextmanager
 def by_lists(*optimizers: Optimizer) -> Iterator[None]:
-    """A context in which optimizers step over lists of shards, if their results stay what they are.
-
-    On GPUs torch does that by itself. On CPUs it loops over parameters, because lists save nothing for plain tensors.
-    For shards (DTensor) they do: each operation is dispatched once per list instead of once per parameter. Groups that
-    say ``foreach`` or ``fused`` themselves stay as they are, and so does what a checkpoint has of them.
-    """
+    """A context in which optimizers step over lists of shards, if their results stay what they are."""
+    # On GPUs torch does that by itself. On CPUs it loops over parameters, because lists save nothing for plain tensors.
+    # For shards (DTensor) they do: each operation is dispatched once per list instead of once per parameter. Groups
+    # that say ``foreach`` or ``fused`` themselves stay as they are, and so does what a checkpoint has of them.
     known = [optimizer for optimizer in optimizers if type(optimizer) in _EQUAL]
     groups = [group for optimizer in known for group in optimizer.param_groups if _is_open(group)]
     for group in groups:

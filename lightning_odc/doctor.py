@@ -7,7 +7,6 @@ import mmap
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import struct
@@ -33,7 +32,6 @@ MALICIOUS = {"lightning": ("2.6.2", "2.6.3")}
 """Releases that must never be installed, as in ``pyproject.toml``."""
 LITTLE_MEMORY = 2 * 2**30
 LITTLE_SHM = 2**30
-FEW_FILES = 1024
 _LOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
@@ -66,7 +64,6 @@ class Machine:
     trouble: Mapping[str, str] = field(default_factory=dict)  # what went wrong, by the names of `PROBES`
     memory: Sequence[Room] = ()  # what is left below every limit of host memory
     shm: int | None = 2**34  # bytes that are free in ``/dev/shm``; ``None`` without it
-    open_files: int = 2**16  # the most files that a process may open
     # versions of the installed packages; without an entry if one is missing
     versions: Mapping[str, str] = field(default_factory=dict)
     import_trouble: str = ""  # why this package cannot be imported; empty if it can
@@ -97,7 +94,6 @@ def look() -> Machine:
         trouble={name: said for name, probe in PROBES.items() if (said := trouble_of(probe.run))},
         memory=rooms(),
         shm=shm,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         versions=versions,
         import_trouble=import_trouble,
         devices=devices,
@@ -165,15 +161,6 @@ def _try_port() -> None:
         socket.create_connection(server.getsockname(), timeout=5).close()
 
 
-def _try_master_port() -> None:
-    """The port that the environment asks for; on the host of rank 0 it must be free before the ranks start."""
-    port, address = os.environ.get("MASTER_PORT", ""), os.environ.get("MASTER_ADDR", "localhost")
-    if port and address in ("localhost", "127.0.0.1", socket.gethostname()):
-        with socket.socket() as wanted:
-            wanted.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            wanted.bind(("", int(port)))
-
-
 class Probe(NamedTuple):
     """A feature that is tried: by what, what to do if it fails, and how bad that is."""
 
@@ -218,11 +205,6 @@ KERNEL_PROBES = {
 NETWORK_PROBES = {
     "free ports": Probe(
         _try_port, "ranks meet at a port of 127.0.0.1: bring the loopback up (ip link set lo up)"
-    ),
-    "MASTER_PORT": Probe(
-        _try_master_port,
-        "another program listens there: export MASTER_PORT=29501, or unset it on one node",
-        "warning",
     ),
     "host name": Probe(
         lambda: socket.getaddrinfo(socket.gethostname(), None),
@@ -297,7 +279,7 @@ def _check_probes(topic: str, probes: Mapping[str, Probe], trouble: Mapping[str,
 
 
 def _check_limits(machine: Machine) -> Iterator[Finding]:
-    """Host memory below the limit that is reached first; shared memory; open files."""
+    """Host memory below the limit that is reached first; shared memory."""
     if machine.memory:
         room = min(machine.memory, key=lambda room: room.size)
         said = f"{gib(room.size)} GiB are left: {room.limit}"
@@ -309,9 +291,6 @@ def _check_limits(machine: Machine) -> Iterator[Finding]:
         said = f"it {size}; windows do not need it, but DataLoader workers pass batches through it"
         remedy = "docker run --shm-size=8g or --ipc=host, or DataLoader(num_workers=0)"
         yield Finding("/dev/shm", "warning", said, remedy)
-    if machine.open_files < FEW_FILES:
-        said = f"a process may open {machine.open_files} files; a rank opens two per peer, its workers more"
-        yield Finding("open files", "warning", said, "ulimit -n 65536")
 
 
 def _check_gpus(machine: Machine) -> Iterator[Finding]:

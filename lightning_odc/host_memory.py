@@ -9,21 +9,15 @@ The first limit that is reached counts, and the kernel answers with SIGKILL and 
     each control group above this process        its processes     limit - use + what the kernel can take back
     `ulimit -v`                                  one process       limit - its address space
 
-Control groups are those of version 2.
-
-The use of a control group counts the page cache of files that its processes have read. The kernel takes that back
-before it ends a process. It takes inactive pages at once. It takes active pages, too, but then they are read again and
-again. So inactive pages count as free, and half of the active ones. Shared memory has no file and is in
-neither. If a group allows 8 GiB and uses 6, with 1.5 inactive and 1 active, then 8 - 6 + 1.5 + 0.5 = 4 GiB are left.
-
-Above ``memory.high`` the kernel makes processes wait for memory that it cannot find, so it is a limit as ``memory.max``
-is.
+Control groups are those of version 2. Their use counts the page cache of files, which the kernel takes back before it
+ends a process. Inactive pages count as free, and half of the active ones, which would be read again and again. If a
+group allows 8 GiB and uses 6, with 1.5 inactive and 1 active, then 8 - 6 + 1.5 + 0.5 = 4 GiB are left. Above
+``memory.high`` processes wait for memory that the kernel cannot find, so it is a limit, too.
 
 Note [Whom the kernel ended]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A process that the kernel ends because memory has run out says nothing. The kernel counts it before it sends the signal:
-in the process's own control group, in those above, and for the host. So after a death, the count has
-risen. A count of the own group is about this job. A count further up or of the host may be that of another program.
+A process that the kernel ends because memory has run out says nothing, but the kernel has counted it: in its own
+control group, in those above, and for the host. A count further up may be that of another program.
 """
 
 from __future__ import annotations

@@ -181,10 +181,10 @@ class _Steps(TrainerCallback):  # type: ignore[misc]
 
 
 class _Plans:
-    """A batch sampler: this rank's microbatches of each optimizer step, as lists of indices.
+    """A batch sampler: this rank's microbatches of each optimizer step, as lists of indices."""
 
-    `Trainer` counts accumulated batches. The last one of an optimizer step has all microbatches, the others are empty.
-    """
+    # `Trainer` counts accumulated batches. The last one of an optimizer step has all microbatches, the others are
+    # empty.
 
     def __init__(self, balanced: BalancedDataLoader, rank: int, accumulated: int) -> None:
         self._balanced, self._rank, self._accumulated = balanced, rank, accumulated

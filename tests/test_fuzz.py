@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_odc import Minibatch
 from lightning_odc.callbacks.timeline.chrome_trace import FORMAT, decode, encode
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Span, Timeline
-from lightning_odc.data.lengths import remembered
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
 
 JSON = st.recursive(
@@ -32,7 +29,6 @@ TRACE = json.loads(
             [RankTimeline(0, "host", [Span("read", 1, 2, {"unit": "a"})])],
             world_size=1,
             strategy="odc",
-            run="1",
             waiting_seen=True,
             notes=[],
         )
@@ -69,18 +65,6 @@ def test_a_trace_with_anything_anywhere(path, other):
 def test_a_trace_that_is_none(content):
     with pytest.raises(ValueError):  # noqa: PT011 - JSON's own, or ours
         decode(content)
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.binary(max_size=300), st.integers(0, 5), st.booleans())
-def test_a_cache_with_anything_in_it(tmp_path, content, count, begins_well):
-    folder = tmp_path / "lengths"
-    folder.mkdir(exist_ok=True)
-    (folder / "ab.npy").write_bytes(b"\x93NUMPY\x01\x00" * begins_well + content)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        lengths = remembered("ab", count, lambda: np.arange(count), tmp_path)
-    assert lengths.tolist() == list(range(count))
 
 
 @given(

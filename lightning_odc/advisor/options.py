@@ -24,8 +24,8 @@ class AdviseOptions:
     )
     model: Any = option(
         MISSING,
-        "a Hugging Face config.json or its folder; 1.5b, 7b, 14b, 32b (Qwen 2.5), 8b, 70b (Llama 3); a type that "
-        "transformers knows, such as gpt2; or a number of parameters, such as 3e9",
+        "a Hugging Face config.json or its folder; 1.5b, 7b, 14b, 32b (Qwen 2.5), 8b, 70b (Llama 3); or a type that "
+        "transformers knows, such as gpt2",
         letter="M",
     )
     device: str | None = option(None, f"{', '.join(GPU_MEMORY)}, or cpu for this machine (H100)", letter="D")

@@ -34,15 +34,7 @@ _ROW_LINE = 'length_fn=lambda sample: (len(sample["input_ids"]), len(sample["pat
 
 
 def as_lengths(lengths: Any) -> Ints:
-    """``lengths`` as an int64 array: one number of tokens per sample, ``[n]``, or a row of numbers, ``[n, d]``.
-
-    Args:
-        lengths: anything that numpy reads as an array of numbers, ``[n]`` in tokens; or ``[n, d]``, of which the first
-            number is positive and the others are not negative.
-
-    Raises:
-        ValueError: another shape, empty, not whole numbers, or one that is too small. The message names it.
-    """
+    """Checked ``lengths`` as int64: numbers of tokens, ``[n]``, or a row of numbers for each sample, ``[n, d]``."""
     array = as_table(lengths, "lengths")
     if array.ndim not in (1, 2) or not array.size:
         raise ValueError(

@@ -42,12 +42,10 @@ class MinibatchCosts:
 
     @classmethod
     def of(cls, cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = PACKED) -> MinibatchCosts:
-        """The costs of samples of these lengths, each alone in its microbatch, checked.
-
-        In a row of numbers, padding raises the first one only. So where samples are padded, the cost has two parts. The
-        cost that the sample would have if its other numbers were the smallest of all grows with padding. The rest does
-        not.
-        """
+        """The costs of samples of these lengths, each alone in its microbatch, checked."""
+        # In a row of numbers, padding raises the first one only. So where samples are padded, the cost has two parts.
+        # The cost that the sample would have if its other numbers were the smallest of all grows with padding. The rest
+        # does not.
         rows = collation.row_lengths(lengths)
         samples = _samples(cost, rows, num_ranks)
         extra = _extra_cost(cost, rows, samples) if rows.ndim == 2 and collation.is_table else 0 * samples
@@ -68,21 +66,14 @@ class MinibatchCosts:
         return MinibatchCosts(samples, overhead[0], pair[0], extra)
 
     def forbid_unfitting(self, rows: Ints, caps: Ints) -> MinibatchCosts:
-        """The costs on ranks with different caps: a sample costs too much where it does not fit.
-
-        That is more than any plan costs in which all samples fit. A search for a small largest load then never ends
-        with a sample where it does not fit, if it begins with longest first: a place where a sample fits always ends
-        earlier.
-
-        Args:
-            rows: ``[n]`` or ``[n, d]``, of each sample alone; each fits on some rank.
-            caps: ``[num_ranks]`` or ``[num_ranks, d]``, most of a microbatch on each rank.
-        """
+        """The costs on ranks with different caps: too much where a row, ``[n]`` or ``[n, d]``, does not fit."""
         if (caps == caps[0]).all():
             return self
         too_large = rows > caps[:, None]  # [num_ranks, n] or [num_ranks, n, d]
         if rows.ndim == 2:
             too_large = np.any(too_large, axis=2)
+        # More than any plan in which all samples fit. A search for a small largest load that begins with longest first
+        # never ends with a sample where it does not fit: a place where it fits always ends earlier.
         price = 4.0 * len(rows) * float(self.samples.max() + self.overhead.max()) * too_large
         return replace(self, samples=self.samples + price, extra_cost=self.extra_cost + price)
 

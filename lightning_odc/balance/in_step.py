@@ -62,14 +62,7 @@ def in_step(work: Microbatches, lined_up: bool) -> Plan:
 def _options(
     work: Microbatches, first: Ints, lined_up: bool
 ) -> Iterator[tuple[float, Microbatches, list[Bins]]]:
-    """What collectives take for some microbatches of all ranks, the samples, and those.
-
-    Args:
-        work: The samples.
-        first: The ranks of the shortest samples, which stay there; all others, with the number of ranks, are shared
-            out equally.
-        lined_up: See `in_step`.
-    """
+    """What collectives take for some microbatches of all ranks, the samples, and those; the ranks in ``first`` stay."""
     dealt = _deal(work, np.arange(len(work)), first)
     lined_up = lined_up and len(work) <= work.most_lined_up
     groupings = [(dealt, work.counts(as_rows(dealt[None], work.num_ranks)))]

@@ -297,11 +297,10 @@ def _widened(ranks: Floats, count: int) -> Floats:
 
 
 class _Fit:
-    """The fits of all ranks, if attention is dense or if it is not; see Note [Fitting a cost].
+    """The fits of all ranks, if attention is dense or if it is not; see Note [Fitting a cost]."""
 
-    ``sums`` are ``[num_ranks, k + 1, k + 1]``: of every measurement ``f`` the weighted ``outer([*f, 1], [*f, 1])``.
-    So they hold the products of the ``k`` features, those with the target, which is 1, and the weight.
-    """
+    # ``sums`` are ``[num_ranks, k + 1, k + 1]``: of every measurement ``f`` the weighted ``outer([*f, 1], [*f, 1])``.
+    # So they hold the products of the ``k`` features, those with the target, which is 1, and the weight.
 
     def __init__(self, dense: bool, ranks: Floats) -> None:
         self.dense = dense
@@ -384,14 +383,7 @@ class _Fit:
 
 
 def fit_near(products: Floats, targets: Floats, pulls: Floats, near: Floats) -> Floats:
-    """Coefficients above 0 with the least squared error, drawn to ``near``; all ``[k]`` but ``products``, ``[k, k]``.
-
-    Args:
-        products: The weighted sum of ``outer(row, row)``.
-        targets: The weighted sum of ``row``, whose target is 1.
-        pulls: How strongly each coefficient is drawn; they decide what the rows leave open.
-        near: Not negative. A coefficient that would be zero becomes a thousandth of it.
-    """
+    """Coefficients above 0, ``[k]``, with the least squared error, each drawn to ``near`` by its pull."""
     matrix, vector = products + np.diag(pulls), targets + pulls * near
     free = list(range(len(near)))
     while True:
@@ -411,17 +403,7 @@ def default_prior() -> PolynomialCost:
 
 
 class AutoCost:
-    """A cost that stays as it is until measurements refute it; see Note [When times overrule the model].
-
-    Args:
-        num_ranks: The number of ranks that are measured.
-        prior: The cost to begin with, in any unit; the same on all ranks.
-        dense: Whether attention runs over all tokens of a microbatch; ``None``: that is learnt.
-
-    Attributes:
-        fitted: The cost that learns beside it.
-        is_refuted: Whether ``fitted`` is in use.
-    """
+    """A cost that stays as it is until measurements refute it; see Note [When times overrule the model]."""
 
     def __init__(self, num_ranks: int, prior: Cost, dense: bool | None = None) -> None:
         polynomial = prior.polynomial if isinstance(prior, TransformerCost) else prior
@@ -487,11 +469,7 @@ class AutoCost:
         return {"refuted": self.is_refuted, "latest": latest, "fitted": self.fitted.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
-
-        Raises:
-            ValueError: as `FittedCost.load_state_dict`.
-        """
+        """As `FittedCost.load_state_dict`."""
         if "fitted" not in state:
             raise ValueError('it is of cost="fitted".')
         self.fitted.load_state_dict(state["fitted"])

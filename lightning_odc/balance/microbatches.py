@@ -39,15 +39,10 @@ Groups = list[list[int]]
 
 
 class Pieces(NamedTuple):
-    """Samples that are shared out together, and what each piece costs as far as it can be said alone.
+    """Samples that are shared out together, and what each piece costs as far as it can be said alone."""
 
-    Attributes:
-        sizes: How many samples, one after another, each piece has.
-        costs: ``[1 or num_ranks, pieces]`` whole numbers.
-    """
-
-    sizes: Ints
-    costs: Floats
+    sizes: Ints  # how many samples, one after another, each piece has
+    costs: Floats  # [1 or num_ranks, pieces] whole numbers
 
     def owners(self, owners: Ints) -> Ints:
         """The rank of each sample, from that of each piece."""
@@ -55,32 +50,18 @@ class Pieces(NamedTuple):
 
 
 class Microbatches(ABC):
-    """The samples of a minibatch, with costs on a grid: Note [The same plan everywhere].
+    """The samples of a minibatch, with costs on a grid: Note [The same plan everywhere]."""
 
-    Arrays have one row for all ranks if those are equal, else one row per rank.
-
-    Attributes:
-        num_ranks: How many ranks share the samples.
-        members: ``[n, 1 or 2]`` the caller's indices of each sample here: one, or two of a pair that stays together;
-            -1 is none.
-        tokens: ``[n]`` tokens of each, rising.
-        costs: ``[1 or num_ranks, n]`` whole numbers, of each sample alone, without overhead.
-        parts: ``[1 or num_ranks, n]`` whole numbers, what each sample adds to a load, as far as it can be said alone.
-        overhead: ``[1 or num_ranks]`` whole numbers, of a microbatch.
-        is_additive: Whether a load is exactly the sum of ``parts``.
-        scale: Grid points per unit of the caller's costs.
-        most_lined_up: Samples up to which `along` is fast.
-    """
-
+    # Costs are whole numbers, in one row for all ranks if those are equal, else in one row per rank.
     num_ranks: int
-    members: Ints
-    tokens: Ints
-    costs: Floats
-    parts: Floats
-    overhead: Floats
-    is_additive: bool
-    scale: float
-    most_lined_up: int
+    members: Ints  # [n, 1 or 2] the caller's indices of each sample: one, or two that stay together; -1: none
+    tokens: Ints  # [n] of each, rising
+    costs: Floats  # [1 or num_ranks, n] of each sample alone, without overhead
+    parts: Floats  # [1 or num_ranks, n] that each sample adds to a load, as far as it can be said alone
+    overhead: Floats  # [1 or num_ranks] of a microbatch
+    is_additive: bool  # a load is exactly the sum of parts
+    scale: float  # grid points per unit of the caller's costs
+    most_lined_up: int  # samples up to which `along` is fast
 
     def __init__(self, num_ranks: int, order: Ints) -> None:
         self.num_ranks = num_ranks
@@ -103,13 +84,7 @@ class Microbatches(ABC):
 
     @abstractmethod
     def costs_of(self, ranks: Ints, samples: Ints, begins: Ints) -> Floats:
-        """What microbatches cost, overhead included.
-
-        Args:
-            ranks: ``[m]`` of each microbatch.
-            samples: ``[n]`` of one microbatch after the other, rising in each.
-            begins: ``[m]``, where each microbatch begins.
-        """
+        """What microbatches ``[m]`` of these ranks cost with overhead; each begins at ``begins[m]`` of ``samples``."""
 
     def plan(self, owners: Ints) -> Plan:
         """The plan, if ``owners[n]`` is the rank of each sample."""
@@ -191,10 +166,7 @@ class Microbatches(ABC):
 
 
 def as_rows(owners: Ints, num_ranks: int) -> Ints:
-    """``[c * num_ranks, k]``: the samples of each rank, then ``n``, from ``owners[c, n]``, the rank of each sample.
-
-    Who has no rank has the number ``num_ranks``.
-    """
+    """``[c * num_ranks, k]``: the samples of each rank, then ``n``; from ``owners[c, n]``, ``num_ranks`` for none."""
     count, nothing = owners.shape
     lines = owners + np.arange(count)[:, None] * (num_ranks + 1)
     order = np.argsort(lines.ravel(), kind="stable") % nothing
@@ -216,12 +188,10 @@ def grid_scale(largest_sum: float) -> float:
 
 
 def lower_bound(costs: Floats, num_ranks: int) -> float:
-    """No plan has a largest load below this many grid points, if these are what samples cost at least.
-
-    It is the largest of three bounds. The first is the weighted mean of the loads, with weights that make ranks of
-    different speed equal. The second is the cost of each sample where it is cheapest. The third, for equal ranks, is
-    ``j + 1`` of the first ``j * num_ranks + 1`` samples, since one rank gets that many of them.
-    """
+    """No plan has a largest load below this many grid points, if these are what samples cost at least."""
+    # It is the largest of three bounds. The first is the weighted mean of the loads, with weights that make ranks of
+    # different speed equal. The second is the cost of each sample where it is cheapest. The third, for equal ranks, is
+    # ``j + 1`` of the first ``j * num_ranks + 1`` samples, since one rank gets that many of them.
     largest = float(costs.min(0).max())
     if len(costs) > 1:
         slowness = costs.sum(1)

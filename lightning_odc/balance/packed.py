@@ -28,13 +28,7 @@ _FIELD = 64
 
 
 class Packed(Microbatches):
-    """Samples one after another in a row; tokens, and all other numbers, add up.
-
-    Args:
-        rows: ``[n]`` or ``[n, d]``, of each sample.
-        caps: ``[num_ranks]`` or ``[num_ranks, d]``.
-        costs: What samples cost; see `MinibatchCosts.forbid_unfitting` for caps that differ.
-    """
+    """Samples one after another in a row; tokens, and all other numbers, add up."""
 
     most_lined_up = 32768
 
@@ -133,10 +127,8 @@ class Packed(Microbatches):
             yield [self.along(rank, group, [0.0] * count)[0] for rank, group in enumerate(groups)]
 
     def along(self, rank: int, samples: list[int], profile: list[float]) -> tuple[Bins, list[float]]:
-        """Each sample, the costliest first, where it raises the profile least, and there where most room is below it.
-
-        Where the profile is nothing, that is the cheapest microbatch with room.
-        """
+        """Each sample, the costliest first, where it raises the profile least, and where most room is below it."""
+        # Where the profile is nothing, that is the cheapest microbatch with room.
         if not self._lists:
             self._list()
         row = rank if len(self.costs) > 1 else 0
@@ -212,11 +204,9 @@ class Packed(Microbatches):
         self.tokens, self._lists = self._numbers[0], []
 
     def _list(self) -> None:
-        """What `_place` looks up, as lists, which are faster. A sample's numbers are one: each has 64 bits of it.
-
-        Caps have the top bit of each number set, its *guard*. Where a number is larger than the room for it, the
-        subtraction borrows the guard.
-        """
+        """What `_place` looks up, as lists, which are faster. A sample's numbers are one: each has 64 bits of it."""
+        # Caps have the top bit of each number set, its *guard*. Where a number is larger than the room for it, the
+        # subtraction borrows the guard.
         fields = range(0, _FIELD * len(self._numbers), _FIELD)
         self._lists, self._listed_tokens = self.costs.tolist(), self.tokens.tolist()
         self._overheads, self._pairs = self.overhead.tolist(), self._pair.tolist()
@@ -229,21 +219,14 @@ class Packed(Microbatches):
 
 
 def _fill(
-    numbers: list[Ints], caps: Ints, limits: Ints, is_even: Bools, filling: int, has_pairs: bool
+    numbers: list[Ints],  # [d][p, k] of each sample, which rise; then zeros
+    caps: Ints,  # [d, p] of a microbatch
+    limits: Ints,  # [p] most microbatches
+    is_even: Bools,  # [p] each sample goes into the emptiest microbatch with room, else into the fullest
+    filling: int,  # the number that tells how full one is
+    has_pairs: bool,  # pairs of tokens are counted
 ) -> tuple[Ints, Floats, Bools]:
-    """Microbatches of ``p`` sets of samples at once, the largest sample first.
-
-    Args:
-        numbers: ``[d][p, k]`` of each sample, which rise; then zeros.
-        caps: ``[d, p]`` of a microbatch.
-        limits: ``[p]``, how many microbatches there may be.
-        is_even: ``[p]``, whether each sample goes into the emptiest microbatch with room, or into the fullest.
-        filling: The number that tells how full one is.
-        has_pairs: Whether pairs of tokens are counted.
-
-    Returns:
-        ``[p, k]`` where each sample is, ``[p]`` pairs of tokens of different samples in one, and whether all fit.
-    """
+    """``[p, k]`` where each sample of ``p`` sets is, ``[p]`` pairs of tokens across samples, and whether all fit."""
     width = max(int(limits.max()), 1)
     sign, firsts = np.where(is_even, 1.0, -1.0)[:, None], np.arange(len(limits)) * width
     # Below zero where the fullest one is looked for, so that it is the smallest number, too.

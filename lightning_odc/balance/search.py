@@ -73,11 +73,9 @@ _GOLDEN, _PLASTIC = 0.6180339887498949, 0.7548776662466927
 
 
 def share_out(work: Microbatches) -> Ints:
-    """The rank of every sample, such that the largest load is small; some ranks may get none.
-
-    Pieces are shared out by their costs alone. If loads are more than the sum of those, samples are exchanged by true
-    loads afterwards.
-    """
+    """The rank of every sample, such that the largest load is small; some ranks may get none."""
+    # Pieces are shared out by their costs alone. If loads are more than the sum of those, samples are exchanged by true
+    # loads afterwards.
     few, ranks, bound = len(work) <= FEW_SAMPLES, work.num_ranks, work.bound()
     good_enough = bound * (1 + (TOLERANCE if few or work.is_additive else _TOLERANCE))
     divisions = [(pieces, longest_first(pieces.costs, ranks)) for pieces in work.divisions()]
@@ -170,27 +168,18 @@ def _sets_of(slots: int) -> _Sets:
 
 
 class Search:
-    """Improves several partitions of one minibatch side by side.
+    """Improves several partitions of one minibatch side by side."""
 
-    Rows of the arrays are ranks: row ``c * num_ranks + r`` is rank ``r`` in candidate ``c``.
-
-    Args:
-        parts: ``[1 or num_ranks, n]`` whole numbers, what each sample adds to a load.
-        candidates: The partitions to improve: the rank of every sample, or ``num_ranks`` if a sample takes no part.
-        num_ranks: How many ranks there are.
-        loads: The true loads of ranks with some samples, `Microbatches.loads`; by default the sum of the parts.
-        base: ``[num_ranks]``, what ranks pay before any sample.
-        equal_counts: Exchange sets of equal size only, so that counts stay as they are.
-    """
+    # Rows of the arrays are ranks: row ``c * num_ranks + r`` is rank ``r`` in candidate ``c``.
 
     def __init__(
         self,
-        parts: Floats,
-        candidates: Sequence[Ints],
+        parts: Floats,  # [1 or num_ranks, n] whole numbers that each sample adds to a load
+        candidates: Sequence[Ints],  # partitions: the rank of every sample, ``num_ranks`` if it takes no part
         num_ranks: int,
-        loads: Callable[[Ints, Ints], Floats] | None = None,
-        base: Floats | None = None,
-        equal_counts: bool = False,
+        loads: Callable[[Ints, Ints], Floats] | None = None,  # true loads; by default the sum of the parts
+        base: Floats | None = None,  # [num_ranks] that ranks pay before any sample
+        equal_counts: bool = False,  # exchange sets of equal size only
     ) -> None:
         self._parts, self._true_loads, self._equal = np.pad(parts, ((0, 0), (0, 1))), loads, equal_counts
         self._count, self._num_ranks = len(candidates), num_ranks
@@ -267,11 +256,7 @@ class Search:
         self._loads[changed] = loads[:, made].ravel()
 
     def _likely(self, sets: _Sets, heavy: Ints, light: Ints) -> tuple[Floats, Ints]:
-        """For each set that each heavy row may give to each partner, two sets to take that fit best.
-
-        Returns:
-            ``[g, p * 2 * s]`` the estimated larger load of the pair, and the number of the set that is taken.
-        """
+        """Two sets to take for each that a heavy row may give: ``[g, p * 2 * s]`` larger loads, and these sets."""
         count, pairs = len(sets.sizes), light.size
         givers, takers = np.repeat(heavy, light.shape[1]), light.ravel()
         # Each [pairs, s]. What a set costs the rank that loses it, and what it costs the other: the same where ranks

@@ -37,16 +37,7 @@ from lightning_odc.balance.microbatches import (
 
 
 class Tables(Microbatches):
-    """Samples as rows of a table, each as long as the longest.
-
-    Args:
-        rows: ``[n]`` or ``[n, d]``, of each sample alone; the first number is padded, the others add up.
-        caps: ``[num_ranks]`` or ``[num_ranks, d]``.
-        costs: What samples cost; see `MinibatchCosts.forbid_unfitting` for caps that differ.
-        collation: Whether rows are padded or must have equal lengths.
-        below: A cost that falls somewhere while samples get longer is taken as the largest so far. If ``below``, it is
-            taken as the smallest that follows: then no plan costs less than `bound`.
-    """
+    """Samples as rows of a table, each as long as the longest. The first number is padded, the others add up."""
 
     is_additive = False
     most_lined_up = 256
@@ -67,6 +58,8 @@ class Tables(Microbatches):
         self.scale = grid_scale(float(samples.max() + overhead.max()) * (len(rows) + 1))
         whole = np.floor if below else np.rint
         of_rows = whole((samples - extra) * self.scale)
+        # A cost that falls while samples get longer is the largest so far. ``below``, it is the smallest that follows:
+        # then no plan costs less than `bound`.
         if below:
             of_rows = np.minimum.accumulate(of_rows[:, ::-1], axis=1)[:, ::-1]
         of_rows = np.maximum.accumulate(of_rows, axis=1)
@@ -186,10 +179,8 @@ class Tables(Microbatches):
         yield [[[group[place] for place in table] for table in tables] for group in groups]
 
     def along(self, rank: int, samples: list[int], profile: list[float]) -> tuple[Bins, list[float]] | None:
-        """``least[i]``: what the profile and the longest ``i`` samples in the tables so far cost together.
-
-        In each turn one more table, of samples ``j .. i - 1``, is put on the next entry of the profile.
-        """
+        """``least[i]``: what the profile and the longest ``i`` samples in the tables so far cost together."""
+        # In each turn one more table, of samples ``j .. i - 1``, is put on the next entry of the profile.
         row, count = rank if len(self.costs) > 1 else 0, len(samples)
         falling = np.array(samples[::-1])
         rows = np.append(0, np.cumsum(self._heights[falling]))
@@ -239,23 +230,17 @@ class Tables(Microbatches):
 
 
 def cut(
-    costs: Sequence[float], firsts: Sequence[int], overhead: float, ends: Sequence[int]
+    costs: Sequence[float],  # [n] of a row as long as each sample, rising
+    firsts: Sequence[
+        int
+    ],  # [n] the first sample that may share a table with each, where that is the longest; rising
+    overhead: float,  # of a table
+    ends: Sequence[int],  # [n] how many rows the samples up to each one have together
 ) -> tuple[float, list[range]]:
-    """Consecutive tables of least total cost.
-
-    If a table may begin at either of two samples, the later beginning is better from some sample on, and stays better:
-    rows only get longer, and it has fewer of them. So beginnings are kept in a queue with the samples from which they
-    are better, and one that another overtakes before that is dropped. That takes about as long as sorting.
-
-    Args:
-        costs: ``[n]`` of a row as long as each sample, rising.
-        firsts: ``[n]``, the first sample that may share a table with each, where that is the longest; rising.
-        overhead: Cost of a table.
-        ends: ``[n]``, how many rows the samples up to each one have together.
-
-    Returns:
-        The total cost, and the places of the samples of each table.
-    """
+    """Consecutive tables of least total cost: the cost, and the places of the samples of each table."""
+    # If a table may begin at either of two samples, the later one is better from some sample on, and stays better: rows
+    # only get longer, and it has fewer of them. So beginnings are queued with the samples from which they are better,
+    # and one that another overtakes before that is dropped. That takes about as long as sorting.
     before = [0, *ends]
     least, begins = [0.0], list[int]()  # [n + 1] cost of the samples before each, [n]
     queue, times, head = list[int](), list[int](), 0  # beginnings, and the sample from which each is the best

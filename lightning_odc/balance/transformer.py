@@ -119,29 +119,17 @@ def transformer(
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The sizes of a dense decoder-only transformer.
+    """The sizes of a dense decoder-only transformer."""
 
-    Attributes:
-        hidden: width of the residual stream.
-        layers: number of decoder layers.
-        queries: width of all query heads together.
-        keys: width of all key heads together, and of all value heads.
-        intermediate: width of the feed-forward layers.
-        matrices: Matrices of a feed-forward layer: three with a gate, else two.
-        vocabulary: number of tokens; 0 if the configuration does not say.
-        tied: the embedding and the output head are one matrix.
-        windows: the window of each layer with sliding-window attention, in tokens.
-    """
-
-    hidden: int
+    hidden: int  # width of the residual stream
     layers: int
-    queries: int
-    keys: int
-    intermediate: int
-    matrices: int
-    vocabulary: int
-    tied: bool
-    windows: tuple[int, ...]
+    queries: int  # width of all query heads together
+    keys: int  # of all key heads, and of all value heads
+    intermediate: int  # width of the feed-forward layers
+    matrices: int  # of a feed-forward layer: three with a gate, else two
+    vocabulary: int  # 0 if the configuration does not say
+    tied: bool  # the embedding and the output head are one matrix
+    windows: tuple[int, ...]  # of the layers with sliding-window attention, in tokens
 
     @property
     def layer_weights(self) -> int:

@@ -1,9 +1,8 @@
-"""The shape of a model, from what users have: a name, a number of parameters, a file or a configuration."""
+"""The shape of a model, from what users have: a name, a file or a configuration."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,19 +23,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 """Shapes of well-known models: Qwen 2.5 (1.5B to 32B), Llama 3 (8B, 70B)."""
 ACCEPTED = (
-    f"{', '.join(PRESETS)}, a number of parameters such as 3e9 or 350m, a type that transformers knows such as gpt2, "
-    "or the path of a Hugging Face config.json or of its folder"
+    f"{', '.join(PRESETS)}, a type that transformers knows such as gpt2, or the path of a Hugging Face config.json or "
+    "of its folder"
 )
-_HEAD_SIZE = 128
-# A decoder of L layers that is 128 L wide has 12 L (128 L)^2 parameters.
-_PARAMETERS_PER_CUBE = 12 * _HEAD_SIZE**2
-_MOST_PARAMETERS = 1e14
 
 
 def config_of(given: Any, own: Iterable[str] = ()) -> tuple[Any, str]:
     """A Hugging Face configuration, object or mapping, and its name; ``own`` are further names for the message."""
-    # Given: a name of `PRESETS`; a number of parameters; a type of model that transformers knows; a
-    # ``config.json`` or its folder; or a configuration.
+    # Given: a name of `PRESETS`; a type of model that transformers knows; a ``config.json`` or its folder; or a
+    # configuration.
     if isinstance(given, str | Path) and Path(given).exists():
         path = Path(given)
         try:
@@ -47,39 +42,18 @@ def config_of(given: Any, own: Iterable[str] = ()) -> tuple[Any, str]:
             kind = type(found).__name__
             raise OptionError(f"--model {path}: not a configuration: it holds a {kind}, not an object")
         return found, str(given)
-    if isinstance(given, int | float) and not isinstance(given, bool):
-        return _decoder_with(float(given)), f"{given:.3g} parameters"
     if isinstance(given, Mapping) or hasattr(given, "to_dict"):
         raw = given if isinstance(given, Mapping) else given.to_dict()
         return given, str(raw.get("model_type") or "a configuration")
     name = given.lower() if isinstance(given, str) else ""
     if name in PRESETS:
         return PRESETS[name], name
-    if count := re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([kmbt]?)", name):
-        parameters = float(count[1]) * 1000 ** " kmbt".index(count[2] or " ")
-        return _decoder_with(parameters), f"{given} parameters"
     try:
         from transformers import AutoConfig
 
         return AutoConfig.for_model(given), given
     except Exception:  # transformers raises many kinds for a name that it does not know, or is not there
         raise OptionError(f"--model {given!r} is unknown: write {', '.join((*own, ACCEPTED))}") from None
-
-
-def _decoder_with(parameters: float) -> Mapping[str, Any]:
-    """A decoder with that many parameters. As usual, its width is 128 times its number of layers."""
-    # 3e9 parameters: ``(3e9 / 196608) ** (1/3)`` is 25 layers, 3200 wide; they have 12 * 25 * 3200^2 = 3.07e9.
-    if not _PARAMETERS_PER_CUBE <= parameters <= _MOST_PARAMETERS:
-        raise OptionError(
-            f"--model {parameters:g}: a number of parameters is between 2e5 and 1e14, for example 7e9"
-        )
-    layers = max(round((parameters / _PARAMETERS_PER_CUBE) ** (1 / 3)), 1)
-    return {
-        "hidden_size": layers * _HEAD_SIZE,
-        "num_hidden_layers": layers,
-        "num_attention_heads": layers,
-        "intermediate_size": 4 * layers * _HEAD_SIZE,
-    }
 
 
 def one_line(error: BaseException) -> str:

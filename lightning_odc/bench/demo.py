@@ -6,11 +6,8 @@ It adds what a first look needs: the lengths before the run, a timeline of every
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
-
-import numpy as np
 
 from lightning_odc.bench.corpus import read_samples
 from lightning_odc.bench.lengths import describe_tail
@@ -21,7 +18,6 @@ from lightning_odc.bench.training import run_train
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks import TimelineRecorder, draw_timelines, load_timeline
 
-BINS = 10
 NAMES = {combination: mode for mode, combination in MODES.items()}
 TITLES = {"on_demand": "on demand", "balanced": "on demand, balanced"}
 """What pictures call modes whose names are not words."""
@@ -61,7 +57,6 @@ class DemoOutcome(Outcome):
             f"{len(corpus.samples):,} functions and classes of Python {platform.python_version()}'s standard library; "
             f"{corpus.dropped:,} longer than {corpus.max_length:,} tokens left out",
             f"tokens: {describe_tail(corpus.lengths)}",
-            histogram(corpus.lengths, corpus.max_length),
             f"minibatch: {self.devices} x {options.samples_per_rank} samples, one per microbatch, the longest first "
             "(balanced: as it chooses)",
         ]
@@ -142,15 +137,3 @@ class DemoOutcome(Outcome):
             'Next, in your own project: import lightning_odc, then Trainer(strategy="odc"). To plan its gain before: '
             "lightning-odc advise"
         )
-
-
-def histogram(lengths: Sequence[int], longest: int, width: int = 40) -> str:
-    """Lines of blocks for `BINS` equal bins over ``1..longest``, the fullest bin ``width`` blocks wide."""
-    edges = np.linspace(0, longest, BINS + 1).round().astype(int)
-    counts, _ = np.histogram(lengths, edges + 0.5)  # a length on an edge belongs to the lower bin
-    digits = len(f"{longest:,}")
-    lines = []
-    for low, high, count in zip(edges[:-1] + 1, edges[1:], counts.tolist(), strict=True):
-        bar = "█" * round(width * count / max(counts)) or ("▏" if count else "")
-        lines.append(f"{low:>{digits},} - {high:>{digits},}  {bar} {count:,}")
-    return "\n".join(lines)

@@ -100,12 +100,8 @@ def count_parameters(name: str, config: PretrainedConfig) -> int:
 class BenchModule(LightningModule):
     """A model whose loss is a sum with a count, weighted exactly by the strategy."""
 
-    # Under ``ddp``, whose strategy does not know a `Minibatch`, it runs the microbatches ``by_hand`` and
-    # reduces once.
-
-    def __init__(self, by_hand: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.automatic_optimization = not by_hand
         self.loss_sum = 0.0  # summed loss of the microbatches since `take_loss`
         self.tokens = 0  # tokens predicted in them
 
@@ -113,12 +109,10 @@ class BenchModule(LightningModule):
         """Summed loss of a microbatch, and how many tokens it is a sum over."""
         raise NotImplementedError
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any] | None:
-        if not self.automatic_optimization:
-            self._run_by_hand(batch)
-            return None
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         loss, count = self.compute(batch)
-        self._count(loss, count)
+        self.loss_sum += float(loss.detach())
+        self.tokens += count
         return {"loss": loss, "num_items": count}
 
     def take_loss(self) -> tuple[float, int]:
@@ -130,28 +124,12 @@ class BenchModule(LightningModule):
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    def _count(self, loss: Tensor, count: int) -> None:
-        self.loss_sum += float(loss.detach())
-        self.tokens += count
-
-    def _run_by_hand(self, microbatches: list[tuple[Any, float]]) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        for number, (microbatch, weight) in enumerate(microbatches):
-            loss, count = self.compute(microbatch)
-            self._count(loss * bool(weight), count if weight else 0)
-            mean = loss * (weight / max(count, 1) / len(microbatches))
-            # DDP reduces in the pass that `manual_backward` announces, and in no other.
-            backward = self.manual_backward if number == len(microbatches) - 1 else self.backward
-            backward(mean)
-        optimizer.step()
-
 
 class CausalModel(BenchModule):
     """A causal language model over packed samples."""
 
-    def __init__(self, config: PretrainedConfig, seed: int, by_hand: bool = False) -> None:
-        super().__init__(by_hand)
+    def __init__(self, config: PretrainedConfig, seed: int) -> None:
+        super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")

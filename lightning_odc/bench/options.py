@@ -11,7 +11,7 @@ from lightning_odc.balance.planner import COLLECTIVE_SAFE
 from lightning_odc.balance.planner import POLICIES as PLANNED
 from lightning_odc.console import OptionError, check_options, did_you_mean, option
 
-COMMUNICATIONS = ("ddp", "collective", "lockstep", "on_demand")
+COMMUNICATIONS = ("collective", "lockstep", "on_demand")
 PAPERS_OWN = "lb_micro_paper"
 """``lb_micro`` as in the paper: microbatches are packed rank by rank, not along those of the other ranks."""
 SHUFFLED = "shuffled"
@@ -80,7 +80,7 @@ LONGEST_HELP = (
 class TrainOptions:
     """Options of ``lightning-odc bench``; the help of each says what it means."""
 
-    output: Path | None = option(Path("odc-bench"), "folder for JSON, Markdown and pictures", letter="DIR")
+    output: Path | None = option(Path("odc-bench"), "folder for JSON and Markdown", letter="DIR")
     runs: tuple[Combination, ...] = option(
         combinations(
             *("collective+local_sort", "collective+lb_micro"),
@@ -128,11 +128,9 @@ class TrainOptions:
         self.check_ranks()
         if len(set(self.runs)) < len(self.runs):
             raise OptionError("--runs names a combination twice")
-        if any(
-            self.cost_of(run) == "fitted" and run.communication in ("ddp", "collective") for run in self.runs
-        ):
+        if any(self.cost_of(run) == "fitted" and run.communication == "collective" for run in self.runs):
             raise OptionError(
-                "--cost fitted learns from measured times, which collectives and ddp do not have: name other --runs"
+                "--cost fitted learns from measured times, which collectives do not have: name other --runs"
             )
         if self.lengths not in DISTRIBUTIONS and not Path(self.lengths).exists():
             raise OptionError(

@@ -1,12 +1,10 @@
-"""What a training benchmark says: text, Markdown, JSON and a picture."""
+"""What a training benchmark says: text, Markdown and JSON."""
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import platform
-from collections.abc import Mapping
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -14,7 +12,6 @@ from typing import Any
 import lightning
 import torch
 import transformers
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -34,7 +31,6 @@ from lightning_odc.bench.results import (
     summarize,
 )
 from lightning_odc.bench.workload import Workload
-from lightning_odc.callbacks.timeline.palette import GREY, MODES
 from lightning_odc.console import markdown
 from lightning_odc.files import as_json, write_whole
 
@@ -208,7 +204,7 @@ class Outcome:
         return as_json(self.as_dict()) if self.rows else ""
 
     def write_files(self) -> None:
-        """Write JSON, Markdown and a picture into the output folder, if there is one."""
+        """Write JSON and Markdown into the output folder, if there is one."""
         # Nothing measured replaces no earlier results: then there is only ``bench-error.txt``, if a rank said
         # why it failed.
         folder, name, told = self.options.output, self.document, f"{self.document}-error.txt"
@@ -222,11 +218,7 @@ class Outcome:
         (folder / told).unlink(missing_ok=True)
         write_whole(folder / f"{name}.json", self.json.encode())
         write_whole(folder / f"{name}.md", f"{self.introduction}\n\n{self.text}\n".encode())
-        buffer = io.BytesIO()
-        named = {self.name_of(row.combination): row for row in self.rows}
-        rows_picture(named, self.placement.caption).savefig(buffer, format="png", dpi=120)
-        write_whole(folder / f"{name}.png", buffer.getvalue())
-        print(f"files in {folder}/: {name}.json, {name}.md (the whole table), {name}.png")
+        print(f"files in {folder}/: {name}.json, {name}.md (the whole table)")
 
 
 def machine(load: float, gpus: int = 0) -> dict[str, Any]:
@@ -261,25 +253,3 @@ def show_ratio(
         return "-"
     low, middle, high = (f"{one:.{digits}f}" for one in ratio)
     return f"{instead if doubt else f'x{middle}'} [{low}, {high}]"
-
-
-def rows_picture(rows: Mapping[str, Row], caption: str = "") -> Figure:
-    """Seconds per minibatch with intervals; the hatched part is waiting, where that is known."""
-    figure = Figure(figsize=(8, 1.2 + 0.6 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
-    for height, (name, row) in enumerate(rows.items()):
-        low, middle, high = row.seconds
-        waiting = middle * (row.idle or 0.0)
-        colour = MODES.get(name, MODES.get(row.combination.communication, GREY))
-        axes.barh(height, middle, color=colour, alpha=0.6)
-        hatched: Any = {"color": "none", "hatch": "///", "edgecolor": "white"}
-        axes.barh(height, waiting, left=middle - waiting, **hatched)
-        axes.errorbar(middle, height, xerr=[[middle - low], [high - middle]], color="black", capsize=3)
-        if row.speed_up is not None and not row.doubt:
-            axes.annotate(f" x{row.speed_up[1]:.2f}", (high, height), va="center")
-    axes.set_yticks(range(len(rows)), list(rows))
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds per minibatch (median, 95 % interval; hatched: waiting for others)")
-    axes.set_title(caption, fontsize=11)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -24,10 +23,8 @@ from lightning_odc.bench.processes import PROCESS_BYTES, Placement, Ranks, Tell,
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run, Totals
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks.idle.measurement import watch_for
-from lightning_odc.callbacks.idle.sources import GradientWatch, Watch
+from lightning_odc.callbacks.idle.sources import Watch
 from lightning_odc.console import OptionError, prepare_output
-from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.minibatch import Microbatch
 from lightning_odc.engine.keeping import CudaMemory
 from lightning_odc.host_memory import gib
 from lightning_odc.strategy.odc import ODCStrategy
@@ -119,31 +116,13 @@ def fit(
     """Train one combination on this rank; reports a `MinibatchRecord` after each minibatch."""
     placement = place(workload.options.device, world_size)
     _begin_memory(placement.devices[rank])
-    by_hand = combination.communication == "ddp"
-    loader: Any = (
-        workload.plain_loader() if combination.policy == AUTO else workload.loader(combination, rank)
-    )
+    is_auto = combination.policy == AUTO
+    loader: Any = workload.plain_loader() if is_auto else workload.loader(combination, rank)
     recorder = MinibatchRecorder(tell)
     all_callbacks = [recorder, *callbacks, *workload.callbacks(combination)]
     trainer = make_trainer(workload, combination, placement, all_callbacks)
-    trainer.fit(workload.module(rank, by_hand), ByHand(loader) if by_hand else loader)
+    trainer.fit(workload.module(rank), loader)
     return recorder.totals
-
-
-class ByHand:
-    """The microbatches of a minibatch as one batch, a list, for a strategy that knows no `Minibatch`."""
-
-    def __init__(self, loader: BalancedDataLoader) -> None:
-        self._loader = loader  # a loader with ``unroll=True``
-
-    def __iter__(self) -> Iterator[list[tuple[Any, float]]]:
-        microbatches = []
-        for item in self._loader:
-            assert isinstance(item, Microbatch)
-            microbatches.append((item.batch, item.weight))
-            if item.last:
-                yield microbatches
-                microbatches = []
 
 
 class MinibatchRecorder(Callback):
@@ -158,23 +137,12 @@ class MinibatchRecorder(Callback):
         self._watch = Watch(complete=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        strategy = trainer.strategy
-        assert isinstance(pl_module, BenchModule)
-        if isinstance(strategy, ODCStrategy):
-            self._watch = watch_for(trainer, pl_module, waits=None)  # what the host sees
-        else:
-            self._watch = GradientWatch(pl_module, strategy.root_device)
+        self._watch = watch_for(trainer, pl_module, waits=None)  # what the host sees
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._close(trainer, time.monotonic())
         self._before = _spent(trainer, time.monotonic())
         self._watch.begin_batch()
-
-    def on_before_backward(self, *_: Any) -> None:
-        self._watch.before_backward()  # by hand, under ``ddp``, only in the pass that reduces
-
-    def on_after_backward(self, *_: Any) -> None:
-        self._watch.after_backward()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         assert isinstance(pl_module, BenchModule)
@@ -184,14 +152,13 @@ class MinibatchRecorder(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # After the last minibatch there is no next start: its span ends with it.
         self._close(trainer, self._ended)
-        strategy = trainer.strategy
         self.totals.sees_waits = self._watch.complete
         self._watch.release()
-        if isinstance(strategy, ODCStrategy):
-            self.totals.window_bytes = strategy.engine.window_bytes
-            self.totals.traffic = asdict(strategy.engine.traffic)
-            self.totals.stolen = getattr(strategy.engine, "stolen", 0)
-            self.totals.policy = cast(Any, trainer.train_dataloader).options.policy
+        strategy = cast(ODCStrategy, trainer.strategy)
+        self.totals.window_bytes = strategy.engine.window_bytes
+        self.totals.traffic = asdict(strategy.engine.traffic)
+        self.totals.stolen = getattr(strategy.engine, "stolen", 0)
+        self.totals.policy = cast(Any, trainer.train_dataloader).options.policy
         self.totals.peak_bytes = _peak_bytes(strategy.root_device)
 
     def _close(self, trainer: Trainer, now: float) -> None:
@@ -208,13 +175,16 @@ class MinibatchRecorder(Callback):
 
 def _spent(trainer: Trainer, now: float) -> MinibatchRecord:
     """What this rank has spent up to now, from any beginning; only differences count."""
-    spent, strategy = MinibatchRecord(now, {}, 0.0, 0, processor=time.process_time()), trainer.strategy
-    if isinstance(strategy, ODCStrategy):
-        engine = strategy.engine
-        spent.waits = {str(cause): seconds for cause, seconds in engine.waits.items()}
-        spent.settling = engine.seconds.get("settle_and_publish", 0.0)
-        spent.bytes_read = engine.traffic.bytes_read
-    return spent
+    engine = cast(ODCStrategy, trainer.strategy).engine
+    return MinibatchRecord(
+        now,
+        {str(cause): seconds for cause, seconds in engine.waits.items()},
+        loss_sum=0.0,
+        tokens=0,
+        settling=engine.seconds.get("settle_and_publish", 0.0),
+        processor=time.process_time(),
+        bytes_read=engine.traffic.bytes_read,
+    )
 
 
 def make_trainer(
@@ -222,27 +192,23 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of one rank, whose process group is there already."""
     communication: Any = combination.communication
-    strategy: Any
-    if communication == "ddp":
-        strategy = DDPStrategy(parallel_devices=placement.devices)
-    else:
-        balancing: dict[str, Any] = {"balance": None}
-        if combination.policy == AUTO:
-            # What ``strategy="odc"`` chooses, by its name: ``"auto"`` leaves samples of equal length alone, which a
-            # control compares.
-            choice = Options(communication=communication).policy(
-                placement.ranks, indexed=True, device_type=placement.devices[0].type
-            )
-            cost, most = workload.planned_cost(combination), workload.max_tokens
-            balancing = {"balance": choice, "cost": cost, "max_tokens": most}
-        units: Any = workload.units
-        strategy = ODCStrategy(
-            parallel_devices=placement.devices,
-            communication=communication,
-            auto_wrap_policy=units,
-            hang_report_after=None,
-            **balancing,
+    balancing: dict[str, Any] = {"balance": None}
+    if combination.policy == AUTO:
+        # What ``strategy="odc"`` chooses, by its name: ``"auto"`` leaves samples of equal length alone, which a
+        # control compares.
+        choice = Options(communication=communication).policy(
+            placement.ranks, indexed=True, device_type=placement.devices[0].type
         )
+        cost, most = workload.planned_cost(combination), workload.max_tokens
+        balancing = {"balance": choice, "cost": cost, "max_tokens": most}
+    units: Any = workload.units
+    strategy = ODCStrategy(
+        parallel_devices=placement.devices,
+        communication=communication,
+        auto_wrap_policy=units,
+        hang_report_after=None,
+        **balancing,
+    )
     return Trainer(
         strategy=strategy,
         accelerator=placement.accelerator,

@@ -65,9 +65,9 @@ class Workload:
         """A microbatch of samples."""
         return pack_samples(samples)
 
-    def module(self, rank: int, by_hand: bool) -> BenchModule:
-        """The model of a rank. ``by_hand``: the strategy knows no `Minibatch`."""
-        return CausalModel(find_config(self.options.model, self.longest), self.options.seed, by_hand=by_hand)
+    def module(self, rank: int) -> BenchModule:
+        """The model of a rank."""
+        return CausalModel(find_config(self.options.model, self.longest), self.options.seed)
 
     def callbacks(self, combination: Combination) -> list[Callback]:
         """What the trainer needs besides."""
@@ -93,10 +93,7 @@ class Workload:
         whole = parameters * 4  # once, before it is sharded
         if options.device == "cuda":
             return whole
-        state = parameters * _STATE_BYTES // options.ranks + whole
-        if any(run.communication == "ddp" for run in options.runs):
-            state = parameters * 4 * 5
-        return state + 3 * 4 * self.longest * (vocabulary or 0)
+        return parameters * _STATE_BYTES // options.ranks + whole + 3 * 4 * self.longest * (vocabulary or 0)
 
     def loader(self, combination: Combination, rank: int) -> BalancedDataLoader:
         """The loader of one rank; all combinations have the same minibatches in the same order."""
@@ -113,7 +110,6 @@ class Workload:
             shuffle=True,
             drop_last=True,
             seed=options.seed,
-            unroll=combination.communication == "ddp",
             num_replicas=options.ranks,
             rank=rank,
         )

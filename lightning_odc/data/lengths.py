@@ -1,23 +1,14 @@
-"""How long every sample is: where lengths come from, what they must be like, and the cache of those looked at.
-
-The cache has one file for each data set. What is in it and does not fit is computed again, with a warning.
-"""
+"""How long every sample is: where lengths come from, and what they must be like."""
 
 from __future__ import annotations
 
 import hashlib
-import io
-import json
 import math
-import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from numbers import Number
-from pathlib import Path
-from types import CodeType
 from typing import Any, Literal
 
 import numpy as np
@@ -29,8 +20,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc import host_memory
 from lightning_odc.balance.arrays import among_others, are_lengths, as_caps, as_table, check_caps
-from lightning_odc.data.rng import isolated_rng, seed_rng
-from lightning_odc.files import write_whole
+from lightning_odc.data.rng import isolated_rng
 
 LengthArray = npt.NDArray[np.int64]
 """``[n]``, or ``[n, d]`` where samples have rows of numbers."""
@@ -38,12 +28,7 @@ LengthFunction = Callable[[Any], int | Sequence[int]]
 """The length of a sample, or a row of numbers, as many for every sample: ``(text tokens, image patches)``."""
 Source = Literal["given", "attribute", "column", "length_fn", "samples"]
 
-ENVIRONMENT_VARIABLE = "LIGHTNING_ODC_CACHE"
-#: Lengths that took less time are not worth a file.
-WORTH_SECONDS = 0.5
-_VERSION = 3  # of keys in the cache
-_SAMPLED = 64  # samples that a key depends on
-_DEPTH = 6  # to which their content is looked at
+_DEPTH = 6  # to which the content of a sample is looked at
 
 _ROWS_AT_ONCE = 1000
 _BYTES_OF_A_LENGTH = 64  # a number of Python in a list, and its places in two arrays
@@ -92,12 +77,7 @@ class Lengths:
         return hashlib.sha256(shape + self.values.astype("<i8").tobytes()).hexdigest()[:12]
 
 
-def find_lengths(
-    dataset: Any,
-    lengths: Any = None,
-    length_fn: LengthFunction | None = None,
-    cache_dir: str | Path | Literal[False] | None = None,
-) -> Lengths:
+def find_lengths(dataset: Any, lengths: Any = None, length_fn: LengthFunction | None = None) -> Lengths:
     """The length of every sample: as given, by ``length_fn``, as the data set knows it, or of every sample itself."""
     count = len(dataset)
     if lengths is not None:
@@ -109,11 +89,7 @@ def find_lengths(
     if count == 0:
         return Lengths(np.empty(0, dtype=np.int64), "samples")
     source: Source = "samples" if length_fn is None else "length_fn"
-    # Looking at every sample is done once and remembered on disk.
-    length_of = length_fn or measure
-    key = dataset_key(dataset, length_of)
-    values = remembered(key, count, partial(_scan, dataset, length_of), cache_dir)
-    return Lengths(checked(values, count, source), source)
+    return Lengths(checked(_scan(dataset, length_fn or measure), count, source), source)
 
 
 def measure(sample: Any) -> int:
@@ -261,100 +237,6 @@ def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
                     raise MemoryError(short)
             found.append(plain(length_of(dataset[index])))
     return checked(found, count, "the samples")
-
-
-# -- the cache --------------------------------------------------------------------------------------------
-
-
-def remembered(
-    key: str,
-    count: int,
-    compute: Callable[[], LengthArray],
-    directory: str | Path | Literal[False] | None = None,
-) -> LengthArray:
-    """The lengths under a hexadecimal key; computed if there are none, and kept if that took :data:`WORTH_SECONDS`."""
-    folder = cache_folder(directory)
-    if folder is None:
-        return compute()
-    path = folder / f"{key}.npy"
-    if (known := _read(path, count)) is not None:
-        return known
-    begin = time.monotonic()
-    found = compute()
-    if time.monotonic() - begin >= WORTH_SECONDS:
-        content = io.BytesIO()
-        np.save(content, found)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, content.getvalue())  # processes that start together write the same
-        except OSError as problem:
-            _warn(path, f"{problem}; nothing is remembered")
-    return found
-
-
-def _read(path: Path, count: int) -> LengthArray | None:
-    """The lengths in a file; ``None`` if there are none. Nothing is unpickled."""
-    try:
-        with path.open("rb") as file:
-            found = np.lib.format.read_array(file, allow_pickle=False)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except Exception as problem:  # numpy raises many kinds, by what is in it
-        _warn(path, f"{problem}; it is written again")
-        return None
-    if found.dtype != np.int64 or found.shape[:1] != (count,):
-        _warn(path, "it belongs to another data set; it is written again")
-        return None
-    return found
-
-
-def _warn(path: Path, problem: str) -> None:
-    warnings.warn(f"Cache of sample lengths, {path}: {problem}.", stacklevel=3)
-
-
-def cache_folder(directory: str | Path | Literal[False] | None) -> Path | None:
-    """Where lengths are remembered; ``None``: nowhere."""
-    if directory is None:
-        directory = os.environ.get(ENVIRONMENT_VARIABLE) or None
-    if directory is False or directory == "off":
-        return None
-    if directory is not None:
-        return Path(directory).expanduser().absolute() / "lengths"
-    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not caches.is_absolute():
-        caches = Path(os.path.expanduser("~/.cache"))
-    return caches / "lightning-odc" / "lengths" if caches.is_absolute() else None
-
-
-def dataset_key(dataset: Any, length_of: Callable[[Any], Any]) -> str:
-    """Hexadecimal text that differs for data sets whose lengths should not be mistaken for each other's."""
-    # The first, the last, and some between that follow no period.
-    some = np.random.default_rng(len(dataset)).integers(0, len(dataset), _SAMPLED)
-    # A change elsewhere, in a data set of the same class and size, is not noticed here. The loader compares every
-    # sample that it reads with its remembered length.
-    function = getattr(length_of, "__code__", None)
-    code = []
-    if function is not None:
-        constants = [one for one in function.co_consts if not isinstance(one, CodeType)]
-        code = [function.co_code.hex(), repr(function.co_names), repr(constants)]
-    facts: dict[str, Any] = {
-        "version": _VERSION,
-        "class": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
-        "samples": len(dataset),
-        "fingerprint": str(getattr(dataset, "_fingerprint", "")),
-        "measured by": [
-            length_of.__module__,
-            getattr(length_of, "__qualname__", repr(type(length_of))),
-            *code,
-        ],
-        "seen": [],
-    }
-    for index in sorted({0, len(dataset) - 1, *some.tolist()}):
-        with isolated_rng():
-            seed_rng(index)
-            sample = dataset[index]
-        facts["seen"].append([index, repr(length_of(sample)), digest_of(sample)])
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def digest_of(sample: Any) -> str:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from operator import length_hint
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, Unpack
 
@@ -101,7 +100,6 @@ class BalancedDataLoader:
             them; see :func:`lightning_odc.balance.regroup`. Works for map-style data sets, too.
         num_replicas: Number of ranks that share the data; by default those of the process group.
         rank: Number of this rank.
-        cache_dir: The folder for scanned lengths; ``False`` turns the cache off.
         **workers: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``timeout``,
             ``worker_init_fn`` and ``multiprocessing_context``, as in torch's ``DataLoader``.
 
@@ -136,7 +134,6 @@ class BalancedDataLoader:
         regroup: bool = False,
         num_replicas: int | None = None,
         rank: int | None = None,
-        cache_dir: str | Path | Literal[False] | None = None,
         **workers: Unpack[WorkerOptions],
     ) -> None:
         *named, _ = inspect.signature(type(self)).parameters
@@ -163,7 +160,6 @@ class BalancedDataLoader:
         self._packs = packing is True
         self._packing_asked: tuple[bool, RunInfo] | None = None  # what the choice was made for
         self._world = num_replicas, rank
-        self._cache_dir = cache_dir
         self._workers = workers
         self._progress = Progress()
         self._info = NOTHING_KNOWN
@@ -299,7 +295,7 @@ class BalancedDataLoader:
     @cached_property
     def lengths(self) -> Lengths:
         """The length of every sample of a map-style data set; found out at the first use."""
-        found = find_lengths(self._samples, self._given, self._length_fn, self._cache_dir)
+        found = find_lengths(self._samples, self._given, self._length_fn)
         try:
             check_longest(found.values, self.options.max_tokens)
         except ValueError:  # may be cut by the collate_fn; what its rows are is checked with the first plan

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -199,23 +198,11 @@ class Minibatch:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.microbatches)
 
-    def __getitem__(self, index: int | str) -> Any:
-        """A microbatch by its number; or what all of them have under a key, as one batch of their samples.
-
-        Raises:
-            TypeError: it is not certain that the microbatches' values can be concatenated along the samples.
-        """
-        if isinstance(index, int):
-            return self.microbatches[index]
-        parts = [batch[index] for batch in self.microbatches if isinstance(batch, Mapping)]
-        if len(parts) == len(self) == 1:
-            return parts[0]
-        samples = [len(detail.lengths) for detail in self.origin.details] if self.origin is not None else []
-        tensors = [part for part in parts if isinstance(part, Tensor) and part.dim()]
-        alike = len({(tensor.shape[1:], tensor.dtype) for tensor in tensors}) == 1
-        if alike and [len(tensor) for tensor in tensors] == samples:
-            return torch.cat(tensors)
-        raise TypeError(f"{self!r} has no single value for {index!r}. {_WHOLE}")
+    def __getitem__(self, index: int) -> Any:
+        """A microbatch by its number."""
+        if not isinstance(index, int):
+            raise TypeError(f"{self!r} has no single value for {index!r}. {_WHOLE}")
+        return self.microbatches[index]
 
     if not TYPE_CHECKING:  # else no name would be wrong
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import copy
 import math
-import multiprocessing
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,11 +55,6 @@ from lightning_odc.data.rng import RandomState, isolated_rng, seed_rng, with_own
 Collate = Callable[[list[Any]], Any]
 World = tuple[int, int]
 """The number of ranks that share a minibatch, and this rank."""
-
-
-#: Private memory of a worker before it reads, of one that is forked and of one that imports torch itself: measured with
-#: torch 2.13, 7 and 281 MiB.
-_FORKED_BYTES, _FRESH_BYTES = 8 * 2**20, 280 * 2**20
 
 
 class WorkerOptions(TypedDict, total=False):
@@ -241,8 +235,7 @@ class SampleReader:
         for index, sample, length in zip(indices, samples, lengths or (), strict=lengths is not None):
             if self.length_of is not None and (found := self.length_of(sample)) != length:
                 raise ValueError(
-                    f"Sample {index} has length {found}, but had {length} when the lengths were looked up. If the data "
-                    "set changed, delete the cached lengths (see BalancedDataLoader(cache_dir=...)); if its samples "
+                    f"Sample {index} has length {found}, but had {length} when the lengths were looked up. If samples "
                     "differ in length from epoch to epoch, say what to plan with: BalancedDataLoader(dataset, "
                     "lengths=[...])."
                 )
@@ -265,11 +258,10 @@ class SampleReader:
 
 
 class StreamReading(IterableDataset[Minibatch]):
-    """One rank's part of the minibatches of a stream; what ``DataLoader`` calls its data set.
+    """One rank's part of the minibatches of a stream; what ``DataLoader`` calls its data set."""
 
-    It has the attributes of a `MapReading`. As many minibatches as the window says are read ahead, and shuffled among
-    each other if the options say so. A cost that learns is `None` unless this runs in the process that trains.
-    """
+    # It has the attributes of a `MapReading`. As many minibatches as the window says are read ahead, and shuffled among
+    # each other if the options say so. A cost that learns is `None` unless this runs in the process that trains.
 
     collation: Collation | None = None
 
@@ -427,7 +419,6 @@ def torch_loader(
     source: Any, seed: int, options: WorkerOptions, sampler: Any = None
 ) -> DataLoader[Minibatch]:
     """A ``DataLoader`` whose items are whole minibatches; its generator seeds workers, so the global one stays."""
-    _check_memory(options)
     generator = torch.Generator().manual_seed(seed % 2**63)
     return DataLoader(
         source, batch_size=None, sampler=sampler, collate_fn=_unchanged, generator=generator, **options
@@ -445,25 +436,6 @@ def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
         if not is_plain and (verdict := kills.verdict()):
             error.add_note(verdict)
         raise
-
-
-def _check_memory(options: WorkerOptions) -> None:
-    """Refuse more workers than there is memory for, before the kernel ends one of them, or this rank."""
-    workers = options.get("num_workers", 0)
-    if not workers:
-        return
-    context: Any = options.get("multiprocessing_context") or multiprocessing.get_context()
-    method = context if isinstance(context, str) else context.get_start_method()
-    each = _FORKED_BYTES if method == "fork" else _FRESH_BYTES
-    fitting = min(host_memory.available() // each // 2, workers - 1)
-    short = host_memory.shortage(
-        f"data workers (num_workers={workers}, {each >> 20} MiB each before they read anything)",
-        workers * each,
-        f"write num_workers={fitting}",
-        each=each,
-    )
-    if short:
-        raise MemoryError(short)
 
 
 def _unchanged(minibatch: Any) -> Any:

@@ -97,10 +97,8 @@ def some_rows(batch: Any, count: int, part: Sequence[int]) -> Any:
 
 
 def _bounds(batch: Any) -> list[int]:
-    """Where samples begin in a packed row, ``[1, tokens]`` or ``[tokens]``, and, last, where it ends; else empty.
-
-    ``[0, 3, 5]`` of two samples with 3 and 2 tokens.
-    """
+    """Where samples begin in a packed row, ``[1, tokens]`` or ``[tokens]``, and, last, where it ends; else empty."""
+    # ``[0, 3, 5]`` of two samples with 3 and 2 tokens.
     if not isinstance(batch, Mapping):
         return []
     bounds = _given_bounds(batch)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import traceback
 from collections.abc import Sequence
 
 from torch.optim import LBFGS, Optimizer
@@ -19,48 +17,23 @@ PENALTY = """\
             if p.grad is not None:
                 p.grad.add_(p.detach(), alpha=2 * 0.01)  # the gradient of 0.01 * sum(p.pow(2).sum())"""
 
-_MIXED = f"""\
-ODCStrategy shards the model, and parameters (DTensor) are whole only inside `forward` of their unit.
-  A penalty over `self.parameters()` in the loss: use the optimizer's `weight_decay`, or add its gradient to the others:
+_MIXED = f"""parameters are whole only inside `forward` of their unit.
+  A penalty in the loss: use the optimizer's `weight_decay`, or add its gradient to the others:
 {PENALTY}
-  A method of a unit beside `forward`, or a layer inside a unit that is called from outside:
-    def on_fit_start(self):
-        torch.distributed.fsdp.register_fsdp_forward_method(self.block, "encode")
-  An average of the weights (EMA) in `on_before_zero_grad`, where units may be whole: update it in `on_train_batch_end`,
-  or write Trainer(callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging()])."""
-
-_UNALLOCATED = """\
-ODCStrategy shards parameters and gradients (DTensor), and `torch.tensor([...])` cannot hold them. For the norm of the \
-gradients, instead of `grad_norm(self, 2)`:
-    Trainer(gradient_clip_val=float("inf"))  # or the norm to clip by
-    self.log("grad_norm", self.trainer.precision_plugin.gradient_norm)  # in configure_gradient_clipping, after clipping
-For other values: `p.full_tensor()` or `p.to_local()` before they are computed."""
-
-_NO_NUMPY = """\
-ODCStrategy shards parameters and gradients (DTensor). Assemble them first, on all ranks together:
-    for name, p in self.named_parameters():
-        whole = p.full_tensor().detach()
-        if self.trainer.is_global_zero:
-            self.logger.experiment.add_histogram(name, whole, self.global_step)"""
-
-_NO_COPY = """\
-ODCStrategy shards the model, and a sharded one cannot be copied or pickled. Fill a new one from its whole weights:
-    state = self.trainer.strategy.lightning_module_state_dict()  # on all ranks together; rank 0 gets it
-    if self.trainer.is_global_zero:
-        whole = Model()
-        whole.load_state_dict(state)
-For averages of the weights: Trainer(callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging()])."""
-
+  Another method of a unit: in `on_fit_start`,
+    torch.distributed.fsdp.register_fsdp_forward_method(self.block, "encode")
+  An average of the weights: update it in `on_train_batch_end`, or use Lightning's EMAWeightAveraging callback."""
+_UNALLOCATED = """their values are not in one place. For the norm of the gradients, after clipping:
+    self.log("grad_norm", self.trainer.precision_plugin.gradient_norm)"""
+_NO_NUMPY = "assemble one with `p.full_tensor()`, on all ranks together, before it is logged."
+_NO_COPY = """a sharded model cannot be copied or pickled. Fill a new one from its whole weights, on all ranks together:
+    state = self.trainer.strategy.lightning_module_state_dict()  # rank 0 gets it"""
 _ANOTHER_OPTIMIZER = (
     "    torch.optim.AdamW(self.parameters(), lr=1e-4)  # SGD, Muon and most others work, too"
 )
 
-_UNKNOWN = f"""\
-ODCStrategy shards parameters and gradients (DTensor), and this operation does not know how to work on shards. An \
-optimizer that flattens or factors parameters (LBFGS, Adafactor) cannot be used: write
-{_ANOTHER_OPTIMIZER}
-For `parameters_to_vector` and the like, pass whole parameters: [p.full_tensor() for p in self.parameters()], on all \
-ranks together."""
+_UNKNOWN = f"""this operation does not know how to work on shards. An optimizer may do with `foreach=False`, or write
+{_ANOTHER_OPTIMIZER}"""
 
 _RAW = "\nWhat torch says: "
 
@@ -78,26 +51,11 @@ _ADVICE = {
 
 def advise(exception: BaseException) -> None:
     """Say first what to write, if this is an error of torch about something sharded. Idempotent."""
+    # The page of questions and answers has the same table, with more words.
     said = str(exception)
     advice = next((advice for words, advice in _ADVICE.items() if words in said), None)
     if advice is not None and _RAW not in said:
-        exception.args = (f"{_of_optimizer(exception) or advice}{_RAW}{said}",)
-
-
-def _of_optimizer(exception: BaseException) -> str:
-    """What to write if an optimizer's own code raised; empty if its closure did, or something else."""
-    for frame, _ in reversed(list(traceback.walk_tb(exception.__traceback__))):
-        if frame.f_globals.get("__name__", "").startswith("lightning"):
-            break
-        if isinstance(optimizer := frame.f_locals.get("self"), Optimizer):
-            name, mend = type(optimizer).__name__, ""
-            if "_foreach_" in str(exception) and "foreach" in inspect.signature(type(optimizer)).parameters:
-                mend = f"    {name}(self.parameters(), foreach=False)\nor another optimizer:\n"
-            return (
-                "ODCStrategy shards parameters and gradients (DTensor), and the optimizer "
-                f"{name} does not know how to work on shards. Write\n{mend}{_ANOTHER_OPTIMIZER}"
-            )
-    return ""
+        exception.args = (f"ODCStrategy shards parameters and gradients (DTensor): {advice}{_RAW}{said}",)
 
 
 def refuse_optimizers(optimizers: Sequence[Optimizer]) -> None:

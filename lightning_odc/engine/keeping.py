@@ -2,13 +2,9 @@
 
 Note [Read once per minibatch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A published shard changes only after all ranks have met, at the end of the minibatch. So a rank that gathers a unit for
-the second time in a minibatch reads the same numbers again. If there is memory for it, the unit stays gathered: it is
-read once, and freed before the optimizer steps. Other ranks do not notice, so every rank decides for itself.
-
-Frozen parameters, in fine-tuning with adapters nearly all, do not even change at the end. Spare memory keeps the buffer
-into which their shards were read, and the next minibatch reads the other parameters alone. An owner says in which
-version the frozen part of a unit changed last.
+A published shard changes only at the end of a minibatch. So a unit stays gathered until then if there is memory for it,
+and every rank decides for itself: ``docs/memory-and-traffic.md``. Spare memory keeps the buffer into which frozen
+parameters were read, and the next minibatch reads the others alone. An owner says in which version they changed last.
 
 The worth of keeping a unit is its visits in a minibatch less one, times the time of a read, per byte. Asking for a read
 takes as long as copying 64 KiB, so small units come first. Three units, room for 60 MiB, two microbatches::
@@ -208,10 +204,8 @@ class Keeping:
         self._measure()
 
     def choose(self, visits: Sequence[int]) -> list[int]:
-        """The units to keep from now on, by number: as many as there is room for, the most worthwhile first.
-
-        The room is shared with sums of gradients, which no other rank needs to know.
-        """
+        """The units to keep from now on, by number: as many as there is room for, the most worthwhile first."""
+        # The room is shared with sums of gradients, which no other rank needs to know.
         # Time saved per byte, bytes, and whether it is a sum.
         wanted: list[tuple[float, int, _Kept, bool]] = []
         for kept, count in zip(self._kept, visits, strict=True):

@@ -12,13 +12,12 @@ All shared state of optimizer step ``v`` carries the version ``v``, and ranks wa
 
 No further barrier is needed:
 
-- *No torn or stale read.* A shard is overwritten (4) only after every peer said "done with ``v``" (3), and a peer that
-  said so reads no more of version ``v``: between (3) and its own (4) a rank has no version, and may not gather
-  (`Protocol.end_version`). The first version is 1 while words start at 0, so nothing reads a shard that was never
-  written.
-- *No lost or doubled add.* Gradients of ``v + 1`` exist only after a gather of version ``v + 1`` of the same unit from
-  every owner, and an owner publishes that version after it took out and zeroed the sums of ``v``. This needs every
-  unit to be resharded, and so gathered again, in every step (see ``OnDemandEngine.publish``).
+- *No torn or stale read.* A shard is overwritten (4) only after every peer said "done with ``v``" (3). Between (3) and
+  its own (4) a rank has no version, and may not gather (`Protocol.end_version`). The first version is 1, words start at
+  0.
+- *No lost or doubled add.* Gradients of ``v + 1`` exist only after a gather of ``v + 1`` of the same unit from every
+  owner, which publishes it after it took out the sums of ``v``. So every unit is resharded in every step (see
+  ``OnDemandEngine.publish``).
 
 Note [Meetings are at most one ahead]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -176,11 +176,9 @@ class UnitWindow:
         self._transport.announce(self._word, version)
 
     def gather(self, out: Tensor, since: int = 0, trained: Sequence[tuple[int, int]] = ()) -> None:
-        """Copy the current shards of all other ranks into ``out``, ``[owners * shard_numel]`` with the own one.
-
-        If ``out`` has all of version ``since`` already, only the ``trained`` parts of a shard (begin, end) are read,
-        which every optimizer step changes, unless its owner has edited more since then.
-        """
+        """Copy the current shards of all other ranks into ``out``, ``[owners * shard_numel]`` with the own one."""
+        # If ``out`` has all of version ``since`` already, only the ``trained`` parts of a shard (begin, end) are read,
+        # which every optimizer step changes, unless its owner has edited more since then.
         state, read, numel = self._state, self._transport.read, self.spec.shard_numel
         self.check_not_ended()
         self.gathers += 1

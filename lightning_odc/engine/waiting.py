@@ -1,10 +1,9 @@
 """Waiting that sleeps, has a deadline, and adds up: how long this rank was idle, and why. And reports of long waits.
 
 PyTorch's flight recorder does not see one-sided traffic, so reports say where every rank is: on stderr and, with the
-Python stack, in a file. The rank that hangs is the one that does not wait. A report at the place that waits would come
-from all ranks except that one. So each rank has a thread that looks at all ranks' control words from time to time, and
-reports when *any* rank has waited for long. It needs the interpreter's lock: if a rank never releases that lock, only
-its peers describe it.
+Python stack, in a file. The rank that hangs is the one that does not wait. So each rank has a thread that looks at all
+ranks' control words, and reports when *any* rank has waited for long. It needs the interpreter's lock: if a rank never
+releases that lock, only its peers describe it.
 """
 
 from __future__ import annotations

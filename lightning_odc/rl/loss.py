@@ -11,8 +11,7 @@ the same on all ranks::
     grpo, gspo   1 / tokens of the response   responses
     dr_grpo      1 / max_response_length      responses
 
-So the sum over microbatches, and over ranks, is the same for every placement. Strategies take the mean over ranks of
-what was backpropagated, so each rank multiplies its sums by the number of ranks.
+Strategies take the mean over ranks of what was backpropagated, so each rank multiplies its sums by their number.
 """
 
 from __future__ import annotations

@@ -395,10 +395,8 @@ class ODCStrategy(ShardedStrategy):
         return self._evaluation
 
     def _hold_signals(self, *, meeting: bool) -> None:
-        """Hold signals after the trainer has set its handlers, if ranks meet. See Note [Signals wait for a meeting].
-
-        Under stock collectives they meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
-        """
+        """Hold signals after the trainer has set its handlers, if ranks meet. See Note [Signals wait for a meeting]."""
+        # Under stock collectives they meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
         if self._signals is None and meeting and self.world_size > 1:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer

@@ -19,14 +19,11 @@ never be published (`Peers.check_not_left`).
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import linecache
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,7 +34,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ThroughputMonitor
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch import nn
 
 from lightning_odc import _compat_lightning
 from lightning_odc._version import __version__
@@ -48,7 +44,6 @@ from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.units import first_difference
 from lightning_odc.errors import DisagreementError
 
-_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "builtins", "abc", "typing")
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
@@ -67,7 +62,7 @@ def compare_batches(engine: Engine, trainer: Trainer) -> None:
 
 
 def compare_programs(engine: Engine, trainer: Trainer, folded: int = 1) -> None:
-    """Find out that ranks run different code or hyperparameters, which no meeting would show. All ranks together."""
+    """Find out that versions or hyperparameters differ, which no meeting would show. All ranks together."""
     exchange = partial(engine.exchange, "compare programs")
     if difference := first_difference(exchange, describe(trainer, folded)):
         raise DisagreementError(
@@ -88,24 +83,7 @@ def describe(trainer: Trainer, folded: int = 1) -> list[str]:
         for group in optimizer.param_groups:
             plain = [f"{key}={value!r}" for key, value in group.items() if isinstance(value, _PLAIN)]
             lines.append(f"optimizer {number}: {type(optimizer).__name__}({', '.join(plain)})")
-    return lines + list(_sources(trainer.lightning_module))
-
-
-def _sources(module: nn.Module) -> Iterator[str]:
-    """The classes that the model is made of, with a digest of the file they are from."""
-    classes = {base: None for child in module.modules() for base in type(child).__mro__}
-    digests: dict[str, str] = {}
-    for kind in classes:
-        if kind.__module__.partition(".")[0] in _LIBRARIES:
-            continue
-        if kind.__module__ not in digests:
-            # Whole files, since to cut one class out of its file takes Python as long as some steps of training.
-            text = ""
-            with suppress(OSError, TypeError):  # made while running, or typed into a console
-                text = "".join(linecache.getlines(inspect.getfile(kind)))
-            digest = hashlib.sha256(text.encode()).hexdigest()[:12] if text else "unknown"
-            digests[kind.__module__] = digest
-        yield f"class {kind.__module__}.{kind.__qualname__} in a file with digest {digests[kind.__module__]}"
+    return lines
 
 
 #: Seconds that SIGTERM waits for the end of a training batch. Launchers and schedulers often kill after 30.

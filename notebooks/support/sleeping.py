@@ -47,11 +47,10 @@ class SleepingModel(BenchModule):
 
     Args:
         slowness: The slowness of this device.
-        by_hand: Whether the strategy does not unroll a `Minibatch`.
     """
 
-    def __init__(self, slowness: float = 1.0, by_hand: bool = False) -> None:
-        super().__init__(by_hand)
+    def __init__(self, slowness: float = 1.0) -> None:
+        super().__init__()
         self.layers = nn.ModuleList(SleepingLayer() for _ in range(LAYERS))
         self.slowness = slowness
 

@@ -8,7 +8,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 from benchmarks.hero import covered_by, summary
-from benchmarks.loss_curve import ALONE, MODES, train
+from benchmarks.loss_curve import MODES, train, train_alone
 from benchmarks.pictures.canvas import LIGHT, Canvas
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.console import OptionError
@@ -50,9 +50,9 @@ def test_a_step_begins_with_its_first_rank_and_idle_is_a_share_of_all_ranks() ->
 @pytest.mark.timeout(400)  # two groups of processes that import everything
 def test_balanced_has_the_losses_of_one_process() -> None:
     balanced = train({"balanced": MODES["balanced"]}, 2, steps=2, max_length=96)["balanced"]
-    alone = train(ALONE, 1, steps=2, max_length=96)["one process"]
+    alone = train_alone(steps=2, max_length=96)
     assert balanced == pytest.approx(alone, rel=1e-5)
     assert len(alone) == 2
     assert alone[0] != alone[1]
     with pytest.raises(OptionError, match="suffice for"):
-        train(ALONE, 1, steps=100_000, max_length=96)
+        train_alone(steps=100_000, max_length=96)

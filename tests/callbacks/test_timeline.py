@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
@@ -26,7 +24,7 @@ from lightning_odc.callbacks import (
 )
 from lightning_odc.callbacks.timeline.chrome_trace import from_chrome_trace, to_chrome_trace
 from lightning_odc.callbacks.timeline.gantt import timelines_figure
-from lightning_odc.callbacks.timeline.spans import Passage, RankTimeline, merge, place_clocks
+from lightning_odc.callbacks.timeline.spans import RankTimeline, merge
 from lightning_odc.engine.tracing import Span
 from tests.callbacks.test_idle import MS, Sleeper, microbatch
 from tests.support.modules import TokenModule, loader, trainer
@@ -166,18 +164,17 @@ def test_other_communications(rank, communication, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["raise", "exit"])
-def test_what_was_written_before_a_crash_opens(tmp_path, how):
+def test_ranks_that_end_by_an_error_write_what_they_have(tmp_path, how):
     outcomes = try_ranks(_fit, tmp_path, None, how)
     assert [outcome.exitcode for outcome in outcomes] == [1, 1]
-    check_trace(tmp_path / "timeline.json", ranks=2)
-    timeline = load_timeline(tmp_path / "timeline.json")
-    assert len(timeline.ranks[0].of("minibatch")) == STEPS  # the last one is not whole
-    assert not timeline.ranks[0].complete
-    assert timeline.ranks[1].of("forward")
-    assert any("ended by" in note for note in timeline.notes)
-    for rank in range(2):
-        check = load_timeline(tmp_path / f"timeline-rank{rank}.json")
-        assert [one.rank for one in check.ranks] == [rank]
+    for rank in range(2 if how == "raise" else 1):  # the other one had no time to write
+        timeline = load_timeline(tmp_path / f"timeline-rank{rank}.json")
+        [own] = timeline.ranks
+        assert own.rank == rank
+        assert len(own.of("minibatch")) == STEPS  # the last one is not whole
+        assert not own.complete
+        assert own.of("forward")
+        assert any("ended by" in note for note in timeline.notes)
 
 
 @on_ranks(2)
@@ -315,7 +312,7 @@ def meeting(kind: str, begin: int, end: int) -> Span:
 
 
 def part(rank: int, *spans: Span, world_size: int = 2) -> Timeline:
-    return Timeline([RankTimeline(rank, "here", list(spans))], world_size, "test", "run", waiting_seen=False)
+    return Timeline([RankTimeline(rank, "here", list(spans))], world_size, "test", waiting_seen=False)
 
 
 def test_waiting_inside_collectives_is_told_apart():
@@ -336,26 +333,6 @@ def test_waiting_inside_collectives_is_told_apart():
     alone = merge([part(1, meeting("all_gather", 0, 12), world_size=3)])
     assert alone.notes == ["Nothing is known of rank(s) 0, 2."]
     assert not alone.waiting_seen
-
-
-@given(
-    offset=st.integers(-(10**12), 10**12),
-    delays=st.lists(st.tuples(*[st.integers(0, 10**6)] * 4), min_size=1, max_size=8),
-)
-def test_the_true_offset_lies_within_the_uncertainty(offset, delays):
-    passages: list[list[Passage]] = [[], []]
-    now = 0
-    for enter_first, enter_second, leave_first, leave_second in delays:
-        entered = (now + enter_first, now + enter_second)
-        met = max(entered)
-        left = (met + leave_first, met + leave_second)
-        passages[0].append(Passage(entered[0], left[0]))
-        passages[1].append(Passage(entered[1] + offset, left[1] + offset))
-        now = max(left)
-    first, second = place_clocks([("a", "1"), ("b", "2")], passages)
-    assert (first.offset_ns, first.uncertainty_ns) == (0, 0)
-    assert abs(second.offset_ns - offset) <= second.uncertainty_ns
-    assert second.uncertainty_ns <= 2 * 10**6
 
 
 # -- pictures ------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ ROWS = [[0] * n for n in range(1, 14)]
 
 def convert(**options: Any) -> BalancedDataLoader:
     dataloader: DataLoader[Any] = DataLoader(ROWS, **{"batch_size": 2, "collate_fn": list, **options})  # type: ignore[arg-type]
-    return balanced_from(dataloader, num_replicas=2, rank=1, cache_dir=False)
+    return balanced_from(dataloader, num_replicas=2, rank=1)
 
 
 def test_what_is_taken_over():
@@ -64,7 +64,7 @@ def test_what_the_caller_says():
         "weighting": "sample",
         "seed": 4,
     }
-    world: dict[str, Any] = {"num_replicas": 1, "rank": 0, "cache_dir": False}
+    world: dict[str, Any] = {"num_replicas": 1, "rank": 0}
     balanced = balanced_from(dataloader, length_fn=lambda row: len(row) + 1, **given, **world)
     assert balanced.lengths.values.tolist() == list(range(2, 15))
     assert {name: getattr(balanced.options, name) for name in given} == given
@@ -90,7 +90,7 @@ def test_a_distributed_sampler_can_be_replaced():
     dataloader: DataLoader[Any] = DataLoader(ROWS, batch_size=2, sampler=sampler)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="DistributedSampler gives every rank a part"):
         balanced_from(dataloader)
-    world: dict[str, Any] = {"num_replicas": 2, "rank": 0, "cache_dir": False}
+    world: dict[str, Any] = {"num_replicas": 2, "rank": 0}
     balanced = balanced_from(dataloader, distributed_sampler="replace", **world)
     assert balanced.options.shuffle
     assert balanced.options.seed == 9
@@ -105,7 +105,7 @@ def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning()
     ):
         samplers = [DistributedSampler(ROWS[:12], ranks, rank, seed=9) for rank in range(ranks)]  # type: ignore[arg-type, var-annotated]
         dataloader: DataLoader[Any] = DataLoader(ROWS[:12], batch_size=size, sampler=samplers[0])  # type: ignore[arg-type]
-        world: dict[str, Any] = {"num_replicas": ranks, "rank": 0, "cache_dir": False}
+        world: dict[str, Any] = {"num_replicas": ranks, "rank": 0}
         balanced = balanced_from(dataloader, batches=batches, distributed_sampler="replace", **world)
         for epoch in range(2):
             for sampler in samplers:
@@ -156,7 +156,7 @@ def test_by_default_no_microbatch_is_larger_than_the_largest_batch():
 
 def test_equal_samples_share_microbatches_as_before():
     dataloader: DataLoader[Any] = DataLoader([torch.zeros(5)] * 16, batch_size=4)  # type: ignore[arg-type]
-    balanced = balanced_from(dataloader, num_replicas=2, rank=0, cache_dir=False)
+    balanced = balanced_from(dataloader, num_replicas=2, rank=0)
     assert [[len(batch) for batch in minibatch] for minibatch in balanced] == [[4], [4]]
 
 
@@ -167,4 +167,4 @@ def test_rows_that_are_rounded_above_the_cap_are_refused_at_once():
 
     dataloader: DataLoader[Any] = DataLoader(ROWS, batch_size=2, collate_fn=pad_to_eight)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_tokens=16"):
-        len(balanced_from(dataloader, num_replicas=2, rank=1, max_tokens=13, cache_dir=False))
+        len(balanced_from(dataloader, num_replicas=2, rank=1, max_tokens=13))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,14 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from lightning_odc import host_memory
 from lightning_odc.data import lengths as lengths_module
-from lightning_odc.data.lengths import LengthsUnknownError, check_longest, checked, find_lengths, measure
+from lightning_odc.data.lengths import (
+    LengthsUnknownError,
+    check_longest,
+    checked,
+    digest_of,
+    find_lengths,
+    measure,
+)
 from lightning_odc.host_memory import Room
 from tests.support.refusals import assert_refused
 
@@ -118,12 +124,12 @@ def test_given_lengths_come_first_and_the_data_set_is_not_read():
 
 def test_a_length_function_comes_before_what_the_data_set_says_and_samples_last():
     told = Samples(ROWS, lengths=torch.tensor([3, 1, 4, 1, 5]))
-    found = find_lengths(told, length_fn=lambda row: 2 * len(row), cache_dir=False)
+    found = find_lengths(told, length_fn=lambda row: 2 * len(row))
     assert (found.values.tolist(), found.source) == ([6, 2, 8, 2, 10], "length_fn")
     reads = told.reads
     assert find_lengths(told).source == "attribute"
     assert told.reads == reads
-    found = find_lengths(Samples(ROWS), cache_dir=False)
+    found = find_lengths(Samples(ROWS))
     assert (found.values.tolist(), found.source) == ([3, 1, 4, 1, 5], "samples")
 
 
@@ -133,7 +139,7 @@ def test_parts_of_data_sets_know_the_lengths_that_their_wholes_know():
     assert find_lengths(ConcatDataset([whole, Subset(whole, [2])])).values.tolist() == [3, 1, 4, 1, 5, 4]
     assert whole.reads == 0
     mixed = ConcatDataset([whole, Samples([[1, 2]])])
-    assert find_lengths(mixed, cache_dir=False).values.tolist() == [3, 1, 4, 1, 5, 2]
+    assert find_lengths(mixed).values.tolist() == [3, 1, 4, 1, 5, 2]
 
 
 def test_columns_of_a_hugging_face_data_set(monkeypatch):
@@ -147,9 +153,9 @@ def test_columns_of_a_hugging_face_data_set(monkeypatch):
         found = find_lengths(HuggingFace({"text": ["x"] * 5, name: column}))
         assert (found.values.tolist(), found.source) == ([3, 1, 4, 1, 5], "column")
     transforms = HuggingFace({"input_ids": ROWS}, form="custom")
-    assert find_lengths(transforms, cache_dir=False).source == "samples"
+    assert find_lengths(transforms).source == "samples"
     nested = HuggingFace({"input_ids": [torch.ones(1, 3), torch.ones(1, 2)]}, form=None)
-    assert find_lengths(nested, cache_dir=False).values.tolist() == [3, 2]
+    assert find_lengths(nested).values.tolist() == [3, 2]
 
 
 def test_looking_that_takes_long_shows_how_far_it_is(monkeypatch):
@@ -160,7 +166,7 @@ def test_looking_that_takes_long_shows_how_far_it_is(monkeypatch):
         return bar(items, **{**options, "delay": 0, "mininterval": 0, "file": shown})
 
     monkeypatch.setattr(lengths_module, "tqdm", patient)
-    find_lengths(Samples(ROWS), cache_dir=False)
+    find_lengths(Samples(ROWS))
     assert "Lengths of samples" in shown.getvalue()
     assert "5/5" in shown.getvalue()
 
@@ -208,40 +214,38 @@ def test_wrong_lengths_are_found_wherever_they_come_from():
         ((Samples(ROWS), lambda _: -1), "sample 0 has length -1"),
     ]
     assert_refused(
-        lambda case: (lambda dataset, length_fn: find_lengths(dataset, length_fn=length_fn, cache_dir=False))(
-            *case
-        ),
+        lambda case: (lambda dataset, length_fn: find_lengths(dataset, length_fn=length_fn))(*case),
         cases,
     )
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path, monkeypatch) -> Iterator[None]:
-    monkeypatch.setenv("LIGHTNING_ODC_CACHE", str(tmp_path))
-    yield
-    assert not list(tmp_path.rglob("*.part")), "a lock was left"
+def test_a_digest_sees_into_samples():
+    class Plain:
+        def __init__(self, value: int) -> None:
+            self.value = value
+
+    assert digest_of(Plain(1)) == digest_of(Plain(1)) != digest_of(Plain(2))
+    assert digest_of({"a": 1, "b": None}) == digest_of({"b": None, "a": 1}) != digest_of({"a": 1, "b": 0})
+    bits = [torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)]
+    assert digest_of(bits[0]) != digest_of(bits[1])
+    assert digest_of(np.array(["x"], dtype=object)) != digest_of(np.array(["y"], dtype=object))
+    assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])
 
 
 def numbers(sample: list[int]) -> tuple[int, int]:
     return len(sample), sum(sample)
 
 
-def test_a_length_function_may_return_a_row_of_numbers(tmp_path, monkeypatch):
+def test_a_length_function_may_return_a_row_of_numbers():
     expected = [[len(row), sum(row)] for row in ROWS]
-    monkeypatch.setattr("lightning_odc.data.lengths.WORTH_SECONDS", 0.0)
     for convert in (tuple, list, np.array, torch.tensor):
-        found = find_lengths(
-            Samples(ROWS), length_fn=lambda row, convert=convert: convert(numbers(row)), cache_dir=False
-        )
+        found = find_lengths(Samples(ROWS), length_fn=lambda row, convert=convert: convert(numbers(row)))
         assert found.values.tolist() == expected
-    for reads_all in (True, False):  # the second time they are remembered
-        data = Samples(ROWS)
-        found = find_lengths(data, length_fn=numbers, cache_dir=tmp_path)
-        assert (found.values.tolist(), found.of([1])) == (expected, expected[1:2])
-        assert (data.reads > len(ROWS)) == reads_all
+    found = find_lengths(Samples(ROWS), length_fn=numbers)
+    assert (found.values.tolist(), found.of([1])) == (expected, expected[1:2])
     assert found.digest != find_lengths(Samples(ROWS), [row[0] for row in expected]).digest
     assert find_lengths(Samples(ROWS, lengths=np.array(expected))).values.tolist() == expected
-    single = find_lengths(Samples(ROWS), length_fn=lambda sample: (len(sample),), cache_dir=False)
+    single = find_lengths(Samples(ROWS), length_fn=lambda sample: (len(sample),))
     assert single.values.ndim == 1
 
 
@@ -291,9 +295,8 @@ def test_a_look_at_all_samples_ends_before_the_kernel_ends_it(monkeypatch):
 
     monkeypatch.setattr(host_memory, "rooms", left)
     monkeypatch.setattr(lengths_module, "_LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(lengths_module, "dataset_key", lambda *_: "0")  # it reads some, too
     with pytest.raises(MemoryError) as error:
-        find_lengths(data, cache_dir=False)
+        find_lengths(data)
     scanned, said = data.read[-1] + 1, str(error.value)
     assert 10 < scanned < 20, "of 100, when 64 MiB were left"
     assert f"the lengths of samples that are still to be looked at ({100 - scanned} of 100) need 0.06" in said
@@ -304,7 +307,6 @@ def test_lengths_alone_may_be_too_many(monkeypatch):
     monkeypatch.setattr(host_memory, "rooms", lambda: [Room(2**30, "a test", "allow more")])
     data = Hoards()
     monkeypatch.setattr(Hoards, "__len__", lambda self: 2**25)
-    monkeypatch.setattr(lengths_module, "dataset_key", lambda *_: "0")
     with pytest.raises(MemoryError, match=r"\(33554432 of 33554432\) need 2.06 GiB, but 1.00 GiB are free"):
-        find_lengths(data, cache_dir=False)
+        find_lengths(data)
     assert data.read == []

@@ -26,7 +26,6 @@ from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader, Microbatch
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator, pack_samples
-from lightning_odc.host_memory import Room
 from tests.support.ranks import run_ranks
 from tests.support.refusals import assert_refused
 from tests.test_host_memory import count_kill, tree
@@ -421,9 +420,7 @@ def test_what_cannot_be_is_refused_at_once():
         len(loader(["a text", "b"]))
 
 
-def test_samples_that_are_not_as_long_as_they_were_are_found_out(monkeypatch):
-    monkeypatch.setenv("LIGHTNING_ODC_CACHE", "off")
-
+def test_samples_that_are_not_as_long_as_they_were_are_found_out():
     class Changing(Dataset[Any]):
         lengths_now = [3] * 8
 
@@ -480,29 +477,6 @@ def test_samples_with_several_numbers():
 
 
 # -- memory of the host ----------------------------------------------------------------------------------------
-
-
-def test_workers_that_do_not_fit_into_memory_are_not_started(monkeypatch) -> None:
-    forked = {"multiprocessing_context": multiprocessing.get_context("fork")}
-    before = {*multiprocessing.active_children()}  # of earlier tests, which end in their own time
-    for options, left_mib, message in (
-        (
-            {"num_workers": 4, **forked},
-            31,
-            r"num_workers=4, 8 MiB each .* need 0.03 GiB, but 0.03 .* num_workers=1\.",
-        ),
-        ({"num_workers": 4, "multiprocessing_context": "spawn"}, 1119, r"280 MiB each .* num_workers=1\."),
-        ({"num_workers": 1, **forked}, 7, r"a test. To go on, allow more, or write num_workers=0\."),
-    ):
-        room = Room(left_mib * 2**20, "a test", "allow more")
-        monkeypatch.setattr(host_memory, "rooms", lambda room=room: [room])
-        with pytest.raises(MemoryError, match=message):
-            next(iter(loader(**options)))
-        assert {*multiprocessing.active_children()} <= before
-    for options, left_mib in (({"num_workers": 2, **forked}, 16), ({}, 0)):
-        room = Room(left_mib * 2**20, "a test", "allow more")
-        monkeypatch.setattr(host_memory, "rooms", lambda room=room: [room])
-        assert next(iter(loader(**options))) is not None
 
 
 class Deadly(Rows):

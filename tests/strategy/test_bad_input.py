@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.engine.advice import advise, refuse_optimizers
+from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.sharding.wrapping import refuse_layers
 from lightning_odc.strategy.microbatch import contribution
 from tests.support.fits import are_equal, assert_same, failure, fit, fitted, one_process
@@ -298,25 +298,6 @@ def test_errors_of_torch_about_sharded_parameters_say_what_to_write(rank, case):
             assert text.startswith("ValueError: LBFGS runs the model several times in one step")
         elif case == "LBFGS":
             assert "Cannot flatten unevenly sharded tensor" in text
-
-
-class AllAtOnce(torch.optim.SGD):
-    """Stands for optimizers of other packages, whose functions for lists DTensor does not know."""
-
-    def step(self, closure: Any = None) -> None:
-        raise NotImplementedError(
-            "Operator aten._foreach_copy_.default does not have a sharding strategy registered."
-        )
-
-
-def test_an_optimizer_that_does_not_know_shards_is_named_with_its_mend():
-    with pytest.raises(NotImplementedError) as error:
-        AllAtOnce([nn.Parameter(torch.ones(1))]).step()
-    for _ in range(2):
-        advise(error.value)
-        assert str(error.value).startswith("ODCStrategy shards")
-        assert "the optimizer AllAtOnce does not know how" in str(error.value)
-        assert str(error.value).count("AllAtOnce(self.parameters(), foreach=False)") == 1
 
 
 def test_bitsandbytes_and_adalora_are_refused_by_name():

@@ -2,20 +2,10 @@
 
 Note [Waiting inside a kernel]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-On GPUs a collective is a kernel, like those of the model. It begins when its own rank has come, waits inside for the
-others, moves the bytes, and ends on all ranks together. The host does not wait. All ranks run the same collectives
-in the same order, so the n-th kernel of a name on one rank is the n-th on the others. The rank that comes last does not
-wait, so the shortest of these kernels is the transfer. In the other kernels, the time before the transfer is waiting.
-The device is idle while it waits and none of its own kernels runs. In ms, with a gather that rank 0 begins early:
-
-    ms       0    2    4    6    8   10   12   14
-    rank 0   |model ...|                   |model ...
-             .  |gather ...................|              3 to 12: 9 ms long
-    rank 1   |model ...................|   |model ...
-             .                         |gat|              10 to 12: 2 ms long, the transfer
-
-Rank 0 waits from 3 to 12 - 2 = 10, and is idle from 4 to 10: 6 ms. From 10 to 12 both ranks move bytes. On rank 0, the
-first 12 ms have 4 ms of its own kernels, 8 ms of nothing but a collective (6 of them idle), and no empty time.
+On GPUs a collective is a kernel, which waits inside for the other ranks, and ends on all of them together. All ranks
+run the same collectives in the same order, so the n-th kernel of a name on one rank is the n-th on the others. The rank
+that comes last does not wait, so the shortest of these kernels is the transfer. In the other kernels, the time before
+the transfer is waiting, and idle where none of the own kernels runs. ``docs/data/idle-sources.md`` draws an example.
 
 Note [A step under the profiler]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~

@@ -2,10 +2,9 @@
 
 Note [Idle on a stream]
 ~~~~~~~~~~~~~~~~~~~~~~~
-On GPUs the host launches work, and the device does it later. While the host waits for 7 ms, the device may have 7 ms of
-kernels to run. So one event is recorded on the compute stream where a wait begins (A), and another one where it ends
-(B). A passes when all earlier kernels are done. B passes right after it, but not before the host has recorded it. So
-from A to B the stream had nothing to do, because the host waited:
+On GPUs the host launches work, and the device does it later. So one event is recorded on the compute stream where a
+wait begins (A), and another one where it ends (B). A passes when all earlier kernels are done. B passes right after it,
+but not before the host has recorded it. So from A to B the stream had nothing to do, because the host waited:
 
     ms       0    1    2    3    4    5    6    7    8    9   10
     host     launches .... |waits for a peer .................|launches

@@ -1,8 +1,7 @@
 """Timelines as Chrome traces (Trace Event Format), which Perfetto and chrome://tracing open.
 
 A rank is a process with three threads, computing, communicating and waiting. Every span is a complete event
-(``"ph": "X"``) in microseconds. Its kind is the event's category, and further facts are in ``args``. Each rank
-keeps its own timeline in a file until all of them are merged.
+(``"ph": "X"``) in microseconds. Its kind is the event's category, and further facts are in ``args``.
 """
 
 from __future__ import annotations
@@ -12,22 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lightning_odc import files
-from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline, merge
+from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
 
 FORMAT = "lightning-odc timeline 1"
 
-_RUN = ("run", "strategy", "world_size", "waiting_seen", "notes")
-_RANK = {
-    "rank": "rank",
-    "host": "host",
-    "dropped": "dropped",
-    "complete": "complete",
-    "clock_offset_ns": "offset_ns",
-    "clock_uncertainty_ns": "uncertainty_ns",
-}
-"""Facts in the file, and the attributes that hold them."""
+_RUN = ("strategy", "world_size", "waiting_seen", "notes")
+_RANK = ("rank", "host", "dropped", "complete")
+"""Attributes that are facts in the file."""
 
 _COMPUTE, _COMMUNICATION, _WAITING = 1, 2, 3
 _THREADS = {_COMPUTE: "computing", _COMMUNICATION: "communicating", _WAITING: "waiting"}
@@ -36,7 +27,7 @@ _COMMUNICATIONS = COLLECTIVES | {"read", "add", "settle", "publish"}
 
 def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
     """The timeline as a JSON-serialisable object."""
-    ranks = [{key: getattr(rank, name) for key, name in _RANK.items()} for rank in timeline.ranks]
+    ranks = [{name: getattr(rank, name) for name in _RANK} for rank in timeline.ranks]
     about = {name: getattr(timeline, name) for name in _RUN}
     return {
         "displayTimeUnit": "ms",
@@ -59,7 +50,7 @@ def from_chrome_trace(trace: Any) -> Timeline:
                 spans.setdefault(event["pid"], []).append(Span(event["cat"], begin, end, event["args"]))
         ranks = []
         for rank in about["ranks"]:
-            facts = {name: rank[key] for key, name in _RANK.items()}
+            facts = {name: rank[name] for name in _RANK}
             ranks.append(RankTimeline(spans=spans.get(rank["rank"], []), **facts))
         return Timeline(ranks, **{name: about[name] for name in _RUN})
     except (LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -89,32 +80,6 @@ def load_timeline(path: str | Path) -> Timeline:
     return decode(Path(path).read_bytes())
 
 
-def rank_file(directory: Path, rank: int) -> Path:
-    """Where a rank keeps its own timeline until the file of all ranks is written."""
-    return directory / f"timeline-rank{rank}.json"
-
-
-def merge_rank_files(directory: Path, run: Timeline, path: Path) -> None:
-    """Write the files of a run's ranks that are there into one trace, and keep them."""
-    # Ranks that fail together do this at the same time. Who writes last has read all that was there.
-    merged, found = 0, _read_rank_files(directory, run)
-    while merged < len(found):
-        files.write_whole(path, encode(merge(found)))
-        merged, found = len(found), _read_rank_files(directory, run)
-
-
-def _read_rank_files(directory: Path, run: Timeline) -> list[Timeline]:
-    timelines = []
-    for rank in range(run.world_size):
-        try:
-            timeline = load_timeline(rank_file(directory, rank))
-        except (OSError, ValueError):
-            continue  # not there, or not written by a recorder
-        if timeline.run == run.run and [one.rank for one in timeline.ranks] == [rank]:
-            timelines.append(timeline)
-    return timelines
-
-
 def remarks(timeline: Timeline) -> list[str]:
     """How complete and how exact the timeline is, for people."""
     lines = []
@@ -125,15 +90,12 @@ def remarks(timeline: Timeline) -> list[str]:
             )
         if not rank.complete:
             lines.append(f"Rank {rank.rank}: the recording ended before all of its steps did.")
-        if rank.uncertainty_ns:
-            lines.append(
-                f"Rank {rank.rank}: its clock was {rank.offset_ns / 1e3:+.1f} microseconds from rank 0's, within "
-                f"{rank.uncertainty_ns / 1e3:.1f}, when training began; clocks drift by some microseconds a second."
-            )
     if not timeline.waiting_seen:
         lines.append("Waits for other ranks are not seen: idle time is part of what surrounds it.")
-    if not any(rank.uncertainty_ns for rank in timeline.ranks):
+    if len({rank.host for rank in timeline.ranks}) == 1:
         lines.append("All ranks share one clock.")
+    else:
+        lines.append("The clocks of hosts agree up to the time of one message, about a millisecond.")
     return lines
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import socket
 import time
 import zlib
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import files
 from lightning_odc.callbacks.timeline import gantt
-from lightning_odc.callbacks.timeline.chrome_trace import decode, encode, merge_rank_files, rank_file
-from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline, measure_clocks, merge
+from lightning_odc.callbacks.timeline.chrome_trace import decode, encode
+from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline, machine, merge
 from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
@@ -29,9 +29,6 @@ from lightning_odc.strategy.odc import ODCStrategy
 
 Steps = range | tuple[int, int] | None
 T = TypeVar("T")
-
-_OVERHEAD = 0.01  # of the time, for saving
-_FIRST_PAUSE = 2.0  # seconds
 
 
 class TimelineRecorder(Callback):
@@ -43,9 +40,8 @@ class TimelineRecorder(Callback):
     the recorder sees Lightning's hooks only, and the file says what is missing.
 
     Writes ``timeline.json`` (open it in https://ui.perfetto.dev) and ``timeline.png`` (needs ``matplotlib``) when the
-    fit ends. Until then, every rank keeps its own timeline in ``timeline-rank<r>.json``, at most a few seconds old.
-    That file is a trace, too: open it after a crash. Between the first and the last step, recording sends no message
-    between ranks.
+    fit ends. If it ends by an error, every rank writes its own timeline, ``timeline-rank<r>.json``, which is a trace,
+    too. Between the first and the last step, recording sends no message between ranks.
 
     Args:
         dirpath: Where to write; made if it does not exist. Use one directory per run. If a rank cannot write to it, a
@@ -69,7 +65,6 @@ class TimelineRecorder(Callback):
         self.capacity = capacity
         self.timeline: Timeline | None = None
         self._recording: Recording | None = None
-        self._save_from = 0.0
 
     @property
     def trace_path(self) -> Path:
@@ -82,7 +77,7 @@ class TimelineRecorder(Callback):
         return self.dirpath / "timeline.png"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.timeline, self._save_from = None, 0.0
+        self.timeline = None
         for rank, problem in enumerate(_exchange(files.check_directory(self.dirpath))):
             if problem:
                 rank_zero_warn(
@@ -92,15 +87,14 @@ class TimelineRecorder(Callback):
                 return
         strategy: Any = trainer.strategy
         odc = strategy if isinstance(strategy, ODCStrategy) else None
-        name, origin = _exchange((secrets.token_hex(8), time.monotonic_ns()))[0]
-        clocks = measure_clocks(_exchange)
+        # Ranks leave an exchange at nearly the same moment, which is the beginning. Those of a machine share its clock.
+        here = machine()
+        origin = next(moment for place, moment in _exchange((here, time.monotonic_ns())) if place == here)
         waits = trainer.world_size == 1 or (odc is not None and odc.communication != "collective")
         title = type(strategy).__name__ + (f", {odc.communication}" if odc else "")
-        run = Timeline([], trainer.world_size, title, name, waits, _blind_spots(trainer))
-        host, offset, uncertainty = clocks[trainer.global_rank if len(clocks) > 1 else 0]
-        own = RankTimeline(trainer.global_rank, host, [], offset_ns=offset, uncertainty_ns=uncertainty)
-        earlier = rank_file(self.dirpath, trainer.global_rank)
-        _attempt(partial(earlier.unlink, missing_ok=True))
+        run = Timeline([], trainer.world_size, title, waits, _blind_spots(trainer))
+        own = RankTimeline(trainer.global_rank, socket.gethostname(), [])
+        _attempt(partial(self._rank_path(trainer).unlink, missing_ok=True))
         engine = odc.engine if odc else None
         called: Any = odc.model if odc else pl_module  # its call is a microbatch
         self._recording = Recording(run, own, origin, self.capacity, engine, called)
@@ -135,12 +129,9 @@ class TimelineRecorder(Callback):
         recording = self._recording
         if recording is None:
             return
-        step, recorded = trainer.global_step, recording.step is not None
+        step = trainer.global_step
         recording.end_batch(step, self.steps is None or step in self.steps)
-        over = self.steps is not None and step > max(self.steps, default=-1)
-        if (over and not recording.complete) or (recorded and time.monotonic() >= self._save_from):
-            recording.complete = over
-            self._save(recording)
+        recording.complete = self.steps is not None and step > max(self.steps, default=-1)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None:
@@ -178,25 +169,20 @@ class TimelineRecorder(Callback):
         recording.interrupt()
         if recording.spans:
             recording.run.notes.append(f"Rank {recording.own.rank} ended by {type(exception).__name__}.")
-            self._save(recording)
-            _attempt(partial(merge_rank_files, self.dirpath, recording.run, self.trace_path))
+            content = encode(recording.timeline())
+            _attempt(lambda: files.write_whole(self._rank_path(trainer), content))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._recording is not None:
             self._recording.release()
         self._recording = None
 
-    def _save(self, recording: Recording) -> None:
-        """Bring this rank's file up to date."""
-        began, path = time.monotonic(), rank_file(self.dirpath, recording.own.rank)
-        _attempt(lambda: files.write_whole(path, encode(recording.timeline())))
-        now = time.monotonic()
-        self._save_from = now + max(_FIRST_PAUSE, (now - began) / _OVERHEAD)
+    def _rank_path(self, trainer: pl.Trainer) -> Path:
+        """Where this rank writes if the fit ends by an error."""
+        return self.dirpath / f"timeline-rank{trainer.global_rank}.json"
 
     def _write(self, timeline: Timeline) -> None:
         files.write_whole(self.trace_path, encode(timeline))
-        for rank in range(timeline.world_size):
-            rank_file(self.dirpath, rank).unlink(missing_ok=True)
         try:
             gantt.draw_timelines({timeline.strategy: timeline}, self.picture_path)
         except Exception as error:  # whatever it is, it must not end a fit that went well
@@ -210,7 +196,7 @@ class Recording(Tracer):
         self,
         run: Timeline,  # without ranks
         own: RankTimeline,  # without spans
-        origin_ns: int,  # rank 0's clock at the beginning
+        origin_ns: int,  # the beginning by this rank's clock
         capacity: int,
         engine: Engine | None,
         module: nn.Module,
@@ -227,7 +213,7 @@ class Recording(Tracer):
         self._last: dict[str, Any] = {}  # what is known of the last forward pass
         self._phase, self._phase_began = "", 0  # by the hooks, without an engine
         self._hook: RemovableHandle | None = None
-        self._shift = origin_ns + own.offset_ns
+        self._shift = origin_ns
         self._step_began = 0
         self.gap_began = time.monotonic_ns()  # since when the next batch is loaded, or validation runs
 

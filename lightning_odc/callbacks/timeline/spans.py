@@ -1,30 +1,19 @@
-"""Timelines: the activities of all ranks on one common clock, and where the clocks of several machines lie on it.
+"""Timelines: the activities of all ranks on one common clock.
 
 Note [Waiting inside a collective]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A collective cannot end on any rank before the last rank has begun it. So on a common clock, the time from a rank's own
 begin to the last rank's begin is waiting for that last rank. The rest is moving bytes. All ranks run the same
 collectives in the same order, so the n-th on one rank is the n-th on the others.
-
-Note [Bounds of a clock's offset]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-No rank leaves an exchange with all ranks before every rank has entered it. Rank ``r`` reads its clock on entering
-and on leaving, and its clock is ``offset`` ahead of rank 0's. Rank 0 left after ``r`` entered:
-``entered[r] - offset <= left[0]``. And ``r`` left after rank 0 entered: ``entered[0] <= left[r] - offset``. Hence
-
-    entered[r] - left[0]  <=  offset  <=  left[r] - entered[0]
-
-in every round. The true value is in the intersection. The estimate is its middle, the uncertainty half its width.
 """
 
 from __future__ import annotations
 
 import socket
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_odc.engine.tracing import Span
 from lightning_odc.metrics import idle_fraction
@@ -40,11 +29,9 @@ class RankTimeline:
     Attributes:
         rank: its number.
         host: the machine it ran on.
-        spans: Spans in nanoseconds since the beginning of the run, on the clock of rank 0.
+        spans: Spans in nanoseconds since the beginning of the run.
         dropped: spans that found no place.
         complete: whether all steps that were asked for are in it.
-        offset_ns: what was subtracted from this rank's own clock.
-        uncertainty_ns: how wrong ``offset_ns`` can be, at most.
     """
 
     rank: int
@@ -52,8 +39,6 @@ class RankTimeline:
     spans: list[Span]
     dropped: int = 0
     complete: bool = True
-    offset_ns: int = 0
-    uncertainty_ns: int = 0
 
     def of(self, *kinds: str) -> list[Span]:
         """The spans of these kinds."""
@@ -84,7 +69,6 @@ class Timeline:
         ranks: Ranks in order; some are missing if they died before they wrote anything.
         world_size: how many ranks there were.
         strategy: how they trained, for people.
-        run: distinguishes runs that write to the same directory.
         waiting_seen: whether waits for other ranks are among the spans.
         notes: what a reader has to know.
     """
@@ -92,7 +76,6 @@ class Timeline:
     ranks: list[RankTimeline]
     world_size: int
     strategy: str = ""
-    run: str = ""
     waiting_seen: bool = True
     notes: list[str] = field(default_factory=list)
 
@@ -163,7 +146,6 @@ def covered(stretches: Iterable[tuple[int, int]]) -> int:
 
 # -- clocks ---------------------------------------------------------------------------------------------------
 
-_ROUNDS = 8
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -172,43 +154,6 @@ class Passage(NamedTuple):
 
     entered: int
     left: int
-
-
-class Clock(NamedTuple):
-    """A rank's clock."""
-
-    host: str  # the machine's name
-    offset_ns: int = 0  # how far it is ahead of rank 0's clock
-    uncertainty_ns: int = 0  # how wrong that can be, at most; ranks on one machine share the clock: 0
-
-
-def measure_clocks(exchange: Callable[[Any], list[Any]]) -> list[Clock]:
-    """Every rank's clock, in rank order. All ranks together; does not depend on the direction of any message."""
-    # ``exchange`` gives every rank's object to every rank, in rank order.
-    machines: list[tuple[str, str]] = exchange((socket.gethostname(), machine()))
-    if len({machine for _, machine in machines}) == 1:
-        return [Clock(host) for host, _ in machines]
-    passages = []
-    for _ in range(_ROUNDS):
-        entered = time.monotonic_ns()
-        exchange(None)
-        passages.append(Passage(entered, time.monotonic_ns()))
-    return place_clocks(machines, exchange(passages))
-
-
-def place_clocks(machines: Sequence[tuple[str, str]], passages: Sequence[Sequence[Passage]]) -> list[Clock]:
-    """The arithmetic of `measure_clocks`: see Note [Bounds of a clock's offset]."""
-    # ``machines``: the host's name and the machine's identity by rank. ``passages``: by rank, one per round.
-    # All ranks of a machine have the same clock, so the bounds of each of them hold for all.
-    pairs: dict[str, list[tuple[Passage, Passage]]] = {}
-    for (_, machine), of_rank in zip(machines, passages, strict=True):
-        pairs.setdefault(machine, []).extend(zip(of_rank, passages[0], strict=True))
-    clocks = {machines[0][1]: (0, 0)}
-    for machine, together in pairs.items():
-        low = max(own.entered - reference.left for own, reference in together)
-        high = min(own.left - reference.entered for own, reference in together)
-        clocks.setdefault(machine, ((low + high) // 2, (high - low + 1) // 2))
-    return [Clock(host, *clocks[machine]) for host, machine in machines]
 
 
 def machine() -> str:

@@ -2,10 +2,9 @@
 
 Note [Two levels]
 ~~~~~~~~~~~~~~~~~
-The ranks of a node (a *row*) share memory, and run the protocol among themselves. The ranks that have the same place in
-all rows are a *column*. A meeting has two stages: a rank first tells its column its record, over TCP
-(``link.py``), then its row what it heard. So after the second stage every rank has the records of all ranks, and
-no rank is still at work on the minibatch, on any node.
+The ranks of a node are a *row*, those with the same place in all rows a *column*: ``docs/memory-and-traffic.md``. A
+meeting has two stages: a rank first tells its column its record, over TCP (``link.py``), then its row what it heard. So
+then every rank has the records of all ranks, and no rank is still at work on the minibatch, on any node.
 
 Four ranks on two nodes, rows ``(0, 1)`` and ``(2, 3)``, columns ``(0, 2)`` and ``(1, 3)``; rank ``r`` tells the record
 ``R_r``::
