@@ -18,17 +18,17 @@ FILES = {
 #: The most lines of every room; `""` is the files beside the rooms. Who adds a feature takes its lines from somewhere.
 #: What leaves the package for `benchmarks/` counts there.
 LINES = {
-    "": 2860,
+    "": 2780,
     "benchmarks": 11400,
     "advisor": 650,
-    "balance": 3240,
-    "bench": 2280,
-    "callbacks": 2490,
-    "data": 3550,
-    "engine": 7060,
-    "rl": 1060,
-    "sharding": 1255,
-    "strategy": 4545,
+    "balance": 3080,
+    "bench": 2130,
+    "callbacks": 2360,
+    "data": 3370,
+    "engine": 6950,
+    "rl": 1050,
+    "sharding": 1250,
+    "strategy": 4490,
 }
 
 

@@ -372,7 +372,7 @@ class UnitSum:
         if self._total is None or (not self._parts and (is_last or not self.waits)):
             self._window.accumulate(chunks, segments)
             return
-        if chunks.numel() == self._total.numel():  # every parameter has a gradient, as a rule
+        if chunks.numel() == self._total.numel():  # usually every parameter has a gradient
             whole = self._total.view(-1)
             whole.add_(chunks) if self._parts else whole.copy_(chunks)
         else:
