@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -156,35 +157,29 @@ def test_ranks_that_wait_while_windows_are_opened_say_so(rank, tmp_path):
         assert "shared_memory.py" in (tmp_path / "odc-hang-reports" / "rank0.txt").read_text()
 
 
-def test_a_wait_that_ended_well_makes_it_more_patient(capsys):
-    began = time.monotonic()
-    wait_until = began + 0.5
-    report = HangReport(0.1, None, 0)
-    report.start(lambda: max(time.monotonic() - began, 0) * (time.monotonic() < wait_until), lambda: "  here")
-    deadline = began + 10
-    while report.after == 0.1 and time.monotonic() < deadline:
+def watched(waits: Callable[[], float], is_done: Callable[[HangReport], bool]) -> HangReport:
+    """A report that has looked at waits until this is done."""
+    report, deadline = HangReport(0.1, None, 0), time.monotonic() + 10
+    report.start(waits, lambda: "  here")
+    while not is_done(report) and time.monotonic() < deadline:
         time.sleep(0.01)
     report.stop()
     report.stop()
+    return report
+
+
+def test_a_wait_that_was_reported_and_ended_well_makes_it_more_patient(capsys):
+    began = time.monotonic()
+    report = watched(
+        lambda: max(time.monotonic() - began, 0) * (time.monotonic() < began + 0.5),
+        lambda report: report.after > 0.1,
+    )
     assert 0.2 <= report.after < 2.0
     err = capsys.readouterr().err
     assert "  here" in err
     assert err.count("the wait is over, training goes on") == 1
-
-
-def test_no_wait_is_over_that_was_not_reported(capsys):
-    waits, looks = iter([0.05, 0.0, -1e-6, 0.01]), []
-
-    def longest_wait() -> float:
-        looks.append(next(waits, 0.0))
-        return looks[-1]
-
-    report = HangReport(0.1, None, 0)
-    report.start(longest_wait, str)
-    deadline = time.monotonic() + 10
-    while len(looks) < 5 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    report.stop()
+    short, looks = iter([0.05, 0.0, -1e-6, 0.01]), []
+    watched(lambda: (looks.append(1), next(short, 0.0))[1], lambda _: len(looks) >= 5)  # type: ignore[func-returns-value]
     assert len(looks) >= 5
     assert capsys.readouterr().err == ""
 

@@ -19,7 +19,7 @@ from lightning_odc.engine.transports.base import Lock
 from notebooks.support.threads import ThreadHub
 from tests.engine.test_protocol import UNITS, opened
 from tests.support import fits
-from tests.support.fits import assert_same
+from tests.support.fits import LENGTHS, assert_same
 from tests.support.interleaving import Interleaved, Scheduler, interleave
 from tests.support.modules import TokenModule, full_parameters, token_batches
 from tests.support.ranks import of_all_ranks, on_ranks
@@ -120,22 +120,16 @@ def check_every_microbatch_runs_once(seed: int) -> None:
 
 # -- in training -----------------------------------------------------------------------------------------------
 
-LENGTHS = [[5, 9, 4, 7, 12, 3], [8, 3, 15, 6, 2, 9], [30, 2, 2, 3, 9, 5]]
-
 
 def shares(rank: int, counts: tuple[int, ...]) -> list[Minibatch]:
     """Shares whose ranks may help each other; rank r is planned to run ``counts[r]`` of the six microbatches."""
-    result = []
-    for step, lengths in enumerate(LENGTHS):
-        batches = token_batches(lengths, seed=step)
-        starts = [sum(counts[:r]) for r in range(len(counts))]
-        by_rank = [batches[start : start + count] for start, count in zip(starts, counts, strict=True)]
-        share = Minibatch(by_rank[rank], weights=[b.numel() - 1 for b in by_rank[rank]], plan=f"step {step}")
+    everybody = [fits.shares(r, counts, is_weighted=True) for r in range(len(counts))]
+    for step, share in enumerate(everybody[rank]):
+        by_rank = [list(own[step]) for own in everybody]
         costs = [[float(batch.numel()) for batch in own] for own in by_rank]
         weights = [[float(batch.numel() - 1) for batch in own] for own in by_rank]
         share.all_ranks = AllRanks(costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
-        result.append(share)
-    return result
+    return everybody[rank]
 
 
 class Slow(TokenModule):
