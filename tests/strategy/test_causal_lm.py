@@ -167,25 +167,16 @@ class Counted(nn.Module):
         return SimpleNamespace(logits=(hidden + previous) @ self.tokens.weight.T)
 
 
-class OldForCausalLM(Counted):
-    """Does not know what it is given."""
-
-    def forward(self, input_ids: Tensor, use_cache: bool = True) -> Any:
-        return super().forward(input_ids)
-
-
-class Constant(Counted):
-    def forward(self, input_ids: Tensor, **_: Any) -> Any:
-        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, VOCAB))
-
-
 def test_other_trouble():
     strategy = SimpleNamespace(lightning_module=Inside(nn.Linear(1, 1)))
     assert packing_trouble(strategy).startswith("Inside has no Hugging Face causal model")
+    counted, old, constant = Counted(), Counted(), Counted()
+    old.forward = lambda input_ids, use_cache=True: counted(input_ids)
+    constant.forward = lambda input_ids, **_: SimpleNamespace(logits=torch.zeros(*input_ids.shape, VOCAB))
     with torch.no_grad():
-        assert "does not take what a packed batch has" in _trouble_of(OldForCausalLM(), CPU)
-        assert "does not number the tokens of each by position_ids" in _trouble_of(Counted(), CPU)
-        assert "could not be checked" in _trouble_of(Constant(), CPU)
+        assert "does not number the tokens of each by position_ids" in _trouble_of(counted, CPU)
+        assert "does not take what a packed batch has" in _trouble_of(old, CPU)
+        assert "could not be checked" in _trouble_of(constant, CPU)
 
 
 class Checks(ODCStrategy):

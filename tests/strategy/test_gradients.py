@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,92 +23,70 @@ BATCHES = [token_batches([5, 9, 4, 7, 6, 8], seed=rank) for rank in range(2)]
 ROWS = [[torch.cat(pair) for pair in zip(*BATCHES, strict=True)]]
 
 
-class LooksAndSkips(Manual):
+def look_and_skip(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
     """Looks at gradients and clips them itself; leaves out the step of the second batch."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer, strategy = self.optimizers(), self.trainer.strategy
-        is_ours = isinstance(strategy, ODCStrategy)
-        self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
-        if is_ours:
-            strategy.settle_gradients()
-        self.norms.append(self.gradient_norm())
-        if batch_idx != 1:
-            torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
-            optimizer.step()
-        optimizer.zero_grad()
-        if batch_idx == 1 and is_ours:
-            strategy.publish_parameters()
+    strategy = own.trainer.strategy
+    is_ours = isinstance(strategy, ODCStrategy)
+    own.manual_backward(own.mean_loss(batch) * (1000 if i == 1 else 1))
+    if is_ours:
+        strategy.settle_gradients()
+    own.norms.append(own.gradient_norm())
+    if i != 1:
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0)
+        optimizer.step()
+    optimizer.zero_grad()
+    if i == 1 and is_ours:
+        strategy.publish_parameters()
 
 
-class BackwardWithoutLightning(Manual):
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.mean_loss(batch).backward()
-        self.optimizers().step()
-        self.optimizers().zero_grad()
+def go_backward_without_lightning(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    own.mean_loss(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-class GoesBackwardLater(Manual):
+def go_backward_later(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
     """Two forward passes, then the backward passes in the other order, one of them twice."""
+    first, second = own.mean_loss(batch) / 9, own.mean_loss(batch.flip(1)) / 9
+    own.manual_backward(second)
+    own.manual_backward(first, retain_graph=True)
+    own.manual_backward(first)
+    optimizer.step()
+    optimizer.zero_grad()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        first, second = self.mean_loss(batch) / 9, self.mean_loss(batch.flip(1)) / 9
-        self.manual_backward(second)
-        self.manual_backward(first, retain_graph=True)
-        self.manual_backward(first)
-        optimizer.step()
+
+def step_twice(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    """In one call of ``training_step``, as reinforcement learning does."""
+    for _ in range(2):
         optimizer.zero_grad()
-
-
-class StepsTwice(Manual):
-    """Several optimizer steps in one call of ``training_step``, as reinforcement learning does."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        for _ in range(2):
-            optimizer.zero_grad()
-            self.manual_backward(self.mean_loss(batch))
-            self.clip_gradients(optimizer, 0.05, "norm")
-            optimizer.step()
-
-
-class DropsABatch(Manual):
-    to_none = True
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.mean_loss(batch) * (1000 if batch_idx == 1 else 1))
-        if batch_idx != 1:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=self.to_none)
-
-
-class ZeroesInPlace(DropsABatch):
-    to_none = False
-
-
-class DropsBeforeTheStep(Manual):
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.mean_loss(batch))
-        if batch_idx == 1:
-            optimizer.zero_grad()
+        own.manual_backward(own.mean_loss(batch))
+        own.clip_gradients(optimizer, 0.05, "norm")
         optimizer.step()
+
+
+def drop_a_batch(own: Any, optimizer: Any, batch: Tensor, i: int, to_none: bool = True) -> None:
+    own.manual_backward(own.mean_loss(batch) * (1000 if i == 1 else 1))
+    if i != 1:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=to_none)
+
+
+def drop_before_the_step(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    own.manual_backward(own.mean_loss(batch))
+    if i == 1:
         optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-class HoldsBack(Manual):
+def hold_back(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
     """Accumulates whole gradients on each rank: only every second backward pass hands them over."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        if isinstance(self, FSDPModule):
-            self.set_requires_gradient_sync(batch_idx % 2 == 1)
-        self.manual_backward(self.mean_loss(batch) / 2)
-        if batch_idx % 2:
-            optimizer.step()
-            optimizer.zero_grad()
+    if isinstance(own, FSDPModule):
+        own.set_requires_gradient_sync(i % 2 == 1)
+    own.manual_backward(own.mean_loss(batch) / 2)
+    if i % 2:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class SkipsSteps(Sgd):
@@ -124,10 +103,8 @@ class DropsWhenDone(Sgd):
     """Empties gradients after the backward pass, as people do with those that are not finite."""
 
     def on_after_backward(self) -> None:
-        if (
-            self.trainer.global_step == 1
-            and not self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        ):
+        is_last = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if self.trainer.global_step == 1 and not is_last:
             self.zero_grad()
 
 
@@ -150,14 +127,14 @@ class Unfreezes(Sgd):
 
 #: How a module is made, and options of the trainer.
 MODULES: dict[str, tuple[Callable[..., Sgd], dict[str, Any]]] = {
-    "looks and skips": (LooksAndSkips, {}),
-    "backward without Lightning": (BackwardWithoutLightning, {}),
-    "zeroes in place": (ZeroesInPlace, {}),
-    "goes backward later": (GoesBackwardLater, {}),
-    "steps twice": (StepsTwice, {}),
-    "drops a batch": (DropsABatch, {}),
-    "drops before the step": (DropsBeforeTheStep, {}),
-    "holds back": (HoldsBack, {}),
+    "looks and skips": (partial(Manual, act=look_and_skip), {}),
+    "backward without Lightning": (partial(Manual, act=go_backward_without_lightning), {}),
+    "zeroes in place": (partial(Manual, act=partial(drop_a_batch, to_none=False)), {}),
+    "goes backward later": (partial(Manual, act=go_backward_later), {}),
+    "steps twice": (partial(Manual, act=step_twice), {}),
+    "drops a batch": (partial(Manual, act=drop_a_batch), {}),
+    "drops before the step": (partial(Manual, act=drop_before_the_step), {}),
+    "holds back": (partial(Manual, act=hold_back), {}),
     "skips steps": (SkipsSteps, {}),
     "drops when done": (DropsWhenDone, {}),
     "unfreezes": (Unfreezes, {"accumulate_grad_batches": 2}),
@@ -191,41 +168,37 @@ def test_as_in_one_process(rank, name, one_device):
             torch.testing.assert_close(parameters[key], one[key], rtol=1e-3, atol=1e-4)
 
 
-class UnrollsByHand(Manual):
-    def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        for batch in minibatch:
-            self.manual_backward(self.mean_loss(batch) / 3)
-        optimizer.step()
+def unroll(own: Any, optimizer: Any, minibatch: Minibatch, i: int) -> None:
+    optimizer.zero_grad()
+    for batch in minibatch:
+        own.manual_backward(own.mean_loss(batch) / 3)
+    optimizer.step()
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(("communication", "counts"), [("on_demand", (3, 1)), ("collective", (2, 2))])
 def test_a_minibatch_unrolled_by_hand(rank, communication, counts):
-    batches, one = (BATCHES[0] + BATCHES[1])[:4], UnrollsByHand()
+    batches, one = (BATCHES[0] + BATCHES[1])[:4], Manual(act=unroll)
     for batch in batches:
         (one.mean_loss(batch) / 3 / 2).backward()  # FSDP's rule: the mean over ranks
     one.configure_optimizers().step()
     own = batches[sum(counts[:rank]) :][: counts[rank]]
-    parameters = fitted(UnrollsByHand(), [Minibatch(own)], communication=communication)
+    parameters = fitted(Manual(act=unroll), [Minibatch(own)], communication=communication)
     for key, value in full_parameters(one).items():
         torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
 
 
-class ClipsByHand(Manual):
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.manual_backward(self.mean_loss(batch))
-        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
-        self.optimizers().step()
+def clip_by_hand(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    own.manual_backward(own.mean_loss(batch))
+    torch.nn.utils.clip_grad_norm_(own.parameters(), 0.01)
+    optimizer.step()
 
 
-class ReplacesGradients(Manual):
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.manual_backward(self.mean_loss(batch))
-        for parameter in self.parameters():
-            parameter.grad = parameter.grad * 0.5
-        self.optimizers().step()
+def replace_gradients(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    own.manual_backward(own.mean_loss(batch))
+    for parameter in own.parameters():
+        parameter.grad = parameter.grad * 0.5
+    optimizer.step()
 
 
 def scaled_after_backward() -> Sgd:
@@ -255,14 +228,12 @@ class MixesCounts(Sgd):
         return loss if batch_idx % 2 else {"loss": loss, "num_items": 1}
 
 
-class LogsByHand(Manual):
-    """Logs once per microbatch, of which rank 1 has more."""
-
-    def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
-        for batch in minibatch:
-            self.manual_backward(self.mean_loss(batch))
-            self.log("one", 1.0, sync_dist=True, batch_size=1)
-        self.optimizers().step()
+def log_by_hand(own: Any, optimizer: Any, minibatch: Minibatch, i: int) -> None:
+    """Once per microbatch, of which rank 1 has more."""
+    for batch in minibatch:
+        own.manual_backward(own.mean_loss(batch))
+        own.log("one", 1.0, sync_dist=True, batch_size=1)
+    optimizer.step()
 
 
 class WritesThroughData(Callback):
@@ -285,8 +256,13 @@ WRITES = {"callbacks": [WritesThroughData()]}
 CHANGED = "'net.head.weight' changed after"
 #: How a module is made, options, batches by rank, and what is said.
 MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any], str]] = {
-    "clips by hand": (ClipsByHand, {}, BATCHES, r"self\.clip_gradients\(optimizer, \.\.\.\)"),
-    "replaces gradients": (ReplacesGradients, {}, BATCHES, "settle_gradients"),
+    "clips by hand": (
+        partial(Manual, act=clip_by_hand),
+        {},
+        BATCHES,
+        r"self\.clip_gradients\(optimizer, \.\.\.\)",
+    ),
+    "replaces gradients": (partial(Manual, act=replace_gradients), {}, BATCHES, "settle_gradients"),
     "one unit only": (Manual, ONE_UNIT, BATCHES, UNITS),
     "one unit, collectively": (Manual, ONE_COLLECTIVE, BATCHES, "at least two units"),
     "scales after backward": (scaled_after_backward, {}, BATCHES, "on_before_optimizer_step"),
@@ -304,7 +280,7 @@ MISUSES: dict[str, tuple[Callable[[], Sgd], dict[str, Any], list[Any], str]] = {
         "from every call of `training_step`",
     ),
     "divides": (divided_by_itself, {}, BATCHES, "set_gradient_divide_factor"),
-    "logs by hand": (LogsByHand, {}, UNEVEN, MEETINGS),
+    "logs by hand": (partial(Manual, act=log_by_hand), {}, UNEVEN, MEETINGS),
     "writes through data": (Sgd, WRITES, BATCHES, CHANGED),
     "writes without reading": (Sgd, WRITES, ONE_EMPTY, CHANGED),
 }

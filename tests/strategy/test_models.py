@@ -68,16 +68,6 @@ class Compiled(TokenModule):
             self.net.blocks[index] = torch.compile(block, backend=backend, dynamic=True)
 
 
-class Counts:
-    """A backend that does not compile, and counts the graphs that it could."""
-
-    graphs = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        Counts.graphs += 1
-        return aot_eager(graph, inputs)
-
-
 def sharded_by_hand() -> nn.Module:
     model = causal_lm()
     for layer in model.model.layers:
@@ -233,42 +223,29 @@ def answers(net: Any, rank: int, counts: list[list[int]], engine: Any) -> list[T
     """One answer for every way: 3 tokens on rank 0, and 6 on rank 1."""
     net.eval()
     prompt, tokens, found = torch.tensor([[3, 1, 2]]), 3 * (rank + 1), []
+    shape = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": tokens, "min_new_tokens": tokens}
     for options in WAYS.values():
         torch.manual_seed(1)
         with counted(net, engine, counts):
-            found.append(
-                net.generate(
-                    input_ids=prompt,
-                    attention_mask=torch.ones_like(prompt),
-                    max_new_tokens=tokens,
-                    min_new_tokens=tokens,
-                    **options,
-                )
-            )
+            found.append(net.generate(input_ids=prompt, **shape, **options))
     return found
-
-
-class Answers(CausalLM):
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.counts: list[list[int]] = []
-        strategy = self.trainer.strategy
-        return answers(self.net, self.global_rank, self.counts, strategy.engine)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("make", [causal_lm, pytest.param(with_lora, marks=needs_peft)])
 def test_all_ways_to_generate_in_predict(rank, make):
-    module = Answers(make)
+    module, t, counts = CausalLM(make), trainer(2, num_sanity_val_steps=0), []
+    module.predict_step = lambda batch, batch_idx: answers(module.net, rank, counts, t.strategy.engine)
     # Rank 1 has two batches, and generates in both.
-    given = trainer(2, num_sanity_val_steps=0).predict(module, loader([torch.ones(1)] * (1 + rank)))
+    given = t.predict(module, loader([torch.ones(1)] * (1 + rank)))
     torch.manual_seed(0)
     alone = []
     expected = answers(make(), rank, alone, SimpleNamespace(traffic=SimpleNamespace(reads=0)))
     for way, one, other in zip(WAYS, given[-1], expected, strict=True):
         assert torch.equal(one, other), way
-    tokens = 3 * (rank + 1)
-    assert module.counts == [[tokens, 2]] * len(WAYS), "two layers are read once for each call, nothing else"
-    assert alone == [[tokens, 0]] * len(WAYS)
+    tokens, calls = 3 * (rank + 1), len(WAYS)
+    assert counts[-calls:] == [[tokens, 2]] * calls, "two layers are read once for each call, nothing else"
+    assert alone == [[tokens, 0]] * calls
 
 
 def compiled_difference(rank: int, backend: Any, depth: int, **options: Any) -> float:
@@ -280,8 +257,14 @@ def compiled_difference(rank: int, backend: Any, depth: int, **options: Any) -> 
 
 @on_ranks(2)
 def test_compiled_blocks_equal_the_others_under_collectives(rank):
-    assert compiled_difference(rank, Counts(), 3) == 0  # the same kernels
-    assert Counts.graphs > 0
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    assert compiled_difference(rank, backend, 3) == 0  # the same kernels
+    assert graphs
 
 
 @pytest.mark.slow
@@ -321,14 +304,6 @@ def test_the_default_policy_says_what_it_chose_and_an_empty_one_that_it_chose_no
     assert all("(3 x Block) and the rest as one unit" in line for line in lines)
     assert all("ODCStrategy(auto_wrap_policy={Block})" in line for line in lines)
     assert all("selects no module, so the whole model is one unit" in one for one in warnings_)
-
-
-class With(TokenModule):
-    """The net, and a layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
 
 class Normalizes(TokenModule):

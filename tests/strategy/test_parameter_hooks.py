@@ -85,16 +85,16 @@ class Norms(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for name, parameter in pl_module.named_parameters():
             parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: self.seen.append((name, self.norm(p)))
+                lambda p, name=name: self.seen.append((name, norm_of(p)))
             )
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        self.complete += [(name, self.norm(p)) for name, p in pl_module.named_parameters()]
+        self.complete += [(name, norm_of(p)) for name, p in pl_module.named_parameters()]
 
-    @staticmethod
-    def norm(parameter: Any) -> float:
-        norm = parameter.grad.norm()
-        return float(norm.full_tensor()) if hasattr(norm, "full_tensor") else float(norm)
+
+def norm_of(parameter: Any) -> float:
+    norm = parameter.grad.norm()
+    return float(norm.full_tensor()) if hasattr(norm, "full_tensor") else float(norm)
 
 
 MODULES: dict[str, Callable[[], Sgd]] = {

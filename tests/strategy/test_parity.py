@@ -21,7 +21,7 @@ from lightning_odc.engine.keeping import HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
-from tests.support.fits import LENGTHS, LR, TOLERANCE, assert_same
+from tests.support.fits import LENGTHS, LR, assert_same
 from tests.support.models import Net, full_parameters, init_gloo, summed_loss, token_batches
 from tests.support.nodes import make_copies_engine
 from tests.support.ranks import on_ranks
@@ -236,25 +236,24 @@ def test_equals_stock_fully_shard(rank, name):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, TOLERANCE), (torch.float64, 1e-9)])
-def test_three_ranks(rank, dtype, tolerance):
-    """``fully_shard`` treats fp64 parameters like fp16: it would divide before the comm object gets them."""
-    counts = (2, 1, 3)
-    torch.set_default_dtype(dtype)
-    try:
-        result, expected = train(rank, "on_demand", counts, {}), one_process({})
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert_same(result["parameters"], expected, tolerance)
-    assert_one_sided(result, rank, counts)
-
-
-@on_ranks(3)
-def test_sums_in_a_fixed_order_are_equal_bit_for_bit(rank):
+def test_three_ranks_and_sums_in_a_fixed_order_are_equal_bit_for_bit(rank):
     one, other = (train(rank, "on_demand", (3, 1, 2), {}, deterministic=True) for _ in range(2))
     assert_same(one["parameters"], other["parameters"], tolerance=0)
     assert one["losses"] == other["losses"]
     assert_same(one["parameters"], one_process({}))
+    assert_same(train(rank, "on_demand", (2, 1, 3), {})["parameters"], one_process({}))
+
+
+@on_ranks(3)
+def test_fp64(rank):
+    """``fully_shard`` treats fp64 parameters like fp16: it would divide before the comm object gets them."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        result, expected = train(rank, "on_demand", (2, 1, 3), {}), one_process({})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(result["parameters"], expected, 1e-9)
+    assert_one_sided(result, rank, (2, 1, 3))
 
 
 @on_ranks(4)
@@ -418,9 +417,7 @@ def test_a_closed_engine_hands_the_model_back(rank):
     engine.close()
     torch.manual_seed(0)
     alone = Net()
-    losses = [summed_loss(one, minibatch(0)[0]) for one in (model, alone)]
-    for loss in losses:
-        loss.backward()
-    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-5)
+    for one in (model, alone):
+        summed_loss(one, minibatch(0)[0]).backward()
     grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     assert_same(grads, {name: p.grad for name, p in alone.named_parameters()}, tolerance=1e-4)

@@ -167,15 +167,19 @@ class Sgd(TokenModule):
 
 
 class Manual(Sgd):
-    """Manual optimization: a step on every batch, unless a test says otherwise."""
+    """Manual optimization: a step on every batch, or what ``act`` does with module, optimizer, batch and its number."""
 
-    def __init__(self, returns: str = "mean", lr: float = 1.0, **net: Any) -> None:
+    def __init__(self, returns: str = "mean", lr: float = 1.0, act: Any = None, **net: Any) -> None:
         super().__init__(returns, lr, **net)
         self.automatic_optimization = False
+        self.act = act
         self.norms: list[float] = []
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
         optimizer = self.optimizers()
+        if self.act is not None:
+            self.act(self, optimizer, batch, batch_idx)
+            return
         optimizer.zero_grad()
         self.manual_backward(self.mean_loss(batch))
         optimizer.step()
