@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import pickle
 import re
 import traceback
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.utilities import grad_norm
@@ -137,9 +139,10 @@ def test_pytorch_lightnings_trainer_explains_itself():
 
 
 def test_a_misspelt_name_gets_a_suggestion():
-    import lightning.fabric
-
-    for kind in (Trainer, lightning.fabric.Fabric, pytest.importorskip("pytorch_lightning").Trainer):
+    kinds = [Trainer, Fabric]
+    if importlib.util.find_spec("pytorch_lightning"):
+        kinds.append(importlib.import_module("pytorch_lightning").Trainer)
+    for kind in kinds:
         for name, meant in {"odc_balance": "odc", "odc-plain": "odc_plain"}.items():
             with pytest.raises(ValueError, match=f'"{name}" is unknown: did you mean strategy="{meant}"'):
                 kind(strategy=name, accelerator="cpu", devices=1)

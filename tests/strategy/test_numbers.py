@@ -13,13 +13,13 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_odc.callbacks import DeviceIdleMonitor
 from tests.support import fits
 from tests.support.fits import assert_same, one_process
 from tests.support.models import full_parameters
-from tests.support.modules import said
+from tests.support.modules import ListDataset, said
 from tests.support.ranks import of_all_ranks, on_ranks
 
 TOKENS = (5, 9, 3, 12, 7, 4, 10, 6, 8, 11, 3, 9, 5, 7, 12, 4)
@@ -30,21 +30,15 @@ Sample = dict[str, Tensor]
 
 def samples() -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
-    return [
-        {
-            "input_ids": torch.randint(16, (tokens,), generator=generator),
-            "patches": torch.randn(patches, 6, generator=generator),
-        }
-        for tokens, patches in zip(TOKENS, PATCHES, strict=True)
-    ]
+    made = []
+    for tokens, patches in zip(TOKENS, PATCHES, strict=True):
+        ids = torch.randint(16, (tokens,), generator=generator)
+        made.append({"input_ids": ids, "patches": torch.randn(patches, 6, generator=generator)})
+    return made
 
 
-class Stream(IterableDataset[Sample]):
-    def __iter__(self) -> Any:
-        return iter(samples())
-
-    def __len__(self) -> int:
-        return len(TOKENS)
+def stream() -> ListDataset:
+    return ListDataset(samples())
 
 
 def numbers(sample: Sample) -> tuple[int, int]:
@@ -54,11 +48,8 @@ def numbers(sample: Sample) -> tuple[int, int]:
 def padded(batch: list[Sample]) -> dict[str, Any]:
     """Text is padded, patches are not."""
     ids = nn.utils.rnn.pad_sequence([one["input_ids"] for one in batch], batch_first=True, padding_value=-1)
-    return {
-        "input_ids": ids,
-        "patches": torch.cat([one["patches"] for one in batch]),
-        "counts": [*map(numbers, batch)],
-    }
+    patches = torch.cat([one["patches"] for one in batch])
+    return {"input_ids": ids, "patches": patches, "counts": [*map(numbers, batch)]}
 
 
 class WithImages(LightningModule):
@@ -78,14 +69,12 @@ class WithImages(LightningModule):
         self.seen += counts
         hidden = self.embedding(ids.clamp(min=0))[:, :-1]
         if len(batch["patches"]):
-            images = self.tower[1](self.tower[0](batch["patches"]).tanh()).split(
-                [patches for _, patches in counts]
-            )
+            patches = self.tower[1](self.tower[0](batch["patches"]).tanh())
+            images = patches.split([count for _, count in counts])
             hidden = hidden + torch.stack([image.sum(0) / 4 for image in images])[:, None]
-        loss = nn.functional.cross_entropy(
-            self.head(hidden).flatten(0, 1), ids[:, 1:].flatten(), ignore_index=-1, reduction="sum"
-        )
-        return {"loss": loss, "num_items": int((ids[:, 1:] >= 0).sum())}
+        logits, labels = self.head(hidden).flatten(0, 1), ids[:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
+        return {"loss": loss, "num_items": int((labels >= 0).sum())}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -96,7 +85,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "default": (samples, {"balance": "auto", "callbacks": [DeviceIdleMonitor()]}),
     "capped": (samples, {"balance": "steal", "max_tokens": CAPS, "auto_wrap_policy": {nn.Linear}}),
     "by rank": (samples, {"balance": "lb_mini", "max_tokens": [CAPS, (26, 30)], "cost": "fitted"}),
-    "stream": (Stream, {"balance": "lb_mini", "max_tokens": CAPS, "cost": lambda rows: rows.sum(1)}),
+    "stream": (stream, {"balance": "lb_mini", "max_tokens": CAPS, "cost": lambda rows: rows.sum(1)}),
 }
 
 

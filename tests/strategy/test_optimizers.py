@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_odc import _compat
 from lightning_odc.sharding.initialize import materialize
 from lightning_odc.sharding.optimizers import ParameterNames
-from tests.support.fits import Manual, Sgd, numbers
+from tests.support.fits import Manual, Sgd, numbers, two_optimizers
 from tests.support.models import Block, Net, init_gloo
 from tests.support.modules import full_parameters, loader, token_batches, trainer
 from tests.support.ranks import on_ranks
@@ -48,10 +48,8 @@ class Scheduled(OnRows):
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": self.interval, "frequency": 2},
-        }
+        schedule = {"scheduler": scheduler, "interval": self.interval, "frequency": 2}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
 class ScheduledByEpoch(Scheduled):
@@ -97,9 +95,7 @@ class Adversaries(Manual):
             others.zero_grad()
 
     def configure_optimizers(self) -> Any:
-        blocks = list(self.net.blocks.parameters())
-        others = [p for name, p in self.net.named_parameters() if "blocks" not in name]
-        return [torch.optim.SGD(blocks, lr=0.1), torch.optim.SGD(others, lr=0.1)]
+        return two_optimizers(self, 0.1)
 
 
 def _with_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -107,11 +103,8 @@ def _with_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     state = optimizer.state_dict()
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         moment = torch.linspace(0.5, 1.0, parameter.numel()).reshape(parameter.shape)
-        state["state"][number] = {
-            "step": torch.tensor(3.0),
-            "exp_avg": -moment,
-            "exp_avg_sq": moment.square(),
-        }
+        moments = {"exp_avg": -moment, "exp_avg_sq": moment.square()}
+        state["state"][number] = {"step": torch.tensor(3.0), **moments}
     optimizer.load_state_dict(state)
     return optimizer
 

@@ -15,7 +15,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import lightning_odc
 from lightning_odc import Minibatch
 from lightning_odc.strategy.precision import LossScaler
-from tests.support.fits import Manual, Sgd, are_equal, fit, fitted, largest_difference, one_process
+from tests.support.fits import (
+    Manual,
+    Sgd,
+    are_equal,
+    doing,
+    fit,
+    fitted,
+    largest_difference,
+    one_process,
+    two_optimizers,
+)
 from tests.support.models import WIDTH, Block, full_parameters, token_batches
 from tests.support.modules import loader, trainer
 from tests.support.ranks import on_ranks
@@ -105,26 +115,22 @@ def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(rank, in_scalar, 
     assert all(bool(p.isfinite().all()) for p in module.after[-1].values())
 
 
-class ClipsByHand(Manual):
-    """Accumulates two batches, clips, steps; other optimizers of the same model have nothing to do."""
+def clip_by_hand(own: Any, optimizers: Any, batch: Tensor, i: int) -> None:
+    """Accumulates two batches, clips, steps; the other optimizer of the same model has nothing to do."""
+    blocks, others = optimizers
+    own.toggle_optimizer(blocks)
+    own.manual_backward(own.mean_loss(batch))
+    own.untoggle_optimizer(blocks)
+    if i % 2:
+        own.clip_gradients(blocks, 0.01, "norm")
+        own.norms += [float(own.trainer.precision_plugin.gradient_norm), own.gradient_norm()]
+        blocks.step()
+        others.step()
+        blocks.zero_grad()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        blocks, others = self.optimizers()
-        self.toggle_optimizer(blocks)
-        self.manual_backward(self.mean_loss(batch))
-        self.untoggle_optimizer(blocks)
-        if batch_idx % 2:
-            self.clip_gradients(blocks, 0.01, "norm")
-            self.norms.append(float(self.trainer.precision_plugin.gradient_norm))
-            self.norms.append(self.gradient_norm())
-            blocks.step()
-            others.step()
-            blocks.zero_grad()
 
-    def configure_optimizers(self) -> Any:
-        blocks = list(self.net.blocks.parameters())
-        others = [p for name, p in self.net.named_parameters() if "blocks" not in name]
-        return [torch.optim.SGD(blocks, lr=1.0), torch.optim.SGD(others, lr=1.0)]
+def clipping_by_hand() -> Manual:
+    return doing(Manual(act=clip_by_hand), configure_optimizers=lambda own: two_optimizers(own, 1.0))
 
 
 def _restored(path: Path, world_size: int) -> float:
@@ -134,7 +140,7 @@ def _restored(path: Path, world_size: int) -> float:
 
 @on_ranks(2)
 def test_scaled_gradients_are_clipped_and_dropped_as_others(rank):
-    plain, scaled = ClipsByHand(), ClipsByHand()
+    plain, scaled = clipping_by_hand(), clipping_by_hand()
     fit(plain, BATCHES[rank][:2])
     fit(scaled, BATCHES[rank][:2], precision="16-mixed")
     assert plain.norms[0] > 1

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader, Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor
@@ -22,7 +22,7 @@ from tests.strategy.test_out_of_memory import TEXT, TOLERANCE, Short, difference
 from tests.support import fits
 from tests.support.fits import fit
 from tests.support.models import full_parameters
-from tests.support.modules import loader, trainer
+from tests.support.modules import ListDataset, loader, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
 
 pytestmark = needs_reset
@@ -63,12 +63,8 @@ def length_of(sample: Sample) -> int:
     return len(sample["labels"])
 
 
-class Stream(IterableDataset[Sample]):
-    def __iter__(self) -> Any:
-        return iter(samples())
-
-    def __len__(self) -> int:
-        return len(LENGTHS)
+def stream() -> ListDataset:
+    return ListDataset(samples())
 
 
 class Labelled(Short):
@@ -101,8 +97,8 @@ LOADERS: dict[str, tuple[Any, Any, dict[str, Any], tuple[str, str]]] = {
     "padded, forward": (padded, samples, {"lengths": LENGTHS}, FORWARD),
     "packed": (packed, samples, {"lengths": LENGTHS}, FORWARD),
     "stolen": (padded, samples, {"lengths": LENGTHS, "policy": "steal"}, BACKWARD),
-    "stream": (padded, Stream, {"length_fn": length_of, "window": 1}, FORWARD),
-    "packed stream": (packed, Stream, {"length_fn": length_of, "window": 1}, BACKWARD),
+    "stream": (padded, stream, {"length_fn": length_of, "window": 1}, FORWARD),
+    "packed stream": (packed, stream, {"length_fn": length_of, "window": 1}, BACKWARD),
 }
 
 

@@ -187,3 +187,10 @@ class Manual(Sgd):
     def gradient_norm(self) -> float:
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+
+def two_optimizers(module: Any, lr: float) -> list[torch.optim.Optimizer]:
+    """One for the blocks, one for the rest."""
+    blocks = list(module.net.blocks.parameters())
+    others = [p for name, p in module.net.named_parameters() if "blocks" not in name]
+    return [torch.optim.SGD(blocks, lr=lr), torch.optim.SGD(others, lr=lr)]
