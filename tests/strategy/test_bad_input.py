@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
@@ -102,23 +102,25 @@ def test_arguments_without_effect():
         ODCStrategy().precision_plugin = HalfPrecision()
 
 
-class Miscounts(TokenModule):
-    """Rank 0 returns a number of items that is none, as its last microbatch."""
+class Odd(TokenModule):
+    """Does something else with what a step returns for a batch."""
 
-    def __init__(self, items: float) -> None:
+    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
         super().__init__("items")
-        self.items = items
+        self.change = change
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        return output | {"num_items": torch.tensor(self.items)} if batch.shape[1] == 3 else output
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.change(super().training_step(batch, batch_idx), batch)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(("communication", "items"), [("on_demand", -2.0), ("collective", float("nan"))])
 def test_a_number_of_items_on_a_device_is_found_out_by_all(rank, communication, items):
+    """Of the last microbatch of rank 0."""
+    wrong = {"num_items": torch.tensor(items)}
+    module = Odd(lambda output, batch: output | wrong if batch.shape[1] == 3 else output)
     minibatch = Minibatch(token_batches([5, 3] if rank == 0 else [6, 7]))
-    message = failure(Miscounts(items), [minibatch], communication=communication)
+    message = failure(module, [minibatch], communication=communication)
     assert re.search(r'rank 0 .*"num_items" must be finite and at least 0', message)
 
 
@@ -171,37 +173,25 @@ def test_modules_wrapped_in_fsdp1(rank):
     assert "fully_shard(self.block)" in message
 
 
-class Odd(LightningModule):
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 1)
-        self.output = output
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.output(self.layer(torch.ones(1, 2)).sum())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 @on_ranks(1)
 def test_odd_outputs_of_training_step(rank):
-    for output, message in (
-        (lambda loss: loss.item(), "TypeError.*must return a loss tensor.*It returned float"),
-        (lambda loss: {"losses": loss}, "TypeError.*It returned dict"),
+    for change, message in (
+        (lambda output, _: output["loss"].item(), "TypeError.*must return a loss tensor.*It returned float"),
+        (lambda output, _: {"losses": output["loss"]}, "TypeError.*It returned dict"),
         (
-            lambda loss: {"loss": loss, "num_items": -1},
+            lambda output, _: output | {"num_items": -1},
             'ValueError.*"num_items" must be a finite number of at',
         ),
     ):
-        assert re.search(f"(?s){message}", failure(Odd(output), [Minibatch([0])], 1))
+        found = failure(Odd(change), [Minibatch(token_batches([5]))], 1)
+        assert re.search(f"(?s){message}", found)
 
 
 @on_ranks(1)
 def test_a_step_may_skip_a_microbatch(rank):
-    module = Odd(lambda _: None)
+    module = Odd(lambda *_: None)
     before = full_parameters(module)
-    assert are_equal(fitted(module, [Minibatch([0, 1])], 1), before)
+    assert are_equal(fitted(module, [Minibatch(token_batches([5, 6]))], 1), before)
 
 
 def test_the_engine_outside_a_run():
@@ -239,48 +229,33 @@ def penalty_of_blocks(module: Any) -> Any:
     return 0.01 * sum(p.full_tensor().pow(2).sum() for p in module.net.blocks.parameters())
 
 
-def encode(module: Any) -> Any:
-    return module.net.blocks[0].up(module.net.embed.weight).mean()
-
-
 def average(module: Any) -> Any:
     shards = module.optimizers().param_groups[0]["params"]
-    return [
-        torch.lerp(shard.detach(), p.detach(), 0.1)
-        for shard, p in zip(shards, module.parameters(), strict=True)
-    ]
-
-
-def flatten(module: Any) -> Any:
-    return nn.utils.parameters_to_vector(module.parameters())
-
-
-def norm(module: Any) -> Any:
-    return grad_norm(module, 2)
-
-
-def histogram(module: Any) -> Any:
-    return [p.detach().numpy() for p in module.parameters()]
-
-
-def copied(module: Any) -> Any:
-    return copy.deepcopy(module.net)
+    pairs = zip(shards, module.parameters(), strict=True)
+    return [torch.lerp(shard.detach(), p.detach(), 0.1) for shard, p in pairs]
 
 
 MIXED, NO_RULE = "got mixed torch.Tensor and DTensor", "Sharding propagation failed"
-NOT_YET, STATE = "its data is not allocated yet", "lightning_module_state_dict()"
+NOT_YET, NO_NUMPY = "its data is not allocated yet", "not supported for tensor subclasses"
+STATE, ADAMW, FORWARD = "lightning_module_state_dict()", "torch.optim.AdamW", "register_fsdp_forward_method("
+STEP, START, END = "training_step", "on_train_start", "on_train_batch_end"
 #: What is done and where, torch's own words (none if this package raises first), and what to write.
 SHARDED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
-    "penalty": (penalty, "training_step", MIXED, "alpha=2 * 0.01"),
-    "method": (encode, "training_step", MIXED, "register_fsdp_forward_method("),
+    "penalty": (penalty, STEP, MIXED, "alpha=2 * 0.01"),
+    "method": (lambda own: own.net.blocks[0].up(own.net.embed.weight).mean(), STEP, MIXED, FORWARD),
     "average": (average, "on_before_zero_grad", MIXED, "update it in `on_train_batch_end`"),
-    "norm": (norm, "on_before_optimizer_step", NOT_YET, "precision_plugin.gradient_norm"),
-    "histogram": (histogram, "on_train_batch_end", "not supported for tensor subclasses", "p.full_tensor()"),
-    "copy": (copied, "on_train_start", "FSDP does not support deepcopy", STATE),
-    "pickle": (pickle.dumps, "on_train_start", "_fsdp_init.FSDP", STATE),
-    "vector": (flatten, "on_train_batch_end", NO_RULE, "torch.optim.AdamW"),
-    "Adafactor": (torch.optim.Adafactor, "configure_optimizers", NO_RULE, "torch.optim.AdamW"),
-    "LBFGS": (torch.optim.LBFGS, "configure_optimizers", "", "torch.optim.AdamW"),
+    "norm": (lambda own: grad_norm(own, 2), "on_before_optimizer_step", NOT_YET, "plugin.gradient_norm"),
+    "histogram": (
+        lambda own: [p.detach().numpy() for p in own.parameters()],
+        END,
+        NO_NUMPY,
+        "p.full_tensor()",
+    ),
+    "copy": (lambda own: copy.deepcopy(own.net), START, "FSDP does not support deepcopy", STATE),
+    "pickle": (pickle.dumps, START, "_fsdp_init.FSDP", STATE),
+    "vector": (lambda own: nn.utils.parameters_to_vector(own.parameters()), END, NO_RULE, ADAMW),
+    "Adafactor": (torch.optim.Adafactor, "configure_optimizers", NO_RULE, ADAMW),
+    "LBFGS": (torch.optim.LBFGS, "configure_optimizers", "", ADAMW),
 }
 
 

@@ -31,8 +31,8 @@ from tests.strategy.test_out_of_memory import (
     needs_reset,
     one_step,
     table,
-    train,
 )
+from tests.support.fits import fit
 from tests.support.models import WIDTH, Block
 from tests.support.ranks import on_ranks
 
@@ -93,7 +93,7 @@ def test_nothing_of_a_microbatch_that_broke_off_is_in_memory_when_its_parts_begi
     plain = [table(4, 4 + m, 0) for _, _, m, _ in HELD[1:]]
     for told, data, returns_view in ((HELD, batches(1, len(HELD)), True), (HELD[1:], plain, False)):
         module = Holds(told if rank == 1 else (), returns_view)
-        train(module, data)
+        fit(module, data)
         assert module.held == [0] * module.trips
         assert module.trips >= len(HELD) - 1 if rank == 1 else module.trips == 0
 
@@ -153,7 +153,7 @@ def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts(ra
     gradients = []
     for place, data in (([], whole), ([], split), (told if rank == 1 else [], whole)):
         module = Still(place)
-        train(module, data, deterministic=True)
+        fit(module, data, deterministic=True)
         gradients.append(module.gradients)
     for (told, added), of_whole, of_split, ours in zip(BITS, *gradients, strict=True):
         differ = 0
@@ -215,9 +215,9 @@ def with_last_tokens(*last: int) -> Tensor:
 def test_units_and_layers_that_only_some_samples_run(rank):
     """A part may do without a unit that has added the gradient of the whole; and what ran before leaves no mark."""
     routed = Routed([["0", "backward", 1, 1]] if rank == 1 else ())
-    train(routed, batches(rank, 1))
+    fit(routed, batches(rank, 1))
     gated = Conditional([["gate", "backward", 1, 1]] if rank == 1 else ())
-    train(gated, [Minibatch([with_last_tokens(2, 3)])], auto_wrap_policy={Block, Gated})
+    fit(gated, [Minibatch([with_last_tokens(2, 3)])], auto_wrap_policy={Block, Gated})
     whole = [*batches(0, 1)[0], *batches(1, 1)[0]]
     for module, tables in ((routed, whole), (gated, [with_last_tokens(2, 3)] * 2)):
         assert bool(module.trips) == (rank == 1)
@@ -249,7 +249,7 @@ def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(ran
     data = batches(rank if communication == "on_demand" else 1, 1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(module, data, on_nonfinite="skip", communication=communication)
+        fit(module, data, on_nonfinite="skip", communication=communication)
     counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
     counted += list(batches(0 if communication == "on_demand" else 1, 1)[0])
     assert differences(module.states, [one_step(Short(), counted)])[0] < TOLERANCE
@@ -263,7 +263,7 @@ def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(ran
 def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(rank):
     module = Refuses(0 if rank == 1 else None, "nan")
     data = [table(4, 4 if (rank, step) == (1, 0) else 5, step) for step in range(2)]
-    train(module, data, on_nonfinite="skip", accumulate_grad_batches=2)
+    fit(module, data, on_nonfinite="skip", accumulate_grad_batches=2)
     expected = one_step(Short(), [table(4, 5, step) for step in (0, 1, 1)])  # three batches of four
     assert differences(module.states[-1:], [expected])[0] < TOLERANCE
 
@@ -288,7 +288,7 @@ def test_what_is_left_out_and_runs_out_of_memory_does_not_run_again(rank):
     module = Overflows([["0", "backward", m, 1]], m) if rank == 1 else Overflows()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(module, batches(rank, 1), on_nonfinite="skip")
+        fit(module, batches(rank, 1), on_nonfinite="skip")
     tables = [*batches(0, 1)[0], *(one for one in batches(1, 1)[0] if one.shape[1] != 4 + m)]
     assert module.trips == sum("left out" in str(one.message) for one in caught) == rank
     assert differences(module.states, [one_step(Short(), tables)])[0] < TOLERANCE
@@ -304,7 +304,7 @@ class Unlogged(Short):
 def test_a_rank_may_leave_out_all_that_it_has(rank):
     """Then it does not say how its losses are weighted, and goes along with the others."""
     module = Unlogged([["1", "forward", 0, 0]] if rank == 1 else ())
-    train(module, [table(1, 4, rank)], on_out_of_memory="skip")
+    fit(module, [table(1, 4, rank)], on_out_of_memory="skip")
     assert differences(module.states, [one_step(Short(), [table(1, 4, 0)])])[0] < TOLERANCE
 
 

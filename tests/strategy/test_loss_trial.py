@@ -18,23 +18,30 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_odc.data.weighting import Counter, Rule, Tried, Verdict, decide
 from tests.support.fits import fit, largest_difference
-from tests.support.losses import COUNTS, KINDS, RANDOM, STATEFUL, Losses, collate, dealt, meant, samples
+from tests.support.losses import (
+    COUNTS,
+    KINDS,
+    LENGTHS,
+    RANDOM,
+    STATEFUL,
+    Losses,
+    collate,
+    dealt,
+    meant,
+    samples,
+)
 from tests.support.models import full_parameters
 from tests.support.modules import said
 from tests.support.ranks import on_ranks
 
 BATCH, ACCUMULATED = 4, 2
-
-
 #: Options that some of the kinds of losses are trained with, besides none.
 OPTIONS: list[dict[str, Any]] = [{"communication": "collective"}, {"balance": "lb_mini"}]
-
-
 SOME = [kind for kind in KINDS if not kind.startswith("hugging")][::3]
 
 
@@ -53,10 +60,8 @@ def train(kind: str, **options: Any) -> tuple[str, dict[str, Tensor], str]:
 @on_ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_loss_trains_what_it_means(rank, kind):
-    expected, before = (
-        meant(kind, dealt(samples(), 2, BATCH), 2),
-        dict(Losses(kind).double().named_parameters()),
-    )
+    expected = meant(kind, dealt(samples(), 2, BATCH), 2)
+    before = dict(Losses(kind).double().named_parameters())
     moved = largest_difference({name: before[name] for name in expected}, expected)
     for options in [{}, *(OPTIONS if kind in SOME else [])]:
         counts, parameters, text = train(kind, **options)
@@ -106,20 +111,16 @@ class Traces(Losses):
 
 
 def state_of(module: Traces) -> str:
-    kept = {
-        name: value
-        for name, value in vars(module).items()
-        if name in ("outputs", "latest", "plain", "steps_run")
-    }
-    buffers = {name: buffer.tolist() for name, buffer in module.named_buffers()}
-    metric = float(module.mean.mean_value), module.mean._update_count
-    kept |= {
-        "meter": module.meter.total,
-        "array": module.array.tolist(),
-        "hidden": module.hidden[0].running_mean,
-    }
-    kept["generator"] = module.generator.get_state().sum()
-    return f"{kept} {buffers} {metric} {hasattr(module, 'new')} {'log' in vars(module)}"
+    kept = [vars(module)[name] for name in ("outputs", "latest", "plain", "steps_run")]
+    kept += [
+        module.meter.total,
+        module.array,
+        module.hidden[0].running_mean,
+        module.generator.get_state().sum(),
+    ]
+    kept += [(name, buffer.tolist()) for name, buffer in module.named_buffers()]
+    kept += [float(module.mean.mean_value), module.mean._update_count]
+    return str([*kept, hasattr(module, "new"), "log" in vars(module)])
 
 
 class Looks(Callback):
@@ -136,15 +137,10 @@ class Looks(Callback):
             self.callback_metrics = dict(trainer.callback_metrics)
 
 
-class Counted(Dataset[Any]):
-    def __init__(self, data: list[Any]) -> None:
-        self.data, self.lengths = data, [len(sample["input_ids"]) for sample in data]
+class Sized(list[Any]):
+    """Samples whose lengths are known."""
 
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[index]
+    lengths = LENGTHS
 
 
 @on_ranks(2)
@@ -152,7 +148,7 @@ def test_the_trial_leaves_no_trace(rank, tmp_path):
     module, looks = Traces(), Looks()
     logger = TensorBoardLogger(tmp_path, name="", version=str(rank))
     with said() as text:
-        loader = DataLoader(Counted(samples()), batch_size=8, collate_fn=collate)
+        loader = DataLoader(Sized(samples()), batch_size=8, collate_fn=collate)
         fit(module, loader, balance="auto", callbacks=[looks], logger=logger)
     torch.manual_seed(5)
     assert looks.drawn == torch.rand(1).item(), "random numbers go on where they were"

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -80,16 +79,18 @@ class Short(TokenModule):
         return {"embed": self.net.embed, **dict(self.net.blocks.named_children()), "head": self.net.head}
 
     def trip(self, place: str, phase: str) -> None:
-        if phase == "forward" and not torch.is_grad_enabled():
-            return  # a pass that keeps nothing takes little memory
+        is_kept = phase == "backward" or torch.is_grad_enabled()  # other passes take little memory
+        if is_kept and self.runs_out(place, phase):
+            self.trips += 1
+            raise torch.OutOfMemoryError(TEXT)
+
+    def runs_out(self, place: str, phase: str) -> bool:
         if self.global_step >= len(self.told) or self.told[self.global_step] is None:
-            return
+            return False
         *where, fits = self.told[self.global_step]
         rows, tokens = self.batch.shape
         does_not_fit = 0 in self.batch[:, 0] if fits == FIRST_ROW else rows > fits
-        if [place, phase, tokens - 4] == where and does_not_fit:
-            self.trips += 1
-            raise torch.OutOfMemoryError(TEXT)
+        return [place, phase, tokens - 4] == where and does_not_fit
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.net(batch)
@@ -163,10 +164,6 @@ TABLE = [
 TABLE += [["root", "forward", m, 1] for m in range(3)]
 
 
-def train(module: Short, data: Sequence[Any], world_size: int = 2, **options: Any) -> Trainer:
-    return fit(module, list(data), world_size, **options)
-
-
 def run(
     rank: int, told: list[Any], left_out: dict[int, int] | None = None, returns: str = "mean", **options: Any
 ) -> tuple[Short, list[str]]:
@@ -174,7 +171,7 @@ def run(
     module = Short(told if rank == 1 else (), returns=returns)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        train(module, batches(rank, len(told)), **options)
+        fit(module, batches(rank, len(told)), **options)
     assert_steps(module, told, left_out)
     return module, [str(one.message) for one in caught if "of this rank" in str(one.message)]
 
@@ -278,9 +275,8 @@ class Behind(Short):
 class Everything(Short):
     """Runs out with every sample."""
 
-    def trip(self, place: str, phase: str) -> None:
-        if place == "1" and self.told and (phase == "backward" or torch.is_grad_enabled()):
-            raise torch.OutOfMemoryError(TEXT)
+    def runs_out(self, place: str, phase: str) -> bool:
+        return place == "1" and bool(self.told)
 
 
 def needs_four(batch: list[Tensor]) -> Tensor:
@@ -383,7 +379,7 @@ def compare_way(rank: int, world_size: int, name: str) -> None:
     is_last, modules = rank == world_size - 1, []
     for told in ([], SOME):
         module = kind(told if is_last else (), wide="precision" not in options)
-        train(module, make_batches(1 if world_size == 1 else rank, len(SOME) * steps), world_size, **options)
+        fit(module, make_batches(1 if world_size == 1 else rank, len(SOME) * steps), world_size, **options)
         modules.append(module)
     whole, cut = modules
     assert whole.trips == 0
@@ -425,7 +421,7 @@ def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce_and_count_
     rank, make_batches, balance
 ):
     module = Logs([["1", "forward", 0, 2], ["1", "backward", 0, 1]] if rank == 1 else ())
-    t = train(module, make_batches(rank, 2), balance=balance)
+    t = fit(module, make_batches(rank, 2), balance=balance)
     assert bool(module.trips) == (rank == 1)
     rows = 2 * (4 if make_batches is plain_batches else sum(ROWS) if rank else 2)
     # Lightning takes float32 and float64 as they are.
@@ -460,6 +456,6 @@ def test_ranks_of_several_nodes(rank, are_copies):
     options = {"num_nodes": 2} if are_copies else {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}
     module = Short(NODES if rank == 3 else ())
     mine = batches(1 if rank == 3 else 0, len(NODES)) if rank in (0, 3) else [Minibatch([])] * len(NODES)
-    train(module, mine, 2 if are_copies else 4, on_out_of_memory="skip", **options)
+    fit(module, mine, 2 if are_copies else 4, on_out_of_memory="skip", **options)
     assert bool(module.trips) == (rank == 3)
     assert_steps(module, NODES, {2: 2})

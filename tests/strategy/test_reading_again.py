@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_odc import BalancedDataLoader, Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor
 from tests.strategy.test_balance import Padded, pad
-from tests.strategy.test_out_of_memory import TEXT, TOLERANCE, Short, differences, needs_reset
+from tests.strategy.test_out_of_memory import TOLERANCE, Short, differences, needs_reset
 from tests.support import fits
 from tests.support.fits import fit
 from tests.support.models import full_parameters
@@ -75,12 +75,8 @@ class Labelled(Short):
         self.where, self.fits, self.tokens = (place, phase), fits, 0
         self.ran: list[int] = []
 
-    def trip(self, place: str, phase: str) -> None:
-        if phase == "forward" and not torch.is_grad_enabled():
-            return  # a pass that keeps nothing takes little memory
-        if (place, phase) == self.where and self.tokens > self.fits:
-            self.trips += 1
-            raise torch.OutOfMemoryError(TEXT)
+    def runs_out(self, place: str, phase: str) -> bool:
+        return (place, phase) == self.where and self.tokens > self.fits
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.tokens = batch["labels"].numel()
@@ -185,12 +181,8 @@ class Dropping(Short):
         super().__init__()
         self.phase = phase
 
-    def trip(self, place: str, phase: str) -> None:
-        if phase == "forward" and not torch.is_grad_enabled():
-            return  # a pass that keeps nothing takes little memory
-        if (place, phase) == ("0", self.phase) and self.trips <= self.global_step:
-            self.trips += 1
-            raise torch.OutOfMemoryError(TEXT)
+    def runs_out(self, place: str, phase: str) -> bool:
+        return (place, phase) == ("0", self.phase) and self.trips <= self.global_step
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits = nn.functional.dropout(self.net(batch)[:, :-1], 0.5)

@@ -82,40 +82,19 @@ class Counts(pl.Callback):
         self.counted = summarize(pl_module).total_parameters
 
 
-ARGUMENTS = [
-    "--trainer.accelerator=cpu",
-    "--trainer.devices=2",
-    "--trainer.max_epochs=1",
-    "--trainer.logger=false",
-    "--trainer.enable_checkpointing=false",
-    "--trainer.enable_progress_bar=false",
-    "--trainer.use_distributed_sampler=false",
-]
+QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "use_distributed_sampler")
+ARGUMENTS = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.max_epochs=1"]
+ARGUMENTS += [f"--trainer.{name}=false" for name in QUIET]
 
 
 @on_ranks(2)
 def test_loggers_bars_and_monitors(rank, tmp_path):
-    loggers = [
-        CSVLogger(tmp_path, name="csv", version=""),
-        TensorBoardLogger(tmp_path, name="board", version=""),
-    ]
-    counts = Counts()
-    t = trainer(
-        2,
-        default_root_dir=tmp_path,
-        max_epochs=5,
-        log_every_n_steps=1,
-        enable_progress_bar=True,
-        logger=loggers,
-        callbacks=[
-            BAR(),
-            LearningRateMonitor("step"),
-            ModelSummary(2),
-            counts,
-            ThroughputMonitor(lambda batch: batch.size(0), length_fn=Tensor.numel),
-            EarlyStopping("val_one", patience=1, mode="max"),  # it stays 1
-        ],
-    )
+    loggers = [cls(tmp_path, name=cls.__name__, version="") for cls in (CSVLogger, TensorBoardLogger)]
+    throughput = ThroughputMonitor(lambda batch: batch.size(0), length_fn=Tensor.numel)
+    stopping = EarlyStopping("val_one", patience=1, mode="max")  # it stays 1
+    own = [BAR(), LearningRateMonitor("step"), ModelSummary(2), counts := Counts(), throughput, stopping]
+    options = {"default_root_dir": tmp_path, "max_epochs": 5, "log_every_n_steps": 1}
+    t = trainer(2, enable_progress_bar=True, logger=loggers, callbacks=own, **options)
     t.fit(Module())
     assert t.current_epoch == 2  # EarlyStopping
     assert t.callback_metrics["lengths"] == 3 * sum(LENGTHS)
@@ -123,14 +102,14 @@ def test_loggers_bars_and_monitors(rank, tmp_path):
     assert counts.counted == sum(parameter.numel() for parameter in Module().parameters())
     if rank > 0:
         return
-    with (tmp_path / "csv" / "metrics.csv").open() as file:
+    with (tmp_path / "CSVLogger" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {"lr-AdamW", "loss", "lengths", "val_loss"} <= rows[0].keys()
     assert float([row["train/samples"] for row in rows if row["train/samples"]][-1]) == COUNTS[0] * 3 * 2
     assert float([row["train/lengths"] for row in rows if row["train/lengths"]][-1]) == sum(LENGTHS[:4]) * 6
     rates = [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]]
     assert (min(rates), max(rates)) == (pytest.approx(0.001), pytest.approx(0.01))
-    assert list((tmp_path / "board").glob("events.out.tfevents.*"))
+    assert list((tmp_path / "TensorBoardLogger").glob("events.out.tfevents.*"))
 
 
 class Bomb(pl.Callback):
