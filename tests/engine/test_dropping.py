@@ -11,34 +11,6 @@ from lightning_odc.engine.late_gradients import Dropping
 from lightning_odc.engine.protocol import DISCARD
 from lightning_odc.errors import DisagreementError
 
-ALL = "0x7"  # of three parameters
-
-
-class Rank:
-    """A rank with three parameters in one unit.
-
-    Args:
-        laid: Numbers of those that have a placeholder.
-        emptied: Numbers of those whose placeholder the user emptied.
-    """
-
-    def __init__(self, laid: set[int] = frozenset(), emptied: set[int] = frozenset()) -> None:  # type: ignore[assignment]
-        slots = [SlotStub(number) for number in range(3)]
-        self.cleared: set[int] = set()
-        self.forgotten: set[int] = set()  # of what this rank has not added yet
-        self.met: list[str] = []
-        window = SimpleNamespace(clear=lambda start, numel: self.cleared.add(start))
-        unit = SimpleNamespace(index=0, slots=slots, trainable=slots, used=set())
-        protocol = SimpleNamespace(windows=[window], meet=lambda kind, item=None: self.met.append(kind))
-        placeholders = SimpleNamespace(
-            laid={slots[number] for number in laid},
-            emptied=lambda: {slots[number] for number in emptied},
-            lift=lambda: None,
-        )
-        held = SimpleNamespace(clear=lambda start, numel: self.forgotten.add(start))
-        parts: list[Any] = [placeholders, [unit], [held], protocol]
-        self.dropping = Dropping(*parts)
-
 
 class SlotStub:
     padded_numel = 1
@@ -47,22 +19,27 @@ class SlotStub:
         self.name, self.grad_offset = f"p{number}", number
 
 
-@pytest.mark.parametrize("came_for", [DISCARD, "optimizer step"])
-def test_a_rank_without_placeholders_drops_what_others_drop(came_for):
-    rank = Rank()
-    rank.dropping.together(["0x1", "0x4"], came_for)
-    assert rank.cleared == rank.forgotten == {0, 2}
-    assert rank.met == ["gradients are discarded"]
+def dropped(laid: set[int], emptied: set[int], others: list[str], came_for: str) -> set[int]:
+    """What a rank drops of three parameters: some have a placeholder, of which the user emptied some."""
+    slots, cleared, forgotten = [SlotStub(number) for number in range(3)], set[int](), set[int]()
+    unit = SimpleNamespace(index=0, slots=slots, trainable=slots, used=set())
+    window, held = (SimpleNamespace(clear=lambda at, _, s=s: s.add(at)) for s in (cleared, forgotten))
+    placeholders = SimpleNamespace(
+        laid={slots[number] for number in laid},
+        emptied=lambda: {slots[number] for number in emptied},
+        lift=lambda: None,
+    )
+    protocol = SimpleNamespace(windows=[window], meet=lambda kind, item=None: None)
+    parts: list[Any] = [placeholders, [unit], [held], protocol]
+    Dropping(*parts).together(others, came_for)
+    assert cleared == forgotten, "nor does it add later what it dropped"
+    return cleared
 
 
-def test_a_rank_that_emptied_some_itself_drops_these_and_what_it_never_had():
-    rank = Rank(laid={0, 1}, emptied={0})
-    rank.dropping.together([ALL], DISCARD)
-    assert rank.cleared == {0, 2}  # the user left the gradient of p1 here, as one may for one's own shard
-
-
-def test_a_rank_that_has_added_since_refuses():
-    rank = Rank(laid={1})
+def test_a_rank_drops_what_others_drop_unless_it_has_added_since():
+    for came_for in (DISCARD, "optimizer step"):
+        assert dropped(set(), set(), ["0x1", "0x4"], came_for) == {0, 2}
+    # The user left the gradient of p1 here, as one may for one's own shard.
+    assert dropped({0, 1}, {0}, ["0x7"], DISCARD) == {0, 2}
     with pytest.raises(DisagreementError, match=r"emptied the gradient of 'p1'(?s:.*)settle_gradients\(\)"):
-        rank.dropping.together([ALL], "optimizer step")
-    assert rank.cleared == rank.forgotten == set()
+        dropped({1}, set(), ["0x7"], "optimizer step")

@@ -112,6 +112,30 @@ def test_checkpointed_activations_are_computed_again(rank):
 
 
 @on_ranks(2)
+def test_a_shard_is_compared_once_when_it_is_read_and_once_after_the_last_backward(rank):
+    init_gloo(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine, compared = attached(rank, model), []
+    inner = engine._staleness._expect_same
+    engine._staleness._expect_same = lambda *args: (compared.append(1), inner(*args))  # type: ignore[func-returns-value, method-assign]
+    counts = []
+    for microbatches in (1, 4):
+        for number in range(microbatches):
+            with engine.backward(more=number < microbatches - 1):
+                model(torch.ones(2, 4)).sum().backward()
+        engine.settle([])
+        engine.publish()
+        counts.append(len(compared))
+    assert counts[1] == 2 * counts[0] > 0, "whatever the number of microbatches"
+    model.eval()
+    for _ in range(3):
+        model(torch.ones(2, 4))
+        engine.reshard()
+    assert len(compared) - counts[1] >= 3, "where no step may ever end, every time"
+    engine.close()
+
+
+@on_ranks(2)
 def test_a_parameter_that_was_replaced_is_published(rank):
     init_gloo(rank)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -1,13 +1,17 @@
-"""What is refused in the way that ranks are started on nodes. Pure functions of what ranks tell each other."""
+"""Which rank is on which node, and what is refused in the way that ranks are started on nodes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LightningCLI
 
 from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.errors import DisagreementError
 from lightning_odc.sharding import nodes
-from lightning_odc.sharding.nodes import check_hosts, check_rows_are_together, check_versions
+from lightning_odc.sharding.nodes import check_hosts, check_rows_are_together, check_versions, layout_of
 
 ROWS = ((0, 1), (2, 3))
 NAMES = {"a": "alpha", "b": "beta", "c": "gamma", "d": "delta"}
@@ -58,3 +62,30 @@ def test_every_rank_tells_its_version_and_its_host(monkeypatch):
     monkeypatch.setattr(nodes, "boot_id", lambda: "here")
     with pytest.raises(ValueError, match="neighbouring numbers"):
         check_hosts(layout, lambda own: [own, [own[0], "beta", "there"]] * 2)
+
+
+def test_a_layout_has_rows_and_columns():
+    layout = layout_of((2, 3), num_nodes=1, world_size=6, rank=4)
+    assert layout == Layout(((0, 1, 2), (3, 4, 5)), 4)
+    assert (layout.row, layout.column) == ((3, 4, 5), [1, 4])
+    assert layout.columns == [[0, 3], [1, 4], [2, 5]]
+    assert layout_of(None, num_nodes=3, world_size=6, rank=0).rows == ((0, 1), (2, 3), (4, 5))
+
+
+def test_a_mesh_of_other_ranks_and_nodes_of_different_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"arranges 4 ranks, but there are 6: write\s+device_mesh=\(2, 3\)"):
+        layout_of((2, 2), num_nodes=2, world_size=6, rank=0)
+    with pytest.raises(ValueError, match=r"5 ranks on 2 nodes: every node needs as many ranks as the others"):
+        layout_of(None, num_nodes=2, world_size=5, rank=0)
+
+
+def test_a_mesh_from_the_command_line():
+    pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
+    arguments = ["--trainer.strategy=lightning_odc.ODCStrategy", "--trainer.accelerator=cpu"]
+    arguments += ["--trainer.strategy.sharding_strategy=HYBRID_SHARD", "--trainer.strategy.device_mesh=[2,2]"]
+    command = LightningCLI(
+        LightningModule, args=arguments, run=False, save_config_callback=None, seed_everything_default=False
+    )
+    strategy: Any = command.trainer.strategy
+    assert strategy.sharding_strategy.name == "HYBRID_SHARD"
+    assert layout_of(strategy.device_mesh, num_nodes=1, world_size=4, rank=3).row == (2, 3)
