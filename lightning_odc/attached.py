@@ -40,7 +40,7 @@ from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layo
 from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
-from lightning_odc.engine.transports import check_transport, make_transport
+from lightning_odc.engine.transports import check_device, make_transport
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError, PeerFailedError
@@ -170,7 +170,7 @@ def attach(
     """
     mesh = _mesh_of_shards(model)
     place = _place_on(mesh)
-    check_transport("auto", place.device.type, "attach")
+    check_device(place.device.type, "attach")
     engine = make_engine(
         place,
         keep_gathered=keep_gathered,

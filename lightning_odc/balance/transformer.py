@@ -146,7 +146,12 @@ class TransformerShape:
 def shape_of(config: Any, *, gated_mlp: bool | None = None) -> TransformerShape:
     """The sizes in a configuration; arguments and errors are those of `transformer`."""
     raw = _mapping(config)
-    _refuse_others(raw)
+    experts = _first(raw, _EXPERTS)
+    if (isinstance(experts, int) and experts > 1) or raw.get("is_encoder_decoder"):
+        raise ValueError(
+            "transformer(config) knows dense decoder-only models, and this one has experts or an encoder; fit its cost "
+            "while training, cost=FittedCost(num_ranks), or give a function: cost=lambda lengths: ..."
+        )
     sizes = {name: _first(raw, names) for name, names in _ALIASES.items()}
     missing = [_ALIASES[name][0] for name in _REQUIRED if sizes[name] is None]
     if missing:
@@ -156,13 +161,17 @@ def shape_of(config: Any, *, gated_mlp: bool | None = None) -> TransformerShape:
         )
     hidden, layers, heads = (int(sizes[name]) for name in _REQUIRED)
     head_dim = int(sizes["head_dim"] or hidden // heads)
+    if gated_mlp is None:
+        activation = _first(raw, ("hidden_act", "hidden_activation", "activation_function"))
+        family = str(raw.get("model_type") or "")
+        gated_mlp = family.startswith(_GATED_FAMILIES) or activation in _GATED_ACTIVATIONS
     return TransformerShape(
         hidden=hidden,
         layers=layers,
         queries=heads * head_dim,
         keys=int(sizes["key_value_heads"] or heads) * head_dim,
         intermediate=int(sizes["intermediate_size"] or 4 * hidden),
-        matrices=3 if (_is_gated(raw) if gated_mlp is None else gated_mlp) else 2,
+        matrices=3 if gated_mlp else 2,
         vocabulary=int(sizes["vocab_size"] or 0),
         tied=bool(raw.get("tie_word_embeddings", True)),
         windows=_windows(raw, layers),
@@ -180,21 +189,6 @@ def _mapping(config: Any) -> Mapping[str, Any]:
 
 def _first(raw: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     return next((raw[name] for name in names if raw.get(name) is not None), None)
-
-
-def _refuse_others(raw: Mapping[str, Any]) -> None:
-    experts = _first(raw, _EXPERTS)
-    if (isinstance(experts, int) and experts > 1) or raw.get("is_encoder_decoder"):
-        raise ValueError(
-            "transformer(config) knows dense decoder-only models, and this one has experts or an encoder; fit its cost "
-            "while training, cost=FittedCost(num_ranks), or give a function: cost=lambda lengths: ..."
-        )
-
-
-def _is_gated(raw: Mapping[str, Any]) -> bool:
-    family = str(raw.get("model_type") or "")
-    activation = _first(raw, ("hidden_act", "hidden_activation", "activation_function"))
-    return family.startswith(_GATED_FAMILIES) or activation in _GATED_ACTIVATIONS
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:

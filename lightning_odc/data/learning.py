@@ -160,18 +160,16 @@ class DelayedCap(History["int | list[int]"]):
             self.ran_out += len(ran_out)
             # Parts that ran out, too, do not count: one sample in all of them may be the reason.
             for tokens, samples in ran_out:
-                if samples != 1:  # no cap helps one that does not fit alone
-                    self._fall(rank, tokens)
+                if samples == 1:  # no cap helps one that does not fit alone
+                    continue
+                own = self.caps[rank]
+                # Never above `own`: a plan from before the cap fell may run out with more tokens.
+                lower = min(own, max(int(_LEFT * (tokens or own)), 1))
+                if max([lower, *(cap for cap in self.caps if cap != own)]) < self._least:
+                    lower = self._least
+                self.caps = [lower if cap == own else cap for cap in self.caps]
         if told:
             self.learn(max(number for _, number, _ in told), self.value)
-
-    def _fall(self, rank: int, tokens: int) -> None:
-        own = self.caps[rank]
-        # Never above `own`: a plan from before the cap fell may run out with more tokens.
-        lower = min(own, max(int(_LEFT * (tokens or own)), 1))
-        if max([lower, *(cap for cap in self.caps if cap != own)]) < self._least:
-            lower = self._least
-        self.caps = [lower if cap == own else cap for cap in self.caps]
 
     def values(self) -> dict[str, float]:
         """What to log, by name: see `DeviceIdleMonitor`."""

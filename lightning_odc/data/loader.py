@@ -367,23 +367,20 @@ class BalancedDataLoader:
         try:
             for done, arrived in enumerate(named_deaths(arriving), start.minibatches):
                 minibatch, after = reading.completed(arrived, done), Position(start.epoch, done + 1)
-                if self.unroll:
-                    yield from self._unrolled(minibatch, start, after)
-                    start = Position(start.epoch, done + 1)
-                else:
+                if not self.unroll:
                     self._progress.latest = after
                     yield minibatch
+                    continue
+                for number, (batch, weight) in enumerate(minibatch.weighted(), 1):
+                    if number > start.microbatches:  # else it was yielded before a checkpoint
+                        last = number == len(minibatch)
+                        self._progress.latest = after if last else replace(start, microbatches=number)
+                        yield Microbatch(batch, weight, last)
+                start = after
         finally:
             if self._iterator is arriving and not self._workers.get("persistent_workers"):
                 self._iterator = None
         self._progress.latest = Position(start.epoch + 1)
-
-    def _unrolled(self, minibatch: Minibatch, start: Position, after: Position) -> Iterator[Microbatch]:
-        for number, (batch, weight) in enumerate(minibatch.weighted()):
-            if number >= start.microbatches:
-                last = number == len(minibatch) - 1
-                self._progress.latest = after if last else replace(start, microbatches=number + 1)
-                yield Microbatch(batch, weight, last)
 
     def _prepare(self) -> Reading:
         """What reads, for the number of ranks there is now. It holds what was learnt, too, so it stays."""

@@ -42,7 +42,13 @@ def materialize(model: nn.Module, device: torch.device, *, offload: bool = False
     """Give everything on the meta device memory and values; leave everything else alone."""
     if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         return []
-    _refuse_adapters(model)
+    for name, module in model.named_modules():
+        # Their own reset makes zeros, and the reset of their layers would undo it.
+        if hasattr(module, "reset_lora_parameters") and any(p.is_meta for p in module.parameters()):
+            raise ValueError(
+                f"{name!r} has adapters of PEFT on the meta device, where they cannot be initialised. Make the model "
+                "on the CPU: leave `with torch.device('meta'):` out of `configure_model`."
+            )
     return _Materializer(model, device, offload).run()
 
 
@@ -118,16 +124,6 @@ class _Materializer:
         parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
         _compat.move_gradient_hooks(meta, parameter)
         return parameter
-
-
-def _refuse_adapters(model: nn.Module) -> None:
-    """Refuse adapters of PEFT: their own reset makes zeros, and the reset of their layers would undo it."""
-    for name, module in model.named_modules():
-        if hasattr(module, "reset_lora_parameters") and any(p.is_meta for p in module.parameters()):
-            raise ValueError(
-                f"{name!r} has adapters of PEFT on the meta device, where they cannot be initialised. Make the model "
-                "on the CPU: leave `with torch.device('meta'):` out of `configure_model`."
-            )
 
 
 def _whole(root: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, Tensor]]:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_odc.attached import Attached, Place, make_engine
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.hybrid.spanning import Layout
-from lightning_odc.engine.transports import check_transport
+from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.sharding.nodes import check_rows, gloo_checked, layout_of
 from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
@@ -61,7 +61,7 @@ class AttachingStrategy:
 
     def setup_environment(self: Any) -> None:
         if self.communication != "collective":
-            check_transport(self.options.transport, self._device_type(), type(self).__name__)
+            check_device(self._device_type(), type(self).__name__)
         self._on_teardown.enter_context(part_of_the_cores(self._device_type(), self.num_processes))
         with gloo_checked(self):
             cast(Any, super()).setup_environment()

@@ -89,7 +89,6 @@ class ODCStrategy(ShardedStrategy):
             ``(num_nodes, devices per node)``.
         communication: ``"on_demand"``; ``"collective"``, the same sharding over stock collectives; or ``"lockstep"``,
             the on-demand transport with a barrier at every unit. That control separates cheaper bytes from fewer waits.
-        transport: ``"auto"``; or ``"shared_memory"`` for CPU ranks, or ``"cuda"`` for GPUs.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The memory per rank for what then moves once per minibatch, parameters that stay gathered and
@@ -148,7 +147,6 @@ class ODCStrategy(ShardedStrategy):
         device_mesh: tuple[int, int] | DeviceMesh | None = None,
         *,
         communication: Communication = "on_demand",
-        transport: str = "auto",
         deterministic: bool = False,
         accumulator_dtype: torch.dtype | None = None,
         keep_gathered: int | str = "auto",
@@ -166,7 +164,6 @@ class ODCStrategy(ShardedStrategy):
         check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
         self.options = Options(
             communication=communication,
-            transport=transport,
             deterministic=deterministic,
             accumulator_dtype=accumulator_dtype,
             keep_gathered=keep_gathered,

@@ -43,7 +43,6 @@ class Options:
     """The arguments that ``ODCStrategy`` has and ``FSDPStrategy`` has not. There they are explained."""
 
     communication: Communication = "on_demand"
-    transport: str = "auto"
     deterministic: bool = False
     accumulator_dtype: torch.dtype | None = None
     keep_gathered: int | str = "auto"
@@ -59,7 +58,6 @@ class Options:
 
     def __post_init__(self) -> None:
         check_choice("communication", self.communication, get_args(Communication))
-        check_choice("transport", self.transport, ("auto", "shared_memory", "cuda"))
         check_choice("on_out_of_memory", self.on_out_of_memory, get_args(OnOutOfMemory))
         check_choice("on_nonfinite", self.on_nonfinite, (None, "skip"))
         example = "datetime.timedelta(seconds=60), or None for no reports"

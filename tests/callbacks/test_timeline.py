@@ -362,7 +362,7 @@ def test_pictures_have_a_row_per_rank_on_one_time_axis(tmp_path):
     for axes in (above, below):
         assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
         texts = [text.get_text() for text in axes.texts]
-        assert {"idle 67%", "idle 33%", "idle 0%", "1,234", "minibatch 4"} <= set(texts)
+        assert set(texts) == {"idle 67%", "idle 33%", "idle 0%"}
     [legend] = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["forward", "read", "idle: waiting for others"]
     draw_timelines({"one": scripted(1)}, tmp_path / "one.png")

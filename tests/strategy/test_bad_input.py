@@ -43,7 +43,6 @@ POLICY, CHECKPOINTING = "auto_wrap_policy", "activation_checkpointing_policy"
 TIMEOUT = r"write datetime.timedelta\(minutes=30\)"
 UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"communication": "ring"}, "is not known; choose one of 'on_demand', 'collective'"),
-    ({"transport": "pigeon"}, "is not known; choose one of 'auto', 'shared_memory'"),
     ({"state_dict_type": "half"}, r"state_dict_type='half'\) is not known"),
     ({"sharding_strategy": "NO_SHARD"}, r'has nothing to read on demand: use Trainer\(strategy="ddp"\)'),
     ({"sharding_strategy": "WHATEVER"}, r"choose one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),

@@ -42,7 +42,6 @@ _LABELS = {"data": "between batches", "wait": "idle: waiting for others"}
 _WIDTH = 12.0  # inches
 _DPI = 120
 _UPPER, _LOWER, _ROW = (-0.40, 0.54), (0.16, 0.24), (-0.40, 0.80)  # offset from a row's middle, and height
-_TEXT_WIDTH = 5.6  # points that a digit of the token counts takes, with some air
 _LEGEND_COLUMNS = 6
 _LEAST_GAP = 1.5  # pixels below which neighbouring bars get no gap
 
@@ -84,7 +83,7 @@ def timelines_figure(timelines: Mapping[str, Timeline]) -> Figure:
     for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
         _draw_panel(axes, title, timeline, pixels)
     panels[-1].set_xlim(0, longest * 1.002)
-    panels[-1].set_xlabel("seconds; numbers in bars are tokens", fontsize=9)
+    panels[-1].set_xlabel("seconds", fontsize=9)
     _add_legend(figure, timelines.values())
     return figure
 
@@ -113,7 +112,6 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, pixels: float) -> No
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelbottom=True, labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    _name_minibatches(axes, timeline, pixels)
 
 
 def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: float) -> None:
@@ -129,45 +127,9 @@ def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: fl
     waits = [_place(span, origin) for span in rank.of("wait")]
     if waits:
         axes.broken_barh(waits, (row + _ROW[0], _ROW[1]), facecolors=palette.IDLE, linewidth=0, zorder=3)
-    _write_tokens(axes, row, rank, origin, pixels)
     limits = sorted({limit for span in rank.of("minibatch") for limit in (span.begin, span.end)})
     at = [(limit - origin) / 1e9 for limit in limits]
     axes.vlines(at, row - 0.45, row + 0.45, "black", linewidth=0.9, zorder=4)
-
-
-def _write_tokens(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: float) -> None:
-    """Token counts into the bars that have room for them."""
-    from matplotlib.patheffects import withStroke
-
-    for span in rank.of("forward", "backward"):
-        begin, width = _place(span, origin)
-        tokens = span.details.get("tokens")
-        text = f"{tokens:,}" if tokens is not None else ""
-        if text and width >= _seconds_of(text, pixels):
-            axes.text(
-                begin + width / 2,
-                row + _UPPER[0] + _UPPER[1] / 2,
-                text,
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if span.kind == "backward" else "#10304a",
-                path_effects=[withStroke(linewidth=2, foreground=WORK[span.kind])],
-                zorder=5,
-            )
-
-
-def _name_minibatches(axes: Axes, timeline: Timeline, pixels: float) -> None:
-    """The number of every minibatch above the first row, where there is room."""
-    if not timeline.ranks:
-        return
-    free_from = 0.0
-    for span in timeline.ranks[0].of("minibatch"):
-        begin, _ = _place(span, timeline.begin_ns)
-        text = f"minibatch {span.details.get('number', '')}"
-        if begin >= free_from:
-            axes.text(begin, -0.52, text, fontsize=8, color="#606060", va="bottom")
-            free_from = begin + _seconds_of(text, pixels)
 
 
 def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
@@ -187,11 +149,6 @@ def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
         handlelength=1.4,
         columnspacing=1.6,
     )
-
-
-def _seconds_of(text: str, pixels: float) -> float:
-    """The seconds of the time axis that a small text covers."""
-    return len(text) * _TEXT_WIDTH * _DPI / 72 / pixels
 
 
 def _place(span: Span, origin: int) -> tuple[float, float]:

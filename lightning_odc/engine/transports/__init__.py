@@ -11,22 +11,14 @@ from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.transports.cuda import CudaTransport, SymmetricDevice
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 
-_BY_DEVICE = {"cpu": "shared_memory", "cuda": "cuda"}
 
-
-def check_transport(transport: str, device_type: str, strategy: str = "ODCStrategy") -> None:
-    """Refuse devices that have no windows, and a transport that is another device's."""
-    fitting = _BY_DEVICE.get(device_type)
-    if fitting is None:
+def check_device(device_type: str, strategy: str = "ODCStrategy") -> None:
+    """Refuse devices that have no windows."""
+    if device_type not in ("cpu", "cuda"):
         raise ValueError(
             f"On-demand communication works between CPU processes and between NVIDIA GPUs, not between {device_type} "
             f'devices. Use Trainer(strategy="odc", accelerator="cpu", devices=2), or '
             f'{strategy}(communication="collective").'
-        )
-    if transport not in ("auto", fitting):
-        raise ValueError(
-            f'{strategy}(transport="{transport}") is not for {device_type} devices: write transport="{fitting}", or '
-            "leave it out."
         )
 
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy
 
 from lightning_odc import ODCStrategy
-from lightning_odc.engine.transports import check_transport, make_transport, preflight
+from lightning_odc.engine.transports import check_device, make_transport, preflight
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
 from lightning_odc.engine.transports.cuda import CudaTransport
 from lightning_odc.engine.transports.preflight import DeviceFacts
@@ -145,28 +145,15 @@ def test_what_may_stand_behind_an_error():
 
 
 def test_which_transport(monkeypatch):
-    check_transport("auto", "cpu")
-    check_transport("shared_memory", "cpu")
-    check_transport("auto", "cuda")
-    check_transport("cuda", "cuda")
-    with pytest.raises(
-        ValueError, match=r'transport="cuda".* is not for cpu devices: write transport="shared_memory"'
-    ):
-        check_transport("cuda", "cpu")
-    with pytest.raises(ValueError, match='is not for cuda devices: write transport="cuda"'):
-        check_transport("shared_memory", "cuda")
+    check_device("cpu")
+    check_device("cuda")
     with pytest.raises(
         ValueError, match=r'not between mps devices.*ODCFabricStrategy\(communication="collective"\)'
     ):
-        check_transport("auto", "mps", "ODCFabricStrategy")
-    cpus, gpus = ([torch.device(kind, index) for index in range(2)] for kind in ("cpu", "cuda"))
-    with pytest.raises(ValueError, match='write transport="shared_memory"'):
-        ODCStrategy(parallel_devices=cpus, transport="cuda").setup_environment()
+        check_device("mps", "ODCFabricStrategy")
+    gpus = [torch.device("cuda", index) for index in range(2)]
     monkeypatch.setattr(FSDPStrategy, "setup_environment", lambda self: None)  # here are no GPUs
     ODCStrategy(parallel_devices=gpus).setup_environment()
-    ODCStrategy(
-        parallel_devices=gpus, transport="shared_memory", communication="collective"
-    ).setup_environment()
     made = [
         make_transport(torch.device(name), 0, 2, lambda item: [item] * 2, None) for name in ("cpu", "cuda:0")
     ]
