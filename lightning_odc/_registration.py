@@ -6,14 +6,11 @@ from typing import Any, NoReturn
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_odc import _compat_lightning
 from lightning_odc.strategy.odc import ODCStrategy
 
-NAMES = ("odc", "odc_plain", "odc_balanced")
-MISSPELT = {"odc-plain": "odc_plain", "odc_balance": "odc", "odc-balanced": "odc", "lightning_odc": "odc"}
-"""Names that Lightning would refuse without a word of ours, and what was meant."""
+NAMES = ("odc", "odc_plain")
 
 
 def register() -> None:
@@ -24,29 +21,16 @@ def register() -> None:
     for name in NAMES:
         if name not in STRATEGY_REGISTRY:
             describe = "On-demand communication in Fabric"
-            STRATEGY_REGISTRY.register(name, _fabric_strategy, description=describe, word=name)
+            STRATEGY_REGISTRY.register(name, _fabric_strategy, description=describe)
         if other is not None and name not in other:
             other.register(name, _explain_other_trainer, description="see lightning_odc", word=name)
-    for registry in filter(None, (StrategyRegistry, STRATEGY_REGISTRY, other)):
-        for name in MISSPELT.keys() - registry.keys():
-            registry.register(name, _explain_name, description=f"see {MISSPELT[name]}", word=name)
 
 
-def _fabric_strategy(word: str, **options: Any) -> Any:
+def _fabric_strategy(**options: Any) -> Any:
     """Imported when needed: users of the Trainer do not wait for it."""
     from lightning_odc.fabric import ODCFabricStrategy
 
-    if word == "odc_balanced":
-        rank_zero_warn(
-            'Fabric(strategy="odc_balanced") balances nothing: in Fabric, your loop says which rank runs which '
-            "microbatches. Ranks may run different numbers of them, with fabric.backward(loss, num_items=n). Write "
-            'Fabric(strategy="odc"), or use lightning.pytorch.Trainer, which balances.'
-        )
     return ODCFabricStrategy(**options)
-
-
-def _explain_name(word: str) -> NoReturn:
-    raise ValueError(f'strategy="{word}" is unknown: did you mean strategy="{MISSPELT[word]}"?')
 
 
 def _explain_other_trainer(word: str) -> NoReturn:

@@ -33,7 +33,7 @@ def advise(
 
     Args:
         lengths: Tokens of the samples, ``[n]``; or a ``DataLoader``; or the name of a distribution (``"longalign"``), a
-            file (``.txt`` with one per line, ``.npy``, ``.json``, ``.jsonl``) or the folder of a Hugging Face data set.
+            file (``.txt`` with one per line, ``.npy``, ``.json``, ``.jsonl``).
         model: A Hugging Face configuration, object, mapping or path; a module that has one; or a name such as ``"7b"``
             or ``"gpt2"``.
         devices: Devices of all nodes together; by default those of the trainer, else 8.

@@ -165,7 +165,7 @@ def read_lengths(given: Any, max_length: int | None = None, seed: int = 0) -> Sa
     if str(given) not in DISTRIBUTIONS and not Path(given).exists():
         raise OptionError(
             f"--lengths {str(given)!r} is neither one of {', '.join(DISTRIBUTIONS)}, nor a file (.txt with one per "
-            f"line, .npy, .json, .jsonl), nor the folder of a data set{did_you_mean(str(given), DISTRIBUTIONS)}"
+            f"line, .npy, .json, .jsonl){did_you_mean(str(given), DISTRIBUTIONS)}"
         )
     found = find_samples(str(given), max_length, seed)
     return Samples(first_number(as_lengths(found.lengths)), found.source)

@@ -19,7 +19,7 @@ class AdviseOptions:
     lengths: Any = option(
         MISSING,
         f"one of {', '.join(DISTRIBUTIONS)}; a file of lengths (.txt with one per line, .npy, .json), of records with "
-        "token ids, lengths or texts (.jsonl; 4 bytes count as a token); or the folder of a data set",
+        "token ids, lengths or texts (.jsonl; 4 bytes count as a token)",
         letter="L",
     )
     model: Any = option(

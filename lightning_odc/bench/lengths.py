@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_odc.balance.arrays import LENGTH_LIMIT
 from lightning_odc.bench.corpus import VOCABULARY, encode, read_samples
 from lightning_odc.console import OptionError
-from lightning_odc.data.lengths import LengthArray, LengthsUnknownError, find_lengths
+from lightning_odc.data.lengths import LengthArray
 
 _DRAWN = 4096
 _SIGMA = 0.75
@@ -119,12 +119,11 @@ def describe_tail(lengths: ArrayLike) -> str:
 
 
 def _read(path: Path) -> tuple[LengthArray, str]:
-    """Lengths from a file of numbers, a file of records, or the folder of a data set; and how texts were counted."""
+    """Lengths from a file of numbers, or of records; and how texts were counted."""
     how = ""
     try:
-        if path.is_dir():
-            found: Any = _from_folder(path)
-        elif path.suffix == ".npy":
+        found: Any
+        if path.suffix == ".npy":
             found = np.load(path, allow_pickle=False)
         elif path.suffix in (".json", ".jsonl"):
             text = path.read_text()
@@ -135,7 +134,7 @@ def _read(path: Path) -> tuple[LengthArray, str]:
         else:
             found = [float(word) for word in path.read_text().replace(",", " ").split()]
         lengths = np.asarray(found, dtype=np.float64)
-    except (OSError, ValueError, TypeError, OverflowError, LengthsUnknownError) as error:
+    except (OSError, ValueError, TypeError, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"--lengths {path}: {reason}") from error
     if lengths.ndim != 1 or not len(lengths) or (lengths < 1).any() or (lengths % 1).any():
@@ -168,16 +167,3 @@ def _length_of(record: Any) -> tuple[float, str]:
         )
     how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
     return -(-len(text.encode()) // _BYTES_OF_A_TOKEN), how
-
-
-def _from_folder(path: Path) -> LengthArray:
-    try:
-        from datasets import load_from_disk  # type: ignore[import-not-found,unused-ignore]
-    except ImportError:
-        raise ValueError(
-            "reading the folder of a data set needs the package datasets: pip install datasets"
-        ) from None
-    data = load_from_disk(str(path))
-    if hasattr(data, "keys"):
-        data = data[next(iter(data.keys()))]
-    return find_lengths(data).values

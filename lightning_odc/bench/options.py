@@ -99,8 +99,7 @@ class TrainOptions:
     )
     lengths: str = option(
         "stdlib",
-        f"one of {', '.join(DISTRIBUTIONS)}; a .txt, .json or .jsonl file of lengths or token ids; or the folder of a "
-        "data set",
+        f"one of {', '.join(DISTRIBUTIONS)}; or a .txt, .json or .jsonl file of lengths or token ids",
         letter="L",
     )
     cost: str = option(
@@ -134,7 +133,7 @@ class TrainOptions:
             )
         if self.lengths not in DISTRIBUTIONS and not Path(self.lengths).exists():
             raise OptionError(
-                f"--lengths {self.lengths!r} is neither a file or folder nor one of {', '.join(DISTRIBUTIONS)}"
+                f"--lengths {self.lengths!r} is neither a file nor one of {', '.join(DISTRIBUTIONS)}"
                 f"{did_you_mean(self.lengths, DISTRIBUTIONS)}"
             )
 

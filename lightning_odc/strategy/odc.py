@@ -208,10 +208,9 @@ class ODCStrategy(ShardedStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         describe = "Fully sharded training with on-demand communication"
-        for name in ("odc", "odc_balanced"):  # the second is the name that 0.1 had for it
-            strategy_registry.register(name, cls, description=f"{describe} and balanced minibatches")
+        strategy_registry.register("odc", cls, description=f"{describe} and balanced minibatches")
         strategy_registry.register("odc_plain", cls, description=describe, balance=None)
-        cls._registered_strategies += ["odc", "odc_balanced", "odc_plain"]
+        cls._registered_strategies += ["odc", "odc_plain"]
 
     # -- setting up and tearing down ----------------------------------------------------------------------
 

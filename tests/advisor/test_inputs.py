@@ -140,7 +140,7 @@ WRONG = [
         "--lengths nothing --model 7b",
         "'nothing' is neither one of stdlib, equal, longalign, swesmith, aime, nor a file",
     ),
-    ("--lengths longaling --model 7b", "the folder of a data set: did you mean longalign?"),
+    ("--lengths longaling --model 7b", ".jsonl): did you mean longalign?"),
     ("--lengths few.txt --model 7b", "8 devices x 4 samples is more than the 2 lengths there are"),
     ("--lengths longalign --model 7c", "'7c' is unknown: write 1.5b, 7b, 14b, 32b, 8b, 70b, a type"),
     ("--lengths longalign --model bert.json", "no dense decoder-only transformer"),

@@ -103,9 +103,7 @@ def test_on_three_ranks(rank):
     assert_same(full_parameters(module), reference(3))
 
 
-@pytest.mark.parametrize(
-    ("name", "balance"), [("odc", "auto"), ("odc_balanced", "auto"), ("odc_plain", None)]
-)
+@pytest.mark.parametrize(("name", "balance"), [("odc", "auto"), ("odc_plain", None)])
 def test_the_registered_names(name, balance):
     strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
     assert isinstance(strategy, FSDPStrategy)
