@@ -18,14 +18,14 @@ FILES = {
 #: The most lines of every room; `""` is the files beside the rooms. Who adds a feature takes its lines from somewhere.
 #: What leaves the package for `benchmarks/` counts there.
 LINES = {
-    "": 2780,
-    "benchmarks": 11400,
+    "": 2760,
+    "benchmarks": 11420,
     "advisor": 650,
-    "balance": 3080,
-    "bench": 2130,
-    "callbacks": 2360,
-    "data": 3370,
-    "engine": 6950,
+    "balance": 3070,
+    "bench": 2120,
+    "callbacks": 2320,
+    "data": 3360,
+    "engine": 6940,
     "rl": 1050,
     "sharding": 1250,
     "strategy": 4490,
