@@ -74,11 +74,7 @@ def test_one_process():
 
 
 def test_times_that_cannot_be():
-    for wrong in (
-        -1.0,
-        math.nan,
-        math.inf,
-    ):
+    for wrong in (-1.0, math.nan, math.inf):
         fraction, unbalanced = IdleFraction(), LoadImbalance()
         with pytest.raises(ValueError, match="idle_seconds"):
             fraction.update(1.0, wrong)

@@ -101,10 +101,7 @@ def test_ci_runs_the_pythons_that_classifiers_name() -> None:
 
 
 def test_what_a_workflow_installs_is_pinned() -> None:
-    for path in (
-        *WORKFLOWS.glob("*.yml"),
-        ROOT / ".readthedocs.yaml",
-    ):
+    for path in (*WORKFLOWS.glob("*.yml"), ROOT / ".readthedocs.yaml"):
         pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
         assert parsed(path)
         for line in re.findall(r"pip install (.*)", path.read_text()):

@@ -131,10 +131,7 @@ def test_one_sample_per_step_leaves_nothing_to_balance() -> None:
 
 def test_one_device_waits_for_no_other() -> None:
     small = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6}
-    for device in (
-        "A100",
-        "cpu",
-    ):
+    for device in ("A100", "cpu"):
         advice = advise([512, 4096] * 32, model=small, device=device, devices=1)
         assert str(advice).startswith("This would not help: one device has no other to wait for")
         assert 'strategy="auto"' in advice.line

@@ -151,13 +151,7 @@ WRONG = [
     ),
     ("--lengths longalign --model 7b --devices 0", "--devices 0: use 1 or more"),
     ("--lengths longalign --model 7b --devices 6 --nodes 4", "write a multiple of 4"),
-    (
-        "--lengths longalign --model 7b --minibatch-size -2",
-        "--minibatch-size -2: use 1 or more",
-    ),
     ("--lengths longalign --model 7b --max-tokens 100", "max_tokens"),
-    ("--lengths longalign --model 7b --max-length 0", "--max-length 0: use 1 or more"),
-    ("--lengths longalign --model 7b --seed -1", "--seed -1: use 0 or more"),
     ("--lengths longalign --model 7b --lenghts 3", "did you mean --lengths?"),
     ("--lengths longalign", "required: --model"),
 ]
@@ -186,24 +180,13 @@ def test_bad_input_is_one_line_that_lists_what_is_accepted(
 
 
 def test_in_python_the_same_is_a_value_error_that_names_arguments() -> None:
-    for wrong in (
-        {"devices": True},
-        {"nodes": 2.5},
-        {"minibatch_size": "4"},
-    ):
+    for wrong in ({"devices": True}, {"nodes": 2.5}, {"minibatch_size": "4"}):
         ((name, value),) = wrong.items()
         with pytest.raises(ValueError, match=rf"^{name}={value}: use a whole number, 1 or more"):
             advise(LENGTHS, model="7b", **wrong)
 
 
 def test_absurd_lengths() -> None:
-    for lengths in (
-        [],
-        [0, 3],
-        [2.5],
-        [[[1]]],
-        ["a"],
-        None,
-    ):
+    for lengths in ([], [0, 3], [2.5], [[[1]]], ["a"], None):
         with pytest.raises(OptionError):
             advise(lengths, model="7b")

@@ -58,16 +58,6 @@ def test_dense_attention_pays_for_the_square_of_all_tokens() -> None:
     assert slow == [[2 * (60 + 36 + 5), 2 * (40 + 16 + 5)]]
 
 
-def test_dense_attention_by_name_and_for_a_model() -> None:
-    assert resolve_cost("quadratic_dense") == quadratic(constant=64, dense=True)
-    plain, dense = transformer(SMALL), transformer(SMALL, dense=True)
-    assert plain.pair == plain.overhead == 0
-    assert dense.pair == 2 * 3 * dense.per_pair
-    assert dense.overhead == 64 * dense.per_token
-    assert transformer(SMALL | {"sliding_window": 10}, dense=True).pair == dense.pair
-    assert transformer(SMALL, dense=True, constant=5).overhead == 5
-
-
 def test_speeds_divide_samples_and_overhead() -> None:
     cost = with_speeds(PolynomialCost(0, 2, 6), [1, 0.5])
     terms = MinibatchCosts.of(cost, np.array([3, 4]), 2)
@@ -181,21 +171,3 @@ def test_sliding_windows_see_fewer_keys() -> None:
     assert pairs.tolist() == [1, 55, 55 + 15 * 10]
     halfway = (2 * sliding.samples(lengths) + full.samples(lengths)) / 3
     np.testing.assert_allclose(mixed.samples(lengths), halfway)
-
-
-def test_a_hugging_face_config() -> None:
-    transformers = pytest.importorskip(
-        "transformers", reason="the demo extra brings Hugging Face configurations"
-    )
-    config = transformers.Qwen2Config(
-        hidden_size=1536,
-        num_hidden_layers=28,
-        num_attention_heads=12,
-        num_key_value_heads=2,
-        intermediate_size=8960,
-        vocab_size=151_936,
-    )
-    cost = transformer(config)
-    assert cost.full_layers == 28
-    parameters = 28 * (2 * 1536**2 + 2 * 1536 * 256 + 3 * 1536 * 8960) + 1536 * 151_936
-    assert cost.per_token == 6 * parameters

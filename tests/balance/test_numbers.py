@@ -25,11 +25,9 @@ from lightning_odc.balance import (
     transformer,
     with_speeds,
 )
-from lightning_odc.balance.learnt import AutoCost
 from tests.support.refusals import assert_refused
 
 many = settings(deadline=None, max_examples=120, derandomize=True)
-KINDS = st.sampled_from(["packed", "apart", "padded", "stacked"])
 CONFIG = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
 COSTS: dict[str, Any] = {
     "tokens": lambda ranks: "tokens",
@@ -69,49 +67,36 @@ def check(plan: Any, rows: np.ndarray, caps: Any, collation: Collation) -> None:
 @given(
     some_rows(),
     st.integers(1, 6),
-    KINDS,
+    st.sampled_from(["packed", "apart", "padded", "stacked"]),
     st.sampled_from(POLICIES),
     st.sampled_from(sorted(COSTS)),
     st.floats(1, 4),
+    st.data(),
 )
-def test_no_microbatch_exceeds_a_cap(
-    rows: np.ndarray, ranks: int, kind: Any, policy: Any, cost: str, room: float
+def test_no_microbatch_exceeds_a_cap_of_its_rank(
+    rows: np.ndarray, ranks: int, kind: Any, policy: Any, cost: str, room: float, data: st.DataObject
 ) -> None:
-    caps, collation, model = caps_for(rows, room), Collation(kind), COSTS[cost](ranks)
+    collation, model = Collation(kind), COSTS[cost](ranks)
+    caps = [caps_for(rows, room)] * ranks
+    if policy == "lb_mini":  # ranks may have their own
+        caps = [caps_for(rows, data.draw(st.floats(0.3, 2))) for _ in range(ranks)]
+        caps[data.draw(st.integers(0, ranks - 1))] = caps_for(rows, room)
     options: dict[str, Any] = {"policy": policy, "cost": model, "allow_empty": True, "collation": collation}
     plan = plan_minibatch(rows, ranks, caps, **options)
-    check(plan, rows, [caps] * ranks, collation)
-    assert plan == plan_minibatch(list(map(tuple, rows.tolist())), ranks, [caps] * ranks, **options)
+    check(plan, rows, caps, collation)
+    assert plan == plan_minibatch(list(map(tuple, rows.tolist())), ranks, caps, **options)
+    if len({*caps}) == 1:
+        assert plan == plan_minibatch(rows, ranks, caps[0], **options)
     if policy in COLLECTIVE_SAFE:
         assert len(set(map(len, plan))) == 1
     found = on_demand_cost(plan, rows, model, collation=collation)
     assert found >= least_cost(rows, ranks, model, caps, collation=collation) * (1 - 1e-9)
 
 
-@many
-@given(some_rows(), st.integers(1, 5), KINDS, st.sampled_from(sorted(COSTS)), st.data())
-def test_ranks_have_their_own_caps(
-    rows: np.ndarray, ranks: int, kind: Any, cost: str, data: st.DataObject
-) -> None:
-    caps = [caps_for(rows, data.draw(st.floats(0.3, 2))) for _ in range(ranks)]
-    caps[data.draw(st.integers(0, ranks - 1))] = caps_for(rows, 1.5)
-    collation = Collation(kind)
-    plan = plan_minibatch(rows, ranks, caps, cost=COSTS[cost](ranks), collation=collation)
-    check(plan, rows, caps, collation)
-
-
 def test_the_sum_of_costs_is_level() -> None:
     """Work is in the patches as much as in the tokens, and neither tells the other."""
-    for ranks in (
-        2,
-        4,
-        8,
-    ):
-        for kind in (
-            "packed",
-            "apart",
-            "padded",
-        ):
+    for ranks in (2, 4, 8):
+        for kind in ("packed", "apart", "padded"):
             rng = np.random.default_rng(ranks)
             rows = np.column_stack([rng.integers(100, 900, 12 * ranks), rng.integers(0, 900, 12 * ranks)])
             cost, collation = PolynomialCost(0, 1, 30), Collation(kind)
@@ -205,16 +190,6 @@ def test_a_coefficient_is_learnt_for_each_number() -> None:
     assert sum(map(len, plan[0])) == 4, "the slower rank gets less"
 
 
-def test_times_refute_a_prior_that_weighs_numbers_wrongly() -> None:
-    cost = AutoCost(2, quadratic(constant=64.0))
-    for step in range(8):
-        cost.observe((rank, rows, seconds / (1 + rank)) for rank, rows, seconds in observed(step))
-    assert cost.is_refuted
-    resumed = AutoCost(2, quadratic(constant=64.0))
-    resumed.load_state_dict(cost.state_dict())
-    assert resumed.snapshot() == cost.snapshot()
-
-
 def learnt(rows: Any) -> FittedCost:
     cost = FittedCost(2)
     cost.observe([(0, rows, 0.5)])
@@ -223,17 +198,13 @@ def learnt(rows: Any) -> FittedCost:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [(5, 3), (4,)]}, r"sample 0 has 2, and sample 1 has 1: length_fn=lambda sample: \(len"),
-    ({"lengths": [(5, 3), 4]}, r"sample 0 has 2, and sample 1 has 1"),
     ({"lengths": [(), ()]}, r"a row of 2 to 8, and every row has 0"),
     ({"lengths": [range(9), range(9)]}, r"every row has 9 numbers"),
     ({"lengths": [(5, 3), (4, -1)]}, r"sample 1 is \[ 4 -1\].*only the numbers after the first may be 0"),
     ({"lengths": [(5, 3), (0, 4)]}, r"sample 1 is \[0 4\].*put first what every sample has"),
     ({"lengths": [(5, 3), (4, float("nan"))]}, r"sample 1 is \[ 4. nan\]"),
-    ({"lengths": [(5, 3), (4, float("inf"))]}, r"sample 1 is \[ 4. inf\]"),
     ({"lengths": [(5, 3), (4, 1.5)]}, r"sample 1 is \[4.  1.5\]"),
     ({"max_tokens": 9}, r"2 numbers each, and max_tokens=9 caps 1: .*max_tokens=\(9, 3\)"),
-    ({"max_tokens": [9, 9]}, r"max_tokens=\[9, 9\] caps 1: .*max_tokens=\[\(9, 3\), \(9, 3\)\]"),
-    ({"max_tokens": (9, 9, 9)}, r"caps 3: .*max_tokens=\(9, 9\)"),
     ({"max_tokens": [(9, 9), 9]}, r"another number of caps on one rank.*max_tokens=\[\(9, 9\), \(9, 9\)\]"),
     ({"max_tokens": (9, 0)}, r"max_tokens must be a whole number of at least 1, got 0"),
     ({"max_tokens": ()}, r"max_tokens=\(\) caps nothing"),
@@ -248,7 +219,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"have one length here. Write max_tokens=9;.*max_tokens=\[9, 9\]",
     ),
     ({"cost": lambda rows: rows + 1}, r"a cost for each number.*cost=lambda lengths: lengths\[:, 0\]"),
-    ({"cost": lambda rows: rows, "lengths": [(5, 3), (4, 3)]}, r"shape \[2, 2\], a cost for each number"),
     ({"cost": with_speeds(lambda rows: rows, [1, 2])}, r"a cost for each number"),
     ({"cost": lambda rows: rows.sum()}, r"shape \[\] for 3 samples.*cost=lambda lengths: lengths\[:, 0\]"),
     ({"cost": lambda rows: rows[:, 1] - 1}, r"cost of sample 2 .* must be positive"),

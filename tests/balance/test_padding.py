@@ -22,8 +22,7 @@ from lightning_odc.balance import (
     quadratic,
     with_speeds,
 )
-from lightning_odc.balance.tables import cut
-from tests.balance.test_planner import check
+from tests.balance.test_planner import check, cost_named
 
 many = settings(deadline=None, max_examples=150, derandomize=True)
 PADDED = Collation("padded")
@@ -34,32 +33,20 @@ PADDED = Collation("padded")
     st.lists(st.integers(1, 3000), min_size=2, max_size=40),
     st.integers(2, 9),
     st.sampled_from([1.0, 1.5, 3.0]),
+    st.sampled_from(["packed", "padded"]),
+    st.sampled_from(["quadratic", "speeds"]),
 )
-def test_a_microbatch_is_empty_only_where_it_must_be(lengths: list[int], ranks: int, room: float) -> None:
-    """A rank with a sample more must put two of its samples together; the shortest pairs fit if any do."""
-    cap, more = int(room * max(lengths)), len(lengths) % ranks
-    plan = plan_minibatch(lengths, ranks, cap, "lb_micro", allow_empty=True, collation=PADDED)
-    pairs = len(lengths) > ranks and 2 * sorted(lengths)[2 * more - 1] <= cap
-    assert all(own for rank in plan for own in rank) == (not more or pairs)
-
-
-@many
-@given(
-    st.lists(st.integers(1, 60), min_size=1, max_size=14),
-    st.integers(0, 200),
-    st.integers(0, 9),
-    st.booleans(),
-)
-def test_cutting_costs_least(sizes: list[int], overhead: int, width: int, superlinear: bool) -> None:
-    costs = [float(size**2 if superlinear else size) for size in sorted(sizes)]
-    firsts = [max(here - width, 0) for here in range(len(costs))]
-    least = [0.0]
-    for here, cost in enumerate(costs):
-        least.append(min(least[j] + (here + 1 - j) * cost + overhead for j in range(firsts[here], here + 1)))
-    total, bins = cut(costs, firsts, float(overhead), range(1, len(costs) + 1))
-    assert total == least[-1] == sum(len(own) * costs[own[-1]] + overhead for own in bins)
-    assert [i for own in bins for i in own] == list(range(len(costs)))
-    assert all(own[0] >= firsts[own[-1]] for own in bins)
+def test_a_microbatch_is_empty_only_where_it_must_be(
+    lengths: list[int], ranks: int, room: float, kind: Any, cost: str
+) -> None:
+    """A rank with a sample more must put two of its samples together, so each of those ranks needs a pair that fits."""
+    cap, more, collation = int(room * max(lengths)), len(lengths) % ranks, Collation(kind)
+    options: dict[str, Any] = {"cost": cost_named(cost, ranks), "allow_empty": True, "collation": collation}
+    plan = plan_minibatch(lengths, ranks, cap, "lb_micro", **options)
+    # Pairing the shortest with the longest of them makes the longest pair as short as it can be.
+    pairs = zip(sorted(lengths)[:more], sorted(lengths)[: 2 * more][::-1], strict=False)
+    fit = len(lengths) > ranks and all(collation.tokens([*pair]) <= cap for pair in pairs)
+    assert all(own for rank in plan for own in rank) == (not more or fit)
 
 
 def ways_to_pack(items: list[int]) -> Iterator[list[list[int]]]:
@@ -100,11 +87,7 @@ def best_on_demand(lengths: list[int], cap: int, overhead: float, speeds: list[f
 
 
 def test_near_the_best_plan_of_few_samples() -> None:
-    for speeds in (
-        [1, 1],
-        [1, 1, 1],
-        [1, 0.6],
-    ):
+    for speeds in ([1, 1], [1, 1, 1], [1, 0.6]):
         rng, gaps = np.random.default_rng(0), list[float]()
         for trial in range(24):
             lengths = rng.integers(1, 9000 if trial % 2 else 200, 7 if len(speeds) == 2 else 6).tolist()
@@ -174,11 +157,7 @@ def test_the_best_plan_in_step_of_few_samples() -> None:
 
 
 def test_no_worse_than_samples_alone_or_a_plan_that_knows_of_no_padding() -> None:
-    for constant in (
-        0,
-        64,
-        3000,
-    ):
+    for constant in (0, 64, 3000):
         for kind in KINDS:
             cost = quadratic(constant=constant)
             for ranks, per_rank in ((2, 6), (4, 4), (8, 8), (16, 16)):

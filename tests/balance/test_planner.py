@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -116,8 +116,6 @@ def test_every_sample_once_under_the_cap_and_in_step_for_collectives(
     if policy == "lb_mini" and data.draw(st.booleans()):  # a cap per rank: samples run only where they fit
         cap = data.draw(st.lists(st.integers(1, 2 * most), min_size=ranks, max_size=ranks))
         cap[data.draw(st.integers(0, ranks - 1))] = int(room * most)
-    elif policy == "lb_micro":
-        options["align"] = data.draw(st.booleans())
     plan = plan_minibatch(lengths, ranks, cap, policy, **options)
     check(plan, lengths, cap if isinstance(cap, list) else [cap] * ranks, collation)
     assert plan == plan_minibatch(np.array(lengths), ranks, cap, policy, **options)
@@ -132,6 +130,21 @@ def test_every_sample_once_under_the_cap_and_in_step_for_collectives(
         assert all(own for rank in plan for own in rank)
         for costs in microbatch_costs(plan, lengths, model, collation=collation):
             assert all(a >= b * (1 - 1e-12) for a, b in pairwise(costs)), "the largest first"
+
+
+@many
+@given(st.lists(LENGTHS, min_size=1, max_size=4), RANKS, COSTS, st.integers(0, 30_000), st.booleans())
+def test_equal_numbers_of_samples_and_of_microbatches(
+    rows: list[list[int]], ranks: int, cost: str, room: int, align: bool
+) -> None:
+    flat = list(chain(*rows))
+    lengths = (flat * ranks)[: max(len(flat) // ranks, 1) * ranks]
+    cap = max(lengths) + room
+    plan = plan_minibatch(lengths, ranks, cap, "lb_micro", cost_named(cost, ranks), align=align)
+    check(plan, lengths, [cap] * ranks)
+    assert {sum(map(len, rank)) for rank in plan} == {len(lengths) // ranks}
+    assert len({len(rank) for rank in plan}) == 1
+    assert all(microbatch for rank in plan for microbatch in rank)
 
 
 @many
@@ -155,20 +168,11 @@ def test_local_sort_deals_in_turn_and_runs_the_longest_first() -> None:
     assert plan_minibatch(lengths, 2, policy="local_sort") == [[[2], [4], [0]], [[1], [5], [3]]]
 
 
-def test_steal_starts_from_the_plan_of_lb_mini() -> None:
-    lengths = np.random.default_rng(0).integers(1, 30_000, 48)
-    assert plan_minibatch(lengths, 8, policy="steal") == plan_minibatch(lengths, 8, policy="lb_mini")
-
-
 def test_fewer_samples_than_ranks_leave_some_ranks_without_work() -> None:
     plan = plan_minibatch([30, 20], 4)
     assert sorted(plan) == [[], [], [[0]], [[1]]]
     faster = plan_minibatch([30, 20], 4, cost=with_speeds("tokens", [0.1, 1, 0.1, 2]))
     assert faster == [[], [[1]], [], [[0]]]
-
-
-def test_one_rank_takes_all() -> None:
-    assert plan_minibatch([3, 1, 2], 1, 4, cost="tokens") == [[[0], [2, 1]]]
 
 
 @many
@@ -257,59 +261,26 @@ def test_knowing_of_dense_attention_does_not_hurt(
     assert knowing <= span(blind, lengths, dense) * (1.02 if policy == "lb_mini" else 1 + 1e-6)
 
 
-def test_equal_counts_leave_a_microbatch_empty_only_where_they_must() -> None:
-    """A rank with a sample more must put two of its samples together, so each of those ranks needs a pair that fits."""
-    cases = [([50, 61, 51, 88, 93, 26, 38, 60], 3, 93, "quadratic")]
-    generator = np.random.default_rng(5)
-    for _ in range(400):
-        num_ranks = int(generator.integers(2, 5))
-        samples = generator.integers(30, 100, num_ranks * int(generator.integers(1, 4)) + 1).tolist()
-        cost = with_speeds("quadratic", [1.0] * (num_ranks - 1) + [0.7])
-        cases.append((samples, num_ranks, 100 + len(cases) % 30, cost))
-    avoided = 0
-    for lengths, num_ranks, cap, cost in cases:
-        plan = plan_minibatch(lengths, num_ranks, cap, "lb_micro", cost, allow_empty=True)
-        more = len(lengths) % num_ranks
-        ends = sorted(lengths)[: 2 * more]
-        # Pairing the shortest with the longest of them makes the longest pair as short as it can be.
-        must = max(a + b for a, b in zip(ends[:more], ends[::-1], strict=False)) > cap
-        assert any([] in rank for rank in plan) == must
-        counts = [sum(map(len, rank)) for rank in plan]
-        assert max(counts) - min(counts) == 1
-        assert sorted(permutation(plan)) == list(range(len(lengths)))
-        assert max(sum(lengths[i] for i in part) for rank in plan for part in rank) <= cap
-        avoided += not must
-    assert 0 < avoided < len(cases)
-
-
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [5, 0, 3]}, r"sample 1 is 0.*Leave empty samples out"),
-    ({"lengths": [5, 3, -2]}, r"sample 2 is -2"),
     ({"lengths": [5.0, float("nan")]}, r"sample 1 is nan"),
     ({"lengths": [5.5, 3]}, r"sample 0 is 5.5"),
-    ({"lengths": [float("inf")]}, r"sample 0 is inf"),
     ({"lengths": [5, 1e21]}, r"sample 1 is 1e\+21; .*, below 2\*\*40"),
     ({"lengths": [[[5, 3]]]}, r"shape \[1, 1, 2\].*plan_minibatch\(\[812"),
-    ({"lengths": 5}, r"shape \[\]"),
     ({"lengths": []}, r"at least one sample"),
     ({"lengths": ["a", "b"]}, r"lengths=\[len\(x\) for x in samples\]"),
-    ({"lengths": [None, 3]}, r"lengths=\[len\(x\) for x in samples\]"),
     ({"max_tokens": 4}, r"sample 0 has 5 tokens, more than max_tokens=4.*write max_tokens=5"),
     ({"max_tokens": 0}, r"max_tokens must be a whole number of at least 1"),
-    ({"max_tokens": 5.5}, r"max_tokens must be a whole number"),
     ({"num_ranks": 0}, r"num_ranks must be a whole number of at least 1, got 0: num_ranks=8"),
-    ({"num_ranks": True}, r"num_ranks must be"),
     ({"policy": "lb-mini"}, r"policy='lb-mini' is unknown; write one of 'local_sort', 'lb_micro', 'lb_mini'"),
     ({"cost": "cubic"}, r"cost='cubic' is unknown.*transformer\(model.config\)"),
     ({"cost": 3}, r"cost=3 is not a cost"),
     ({"cost": lambda x: x[:1]}, r"shape \[1\] for 3 samples on 2 ranks"),
     ({"cost": lambda x: x * 0}, r"cost of sample 0 \(5 tokens\) is \[0.0\].*must be positive"),
-    ({"cost": lambda x: x * float("nan")}, r"must be positive and finite"),
     ({"cost": with_speeds("tokens", [1, 1, 1])}, r"on 2 ranks"),
     ({"cost": FittedCost(3)}, r"on 2 ranks"),
     ({"policy": "lb_micro"}, r"2 ranks equally many samples, and 3 cannot.*drop_last=True.*allow_empty=True"),
     ({"policy": "local_sort"}, r"multiple of 2, or policy=\"lb_mini\""),
-    ({"policy": "lb_micro", "num_ranks": 4}, r"4 ranks equally many samples, and 3 cannot"),
 ]
 
 

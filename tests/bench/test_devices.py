@@ -88,14 +88,8 @@ def test_ranks_that_share_a_gpu_are_told_in_their_own_processes(monkeypatch: pyt
 
 
 def test_the_trainer_gets_these_devices(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for communication in (
-        "on_demand",
-        "collective",
-    ):
-        for there_are, number in (
-            (2, 1),
-            (1, 0),
-        ):
+    for communication in ("on_demand", "collective"):
+        for there_are, number in ((2, 1), (1, 0)):
             gpus(there_are)
             given: dict[str, Any] = {}
             monkeypatch.setattr(training, "Trainer", lambda given=given, **options: given.update(options))

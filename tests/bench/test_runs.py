@@ -246,10 +246,8 @@ def test_nothing_measured_leaves_earlier_results(
 
 WRONG = [
     ("--runs on_demand+fast", "is unknown: write communication+policy"),
-    ("--runs on_demand+lb_mini+dear", "'on_demand+lb_mini+dear' is unknown"),
     ("--runs collective+lb_micro+fitted", "collectives do not have"),
     ("--runs collective+lb_mini", "collective would hang; use on_demand+lb_mini or collective+lb_micro"),
-    ("--runs collective+steal", "would hang"),
     ("--runs collective+auto", "would hang; use on_demand+auto or collective+lb_micro"),
     ("--runs on_demand+steal on_demand+steal", "names a combination twice"),
     ("--ranks 1000", "--ranks 1000 is too many for"),
@@ -262,9 +260,6 @@ WRONG = [
     ("--model {none}", "transformers cannot make it: integer division or modulo by zero"),
     ("--model {activation}", "no model can be made of it: KeyError: 'nope'"),
     ("--model {bytes}", 'knows 257 tokens, and the samples have 258: write "vocab_size": 258 or more'),
-    ("--model {bits} --lengths aime", "knows 255 tokens, and the samples have 256: write"),
-    ("--model {t5}", "t5 is not a causal language model"),
-    ("--model {bert}", "bert is not a causal language model"),
     ("--model {nothing}", 'it has no "model_type"'),
     ("--model {words}", "not a configuration"),
     ("--model {huge}", "or use fewer ranks, a smaller --model"),
@@ -273,16 +268,12 @@ WRONG = [
     ("--lengths {words}", "could not convert string to float"),
     ("--lengths {negative}", "expected whole numbers of at least 1"),
     ("--lengths {endless}", "no sample can have 1e+21 tokens, lengths are below 2**40"),
-    ("--lengths {over}", "too large to convert to float"),
-    ("--lengths {nested}", "a list is of something else than token ids"),
     (
         "--lengths {records}",
         "no 'input_ids', no 'text' and none of length, num_tokens, n_tokens, only title",
     ),
     ("--lengths {empty}", "expected whole numbers of at least 1, one per sample"),
     ("--lengths {long}", "no sample has at most --max-length 2048 tokens"),
-    ("--cost fitted", "collectives do not have"),
-    ("--model 4x100", "--model 4x100: the width 100 is not a multiple of 64"),
     ("--minibatches 0", "--minibatches 0: use 1 or more"),
     ("--output {words}", "File exists"),
 ]
@@ -302,15 +293,11 @@ def test_bad_options_get_one_line(
 
     huge = {"hidden_size": 131072, "num_hidden_layers": 2, "num_attention_heads": 1024, "vocab_size": 1000}
     files = {
-        "t5": json.dumps({"model_type": "t5"}),
-        "bert": json.dumps({"model_type": "bert", "architectures": ["BertForMaskedLM"]}),
         "nothing": "{}",
         "words": "these are words",
         "negative": "3 -4",
         "empty": " ",
         "endless": "3 1e21",
-        "over": f"[1{'0' * 400}]",
-        "nested": "[[[1, 2]]]",
         "records": '[{"title": "abc"}]',
         "long": "5000 6000",
         "huge": llama(**huge),
@@ -319,7 +306,6 @@ def test_bad_options_get_one_line(
         "none": llama(num_attention_heads=0),
         "activation": llama(hidden_act="nope"),
         "bytes": llama(vocab_size=257),
-        "bits": llama(vocab_size=255),
     }
     for name, text in files.items():
         (tmp_path / f"{name}.json" if text[0] in "[{" else tmp_path / name).write_text(text)
@@ -406,22 +392,6 @@ def test_two_processes_train_under_every_mode(tmp_path: Path, start: Any) -> Non
     assert sorted(entry.name for entry in tmp_path.iterdir()) == names
     assert all(name in out for name in names)
     assert sorted(path.name for path in (tmp_path / "timelines").iterdir()) == sorted(modes)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_every_process_with_one_line(tmp_path: Path, start: Any) -> None:
-    process = start("demo", *SMALL.split(), "--output", str(tmp_path), "--minibatches", "100000")
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("minibatch: "):
-        assert process.poll() is None
-    os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to all processes of the foreground.
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert [line for line in err.splitlines() if line] == [
-        "lightning-odc: loading torch ...",
-        "lightning-odc: interrupted; what was measured before is kept",
-    ]
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

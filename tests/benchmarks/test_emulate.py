@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +13,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from benchmarks import emulate, sweep
-from benchmarks.emulate import EmulatedOptions, EmulatedWorkload, KnownCost, emulated_cost, seconds_per_cost
-from lightning_odc.bench.options import Combination
+from collections.abc import Callable, Sequence
 
-BALANCED = Combination("on_demand", "lb_mini")
+from benchmarks import comm, emulate, engine, sweep
+from benchmarks.emulate import EmulatedWorkload
+from lightning_odc import host_memory
+from lightning_odc.bench.processes import RankFailedError, Ranks
 
 
 def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> None:
@@ -47,14 +47,6 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
     assert slow > fast
 
 
-def test_a_shuffle_with_the_same_seed_does_not_sort_what_was_drawn() -> None:
-    options = EmulatedOptions()
-    loader = EmulatedWorkload(options).loader(BALANCED, 0)
-    lengths = EmulatedWorkload(options).samples.lengths
-    samples = [i for rank in loader.plan(0, epoch=0).microbatches for part in rank for i in part]
-    assert lengths[samples].max() > 3 * lengths[samples].min()
-
-
 def test_the_papers_plans_give_the_papers_idealised_gain() -> None:
     """A simulation without communication, of another source, has 1.25 for this setting, give or take 0.03."""
     options = replace(sweep.GOLDEN, seed=3)
@@ -64,25 +56,6 @@ def test_the_papers_plans_give_the_papers_idealised_gain() -> None:
     )
     assert slow / fast == pytest.approx(1.25, abs=0.05)
     assert fast < own < slow  # packing along the other ranks is worth something by itself
-
-
-def test_the_unit_of_time_makes_sleeping_dominate() -> None:
-    assert seconds_per_cost(0.1, 10.0, None) * 10 == pytest.approx(5.0)  # 2 % of 5 s
-    assert seconds_per_cost(0.001, 10.0, None) * 10 == pytest.approx(1.0)
-    assert seconds_per_cost(9.0, 10.0, None) * 10 == pytest.approx(20.0)
-    assert seconds_per_cost(0.1, 10.0, 3.0) * 10 == pytest.approx(3.0)
-
-
-def test_emulated_devices_tell_their_cost_to_auto() -> None:
-    options = EmulatedOptions(lengths="equal", max_length=64)
-    loader = EmulatedWorkload(options).loader(BALANCED._replace(policy="auto", cost="auto"), 0)
-    trainer: Any = SimpleNamespace(
-        train_dataloader=loader, strategy=SimpleNamespace(communication="on_demand")
-    )
-    cost = emulated_cost("1.5b")
-    KnownCost(cost).on_train_start(trainer, None)  # type: ignore[arg-type]
-    assert loader.cost == cost
-    assert loader.learns
 
 
 def test_options_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,4 +69,73 @@ def test_options_that_cannot_work_are_refused(tmp_path: Path, capsys: pytest.Cap
     ):
         with pytest.raises(SystemExit, match=r"^2$"):
             emulate.main([*line.split(), "--output", str(tmp_path)])
+        assert message in capsys.readouterr().err
+
+
+# -- gather, accumulate and settle, and the engine's own Python ------------------------------------------------
+
+
+Main = Callable[[Sequence[str]], int]
+
+
+def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = f"--ranks 1 2 --sizes 4K --rounds 2 --skew 0.1 --output {tmp_path}"
+    assert comm.main(line.split()) == 0
+    results = json.loads((tmp_path / "comm.json").read_text())["results"]
+    assert [(one["ranks"], one["operation"]) for one in results] == [
+        (ranks, operation) for ranks in (1, 2) for operation in ("gather", "accumulate", "settle")
+    ]
+    for one in results:
+        for low, middle, high in (one["ours"], one["theirs"], one["plain"], one["faster"]):
+            assert 0 < low <= middle <= high
+    assert "faster than the group [quartiles]" in (tmp_path / "comm.md").read_text()
+    late = {one["operation"]: one for one in results if one["ranks"] == 2}
+    # The second rank comes 100 ms late: a collective keeps the first one waiting, 50 ms on average; a gather does not.
+    # On a busy machine the first one may come late, too.
+    assert late["gather"]["theirs"][1] > 0.02 > late["gather"]["ours"][1]
+    assert late["settle"]["ours"][1] > 0.02  # it is a meeting
+    assert engine.main(f"--peers 1 --mib 1 --rounds 2 --output {tmp_path}".split()) == 0
+    found = json.loads((tmp_path / "engine.json").read_text())
+    measured = [(row["ranks"], row["parameters"]) for row in found["python"] if row["kept"]]
+    assert measured == [(2, 1), (2, 12), (4, 1), (4, 12)]
+    assert all(row["all"] > 0 < row["settle"] for row in found["python"])
+    assert [row["peers"] for row in found["busy owner"]] == [1]
+    out = capsys.readouterr().out
+    assert "faster than the group [quartiles] |" in out  # brackets are no markup
+    assert "The engine's own Python" in out
+
+
+@pytest.mark.parametrize(
+    ("main", "error"), [(comm.main, KeyboardInterrupt()), (engine.main, RankFailedError("rank 1 failed"))]
+)
+def test_nothing_measured_leaves_earlier_results(
+    main: Main, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Ranks, "__init__", lambda *_: None)
+    monkeypatch.setattr(Ranks, "__enter__", lambda self: self)
+    monkeypatch.setattr(Ranks, "__exit__", lambda *_: None)
+    monkeypatch.setattr(Ranks, "call", call)
+    names = ["comm.json", "comm.md", "engine.json"]
+    for name in names:
+        (tmp_path / name).write_text("earlier")
+    assert main(["--output", str(tmp_path)]) == (1 if isinstance(error, RankFailedError) else 130)
+    assert [(tmp_path / name).read_text() for name in names] == ["earlier"] * 3
+
+
+def test_options_of_comm_that_cannot_work_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "rooms", lambda: [host_memory.Room(16 * 2**30, "a test", "allow more")])
+    for main, line, message in (
+        (comm.main, "--sizes many", "'many' is not a size: write 4K"),
+        (comm.main, "--ranks 17", "--ranks 17: use 1 to 16"),
+        (comm.main, "--ranks 16 --sizes 1G --rounds 1", "or use fewer --ranks or smaller --sizes"),
+        (engine.main, "--peers 0", "--peers 0: use 1 or more"),
+        (engine.main, "--mib 1024 --peers 1 15", "or use fewer --peers or a smaller --mib"),
+    ):
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main([*line.split(), "--output", str(tmp_path)])
         assert message in capsys.readouterr().err

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -12,15 +10,14 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as benchmark
-from benchmarks.gpu.measure import MIB, host_waits, synchronizing_calls, time_primitives
-from benchmarks.gpu.report import bench_tables, fractions, summarize, write
-from benchmarks.gpu.sweep import ALL, BLOCKS, OWNERS, sweep
-from lightning_odc.engine.transports.base import Transport
-from tests.engine.transports.test_contract import in_threads
+from benchmarks.gpu import host_time
+from benchmarks.gpu.host_time import Setting, Shape, Way
+from benchmarks.gpu.measure import MIB, host_waits
+from benchmarks.gpu.report import bench_tables, fractions, host_tables, summarize, write
+from lightning_odc.bench.processes import Placement
 from tests.engine.transports.test_cuda import engine_on_a_fake_device
-from tests.support.fake_device import fake_cuda
 from tests.support.models import init_gloo
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, start_server
 
 MACHINE = {"devices": ["NVIDIA H200"], "torch": "2.11.0", "cuda": "13.0", "date": "2030-01-01"}
 SECONDS = {
@@ -47,28 +44,6 @@ WAITS = {
 }
 
 
-def _times(transport: Transport, meet: Callable[[Any], list[Any]]) -> Any:
-    def host_seconds(job: Callable[[], Any]) -> list[float]:
-        begin = time.perf_counter()
-        job()
-        return [time.perf_counter() - begin]
-
-    def fresh() -> Transport:
-        return fake_cuda(transport.rank, 2, meet)
-
-    linked = time_primitives(fresh, meet, [1], host_seconds, peer=torch.device("cpu"), rotated_mib=2)
-    shared = time_primitives(fresh, meet, [1], host_seconds, together=False, rotated_mib=1)
-    return linked[0], shared[0]
-
-
-def test_every_job_runs_on_every_rank():
-    for linked, shared in in_threads(_times, 2):
-        assert linked["mib"] == shared["mib"] == 1
-        assert linked["alone"].keys() == linked["together"].keys() == {*SECONDS, "copy over the link"}
-        assert shared["alone"].keys() == SECONDS.keys() and "together" not in shared
-        assert min(linked["alone"].values()) > 0
-
-
 def test_fractions_are_of_the_slowest_rank():
     entry = {"mib": 64, "alone": SECONDS}
     slow = {"mib": 64, "alone": {**SECONDS, "read from a peer": 0.002}}
@@ -80,52 +55,6 @@ def test_fractions_are_of_the_slowest_rank():
     assert (found["add / add in place"], found["add bf16 / add bf16 in place"]) == (0.75, 0.5)
     entry["alone"] = {**SECONDS, "copy over the link": 0.0012}  # which reads are compared with
     assert fractions(entry, [entry, entry], "alone")["read / plain copy"] == pytest.approx(0.0012 / 0.00125)
-
-
-def _adds(windows: Any, offset: int, dtype: torch.dtype, rows: torch.Tensor, launch: Any) -> None:
-    places.append((offset, rows.data_ptr() % 16, launch))
-
-
-places: list[Any] = []
-
-
-def test_the_sweep_tries_every_launch_and_rotates():
-    places.clear()
-    found = sweep(
-        _adds,
-        lambda programs, block: (programs, block),
-        mib=1,
-        device=torch.device("cpu"),
-        time_of=lambda job: [(job(), 0.5)[1] for _ in range(3)],
-        rotated_mib=8,
-        programs=(8, ALL),
-    )
-    assert {(e["dtype"], e["aligned"]) for e in found} == {
-        (dtype, aligned) for dtype in ("bfloat16", "float32") for aligned in (True, False)
-    }
-    assert {launch for *_, launch in places} == {(count, block) for count in (8, ALL) for block in BLOCKS}
-    assert {offset for offset, *_ in places} == {0, MIB}  # 2 rounds of 4 owners are 8 MiB
-    assert found[0]["bytes per second"] == OWNERS * MIB / 0.5
-    assert len(found) == 2 * 2 * 2 * len(BLOCKS)
-
-
-def test_synchronizing_calls_by_thread():
-    def call(name: str, thread: int, at: float) -> dict[str, Any]:
-        return {"cat": "cuda_runtime", "name": name, "tid": thread, "ts": at, "dur": 1.0}
-
-    marks = [
-        {"cat": kind, "name": "odc minibatch", "tid": 7, "ts": at, "dur": 10.0}
-        for kind in ("user_annotation", "gpu_user_annotation")
-        for at in (0.0, 20.0)
-    ]
-    calls = [
-        call("cudaEventSynchronize", 9, 5.0),  # the announcer
-        call("cudaEventSynchronize", 9, 25.0),
-        call("cudaStreamSynchronize", 7, 8.0),
-        call("cudaLaunchKernel", 7, 8.0),
-        call("cudaDeviceSynchronize", 7, 31.0),  # the profiler's own
-    ]
-    assert synchronizing_calls([*marks, *calls, {"ph": "M", "name": "process_name"}]) == (1, 2)
 
 
 def _waits(rank: int) -> dict[str, float]:
@@ -169,3 +98,30 @@ def test_what_was_measured_as_text(tmp_path):
 def test_without_a_gpu_it_says_so():
     with pytest.raises(SystemExit, match="no CUDA device"):
         benchmark.main([])
+
+
+# -- host time -------------------------------------------------------------------------------------------------
+
+
+TWO_LAYERS = Shape("two layers", 2, 8, 1, 2)
+
+
+def test_settings_that_fail_have_their_reasons_in_the_table(capsys):
+    start_server()
+    broken = Setting(Way.ALONE, Shape("no width", 1, 0, 1, 1), Placement(1), 1)
+    lacks = Setting(Way.ON_DEMAND, TWO_LAYERS, Placement(2), 3)  # a third rank
+    works = Setting(Way.ALONE, TWO_LAYERS, Placement(1), 1)
+    with (
+        patch.object(host_time, "settings", lambda *_: [broken, lacks, works]),
+        patch.object(host_time, "ROUNDS", 1),
+        patch.object(host_time, "SECONDS", 20.0),
+    ):
+        entry = host_time.compare(TWO_LAYERS, "cpu")
+    first, second, third = entry["rows"]
+    assert first["missing"].startswith("rank 0 failed: ") and "missing" not in third
+    text = host_tables(entry)
+    assert f"| not measured: {first['missing']} |" in text
+    assert f"| not measured: {second['missing']} |" in text
+    assert "A rehearsal on CPU ranks" in text
+    assert "kernels of NCCL" not in text and third["gather kernels"] == 0
+    assert "Traceback" in capsys.readouterr().err

@@ -7,11 +7,21 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from benchmarks import generate, one_line, rl, traffic
+from benchmarks import generate, rl, traffic
 from benchmarks.tables import Column, Table, put_into, write_into
+
+pytest.importorskip("transformers")
+from benchmarks.idle.truth import compare, expected
+
+pytest.importorskip("rich")
+from benchmarks.hero import covered_by, summary
+from benchmarks.loss_curve import MODES, train, train_alone
+from benchmarks.pictures.canvas import LIGHT, Canvas
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
+from lightning_odc.console import OptionError
+from lightning_odc.engine.tracing import Span
 
 # -- sampling ---------------------------------------------------------------------------------------------------------
 
@@ -61,14 +71,6 @@ def test_kept_units_are_read_once_and_frozen_ones_no_more(tmp_path: Path, capsys
 
 
 # -- sampling, scoring and updating -----------------------------------------------------------------------------------
-
-
-def test_lengths_have_their_mean() -> None:
-    for name in rl.LENGTHS:
-        drawn = rl.draw_lengths(name, 4096, 100, seed=1)
-        assert drawn.min() >= 1
-        assert abs(drawn.mean() - 100) < 5
-        assert np.percentile(drawn, 99) > 300
 
 
 def test_every_variant_has_the_gradient_of_one_process(tmp_path: Path, capsys: Any) -> None:
@@ -131,12 +133,69 @@ def test_each_table_goes_to_the_page_that_has_its_place(tmp_path: Path):
 # -- one line ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_under_ddp_takes_the_optimizer_steps_of_the_usual_loader(monkeypatch: Any) -> None:
-    monkeypatch.setattr(one_line, "SAMPLES", 8)
-    monkeypatch.setattr(one_line, "LONGEST", 64)
-    monkeypatch.setattr(one_line, "EACH", 4)
-    project = one_line.PROJECTS["padding"]
-    for row in (one_line.PLANNED, one_line.SINGLE):
-        loader = one_line.loader_of(project, row, 0, 1)
-        ends = [batch.last for batch in loader] if row is one_line.PLANNED else [*loader]
-        assert (sum(ends) if row is one_line.PLANNED else len(ends) / one_line.EACH) == 2
+# -- idle time -------------------------------------------------------------------------------------------------
+
+
+def test_waiting_by_arithmetic() -> None:
+    sleeps = [[3.0, 1.0], [1.0, 2.0]]
+    assert expected("on_demand", sleeps) == [0.0, 1.0]
+    assert expected("collective", sleeps) == [1.0, 2.0]
+    assert expected("on_demand", [[3.0, 1.0], []]) == [0.0, 4.0]
+    # Rank 1 waits for rank 0 before the second batch, and rank 0 for rank 1 at the end.
+    assert expected("ddp", sleeps) == [1.0, 2.0]
+    # Rank 0 waits for nobody before a batch.
+    assert expected("ddp", sleeps[::-1]) == [1.0, 0.0]
+
+
+def test_errors_are_relative_to_the_truth_and_to_the_step() -> None:
+    row = {"idle/settle_seconds": 0.5, "idle/data_seconds": 9.0, "idle/fraction": 7.0, "step_seconds": 4.0}
+    result = compare("on_demand", "uneven", [[3.0, 1.0], [1.0, 2.0]], [row] * 4)
+    assert result["arithmetic"] == result["reported"] == 0.5
+    assert (result["relative_error"], result["error_of_step"]) == (0.0, 0.0)
+    assert compare("on_demand", "even", [[1.0], [1.0]], [row] * 4)["relative_error"] is None
+
+
+# -- pictures --------------------------------------------------------------------------------------------------
+
+
+def spans(kind: str, *limits: tuple[int, int]) -> list[Span]:
+    return [Span(kind, begin * 1_000_000, end * 1_000_000, {}) for begin, end in limits]
+
+
+def test_text_that_does_not_fit_is_an_error_and_roles_become_colours() -> None:
+    canvas = Canvas("a < b", 40)
+    with pytest.raises(ValueError, match="does not fit"):
+        canvas.text(400, 20, "a long text")
+    canvas.text(0, 20, "x < y", role="soft")
+    svg = canvas.svg(LIGHT)
+    assert "<title>a &lt; b</title>" in svg
+    assert f".soft{{fill:{LIGHT['soft']}}}" in svg
+
+
+def test_what_spans_cover() -> None:
+    found = [Span("wait", *limits, {}) for limits in ((7, 12), (2, 5), (1, 3))]
+    assert covered_by(found, 0, 10) == [(1, 5), (7, 10)]
+    assert covered_by(found, 0, 10, joined=2) == [(1, 10)]
+
+
+def test_a_step_begins_with_its_first_rank_and_idle_is_a_share_of_all_ranks() -> None:
+    waiting = RankTimeline(
+        0, "here", spans("minibatch", (10, 60)) + spans("wait", (20, 30), (31, 40), (70, 80))
+    )
+    busy = RankTimeline(1, "here", spans("minibatch", (20, 110)) + spans("forward", (20, 50)))
+    step = summary(Timeline([waiting, busy], 2))
+    assert step["seconds"] == pytest.approx(0.1)
+    assert step["idle"] == pytest.approx((10 + 9 + 10) / 200)
+    assert step["ranks"][0]["wait"] == [10.0, 30.0, 60.0, 70.0]
+    assert step["ranks"][1] == {"forward": [10.0, 40.0], "backward": [], "optimizer": [], "wait": []}
+
+
+@pytest.mark.timeout(400)  # two groups of processes that import everything
+def test_balanced_has_the_losses_of_one_process() -> None:
+    balanced = train({"balanced": MODES["balanced"]}, 2, steps=2, max_length=96)["balanced"]
+    alone = train_alone(steps=2, max_length=96)
+    assert balanced == pytest.approx(alone, rel=1e-5)
+    assert len(alone) == 2
+    assert alone[0] != alone[1]
+    with pytest.raises(OptionError, match="suffice for"):
+        train_alone(steps=100_000, max_length=96)

@@ -160,16 +160,8 @@ def sizes(loader: BalancedDataLoader) -> list[int]:
 
 
 def test_no_padded_microbatch_is_above_the_cap() -> None:
-    for multiple in (
-        1,
-        8,
-    ):
-        for policy in (
-            "lb_mini",
-            "lb_micro",
-            "local_sort",
-            "steal",
-        ):
+    for multiple in (1, 8):
+        for policy in ("lb_mini", "lb_micro", "local_sort", "steal"):
             for rank in (0, 1):
                 own = loader(LENGTHS, minibatch_size=3, policy=policy, collate_fn=padder(multiple), rank=rank)
                 assert own.collation == Collation("padded", multiple=multiple)
@@ -227,10 +219,7 @@ class Counting(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def test_the_data_set_is_tried_on_a_copy() -> None:
-    for is_ready, expected in (
-        (True, PADDED),
-        (False, None),
-    ):
+    for is_ready, expected in ((True, PADDED), (False, None)):
         samples = Counting(is_ready)
         assert loader(None, samples, minibatch_size=2).collation == expected
         assert samples.reads == 0

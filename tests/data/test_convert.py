@@ -55,21 +55,6 @@ def test_workers_are_taken_over():
     assert len(list(balanced)) == 4
 
 
-def test_what_the_caller_says():
-    dataloader: DataLoader[Any] = DataLoader(ROWS, batch_size=3)  # type: ignore[arg-type]
-    given: dict[str, Any] = {
-        "policy": "lb_micro",
-        "max_tokens": 20,
-        "cost": "tokens",
-        "weighting": "sample",
-        "seed": 4,
-    }
-    world: dict[str, Any] = {"num_replicas": 1, "rank": 0}
-    balanced = balanced_from(dataloader, length_fn=lambda row: len(row) + 1, **given, **world)
-    assert balanced.lengths.values.tolist() == list(range(2, 15))
-    assert {name: getattr(balanced.options, name) for name in given} == given
-
-
 def test_a_balanced_loader_stays_as_it_is():
     balanced = convert()
     assert balanced_from(balanced, policy="lb_micro") is balanced
@@ -98,11 +83,7 @@ def test_a_distributed_sampler_can_be_replaced():
 
 
 def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning():
-    for ranks, size, batches in (
-        (2, 2, 1),
-        (3, 1, 2),
-        (1, 4, 1),
-    ):
+    for ranks, size, batches in ((2, 2, 1), (3, 1, 2), (1, 4, 1)):
         samplers = [DistributedSampler(ROWS[:12], ranks, rank, seed=9) for rank in range(ranks)]  # type: ignore[arg-type, var-annotated]
         dataloader: DataLoader[Any] = DataLoader(ROWS[:12], batch_size=size, sampler=samplers[0])  # type: ignore[arg-type]
         world: dict[str, Any] = {"num_replicas": ranks, "rank": 0}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset
@@ -76,11 +76,11 @@ class RowsModule(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=LR)
 
 
-def reference(steps: int = STEPS) -> Parameters:
+def reference() -> Parameters:
     """One process, plain torch, the planned minibatches: the mean over all tokens of each."""
     samples, balanced, minibatches = rows(), loader(0, 1), []
     for epoch in range(EPOCHS):
-        for step in range(steps):
+        for step in range(STEPS):
             (microbatches,) = balanced.plan(step, epoch).microbatches
             indices = [index for microbatch in microbatches for index in microbatch]
             minibatches.append([pack_samples([samples[index] for index in indices])])
@@ -208,18 +208,6 @@ def test_every_checkpoint_goes_on_where_it_was_taken(make, options, minibatches,
 
 
 # -- other strategies ------------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_unrolled_microbatches_under_ddp_give_the_gradient_of_the_minibatch(rank):
-    module = RowsModule()
-    # local_sort: 5 whole minibatches of 2 samples per rank
-    options = {"limit_train_batches": 10, "accumulate_grad_batches": 2}
-    t = trainer(2, strategy="ddp", max_epochs=EPOCHS, **options)
-    t.fit(module, loader(rank, 2, policy="local_sort", unroll=True))
-    assert isinstance(t.strategy, DDPStrategy)
-    assert (t.world_size, t.global_step) == (2, 5 * EPOCHS)
-    assert_same(full_parameters(module), reference(steps=5))
 
 
 class SteppingRows(RowsModule):

@@ -128,14 +128,8 @@ def test_a_stream_without_length_has_none():
 
 
 def test_a_loaded_state_goes_on_exactly_there():
-    for kind in (
-        Noise,
-        Sized,
-    ):
-        for num_workers in (
-            0,
-            1,
-        ):
+    for kind in (Noise, Sized):
+        for num_workers in (0, 1):
             whole = loader(kind(), num_workers=num_workers, shuffle=True)
             expected, states = [], [whole.state_dict()]
             for _ in range(2):

@@ -143,11 +143,7 @@ def test_parts_of_data_sets_know_the_lengths_that_their_wholes_know():
 
 
 def test_columns_of_a_hugging_face_data_set(monkeypatch):
-    for name in (
-        "input_ids",
-        "length",
-        "lengths",
-    ):
+    for name in ("input_ids", "length", "lengths"):
         monkeypatch.setattr(lengths_module, "_ROWS_AT_ONCE", 2)
         column = ROWS if name == "input_ids" else [len(row) for row in ROWS]
         found = find_lengths(HuggingFace({"text": ["x"] * 5, name: column}))
@@ -175,21 +171,16 @@ def test_wrong_lengths_are_named():
     cases = [
         ([3, 0, 4], "sample 1 has length 0"),
         ([3, -1, 0], r"sample 1 has length -1 \(2 such samples"),
-        ([3, None, 4], "sample 1 has length nan"),
-        ([3, float("inf"), 4], "sample 1 has length inf"),
         ([3, 2.5, 4], "sample 1 has length 2.5"),
-        ([3, 4, 1e21], r"sample 2 has length 1e\+21 .*below 2\*\*40"),
         ([3, 4, 2**40], r"sample 2 has length 1.09951e\+12"),
         ([3, 4, 10**400], "one number per sample"),
         ([3, 4], "lengths has 2 entries, but the data set has 3 samples"),
-        ([[3, 4, 5]], "has 1 entries, but the data set has 3 samples"),
         ([[[3, 4]]], r"shape \[1, 1, 2\]"),
         (["a", "b", "c"], r"lengths=\[12, 7, ...\]"),
         ([[1], [2, 3], [4]], "sample 0 has 1, and sample 1 has 2: length_fn="),
         (7, "one number per sample"),
         # rows of numbers
         ([(3, 1), (4, 2, 1), (5, 1)], r"sample 0 has 2, and sample 1 has 3: length_fn=lambda sample: \(len"),
-        ([(3, 1), 4, (5, 1)], "sample 0 has 2, and sample 1 has 1"),
         ([(), (), ()], "a row of 2 to 8, and every row has 0 numbers"),
         (
             [(3, 1), (4, -1), (5, 0)],
@@ -197,7 +188,6 @@ def test_wrong_lengths_are_named():
         ),
         ([(3, 1), (4, 1), (0, 2)], r"sample 2 has length \(0, 2\).*put first what every sample has"),
         ([(3, 1), (4, float("nan")), (5, 2)], r"sample 1 has length \(4, nan\)"),
-        ([(3, 1), (float("inf"), 1), (5, 2)], r"sample 1 has length \(inf, 1\)"),
     ]
     assert_refused(lambda lengths: checked(lengths, 3), cases)
 

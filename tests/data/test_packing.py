@@ -92,12 +92,7 @@ def test_a_batch_has_what_the_model_takes() -> None:
 
 
 def test_padding_is_cut_away_on_all_sides() -> None:
-    for mask in (
-        [1, 1, 0, 0],
-        [0, 0, 1, 1],
-        [0, 1, 1, 0],
-        torch.tensor([True, False, False, True]),
-    ):
+    for mask in ([1, 1, 0, 0], [0, 0, 1, 1], [0, 1, 1, 0], torch.tensor([True, False, False, True])):
         kept = [token for token, is_kept in zip([4, 5, 6, 7], mask, strict=True) if is_kept]
         sample = {"input_ids": [4, 5, 6, 7], "labels": [4, 5, 6, 7], "attention_mask": mask}
         batch = PackingCollator()([sample, [1, 2]])

@@ -66,13 +66,7 @@ def test_a_position_among_other_steps_is_refused():
 
 
 def test_a_rank_that_cannot_be_is_refused():
-    for world in (
-        (2, 2),
-        (2, -1),
-        (0, 0),
-        (None, 1),
-        (2, None),
-    ):
+    for world in ((2, 2), (2, -1), (0, 0), (None, 1), (2, None)):
         with pytest.raises(ValueError, match=r"BalancedDataLoader\(\.\.\., num_replicas=8, rank=3\)"):
             check_world(*world)
 

@@ -35,13 +35,9 @@ def test_every_diff_turns_one_program_into_the_next() -> None:
         full_gain.patched(programs["switch"], '-        strategy="fsdp",\n+        strategy="odc",\n')
     with pytest.raises(ValueError, match="must have these lines once"):
         full_gain.patched("a = 1\n    a = 1\na = 1\n", "-a = 1\n+a = 2\n")
+    assert full_gain.patched("    a\na\nb\n", "-a\n+c\n b\n") == "    a\nc\nb\n", "whole lines"
     with pytest.raises(ValueError, match="begins with"):
         full_gain.patched(script, "import inspect\n")
-
-
-def test_hunks_replace_whole_lines() -> None:
-    assert full_gain.patched("    a\na\nb\n", "-a\n+c\n b\n") == "    a\nc\nb\n"
-    assert full_gain.patched("a\nb\nc\n", "-a\n@@ why\n c\n+d\n") == "b\nc\nd\n"
 
 
 def told(program: str) -> str:

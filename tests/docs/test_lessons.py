@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_odc import ODCStrategy
-from lightning_odc.bench.corpus import Corpus
 from lightning_odc.bench.processes import Placement
-from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
-from lightning_odc.engine.tracing import Span
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
-from notebooks.support import devices, pictures, sliders, strokes, texts
+from notebooks.support import devices, sliders, strokes
 from notebooks.support.dealing import deal_minibatches
 from notebooks.support.display import mean_of_log, read_log
 from notebooks.support.interleavings import (
@@ -53,22 +50,6 @@ def test_a_replay_takes_what_the_formulas_say():
         replay(COUNTS_DIFFER, "layer")
 
 
-def test_a_picture_of_a_replay_says_how_long_it_is_in_plain_digits():
-    for scale, written in ((1.0, "10 tokens"), (5134.4, "51,344 tokens")):
-        times = [[[scale * layer for layer in microbatch] for microbatch in rank] for rank in TIMES]
-        figure = pictures.replays_figure({"one": replay(times, "minibatch")}, "tokens")
-        assert figure.axes[0].get_title(loc="left").startswith(f"one: {written}, idle")
-
-
-def test_a_picture_of_rows_says_how_much_is_padding():
-    figure = pictures.rows_figure([10, 30, 20], [[10, 20], [30]])
-    titles = [axes.get_title(loc="left") for axes in figure.axes]
-    assert titles == [
-        "Padded: 90 tokens in 3 rows, 33% of them padding",
-        "Packed: 60 tokens in 2 rows, 0% of them padding",
-    ]
-
-
 @pytest.mark.skipif(shutil.which("node") is None, reason="no Node here to run the JavaScript of the sliders")
 def test_the_sliders_compute_what_the_replay_computes(tmp_path):
     program = tmp_path / "sliders.js"
@@ -92,44 +73,6 @@ def test_the_sliders_compute_what_the_replay_computes(tmp_path):
             assert run["time"] == pytest.approx(duration(pieces))
             assert run["idle"] == pytest.approx(waiting, abs=1e-9)
             assert run["fraction"] == pytest.approx(idle_fraction(pieces), abs=1e-9)
-
-
-def test_bent_lengths_keep_their_mean():
-    lengths = [20, 30, 40, 50, 80, 120, 200, 300, 400, 1000]
-    mean = sum(lengths) / len(lengths)
-    assert set(texts.bend(lengths, 0)) == {round(mean)}
-    assert texts.bend(lengths, 1).tolist() == lengths
-    bent = texts.bend(lengths, 1.25)
-    assert bent.mean() == pytest.approx(mean, rel=0.01)  # rounding, and a floor of three tokens
-    assert texts.fraction_in_longest(bent) > texts.fraction_in_longest(lengths) > 0.1
-
-
-def test_recut_text_has_the_lengths_asked_for():
-    corpus = Corpus((b"abc" * 100, b"xyz" * 200), max_length=602, dropped=0)
-    again = texts.recut(corpus, [10, 700, 3])
-    assert again.lengths == [10, 700, 3]
-    assert again.max_length == 700
-    assert b"".join(again.samples) == b"".join(corpus.samples)[: 8 + 698 + 1]
-
-
-def test_prose_is_docstrings(tmp_path):
-    (tmp_path / "a.py").write_text(
-        '"""One."""\ndef f():\n    """Two."""\nclass C:\n    def m(self):\n        """Three."""\n'
-    )
-    (tmp_path / "b.py").write_text('"""One."""\n"""not this"""\ndef g():\n    """Too long."""\n')
-    assert texts.read_prose(8, tmp_path) == [b"One.", b"Two.", b"Three."[:6]]
-
-
-def test_a_close_up_is_the_pass_with_the_longest_wait():
-    first = [("forward", 0, 10), ("wait", 4, 6), ("forward", 20, 40), ("wait", 25, 39), ("minibatch", 0, 50)]
-    second = [("forward", 1, 11), ("forward", 21, 45)]
-    ranks = [
-        RankTimeline(rank, "", [Span(*span, {}) for span in spans])
-        for rank, spans in enumerate((first, second))
-    ]
-    piece = pictures.close_up(Timeline(ranks, world_size=2))
-    shown = [[(span.kind, span.begin, span.end) for span in rank.spans] for rank in piece.ranks]
-    assert shown == [[("forward", 20, 40), ("wait", 25, 39)], [("forward", 21, 45)]]
 
 
 # -- the protocol in every order ----------------------------------------------------------------------------
@@ -179,34 +122,12 @@ def test_a_wrong_first_version_and_an_action_that_there_is_not_are_found():
 # -- strokes ------------------------------------------------------------------------------------------------
 
 
-def test_rewards():
-    right = strokes.solution((2, 1))
-    assert strokes.decode(right) == "|||."
-    assert strokes.reward((2, 1), right) == 1
-    assert strokes.reward((2, 1), strokes.encode("||||.")) == 0.5
-    assert strokes.reward((2, 1), strokes.encode("|||")) == 0  # cut off
-    assert strokes.reward((2, 1), strokes.encode("|1|.")) == 0
-
-
-def test_answers_are_sampled_and_end():
-    model = strokes.make_model()
-    prompts = [strokes.prompt((1, 2)), strokes.prompt((3, 4))]
-
-    def sampled(seed):
-        torch.manual_seed(seed)
-        return strokes.sample(model, prompts, 10)
-
-    answers = sampled(0)
-    assert len(answers) == 20
-    assert all(len(answer) == strokes.LONGEST or answer[-1] == strokes.END for answer in answers)
-    assert all(strokes.END not in answer[:-1] for answer in answers)
-    assert answers == sampled(0) != sampled(1)
-
-
 def test_the_model_learns_from_right_answers_and_guesses_have_their_form():
     model, exam = strokes.make_model(), strokes.problems(50, seed=1)
     losses = strokes.teach(model, steps=20, batch=16)
     assert losses[-1] < losses[0] / 2
+    right = strokes.solution((2, 1))
+    assert (strokes.decode(right), strokes.reward((2, 1), right)) == ("|||.", 1)
     guesses = strokes.guesses(exam, seed=0)
     assert sorted(map(len, guesses)) == sorted(sum(problem) + 1 for problem in exam)
     assert 0 < strokes.mean_reward(exam, guesses) < 0.5

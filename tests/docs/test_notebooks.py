@@ -221,26 +221,3 @@ def test_with_an_address_a_notebook_opens_in_colab_and_installs_from_there():
     without = build.from_source(NAMES[0], "")
     assert "colab" not in without.cells[0].source
     assert 'install --quiet "lightning-odc[notebooks]"' in without.cells[1].source
-
-
-def test_texts_are_renewed_without_a_run_and_code_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
-    monkeypatch.setattr(build, "notebook_path", lambda name: tmp_path / f"{name}.ipynb")
-    source = tmp_path / "x.py"
-    code = '# %% [markdown]\n# # {}\n#\n# aims\n\n# %%\n# {}pip install "lightning-odc[notebooks]"\nx = {}\n'
-    source.write_text(code.format("old", "%", 1))
-    notebook = build.from_source("x")
-    notebook.cells[1].outputs = [_stream("stdout", "1\n")]
-    nbformat.write(notebook, tmp_path / "x.ipynb")
-
-    source.write_text(code.format("new", "%", 1))
-    monkeypatch.setattr(build, "address", lambda: "https://github.com/me/it")
-    build.renew_text("x")
-    after = nbformat.read(tmp_path / "x.ipynb", as_version=4)
-    assert after.cells[0].source.startswith("# new\n\n[![Open in Colab]")
-    assert "git+https://github.com/me/it" in after.cells[1].source
-    assert after.cells[1].outputs[0].text == "1\n"
-
-    source.write_text(code.format("new", "%", 2))
-    with pytest.raises(build.NotebookError, match="its code has changed"):
-        build.renew_text("x")

@@ -145,12 +145,7 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
 def public_names() -> list[tuple[str, Any]]:
     """All names that the packages offer, with what they stand for."""
     found: list[tuple[str, Any]] = []
-    for package in (
-        "lightning_odc",
-        "lightning_odc.balance",
-        "lightning_odc.callbacks",
-        "lightning_odc.rl",
-    ):
+    for package in ("lightning_odc", "lightning_odc.balance", "lightning_odc.callbacks", "lightning_odc.rl"):
         module = importlib.import_module(package)
         found += [(f"{package}.{name}", getattr(module, name)) for name in module.__all__]
     for package in ("lightning_odc.metrics", "lightning_odc.data.packing", "lightning_odc.errors"):

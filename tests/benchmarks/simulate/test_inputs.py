@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from benchmarks.simulate import DEVICES, Cluster, Memory, Model, Unit, memory_of
-from lightning_odc.balance import PolynomialCost, transformer
+from benchmarks.simulate import (
+    DEVICES,
+    Cluster,
+    Memory,
+    Model,
+    Unbalanced,
+    Unit,
+    memory_of,
+    plan_work,
+    work_of,
+)
+from lightning_odc.balance import Collation, PolynomialCost, microbatch_costs, plan_minibatch, transformer
+from tests.benchmarks.simulate.support import cluster_of, model_of
 from tests.support.refusals import assert_refused
 
 # -- models -----------------------------------------------------------------------------------------------------------
@@ -36,26 +49,6 @@ def test_a_config_tells_units_and_seconds() -> None:
     flops = transformer(CONFIG).samples(tokens)
     np.testing.assert_allclose(model.cost.samples(tokens), flops / A100.flops)
     assert model.forward == pytest.approx(1 / 3)
-
-
-def test_checkpointing_computes_the_forward_pass_twice_and_keeps_less() -> None:
-    plain, checked = (Model.from_config(CONFIG, A100, checkpointing=on) for on in (False, True))
-    tokens = np.array([7.0])
-    np.testing.assert_allclose(checked.cost.samples(tokens), plain.cost.samples(tokens) * 4 / 3)
-    assert checked.forward == 1 / 4
-    # Of a token: two norms and what follows, queries, keys, values and output, the feed-forward layer; 2 bytes each.
-    layer = 2 * (4 * 8 + 2 * (8 + 8) + 3 * 16)
-    assert plain.activation_bytes == 3 * layer + 10 * (2 + 4 + 4)
-    assert checked.activation_bytes == 3 * 2 * 8 + layer + 10 * (2 + 4 + 4)
-
-
-def test_precisions_have_their_bytes() -> None:
-    widths = {
-        name: (model.parameter_bytes, model.compute_bytes, model.gradient_bytes)
-        for name in ("32-true", "bf16-mixed", "bf16-true")
-        for model in [Model.from_config(CONFIG, A100, precision=name)]
-    }
-    assert widths == {"32-true": (4, 4, 4), "bf16-mixed": (4, 2, 2), "bf16-true": (2, 2, 2)}
 
 
 def test_what_cannot_be_says_the_right_line() -> None:
@@ -100,12 +93,6 @@ def test_the_example_of_several_nodes() -> None:
         assert (states + found.window) / BILLION == pytest.approx(expected)
 
 
-def test_collectives_have_no_window_and_two_units() -> None:
-    model = Model(PolynomialCost(), (Unit(3.0, 0.25), Unit(5.0, 0.25, 3)))
-    found = memory_of(model, Cluster.of("A100", 2), max_tokens=1, communication="collective")
-    assert (found.window, found.gathered, found.kept) == (0, 2 * 2 * 5, 0)
-
-
 def test_what_fits_is_kept() -> None:
     everything = 14 * BILLION
     whole = memory(Cluster.of("a100", 8), padding=0.25)
@@ -117,3 +104,37 @@ def test_what_fits_is_kept() -> None:
     assert none.kept == 0
     some = memory(Cluster.of("A100", 8, memory=40e9))
     assert 0 < some.kept < 1
+
+
+# -- work ------------------------------------------------------------------------------------------------------
+
+
+DENSE = Model(PolynomialCost(0.25, 1.0, 3.0, dense=True), (Unit(1, 1.0),))
+
+
+def test_seconds_are_those_of_the_balance_package() -> None:
+    for collation in (Collation(), Collation("padded"), Collation("padded", multiple=8)):
+        lengths = np.random.default_rng(0).integers(1, 40, 24)
+        plan = plan_minibatch(lengths, 3, 120, cost=DENSE.cost, collation=collation)
+        work = work_of([(plan, lengths)], DENSE, cluster_of(3), collation=collation)
+        expected = microbatch_costs(plan, lengths, DENSE.cost, collation=collation)
+        for device, costs in enumerate(expected):
+            np.testing.assert_allclose(work.seconds[0, : len(costs), device], costs)
+            assert not work.seconds[0, len(costs) :, device].any()
+
+
+def test_what_cannot_be_planned_says_the_right_line() -> None:
+    for given, says in (
+        ({"lengths": []}, "at least one sample"),
+        ({"lengths": [3, -1]}, "the length of sample 1 is -1"),
+        ({"lengths": [[3, 4]]}, "one length per sample"),
+        ({"minibatch_size": 0}, "minibatch_size=8"),
+        ({"minibatches": 0}, "minibatches=8"),
+        ({"policy": "best"}, "'local_sort', 'lb_micro', 'lb_mini', 'steal'"),
+        ({"max_tokens": 2}, "more than max_tokens=2"),
+        ({"policy": Unbalanced(3)}, "a plan is for 3 ranks"),
+    ):
+        usual: dict[str, Any] = {"lengths": [3, 4, 5, 6], "minibatch_size": 2}
+        options = usual | given
+        with pytest.raises(ValueError, match=says):
+            plan_work(options.pop("lengths"), model_of(), cluster_of(2), **options)
