@@ -381,17 +381,23 @@ def test_an_error_lets_go_of_all_frames_behind_it():
     def caught(before: Exception | None = None) -> Exception:
         held = torch.ones(1)
         found.append(weakref.ref(held))
-        try:
+
+        def closes_over() -> None:
+            assert held is not None
             raise torch.OutOfMemoryError(TEXT) from before
+
+        try:
+            closes_over()
         except Exception as error:
             return error
+        raise AssertionError
 
     cause = caught()
     error = caught(cause)
     cause.__cause__ = error
     release(error)
     assert [one() for one in found] == [None, None]
-    assert "in caught" in error.__notes__[0]
+    assert "in closes_over" in error.__notes__[0]
 
 
 def test_the_share_of_a_part_says_nothing_about_labels_and_items():
