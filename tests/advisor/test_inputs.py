@@ -145,10 +145,7 @@ WRONG = [
     ("--lengths longalign --model 7c", "'7c' is unknown: write 1.5b, 7b, 14b, 32b, 8b, 70b, a type"),
     ("--lengths longalign --model bert.json", "no dense decoder-only transformer"),
     ("--lengths longalign --model list.json", "not a configuration: it holds a list, not an object"),
-    (
-        "--lengths longalign --model 7b --device B1000",
-        "unknown: choose from A100, H100, H200, MI300X, cpu",
-    ),
+    ("--lengths longalign --model 7b --device B1000", "unknown: choose from A100, H100, H200, MI300X, cpu"),
     ("--lengths longalign --model 7b --devices 0", "--devices 0: use 1 or more"),
     ("--lengths longalign --model 7b --devices 6 --nodes 4", "write a multiple of 4"),
     ("--lengths longalign --model 7b --max-tokens 100", "max_tokens"),

@@ -81,10 +81,7 @@ def test_apart_is_packing_without_pairs() -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    (
-        lambda: Collation(cast(Any, "padding")),
-        r"kind='padding' is unknown; write one of 'packed', 'apart'",
-    ),
+    (lambda: Collation(cast(Any, "padding")), r"kind='padding' is unknown; write one of 'packed', 'apart'"),
     (lambda: Collation("padded", 0), r"multiple must be a whole number of at least 1"),
     (lambda: Collation("padded", fixed=0), r"fixed must be a whole number of at least 1"),
     (

@@ -6,13 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_odc.balance import (
-    epoch_order,
-    least_cost,
-    on_demand_cost,
-    plan_minibatch,
-    regroup,
-)
+from lightning_odc.balance import epoch_order, least_cost, on_demand_cost, plan_minibatch, regroup
 
 many = settings(deadline=None, max_examples=40, derandomize=True)
 LENGTHS = st.lists(st.integers(1, 5000), min_size=1, max_size=120)

@@ -10,13 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.planner.learning import SCENARIOS, learn, needed
-from lightning_odc.balance import (
-    FittedCost,
-    PolynomialCost,
-    microbatch_costs,
-    on_demand_cost,
-    plan_minibatch,
-)
+from lightning_odc.balance import FittedCost, PolynomialCost, microbatch_costs, on_demand_cost, plan_minibatch
 from lightning_odc.balance.learnt import AutoCost
 
 TRUE = PolynomialCost(2e-9, 8e-5, 0.05)

@@ -268,10 +268,7 @@ WRONG = [
     ("--lengths {words}", "could not convert string to float"),
     ("--lengths {negative}", "expected whole numbers of at least 1"),
     ("--lengths {endless}", "no sample can have 1e+21 tokens, lengths are below 2**40"),
-    (
-        "--lengths {records}",
-        "no 'input_ids', no 'text' and none of length, num_tokens, n_tokens, only title",
-    ),
+    ("--lengths {records}", "no 'input_ids', no 'text' and none of length, num_tokens, n_tokens, only title"),
     ("--lengths {empty}", "expected whole numbers of at least 1, one per sample"),
     ("--lengths {long}", "no sample has at most --max-length 2048 tokens"),
     ("--minibatches 0", "--minibatches 0: use 1 or more"),
@@ -280,9 +277,7 @@ WRONG = [
 
 
 def test_bad_options_get_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a machine with more, some of these would run.
     room = host_memory.Room(16 * 2**30, "a test", "allow more")

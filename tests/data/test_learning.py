@@ -255,21 +255,6 @@ def test_equal_reports_give_equal_caps_and_a_state_goes_on() -> None:
         assert other.ran_out == 0
 
 
-def test_plans_use_what_was_known_some_minibatches_before() -> None:
-    cap = DelayedCap(1, 1000, 10)
-    cap.lag = 2
-    for number in range(2):
-        assert cap.begin() == number
-        assert cap.at(number) == 1000
-        cap.observe([[number, [out(1000)]]])
-    assert [cap.at(number) for number in (2, 3, 4)] == [800, 800, 800]
-    cap.observe([None])
-    other = DelayedCap(1, 1000, 10)
-    other.load_state_dict(cap.state_dict())
-    other.lag = 2
-    assert (other.at(4), other.begun) == (cap.at(4), cap.begun)
-
-
 # -- in a capped_loader -----------------------------------------------------------------------------------------------
 
 CAPPED = [9, 7, 8, 5, 6, 4, 9, 3] * 8

@@ -203,10 +203,7 @@ def test_wrong_lengths_are_found_wherever_they_come_from():
         ((Samples(ROWS), lambda _: None), "the samples: sample 0 has length nan"),
         ((Samples(ROWS), lambda _: -1), "sample 0 has length -1"),
     ]
-    assert_refused(
-        lambda case: (lambda dataset, length_fn: find_lengths(dataset, length_fn=length_fn))(*case),
-        cases,
-    )
+    assert_refused(lambda case: find_lengths(case[0], length_fn=case[1]), cases)
 
 
 def test_a_digest_sees_into_samples():

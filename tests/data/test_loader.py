@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import warnings
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_odc import host_memory
 from lightning_odc.balance import POLICIES, FittedCost
 from lightning_odc.data.lengths import LengthsUnknownError
-from lightning_odc.data.loader import BalancedDataLoader, Microbatch
+from lightning_odc.data.loader import BalancedDataLoader, Microbatch, check_world, current_world
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator, pack_samples
+from lightning_odc.data.reading import Order, Position, Progress, translated
 from tests.support.ranks import run_ranks
 from tests.support.refusals import assert_refused
 from tests.test_host_memory import count_kill, tree
@@ -364,10 +366,7 @@ def test_what_cannot_be_is_refused_at_once():
         ({"prefetch_factor": 2}, "prefetch_factor"),
         ({"batch_size": 2}, "does not know batch_size=: did you mean minibatch_size=?"),
         ({"polcy": "lb_mini"}, "does not know polcy=: did you mean policy=?"),
-        (
-            {"colour": 1},
-            "does not know colour=. Its arguments are dataset, minibatch_size, .*timeout",
-        ),
+        ({"colour": 1}, "does not know colour=. Its arguments are dataset, minibatch_size, .*timeout"),
     ]
     assert_refused(lambda options: loader(**options), cases, (ValueError, TypeError))
     with pytest.raises(ValueError, match="more than max_tokens=5"):
@@ -449,3 +448,79 @@ def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_
     # In a process of its own: torch's handler of SIGCHLD goes on to raise until the iterator is collected.
     [[note]] = run_ranks(_loses_a_worker, tmp_path, world_size=1)
     assert "The kernel's out-of-memory killer has ended 1 process of this host" in note
+
+
+# -- where a pass begins ---------------------------------------------------------------------------------------
+
+
+ORDER = Order("a", 8)
+
+
+def load_position(progress: Progress, *position: int) -> None:
+    saved = Progress()
+    saved.latest = Position(*position)
+    progress.load(saved.state(ORDER))
+
+
+def run_pass(progress: Progress, minibatches: int, of: int = 5) -> Position:
+    """Begin a pass and yield that many minibatches; returns where it began."""
+    start = progress.begin(ORDER, of)
+    progress.latest = Position(start.epoch, start.minibatches + minibatches)
+    return start
+
+
+def test_the_end_of_an_epoch_is_the_beginning_of_the_next():
+    progress = Progress()
+    assert [run_pass(progress, 0) for _ in range(2)] == [Position(0)] * 2, (
+        "what yielded nothing did not happen"
+    )
+    load_position(progress, 3, 5)
+    assert run_pass(progress, 5) == Position(4)
+    load_position(progress, 3, 5)
+    assert run_pass(progress, 5, of=0) == Position(3, 5), "a stream whose length is not known"
+    load_position(progress, 3, 2)
+    progress.set_epoch(4)  # Lightning does so after it has loaded the position
+    assert run_pass(progress, 1) == Position(4)
+
+
+def test_a_position_in_minibatches_of_another_size():
+    for start, size, expected in (
+        (Position(1, 3), 8, Position(1, 3)),
+        (Position(1, 3, 2), 8, Position(1, 3, 2)),
+        (Position(1, 3), 4, Position(1, 6)),
+        (Position(1, 3), 16, Position(1, 2)),
+        (Position(1, 3, 2), 16, Position(1, 2)),
+        (Position(1, 4, 2), 16, Position(1, 3)),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert translated(start, ORDER, Order("a", size)) == expected
+        said = [] if size == 8 else ["The loader's state was saved with 8 samples per minibatch on"]
+        assert [str(w.message)[:60] for w in caught] == said
+
+
+def test_a_position_among_other_steps_is_refused():
+    for now, message in (
+        (Order("b", 8), r"another order \(a\) than here \(b\)"),
+        (Order("a", 8, 2), r"Write Trainer\(accumulate_grad_batches=1\)"),
+    ):
+        progress = Progress()
+        load_position(progress, 0, 2)
+        with pytest.raises(ValueError, match=message):
+            progress.begin(now, 10)
+
+
+def test_a_rank_that_cannot_be_is_refused():
+    for world in ((2, 2), (2, -1), (0, 0), (None, 1), (2, None)):
+        with pytest.raises(ValueError, match=r"BalancedDataLoader\(\.\.\., num_replicas=8, rank=3\)"):
+            check_world(*world)
+
+
+def test_the_world_is_given_or_torchruns_or_one_rank(monkeypatch: Any):
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    check_world(None, None)
+    assert (current_world(None, None), current_world(4, 3)) == ((1, 0), (4, 3))
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("RANK", "5")
+    assert (current_world(None, None), current_world(4, 3)) == ((8, 5), (4, 3))

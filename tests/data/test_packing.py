@@ -59,7 +59,7 @@ def test_bad_samples_are_named() -> None:
         ([{"tokens": [1]}], r"sample 0 has no 'input_ids', only \['tokens'\]"),
         ([{"input_ids": [1, 2], "labels": [1]}], "sample 0 has 2 tokens but 1 labels"),
     ]
-    assert_refused(lambda samples: pack_samples(samples), cases)
+    assert_refused(pack_samples, cases)
 
 
 def test_unpacking_refuses_values_of_another_row() -> None:
@@ -128,9 +128,7 @@ def test_what_cannot_be_packed_is_named() -> None:
             r"one row of integers, got shape \[2, 3\]",
         ),
     ]
-    assert_refused(
-        lambda case: (lambda collate_fn, samples: PackingCollator(collate_fn)(samples))(*case), cases
-    )
+    assert_refused(lambda case: PackingCollator(case[0])(case[1]), cases)
 
 
 def test_the_usual_collators_of_hugging_face_lose_their_padding_alone() -> None:

@@ -18,14 +18,7 @@ from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 from notebooks.support import devices, sliders, strokes
 from notebooks.support.dealing import deal_minibatches
 from notebooks.support.display import mean_of_log, read_log
-from notebooks.support.interleavings import (
-    PROTOCOL,
-    WITH_LOCKS,
-    explore,
-    microbatches,
-    swapped,
-    without,
-)
+from notebooks.support.interleavings import PROTOCOL, WITH_LOCKS, explore, microbatches, swapped, without
 from notebooks.support.replay import duration, idle_fraction, layered, replay
 
 TIMES = layered([[8, 1, 1], [1, 1, 8]], layers=4)

@@ -9,11 +9,7 @@ from lightning_odc.balance import PolynomialCost
 
 INF = float("inf")
 FREE = Device(
-    *("free", 1.0, 1e12, INF, INF, INF),
-    link_latency=0,
-    network_latency=0,
-    collective_latency=0,
-    meeting=0,
+    *("free", 1.0, 1e12, INF, INF, INF), link_latency=0, network_latency=0, collective_latency=0, meeting=0
 )
 """Moves bytes in no time."""
 

@@ -97,12 +97,7 @@ SECONDS = {
     ),
     "hybrid": (cluster_of(4, 2, network=1.0), None, FOUR | {"sharding": "hybrid"}, 12 + 6 + RECORDS),
     # Rings over 4 ranks: 3/4 of 12 bytes, over the network of both devices of a node: 9 / 2 s; three times.
-    "full sharding by collectives": (
-        cluster_of(4, 2, network=1.0),
-        None,
-        FOUR | COLLECTIVE,
-        12 + 3 * 4.5,
-    ),
+    "full sharding by collectives": (cluster_of(4, 2, network=1.0), None, FOUR | COLLECTIVE, 12 + 3 * 4.5),
     # 12 bytes over 4 owners: 3 from each. Two of them are on the other node, at half of the network's bandwidth.
     "one-sided reads over the network": (
         cluster_of(4, 2, network=1.0, one_sided_network=0.5),
