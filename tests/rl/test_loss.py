@@ -110,6 +110,14 @@ def test_the_kl_estimate_is_k3_and_without_scores_the_policy_is_the_one_that_sam
     assert (float(loss.kl), int(loss.clipped)) == (0, 0)
 
 
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"loss_type": "ppo"}, "loss_type='ppo' is unknown"),
+    ({"clip_range": -0.1}, "negative"),
+    ({"beta": 0.1}, 'into="ref_logprobs"'),
+    ({"loss_type": "dr_grpo"}, "max_response_length=1024"),
+]
+
+
 def test_what_is_wrong_with_a_loss() -> None:
     microbatch = Microbatch([rl.Rollout([1, 2], 1, advantage=1.0)], [0], Whole(1, 1, 1))
     for options, message in WRONG:
@@ -121,14 +129,6 @@ def test_what_is_wrong_with_a_loss() -> None:
     some = [rl.Rollout([1, 2], 1, logprobs=[0.0]), rl.Rollout([1, 2], 1)]
     with pytest.raises(ValueError, match="1 of 2 roll-outs have no logprobs"):
         _ = Microbatch(some, [0, 1], Whole(2, 2, 1)).logprobs
-
-
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"loss_type": "ppo"}, "loss_type='ppo' is unknown"),
-    ({"clip_range": -0.1}, "negative"),
-    ({"beta": 0.1}, 'into="ref_logprobs"'),
-    ({"loss_type": "dr_grpo"}, "max_response_length=1024"),
-]
 
 
 # -- advantages ------------------------------------------------------------------------------------------------
