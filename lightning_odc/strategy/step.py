@@ -153,7 +153,7 @@ class Training:
         with nullcontext() if is_automatic else explained(manual):
             output = self._call(*args, **kwargs)
         if not is_automatic:
-            self._step_in_hooks()
+            self._note_hooks()
         return output
 
     @property
@@ -386,21 +386,11 @@ class Training:
         self._stopwatch.report([record.measured[0] for record in records])
         self._retry.report([record.measured[1] for record in records])
 
-    def _step_in_hooks(self) -> None:
-        """End the step of a batch with manual optimization, if hooks of parameters step and no optimizer does."""
-        if self._has_stepped or self._has_settled:
-            return
-        self._engine.reshard()
-        shards = set(self._module.parameters())
-        if not any(map(_compat.gradient_hooks_of, shards)):
-            return
-        optimizers = self._strategy.optimizers
-        stepped = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
-        if shards.isdisjoint(stepped):
-            self.settle()
-            self.end_step(by_lightning=False)
-        else:  # one of these optimizers may step in a later batch
-            self._hooks_wait = True
+    def _note_hooks(self) -> None:
+        """Note whether hooks of parameters wait for a step, which with manual optimization a later batch may take."""
+        if not (self._has_stepped or self._has_settled):
+            self._engine.reshard()
+            self._hooks_wait = any(map(_compat.gradient_hooks_of, self._module.parameters()))
 
     def check_hooks_ran(self) -> None:
         """Refuse an epoch in which hooks of parameters waited for a step that never came."""
@@ -408,15 +398,14 @@ class Training:
             raise ODCError(
                 "Hooks of `register_post_accumulate_grad_hook` are called at the optimizer step, when gradients are "
                 "complete. No optimizer that `configure_optimizers` returned has stepped in this epoch. If the hooks "
-                "step their own optimizers, return None from `configure_optimizers`. Or end each step in "
-                "`training_step`, after `self.manual_backward(loss)`:\n"
+                "step their own optimizers, end each step in `training_step`, after `self.manual_backward(loss)`:\n"
                 "    self.trainer.strategy.settle_gradients()\n"
                 "    self.trainer.strategy.publish_parameters()"
             )
 
-    def end_step(self, by_lightning: bool = True) -> None:
+    def end_step(self) -> None:
         """An optimizer has stepped: publish the parameters and log the values of the step."""
-        self._has_stepped |= by_lightning
+        self._has_stepped = True
         self._engine.publish()
         self._has_said_weight = False
         totals, self._totals = self._totals, []
