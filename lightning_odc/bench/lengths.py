@@ -122,18 +122,18 @@ def _read(path: Path) -> tuple[LengthArray, str]:
     """Lengths from a file of numbers, or of records; and how texts were counted."""
     how = ""
     try:
-        found: Any
+        given: Any
         if path.suffix == ".npy":
-            found = np.load(path, allow_pickle=False)
+            given = np.load(path, allow_pickle=False)
         elif path.suffix in (".json", ".jsonl"):
             text = path.read_text()
             if path.suffix == ".jsonl":
                 text = f"[{','.join(line for line in text.splitlines() if line.strip())}]"
             counted = [_length_of(record) for record in json.loads(text)]
-            found, how = [length for length, _ in counted], max((how for _, how in counted), default="")
+            given, how = [length for length, _ in counted], max((how for _, how in counted), default="")
         else:
-            found = [float(word) for word in path.read_text().replace(",", " ").split()]
-        lengths = np.asarray(found, dtype=np.float64)
+            given = [float(word) for word in path.read_text().replace(",", " ").split()]
+        lengths = np.asarray(given, dtype=np.float64)
     except (OSError, ValueError, TypeError, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"--lengths {path}: {reason}") from error

@@ -137,7 +137,9 @@ class Outcome:
         start += show_ratio(split.total)
         if len(split.factors) < 2:
             return start
-        return f"{start} = " + ", times ".join(f"{name} {show_ratio(one)}" for name, one in split.factors)
+        return f"{start} = " + ", times ".join(
+            f"{name} {show_ratio(factor)}" for name, factor in split.factors
+        )
 
     @property
     def text(self) -> str:
@@ -146,7 +148,7 @@ class Outcome:
             return "Nothing was measured."
         caption = [f"**{self.placement.caption}**", ""] if self.placement.caption else []
         cells = [self.cells(row) for row in self.rows]
-        rows = markdown(list(cells[0]), [list(one.values()) for one in cells])
+        rows = markdown(list(cells[0]), [list(row.values()) for row in cells])
         return "\n".join([*caption, rows, "", *self.lines])
 
     def show(self) -> None:
@@ -171,8 +173,8 @@ class Outcome:
         drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
         for name in cells[0]:
             drawn.add_column(Text(name), justify="right" if name else "left", no_wrap=not name)
-        for one in cells:
-            drawn.add_row(*map(Text, one.values()))
+        for row in cells:
+            drawn.add_row(*map(Text, row.values()))
         console.print(drawn)
         for line in self.lines:
             style = next((_STYLES[word] for word in _STYLES if line.startswith(word)), "")
@@ -251,5 +253,5 @@ def show_ratio(
     """A ratio with its interval; the interval alone where there is a reason to doubt the ratio; or a dash."""
     if ratio is None:
         return "-"
-    low, middle, high = (f"{one:.{digits}f}" for one in ratio)
+    low, middle, high = (f"{value:.{digits}f}" for value in ratio)
     return f"{instead if doubt else f'x{middle}'} [{low}, {high}]"

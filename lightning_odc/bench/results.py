@@ -109,16 +109,16 @@ class Run:
     def loss(self, index: int) -> float:
         """Mean loss per token over all ranks."""
         of_ranks = self.of(index)
-        return sum(one.loss_sum for one in of_ranks) / max(sum(one.tokens for one in of_ranks), 1)
+        return sum(rank.loss_sum for rank in of_ranks) / max(sum(rank.tokens for rank in of_ranks), 1)
 
     def resolve(self, index: int) -> None:
         """Replace the meetings of a minibatch by the waits in them. That needs the records of all ranks."""
         of_ranks = self.of(index)
-        if any(one.meetings for one in of_ranks):
-            waited = waits_in_meetings([one.meetings for one in of_ranks], self.common_clock)
-            for one, seconds in zip(of_ranks, waited or (), strict=False):
-                one.waits["collective"] = seconds
-                one.meetings = []
+        if any(rank.meetings for rank in of_ranks):
+            waited = waits_in_meetings([rank.meetings for rank in of_ranks], self.common_clock)
+            for rank, seconds in zip(of_ranks, waited or (), strict=False):
+                rank.waits["collective"] = seconds
+                rank.meetings = []
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -126,9 +126,9 @@ class Run:
             "combination": str(self.combination),
             "repetition": self.repetition,
             "seconds": [self.seconds(index) for index in range(self.count)],
-            "idle": [[one.idle for one in self.of(index)] for index in range(self.count)],
+            "idle": [[rank.idle for rank in self.of(index)] for index in range(self.count)],
             "losses": [self.loss(index) for index in range(self.count)],
-            "totals": [asdict(one) for one in self.totals],
+            "totals": [asdict(total) for total in self.totals],
         }
 
 
@@ -212,7 +212,7 @@ def doubt(slow: dict[Key, float], fast: dict[Key, float]) -> str:
         keys = list(group)  # of one repetition
         ratios.append(sum(slow[key] for key in keys) / sum(fast[key] for key in keys))
     if len(ratios) > 1 and math.log(max(ratios) / min(ratios)) > abs(math.log(middle)):
-        return f"the repetitions differ by more than it: {', '.join(f'x{one:.2f}' for one in ratios)}"
+        return f"the repetitions differ by more than it: {', '.join(f'x{ratio:.2f}' for ratio in ratios)}"
     return ""
 
 
@@ -230,7 +230,7 @@ def baseline_of(combinations: Sequence[Combination]) -> Combination:
     """What speed-ups are over: the paper's baseline if it is there, then ours, any collectives, else the first."""
     order = {PAPERS_OWN: 0, "lb_micro": 1}
     return min(
-        combinations, key=lambda one: order.get(one.policy, 2) if one.communication == "collective" else 3
+        combinations, key=lambda run: order.get(run.policy, 2) if run.communication == "collective" else 3
     )
 
 
@@ -241,33 +241,33 @@ def summarize(runs: Sequence[Run], cores: int) -> list[Row]:
     if not order:
         return []
     slow = times(measured, baseline_of(order))
-    return [_row(one, [run for run in measured if run.combination == one], slow, cores) for one in order]
+    return [_row(each, [run for run in measured if run.combination == each], slow, cores) for each in order]
 
 
 def _row(combination: Combination, runs: list[Run], slow: dict[Key, float], cores: int) -> Row:
-    own = times(runs, combination)
+    seconds = times(runs, combination)
     minibatches = [run.of(index) for run in runs for index in run.timed]
-    records = [one for of_ranks in minibatches for one in of_ranks]
-    busiest = sum(max(one.seconds - one.idle for one in of_ranks) for of_ranks in minibatches)
-    span = sum(own.values())
+    records = [record for of_ranks in minibatches for record in of_ranks]
+    busiest = sum(max(record.seconds - record.idle for record in of_ranks) for of_ranks in minibatches)
+    span = sum(seconds.values())
     of_all_ranks = span * len(runs[0].ranks)
-    totals = [one for run in runs for one in run.totals]
-    largest = [max(run.totals, key=lambda one: one.peak_bytes) for run in runs if run.totals]
-    sees_waits = all(one.sees_waits for one in totals)
+    totals = [total for run in runs for total in run.totals]
+    largest = [max(run.totals, key=lambda total: total.peak_bytes) for run in runs if run.totals]
+    sees_waits = all(total.sees_waits for total in totals)
     return Row(
         combination=combination,
-        seconds=median_interval(list(own.values())),
-        speed_up=ratio_interval(slow, own),
-        doubt=doubt(slow, own),
-        idle=sum(one.idle for one in records) / of_all_ranks if sees_waits else None,
+        seconds=median_interval(list(seconds.values())),
+        speed_up=ratio_interval(slow, seconds),
+        doubt=doubt(slow, seconds),
+        idle=sum(record.idle for record in records) / of_all_ranks if sees_waits else None,
         over_bound=span / busiest - 1 if sees_waits else None,
-        settling=sum(one.settling for one in records) / of_all_ranks,
-        processor=sum(one.processor for one in records) / (cores * span),
-        peak_bytes=int(statistics.median(one.peak_bytes for one in largest)) if largest else 0,
+        settling=sum(record.settling for record in records) / of_all_ranks,
+        processor=sum(record.processor for record in records) / (cores * span),
+        peak_bytes=int(statistics.median(total.peak_bytes for total in largest)) if largest else 0,
         window_bytes=largest[0].window_bytes if largest else 0,
-        bytes_read=sum(one.bytes_read for one in records) // len(records),
-        minibatches=len(own),
-        tokens=sum(one.tokens for one in records),
+        bytes_read=sum(record.bytes_read for record in records) // len(records),
+        minibatches=len(seconds),
+        tokens=sum(record.tokens for record in records),
         total=span,
     )
 
@@ -281,20 +281,20 @@ def splits(runs: Sequence[Run]) -> list[Split]:
         if fast == slow or fast.communication != "on_demand":
             continue
         # The chain slow -> lockstep -> on demand -> fast, with as many of its links as were measured.
-        between = [slow._replace(communication=one) for one in ("lockstep", "on_demand")]
+        between = [slow._replace(communication=communication) for communication in ("lockstep", "on_demand")]
         if slow.communication != "collective":
             del between[0]
-        chain = [slow, *(one for one in between if one in order and one not in (slow, fast)), fast]
-        own = {one: times(runs, one) for one in chain}
-        total = ratio_interval(own[slow], own[fast])
+        chain = [slow, *(link for link in between if link in order and link not in (slow, fast)), fast]
+        seconds = {link: times(runs, link) for link in chain}
+        total = ratio_interval(seconds[slow], seconds[fast])
         if total is None:
             continue
         links = [
-            (_cause(one, other), ratio_interval(own[one], own[other]))
-            for one, other in itertools.pairwise(chain)
+            (_cause(before, after), ratio_interval(seconds[before], seconds[after]))
+            for before, after in itertools.pairwise(chain)
         ]
         factors = [(name, factor) for name, factor in links if factor is not None]
-        found.append(Split(slow, fast, total, doubt(own[slow], own[fast]), factors))
+        found.append(Split(slow, fast, total, doubt(seconds[slow], seconds[fast]), factors))
     return found
 
 

@@ -291,7 +291,7 @@ class Recording(Tracer):
     def timeline(self) -> Timeline:
         """This rank's timeline so far."""
         shift = self._shift
-        spans = [one._replace(begin=one.begin - shift, end=one.end - shift) for one in self.spans]
+        spans = [span._replace(begin=span.begin - shift, end=span.end - shift) for span in self.spans]
         own = replace(self.own, spans=spans, dropped=self.dropped, complete=self.complete)
         seen = self.run.waiting_seen or any(span.kind in COLLECTIVES for span in spans)
         return replace(self.run, ranks=[own], waiting_seen=seen, notes=list(self.run.notes))

@@ -104,13 +104,13 @@ class Timeline:
 
 def merge(timelines: Sequence[Timeline]) -> Timeline:
     """One timeline from those of single ranks, with the waits inside collectives as spans of their own."""
-    ranks = sorted((rank for one in timelines for rank in one.ranks), key=lambda rank: rank.rank)
-    notes = list(dict.fromkeys(note for one in timelines for note in one.notes))
+    ranks = sorted((rank for timeline in timelines for rank in timeline.ranks), key=lambda rank: rank.rank)
+    notes = list(dict.fromkeys(note for timeline in timelines for note in timeline.notes))
     first = timelines[0]
     missing = sorted(set(range(first.world_size)) - {rank.rank for rank in ranks})
     if missing:
         notes.append(f"Nothing is known of rank(s) {', '.join(map(str, missing))}.")
-    seen = all(one.waiting_seen for one in timelines)
+    seen = all(timeline.waiting_seen for timeline in timelines)
     if len(ranks) == first.world_size > 1:
         ranks, found = _add_collective_waits(ranks)
         seen = seen or found
