@@ -28,7 +28,7 @@ LINES = {
     "engine": 6940,
     "rl": 1050,
     "sharding": 1250,
-    "strategy": 4490,
+    "strategy": 4480,
 }
 
 
