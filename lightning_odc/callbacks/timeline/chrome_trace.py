@@ -31,7 +31,7 @@ def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
     about = {name: getattr(timeline, name) for name in _RUN}
     return {
         "displayTimeUnit": "ms",
-        "otherData": {"format": FORMAT, **about, "remarks": remarks(timeline), "ranks": ranks},
+        "otherData": {"format": FORMAT, **about, "ranks": ranks},
         "traceEvents": [event for rank in timeline.ranks for event in _events(rank)],
     }
 
@@ -78,25 +78,6 @@ def load_timeline(path: str | Path) -> Timeline:
         ValueError: it was written by something else.
     """
     return decode(Path(path).read_bytes())
-
-
-def remarks(timeline: Timeline) -> list[str]:
-    """How complete and how exact the timeline is, for people."""
-    lines = []
-    for rank in timeline.ranks:
-        if rank.dropped:
-            lines.append(
-                f"Rank {rank.rank}: {rank.dropped} later spans were dropped, since its memory was full."
-            )
-        if not rank.complete:
-            lines.append(f"Rank {rank.rank}: the recording ended before all of its steps did.")
-    if not timeline.waiting_seen:
-        lines.append("Waits for other ranks are not seen: idle time is part of what surrounds it.")
-    if len({rank.host for rank in timeline.ranks}) == 1:
-        lines.append("All ranks share one clock.")
-    else:
-        lines.append("The clocks of hosts agree up to the time of one message, about a millisecond.")
-    return lines
 
 
 def _events(rank: RankTimeline) -> Iterator[dict[str, Any]]:
