@@ -23,7 +23,7 @@ LINES = {
     "advisor": 650,
     "balance": 3070,
     "bench": 2120,
-    "callbacks": 2320,
+    "callbacks": 2300,
     "data": 3360,
     "engine": 6940,
     "rl": 1050,
