@@ -320,6 +320,8 @@ class OwnBatches(Sampler[list[int]]):
 
 OWN = {"use_distributed_sampler": False}
 WEIGHTED = WeightedRandomSampler([1.0] * 24, 24)
+GROUPS = r"chooses which samples go together.*DataLoader\(dataset, batch_size="
+STOLEN = 'policy="steal" reads the samples of other ranks by index.*write policy="lb_mini"'
 UNKNOWN = (
     r'^ODCStrategy\(balance="lb_mini"\) needs the length of every sample.*ODCStrategy\(balance=.*'
     r'length_fn=lambda sample.*balance="auto" leaves such data'
@@ -337,24 +339,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"1 samples, fewer than 2 ranks.*Write Trainer\(devices=1\)",
     ),
     "no minibatch": ({"dataset": SAMPLES[:5], "drop_last": True}, {}, "drop_last=True leaves no minibatch"),
-    "batch sampler": (
-        {"batch_size": 1, "batch_sampler": BatchSampler(range(24), 4, False)},
-        {},
-        r"chooses which samples go together.*DataLoader\(dataset, batch_size=",
-    ),
-    "own batch sampler": (
-        {"batch_size": 1, "batch_sampler": OwnBatches(3)},
-        OWN,
-        r"chooses which samples go together.*DataLoader\(dataset, batch_size=\.\.\., ",
-    ),
+    "batch sampler": ({"batch_size": 1, "batch_sampler": BatchSampler(range(24), 4, False)}, {}, GROUPS),
+    "own batch sampler": ({"batch_size": 1, "batch_sampler": OwnBatches(3)}, OWN, rf"{GROUPS}\.\.\., "),
     "sampler": ({"sampler": WEIGHTED}, {}, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
     "own sampler": ({"sampler": WEIGHTED}, OWN, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
     "unknown": ({"dataset": [torch.zeros(2, 2, 2)] * 8}, {}, UNKNOWN),
-    "stolen stream": (
-        {"dataset": ListDataset(SAMPLES)},
-        {"balance": "steal"},
-        'policy="steal" reads the samples of other ranks by index.*write policy="lb_mini"',
-    ),
+    "stolen stream": ({"dataset": ListDataset(SAMPLES)}, {"balance": "steal"}, STOLEN),
 }
 
 

@@ -57,16 +57,17 @@ def test_it_is_named_before_the_first_step(rank, case):
     assert re.search(message, text), text
 
 
+def is_one(own: Any) -> bool:
+    return (own.global_step, own.global_rank) == (1, 1)
+
+
 #: What rank 1 does after its first batch, by Lightning's own doors.
 PARTS: dict[str, tuple[type[TokenModule], dict[str, Any]]] = {
     "steps once": (StepsOnce, {}),
-    "skips the epoch": (
-        TokenModule,
-        {"on_train_batch_start": lambda own: -1 if (own.global_step, own.global_rank) == (1, 1) else None},
-    ),
+    "skips the epoch": (TokenModule, {"on_train_batch_start": lambda own: -1 if is_one(own) else None}),
     "stops": (
         TokenModule,
-        {"on_train_batch_end": lambda own: setattr(own.trainer, "should_stop", own.global_rank == 1)},
+        {"on_train_batch_end": lambda own: setattr(own.trainer, "should_stop", is_one(own))},
     ),
 }
 

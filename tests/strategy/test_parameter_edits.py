@@ -27,22 +27,11 @@ from tests.support.modules import TokenModule
 from tests.support.ranks import of_all_ranks, on_ranks
 
 #: Hooks after which Lightning or the strategy comes by anyway.
-SEEN = {
-    "on_train_start",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_validation_start",
-    "on_validation_epoch_end",
-    "on_validation_end",
-}
+SEEN = {"on_train_start", "on_after_backward", "on_before_optimizer_step"}
+SEEN |= {"on_validation_start", "on_validation_epoch_end", "on_validation_end"}
 #: Hooks after which `publish_parameters()` must be called; without, the edit is refused.
-PUBLISHED = {
-    "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_train_epoch_end",
-    "on_validation_epoch_start",
-}
+PUBLISHED = {"on_train_epoch_start", "on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"}
+PUBLISHED |= {"on_validation_epoch_start"}
 #: Places in the middle of a step, or of an evaluation.
 REFUSED = {"on_before_zero_grad", "end of training_step", "on_validation_batch_end"}
 
@@ -132,11 +121,8 @@ def gathered_row(module: TokenModule) -> None:
 
 
 #: How parameters are edited, and the first of them.
-WAYS = [
-    (load_itself, "net.embed.weight"),
-    (initialise, "net.blocks.1.up.weight"),
-    (one_number, "net.blocks.2.up.weight"),
-]
+FIRST, MIDDLE, LAST = "net.embed.weight", "net.blocks.1.up.weight", "net.blocks.2.up.weight"
+WAYS = [(load_itself, FIRST), (initialise, MIDDLE), (one_number, LAST)]
 
 
 @on_ranks(2)
