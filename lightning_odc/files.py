@@ -33,13 +33,8 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of ``path`` when its content is complete and on the disk.
-
-    It has no name until then, if the file system can do that: a process that is killed leaves none.
-
-    Raises:
-        OSError: it cannot be written; the file that was there before is unchanged.
-    """
+    """A file to write, which takes the place of ``path`` when its content is complete and on the disk."""
+    # It has no name until then, if the file system can do that: a process that is killed leaves none.
     with _beside(path) as temporary, _open_nameless(path.parent) or temporary.open("xb") as file:
         yield file
         file.flush()

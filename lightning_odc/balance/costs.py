@@ -26,19 +26,12 @@ from lightning_odc.balance.collation import PACKED, Collation
 
 @dataclass(frozen=True, eq=False)
 class MinibatchCosts:
-    """All that a plan of one minibatch can cost.
+    """All that a plan of one minibatch can cost."""
 
-    Attributes:
-        samples: ``[1, n]`` costs of samples if all ranks are alike in them, else ``[num_ranks, n]``.
-        overhead: ``[num_ranks]``, of every microbatch.
-        pair: ``[num_ranks]``, of every two tokens of different samples in one microbatch.
-        extra_cost: The part of ``samples`` that padding does not raise, in the same shape.
-    """
-
-    samples: Floats
-    overhead: Floats
-    pair: Floats
-    extra_cost: Floats
+    samples: Floats  # [1, n] costs of samples if all ranks are alike in them, else [num_ranks, n]
+    overhead: Floats  # [num_ranks] of every microbatch
+    pair: Floats  # [num_ranks] of every two tokens of different samples in one microbatch
+    extra_cost: Floats  # the part of ``samples`` that padding does not raise, in the same shape
 
     @classmethod
     def of(cls, cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = PACKED) -> MinibatchCosts:
