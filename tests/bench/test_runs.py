@@ -263,7 +263,7 @@ WRONG = [
     ("--model {nothing}", 'it has no "model_type"'),
     ("--model {words}", "not a configuration"),
     ("--model {huge}", "or use fewer ranks, a smaller --model"),
-    ("--lengths nowhere", "--lengths 'nowhere' is neither a file or folder nor one of stdlib"),
+    ("--lengths nowhere", "--lengths 'nowhere' is neither a file nor one of stdlib"),
     ("--lengths stdlibs", "nor one of stdlib, equal, longalign, swesmith, aime: did you mean stdlib?"),
     ("--lengths {words}", "could not convert string to float"),
     ("--lengths {negative}", "expected whole numbers of at least 1"),
