@@ -21,7 +21,7 @@ LINES = {
     "": 2760,
     "benchmarks": 11420,
     "advisor": 650,
-    "balance": 3070,
+    "balance": 3060,
     "bench": 2120,
     "callbacks": 2300,
     "data": 3360,
