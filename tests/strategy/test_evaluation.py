@@ -30,8 +30,7 @@ class Names(TokenModule):
         name, value = "even" if length % 2 == 0 else "odd", 100.0 * (length % 2) + length
         self.log(name, value, sync_dist=True, batch_size=length)
         self.log("one", 1.0, sync_dist=True, batch_size=1)
-        for reduction in ("sum", "min", max):
-            name = f"{reduction if isinstance(reduction, str) else 'max'}"
+        for name, reduction in {"sum": "sum", "min": "min", "max": max}.items():
             self.log(name, float(length), sync_dist=True, reduce_fx=reduction, prog_bar=True)
         self.log("forked", torch.tensor(float(length)), False, None, True, True, sync_dist=True, batch_size=1)
         self.log("own", float(length), batch_size=1)

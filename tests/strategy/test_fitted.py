@@ -139,14 +139,9 @@ def draw(rank: int, policy: str, slow_rank: int, seed: int) -> list[dict[int, li
     torch.manual_seed(seed + rank)  # rank 0's counts
     torch.rand(rank)  # and not what was drawn since
     samples = [batch[0] for batch in token_batches([*range(2, 14)])]
-    own = BalancedDataLoader(
-        samples,
-        minibatch_size=6,
-        policy=policy,
-        cost=quadratic(crossover=1, dense=True),  # so that one sample per microbatch is best
-        collate_fn=torch.stack,
-        weighting="next_token",
-    )
+    shape = {"minibatch_size": 6, "policy": policy, "collate_fn": torch.stack, "weighting": "next_token"}
+    # One sample per microbatch is best.
+    own = BalancedDataLoader(samples, cost=quadratic(crossover=1, dense=True), **shape)
     before = torch.get_rng_state()
     fit(module, own)
     assert torch.equal(torch.get_rng_state(), before), "the process's own random numbers are left alone"

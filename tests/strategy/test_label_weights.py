@@ -276,14 +276,8 @@ def fit_plain(
     with said() as text:
         t = fits.fit(module, loader, accumulate_grad_batches=accumulate, **{"balance": "auto", **options})
     own = t.train_dataloader
-    return {
-        "parameters": full_parameters(module),
-        "tokens": module.tokens,
-        "steps": t.global_step,
-        "collation": own.collation,
-        "cap": own.max_tokens,
-        "text": text.getvalue(),
-    }
+    found = {"parameters": full_parameters(module), "tokens": module.tokens, "steps": t.global_step}
+    return found | {"collation": own.collation, "cap": own.max_tokens, "text": text.getvalue()}
 
 
 @on_ranks(1)

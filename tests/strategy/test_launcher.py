@@ -38,6 +38,12 @@ from tests.test_host_memory import count_kill, tree
 ROOT = Path(__file__).parents[2]
 
 
+def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A Python of its own."""
+    options |= {"capture_output": True, "text": True, "timeout": 120}
+    return subprocess.run([sys.executable, *arguments], env=os.environ | {"PYTHONPATH": str(ROOT)}, **options)
+
+
 def make(device: str = "cpu") -> ForkLauncher:
     environment = LightningEnvironment()
     return ForkLauncher(
@@ -187,16 +193,7 @@ print("RESULT", Fabric(strategy="odc", accelerator="cpu", devices=2).launch(trai
 def test_a_script_of_python_i_trains_and_leaves_a_session_in_which_fabric_trains_too(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SESSION)
-    session = subprocess.run(
-        [sys.executable, "-i", script],
-        input=TYPED,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
-        check=True,
-    )
+    session = run("-i", script, input=TYPED, cwd=tmp_path, check=True)
     assert "STEPS 2 tensor(True) False" in session.stdout, session.stderr
     # Of 5 microbatches, 3 blocks and the root are read, forward and backward but the root's.
     assert "RESULT (2, 35)" in session.stdout, session.stderr
@@ -262,14 +259,7 @@ trainer(2, timeout=timedelta(seconds=60)).fit(Stops("items"), loader([Minibatch(
 def test_a_stopped_rank_ends_with_the_job(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"from lightning_odc.strategy import launcher\nlauncher.GRACE = (0.5, 0.5)\n{STOPPING}")
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    done = run(script, check=False)
     assert "stops: " in done.stdout, done.stderr
     stopped = int(done.stdout.partition("stops: ")[2].split()[0])
     assert done.returncode == 1

@@ -40,15 +40,9 @@ def causal_lm(kind: str = "Llama", tied: bool = False) -> Any:
     """A small model of Hugging Face's, from a config."""
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=tied,
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, tie_word_embeddings=tied)
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 

@@ -26,9 +26,8 @@ LIKE_THE_DEFAULT = offloading_backend(None).replace("nccl", "gloo")
 def _offloaded(local: Tensor, mesh: DeviceMesh) -> DTensor:
     """This rank's shard, in host memory, of a tensor on a mesh of GPUs, as ``CPUOffloadPolicy`` leaves them."""
     alike = DTensor.from_local(local.to("meta"), mesh, [Shard(0)], run_check=False)
-    return cast(Any, DTensor)(
-        local, alike._spec, requires_grad=False
-    )  # `from_local` would move it to the mesh
+    # `from_local` would move it to the mesh.
+    return cast(Any, DTensor)(local, alike._spec, requires_grad=False)
 
 
 @on_ranks(2)
@@ -61,12 +60,9 @@ def test_clipping_and_saving_are_collectives_in_host_memory(rank, backend):
 def _started_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> str | None:
     """The backend with which Lightning is left to start the process group."""
     found = []
-    monkeypatch.setattr(
-        FSDPStrategy, "setup_environment", lambda self: found.append(self.process_group_backend)
-    )
-    monkeypatch.setattr(
-        "lightning_odc._compat_lightning.atexit.register", lambda function: found.append("ended")
-    )
+    start, register = "setup_environment", "lightning_odc._compat_lightning.atexit.register"
+    monkeypatch.setattr(FSDPStrategy, start, lambda self: found.append(self.process_group_backend))
+    monkeypatch.setattr(register, lambda function: found.append("ended"))
     ODCStrategy(**options).setup_environment()
     assert found[:-1] == (["ended"] if "nccl" in (found[-1] or "") and options.get("cpu_offload") else [])
     return found[-1]
