@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports import check_device, make_transport
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.waiting import HangReport
-from lightning_odc.errors import ODCError, PeerFailedError
+from lightning_odc.errors import DisagreementError, ODCError, PeerFailedError
 from lightning_odc.sharding.nodes import check_hosts, check_rows, layout_of, mesh_of
 
 #: The longest wait for another rank, as in every strategy of Lightning.
@@ -67,6 +67,9 @@ class Place:
     main_address: str
     layout: Layout | None = None  # rows and columns of ranks, over several nodes
     replicas: DeviceMesh | None = None  # of a model on every node: the mesh over which a node shards it
+    data_parallel: DeviceMesh | None = (
+        None  # with tensor parallelism: the ranks that have the same part of the model
+    )
 
 
 def make_engine(
@@ -82,7 +85,9 @@ def make_engine(
     """The engine that moves the shards and gradients of a model. All ranks together."""
     if place.world_size == 1:
         return CollectiveEngine(1, single_process)
-    rendezvous = process_group_rendezvous(dist.group.WORLD)
+    column = place.data_parallel
+    group = dist.group.WORLD if column is None else column.get_group()
+    rendezvous = process_group_rendezvous(group)
     if communication == "collective":
         return CollectiveEngine(place.world_size, rendezvous)
     options: dict[str, Any] = {
@@ -95,8 +100,9 @@ def make_engine(
     }
     if place.layout is not None:
         return _make_spanning_engine(place, place.layout, rendezvous, options)
-    ranks = (place.device, place.rank, place.world_size)
-    transport = partial(make_transport, *ranks, rendezvous, dist.group.WORLD)
+    ranks = range(place.world_size) if column is None else column.mesh.flatten().tolist()
+    own, size = ranks.index(place.rank), len(ranks)
+    transport = partial(make_transport, place.device, own, size, rendezvous, group, ranks)
     return OnDemandEngine(transport, rendezvous, **options)
 
 
@@ -157,6 +163,9 @@ def attach(
     On several nodes under ``torchrun``, a model sharded over all ranks gets a copy of its published shards per node.
     One that is sharded over the ranks of a node, ``fully_shard(block, mesh=mesh["shard"])``, has a model per node.
 
+    On one node, the model may be tensor-parallel within ``fully_shard(block, mesh=mesh["data_parallel"])``. The ranks
+    of a tensor-parallel group then run the same microbatches, and groups run any number of them.
+
     Args:
         model: The root module; ``fully_shard`` was called on it and on its blocks.
         keep_gathered: The memory per rank for what then moves once per optimizer step, as in `ODCStrategy`.
@@ -168,8 +177,8 @@ def attach(
         ValueError: The model is not sharded, over other ranks than those of the job, or attached already.
         TypeError: The model is sharded with ``FullyShardedDataParallel``.
     """
-    mesh = _mesh_of_shards(model)
-    place = _place_on(mesh)
+    mesh, mates = _meshes_of(model)
+    place = _place_on(mesh, mates is not None)
     check_device(place.device.type, "attach")
     engine = make_engine(
         place,
@@ -180,11 +189,11 @@ def attach(
         hang_report=HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank),
     )
     engine.attach(model)
-    return Attached(model, engine)
+    return Attached(model, engine, mates)
 
 
-def _mesh_of_shards(model: nn.Module) -> DeviceMesh:
-    """The mesh over which a model is sharded, or an error that shows the line to write."""
+def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh over which a model is sharded, or an error that shows the line to write; and the tensor-parallel one."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise TypeError(
             "The model is wrapped in FullyShardedDataParallel (FSDP1). Write `fully_shard(block)` for every block and "
@@ -197,11 +206,16 @@ def _mesh_of_shards(model: nn.Module) -> DeviceMesh:
         )
     if isinstance((_compat.comms_of(model) or [None])[0], GatherComm):
         raise ValueError("The model is attached already: `close()` the first one before `attach(model)`.")
-    meshes = {
-        parameter.device_mesh: name
-        for name, parameter in model.named_parameters()
-        if isinstance(parameter, DTensor)
-    }
+    meshes: dict[DeviceMesh, str] = {}
+    mates = None
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            # ``fully_shard`` shards first what tensor parallelism has divided: that is the last dimension.
+            if mesh.ndim == 2 and not parameter.placements[0].is_replicate():
+                data_parallel, tensor_parallel = mesh.mesh_dim_names or ("", "")
+                mesh, mates = mesh[data_parallel], mesh[tensor_parallel]
+            meshes.setdefault(mesh, name)
     if len(meshes) > 1:
         (first, name), (second, other) = list(meshes.items())[:2]
         raise ValueError(
@@ -213,12 +227,12 @@ def _mesh_of_shards(model: nn.Module) -> DeviceMesh:
         raise ValueError(
             f"The model is sharded with a mesh of {mesh.ndim} dimensions, {mesh.mesh.tolist()}. For a model on every "
             'node, pass the dimension of a node alone, `fully_shard(block, mesh=mesh["shard"])`: `attach` sums over '
-            "nodes."
+            'nodes. With tensor parallelism, pass `mesh["data_parallel"]` of ("data_parallel", "tensor_parallel").'
         )
-    return mesh
+    return mesh, mates
 
 
-def _place_on(mesh: DeviceMesh) -> Place:
+def _place_on(mesh: DeviceMesh, is_tensor_parallel: bool) -> Place:
     """Where this rank is, as ``torchrun`` and the mesh say it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -226,6 +240,13 @@ def _place_on(mesh: DeviceMesh) -> Place:
     device = torch.device("cpu") if is_cpu else torch.device(mesh.device_type, torch.cuda.current_device())
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     replicates = mesh.size() < world_size
+    if is_tensor_parallel:
+        if on_node < world_size:
+            raise ValueError(
+                "`attach` takes tensor parallelism on one node only. Over several nodes, train with the collectives of "
+                "`fully_shard`, without `attach`."
+            )
+        return Place(device, rank, world_size, on_node, address, data_parallel=mesh)
     if not replicates and on_node == world_size:
         return Place(device, rank, world_size, on_node, address)
     size = mesh.size() if replicates else on_node
@@ -248,8 +269,9 @@ class Attached:
         engine: What moves shards and gradients, with its measured waits and traffic.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine) -> None:
+    def __init__(self, model: nn.Module, engine: Engine, mates: DeviceMesh | None = None) -> None:
         self.model, self.engine = model, engine
+        self._mates = mates  # the ranks of a tensor-parallel group, which run the same microbatches
         self._ran = 0  # backward passes since the last optimizer step
         self._divisor = 1.0  # of the gradients that were settled last
         self._closed = self._has_failed = False
@@ -308,9 +330,22 @@ class Attached:
                     "        loss.backward()"
                 )
             self.engine.ledger.is_idle = not self._ran
+            if self._mates is not None:
+                self._check_mates(self._mates)
             self._divisor = total_weight(self.engine.settle(None))
             self._ran = 0
         return self._divisor
+
+    def _check_mates(self, mates: DeviceMesh) -> None:
+        """Refuse a step for which the ranks of a tensor-parallel group ran different microbatches."""
+        ran = [(0, 0.0)] * mates.size()
+        dist.all_gather_object(ran, (self._ran, float(self.engine.ledger.weight)), group=mates.get_group())
+        if len(set(ran)) > 1:
+            raise DisagreementError(
+                f"The ranks {mates.mesh.tolist()} are one tensor-parallel group, and ran {ran} (microbatches, sum of "
+                "their weights) in this step. Give all ranks of a group the same batches: shard the data by "
+                '`mesh["data_parallel"].get_local_rank()`, not by the rank.'
+            )
 
     def step(
         self, *optimizers: Optimizer, max_norm: float | None = None, norm_type: float = 2.0
@@ -334,12 +369,10 @@ class Attached:
         refuse_optimizers(optimizers)
         self.settle()
         with self.stepping(*optimizers):
-            norm: Any = None
-            if max_norm is not None:
-                norm = nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+            norm = None if max_norm is None else _clip(self.model, max_norm, norm_type)
             for optimizer in optimizers:
                 optimizer.step()
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return norm
 
     @contextmanager
     def stepping(self, *optimizers: Optimizer) -> Iterator[None]:
@@ -363,6 +396,11 @@ class Attached:
         Args:
             module: Only the parameters of this part of the model, with their names in it.
         """
+        if self._mates is not None:
+            raise NotImplementedError(
+                "`stream_parameters` does not join tensor-parallel parts. Take `get_model_state_dict` of "
+                "torch.distributed.checkpoint.state_dict, on all ranks together."
+            )
         return self.engine.parameters(module)
 
     def fail(self, error: BaseException) -> None:
@@ -390,6 +428,28 @@ class Attached:
                 self.engine.exchange("end of the run", None)
         finally:
             self.engine.close()
+
+
+def _clip(model: nn.Module, max_norm: float, norm_type: float) -> Tensor:
+    """Clip the norm of all gradients; returns what it was."""
+    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_mesh.setdefault(mesh, []).append(parameter)
+    if len(by_mesh.keys() - {None}) < 2:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # With tensor parallelism, some are on two dimensions and some on one, and torch takes no norm of both.
+    norms: list[Any] = [
+        nn.utils.get_total_norm([cast(Tensor, p.grad) for p in group], norm_type)
+        for group in by_mesh.values()
+    ]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(whole), norm_type)
+    for group in by_mesh.values():
+        nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
 
 
 def _peer_trouble(engine: Engine, exception: BaseException) -> str:

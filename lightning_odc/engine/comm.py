@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
@@ -262,7 +261,7 @@ class RootUnit:
 
     def gather(self) -> None:
         """Gather the unit if it is sharded."""
-        if self._root is not None and isinstance(self._root.slots[0].current, DTensor):
+        if self._root is not None and not self._root.is_gathered:
             self._model.unshard()
 
     def match_frozen(self) -> None:
@@ -282,7 +281,7 @@ class RootUnit:
     def check_reduced(self) -> None:
         """Refuse a backward pass that left gradients behind, in this unit or another one."""
         for unit in self._units:
-            if isinstance(unit.slots[0].current, DTensor) or _compat.keeps_gradients(unit.modules[0]):
+            if not unit.is_gathered or _compat.keeps_gradients(unit.modules[0]):
                 continue
             if left := [slot for slot in unit.slots if slot.current.grad is not None]:
                 layers = [slot.module for slot in left if not isinstance(slot.module, FSDPModule)]

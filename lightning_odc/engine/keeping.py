@@ -176,7 +176,7 @@ class Keeping:
         """Look after these units, each with what gathers it, and the sum of its gradients if it may have one."""
         self._kept = []
         for unit, comm, total in zip_longest(units, comms, sums):
-            width = unit.spec().shard_dtype.itemsize * unit.slots[0].home.device_mesh.size()
+            width = unit.spec().shard_dtype.itemsize * unit.owners
             trained = sum(end - start for start, end in unit.trained)
             size, frozen_size = unit.shard_numel * width, (unit.shard_numel - trained) * width
             is_plain = _compat.reshards_after_forward(unit.modules[0]) is not None

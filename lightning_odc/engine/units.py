@@ -70,6 +70,12 @@ class ParamSlot:
         return self.held[self.attribute]
 
     @property
+    def is_gathered(self) -> bool:
+        """Whether the module holds it whole now; with tensor parallelism, its tensor-parallel part whole."""
+        current: Any = self.current
+        return not isinstance(current, DTensor) or current.device_mesh.ndim < self.home.device_mesh.ndim
+
+    @property
     def sharded(self) -> DTensor:
         parameter = self.current
         assert isinstance(parameter, DTensor), f"{self.name} is not sharded now"
@@ -96,7 +102,7 @@ class ParamSlot:
         rows = shards.narrow(1, self.shard_offset, numel)
         if as_bytes:
             rows = rows.contiguous().view(self.compute_dtype)
-        shape, dim = list(self.home.shape), _sharded_dim(self.home)
+        shape, dim = shape_of(self.home), _placement_of(self.home)[1]
         if not shape:
             return rows[0].clone().view(())
         if dim == 0:  # the ranks' rows follow each other; a unit of one parameter is not copied
@@ -192,7 +198,7 @@ class Unit:
     @property
     def is_gathered(self) -> bool:
         """Whether modules hold whole parameters now. ``fully_shard`` exchanges all of a unit at once."""
-        return not isinstance(self.slots[0].current, DTensor)
+        return self.slots[0].is_gathered
 
     def match_frozen(self) -> None:
         """Freeze or unfreeze the shard as the gathered parameter, or the other way round: the one that was changed."""
@@ -214,10 +220,11 @@ class Unit:
     def gathered(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The parameters of a gathered unit: name, this rank's slice of it, and its shard, which should be the same."""
         for slot in self.slots:
-            whole, shard = slot.current, _compat.local_of(slot.home)
+            current, shard = slot.current, _compat.local_of(slot.home)
             if shard.numel() and shard.dim():
-                dim, mesh = _sharded_dim(slot.home), slot.home.device_mesh
-                start = mesh.get_local_rank() * math.ceil(slot.home.shape[dim] / mesh.size())
+                whole = _compat.local_of(current) if isinstance(current, DTensor) else current
+                (mesh_dim, dim), mesh = _placement_of(slot.home), slot.home.device_mesh
+                start = mesh.get_local_rank(mesh_dim) * math.ceil(whole.shape[dim] / mesh.size(mesh_dim))
                 own = whole.detach().narrow(dim, start, shard.size(dim))
                 yield slot.name, own.reshape(-1), shard.to(own.device, own.dtype).reshape(-1)
 
@@ -230,9 +237,15 @@ class Unit:
 
     def set_division(self, enabled: bool) -> None:
         """Let ``fully_shard`` divide gradients by the number of ranks, or not."""
-        factor = float(self.slots[0].home.device_mesh.size()) if enabled else 1.0
+        factor = float(self.owners) if enabled else 1.0
         for module in self.modules:
             module.set_gradient_divide_factor(factor)
+
+    @property
+    def owners(self) -> int:
+        """The number of ranks over which ``fully_shard`` shards it."""
+        home = self.slots[0].home
+        return home.device_mesh.size(_placement_of(home)[0])
 
     def carry(self, accumulator: Tensor, gradients: Mapping[str, Tensor]) -> None:
         """Put gradients into this rank's empty accumulator, both ``[nodes, ...]``, padded."""
@@ -372,16 +385,31 @@ def post_order(root: nn.Module) -> Iterator[nn.Module]:
     return visit(root)
 
 
-def _sharded_dim(parameter: DTensor) -> int:
-    placement = parameter.placements[-1]
-    return placement.dim if isinstance(placement, Shard) else 0
+def _placement_of(parameter: DTensor) -> tuple[int, int]:
+    """The dimension of the mesh over which ``fully_shard`` shards a parameter, and that of the parameter."""
+    # Before it in the mesh are replicas, after it what a tensor-parallel plan does.
+    for mesh_dim, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():
+            return mesh_dim, getattr(placement, "dim", 0)
+    return parameter.device_mesh.ndim - 1, 0
+
+
+def shape_of(parameter: DTensor) -> list[int]:
+    """The shape that ``fully_shard`` shards: with tensor parallelism, that of this rank's part."""
+    shape, mesh = list(parameter.shape), parameter.device_mesh
+    for mesh_dim in range(_placement_of(parameter)[0] + 1, mesh.ndim):
+        placement = parameter.placements[mesh_dim]
+        if isinstance(placement, Shard):
+            size = math.ceil(shape[placement.dim] / mesh.size(mesh_dim))
+            left = shape[placement.dim] - size * mesh.get_local_rank(mesh_dim)
+            shape[placement.dim] = max(min(size, left), 0)
+    return shape
 
 
 def _padded_numel(parameter: DTensor) -> int:
-    dim = _sharded_dim(parameter)
-    world = parameter.device_mesh.size(parameter.device_mesh.ndim - 1)
-    shape = list(parameter.shape)
+    mesh_dim, dim = _placement_of(parameter)
+    shape = shape_of(parameter)
     if not shape:
         return 1
-    shape[dim] = math.ceil(shape[dim] / world)
+    shape[dim] = math.ceil(shape[dim] / parameter.device_mesh.size(mesh_dim))
     return math.prod(shape)

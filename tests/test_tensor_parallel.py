@@ -1,0 +1,188 @@
+"""``attach`` with a mesh of two dimensions: tensor parallelism inside a group of ranks, on demand between groups.
+
+The tolerance of parity is derived in ``tests/support/fits.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from lightning_odc import attach
+from lightning_odc.errors import DisagreementError
+from tests.support.fits import assert_same
+from tests.support.models import full_parameters, init_gloo
+from tests.support.ranks import on_ranks, try_ranks
+
+NAMES = ("data_parallel", "tensor_parallel")
+ADAMW, SGD = partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.01)
+LENGTHS = ((5, 2, 7, 3), (4, 9, 1, 6), (3, 3, 8, 2))  # of the samples of every step
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), Block(), Block(), nn.Linear(8, 3))
+
+
+def parallel(data: int, tensor: int) -> tuple[nn.Module, DeviceMesh]:
+    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=NAMES)
+    model, along = new_model(), mesh["data_parallel"]
+    for block in (model[1], model[2]):
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tensor_parallel"], plan)
+        fully_shard(block, mesh=along)
+    return fully_shard(model, mesh=along), mesh
+
+
+def batches() -> list[list[Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [[torch.randn(length, 6, generator=draw) for length in lengths] for lengths in LENGTHS]
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().sum()
+
+
+def train(
+    odc: Any,
+    steps: list[list[Tensor]],
+    counts: list[int],
+    place: int,
+    make_optimizer: Any = ADAMW,
+    **options: Any,
+) -> None:
+    """Steps in which the group ``place`` runs so many of the batches; the groups before it have run theirs."""
+    optimizer = make_optimizer(odc.model.parameters())
+    for of_step in steps:
+        first = sum(counts[:place])
+        for batch in of_step[first : first + counts[place]]:
+            with odc.backward(weight=len(batch)):
+                loss_of(odc.model, batch).backward()
+        odc.step(optimizer, **options)
+        optimizer.zero_grad()
+
+
+def one_process(
+    steps: list[list[Tensor]], make_optimizer: Any = ADAMW, max_norm: float = math.inf
+) -> dict[str, Tensor]:
+    model = new_model()
+    optimizer = make_optimizer(model.parameters())
+    for of_step in steps:
+        (sum(loss_of(model, batch) for batch in of_step) / sum(map(len, of_step))).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def as_in_one_process(data: int, counts: list[int], max_norm: float = math.inf, **options: Any) -> None:
+    model, mesh = parallel(data, 2)
+    place = mesh["data_parallel"].get_local_rank()
+    with attach(model, **options) as odc:
+        train(odc, batches(), counts, place, max_norm=max_norm)
+        traffic, ran = odc.engine.traffic, counts[place] > 0
+        assert odc.engine.world_size == data
+        assert (traffic.reads > 0, traffic.adds > 0) == (ran, ran), "the one-sided path was not taken"
+    assert_same(full_parameters(model), one_process(batches(), max_norm=max_norm))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("counts", "options"),
+    [
+        ([1, 3], {}),
+        ([4, 0], {"max_norm": 0.1}),
+        ([1, 3], {"keep_gathered": 0}),
+        ([3, 1], {"deterministic": True}),
+    ],
+    ids=str,
+)
+def test_groups_run_any_number_of_microbatches(rank, counts, options):
+    init_gloo(rank)
+    as_in_one_process(2, counts, **options)
+
+
+@on_ranks(8)
+def test_four_groups_of_two(rank):
+    init_gloo(rank)
+    as_in_one_process(4, [1, 0, 1, 2])
+
+
+@on_ranks(4)
+def test_a_full_checkpoint_goes_on_with_other_groups(rank):
+    init_gloo(rank)
+    first, mesh = parallel(2, 2)
+    with attach(first) as odc:
+        train(odc, batches()[:1], [1, 3], mesh["data_parallel"].get_local_rank(), SGD)
+        saved = get_model_state_dict(first, options=StateDictOptions(full_state_dict=True))
+    other, mesh = parallel(4, 1)
+    with attach(other) as odc:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(other, saved if rank == 0 else {}, options=options)
+        odc.publish()
+        train(odc, batches()[1:], [1, 1, 2, 0], mesh["data_parallel"].get_local_rank(), SGD)
+    assert_same(full_parameters(other), one_process(batches(), SGD))
+
+
+@on_ranks(4)
+def test_what_does_not_fit_is_refused(rank):
+    init_gloo(rank)
+    model, mesh = parallel(2, 2)
+    odc = attach(model)
+    with pytest.raises(NotImplementedError, match="does not join tensor-parallel parts"):
+        next(odc.stream_parameters())
+    batch, number = batches()[0][0], mesh["tensor_parallel"].get_local_rank()
+    with odc.backward(weight=2 + number):
+        loss_of(model, batch).backward()
+    with pytest.raises(
+        DisagreementError, match=r"are one tensor-parallel group, and ran \[\(1, 2.0\), \(1, 3.0\)\]"
+    ):
+        odc.step()
+    odc.fail(RuntimeError("refused"))
+    odc.close()
+
+
+def loses_a_rank(rank: int) -> None:
+    init_gloo(rank)
+    model, mesh = parallel(2, 2)
+    with attach(model) as odc:
+        train(odc, batches()[:1], [2, 2], mesh["data_parallel"].get_local_rank())
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train(odc, batches()[1:], [2, 2], mesh["data_parallel"].get_local_rank())
+
+
+def test_all_ranks_end_when_one_of_a_group_has_died():
+    begin = time.monotonic()
+    outcomes = try_ranks(loses_a_rank, world_size=4, timeout=60)
+    assert [bool(outcome.exitcode) for outcome in outcomes] == [True] * 4
+    assert time.monotonic() - begin < 60
