@@ -108,6 +108,14 @@ def group_of(module: FSDPModule) -> Any:
     return _groups_of(module)[0]
 
 
+def is_sharded_within_mesh(module: FSDPModule) -> bool:
+    """Whether ``fully_shard(dp_mesh_dims=...)`` of torch 2.13 shards over one dimension of a larger mesh.
+
+    Why: what is gathered then looks as if it were sharded, and nothing public tells.
+    """
+    return any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in _groups_of(module))
+
+
 def modules_grouped_with(module: FSDPModule) -> tuple[Any, ...]:
     """The modules of the group that a ``fully_shard``-ed module belongs to, as they were passed to ``fully_shard``."""
     # Why: the parameters of ``fully_shard([a, b])`` lie in memory in the order of that list, which nothing public

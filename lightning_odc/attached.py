@@ -83,9 +83,9 @@ def make_engine(
     hang_report: HangReport | None = None,
 ) -> Engine:
     """The engine that moves the shards and gradients of a model. All ranks together."""
-    if place.world_size == 1:
-        return CollectiveEngine(1, single_process)
     column = place.data_parallel
+    if place.world_size == 1 or (column is not None and column.size() == 1):
+        return CollectiveEngine(1, single_process)
     group = dist.group.WORLD if column is None else column.get_group()
     rendezvous = process_group_rendezvous(group)
     if communication == "collective":
@@ -177,6 +177,7 @@ def attach(
         ValueError: The model is not sharded, over other ranks than those of the job, or attached already.
         TypeError: The model is sharded with ``FullyShardedDataParallel``.
     """
+    _check_sharded(model)
     mesh, mates = _meshes_of(model)
     place = _place_on(mesh, mates is not None)
     check_device(place.device.type, "attach")
@@ -192,8 +193,8 @@ def attach(
     return Attached(model, engine, mates)
 
 
-def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh over which a model is sharded, or an error that shows the line to write; and the tensor-parallel one."""
+def _check_sharded(model: nn.Module) -> None:
+    """Refuse a model that is not sharded as it must be, with the line to write."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise TypeError(
             "The model is wrapped in FullyShardedDataParallel (FSDP1). Write `fully_shard(block)` for every block and "
@@ -206,15 +207,25 @@ def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
         )
     if isinstance((_compat.comms_of(model) or [None])[0], GatherComm):
         raise ValueError("The model is attached already: `close()` the first one before `attach(model)`.")
+    if any(_compat.is_sharded_within_mesh(module) for module in fsdp_modules(model)):
+        raise ValueError(
+            "`attach` does not know `fully_shard(dp_mesh_dims=...)`: pass the dimension alone, "
+            '`fully_shard(block, mesh=mesh["data_parallel"])`.'
+        )
+
+
+def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh over which a model is sharded, or an error that shows the line to write; and the tensor-parallel one."""
     meshes: dict[DeviceMesh, str] = {}
-    mates = None
+    mates: set[DeviceMesh] = set()  # tensor-parallel ones
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             # ``fully_shard`` shards first what tensor parallelism has divided: that is the last dimension.
             if mesh.ndim == 2 and not parameter.placements[0].is_replicate():
                 data_parallel, tensor_parallel = mesh.mesh_dim_names or ("", "")
-                mesh, mates = mesh[data_parallel], mesh[tensor_parallel]
+                mates.add(mesh[tensor_parallel])
+                mesh = mesh[data_parallel]
             meshes.setdefault(mesh, name)
     if len(meshes) > 1:
         (first, name), (second, other) = list(meshes.items())[:2]
@@ -229,7 +240,12 @@ def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
             'node, pass the dimension of a node alone, `fully_shard(block, mesh=mesh["shard"])`: `attach` sums over '
             'nodes. With tensor parallelism, pass `mesh["data_parallel"]` of ("data_parallel", "tensor_parallel").'
         )
-    return mesh, mates
+    if mates and (len(mates) > 1 or mesh.size() * next(iter(mates)).size() != dist.get_world_size()):
+        raise ValueError(
+            f"The model is sharded over the ranks {mesh.mesh.tolist()}, and tensor-parallel over "
+            f"{[one.mesh.tolist() for one in mates]}. `attach` takes one mesh of two dimensions, over all ranks."
+        )
+    return mesh, next(iter(mates), None)
 
 
 def _place_on(mesh: DeviceMesh, is_tensor_parallel: bool) -> Place:
@@ -338,12 +354,13 @@ class Attached:
 
     def _check_mates(self, mates: DeviceMesh) -> None:
         """Refuse a step for which the ranks of a tensor-parallel group ran different microbatches."""
-        ran = [(0, 0.0)] * mates.size()
-        dist.all_gather_object(ran, (self._ran, float(self.engine.ledger.weight)), group=mates.get_group())
+        ran = [""] * mates.size()
+        own = f"{self._ran} with the weight {float(self.engine.ledger.weight):g}"
+        dist.all_gather_object(ran, own, group=mates.get_group())
         if len(set(ran)) > 1:
             raise DisagreementError(
-                f"The ranks {mates.mesh.tolist()} are one tensor-parallel group, and ran {ran} (microbatches, sum of "
-                "their weights) in this step. Give all ranks of a group the same batches: shard the data by "
+                f"The ranks {mates.mesh.tolist()} are one tensor-parallel group, and ran different microbatches in "
+                f"this step: {', '.join(ran)}. Give all ranks of a group the same batches: shard the data by "
                 '`mesh["data_parallel"].get_local_rank()`, not by the rank.'
             )
 

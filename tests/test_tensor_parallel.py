@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -109,7 +111,7 @@ def as_in_one_process(data: int, counts: list[int], max_norm: float = math.inf, 
     place = mesh["data_parallel"].get_local_rank()
     with attach(model, **options) as odc:
         train(odc, batches(), counts, place, max_norm=max_norm)
-        traffic, ran = odc.engine.traffic, counts[place] > 0
+        traffic, ran = odc.engine.traffic, counts[place] > 0 and data > 1
         assert odc.engine.world_size == data
         assert (traffic.reads > 0, traffic.adds > 0) == (ran, ran), "the one-sided path was not taken"
     assert_same(full_parameters(model), one_process(batches(), max_norm=max_norm))
@@ -129,6 +131,12 @@ def as_in_one_process(data: int, counts: list[int], max_norm: float = math.inf, 
 def test_groups_run_any_number_of_microbatches(rank, counts, options):
     init_gloo(rank)
     as_in_one_process(2, counts, **options)
+
+
+@on_ranks(2)
+def test_one_group_has_none_to_read_from(rank):
+    init_gloo(rank)
+    as_in_one_process(1, [4])
 
 
 @on_ranks(8)
@@ -164,11 +172,23 @@ def test_what_does_not_fit_is_refused(rank):
     with odc.backward(weight=2 + number):
         loss_of(model, batch).backward()
     with pytest.raises(
-        DisagreementError, match=r"are one tensor-parallel group, and ran \[\(1, 2.0\), \(1, 3.0\)\]"
+        DisagreementError, match=r"in this step: 1 with the weight 2, 1 with the weight 3. Give"
     ):
         odc.step()
     odc.fail(RuntimeError("refused"))
     odc.close()
+
+
+@pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="needs torch 2.13")
+@on_ranks(4)
+def test_a_dimension_of_a_larger_mesh_is_refused(rank):
+    init_gloo(rank)
+    mesh, layer = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES), nn.Linear(8, 8)
+    for name, parameter in list(layer.named_parameters()):
+        layer.register_parameter(name, nn.Parameter(distribute_tensor(parameter, mesh, [Replicate()] * 2)))
+    fully_shard(layer, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="data_parallel"))
+    with pytest.raises(ValueError, match=r"pass the dimension alone, `fully_shard\(block, mesh=mesh"):
+        attach(layer)
 
 
 def loses_a_rank(rank: int) -> None:

@@ -61,7 +61,7 @@ class ParamSlot:
 
     def __post_init__(self) -> None:
         self.held = _compat.parameters_held_by(self.module)
-        self.home = self.sharded
+        self.home = cast(DTensor, self.current)
         self.trains = self.home.requires_grad
 
     @property
@@ -78,7 +78,7 @@ class ParamSlot:
     @property
     def sharded(self) -> DTensor:
         parameter = self.current
-        assert isinstance(parameter, DTensor), f"{self.name} is not sharded now"
+        assert isinstance(parameter, DTensor) and not self.is_gathered, f"{self.name} is not sharded now"
         return parameter
 
     @property

@@ -87,7 +87,8 @@ class TimelineRecorder(Callback):
                 return
         strategy: Any = trainer.strategy
         odc = strategy if isinstance(strategy, ODCStrategy) else None
-        # Ranks leave an exchange at nearly the same moment, which is the beginning. Those of a machine share its clock.
+        # Ranks have just left the exchange above, at nearly the same moment: that is the beginning. Those of a machine
+        # share its clock.
         here = machine()
         origin = next(moment for place, moment in _exchange((here, time.monotonic_ns())) if place == here)
         waits = trainer.world_size == 1 or (odc is not None and odc.communication != "collective")
