@@ -89,7 +89,7 @@ def test_the_example_of_the_readme_is_the_one_of_get_started() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(450)
-def test_the_example_prints_what_the_pages_show_and_gains(tmp_path: Path) -> None:
+def test_the_example_prints_what_the_pages_show(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(
         next(block.text for block in blocks(ROOT / "README.md") if block.is_program)
     )
@@ -97,9 +97,8 @@ def test_the_example_prints_what_the_pages_show_and_gains(tmp_path: Path) -> Non
     lines = without_times(output)
     assert len(told("README.md")) == 8
     assert not [line for line in told("README.md") if line not in lines]
-    gains = [float(gain) for gain in re.findall(r"odc is ([\d.]+) times as fast", output)]
-    assert len(gains) == 4
-    assert min(gains[0], gains[2]) > 1.2, output  # it computes half the tokens of batches as they come
+    # How large the gain is, `benchmarks.one_line` measures: beside other tests a clock says nothing.
+    assert len(re.findall(r"odc is [\d.]+ times as fast", output)) == 4, output
 
 
 def test_the_first_screen_is_short_and_needs_no_glossary() -> None:
