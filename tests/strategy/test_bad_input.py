@@ -23,15 +23,26 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     register_fsdp_forward_method,
 )
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.sharding.wrapping import refuse_layers
 from lightning_odc.strategy.microbatch import contribution
-from tests.support.fits import are_equal, assert_same, failure, fit, fitted, one_process
-from tests.support.models import Block, full_parameters, token_batches
-from tests.support.modules import TokenModule, trainer
-from tests.support.ranks import on_ranks
+from tests.support.fits import (
+    Manual,
+    Sgd,
+    are_equal,
+    assert_same,
+    doing,
+    failure,
+    fit,
+    fitted,
+    one_process,
+)
+from tests.support.models import WIDTH, Block, full_parameters, token_batches
+from tests.support.modules import TokenModule, trainer, unsized
+from tests.support.ranks import of_all_ranks, on_ranks
 
 HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
 LB_MINI = {"balance": "lb_mini"}
@@ -98,28 +109,6 @@ def test_arguments_without_effect():
         ODCStrategy().precision_plugin = HalfPrecision()
 
 
-class Odd(TokenModule):
-    """Does something else with what a step returns for a batch."""
-
-    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__("items")
-        self.change = change
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.change(super().training_step(batch, batch_idx), batch)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("communication", "items"), [("on_demand", -2.0), ("collective", float("nan"))])
-def test_a_number_of_items_on_a_device_is_found_out_by_all(rank, communication, items):
-    """Of the last microbatch of rank 0."""
-    wrong = {"num_items": torch.tensor(items)}
-    module = Odd(lambda output, batch: output | wrong if batch.shape[1] == 3 else output)
-    minibatch = Minibatch(token_batches([5, 3] if rank == 0 else [6, 7]))
-    message = failure(module, [minibatch], communication=communication)
-    assert re.search(r'rank 0 .*"num_items" must be finite and at least 0', message)
-
-
 def test_numbers_of_items_of_numpy():
     assert contribution({"loss": torch.ones(()), "num_items": np.int64(3)}, 1.0).weight == 3
     for wrong in (np.float32(-1), float("nan"), float("inf"), "3"):
@@ -144,36 +133,9 @@ def test_a_minibatch_in_a_strategy_that_does_not_know_it(rank):
         assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
 
 
-class HandWrapped(TokenModule):
-    def configure_model(self) -> None:
-        if not isinstance(self.net.head, FullyShardedDataParallel):
-            self.net.head = FullyShardedDataParallel(self.net.head, device_id=torch.device("cpu"))
-
-
-@on_ranks(2)
-def test_modules_wrapped_in_fsdp1(rank):
-    message = failure(HandWrapped(), [Minibatch(token_batches([5]))])
-    assert "TypeError: net.head is wrapped in FullyShardedDataParallel" in message
-    assert "fully_shard(self.block)" in message
-
-
-@on_ranks(1)
-def test_odd_outputs_of_training_step(rank):
-    for change, message in (
-        (lambda output, _: output["loss"].item(), "TypeError.*must return a loss tensor.*It returned float"),
-        (lambda output, _: {"losses": output["loss"]}, "TypeError.*It returned dict"),
-        (
-            lambda output, _: output | {"num_items": -1},
-            'ValueError.*"num_items" must be a finite number of at',
-        ),
-    ):
-        found = failure(Odd(change), [Minibatch(token_batches([5]))], 1)
-        assert re.search(f"(?s){message}", found)
-
-
 @on_ranks(1)
 def test_a_step_may_skip_a_microbatch(rank):
-    module = Odd(lambda *_: None)
+    module = Returns(lambda *_: None)
     before = full_parameters(module)
     assert are_equal(fitted(module, [Minibatch(token_batches([5, 6]))], 1), before)
 
@@ -271,11 +233,220 @@ def test_bitsandbytes_and_adalora_are_refused_by_name():
         refuse_layers(nn.Sequential(nn.Linear(1, 1), adapters()), sync_batchnorm=False)
 
 
+class Returns(TokenModule):
+    """Does something with what a step returns for a batch."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__("items")
+        self.change = change
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.change(super().training_step(batch, batch_idx), batch)
+
+
+class Twice(torch.optim.SGD):
+    """Calls its closure again after a step of its own, as LBFGS does."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step(closure)
+
+
+class UnfreezesInTheStep(Sgd):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.net.requires_grad_(True)
+        return super().training_step(batch, batch_idx)
+
+
+class MixesCounts(Sgd):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.mean_loss(batch)
+        return loss if batch_idx % 2 else {"loss": loss, "num_items": 1}
+
+
+class Shares(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Minibatch:
+        return Minibatch(token_batches([5]))
+
+
+def by_hand(act: Callable[[Any], Any]) -> Callable[[], Manual]:
+    """A backward pass of each batch and something with the module, then a step."""
+
+    def step(own: Any, optimizer: Any, batch: Any, i: int) -> None:
+        for tokens in batch if isinstance(batch, Minibatch) else [batch]:
+            own.manual_backward(own.mean_loss(tokens))
+            act(own)
+        optimizer.step()
+
+    return lambda: Manual(act=step)
+
+
+def halve_gradients(own: Any) -> None:
+    for parameter in own.parameters():
+        parameter.grad = parameter.grad * 0.5
+
+
+def edit_through_data(own: Any) -> None:
+    """The edit that leaves no trace in version counters."""
+    if (own.global_step, own.global_rank) == (1, 1):
+        own.net.head.weight.data.to_local().mul_(2)
+
+
+def run_block(own: Any) -> None:
+    with torch.no_grad():
+        own.net.blocks[0](torch.ones(3, WIDTH))
+
+
+def clip(own: Any) -> None:
+    nn.utils.clip_grad_norm_(own.parameters(), 0.01)
+
+
+def log_one(own: Any) -> None:
+    own.log("one", 1.0, sync_dist=True, batch_size=1)
+
+
+def scale_head(own: Any) -> None:
+    own.net.head.weight.grad.mul_(0.5)
+
+
+def look_at_head(own: Any) -> None:
+    print(own.net.head.weight.grad.norm())
+
+
+def divide(own: Any) -> None:
+    own.set_gradient_divide_factor(3.0)
+
+
+def wrap_head(own: Any) -> None:
+    if not isinstance(own.net.head, FullyShardedDataParallel):
+        own.net.head = FullyShardedDataParallel(own.net.head, device_id=torch.device("cpu"))
+
+
+def hooked(**hooks: Any) -> Callable[[], Any]:
+    return lambda: doing(Sgd("items"), **hooks)
+
+
+def holding(layer: nn.Module) -> Callable[[], Any]:
+    def make() -> Any:
+        module = TokenModule()
+        module.layer = layer
+        return module
+
+    return make
+
+
+def items() -> TokenModule:
+    return TokenModule("items")
+
+
+def returning(change: Callable[[Any, Tensor], Any]) -> Callable[[], Any]:
+    return lambda: Returns(change)
+
+
+def counting(wrong: Any) -> Callable[[], Any]:
+    """A number of items, wrong in the last microbatch of rank 0."""
+    given = {"num_items": wrong}
+    return returning(lambda output, batch: output | given if batch.shape[1] == 3 else output)
+
+
+PLAIN = [token_batches([5, 9, 4, 7], seed=rank) for rank in range(2)]
+SHARE = Minibatch(token_batches([5]))
+ONE, TWO = [[SHARE]] * 2, [[SHARE, SHARE]] * 2
+UNEVEN = [[Minibatch(PLAIN[0][: 1 + rank])] for rank in range(2)]
+PLANS = [[Minibatch(token_batches([5]), plan=f"seed {rank}")] for rank in range(2)]
+KINDS = [token_batches([5]), [SHARE]]
+STEPS = [[SHARE] * 2, [SHARE] * 3]
+ITEMS = [[Minibatch(token_batches([5, 3]))], [Minibatch(token_batches([6, 7]))]]
+WEIGHTED = [[Minibatch(token_batches([5, 4]), weights=[1.0, 3.0])]] * 2
+ONE_EMPTY = [[Minibatch([b] * (rank == 0 or i != 1)) for i, b in enumerate(PLAIN[rank])] for rank in range(2)]
+DEALT = [DataLoader(Shares(), batch_size=None)] * 2
+ENDS = [unsized(own) for own in STEPS]
+LOCKSTEP, ONE_UNIT = {"communication": "lockstep"}, {"auto_wrap_policy": set()}
+CHANGED = "'net.head.weight' changed after"
+COUNT = r'rank 0 .*"num_items" must be finite and at least 0'
+COUNTS = r'ValueError: communication=.*has \[1, 2\] \(by rank\).*ODCStrategy\(communication="on_demand"\)'
+LATE = (
+    r"StaleShardError: The model ran \(unit.*`on_before_optimizer_step`.*several times in one step \(LBFGS\)"
+)
+UNITS = r"at least two units.*=\{nn\.Embedding, nn\.LayerNorm, nn\.Linear\}"
+FSDP1 = r"TypeError: net.head is wrapped in FullyShardedDataParallel.*fully_shard\(self.block\)"
+#: How a module is made, batches or a loader by rank, options, and what all ranks are told.
+REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
+    # What is done with gradients and parameters:
+    "clips": (by_hand(clip), PLAIN, {}, r"self\.clip_gradients\(optimizer, \.\.\.\)"),
+    "replaces": (by_hand(halve_gradients), PLAIN, {}, "settle_gradients"),
+    "logs": (by_hand(log_one), UNEVEN, {}, r"Rank . is at .*'a reduction over ranks, such as self\.log"),
+    "scales": (hooked(on_after_backward=scale_head), PLAIN, {}, "on_before_optimizer_step"),
+    "looks": (hooked(on_after_backward=look_at_head), PLAIN, {}, "'net.head.weight' is not complete yet"),
+    "unfreezes": (lambda: UnfreezesInTheStep(frozen=True), PLAIN, {}, "before, in `on_train_batch_start`"),
+    "divides": (hooked(on_train_start=divide), PLAIN, {}, "set_gradient_divide_factor"),
+    "writes": (hooked(on_train_batch_start=edit_through_data), PLAIN, {}, CHANGED),
+    "writes unread": (hooked(on_train_batch_start=edit_through_data), ONE_EMPTY, {}, CHANGED),
+    "runs in between": (hooked(on_before_optimizer_step=run_block), TWO, {}, LATE),
+    "steps twice": (hooked(configure_optimizers=lambda own: Twice(own.parameters(), lr=0.1)), TWO, {}, LATE),
+    "penalty": (lambda: Does(penalty_of_blocks, STEP), WEIGHTED, {}, r"'net.blocks.2.down.*alpha=2 \* 0.01"),
+    # What a step returns:
+    "mixes": (MixesCounts, PLAIN, {"accumulate_grad_batches": 2}, "every call of `training_step`"),
+    "a number": (returning(lambda output, _: output["loss"].item()), ONE, {}, "TypeError.*returned float"),
+    "a dict": (returning(lambda output, _: {"losses": output["loss"]}), ONE, {}, "TypeError.*returned dict"),
+    "count": (counting(-1), ITEMS, {}, 'ValueError.*"num_items" must be a finite number of at'),
+    "count on a device": (counting(torch.tensor(-2.0)), ITEMS, {}, COUNT),
+    "count, collectively": (counting(torch.tensor(float("nan"))), ITEMS, COLLECTIVE, COUNT),
+    # Models:
+    "one unit": (Manual, PLAIN, ONE_UNIT, UNITS),
+    "one unit, collectively": (Manual, PLAIN, {**ONE_UNIT, **COLLECTIVE}, "at least two units"),
+    "layer waits": (
+        holding(nn.SyncBatchNorm(3)),
+        PLAIN,
+        {},
+        "'layer' is a SyncBatchNorm: it waits for all ranks",
+    ),
+    "layers wait": (TokenModule, PLAIN, {"sync_batchnorm": True}, r"sync_batchnorm=True\): it waits for all"),
+    "layer scales": (
+        holding(nn.Embedding(3, 2, max_norm=1.0)),
+        PLAIN,
+        {},
+        "'layer' has max_norm=1: it scales",
+    ),
+    "FSDP1": (hooked(configure_model=wrap_head), ONE, {}, FSDP1),
+    # Ranks that differ:
+    "plans": (items, PLANS, {}, r"plan from rank 0: \['seed 1'\] against \['seed 0'\]"),
+    "kinds": (TokenModule, KINDS, {}, "Rank 0 trained on plain batches, rank 1 on Minibatches"),
+    "kinds, collectively": (
+        TokenModule,
+        KINDS,
+        COLLECTIVE,
+        r"first batch with \['plain batch', 'Minibatch'\]",
+    ),
+    "steps": (items, STEPS, {}, r"have \[2, 3\] training batches per epoch \(by rank\)\."),
+    "rank 0 ends": (items, ENDS, {}, "Rank 0 has no more batches in this epoch, rank 1 has"),
+    "rank 1 ends": (items, ENDS[::-1], {}, "Rank 1 has no more batches in this epoch, rank 0 has"),
+    "uneven, collectively": (items, UNEVEN, COLLECTIVE, COUNTS),
+    "uneven, in lockstep": (items, UNEVEN, LOCKSTEP, COUNTS),
+    "dealt": (
+        items,
+        DEALT,
+        {"use_distributed_sampler": True},
+        r"Write Trainer\(use_distributed_sampler=False\)",
+    ),
+}
+
+
 @on_ranks(2)
-def test_a_penalty_that_no_weight_would_divide(rank):
-    minibatch = Minibatch(token_batches([5, 4]), weights=[1.0, 3.0])
-    message = failure(Does(penalty_of_blocks, "training_step"), [minibatch])
-    assert re.search(r"(?s)'net.blocks.2.down.*alpha=2 \* 0.01", message)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_go_on_is_told_to_every_rank_with_the_line_to_write(rank, name):
+    make, data, options, says = REFUSED[name]
+    texts = of_all_ranks(failure(make(), data[rank], **options))
+    assert all(re.search(f"(?s){says}", text) for text in texts), [t[-700:] for t in texts]
+
+
+@on_ranks(2)
+def test_models_that_differ_are_named(rank):
+    text = failure(TokenModule("items", vocab=11 + rank), ONE[rank])
+    assert re.search(r"(?s)different models. The first.*\[11, 7\].*net.embed.weight: shape \[12, 7\]", text)
 
 
 class Advised(TokenModule):

@@ -7,25 +7,25 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_odc import Minibatch, host_memory
 from lightning_odc.host_memory import Room
 from lightning_odc.strategy import ranks
 from tests.support.fits import Watch, doing, failure, fit
-from tests.support.models import WIDTH
 from tests.support.modules import TokenModule, loader, token_batches, trainer, unsized
-from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
+from tests.support.ranks import on_ranks, run_ranks, try_ranks
 from tests.test_host_memory import V2_MOUNT, count_kill, tree
 
 #: Far below the strategy's own timeout of 30 minutes, far above what a busy machine needs.
@@ -177,123 +177,24 @@ def test_a_stalled_rank_is_given_up_at_the_timeout():
     assert "PeerFailedError: Rank 0 failed" in stalled.error or "WaitTimeoutError" in stalled.error
 
 
-def run_block(module: Any) -> None:
-    with torch.no_grad():
-        module.net.blocks[0](torch.ones(3, WIDTH))
-
-
-class Twice(torch.optim.SGD):
-    """Calls its closure again after a step of its own, as LBFGS does."""
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        return super().step(closure)
-
-
-#: Runs after the gradients were summed and before the optimizer steps, by the module or by its optimizer.
-TOO_LATE: list[dict[str, Any]] = [
-    {"on_before_optimizer_step": run_block},
-    {"configure_optimizers": lambda module: Twice(module.parameters(), lr=0.1)},
-]
-
-
-def _different_models(rank: int) -> str:
-    return failure(TokenModule("items", vocab=11 + rank), batches(1, [5]))
-
-
-def _different_plans(rank: int) -> str:
-    return failure(TokenModule("items"), [Minibatch(token_batches([5]), plan=f"seed {rank}")])
-
-
-def _different_kinds(rank: int, communication: str) -> str:
-    tokens = token_batches([5])
-    return failure(TokenModule(), [Minibatch(tokens)] if rank else tokens, communication=communication)
-
-
-def _different_steps(rank: int) -> str:
-    return failure(TokenModule("items"), batches(2 + rank, [5]))
-
-
-def _uneven(rank: int, communication: str) -> str:
-    own = Minibatch(token_batches([5, 9, 4])[: 2 + rank])
-    return failure(TokenModule("items"), [own], communication=communication)
-
-
-def _runs_too_late(rank: int, number: int) -> str:
-    return failure(doing(TokenModule("items"), **TOO_LATE[number]), batches(2, [5]))
-
-
-def _unknown_lengths(rank: int, counts: tuple[int, int]) -> str:
-    return failure(TokenModule("items"), unsized(batches(counts[rank], [5])))
-
-
-class Shares(Dataset[Any]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> Minibatch:
-        return Minibatch(token_batches([5]))
-
-
-def _dealt_out_again(rank: int) -> str:
-    fit(TokenModule("items"), DataLoader(Shares(), batch_size=None))
-    return failure(TokenModule("items"), DataLoader(Shares(), batch_size=None), use_distributed_sampler=True)
-
-
-def _no_memory(rank: int, later: bool) -> str:
-    """For windows; or for a larger window in the second batch, when more is trained."""
+@on_ranks(2)
+@pytest.mark.parametrize("later", [False, True])
+def test_windows_that_do_not_fit_are_told_to_every_rank(rank, later):
+    """At once; or when more is trained in the second batch, and windows get larger."""
+    nearly_full = patch.object(host_memory, "rooms", lambda: [Room(4096, "a test", "allow more")])
 
     def unfreeze(module: Any) -> None:
         if module.global_step == 1:
-            host_memory.rooms = lambda: [Room(4096, "a test", "allow more")]
+            stack.enter_context(nearly_full)
             module.net.requires_grad_(True)
 
-    rooms = host_memory.rooms
-    host_memory.rooms = rooms if later else lambda: [Room(4096, "a test", "allow more")]
-    module = doing(TokenModule("items", frozen=later), on_train_batch_start=unfreeze)
-    try:
-        return failure(module, batches(2, [5]))
-    finally:
-        host_memory.rooms = rooms
-
-
-MODELS = ("different models. The first", "weight: shape [11, 7]", "net.embed.weight: shape [12, 7]")
-KINDS = ("DisagreementError: The ranks begin their first batch with ['plain batch', 'Minibatch']",)
-UNEVEN = ("ValueError: communication=", "has [2, 3] (by rank)", 'ODCStrategy(communication="on_demand")')
-LATE = ("`on_before_optimizer_step`", "call their closure several times in one step (LBFGS)")
-ENDS = "Rank {} has no more batches in this epoch, rank {} has."
-NO_MEMORY = "could not share memory with its peers: the windows (2 ranks of"
-#: By name: what a rank calls, and what every rank is told.
-TOLD: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
-    "models": ((_different_models,), MODELS),
-    "plans": (
-        (_different_plans,),
-        ("a different minibatch plan from rank 0: ['seed 1'] against ['seed 0']",),
-    ),
-    "kinds": ((_different_kinds, "on_demand"), ("Rank 0 trained on plain batches, rank 1 on Minibatches",)),
-    "kinds under collectives": ((_different_kinds, "collective"), KINDS),
-    "numbers of steps": ((_different_steps,), ("have [2, 3] training batches per epoch (by rank).",)),
-    "unequal counts, collective": ((_uneven, "collective"), UNEVEN),
-    "unequal counts, lockstep": ((_uneven, "lockstep"), UNEVEN),
-    "runs in between": ((_runs_too_late, 0), LATE),
-    "steps twice": ((_runs_too_late, 1), LATE),
-    "rank 0 ends first": ((_unknown_lengths, (2, 3)), (ENDS.format(0, 1),)),
-    "rank 1 ends first": ((_unknown_lengths, (3, 2)), (ENDS.format(1, 0),)),
-    "dealt out again": ((_dealt_out_again,), ("Write Trainer(use_distributed_sampler=False)",)),
-    "no memory": ((_no_memory, False), (f"WindowError: Rank 0 {NO_MEMORY}",)),
-    "no memory later": ((_no_memory, True), (NO_MEMORY,)),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", TOLD)
-def test_what_cannot_go_on_is_told_to_every_rank(rank, name):
-    (function, *args), texts = TOLD[name]
-    told = function(rank, *args)
-    for words in texts:
-        assert words in told, told
-    if name in ("runs in between", "steps twice"):
-        assert "StaleShardError: The model ran (unit" in "".join(of_all_ranks(told))
+    with ExitStack() as stack:
+        if not later:
+            stack.enter_context(nearly_full)
+        module = doing(TokenModule("items", frozen=later), on_train_batch_start=unfreeze)
+        told = failure(module, batches(2, [5]))
+    assert "could not share memory with its peers: the windows (2 ranks of" in told
+    assert later or "WindowError: Rank 0 could" in told
 
 
 @on_ranks(2)

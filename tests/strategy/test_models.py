@@ -269,23 +269,6 @@ def test_blocks_compiled_to_cpp(rank):
     assert compiled_difference(rank, "inductor", 1, auto_wrap_policy={Block}) <= 1e-4
 
 
-#: A layer, options, and what is said.
-LAYERS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
-    (partial(nn.SyncBatchNorm, 3), {}, "'layer' is a SyncBatchNorm: it waits for all ranks in every"),
-    (nn.Identity, {"sync_batchnorm": True}, r"Trainer\(sync_batchnorm=True\): it waits for all ranks"),
-    (partial(nn.Embedding, 3, 2, max_norm=1.0), {}, "'layer' has max_norm=1: it scales its weights inside"),
-]
-
-
-@on_ranks(2)
-def test_layers_that_cannot_work_are_refused(rank):
-    for make, options, says in LAYERS:
-        module = TokenModule()
-        module.layer = make()
-        with pytest.raises(ValueError, match=f"^{says}"):
-            fits.fit(module, token_batches([6]), **options)
-
-
 @on_ranks(2)
 def test_the_default_policy_says_what_it_chose_and_an_empty_one_that_it_chose_nothing(rank):
     with said() as text, warnings.catch_warnings(record=True) as warned:

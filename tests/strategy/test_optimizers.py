@@ -1,26 +1,31 @@
-"""Styles of optimisation end where plain Lightning on one device does: several optimizers, schedulers, accumulation."""
+"""Styles of optimisation end where plain Lightning on one device does.
+
+Several optimizers, schedulers, accumulation; and what users do with gradients between backward and step.
+"""
 
 from __future__ import annotations
 
 import pickle
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_odc import _compat
+from lightning_odc import Minibatch, ODCStrategy, _compat
 from lightning_odc.sharding.initialize import materialize
 from lightning_odc.sharding.optimizers import ParameterNames
-from tests.support.fits import Manual, Sgd, numbers, two_optimizers
+from tests.support.fits import Manual, Sgd, fitted, numbers, two_optimizers
 from tests.support.models import Block, Net, init_gloo
 from tests.support.modules import full_parameters, loader, token_batches, trainer
 from tests.support.ranks import on_ranks
 
-BATCHES = [[batch[:, :4] for batch in token_batches([4] * 5, seed=rank)] for rank in range(2)]
+BATCHES = [token_batches([5, 9, 4, 7, 6], seed=rank) for rank in range(2)]
 
 
 class OnRows(Sgd):
@@ -132,7 +137,114 @@ class EarlyByHand(Early):
                 fully_shard(block, mesh=self.trainer.strategy.shard_mesh)
 
 
-STYLES: dict[str, tuple[type[Sgd], dict[str, Any]]] = {
+def look_and_skip(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    """Looks at gradients and clips them itself; leaves out the step of the second batch."""
+    strategy = own.trainer.strategy
+    is_ours = isinstance(strategy, ODCStrategy)
+    own.manual_backward(own.mean_loss(batch) * (1000 if i == 1 else 1))
+    if is_ours:
+        strategy.settle_gradients()
+    own.norms.append(own.gradient_norm())
+    if i != 1:
+        torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0)
+        optimizer.step()
+    optimizer.zero_grad()
+    if i == 1 and is_ours:
+        strategy.publish_parameters()
+
+
+def go_backward_without_lightning(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    own.mean_loss(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def go_backward_later(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    """Two forward passes, then the backward passes in the other order, one of them twice."""
+    first, second = own.mean_loss(batch) / 9, own.mean_loss(batch.flip(1)) / 9
+    own.manual_backward(second)
+    own.manual_backward(first, retain_graph=True)
+    own.manual_backward(first)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def step_twice(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    """In one call of ``training_step``, as reinforcement learning does."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        own.manual_backward(own.mean_loss(batch))
+        own.clip_gradients(optimizer, 0.05, "norm")
+        optimizer.step()
+
+
+def drop_a_batch(own: Any, optimizer: Any, batch: Tensor, i: int, to_none: bool = True) -> None:
+    own.manual_backward(own.mean_loss(batch) * (1000 if i == 1 else 1))
+    if i != 1:
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=to_none)
+
+
+def drop_before_the_step(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    own.manual_backward(own.mean_loss(batch))
+    if i == 1:
+        optimizer.zero_grad()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def hold_back(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
+    """Accumulates whole gradients on each rank: only every second backward pass hands them over."""
+    if isinstance(own, FSDPModule):
+        own.set_requires_gradient_sync(i % 2 == 1)
+    own.manual_backward(own.mean_loss(batch) / 2)
+    if i % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(act: Callable[..., None]) -> Manual:
+    return Manual(act=act, scalars=True)
+
+
+class SkipsSteps(Sgd):
+    """The automatic loop, with an ``optimizer_step`` that does not step in every second batch."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer.step(closure=closure)
+        else:
+            closure()
+
+
+class DropsWhenDone(Sgd):
+    """Empties gradients after the backward pass, as people do with those that are not finite."""
+
+    def on_after_backward(self) -> None:
+        is_last = self.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        if self.trainer.global_step == 1 and not is_last:
+            self.zero_grad()
+
+
+class Unfreezes(Sgd):
+    """Starts with frozen parameters and unfreezes them between batches; all are in the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1, frozen=True, scalars=True)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (1, 3):  # within a window of two
+            self.net.blocks[1].up.weight.requires_grad_(True)
+            self.net.blocks[2].requires_grad_(batch_idx == 3)
+        if batch_idx == 3:
+            self.net.blocks[0].requires_grad_(True)
+
+
+#: How a module is made, and options of the trainer.
+STYLES: dict[str, tuple[Callable[..., Sgd], dict[str, Any]]] = {
     "scheduler by step": (Scheduled, {}),
     "scheduler by epoch": (ScheduledByEpoch, {"max_epochs": 4}),
     "scheduler on a plateau": (Plateau, {"max_epochs": 3}),
@@ -149,13 +261,26 @@ STYLES: dict[str, tuple[type[Sgd], dict[str, Any]]] = {
     "made in __init__": (Early, {"activation_checkpointing_policy": {Block}}),
     "made in __init__, validated before": (Early, {"validated_before": True}),
     "made in __init__, sharded by hand": (EarlyByHand, {}),
+    "looks and skips": (partial(by_hand, look_and_skip), {}),
+    "backward without Lightning": (partial(by_hand, go_backward_without_lightning), {}),
+    "zeroes in place": (partial(by_hand, partial(drop_a_batch, to_none=False)), {}),
+    "goes backward later": (partial(by_hand, go_backward_later), {}),
+    "steps twice": (partial(by_hand, step_twice), {}),
+    "drops a batch": (partial(by_hand, drop_a_batch), {}),
+    "drops before the step": (partial(by_hand, drop_before_the_step), {}),
+    "holds back": (partial(by_hand, hold_back), {}),
+    "skips steps": (partial(SkipsSteps, scalars=True), {}),
+    "drops when done": (partial(DropsWhenDone, scalars=True), {}),
+    "unfreezes": (Unfreezes, {"accumulate_grad_batches": 2}),
 }
+#: Where gradients are dropped or held back, the fixed order of sums has accumulators of its own to empty.
+IN_ORDER = [name for name in STYLES if name.startswith(("looks and", "zeroes", "drops", "holds"))]
 
 
-def trained(name: str, batches: list[Tensor], world_size: int) -> Any:
+def trained(name: str, batches: list[Tensor], world_size: int, **more: Any) -> Any:
     """Parameters, the course of the fit, and the values at its end."""
     make, options = STYLES[name]
-    options = {"num_sanity_val_steps": 0, **options}
+    options = {"num_sanity_val_steps": 0, **options, **more}
     is_validated = options.pop("validated_before", False)
     if "scheduling" in options:
         options["callbacks"] = [GradientAccumulationScheduler(options.pop("scheduling"))]
@@ -165,8 +290,9 @@ def trained(name: str, batches: list[Tensor], world_size: int) -> Any:
     module, t = make(), trainer(world_size, **options)
     if is_validated:
         t.validate(module, loader(batches[:2]), verbose=False)
-    t.fit(module, loader(batches), loader(batches[:2]))
+    t.fit(module, loader(batches), loader(batches[:2]) if hasattr(module, "rates") else None)
     values = numbers(t.callback_metrics) | {"global_step": t.global_step}
+    values |= {f"norm {number}": norm for number, norm in enumerate(getattr(module, "norms", []))}
     parameters = {_compat.checkpoint_name(name): p for name, p in full_parameters(module).items()}
     return parameters, (getattr(module, "rates", []), getattr(module, "steps", [])), values
 
@@ -182,13 +308,34 @@ def one_device(name):
 def test_as_plain_lightning_on_one_device(rank, name, one_device):
     parameters, course, values = one_device
     start = full_parameters(STYLES[name][0]())
-    assert sum((parameters[key] - start[key]).abs().sum().item() for key in start) > 1e-2
+    assert 1e-3 < sum((parameters[key] - start[key]).abs().sum().item() for key in start) < 1e3
     assert values["global_step"] > 0
-    ours, our_course, our_values = trained(name, BATCHES[rank], 2)
-    assert our_course == course
-    assert our_values == pytest.approx(values, rel=1e-4)
-    for key in start:  # sums of two fp32 gradients in another order, carried through up to 15 steps
-        torch.testing.assert_close(ours[key], parameters[key], rtol=1e-3, atol=1e-4)
+    for is_in_order in (False, True)[: 1 + (name in IN_ORDER)]:
+        ours, our_course, our_values = trained(name, BATCHES[rank], 2, deterministic=is_in_order)
+        assert our_course == course
+        assert our_values == pytest.approx(values, rel=1e-4)
+        for key in start:  # sums of two fp32 gradients in another order, carried through up to 15 steps
+            torch.testing.assert_close(ours[key], parameters[key], rtol=1e-3, atol=1e-4)
+
+
+def unroll(own: Any, optimizer: Any, minibatch: Minibatch, i: int) -> None:
+    optimizer.zero_grad()
+    for batch in minibatch:
+        own.manual_backward(own.mean_loss(batch) / 3)
+    optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("communication", "counts"), [("on_demand", (3, 1)), ("collective", (2, 2))])
+def test_a_minibatch_unrolled_by_hand(rank, communication, counts):
+    batches, one = (BATCHES[0] + BATCHES[1])[:4], Manual(act=unroll)
+    for batch in batches:
+        (one.mean_loss(batch) / 3 / 2).backward()  # FSDP's rule: the mean over ranks
+    one.configure_optimizers().step()
+    own = batches[sum(counts[:rank]) :][: counts[rank]]
+    parameters = fitted(Manual(act=unroll), [Minibatch(own)], communication=communication)
+    for key, value in full_parameters(one).items():
+        torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
 
 
 @on_ranks(1)
