@@ -9,7 +9,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,12 +38,13 @@ from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.link import ReplicaLink
 from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout, SpanningEngine
 from lightning_odc.engine.keeping import CudaMemory, HostMemory, Keeping, Memory
+from lightning_odc.engine.mates import Mates
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports import check_device, make_transport
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.waiting import HangReport
-from lightning_odc.errors import DisagreementError, ODCError, PeerFailedError
+from lightning_odc.errors import ODCError, PeerFailedError
 from lightning_odc.sharding.nodes import check_hosts, check_rows, layout_of, mesh_of
 
 #: The longest wait for another rank, as in every strategy of Lightning.
@@ -67,9 +68,9 @@ class Place:
     main_address: str
     layout: Layout | None = None  # rows and columns of ranks, over several nodes
     replicas: DeviceMesh | None = None  # of a model on every node: the mesh over which a node shards it
-    data_parallel: DeviceMesh | None = (
-        None  # with tensor parallelism: the ranks that have the same part of the model
-    )
+    # With tensor parallelism: the ranks that have the same part of the model, and those of one group.
+    data_parallel: DeviceMesh | None = None
+    mates: Mates | None = None
 
 
 def make_engine(
@@ -89,7 +90,7 @@ def make_engine(
     group = dist.group.WORLD if column is None else column.get_group()
     rendezvous = process_group_rendezvous(group)
     if communication == "collective":
-        return CollectiveEngine(place.world_size, rendezvous)
+        return CollectiveEngine(place.world_size if column is None else column.size(), rendezvous)
     options: dict[str, Any] = {
         "keeping": Keeping(memory_size(keep_gathered), _memory(place, rendezvous)),
         "timeout": timeout.total_seconds(),
@@ -103,7 +104,7 @@ def make_engine(
     ranks = range(place.world_size) if column is None else column.mesh.flatten().tolist()
     own, size = ranks.index(place.rank), len(ranks)
     transport = partial(make_transport, place.device, own, size, rendezvous, group, ranks)
-    return OnDemandEngine(transport, rendezvous, **options)
+    return OnDemandEngine(transport, rendezvous, mates=place.mates, **options)
 
 
 def _memory(place: Place, rendezvous: Rendezvous) -> Memory:
@@ -178,8 +179,9 @@ def attach(
         TypeError: The model is sharded with ``FullyShardedDataParallel``.
     """
     _check_sharded(model)
-    mesh, mates = _meshes_of(model)
-    place = _place_on(mesh, mates is not None)
+    mesh, group = _meshes_of(model)
+    mates = None if group is None else Mates(group, timeout)
+    place = _place_on(mesh, mates)
     check_device(place.device.type, "attach")
     engine = make_engine(
         place,
@@ -248,7 +250,7 @@ def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
     return mesh, next(iter(mates), None)
 
 
-def _place_on(mesh: DeviceMesh, is_tensor_parallel: bool) -> Place:
+def _place_on(mesh: DeviceMesh, mates: Mates | None) -> Place:
     """Where this rank is, as ``torchrun`` and the mesh say it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -256,13 +258,13 @@ def _place_on(mesh: DeviceMesh, is_tensor_parallel: bool) -> Place:
     device = torch.device("cpu") if is_cpu else torch.device(mesh.device_type, torch.cuda.current_device())
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     replicates = mesh.size() < world_size
-    if is_tensor_parallel:
+    if mates is not None:
         if on_node < world_size:
             raise ValueError(
                 "`attach` takes tensor parallelism on one node only. Over several nodes, train with the collectives of "
                 "`fully_shard`, without `attach`."
             )
-        return Place(device, rank, world_size, on_node, address, data_parallel=mesh)
+        return Place(device, rank, world_size, on_node, address, data_parallel=mesh, mates=mates)
     if not replicates and on_node == world_size:
         return Place(device, rank, world_size, on_node, address)
     size = mesh.size() if replicates else on_node
@@ -285,9 +287,9 @@ class Attached:
         engine: What moves shards and gradients, with its measured waits and traffic.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, mates: DeviceMesh | None = None) -> None:
+    def __init__(self, model: nn.Module, engine: Engine, mates: Mates | None = None) -> None:
         self.model, self.engine = model, engine
-        self._mates = mates  # the ranks of a tensor-parallel group, which run the same microbatches
+        self.mates = mates  # with tensor parallelism
         self._ran = 0  # backward passes since the last optimizer step
         self._divisor = 1.0  # of the gradients that were settled last
         self._closed = self._has_failed = False
@@ -346,23 +348,12 @@ class Attached:
                     "        loss.backward()"
                 )
             self.engine.ledger.is_idle = not self._ran
-            if self._mates is not None:
-                self._check_mates(self._mates)
+            if self.mates is not None:
+                weight = float(self.engine.ledger.weight)
+                self.mates.check_same("microbatches", f"{self._ran} with the weight {weight:g}")
             self._divisor = total_weight(self.engine.settle(None))
             self._ran = 0
         return self._divisor
-
-    def _check_mates(self, mates: DeviceMesh) -> None:
-        """Refuse a step for which the ranks of a tensor-parallel group ran different microbatches."""
-        ran = [""] * mates.size()
-        own = f"{self._ran} with the weight {float(self.engine.ledger.weight):g}"
-        dist.all_gather_object(ran, own, group=mates.get_group())
-        if len(set(ran)) > 1:
-            raise DisagreementError(
-                f"The ranks {mates.mesh.tolist()} are one tensor-parallel group, and ran different microbatches in "
-                f"this step: {', '.join(ran)}. Give all ranks of a group the same batches: shard the data by "
-                '`mesh["data_parallel"].get_local_rank()`, not by the rank.'
-            )
 
     def step(
         self, *optimizers: Optimizer, max_norm: float | None = None, norm_type: float = 2.0
@@ -386,7 +377,7 @@ class Attached:
         refuse_optimizers(optimizers)
         self.settle()
         with self.stepping(*optimizers):
-            norm = None if max_norm is None else _clip(self.model, max_norm, norm_type)
+            norm = None if max_norm is None else clip(self.model.parameters(), max_norm, norm_type)
             for optimizer in optimizers:
                 optimizer.step()
         return norm
@@ -413,7 +404,7 @@ class Attached:
         Args:
             module: Only the parameters of this part of the model, with their names in it.
         """
-        if self._mates is not None:
+        if self.mates is not None:
             raise NotImplementedError(
                 "`stream_parameters` does not join tensor-parallel parts. Take `get_model_state_dict` of "
                 "torch.distributed.checkpoint.state_dict, on all ranks together."
@@ -447,15 +438,16 @@ class Attached:
             self.engine.close()
 
 
-def _clip(model: nn.Module, max_norm: float, norm_type: float) -> Tensor:
+def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clip the norm of all gradients; returns what it was."""
-    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
+    parameters = list(parameters)
+    for parameter in parameters:
         if parameter.grad is not None:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
     if len(by_mesh.keys() - {None}) < 2:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     # With tensor parallelism, some are on two dimensions and some on one, and torch takes no norm of both.
     norms: list[Any] = [

@@ -80,10 +80,6 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         self._names = ParameterNames()
         self._on_teardown = ExitStack()
 
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
     # -- setting up ---------------------------------------------------------------------------------------
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:

@@ -43,6 +43,7 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.keeping import HostMemory, Keeping, generating
 from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholders, Scalars
+from lightning_odc.engine.mates import Mates
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.tracing import Tracer
@@ -67,10 +68,12 @@ class OnDemandEngine(Engine):
         accumulator_dtype: torch.dtype | None = None,  # by default fp32, or wider if the parameters are
         hang_report: HangReport | None = None,
         keeping: Keeping | None = None,
+        mates: Mates | None = None,  # with tensor parallelism
     ) -> None:
         super().__init__()
         self._keeping = Keeping(0, HostMemory(1)) if keeping is None else keeping
         self._hang_report = hang_report
+        self._mates = mates
         self._make_transport = make_transport
         self._rendezvous = rendezvous
         self._timeout = timeout
@@ -297,7 +300,7 @@ class OnDemandEngine(Engine):
         if minibatch.all_ranks is None or self._lockstep or self.world_size == 1:
             yield from super().tasks(minibatch)
             return
-        work = stealing.tasks(self.protocol, minibatch, minibatch.all_ranks)
+        work = stealing.tasks(self.protocol, minibatch, minibatch.all_ranks, self._mates)
         for index, (is_stolen, task) in enumerate(work):
             self.begin_microbatch(index)
             self.stolen += is_stolen

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lightning_odc.data.minibatch import AllRanks, Minibatch, Task
+from lightning_odc.engine.mates import Mates
 from lightning_odc.engine.peers import Word
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.waiting import Cause
@@ -186,7 +187,9 @@ def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tup
     return taken()
 
 
-def tasks(protocol: Protocol, own: Minibatch, everybody: AllRanks) -> Iterator[tuple[bool, Task]]:
+def tasks(
+    protocol: Protocol, own: Minibatch, everybody: AllRanks, mates: Mates | None = None
+) -> Iterator[tuple[bool, Task]]:
     """The microbatches that this rank runs, its own, then those of loaded peers; and whether each one is stolen."""
     if protocol.deterministic:
         raise ValueError(
@@ -195,6 +198,7 @@ def tasks(protocol: Protocol, own: Minibatch, everybody: AllRanks) -> Iterator[t
             "ODCStrategy(deterministic=False)."
         )
     queues = _next_queues(protocol, everybody.costs)
+    claimed = queues.claims() if mates is None else mates.follow(queues.claims())
 
     def now() -> float:
         """Seconds of a clock that stands still while this rank waits."""
@@ -202,7 +206,7 @@ def tasks(protocol: Protocol, own: Minibatch, everybody: AllRanks) -> Iterator[t
 
     def taken() -> Iterator[tuple[bool, Task]]:
         seconds = cost = 0.0  # own work in this minibatch, and its planned cost
-        for rank, number in queues.claims():
+        for rank, number in claimed:
             is_stolen = rank != protocol.transport.rank
             microbatch = everybody.fetch(rank, number) if is_stolen else own[number]
             detail = None if everybody.details is None else everybody.details[rank][number]

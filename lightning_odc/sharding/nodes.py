@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
-from torch.distributed.tensor import DTensor
 
 from lightning_odc._version import __version__
 from lightning_odc.engine.hybrid.spanning import Layout
@@ -68,6 +67,20 @@ def check_rows(layout: Layout, replicates: bool, communication: str = "on_demand
         "of these would hold a copy of the whole model and of its gradient. Use several ranks per node "
         '(`devices=2`), communication="collective", or strategy="ddp".'
     )
+
+
+def check_groups(size: int, world_size: int, num_nodes: int) -> None:
+    """Refuse tensor-parallel groups that the ranks cannot form."""
+    if world_size % size:
+        raise ValueError(
+            f"ODCStrategy(tensor_parallel_size={size}) makes groups of {size} ranks, and {world_size} ranks do not "
+            f"divide into them. Write Trainer(devices={max(world_size // size, 1) * size})."
+        )
+    if num_nodes > 1:
+        raise ValueError(
+            f"ODCStrategy(tensor_parallel_size={size}) works on one node, and there are {num_nodes}. Over several "
+            "nodes, use Lightning's ModelParallelStrategy."
+        )
 
 
 def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
@@ -172,12 +185,23 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-def check_shards(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse a model that the user has sharded over other ranks."""
+def check_shards(model: nn.Module, mesh: DeviceMesh, groups: DeviceMesh | None = None) -> None:
+    """Refuse a model that the user has sharded over other ranks, or that groups of ranks do not divide."""
+    is_divided = False
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and not torch.equal(parameter.device_mesh.mesh, mesh.mesh):
+        own: DeviceMesh = getattr(parameter, "device_mesh", mesh)
+        if groups is not None and torch.equal(own.mesh, groups.mesh):
+            is_divided = True
+        elif not torch.equal(own.mesh, mesh.mesh):
             raise ValueError(
-                f"{name!r} is sharded over the ranks {parameter.device_mesh.mesh.tolist()}, but this strategy shards "
+                f"{name!r} is sharded over the ranks {own.mesh.tolist()}, but this strategy shards "
                 f"over {mesh.mesh.tolist()}. In `configure_model`, write `fully_shard(module, "
                 "mesh=self.trainer.strategy.shard_mesh)`, or leave the sharding to the strategy."
             )
+    if groups is not None and not is_divided:
+        raise ValueError(
+            f"ODCStrategy(tensor_parallel_size={groups.size(1)}): no layer is divided, so the ranks of a group would "
+            "do the same work. Divide layers in `configure_model`:\n"
+            '    parallelize_module(block, self.device_mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": '
+            "RowwiseParallel()})"
+        )

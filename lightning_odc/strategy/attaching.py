@@ -7,14 +7,15 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any, cast
 
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_odc.attached import Attached, Place, make_engine
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.hybrid.spanning import Layout
+from lightning_odc.engine.mates import Mates
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
-from lightning_odc.sharding.nodes import check_rows, gloo_checked, layout_of
+from lightning_odc.sharding.nodes import check_groups, check_rows, gloo_checked, layout_of
 from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
 from lightning_odc.strategy.options import Options
 
@@ -28,6 +29,7 @@ class AttachingStrategy:
     _launcher: Any
     _on_teardown: ExitStack
     _mesh_of_nodes: Any = None  # that the user asked for: nodes, and ranks per node
+    _mesh_of_groups: DeviceMesh | None = None  # ("data_parallel", "tensor_parallel"), with tensor parallelism
 
     @property
     def communication(self) -> str:
@@ -41,12 +43,25 @@ class AttachingStrategy:
 
     @property
     def _on_demand(self: Any) -> bool:
-        return self.communication != "collective" and self.world_size > 1
+        return self.communication != "collective" and self._num_groups > 1
+
+    @property
+    def _num_groups(self: Any) -> int:
+        """The number of data-parallel places: ranks, or tensor-parallel groups of ranks."""
+        return cast(int, self.world_size // self.options.tensor_parallel_size)
+
+    @property
+    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
+        """The division of the data: over ranks, or over tensor-parallel groups of neighbouring ranks."""
+        return {
+            "num_replicas": self._num_groups,
+            "rank": self.global_rank // self.options.tensor_parallel_size,
+        }
 
     @property
     def _layout(self: Any) -> Layout | None:
         """Rows and columns of ranks; ``None`` if all of them are one row, or collectives treat them as one."""
-        if not (self._replicates or self._on_demand):
+        if self.options.tensor_parallel_size > 1 or not (self._replicates or self._on_demand):
             return None
         layout = layout_of(self._mesh_of_nodes, self.num_nodes, self.world_size, self.global_rank)
         return layout if len(layout.rows) > 1 else None
@@ -67,6 +82,13 @@ class AttachingStrategy:
             cast(Any, super()).setup_environment()
         if self._layout is not None:
             check_rows(self._layout, self._replicates, self.communication)
+        if (size := self.options.tensor_parallel_size) > 1:
+            check_groups(size, self.world_size, self.num_nodes)
+            names = ("data_parallel", "tensor_parallel")
+            device_type = self._device_type()
+            self._mesh_of_groups = init_device_mesh(
+                device_type, (self._num_groups, size), mesh_dim_names=names
+            )
 
     def _attach(
         self: Any,
@@ -76,6 +98,8 @@ class AttachingStrategy:
         gradients: bool = True,
     ) -> Attached:
         """Make the engine of a sharded model. All ranks together."""
+        groups: DeviceMesh | None = self._mesh_of_groups
+        mates = None if groups is None else Mates(groups["tensor_parallel"], self.timeout)
         place = Place(
             self.root_device,
             self.global_rank,
@@ -84,6 +108,8 @@ class AttachingStrategy:
             self.cluster_environment.main_address if self.cluster_environment else "",
             self._layout,
             replicas,
+            None if groups is None else groups["data_parallel"],
+            mates,
         )
         engine = make_engine(
             place,
@@ -94,7 +120,7 @@ class AttachingStrategy:
             timeout=self.timeout,
             hang_report=hang_report,
         )
-        self._attached = attached = Attached(model, engine)  # first, so that a failure releases it
+        self._attached = attached = Attached(model, engine, mates)  # first, so that a failure releases it
         engine.attach(model, gradients=gradients)
         return attached
 

@@ -347,4 +347,4 @@ class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
-_MOVERS = ("torch.distributed.fsdp.", "lightning_odc.engine.")
+_MOVERS = ("torch.distributed.fsdp.", "torch.distributed.tensor.", "lightning_odc.engine.")

@@ -34,6 +34,7 @@ from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.launcher import end_scripts_at_exit
+from lightning_odc.strategy.logbook import metrics_of
 from lightning_odc.strategy.options import Communication, OnOutOfMemory, Options, check_unknown
 from lightning_odc.strategy.ranks import (
     PendingSignals,
@@ -118,6 +119,9 @@ class ODCStrategy(ShardedStrategy):
         on_nonfinite: ``"skip"`` leaves a microbatch out of the gradient and its weight if its loss is not finite.
         hang_report_after: The time of waiting after which every rank says where it is, on stderr and in
             ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
+        tensor_parallel_size: The ranks that compute one sample together, which are neighbours on one node. The module
+            divides its layers in ``configure_model``, with ``self.device_mesh["tensor_parallel"]``, as for Lightning's
+            ``ModelParallelStrategy``. Its groups of ranks then are what ranks are elsewhere.
         **kwargs: Arguments of FSDP1. Those without a meaning for ``fully_shard`` are refused by name.
 
     Raises:
@@ -159,6 +163,7 @@ class ODCStrategy(ShardedStrategy):
         on_out_of_memory: OnOutOfMemory = "split",
         on_nonfinite: Literal["skip"] | None = None,
         hang_report_after: timedelta | None = HANG_REPORT_AFTER,
+        tensor_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
@@ -176,6 +181,7 @@ class ODCStrategy(ShardedStrategy):
             on_out_of_memory=on_out_of_memory,
             on_nonfinite=on_nonfinite,
             hang_report_after=hang_report_after,
+            tensor_parallel_size=tensor_parallel_size,
         )
         super().__init__(
             accelerator=accelerator,
@@ -230,6 +236,10 @@ class ODCStrategy(ShardedStrategy):
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
             replicas = self.shard_mesh if self._replicates and self._layout is not None else None
             engine = self._attach(self.model, replicas, self._hang_report(trainer), gradients=fitting).engine
+        for _, metric in metrics_of(trainer.lightning_module):
+            if metric.process_group is None and self._group_of_values is not None:
+                metric.process_group = self._group_of_values
+                self._on_teardown.callback(setattr, metric, "process_group", None)
         if fitting:
             self._setup_averages(trainer)
         self._on_teardown.enter_context(counted_by_microbatch(trainer.callbacks))  # type: ignore[attr-defined]
@@ -393,7 +403,8 @@ class ODCStrategy(ShardedStrategy):
     def _hold_signals(self, *, meeting: bool) -> None:
         """Hold signals after the trainer has set its handlers, if ranks meet. See Note [Signals wait for a meeting]."""
         # Under stock collectives they meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
-        if self._signals is None and meeting and self.world_size > 1:
+        # In tensor-parallel groups, the ranks of one would hear of a signal at different meetings.
+        if self._signals is None and meeting and self.world_size > 1 and self._mesh_of_groups is None:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             self._signals = PendingSignals(self.engine.signals)
@@ -446,7 +457,12 @@ class ODCStrategy(ShardedStrategy):
             tensor = tensor.to(torch.get_default_dtype())
         if group is None and self._attached is not None:
             self.engine.announce_collective("a reduction over ranks, such as self.log(..., sync_dist=True)")
-        return super().reduce(tensor, group, reduce_op)
+        return super().reduce(tensor, group or self._group_of_values, reduce_op)
+
+    @property
+    def _group_of_values(self) -> dist.ProcessGroup | None:
+        """The ranks over which values are reduced: one of every tensor-parallel group, since all have the same."""
+        return None if self._mesh_of_groups is None else self._mesh_of_groups["data_parallel"].get_group()
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather as Lightning does, after a look at the shapes: gloo ends the process if they differ.

@@ -55,6 +55,7 @@ class Options:
     on_out_of_memory: OnOutOfMemory = "split"
     on_nonfinite: Literal["skip"] | None = None
     hang_report_after: timedelta | None = HANG_REPORT_AFTER
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         check_choice("communication", self.communication, get_args(Communication))
@@ -63,6 +64,11 @@ class Options:
         example = "datetime.timedelta(seconds=60), or None for no reports"
         check_time("hang_report_after", self.hang_report_after, example)
         memory_size(self.keep_gathered)
+        size: Any = self.tensor_parallel_size
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(
+                f"ODCStrategy(tensor_parallel_size={size!r}) is no number of ranks: write 2, or 1 for none."
+            )
         dtype: Any = self.accumulator_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(
@@ -186,7 +192,7 @@ def _check_cost(cost: Any, communication: str, deterministic: bool) -> None:
         )
 
 
-def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
+def check_sharding(sharding_strategy: Any, device_mesh: Any, tensor_parallel_size: int = 1) -> None:
     """Refuse ways of sharding that are not here."""
     name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
     if name == "NO_SHARD":
@@ -195,6 +201,18 @@ def check_sharding(sharding_strategy: Any, device_mesh: Any) -> None:
             'sharding_strategy="FULL_SHARD".'
         )
     check_choice("sharding_strategy", name, _SHARDING_STRATEGIES)
+    names = getattr(device_mesh, "mesh_dim_names", None) or ()
+    if "tensor_parallel" in names:
+        raise ValueError(
+            "ODCStrategy(device_mesh=...) takes a mesh of nodes. For tensor parallelism, write "
+            f"ODCStrategy(tensor_parallel_size={device_mesh.size(names.index('tensor_parallel'))}): "
+            "`configure_model` finds the mesh in `self.device_mesh`."
+        )
+    if tensor_parallel_size > 1 and (device_mesh is not None or name in nodes.WITHIN_NODE):
+        raise ValueError(
+            f"ODCStrategy(tensor_parallel_size={tensor_parallel_size}) takes no third dimension: leave out "
+            'device_mesh=, and write sharding_strategy="FULL_SHARD".'
+        )
     if device_mesh is None:
         return
     sizes = device_mesh.shape if isinstance(device_mesh, DeviceMesh) else device_mesh

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_odc.attached import clip
 from lightning_odc.sharding.wrapping import precision_policy
 
 
@@ -188,8 +189,7 @@ class ODCPrecision(FSDPPrecision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float = 0.0, *_: Any, **__: Any) -> None:
         """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
-        norm = torch.nn.utils.clip_grad_norm_(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
-        self.gradient_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.gradient_norm = clip(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
 
     def state_dict(self) -> dict[str, Any]:
         unit = {} if self.weight_unit is None else {_WEIGHT_UNIT: self.weight_unit}

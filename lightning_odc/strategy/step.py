@@ -34,6 +34,7 @@ from torch import Tensor
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.data.convert import check_samplers
+from lightning_odc.data.lengths import digest_of
 from lightning_odc.data.minibatch import Minibatch, Task, sample_count
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.data.split import parts_of, sizes_of, some_of
@@ -95,6 +96,7 @@ class Training:
         self._strategy, options = strategy, strategy.options
         self._module = strategy.lightning_module
         self._engine = engine = strategy.engine
+        self._mates = strategy.attached.mates
         self._call = partial(call_step, strategy, "training_step")
         computed_in = (strategy.precision_plugin.compute_dtype, strategy.mixed_precision_policy.param_dtype)
         self._fp16 = torch.float16 in computed_in
@@ -133,6 +135,7 @@ class Training:
         self._part = self._pending = None
         if trainer.fit_loop.batch_idx == 0:
             self.check_hooks_ran()
+            self._check_mates(args, is_minibatch)
         if is_minibatch and not is_automatic:
             self._engine.drop_emptied_anywhere()
         stops_anyway = trainer.max_steps == trainer.global_step + 1
@@ -155,6 +158,15 @@ class Training:
         if not is_automatic:
             self._note_hooks()
         return output
+
+    def _check_mates(self, args: tuple[Any, ...], is_minibatch: bool) -> None:
+        """Refuse an epoch in which the ranks of a tensor-parallel group have different batches."""
+        if self._mates is None or not args:
+            return
+        # Of a plan, later microbatches are read when they run. All plans of an epoch come from the same order.
+        planned = is_minibatch and args[0].plan is not None
+        content = args[0].plan if planned else digest_of([*args[0]] if is_minibatch else args[0])
+        self._mates.check_same("batches", content)
 
     @property
     def _accumulated(self) -> int:
@@ -224,6 +236,8 @@ class Training:
         if part.error is None:
             self._retry.fits(part)
             return
+        if self._mates is not None:
+            self._mates.all_out_of_memory(part.error)
         part.undo()
         self._stopwatch.forget()
         if part.item is None:
@@ -380,6 +394,9 @@ class Training:
             return
         self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
+        if self._mates is not None:
+            weight = float(self._engine.ledger.weight)
+            self._mates.check_same("sums of weights", f"{weight:g}")
         measured = [self._stopwatch.take(), self._retry.take()]
         records = self._engine.settle(self._logbook.post(), measured)
         self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)

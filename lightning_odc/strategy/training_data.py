@@ -160,6 +160,11 @@ class TrainingData:
         return self._strategy.engine if self._strategy.is_attached else None
 
     @property
+    def _world_size(self) -> int:
+        """How many share the data: ranks, or tensor-parallel groups of them."""
+        return cast(int, self._strategy.distributed_sampler_kwargs["num_replicas"])
+
+    @property
     def rule(self) -> Rule | None:
         """What microbatches count, if the loss was tried and a rule explains it."""
         return None if self._verdict is None else self._verdict.rule
@@ -174,7 +179,7 @@ class TrainingData:
             loader = self._balanced(dataloader)
         if not isinstance(loader, BalancedDataLoader):
             return loader
-        check_loader(loader.options, options.communication, options.deterministic, trainer.world_size)
+        check_loader(loader.options, options.communication, options.deterministic, self._world_size)
         self._adapt(loader)
         if loader is not dataloader:
             if self._gains_nothing(loader):
@@ -213,7 +218,7 @@ class TrainingData:
             model = cost_of_model(self._trainer.lightning_module, self._strategy.root_device.type)
             said = brief(loader, model, self.accumulation.batches, self._policy_reason, self.rule)
             alone = "\nOne rank has no other one to wait for: only padding can be saved."
-            rank_zero_info(said + alone * (self._trainer.world_size == 1))
+            rank_zero_info(said + alone * (self._world_size == 1))
             if self._engine is not None and self._options.communication == "on_demand":
                 self._begun = time.monotonic(), sum(self._engine.waits.values())
 
@@ -236,7 +241,8 @@ class TrainingData:
         info = RunInfo(
             prior=model.cost,
             dense=model.dense,
-            measured=options.communication != "collective" and not (options.deterministic or loader.unroll),
+            measured=options.communication != "collective"
+            and not (options.deterministic or loader.unroll or options.tensor_parallel_size > 1),
             repeats=options.deterministic,
             minibatches_per_step=trainer.accumulate_grad_batches,
         )
@@ -343,7 +349,7 @@ class TrainingData:
 
     def _balanced(self, dataloader: Any) -> object:
         """The balanced loader, with accumulation folded into it; or the same one, where ``"auto"`` cannot balance."""
-        options, world_size = self._options, self._trainer.world_size
+        options, world_size = self._options, self._world_size
         indexed = not is_stream(getattr(dataloader, "dataset", ()))
         known = world_size, indexed, self._strategy.root_device.type
         policy = options.policy(*known, prepares_workers(dataloader))
@@ -360,8 +366,7 @@ class TrainingData:
                 dataloader,
                 batches=self.accumulation.foldable,
                 distributed_sampler="replace",  # Lightning has put it in
-                num_replicas=world_size,
-                rank=self._trainer.global_rank,
+                **self._strategy.distributed_sampler_kwargs,
                 policy=policy,
                 window=None if indexed else 1,
                 **{name: getattr(options, name) for name in OF_LOADER},
@@ -413,7 +418,7 @@ class TrainingData:
     def _reads_one_stream(self, dataset: Any) -> bool:
         """Whether all ranks begin with the same samples; see Note [One stream on all ranks]."""
         digest = beginning(dataset, self._options.length_fn or measure)
-        if self._trainer.world_size == 1:
+        if self._world_size == 1:
             return digest is not None
         digests: list[Any] = [None]
         if self._engine is not None:
@@ -433,7 +438,7 @@ class TrainingData:
                 "GradientAccumulationScheduler changes how many batches share an optimizer step, so each of them is "
                 "balanced alone. Trainer(accumulate_grad_batches=...) balances all of a step together."
             )
-        options, world_size = balanced.options, self._trainer.world_size
+        options, world_size = balanced.options, self._world_size
         size = (options.batch_size or options.minibatch_size) * world_size
         try:
             num_batches: float = -(-options.count_samples(len(dataset), world_size) // size)

@@ -33,6 +33,7 @@ PRELOADED = [
     "functorch.compile",
     "jsonargparse",
     "lightning.pytorch",
+    "torch.distributed.tensor.parallel",
     "lightning_odc",
     "lightning_odc.metrics",
     "lightning_odc.bench.training",

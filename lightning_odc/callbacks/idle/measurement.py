@@ -53,7 +53,7 @@ def watch_for(
         engine = strategy.engine
         return Watch(complete=True, engine=engine) if waits is None else StreamWatch(engine, waits)
     if waits is None:  # where the host's time is the device's
-        if isinstance(strategy, ODCStrategy) and on_cpu:
+        if isinstance(strategy, ODCStrategy) and on_cpu and _meets_all(strategy):
             return CollectiveWatch(strategy.engine)
         if isinstance(strategy, ModelParallelStrategy) and on_cpu and _meets_all(strategy):
             return ShardedWatch(strategy.model)
@@ -76,6 +76,8 @@ def _meets_all(strategy: Any) -> bool:
     """Whether every collective is one of all ranks: no tensor parallelism, no hybrid sharding."""
     if isinstance(strategy, ModelParallelStrategy):
         return strategy.device_mesh["data_parallel"].size() == dist.get_world_size()
+    if isinstance(strategy, ODCStrategy) and strategy.options.tensor_parallel_size > 1:
+        return False
     return not (isinstance(strategy, FSDPStrategy) and "HYBRID" in strategy.sharding_strategy.name)
 
 

@@ -1,0 +1,82 @@
+"""The ranks of a tensor-parallel group: each has a part of every layer, and all of them run the same microbatches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_odc.errors import DisagreementError
+
+#: The most bytes of what ranks of a group tell each other: a digest, or two numbers.
+_MOST_BYTES = 256
+#: The time that a rank which ran out of memory waits for the others to do so, too.
+_PATIENCE = timedelta(seconds=60)
+
+
+class Mates:
+    """The group of this rank, and what its ranks tell each other beside the layers that they compute together."""
+
+    def __init__(self, mesh: DeviceMesh, timeout: timedelta) -> None:
+        self.ranks: list[int] = mesh.mesh.tolist()
+        # Of its own: a rank that is still inside of a layer must not take this for a part of that layer.
+        self._group = dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=True)
+        self._is_first = mesh.get_local_rank() == 0
+
+    def tell(self, kind: str, item: Any, within: timedelta | None = None) -> list[Any]:
+        """The short item of every rank of the group. Refused if the others tell something else.
+
+        Raises:
+            DisagreementError: The ranks of the group are at different places.
+        """
+        text = json.dumps([kind, item]).encode()
+        assert len(text) <= _MOST_BYTES, kind
+        own = torch.tensor(list(text.ljust(_MOST_BYTES)), dtype=torch.uint8)
+        by_rank = [torch.empty_like(own) for _ in self.ranks]
+        work = dist.all_gather(by_rank, own, group=self._group, async_op=True)
+        assert work is not None
+        work.wait(within) if within else work.wait()
+        heard = [json.loads(bytes(other.tolist())) for other in by_rank]
+        if len({other for other, _ in heard}) > 1:
+            where = ", ".join(
+                f"rank {rank}: {other}" for rank, (other, _) in zip(self.ranks, heard, strict=True)
+            )
+            raise DisagreementError(
+                f"The ranks {self.ranks} are one tensor-parallel group, and are at different places ({where})."
+            )
+        return [item for _, item in heard]
+
+    def check_same(self, what: str, item: Any) -> None:
+        """Refuse what is another one on another rank of the group."""
+        by_rank = self.tell(what, item)
+        if any(other != by_rank[0] for other in by_rank):
+            raise DisagreementError(
+                f"The ranks {self.ranks} are one tensor-parallel group, and have different {what}: "
+                f"{', '.join(str(other)[:40] for other in by_rank)}. Give all ranks of a group the same batches: shard "
+                'the data by `mesh["data_parallel"].get_local_rank()`, not by the rank.'
+            )
+
+    def follow(self, claims: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """The claims of the first rank of the group, on all of its ranks."""
+        while (
+            claim := self.tell("next microbatch", next(claims, None) if self._is_first else None)[0]
+        ) is not None:
+            yield claim[0], claim[1]
+
+    def all_out_of_memory(self, error: Exception) -> None:
+        """Return if the whole group ran out of memory; else raise: the others wait inside of the microbatch."""
+        try:
+            self.tell("out of memory", None, within=_PATIENCE)
+        except DisagreementError as other:
+            raise other from error
+        except RuntimeError:
+            error.add_note(
+                f"Of the tensor-parallel group {self.ranks}, this rank ran out of memory and others did not. They wait "
+                "in the middle of the microbatch, so it cannot run again in parts."
+            )
+            raise error from None

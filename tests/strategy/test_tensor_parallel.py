@@ -1,0 +1,287 @@
+"""``ODCStrategy(tensor_parallel_size=2)``: groups of ranks stand where ranks stand elsewhere.
+
+Tolerances are derived in ``tests/support/fits.py``; `LENGTHS` are those of samples here.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc.engine import mates
+from lightning_odc.errors import DisagreementError
+from tests.support.fits import assert_same, fit, numbers, one_process
+from tests.support.models import full_parameters, init_gloo
+from tests.support.ranks import on_ranks, try_ranks
+from tests.test_tensor_parallel import Block
+
+SAMPLES = [torch.randn(size, 6, generator=torch.Generator().manual_seed(size)) for size in range(2, 34)]
+LINE = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class Rows(Metric):
+    """Counts the samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, batch: Tensor) -> None:
+        self.count += len(batch)
+
+    def compute(self) -> Tensor:
+        return self.count
+
+
+class Module(LightningModule):
+    """A loss that is a mean over samples of means over their rows; padding is zeros."""
+
+    def __init__(self, shards: bool = False, divides: bool = True, fails_above: float = 1e9) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.rows = Rows()
+        self.shards, self.divides, self.fails_above = shards, divides, fails_above
+        self.ran: list[list[int]] = []  # the lengths of the samples of every microbatch
+
+    def configure_model(self) -> None:
+        if self.device_mesh is None or not self.divides:
+            return
+        for block in self.blocks:
+            parallelize_module(block, self.device_mesh["tensor_parallel"], LINE)
+            if self.shards:
+                fully_shard(block, mesh=self.device_mesh["data_parallel"])
+
+    def loss(self, batch: Tensor) -> Tensor:
+        hidden = self.into(batch)
+        for block in self.blocks:
+            hidden = block(hidden)
+        rows = batch.abs().sum(-1) > 0
+        return ((self.out(hidden).square().sum(-1) * rows).sum(-1) / rows.sum(-1)).mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if torch.is_grad_enabled():  # not in the trial of the loss
+            if self.fails_above < len(batch):
+                raise torch.OutOfMemoryError("CUDA out of memory: of the test")
+            self.ran.append((batch.abs().sum(-1) > 0).sum(-1).tolist())
+        return self.loss(batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("validated", self.loss(batch), sync_dist=True)
+        self.log("samples", float(len(batch)), sync_dist=True, reduce_fx="sum")
+        self.rows.update(batch)
+        self.log("rows", self.rows)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def data(batch_size: int = 4) -> DataLoader[Any]:
+    return DataLoader(SAMPLES, batch_size, collate_fn=lambda some: pad_sequence(some, batch_first=True))
+
+
+def run(module: Module, world: int, **options: Any) -> Any:
+    """An epoch on tensor-parallel groups of two ranks, every step on eight samples."""
+    options = {
+        "tensor_parallel_size": 2,
+        "gradient_clip_val": 0.5,
+        "use_distributed_sampler": True,
+        **options,
+    }
+    batches = data(8 * options["tensor_parallel_size"] // world)
+    return fit(module, batches, world, validation=batches, **options)
+
+
+def reference(steps: int = 4) -> dict[str, Tensor]:
+    """The same in one process: Lightning shuffles training data by its sampler, with the seed 0."""
+    order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()
+    groups = [order[8 * step : 8 * step + 8] for step in range(steps)]
+    return one_process(Module(), [[SAMPLES[index][None] for index in some] for some in groups], clip=0.5)
+
+
+def lengths_of(module: Module, group: Any) -> list[list[list[int]]]:
+    """What every rank of a group ran."""
+    by_rank: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, module.ran, group=group)
+    return by_rank
+
+
+CASES = {
+    "planned": (4, {"balance": "lb_mini"}),
+    "four groups": (8, {"balance": "lb_mini"}),
+    "batches": (4, {"balance": None}),
+    "own sharding": (4, {"balance": "lb_mini", "deterministic": True}),
+    "nothing kept": (4, {"balance": "auto", "keep_gathered": 0}),
+    "collectives": (4, {"balance": "lb_micro", "communication": "collective"}),
+    "one group": (2, {"balance": "lb_mini"}),
+}
+
+
+@pytest.mark.parametrize("case", [case for case, (world, _) in CASES.items() if world == 4])
+@on_ranks(4)
+def test_groups_train_as_one_process(rank, case):
+    trains(case)
+
+
+@on_ranks(8)
+def test_four_groups(rank):
+    trains("four groups")
+
+
+@on_ranks(2)
+def test_one_group(rank):
+    trains("one group")
+
+
+def trains(case: str) -> None:
+    world, options = CASES[case]
+    module = Module(shards=case == "own sharding")
+    seen: dict[str, Any] = {}
+
+    def look() -> None:
+        strategy = module.trainer.strategy
+        seen["ran"] = lengths_of(module, strategy.attached.mates._group)
+        seen["reads"], seen["size"] = strategy.engine.traffic.reads, strategy.engine.world_size
+
+    module.on_train_end = look  # type: ignore[method-assign]
+    t = run(module, world, **options)
+    assert seen["ran"][0] == seen["ran"][1], "a group ran different microbatches"
+    assert seen["size"] == world // 2
+    assert (seen["reads"] > 0) == (case not in ("collectives", "one group")), "the one-sided path"
+    assert_same(full_parameters(module), reference())
+    logged = numbers(t.callback_metrics)
+    assert logged["samples"] == logged["rows"] == len(SAMPLES)
+
+
+class Held(Module):
+    """The second group waits in its first microbatch until the first one has run five of the step's eight samples."""
+
+    mark: Path
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if torch.is_grad_enabled() and self.trainer.current_epoch == self.trainer.global_step == 0:
+            if self.global_rank == 0 and len(self.ran) == 5:
+                self.mark.touch()
+            while self.global_rank > 1 and not self.mark.exists():
+                time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+@on_ranks(4)
+def test_a_whole_group_steals(rank, tmp_path):
+    module = Held()
+    module.mark = tmp_path / "five"
+    stolen: list[int] = []
+    module.on_train_batch_end = lambda *_: stolen.append(module.trainer.strategy.engine.stolen)  # type: ignore[method-assign]
+    run(module, 4, balance="steal", max_tokens=33)
+    assert stolen[0] > 0 or rank > 1
+    assert_same(full_parameters(module), reference())
+
+
+# -- out of memory ------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_a_group_that_runs_out_of_memory_runs_the_parts_together(rank):
+    module = Module(fails_above=2)
+    run(module, 4, balance="lb_mini")
+    assert max(len(ran) for ran in module.ran) == 2
+    assert_same(full_parameters(module), reference())
+
+
+def runs_out_alone(rank: int) -> None:
+    init_gloo(rank)
+    mates._PATIENCE = timedelta(seconds=1)
+    run(Module(fails_above=2 if rank == 1 else 1e9), 4, balance="lb_mini")
+
+
+def test_a_rank_that_runs_out_of_memory_alone_ends_the_job():
+    outcomes = try_ranks(runs_out_alone, world_size=4, timeout=100)
+    assert all(outcome.exitcode for outcome in outcomes)
+    assert (
+        "Of the tensor-parallel group [0, 1], this rank ran out of memory and others did not"
+        in outcomes[1].error
+    )
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@on_ranks(4)
+def test_checkpoints_go_on_with_groups_of_another_size(rank, kind, tmp_path):
+    paths, options = (
+        [f"{tmp_path}/{number}.ckpt" for number in range(2)],
+        {"state_dict_type": kind, "balance": "lb_mini"},
+    )
+    run(Module(), 4, max_steps=2, **options).save_checkpoint(paths[0])
+    t = run(Module(divides=False), 4, tensor_parallel_size=1, max_steps=3, ckpt_path=paths[0], **options)
+    t.save_checkpoint(paths[1])
+    module = Module()
+    run(module, 4, ckpt_path=paths[1], **options)
+    assert_same(full_parameters(module), reference())
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_ranks_of_a_group_with_different_batches_are_refused(rank):
+    batches = [Minibatch([SAMPLES[rank][None]])]
+    with pytest.raises(DisagreementError, match=r"have different batches: .* not by the rank"):
+        fit(Module(), batches, 4, tensor_parallel_size=2)
+
+
+@on_ranks(4)
+def test_what_does_not_fit_is_refused_at_the_start(rank):
+    with pytest.raises(ValueError, match=r"no layer is divided.*\n    parallelize_module"):
+        run(Module(divides=False), 4)
+    with pytest.raises(ValueError, match=r"4 ranks do not divide into them. Write Trainer\(devices=3\)"):
+        run(Module(), 4, tensor_parallel_size=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"tensor_parallel_size": 0}, "is no number of ranks: write 2"),
+        ({"tensor_parallel_size": 2, "sharding_strategy": "HYBRID_SHARD"}, "takes no third dimension"),
+        ({"tensor_parallel_size": 2, "device_mesh": (2, 2)}, "takes no third dimension"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        ODCStrategy(**arguments)
+
+
+# -- a rank that is gone ------------------------------------------------------------------------------------
+
+
+def loses_a_rank(rank: int) -> None:
+    init_gloo(rank)
+    module = Module()
+    if rank == 3:
+        module.on_train_batch_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    run(module, 4, balance="lb_mini")
+
+
+def test_all_ranks_end_when_one_of_a_group_has_died():
+    outcomes = try_ranks(loses_a_rank, world_size=4, timeout=100)
+    assert all(outcome.exitcode for outcome in outcomes)
