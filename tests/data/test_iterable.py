@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,16 +43,6 @@ class Noise(Endless):
             yield torch.cat([row[:1].float(), torch.rand(len(row))])
 
 
-class Epochs(Endless):
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (row + 100 * self.epoch for row in super().__iter__())
-
-
 def loader(dataset: Any = None, **options: Any) -> BalancedDataLoader:
     defaults: dict[str, Any] = {"minibatch_size": 2, "max_tokens": 50, "collate_fn": list, "window": 2}
     world = {"num_replicas": 2, "rank": 0}
@@ -64,27 +55,22 @@ def seen(shares: Any) -> list[list[list[float]]]:
 
 def test_ranks_together_see_every_sample_once():
     for policy, shuffle, num_workers in (
-        ("lb_mini", False, 0),
         ("lb_mini", True, 1),
         ("lb_micro", True, 0),
         ("lb_micro", False, 1),
-        ("local_sort", True, 0),
         ("local_sort", False, 0),
     ):
-        ranks = [
-            loader(policy=policy, shuffle=shuffle, rank=rank, num_workers=num_workers) for rank in range(2)
-        ]
+        options: dict[str, Any] = {"policy": policy, "shuffle": shuffle, "num_workers": num_workers}
+        ranks = [loader(rank=rank, **options) for rank in range(2)]
         assert len(ranks[0]) == 6
         for epoch in range(2):
             minibatches = []
             for step, shares in enumerate(zip(*ranks, strict=True)):
                 assert len({share.plan for share in shares}) == 1
                 assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
-                weighted = [
-                    microbatch for share in shares for microbatch, weight in share.weighted() if weight
-                ]
+                weighted = [m for share in shares for m, weight in share.weighted() if weight]
                 minibatches.append(sorted(int(sample[0]) for microbatch in weighted for sample in microbatch))
-            assert sorted([index for minibatch in minibatches for index in minibatch]) == list(range(23))
+            assert sorted(chain(*minibatches)) == list(range(23))
             if not shuffle:
                 assert minibatches == [list(range(i, min(i + 4, 23))) for i in range(0, 23, 4)]
 
@@ -105,22 +91,38 @@ def test_regrouping_lets_large_samples_meet():
     assert sorted(large) == [0, 0, 2, 2]
 
 
-def test_no_more_than_the_window_is_read_ahead():
+class Epochs(Endless):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (row + 100 * self.epoch for row in super().__iter__())
+
+
+def test_a_stream_is_read_by_the_window_by_one_worker_and_learns_of_the_epoch():
     dataset = Endless()
     iterator, reads = iter(loader(dataset, window=2)), []
     for _ in range(3):
         next(iterator)
         reads.append(dataset.reads)
     assert reads == [8, 8, 16]
+    for num_workers in (0, 1):
+        balanced = loader(Epochs(), num_workers=num_workers, persistent_workers=num_workers > 0)
+        for epoch in range(3):
+            assert min(row[0] for share in seen(balanced) for row in share) // 100 == epoch
+    with pytest.warns(UserWarning, match="write num_workers=1"):
+        assert len(list(loader(num_workers=2))) == 6
 
 
-def test_drop_last():
+def test_how_many_minibatches_there_are():
     assert len(loader(drop_last=True)) == len(list(loader(drop_last=True))) == 5
     assert len(list(loader(Endless(), drop_last=True))) == 5
     assert len(list(loader(Endless([5] * 24), drop_last=True))) == 6
-
-
-def test_a_stream_without_length_has_none():
+    ranks = [list(loader(policy="local_sort", unroll=True, rank=rank)) for rank in range(2)]
+    assert [item.last for item in ranks[0]] == [item.last for item in ranks[1]]
+    assert len(ranks[0]) == 12
     with pytest.raises(TypeError):
         len(loader(Endless()))
     with pytest.raises(TypeError, match="cannot be counted"):
@@ -152,25 +154,6 @@ def test_random_streams_are_the_same_on_all_ranks_and_leave_random_numbers_alone
         torch.manual_seed(rank)
         assert torch.equal(torch.rand(1), after)
     assert ranks[0] == ranks[1]
-
-
-def test_the_data_set_learns_of_the_epoch():
-    for num_workers in (0, 1):
-        balanced = loader(Epochs(), num_workers=num_workers, persistent_workers=num_workers > 0)
-        for epoch in range(3):
-            assert min(row[0] for share in seen(balanced) for row in share) // 100 == epoch
-
-
-def test_one_worker_at_most():
-    balanced = loader(num_workers=2)
-    with pytest.warns(UserWarning, match="write num_workers=1"):
-        assert len(list(balanced)) == 6
-
-
-def test_unrolled_streams():
-    ranks = [list(loader(policy="local_sort", unroll=True, rank=rank)) for rank in range(2)]
-    assert len(ranks[0]) == len(ranks[1]) == 12
-    assert [item.last for item in ranks[0]] == [item.last for item in ranks[1]]
 
 
 def test_what_a_stream_cannot_do_is_refused_at_once():

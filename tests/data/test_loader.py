@@ -18,10 +18,10 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.types import _Stateful
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_odc import host_memory
-from lightning_odc.balance import POLICIES, FittedCost
+from lightning_odc.balance import FittedCost
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader, Microbatch, check_world, current_world
 from lightning_odc.data.minibatch import Minibatch
@@ -81,40 +81,25 @@ def passes(balanced: BalancedDataLoader, count: int = 1) -> list[list[list[int]]
     return [seen(share) for _ in range(count) for share in balanced]
 
 
-def test_ranks_together_see_every_sample_once():
-    for policy, workers in (
-        *((policy, {}) for policy in POLICIES),
-        ("lb_mini", WORKERS[1]),
-        ("steal", WORKERS[2]),
-    ):
-        ranks = [loader(policy=policy, rank=rank, **workers) for rank in range(2)]
-        assert len(ranks[0]) == len(ranks[1]) == 6
-        for epoch in range(2):
-            together = []
-            for step, shares in enumerate(zip(*ranks, strict=True)):
-                assert all(isinstance(share, Minibatch) for share in shares)
-                assert len({share.plan for share in shares}) == 1
-                assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
-                for share in shares:
-                    assert share.weights is not None
-                    for microbatch, weight in share.weighted():
-                        assert weight in (0, sum(len(sample) for sample in microbatch))
-                        together += [int(sample[0]) for sample in microbatch if weight]
-            assert sorted(together) == list(range(23))
-            assert step == 5
-
-
-def test_kept_workers_end_with_their_loader():
-    others = set(multiprocessing.active_children())
-    gc.disable()  # not some time later
-    try:
-        balanced = loader(num_workers=1, persistent_workers=True)
-        passes(balanced)
-        assert len(set(multiprocessing.active_children()) - others) == 1
-        del balanced
-        assert set(multiprocessing.active_children()) <= others
-    finally:
-        gc.enable()
+@pytest.mark.parametrize(
+    ("policy", "workers"),
+    [("local_sort", {}), ("lb_micro", {}), ("lb_mini", WORKERS[1]), ("steal", WORKERS[2])],
+    ids=["local_sort", "lb_micro", "lb_mini", "steal"],
+)
+def test_ranks_together_see_every_sample_once(policy, workers):
+    ranks = [loader(policy=policy, rank=rank, **workers) for rank in range(2)]
+    assert len(ranks[0]) == len(ranks[1]) == 6
+    for epoch in range(2):
+        together = []
+        for step, shares in enumerate(zip(*ranks, strict=True)):
+            assert all(isinstance(share, Minibatch) for share in shares)
+            assert len({share.plan for share in shares}) == 1
+            assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
+            for microbatch, weight in chain(*(share.weighted() for share in shares)):
+                assert weight in (0, sum(len(sample) for sample in microbatch))
+                together += [int(sample[0]) for sample in microbatch if weight]
+        assert sorted(together) == list(range(23))
+        assert step == 5
 
 
 def test_automatic_weights_of_unrolled_minibatches_are_planned():
@@ -131,47 +116,36 @@ def test_automatic_weights_of_unrolled_minibatches_are_planned():
     assert weights(list, "token") != weights(list, "next_token")
 
 
-def test_each_pass_is_an_epoch():
+def test_each_pass_is_an_epoch_in_an_order_of_the_seed(monkeypatch):
     balanced = loader()
     first, second = passes(balanced), passes(balanced)
     assert first != second
     balanced.set_epoch(1)
     assert passes(balanced) == second
-    assert passes(loader(seed=1)) != first
+    iterator = iter(balanced)
+    _set_sampler_epoch(balanced, 3)  # Lightning finds it, and calls it after `iter`
+    assert "epoch 3" in next(iterator).plan
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")  # of `seed_everything`
+    assert (loader().options.seed, loader(seed=3).options.seed) == (7, 3)
+    assert passes(loader()) != first
     in_order = loader(shuffle=False)  # two ranks take turns, so epochs 0 and 2 are alike
     first, _, third = passes(in_order), passes(in_order), passes(in_order)
     assert third == first
-
-
-def test_seed_everything_is_the_default_seed(monkeypatch):
-    assert loader().options.seed == 0
-    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
-    assert loader().options.seed == 7
-    assert loader(seed=3).options.seed == 3
-
-
-def test_it_is_left_alone_by_what_looks_for_a_data_loader():
-    balanced = loader()
-    assert not isinstance(balanced, DataLoader)
-    assert not hasattr(balanced, "dataset")
-    assert not hasattr(balanced, "sampler")
 
 
 def test_iterating_leaves_random_numbers_alone():
     def draw() -> tuple[float, float, float]:
         return random.random(), float(np.random.rand()), float(torch.rand(1))
 
-    def seed() -> None:
+    drawn = []
+    for workers in (None, *WORKERS):
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
-
-    seed()
-    expected = draw()
-    for workers in WORKERS:
-        seed()
-        list(loader(Noise(LENGTHS), **workers))
-        assert draw() == expected
+        if workers is not None:
+            list(loader(Noise(LENGTHS), **workers))
+        drawn.append(draw())
+    assert len({*drawn}) == 1
 
 
 def test_random_numbers_follow_the_sample_and_the_epoch_not_the_rank():
@@ -208,29 +182,35 @@ def test_default_collate_says_what_to_do_where_lengths_hide_a_difference():
 # -- resuming --------------------------------------------------------------------------------------------------
 
 
-def flat(share: Any) -> list[list[float]]:
-    return [sample.tolist() for microbatch in share for sample in microbatch]
+def item_of(item: Any) -> Any:
+    """What a loader yields, to be compared."""
+    if isinstance(item, Microbatch):
+        return [sample.tolist() for sample in item.batch], item.weight, item.last
+    return [sample.tolist() for microbatch in item for sample in microbatch]
+
+
+def check_resuming(at: tuple[int, ...], per_epoch: int, **options: Any) -> list[Any]:
+    """A loader goes on exactly where another one was; returns what it yields in two epochs and a half."""
+    whole = loader(Noise(LENGTHS), **options)
+    expected, states = [], [whole.state_dict()]
+    for item in islice(chain(whole, whole, whole), 2 * per_epoch + 3):
+        expected.append(item_of(item))
+        states.append(whole.state_dict())
+    for done in at:
+        resumed = loader(Noise(LENGTHS), **options)
+        resumed.load_state_dict(states[done])
+        assert resumed.state_dict() == states[done]
+        found = [item_of(item) for item in islice(chain(resumed, resumed, resumed), len(expected) - done)]
+        assert found == expected[done:], f"after {done}"
+    return expected
 
 
 def test_a_loaded_state_goes_on_exactly_there_and_workers_change_nothing():
-    without_workers = None
-    for workers, at in ((WORKERS[0], (0, 1, 3, 6, 7, 11, 12)), (WORKERS[1], (3, 6)), (WORKERS[2], (3, 7))):
-        whole = loader(Noise(LENGTHS), **workers)
-        expected, states = [], [whole.state_dict()]
-        for share in chain(whole, whole, whole):
-            expected.append(flat(share))
-            states.append(whole.state_dict())
-        without_workers = without_workers or expected
-        assert expected == without_workers
-        for done in at:
-            resumed = loader(Noise(LENGTHS), **workers)
-            resumed.load_state_dict(states[done])
-            assert resumed.state_dict() == states[done]
-            assert len(resumed) == 6
-            found = [flat(share) for share in resumed]
-            while len(found) < len(expected) - done:
-                found += [flat(share) for share in resumed]
-            assert found == expected[done:], f"after {done} minibatches"
+    plain = check_resuming((0, 1, 3, 6, 7, 11, 12), 6)
+    assert check_resuming((3, 6), 6, **WORKERS[1]) == plain
+    assert check_resuming((3, 7), 6, **WORKERS[2]) == plain
+    unrolled = {"policy": "local_sort", "unroll": True, "minibatch_size": 3}
+    check_resuming((0, 1, 2, 5, 12, 13), 12, **unrolled)  # inside a minibatch, too
 
 
 def test_a_state_is_plain_and_the_same_on_all_ranks():
@@ -270,13 +250,6 @@ def test_a_state_of_another_number_of_ranks_repeats_no_sample():
     with pytest.warns(UserWarning, match="saved with 4 samples per minibatch on all ranks, now there are 2"):
         rest = [index for share in alone for m in seen(share) for index in m]
     assert sorted(done + rest) == list(range(23))
-
-
-def test_lightning_finds_set_epoch_and_sets_it_after_iter():
-    balanced = loader()
-    iterator = iter(balanced)
-    _set_sampler_epoch(balanced, 3)
-    assert "epoch 3" in next(iterator).plan
 
 
 def test_a_cost_that_learns_is_saved_along():
@@ -332,27 +305,6 @@ def test_unrolled_ranks_stay_together():
             assert sum(a.last for a, _ in rows) == 6
 
 
-def test_an_unrolled_state_goes_on_inside_a_minibatch():
-    options = {"policy": "local_sort", "unroll": True, "minibatch_size": 3}
-
-    def item_of(item: Any) -> Any:
-        return seen([item.batch]), item.weight, item.last
-
-    whole = loader(**options)
-    expected, states = [], [whole.state_dict()]
-    for item in chain(whole, whole):
-        expected.append(item_of(item))
-        states.append(whole.state_dict())
-    assert len(expected) == 2 * 12
-    for done in (0, 1, 2, 5, 12, 13):
-        resumed = loader(**options)
-        resumed.load_state_dict(states[done])
-        found = list(map(item_of, resumed))
-        while len(found) < len(expected) - done:
-            found += map(item_of, resumed)
-        assert found == expected[done:], f"after {done} microbatches"
-
-
 # -- what it refuses -------------------------------------------------------------------------------------------
 
 
@@ -386,14 +338,22 @@ def test_samples_that_are_not_as_long_as_they_were_are_found_out():
         list(balanced)
 
 
-def test_given_up_passes_stop_their_workers():
-    balanced = loader(num_workers=1)
-    iterator = iter(balanced)
+def test_workers_end_with_a_pass_that_is_given_up_and_kept_ones_with_their_loader():
+    others = set(multiprocessing.active_children())
+    iterator = iter(loader(num_workers=1))
     next(iterator)
-    (worker,) = balanced._iterator._workers  # type: ignore[union-attr]
-    assert worker.is_alive()
+    assert len(set(multiprocessing.active_children()) - others) == 1
     iterator.close()  # type: ignore[attr-defined]
-    assert not worker.is_alive()
+    assert set(multiprocessing.active_children()) <= others
+    gc.disable()  # not some time later
+    try:
+        balanced = loader(num_workers=1, persistent_workers=True)
+        passes(balanced)
+        assert len(set(multiprocessing.active_children()) - others) == 1
+        del balanced
+        assert set(multiprocessing.active_children()) <= others
+    finally:
+        gc.enable()
 
 
 def test_samples_with_several_numbers():
@@ -453,72 +413,31 @@ def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_
 # -- where a pass begins ---------------------------------------------------------------------------------------
 
 
-ORDER = Order("a", 8)
-
-
-def load_position(progress: Progress, *position: int) -> None:
-    saved = Progress()
-    saved.latest = Position(*position)
-    progress.load(saved.state(ORDER))
-
-
-def run_pass(progress: Progress, minibatches: int, of: int = 5) -> Position:
-    """Begin a pass and yield that many minibatches; returns where it began."""
-    start = progress.begin(ORDER, of)
-    progress.latest = Position(start.epoch, start.minibatches + minibatches)
-    return start
-
-
-def test_the_end_of_an_epoch_is_the_beginning_of_the_next():
-    progress = Progress()
-    assert [run_pass(progress, 0) for _ in range(2)] == [Position(0)] * 2, (
-        "what yielded nothing did not happen"
-    )
-    load_position(progress, 3, 5)
-    assert run_pass(progress, 5) == Position(4)
-    load_position(progress, 3, 5)
-    assert run_pass(progress, 5, of=0) == Position(3, 5), "a stream whose length is not known"
-    load_position(progress, 3, 2)
-    progress.set_epoch(4)  # Lightning does so after it has loaded the position
-    assert run_pass(progress, 1) == Position(4)
-
-
 def test_a_position_in_minibatches_of_another_size():
+    order = Order("a", 8)
     for start, size, expected in (
-        (Position(1, 3), 8, Position(1, 3)),
         (Position(1, 3, 2), 8, Position(1, 3, 2)),
         (Position(1, 3), 4, Position(1, 6)),
-        (Position(1, 3), 16, Position(1, 2)),
         (Position(1, 3, 2), 16, Position(1, 2)),
         (Position(1, 4, 2), 16, Position(1, 3)),
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert translated(start, ORDER, Order("a", size)) == expected
+            assert translated(start, order, Order("a", size)) == expected
         said = [] if size == 8 else ["The loader's state was saved with 8 samples per minibatch on"]
         assert [str(w.message)[:60] for w in caught] == said
-
-
-def test_a_position_among_other_steps_is_refused():
-    for now, message in (
-        (Order("b", 8), r"another order \(a\) than here \(b\)"),
-        (Order("a", 8, 2), r"Write Trainer\(accumulate_grad_batches=1\)"),
-    ):
-        progress = Progress()
-        load_position(progress, 0, 2)
-        with pytest.raises(ValueError, match=message):
-            progress.begin(now, 10)
-
-
-def test_a_rank_that_cannot_be_is_refused():
-    for world in ((2, 2), (2, -1), (0, 0), (None, 1), (2, None)):
-        with pytest.raises(ValueError, match=r"BalancedDataLoader\(\.\.\., num_replicas=8, rank=3\)"):
-            check_world(*world)
+    progress = Progress()
+    progress.load({**progress.state(order), "minibatches": 2})
+    with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=1\)"):
+        progress.begin(Order("a", 8, 2), 10)
 
 
 def test_the_world_is_given_or_torchruns_or_one_rank(monkeypatch: Any):
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
+    for world in ((2, 2), (2, -1), (0, 0), (None, 1), (2, None)):
+        with pytest.raises(ValueError, match=r"BalancedDataLoader\(\.\.\., num_replicas=8, rank=3\)"):
+            check_world(*world)
     check_world(None, None)
     assert (current_world(None, None), current_world(4, 3)) == ((1, 0), (4, 3))
     monkeypatch.setenv("WORLD_SIZE", "8")

@@ -72,20 +72,6 @@ def test_every_sample_is_in_one_microbatch_of_its_minibatch(
     assert sorted(chain.from_iterable(seen)) == list(range(len(lengths)))
 
 
-def test_shuffling_depends_on_seed_and_epoch_alone():
-    def order(seed: int, epoch: int) -> list[int]:
-        return schedule(shuffle=True, seed=seed).order(epoch).tolist()
-
-    assert order(0, 0) == order(0, 0)
-    assert sorted(order(0, 1)) == list(range(23))
-    assert len({tuple(order(*key)) for key in ((0, 0), (0, 1), (5, 0), (5, 1))}) == 4
-
-
-def test_the_order_is_one_that_checkpoints_can_count_on():
-    made = schedule(range(1, 9), shuffle=True)
-    assert made.order(0).tolist() == [4, 0, 7, 3, 2, 5, 1, 6]
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(1, 40), min_size=4, max_size=60), st.integers(2, 5), st.booleans(), st.booleans())
 def test_regrouping_moves_samples_within_their_window_only(lengths, window, shuffle, drop_last):
@@ -116,13 +102,10 @@ def test_ranks_that_are_alike_take_turns():
         assert made.plan(1, 4).microbatches == [*reversed(made.plan(0, 4).microbatches)]
 
 
-def test_parts_stay_where_ranks_differ():
+def test_parts_stay_where_ranks_differ_and_while_a_cost_is_learnt():
     for cost in (with_speeds("tokens", [1, 0.5]), lambda lengths: np.stack([lengths, lengths * 2])):
         made = schedule([9, 2] * 8, 2, minibatch_size=1, cost=cost)
         assert [plan.microbatches[0] for plan in plans(made)] == [[[2 * step]] for step in range(8)]
-
-
-def test_parts_stay_while_a_cost_is_learnt():
     made = schedule([9, 8], 2, minibatch_size=1)
     for slow in (1.0, 1.1):
         learnt = LearntCost(((0.0, 1.0, 0.0), (0.0, slow, 0.0)), dense=False)
@@ -152,13 +135,7 @@ def test_folded_minibatches_are_the_optimizer_steps_of_accumulated_batches(
         assert sorted(used) == list(range(min(num_samples, accumulated * per_batch)))
 
 
-def test_drop_last():
-    assert len(schedule()) == 4
-    assert len(schedule(drop_last=True)) == 3
-    assert len(schedule(range(1, 25), drop_last=True)) == len(schedule(range(1, 25))) == 4
-
-
-def test_a_last_minibatch_of_fewer_samples_than_ranks():
+def test_a_last_minibatch_of_fewer_samples_than_ranks_alone_has_weightless_microbatches():
     for policy in POLICIES:
         made = schedule([9, 8, 7, 6, 5, 4, 3], policy=policy)
         plan = made.plan(0, 1)
@@ -168,12 +145,13 @@ def test_a_last_minibatch_of_fewer_samples_than_ranks():
             assert plan.microbatches == [[[6]]] * 3
         else:
             assert sorted(len(rank) for rank in plan.microbatches) == [0, 0, 1]
-
-
-def test_no_weightless_microbatch_while_there_are_samples():
-    for policy in ("lb_micro", "local_sort"):
         for plan in plans(schedule(range(1, 25), policy=policy, max_tokens=24)):
             assert all(weight > 0 for weights in plan.weights for weight in weights)
+    assert (len(schedule()), len(schedule(drop_last=True)), len(schedule(range(1, 25), drop_last=True))) == (
+        4,
+        3,
+        4,
+    )
 
 
 def test_weightings():
@@ -185,30 +163,26 @@ def test_weightings():
     ):
         plan = schedule([4, 9], 1, weighting=weighting, policy="local_sort").plan(0, 0)
         assert sorted(plan.weights[0]) == expected
-
-
-def test_relative_weights_are_one_on_average():
     plan = schedule(weighting="token").plan(0, 0)
     relative = [plan.weights_of(rank, relative=True) for rank in range(3)]
-    flat = list(chain.from_iterable(relative))
-    assert sum(flat) / len(flat) == pytest.approx(1)
+    assert np.mean([*chain(*relative)]) == pytest.approx(1)
     assert relative[0][0] / relative[1][0] == pytest.approx(plan.weights[0][0] / plan.weights[1][0])
     assert MinibatchPlan([[[0]]], [[0.0]], "").weights_of(0, relative=True) == [0.0]
 
 
 def test_the_text_tells_plans_apart():
-    texts = [
-        schedule(shuffle=True).plan(0, 0).text,
-        schedule(shuffle=True).plan(0, 1).text,
-        schedule(shuffle=True).plan(1, 0).text,
-        schedule(shuffle=True, seed=1).plan(0, 0).text,
-        schedule(shuffle=True, policy="local_sort").plan(0, 0).text,
-        schedule(range(2, 25), shuffle=True).plan(0, 0).text,
-        schedule(shuffle=True, cost="tokens", weighting="sample").plan(0, 0).text,
-    ]
-    assert len(set(texts)) == len(texts)
-    assert texts[0] == schedule(shuffle=True).plan(0, 0).text
-    assert texts[1].startswith("lb_mini, seed 0, epoch 0, minibatch 1, lengths ")
+    text = schedule(shuffle=True).plan(0, 0).text
+    others = [schedule(shuffle=True).plan(0, 1).text, schedule(shuffle=True).plan(1, 0).text]
+    for lengths, other in (
+        (range(1, 24), {"seed": 1}),
+        (range(1, 24), {"policy": "local_sort"}),
+        (range(2, 25), {}),
+        (range(1, 24), {"cost": "tokens", "weighting": "sample"}),
+    ):
+        others.append(schedule(lengths, shuffle=True, **other).plan(0, 0).text)
+    assert len({text, *others}) == 1 + len(others)
+    assert text == schedule(shuffle=True).plan(0, 0).text
+    assert others[0].startswith("lb_mini, seed 0, epoch 0, minibatch 1, lengths ")
 
 
 def test_what_cannot_be_is_refused_with_the_line_to_write():
