@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -110,31 +111,13 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
-def test_an_interrupt_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asked_for: list[DemoOptions]
-) -> None:
-    from lightning_odc.bench import demo
-
-    def interrupted(_: demo.DemoOutcome) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(demo, "run_demo", interrupted)
-    assert cli.main(["demo"]) == 130
-    assert capsys.readouterr().err == "lightning-odc: interrupted; no results were written\n"
-
-
-def test_python_dash_m_tells_the_version(
+def test_alone_it_prints_help_with_examples_of_commands_that_exist(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["", "--version"])
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_module("lightning_odc", run_name="__main__")
     assert capsys.readouterr().out == f"lightning-odc {__version__}\n"
-
-
-def test_alone_it_prints_help_with_examples_of_commands_that_exist(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
     assert cli.main([]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
@@ -174,6 +157,9 @@ def test_output_has_the_form_that_was_asked_for(
         monkeypatch.setattr(demo.DemoOutcome, "json", document)
         assert cli.main(["demo", *options.split()]) == code
         assert capsys.readouterr() == (out, err), options
+    monkeypatch.setattr(demo, "run_demo", Mock(side_effect=KeyboardInterrupt))
+    assert cli.main(["demo"]) == 130
+    assert capsys.readouterr().err == "lightning-odc: interrupted; no results were written\n"
 
 
 def test_help_does_not_wait_for_torch() -> None:

@@ -16,6 +16,7 @@ import lightning
 import pytest
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies.launchers.launcher import _Launcher
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
@@ -28,12 +29,49 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import _compat, _compat_lightning
 
+#: What is used of torch and Lightning, private or new.
+NAMES: list[tuple[Any, str]] = [
+    (
+        _compat_lightning._lightning_fsdp,
+        "_setup_activation_checkpointing _distributed_checkpoint_save _is_sharded_checkpoint",
+    ),
+    (_compat_lightning._lightning_call, "_call_and_handle_interrupt"),
+    (_EvaluationLoop, "_store_dataloader_outputs on_run_end num_dataloaders _is_sequential"),
+    (_LoggerConnector, "epoch_end_reached update_eval_epoch_metrics"),
+    (FSDPStrategy(), "_configure_launcher _launcher"),
+    (ModelParallelStrategy(None), "_configure_launcher _backward_sync_control"),  # type: ignore[arg-type]
+    (
+        torch.cuda,
+        "mem_get_info memory_reserved memory_allocated max_memory_allocated reset_peak_memory_stats",
+    ),
+    (torch.cuda, "can_device_access_peer empty_cache"),
+]
+ARGUMENTS = [
+    (torch.cuda.Event.__new__, "blocking"),
+    (torch.cuda.Event.record, "stream"),
+    (torch.cuda.Event.elapsed_time, "end_event"),
+    (torch.cuda.current_stream, "device"),
+]
+
 
 def test_names_exist_with_the_expected_arguments():
-    assert callable(_compat_lightning._lightning_fsdp._setup_activation_checkpointing)
-    assert callable(_compat_lightning._lightning_fsdp._distributed_checkpoint_save)
-    assert callable(_compat_lightning._lightning_fsdp._is_sharded_checkpoint)
+    assert not [name for owner, names in NAMES for name in names.split() if not hasattr(owner, name)]
+    assert not [name for call, name in ARGUMENTS if name not in inspect.signature(call).parameters]
     assert isinstance(_compat_lightning.METADATA_FILENAME, str)
+    assert isinstance(inspect.getattr_static(Trainer, "_evaluation_loop"), property)
+    loop = Trainer(logger=False, enable_checkpointing=False).validate_loop
+    assert loop._results.dataloader_idx is None
+    assert issubclass(_compat_lightning.Launcher, _Launcher)
+    assert _compat_lightning.Launcher.__abstractmethods__ == {"is_interactive_compatible", "launch", "kill"}
+    source = inspect.getsource(_TrainingEpochLoop._on_before_fetch)
+    assert f'{_compat_lightning.FETCH_ACTION}")' in source, "the fetching of batches is still profiled"
+    version = tuple(map(int, lightning.__version__.split(".")[:2]))
+    assert (version >= (2, 6)) == _compat_lightning.BROADCASTS_BEFORE_BATCHES
+    assert torch.autograd.DeviceType.CUDA.name == torch.profiler.ProfilerActivity.CUDA.name == "CUDA"
+    assert torch.cuda.Stream.__hash__ is not None
+    assert not _compat.profiler_is_running()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert _compat.profiler_is_running()
 
 
 class Transferred(LightningModule):
@@ -52,15 +90,6 @@ def test_a_kind_of_batch_is_left_to_the_strategy():
     assert all(
         "_on_before_batch_transfer(batch, dataloader_idx=" in inspect.getsource(loop) for loop in loops
     )
-
-
-def test_what_evaluations_use_of_lightning_exists():
-    loop, connector = Trainer(logger=False, enable_checkpointing=False).validate_loop, _LoggerConnector
-    for name in ("_store_dataloader_outputs", "on_run_end", "num_dataloaders", "_is_sequential"):
-        assert hasattr(type(loop), name)
-    assert loop._results.dataloader_idx is None
-    assert {"epoch_end_reached", "update_eval_epoch_metrics"} <= set(vars(connector))
-    assert isinstance(inspect.getattr_static(Trainer, "_evaluation_loop"), property)
 
 
 def test_a_method_runs_inside_the_call_of_its_wrapper():
@@ -105,11 +134,6 @@ def test_importing_is_light_and_patches_nothing():
     assert run.returncode == 0, run.stderr
 
 
-def test_the_training_loop_still_profiles_the_fetching_of_batches():
-    source = inspect.getsource(_TrainingEpochLoop._on_before_fetch)
-    assert f'{_compat_lightning.FETCH_ACTION}")' in source
-
-
 def test_comms_of_a_module_are_those_that_were_set():
     class Module:
         """What `comms_of` looks at, in both of its shapes."""
@@ -125,18 +149,6 @@ def test_comms_of_a_module_are_those_that_were_set():
     assert _compat.comms_of(Module(_fsdp_param_group=group)) == ("gather", "reduce")
     assert _compat.comms_of(Module(_fsdp_param_group=None)) is None
     assert _compat.comms_of(Module(_fsdp_param_groups=[group, group])) is None
-
-
-def test_what_the_launcher_of_notebooks_relies_on():
-    from lightning.fabric.strategies.launchers.launcher import _Launcher as FabricLauncher
-
-    assert issubclass(_compat_lightning.Launcher, FabricLauncher)
-    assert _compat_lightning.Launcher.__abstractmethods__ == {"is_interactive_compatible", "launch", "kill"}
-    assert callable(_compat_lightning._lightning_call._call_and_handle_interrupt)
-    assert hasattr(FSDPStrategy, "_configure_launcher")
-    assert hasattr(FSDPStrategy(), "_launcher")
-    assert hasattr(ModelParallelStrategy, "_configure_launcher")
-    assert hasattr(ModelParallelStrategy(None), "_backward_sync_control")  # type: ignore[arg-type]
 
 
 class MadeEarly(BoringModel):
@@ -180,13 +192,6 @@ def test_states_of_loaders_that_were_made_early_can_be_loaded(tmp_path):
     assert fit(tmp_path / "step=4.ckpt") == ([], ["state"]), "Lightning has not loaded it; then it is, once"
 
 
-def test_a_running_profiler_is_known():
-    assert not _compat.profiler_is_running()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert _compat.profiler_is_running()
-    assert not _compat.profiler_is_running()
-
-
 def test_symmetric_memory_has_the_names_and_arguments_that_are_used():
     memory = _compat._symmetric_memory()
     assert list(inspect.signature(memory.get_backend).parameters) == ["device"]
@@ -202,27 +207,3 @@ def test_symmetric_memory_has_the_names_and_arguments_that_are_used():
     if not torch.backends.cuda.is_built():  # in a build for CPUs nothing is registered
         assert _compat.symmetric_backend(torch.device("cuda", 0)) is None
     assert re.fullmatch(r"\d+\.\d", _compat.cuda_driver_version())
-
-
-def test_gpus_are_asked_for_their_facts_by_public_names():
-    for name in (
-        "mem_get_info",
-        "memory_reserved",
-        "memory_allocated",
-        "max_memory_allocated",
-        "reset_peak_memory_stats",
-        "can_device_access_peer",
-        "empty_cache",
-    ):
-        assert callable(getattr(torch.cuda, name))
-    assert "blocking" in inspect.signature(torch.cuda.Event.__new__).parameters
-    assert "stream" in inspect.signature(torch.cuda.Event.record).parameters
-    assert "end_event" in inspect.signature(torch.cuda.Event.elapsed_time).parameters
-    assert "device" in inspect.signature(torch.cuda.current_stream).parameters
-    assert torch.autograd.DeviceType.CUDA.name == torch.profiler.ProfilerActivity.CUDA.name == "CUDA"
-    assert torch.cuda.Stream.__hash__ is not None
-
-
-def test_it_is_known_whether_batches_begin_with_a_broadcast():
-    version = tuple(map(int, lightning.__version__.split(".")[:2]))
-    assert (version >= (2, 6)) == _compat_lightning.BROADCASTS_BEFORE_BATCHES

@@ -110,9 +110,6 @@ def test_bounds_are_those_of_the_package() -> None:
     assert tuple(re.findall(r"!=([\d.]+)", lightning)) == doctor.MALICIOUS["lightning"]
 
 
-# -- this machine -----------------------------------------------------------------------------------------------------
-
-
 def test_this_machine_runs_the_transport(capsys: pytest.CaptureFixture[str]) -> None:
     """The tests of the transport run here, so every feature that it needs is there."""
     found = doctor.look()
@@ -129,15 +126,13 @@ def test_this_machine_runs_the_transport(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_probes_find_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as hidden:
+        hidden.setattr(doctor, "_OPEN", "raise PermissionError('hidden')")
+        assert "PermissionError: hidden" in doctor.trouble_of(KERNEL_PROBES["memory of others"].run)
     monkeypatch.delattr(os, "memfd_create")
     trouble = {name: doctor.trouble_of(probe.run) for name, probe in KERNEL_PROBES.items()}
     assert [name for name, said in trouble.items() if said] == ["shared memory", "memory of others", "locks"]
     assert "memfd_create" in trouble["locks"]
-
-
-def test_a_window_that_others_cannot_open_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_OPEN", "raise PermissionError('hidden')")
-    assert "PermissionError: hidden" in doctor.trouble_of(KERNEL_PROBES["memory of others"].run)
 
 
 def test_errors_decide_about_the_exit_code_and_are_counted(

@@ -131,9 +131,6 @@ def test_elsewhere_than_on_linux_nothing_is_known_and_nothing_refused(tmp_path, 
     assert Kills().verdict() == ""
 
 
-# -- whom the kernel ended -------------------------------------------------------------------------------------
-
-
 def count_kill(path: Path, number: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"low 0\nmax 7\noom {number}\noom_kill {number}\noom_group_kill 0\n")

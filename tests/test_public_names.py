@@ -20,17 +20,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "lightning_odc": {"BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__", "advise", "attach"},
     "lightning_odc.balance": {
-        *(
-            "COLLECTIVE_SAFE",
-            "POLICIES",
-            "Collation",
-            "Cost",
-            "FittedCost",
-            "FunctionCost",
-            "LearntCost",
-            "Plan",
-            "Planner",
-        ),
+        *("COLLECTIVE_SAFE", "POLICIES", "Collation", "Cost", "FittedCost", "FunctionCost", "LearntCost"),
+        *("Plan", "Planner"),
         *("Policy", "PolynomialCost", "TransformerCost", "average_costs", "collective_cost", "epoch_order"),
         *("least_cost", "microbatch_costs", "on_demand_cost", "permutation"),
         *("plan_minibatch", "quadratic", "regroup", "resolve_cost", "tokens"),
@@ -41,17 +32,9 @@ PACKAGES = {
         *("draw_timelines", "load_timeline"),
     },
     "lightning_odc.rl": {
-        *(
-            "Microbatch",
-            "PolicyLoss",
-            "Rollout",
-            "Rollouts",
-            "Update",
-            "claim_prompts",
-            "exchange",
-            "group_advantages",
-        ),
-        *("logprobs", "normalize_advantages", "policy_loss", "score"),
+        *("Microbatch", "PolicyLoss", "Rollout", "Rollouts", "Update"),
+        *("claim_prompts", "exchange", "group_advantages", "logprobs", "normalize_advantages"),
+        *("policy_loss", "score"),
     },
 }
 MODULES = {
@@ -65,11 +48,7 @@ MODULES = {
     "lightning_odc.fabric": {"ODCFabricStrategy"},
     "lightning_odc.huggingface": {"ODCTrainerMixin"},
     "lightning_odc.metrics": {
-        "IdleFraction",
-        "LoadImbalance",
-        "idle_fraction",
-        "imbalance",
-        "load_imbalance",
+        *("IdleFraction", "LoadImbalance", "idle_fraction", "imbalance", "load_imbalance")
     },
 }
 FORM = ("--json", "--quiet")
@@ -77,16 +56,8 @@ COMMANDS = {
     "": {"--version"},
     "doctor": {*FORM},
     "advise": {
-        *(
-            "--device",
-            "--devices",
-            "--lengths",
-            "--max-length",
-            "--max-tokens",
-            "--minibatch-size",
-            "--model",
-        ),
-        *("--nodes", "--seed", *FORM),
+        *("--device", "--devices", "--lengths", "--max-length", "--max-tokens", "--minibatch-size"),
+        *("--model", "--nodes", "--seed", *FORM),
     },
     "demo": {
         *("--communication", "--device", "--devices", "--equal-lengths", "--max-length", "--minibatches"),
@@ -122,8 +93,6 @@ def _commands(parser: argparse.ArgumentParser, name: str = "") -> Iterator[tuple
             options |= {*(action.option_strings or [action.dest])}
     yield name, options - {"-h", "--help"}
 
-
-# -- what documentation and notebooks name ------------------------------------------------------------------------
 
 TEXTS = [
     ROOT / "README.md",

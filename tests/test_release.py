@@ -84,9 +84,6 @@ def test_the_version_stands_in_one_place() -> None:
     assert [path.name for path in places if __version__ in path.read_text()] == []
 
 
-# -- what other files say ------------------------------------------------------------------------------------------
-
-
 def parsed(path: Path) -> Any:
     return pytest.importorskip("yaml").safe_load(path.read_text())
 
@@ -119,14 +116,3 @@ def test_the_citation_names_the_software_and_the_paper() -> None:
     (paper,) = citation["references"]
     assert paper["url"] == "https://arxiv.org/abs/2601.19362"
     assert len(paper["authors"]) == 6
-
-
-def test_an_issue_form_is_one_that_github_takes() -> None:
-    for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")):
-        form = parsed(path)
-        assert {"name", "description", "body"} <= form.keys()
-        fields = [field for field in form["body"] if field["type"] != "markdown"]
-        assert fields
-        assert all(field["attributes"]["label"] and field["id"] for field in fields)
-        assert len({field["id"] for field in fields}) == len(fields)
-        assert any(field.get("validations", {}).get("required") for field in fields)

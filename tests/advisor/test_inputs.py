@@ -16,8 +16,9 @@ from torch.utils.data import DataLoader
 from lightning_odc import advise, cli
 from lightning_odc.advisor.inputs import Model, Place, find_model, inspect_loader, parse_inputs, read_lengths
 from lightning_odc.advisor.options import AdviseOptions
-from lightning_odc.bench.configs import PRESETS, config_of
+from lightning_odc.bench.configs import PRESETS
 from lightning_odc.console import OptionError
+from tests.support.refusals import assert_refused
 
 LENGTHS = [7, 4096, 80, 650] * 20
 A100 = Place("A100", 8, 1, 80e9)
@@ -25,9 +26,6 @@ A100 = Place("A100", 8, 1, 80e9)
 
 def model_of(given: Any) -> Model:
     return find_model(given, A100)
-
-
-# -- lengths ----------------------------------------------------------------------------------------------------------
 
 
 def test_files_of_lengths(tmp_path: Path) -> None:
@@ -45,24 +43,15 @@ def test_files_of_lengths(tmp_path: Path) -> None:
         assert found.lengths.tolist() == [7, 4096, 80]
         assert found.source.startswith(f"3 lengths from {name}")
         assert ("4 bytes of text taken for a token" in found.source) == (name == "c.jsonl")
-
-
-def test_an_array_and_a_file_of_numpy(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.array(LENGTHS))
     for given in (tmp_path / "a.npy", LENGTHS):
         assert read_lengths(given).lengths.tolist() == LENGTHS
     assert read_lengths(np.array([[7, 3], [9, 0]])).lengths.tolist() == [7, 9], (
         "the first number counts tokens"
     )
-
-
-def test_a_named_distribution_shrinks() -> None:
     found = read_lengths("longalign", max_length=1024)
     assert found.lengths.max() <= 1024 < read_lengths("longalign").lengths.max()
     assert found.source.startswith("longalign")
-
-
-# -- models -----------------------------------------------------------------------------------------------------------
 
 
 def test_presets_have_as_many_parameters_as_their_names_say() -> None:
@@ -91,16 +80,6 @@ def test_configurations_from_files_objects_and_modules(tmp_path: Path) -> None:
     assert (found.parameters, found.trained) == (1_049_600, 1024**2)
 
 
-def test_a_type_of_transformers() -> None:
-    pytest.importorskip("transformers")
-    config, name = config_of("gpt2")
-    assert (config.model_type, name) == ("gpt2", "gpt2")
-    assert model_of("gpt2").parameters == pytest.approx(124e6, rel=0.35)
-
-
-# -- an existing trainer and loader -----------------------------------------------------------------------------------
-
-
 class Samples(list[Tensor]):
     """Samples that count how often they are read."""
 
@@ -125,14 +104,6 @@ def test_a_trainer_says_on_what_it_trains() -> None:
     )
     assert named.place == Place("H200", 16, 2, 141e9)
     assert named.minibatch_size == 3
-
-
-def test_lengths_that_nothing_tells() -> None:
-    with pytest.raises(ValueError, match=r'known. Pass length_fn=lambda sample: len\(sample\["a"\]\)$'):
-        parse_inputs(AdviseOptions(DataLoader([{"a": [1]}] * 8, batch_size=2), "1.5b"))  # type: ignore[arg-type]
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
 
 
 WRONG = [
@@ -177,13 +148,12 @@ def test_bad_input_is_one_line_that_lists_what_is_accepted(
 
 
 def test_in_python_the_same_is_a_value_error_that_names_arguments() -> None:
-    for wrong in ({"devices": True}, {"nodes": 2.5}, {"minibatch_size": "4"}):
-        ((name, value),) = wrong.items()
-        with pytest.raises(ValueError, match=rf"^{name}={value}: use a whole number, 1 or more"):
-            advise(LENGTHS, model="7b", **wrong)
-
-
-def test_absurd_lengths() -> None:
-    for lengths in ([], [0, 3], [2.5], [[[1]]], ["a"], None):
-        with pytest.raises(OptionError):
-            advise(lengths, model="7b")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"devices": True}, "^devices=True: use a whole number, 1 or more"),
+        ({"nodes": 2.5}, "^nodes=2.5: use a whole number, 1 or more"),
+        ({"minibatch_size": "4"}, "^minibatch_size=4: use a whole number, 1 or more"),
+        *(({"lengths": lengths}, "") for lengths in ([], [0, 3], [2.5], [[[1]]], ["a"], None)),
+    ]
+    assert_refused(lambda wrong: advise(**{"lengths": LENGTHS, "model": "7b", **wrong}), cases, OptionError)
+    with pytest.raises(ValueError, match=r'known. Pass length_fn=lambda sample: len\(sample\["a"\]\)$'):
+        parse_inputs(AdviseOptions(DataLoader([{"a": [1]}] * 8, batch_size=2), "1.5b"))  # type: ignore[arg-type]

@@ -72,14 +72,6 @@ def test_the_default_cap_is_the_longest_row() -> None:
         assert least_cost([10, 20], 1, "tokens", collation=fixed) == pytest.approx(128)
 
 
-def test_apart_is_packing_without_pairs() -> None:
-    lengths = np.random.default_rng(0).integers(10, 2000, 40)
-    dense, plain = quadratic(constant=64, dense=True), quadratic(constant=64)
-    apart = plan_minibatch(lengths, 4, 4000, cost=dense, collation=Collation("apart"))
-    assert apart == plan_minibatch(lengths, 4, 4000, cost=plain)
-    assert apart != plan_minibatch(lengths, 4, 4000, cost=dense)
-
-
 WRONG: list[tuple[Any, str]] = [
     (lambda: Collation(cast(Any, "padding")), r"kind='padding' is unknown; write one of 'packed', 'apart'"),
     (lambda: Collation("padded", 0), r"multiple must be a whole number of at least 1"),
@@ -105,33 +97,6 @@ WRONG: list[tuple[Any, str]] = [
 
 def test_refusals_show_the_right_line() -> None:
     assert_refused(lambda wrong: wrong(), WRONG)
-
-
-# -- a cap per rank --------------------------------------------------------------------------------------------
-
-
-def test_equal_caps_are_one_cap() -> None:
-    for policy in ("lb_mini", "lb_micro"):
-        for kind in ("packed", "padded"):
-            lengths = np.random.default_rng(0).integers(10, 2000, 24)
-            options: dict[str, Any] = {
-                "policy": policy,
-                "cost": quadratic(constant=64),
-                "collation": Collation(kind),
-            }
-            assert plan_minibatch(lengths, 3, [4000] * 3, **options) == plan_minibatch(
-                lengths, 3, 4000, **options
-            )
-
-
-def test_a_rank_with_a_larger_cap_packs_more() -> None:
-    for kind in ("packed", "padded"):
-        plan = plan_minibatch(
-            [50] * 12, 2, [200, 50], cost=quadratic(constant=100), collation=Collation(kind)
-        )
-        assert {len(own) for own in plan[1]} == {1}
-        assert max(len(own) for own in plan[0]) == 4
-        assert sum(map(len, plan[0])) > sum(map(len, plan[1]))
 
 
 def test_long_samples_on_the_only_large_rank_are_levelled_by_short_ones() -> None:
@@ -166,6 +131,8 @@ def test_refusals_of_caps_show_the_right_line() -> None:
 def test_a_planner_keeps_the_cap_of_all_samples() -> None:
     planner = Planner(2, collation=Collation("padded", 8)).capped_for([5, 99])
     assert planner.max_tokens == 104
+    rows = Planner(2, collation=Collation("padded", 8)).capped_for([(5, 0), (99, 0), (7, 3)])
+    assert rows.max_tokens == (104, 3)
     assert Planner(2, [50, 60]).capped_for([5, 59]).max_tokens == [50, 60]
     with pytest.raises(ValueError, match="sample 1 has 61 tokens"):
         Planner(2, [50, 60]).capped_for([5, 61])

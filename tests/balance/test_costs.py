@@ -10,7 +10,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_odc.balance import (
-    Cost,
     FunctionCost,
     PolynomialCost,
     microbatch_costs,
@@ -40,15 +39,6 @@ def test_the_default_ratio_is_that_of_the_papers_fit() -> None:
     np.testing.assert_allclose(quadratic().samples(LENGTHS) / fit, 32_000 / 2.611821, rtol=1e-4)
 
 
-def test_names_functions_and_costs_resolve() -> None:
-    assert resolve_cost("tokens") == tokens()
-    assert resolve_cost("quadratic") == quadratic()
-    assert resolve_cost(np.sqrt).samples(LENGTHS).tolist() == np.sqrt(LENGTHS).tolist()
-    cost = PolynomialCost(1.0, 2.0, 3.0)
-    assert resolve_cost(cost) is cost
-    assert isinstance(cost, Cost)
-
-
 def test_dense_attention_pays_for_the_square_of_all_tokens() -> None:
     plan, lengths = [[[0, 1, 2], [3]]], [30, 20, 10, 40]
     alone, dense = (microbatch_costs(plan, lengths, quadratic(100, 5, dense)) for dense in (False, True))
@@ -56,13 +46,6 @@ def test_dense_attention_pays_for_the_square_of_all_tokens() -> None:
     assert dense == [[60 + 36 + 5, 40 + 16 + 5]]
     slow = microbatch_costs(plan, lengths, with_speeds(quadratic(100, 5, dense=True), [0.5]))
     assert slow == [[2 * (60 + 36 + 5), 2 * (40 + 16 + 5)]]
-
-
-def test_speeds_divide_samples_and_overhead() -> None:
-    cost = with_speeds(PolynomialCost(0, 2, 6), [1, 0.5])
-    terms = MinibatchCosts.of(cost, np.array([3, 4]), 2)
-    assert terms.samples.tolist() == [[6, 8], [12, 16]]
-    assert terms.overhead.tolist() == [6, 12]
 
 
 def test_refusals() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from lightning_odc.balance import epoch_order, least_cost, on_demand_cost, plan_minibatch, regroup
@@ -18,16 +18,6 @@ def test_orders_are_random_and_fixed_forever() -> None:
     assert len(orders) == 25
     firsts = [int(epoch_order(4, 0, epoch)[0]) for epoch in range(2000)]
     assert min(np.bincount(firsts)) > 420
-
-
-@many
-@given(LENGTHS, st.integers(1, 6), st.integers(1, 20))
-def test_regrouping_keeps_sizes_and_samples(lengths: list[int], ranks: int, size: int) -> None:
-    groups = regroup(lengths, ranks, size)
-    whole = len(lengths) // size
-    assert [len(group) for group in groups[:whole]] == [size] * whole
-    assert sorted(np.concatenate(groups).tolist()) == list(range(len(lengths)))
-    assert groups[whole:] == [] or groups[whole].tolist() == list(range(whole * size, len(lengths)))
 
 
 def test_regrouping_lets_large_samples_meet() -> None:

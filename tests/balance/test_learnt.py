@@ -12,6 +12,7 @@ import pytest
 from benchmarks.planner.learning import SCENARIOS, learn, needed
 from lightning_odc.balance import FittedCost, PolynomialCost, microbatch_costs, on_demand_cost, plan_minibatch
 from lightning_odc.balance.learnt import AutoCost
+from tests.support.refusals import assert_refused
 
 TRUE = PolynomialCost(2e-9, 8e-5, 0.05)
 
@@ -92,25 +93,6 @@ def test_plans_with_it_come_within_a_percent_of_those_with_the_true_cost() -> No
         assert np.median([needed(run[:, 0], 0) for run in runs]) <= 3
 
 
-def test_state_goes_through_json_and_goes_on_alike() -> None:
-    rng, one = np.random.default_rng(0), FittedCost(2, forgetting=0.9)
-    rows = [[(rank, random_lengths(rng), float(rng.uniform(0.5, 2))) for rank in range(2)] for _ in range(9)]
-    for row in rows[:5]:
-        one.observe(row)
-    other = FittedCost(2)
-    state = one.state_dict()
-    other.load_state_dict(json.loads(json.dumps(state)))
-    frozen = one.snapshot()
-    before = one.coefficients
-    for row in rows[5:]:
-        one.observe(row)
-        other.observe(row)
-    assert one.coefficients.tolist() == other.coefficients.tolist()
-    assert one.state_dict() == other.state_dict()
-    assert np.array(frozen.coefficients).tolist() == before.tolist() != one.coefficients.tolist()
-    assert frozen.dense is True
-
-
 def test_whether_attention_is_dense_is_found_out_while_planning_with_it() -> None:
     """See Note [Fitting a cost]; pairs cost about as much as all else here. Measurements have 3 percent of noise."""
     for dense in (True, False):
@@ -130,15 +112,6 @@ def test_whether_attention_is_dense_is_found_out_while_planning_with_it() -> Non
         assert on_demand_cost(plan_minibatch(lengths, 4, 4096, cost=cost), lengths, true) < 1.02 * best
 
 
-def test_before_any_measurement_it_is_the_prior() -> None:
-    cost = FittedCost(2, prior=PolynomialCost(1e-3, 1.0, 7.0))
-    lengths = np.array([10.0, 2000.0])
-    np.testing.assert_allclose(cost.samples(lengths), np.tile(lengths + 1e-3 * lengths**2, (2, 1)))
-    assert cost.overhead.tolist() == [7, 7]
-    cost.observe([])
-    assert cost.overhead.tolist() == [7, 7]
-
-
 def test_refusals_leave_the_fit_as_it_was() -> None:
     for observation, message in (
         ((2, [5], 1.0), r"rank 2 was observed, but FittedCost\(2\)"),
@@ -153,18 +126,17 @@ def test_refusals_leave_the_fit_as_it_was() -> None:
         with pytest.raises(ValueError, match=message):
             cost.observe([(1, [7], 1.0), observation])
         assert cost.state_dict() == state
-
-
-def test_other_refusals() -> None:
-    with pytest.raises(ValueError, match="num_ranks must be"):
-        FittedCost(0)
-    with pytest.raises(ValueError, match="forgetting must be"):
-        FittedCost(2, forgetting=0)
-    with pytest.raises(ValueError, match=r"3 ranks, this one 2.*FittedCost\(2\)"):
-        FittedCost(2).load_state_dict(FittedCost(3).state_dict())
-
-
-# -- cost="auto": learnt when times refute the prior -----------------------------------------------------------
+    cases = [
+        (lambda: FittedCost(0), "num_ranks must be"),
+        (lambda: FittedCost(2, forgetting=0), "forgetting must be"),
+        (
+            lambda: FittedCost(2).load_state_dict(FittedCost(3).state_dict()),
+            r"3 ranks, this one 2.*FittedCost\(2\)",
+        ),
+        (lambda: AutoCost(2, TRUTH).load_state_dict(FittedCost(2).state_dict()), 'of cost="fitted"'),
+        (lambda: FittedCost(2).load_state_dict(AutoCost(2, TRUTH).state_dict()), 'of cost="auto"'),
+    ]
+    assert_refused(lambda make: make(), cases)
 
 
 TRUTH = PolynomialCost(quadratic=1 / 4000, linear=1.0, constant=64.0, dense=True)
@@ -238,6 +210,7 @@ def test_a_resumed_run_judges_as_one_that_went_on() -> None:
         assert resumed.is_refuted == whole.is_refuted
     assert whole.is_refuted
     assert resumed.snapshot() == whole.snapshot()
+    assert resumed.state_dict() == whole.state_dict()
 
 
 def test_rows_of_a_table_do_not_attend_to_each_other() -> None:
@@ -249,10 +222,3 @@ def test_rows_of_a_table_do_not_attend_to_each_other() -> None:
         rows = [[100] * int(machine.rng.integers(1, 11)) for _ in range(8)]
         cost.observe((i % 2, sizes, machine.seconds(i % 2, sizes)) for i, sizes in enumerate(rows))
     assert not cost.is_refuted
-
-
-def test_what_another_kind_of_cost_had_learnt_is_refused() -> None:
-    with pytest.raises(ValueError, match='of cost="fitted"'):
-        AutoCost(2, TRUTH).load_state_dict(FittedCost(2).state_dict())
-    with pytest.raises(ValueError, match='of cost="auto"'):
-        FittedCost(2).load_state_dict(AutoCost(2, TRUTH).state_dict())

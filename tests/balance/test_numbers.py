@@ -14,7 +14,6 @@ from lightning_odc.balance import (
     POLICIES,
     Collation,
     FittedCost,
-    Planner,
     PolynomialCost,
     collective_cost,
     least_cost,
@@ -110,13 +109,6 @@ def test_the_sum_of_costs_is_level() -> None:
                 assert evaluate(plan, rows, cost, collation=collation) <= slack * busy / ranks
 
 
-def test_tokens_alone_do_not_level_the_sum() -> None:
-    rows = [(100, 900), (100, 0), (100, 800), (100, 100)]
-    plan = plan_minibatch(rows, 2, cost="tokens")
-    assert on_demand_cost(plan, rows, "tokens") == 1100
-    assert on_demand_cost(plan_minibatch([100] * 4, 2, cost="tokens"), rows, "tokens") > 1100
-
-
 def test_padding_raises_the_first_number_only() -> None:
     rows, cost = [(10, 5), (30, 1), (20, 0)], lambda rows: rows[:, 0] + 100 * rows[:, 1]
     ((padded,),) = microbatch_costs([[[0, 1, 2]]], rows, cost, collation=Collation("padded"))
@@ -151,12 +143,6 @@ def test_rows_of_one_number_are_numbers() -> None:
         assert one == plan_minibatch(
             lengths[:, None], 3, (4000,), cost=quadratic(constant=64), collation=collation
         )
-
-
-def test_default_caps_are_the_largest_of_each_number() -> None:
-    planner = Planner(2, collation=Collation("padded", 8)).capped_for([(5, 0), (99, 0), (7, 3)])
-    assert planner.max_tokens == (104, 3)
-    assert Planner(2).capped_for([(5, 0), (9, 0)]).max_tokens == (9, 1)
 
 
 def seconds_of(rows: list[Any]) -> float:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from benchmarks.planner.rivals import KINDS, draw_lengths
 from lightning_odc.balance import (
     Collation,
-    Plan,
     collective_cost,
     least_cost,
     on_demand_cost,
@@ -22,7 +21,7 @@ from lightning_odc.balance import (
     quadratic,
     with_speeds,
 )
-from tests.balance.test_planner import check, cost_named
+from tests.balance.test_planner import cost_named
 
 many = settings(deadline=None, max_examples=150, derandomize=True)
 PADDED = Collation("padded")
@@ -156,24 +155,6 @@ def test_the_best_plan_in_step_of_few_samples() -> None:
     assert max(gaps[False]) < 0.15
 
 
-def test_no_worse_than_samples_alone_or_a_plan_that_knows_of_no_padding() -> None:
-    for constant in (0, 64, 3000):
-        for kind in KINDS:
-            cost = quadratic(constant=constant)
-            for ranks, per_rank in ((2, 6), (4, 4), (8, 8), (16, 16)):
-                lengths = draw_lengths(kind, ranks, per_rank, 0)
-                cap = 2 * int(lengths.max())
-                plan = plan_minibatch(lengths, ranks, cap, cost=cost, collation=PADDED)
-                found = on_demand_cost(plan, lengths, cost, collation=PADDED)
-                samples = plan_minibatch(
-                    lengths, ranks, cost=lambda x, cost=cost: cost.samples(x) + cost.overhead
-                )
-                alone: Plan = [[[i] for own in rank for i in own] for rank in samples]
-                assert found <= on_demand_cost(alone, lengths, cost, collation=PADDED) * (1 + 3e-3)
-                packed = plan_minibatch(lengths, ranks, cap, cost=cost)
-                assert found <= on_demand_cost(packed, lengths, cost, collation=PADDED) * (1 + 3e-3)
-
-
 def test_many_samples_are_nearly_level() -> None:
     """Of 512 samples on 64 ranks; the bound does not know that microbatches cannot be split."""
     for kind in KINDS:
@@ -183,21 +164,3 @@ def test_many_samples_are_nearly_level() -> None:
             plan = plan_minibatch(lengths, 64, cost=cost, collation=PADDED)
             found = on_demand_cost(plan, lengths, cost, collation=PADDED)
             assert found <= least_cost(lengths, 64, cost, collation=PADDED) * (1 + worst)
-
-
-def test_like_lengths_share_a_microbatch() -> None:
-    lengths = [10, 400, 12, 11, 390, 13]
-    plan = plan_minibatch(lengths, 1, 800, cost=quadratic(constant=64), collation=PADDED)
-    assert plan == [[[1, 4], [5, 2, 3, 0]]]
-    in_step = plan_minibatch(lengths, 2, 800, "lb_micro", cost=quadratic(constant=64), collation=PADDED)
-    assert sorted(len(own) for rank in in_step for own in rank) == [1, 1, 2, 2]
-    assert collective_cost(in_step, lengths, quadratic(constant=64), collation=PADDED) < 400 + 26 + 2 * 64 + 5
-
-
-def test_a_cost_that_falls_with_the_length_is_planned() -> None:
-    lengths = [5, 9, 9, 14, 30, 31, 50]
-    for policy in ("lb_mini", "lb_micro"):
-        plan = plan_minibatch(lengths, 2, 100, policy, lambda x: 1 / x, allow_empty=True, collation=PADDED)
-        check(plan, lengths, [100, 100], PADDED)
-        found = on_demand_cost(plan, lengths, lambda x: 1 / x, collation=PADDED)
-        assert found >= least_cost(lengths, 2, lambda x: 1 / x, 100, collation=PADDED) * (1 - 1e-9)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
-from itertools import combinations, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -62,40 +61,6 @@ def test_optimal_for_up_to_ten_samples() -> None:
             own = on_demand_cost(plan_minibatch(lengths, 3, cost=cost), lengths, cost)
             assert least_cost(lengths, 3, cost) * (1 - 1e-9) <= best
             assert own == pytest.approx(best, rel=SLACK)
-
-
-@cache
-def fewest_bins(sizes: tuple[int, ...], cap: int) -> int:
-    """By trying all ways to fill the bin of the first."""
-    if not sizes:
-        return 0
-    first, rest = sizes[0], sizes[1:]
-    with_it = (beside for size in range(len(rest) + 1) for beside in combinations(range(len(rest)), size))
-    fitting = (chosen for chosen in with_it if first + sum(rest[i] for i in chosen) <= cap)
-    return 1 + min(
-        fewest_bins(tuple(s for i, s in enumerate(rest) if i not in chosen), cap) for chosen in fitting
-    )
-
-
-def test_near_the_optimum_of_few_samples_with_overheads() -> None:
-    rng, gaps = np.random.default_rng(0), list[float]()
-    for _ in range(8):
-        lengths = rng.integers(100, 9000, 7)
-        cost = with_speeds(PolynomialCost(0, 1, 4000), [1, 0.7, 0.4])
-        best = min(
-            max(
-                (sum(lengths[s] for s in own) + 4000 * fewest_bins(tuple(int(lengths[s]) for s in own), 9000))
-                / speed
-                for own, speed in zip(groups, [1, 0.7, 0.4], strict=True)
-            )
-            for where in product(range(3), repeat=7)
-            for groups in [[[s for s in range(7) if where[s] == rank] for rank in range(3)]]
-        )
-        own = on_demand_cost(plan_minibatch(lengths, 3, 9000, cost=cost), lengths, cost)
-        gaps.append(own / best - 1)
-    assert min(gaps) > -1e-9
-    assert sum(gaps) / len(gaps) < 0.002
-    assert max(gaps) < 0.02
 
 
 @pytest.mark.slow

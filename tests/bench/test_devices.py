@@ -88,20 +88,17 @@ def test_ranks_that_share_a_gpu_are_told_in_their_own_processes(monkeypatch: pyt
 
 
 def test_the_trainer_gets_these_devices(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for communication in ("on_demand", "collective"):
-        for there_are, number in ((2, 1), (1, 0)):
-            gpus(there_are)
-            given: dict[str, Any] = {}
-            monkeypatch.setattr(training, "Trainer", lambda given=given, **options: given.update(options))
-            options = TrainOptions(device="cuda")
-            training.make_trainer(
-                Workload(options), Combination(communication, "lb_micro"), place("cuda", 2), []
-            )
-            strategy = given["strategy"]
-            assert given["accelerator"] == "gpu"
-            assert "devices" not in given  # or Lightning would count GPUs
-            assert strategy.parallel_devices == [torch.device("cuda", 0), torch.device("cuda", number)]
-            assert isinstance(strategy, ODCStrategy)
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(training, "Trainer", lambda **options: given.update(options))
+    for communication, there_are, number in (("on_demand", 2, 1), ("collective", 1, 0)):
+        gpus(there_are)
+        combination = Combination(communication, "lb_micro")
+        training.make_trainer(Workload(TrainOptions(device="cuda")), combination, place("cuda", 2), [])
+        strategy = given["strategy"]
+        assert given["accelerator"] == "gpu"
+        assert "devices" not in given  # or Lightning would count GPUs
+        assert strategy.parallel_devices == [torch.device("cuda", 0), torch.device("cuda", number)]
+        assert isinstance(strategy, ODCStrategy)
 
 
 def measured(options: TrainOptions | DemoOptions, sees_waits: bool = True) -> Outcome:
@@ -132,11 +129,7 @@ def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(
     gpus(2)
     assert CAPTION not in measured(options).text
     assert measured(options).as_dict()["caption"] is None
-
-
-def test_waits_that_the_host_does_not_see_are_not_zero(gpus: Any) -> None:
-    gpus(2)
-    (row, *_) = measured(TrainOptions(device="cuda", lengths="aime"), sees_waits=False).rows
-    assert (row.idle, row.over_bound) == (None, None)
+    (row, *_) = measured(options, sees_waits=False).rows
+    assert (row.idle, row.over_bound) == (None, None), "waits that the host does not see are not zero"
     (row, *_) = measured(TrainOptions(lengths="aime")).rows
     assert row.idle == pytest.approx(0.1)

@@ -100,13 +100,6 @@ def test_a_speed_up_that_means_nothing_is_not_printed(
     assert (f"x{row.speed_up[1]:.3f}" in printed) != bool(reason)
 
 
-def test_repetitions_are_compared_over_common_minibatches() -> None:
-    slow = {(0, 1): 4.0, (0, 2): 2.0, (1, 1): 9.0, (2, 1): 1.0}
-    fast = {(0, 1): 1.0, (0, 2): 1.0, (1, 1): 3.0, (1, 2): 50.0}
-    # Both repetitions are three times as fast. With what only one of them has, the second is slower: 9 over 53.
-    assert doubt(slow, fast) == doubt(slow, {}) == ""
-
-
 def test_runs_are_told_by_their_costs_too() -> None:
     fitted = Combination.parse("on_demand+lb_mini+fitted")
     assert (fitted, str(fitted), str(BALANCED)) == (
@@ -153,14 +146,13 @@ def test_only_minibatches_that_both_have_are_compared() -> None:
     assert rows[1].speed_up is not None
     assert rows[1].speed_up[1] == 2.0
     assert summarize([], 2) == []
-
-
-def test_shares_are_parts_of_all_ranks_time() -> None:
+    slow = {(0, 1): 4.0, (0, 2): 2.0, (1, 1): 9.0, (2, 1): 1.0}
+    fast = {(0, 1): 1.0, (0, 2): 1.0, (1, 1): 3.0, (1, 2): 50.0}
+    # Both repetitions are three times as fast. With what only one of them has, the second is slower: 9 over 53.
+    assert doubt(slow, fast) == doubt(slow, {}) == ""
     (row,) = summarize([run(ON_DEMAND, [4.0, 6.0], waits=1.0)], cores=2)
-    assert row.idle == pytest.approx(2 / 20)
-    assert row.over_bound == 0
-    assert row.settling == pytest.approx(0.4 / 20)
-    assert row.seconds[1] == 5.0
+    assert row.idle == pytest.approx(2 / 20), "shares are parts of all ranks' time"
+    assert (row.over_bound, row.settling, row.seconds[1]) == (0, pytest.approx(0.4 / 20), 5.0)
 
 
 @pytest.mark.parametrize("ahead", [0, 5_000_000_000])
@@ -196,9 +188,8 @@ def test_named_lengths_have_the_published_mean_and_shrink_in_proportion() -> Non
 
 
 def test_samples_are_dealt_in_turns(tmp_path: Path) -> None:
+    (tmp_path / "lengths.txt").write_text("3 9 5 1 4 2")
+    options = TrainOptions(lengths=str(tmp_path / "lengths.txt"), model="tiny")
     for policy, plan in (("local_sort", [[2], [4], [0]]), ("shuffled", [[0], [2], [4]])):
-        (tmp_path / "lengths.txt").write_text("3 9 5 1 4 2")
-        options = TrainOptions(lengths=str(tmp_path / "lengths.txt"), model="tiny")
-        loader = Workload(options).loader(Combination("collective", policy), 0)
-        planner = loader.options.planner(2, 9)
+        planner = Workload(options).loader(Combination("collective", policy), 0).options.planner(2, 9)
         assert planner.plan(np.array([3, 9, 5, 1, 4, 2]))[0] == plan

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,55 +104,15 @@ def test_a_rank_that_fails_is_one_line_and_leaves_no_process() -> None:
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def living() -> dict[int, tuple[int, int]]:
-    """Parent and session of every process that lives."""
-    found = {}
+def members(session: int) -> list[int]:
+    """Processes of a session that live."""
+    found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            if fields[0] != "Z":
-                found[int(folder.name)] = int(fields[1]), int(fields[3])
+            if fields[0] != "Z" and int(fields[3]) == session:
+                found.append(int(folder.name))
     return found
-
-
-def members(session: int) -> list[int]:
-    """Processes of a session that live."""
-    return [pid for pid, (_, own) in living().items() if own == session]
-
-
-def grandchildren() -> list[int]:
-    """Ranks of this process: their parent is a server, whose parent is this process."""
-    known = living()
-    return [pid for pid, (server, _) in known.items() if known.get(server, (0, 0))[0] == os.getpid()]
-
-
-def await_windows(candidates: Callable[[], list[int]], ended: Callable[[], bool]) -> list[int]:
-    """Wait until some processes have windows, which ranks have on demand alone; their numbers."""
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and not ended():
-        found = []
-        for pid in candidates():
-            with contextlib.suppress(OSError):
-                if "memfd:lightning-odc" in Path(f"/proc/{pid}/maps").read_text():
-                    found.append(pid)
-        if found:
-            return found
-        time.sleep(0.02)
-    return []
-
-
-# Only the second combination has windows: when they are there, the first one has ended. No text, which every process
-# would cut.
-LONG = "--model tiny --max-length 128 --samples-per-rank 2 --minibatches 10 --repetitions 1 --lengths aime"
-LONG += " --runs collective+lb_micro on_demand+lb_mini"
-
-
-def check_partial(output: Path) -> None:
-    """The first combination was kept."""
-    found = json.loads((output / "bench.json").read_text())
-    assert found["rows"][0]["combination"] == "collective+lb_micro"
-    assert found["rows"][0]["minibatches"] == 10
-    assert found["cut_short"]
 
 
 @pytest.fixture
@@ -186,38 +145,48 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     assert not left_behind
 
 
-def test_what_was_measured_is_kept_after_ctrl_c_and_no_process_is(tmp_path: Path, start: Any) -> None:
+# Only the second combination has windows: when they are there, the first one has ended. No text, which every process
+# would cut.
+LONG = "--model tiny --max-length 128 --samples-per-rank 2 --minibatches 10 --repetitions 1 --lengths aime"
+LONG += " --runs collective+lb_micro on_demand+lb_mini"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "says"),
+    [
+        (
+            signal.SIGINT,
+            130,
+            "lightning-odc: interrupted; what was measured before is kept",
+        ),  # Ctrl-C in a terminal
+        (signal.SIGKILL, 1, "ended with exit code -9"),  # of one rank
+    ],
+    ids=["interrupted", "killed"],
+)
+def test_what_was_measured_is_kept_and_no_process_is(
+    how: signal.Signals, code: int, says: str, tmp_path: Path, start: Any
+) -> None:
     process = start("bench", *LONG.split(), "--output", str(tmp_path))
-    assert await_windows(lambda: members(process.pid), lambda: process.poll() is not None)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    with_windows: list[int] = []
+    deadline = time.monotonic() + 100
+    while not with_windows and process.poll() is None and time.monotonic() < deadline:
+        for pid in members(process.pid):
+            with contextlib.suppress(OSError):
+                if "memfd:lightning-odc" in Path(f"/proc/{pid}/maps").read_text():
+                    with_windows.append(pid)
+        time.sleep(0.02)
+    if how == signal.SIGINT:
+        os.killpg(process.pid, how)
+    else:
+        os.kill(with_windows[0], how)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.strip().splitlines()[-1] == "lightning-odc: interrupted; what was measured before is kept"
+    assert process.returncode == code, err
+    assert says in err.strip().splitlines()[-1]
     assert "Traceback" not in err
     assert "collective+lb_micro  " in out
-    check_partial(tmp_path)
-
-
-def test_what_was_measured_is_kept_when_a_rank_is_killed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    killed: list[int] = []
-
-    def kill_one() -> None:
-        killed.extend(await_windows(grandchildren, lambda: False)[:1])
-        for pid in killed:
-            os.kill(pid, signal.SIGKILL)
-
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    code = cli.main(["bench", *LONG.split(), "--output", str(tmp_path)])
-    killer.join()
-    assert (code, len(killed)) == (1, 1)
-    err = capsys.readouterr().err
-    assert "ended with exit code -9" in err.strip().splitlines()[-1]
-    assert "Traceback" not in err
-    check_partial(tmp_path)
-    assert not Path(f"/proc/{killed[0]}").exists()
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert (found["rows"][0]["combination"], found["rows"][0]["minibatches"]) == ("collective+lb_micro", 10)
+    assert found["cut_short"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RankFailedError("rank 1 failed", "the traceback")])
@@ -314,78 +283,50 @@ def test_bad_options_get_one_line(
     assert not wrong, "\n".join(wrong)
 
 
-# -- the demo ----------------------------------------------------------------------------------------------------------
-
-
-def check_run(run: dict[str, Any], minibatches: int, repetitions: int) -> None:
-    assert len(run["seconds_per_minibatch"]) == minibatches * repetitions
-    assert all(seconds > 0 for seconds in run["seconds_per_minibatch"])
-    assert len(run["loss"]) == minibatches + 1
-    assert run["loss"][-1] < run["loss"][0]
-    assert run["samples_per_second"] == pytest.approx(
-        6 * minibatches * repetitions / sum(run["seconds_per_minibatch"])
-    )
-
-
 @pytest.mark.slow
 def test_two_processes_train_under_every_mode(tmp_path: Path, start: Any) -> None:
     modes = ["balanced", "collective", "on_demand", "lockstep"]
     process = start("demo", *SMALL.split(), "--output", str(tmp_path), "--communication", *modes)
     out, err = process.communicate(timeout=170)
     assert process.returncode == 0, err
-
     result = json.loads((tmp_path / "result.json").read_text())
-    assert list(result["runs"]) == modes
-    runs = result["runs"]
+    runs, gain = result["runs"], result["gain"]
+    assert list(runs) == modes
     for run in runs.values():
-        check_run(run, minibatches=2, repetitions=2)
+        assert len(run["seconds_per_minibatch"]) == 2 * 2
+        assert run["samples_per_second"] == pytest.approx(6 * 2 * 2 / sum(run["seconds_per_minibatch"]))
+        assert len(run["loss"]) == 2 + 1 and run["loss"][-1] < run["loss"][0]
+        assert 0 < run["idle_share"] < 1
     assert result["loss_difference"] <= 1e-5
-    gain = result["gain"]
-    assert (gain["fast"], list(gain["factors"])) == (
-        "on_demand+auto",
-        ["cheaper bytes", "fewer waits", "balancing"],
-    )
-    assert gain["total"][1] == pytest.approx(
-        runs["balanced"]["samples_per_second"] / runs["collective"]["samples_per_second"]
-    )
+    assert list(gain["factors"]) == ["cheaper bytes", "fewer waits", "balancing"]
+    speeds = [runs[mode]["samples_per_second"] for mode in ("balanced", "collective")]
+    assert (gain["fast"], gain["total"][1]) == ("on_demand+auto", pytest.approx(speeds[0] / speeds[1]))
     assert math.prod(factor[1] for factor in gain["factors"].values()) == pytest.approx(gain["total"][1])
-
     # The one-sided path was taken, by two ranks: each of them reads the peer's shard of each unit (two layers and the
-    # rest) at least once in a minibatch, and the waits are measured.
+    # rest) at least once in a minibatch.
     assert runs["on_demand"]["traffic_per_minibatch"]["reads"] >= 2 * 3
-    assert runs["collective"]["traffic_per_minibatch"]["reads"] == 0
-    assert runs["on_demand"]["idle_share"] > 0
-    # The strategy itself has planned: short samples share a microbatch, and ranks may take from each other.
-    assert {mode: run["policy"] for mode, run in runs.items()} == {
-        "balanced": "steal",
-        "collective": "local_sort",
-        "on_demand": "local_sort",
-        "lockstep": "local_sort",
-    }
     assert runs["balanced"]["traffic_per_minibatch"]["reads"] > 0
-    tokens = {}
+    assert runs["collective"]["traffic_per_minibatch"]["reads"] == 0
+    # The strategy itself has planned: short samples share a microbatch, and ranks may take from each other.
+    policies = dict.fromkeys(modes, "local_sort") | {"balanced": "steal"}
+    assert {mode: run["policy"] for mode, run in runs.items()} == policies
+    tokens = set()
     for mode in modes:
-        assert 0 < runs[mode]["idle_share"] < 1
         timeline = load_timeline(tmp_path / result["timelines"][mode]["trace"])
         assert timeline.waiting_seen
         for rank in timeline.ranks:
             assert [span.details["number"] for span in rank.of("minibatch")] == [2]
             assert mode == "balanced" or len(rank.of("forward")) == 3
-        spans = [span for rank in timeline.ranks for span in rank.of("forward")]
-        tokens[mode] = sum(span.details["tokens"] for span in spans)
-    assert len(set(tokens.values())) == 1  # the same samples, without padding
-
-    # Ranks are silent.
-    begins = tuple(f"{mode}  " for mode in modes)
+        tokens.add(sum(span.details["tokens"] for rank in timeline.ranks for span in rank.of("forward")))
+    assert len(tokens) == 1, "the same samples, without padding"
+    begins = tuple(f"{mode}  " for mode in modes)  # ranks are silent
     assert [line.split()[0] for line in out.splitlines() if line.startswith(begins)] == modes
     assert 'balanced is Trainer(strategy="odc"); it chose policy "steal"' in out
-    assert "- balanced over collective: " in out
-    assert "losses agree" in out
+    assert "- balanced over collective: " in out and "losses agree" in out
     assert "Warning" not in err
-    assert f"files in {tmp_path}/:" in out
     names = ["result.json", "result.md", "timelines", "timelines.png"]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == names
-    assert all(name in out for name in names)
+    assert all(name in out for name in [f"files in {tmp_path}/:", *names])
     assert sorted(path.name for path in (tmp_path / "timelines").iterdir()) == sorted(modes)
 
 
@@ -396,12 +337,8 @@ def test_one_process_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     assert cli.main(["demo", *SMALL.split(), *options.split()]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["gain"] is None
+    assert result["gain"] is None and "over collective" not in capsys.readouterr().out
     assert result["runs"]["balanced"]["policy"] == "lb_mini"  # there is nobody to take from
-    tokens = result["lengths"]["tokens"]
-    assert tokens["median"] == tokens["longest"]
+    assert result["lengths"]["tokens"]["median"] == result["lengths"]["tokens"]["longest"]
     (rank,) = load_timeline(tmp_path / result["timelines"]["on_demand"]["trace"]).ranks
     assert len(rank.of("forward")) == 3
-    out = capsys.readouterr().out
-    assert "on_demand" in out
-    assert "over collective" not in out

@@ -100,9 +100,6 @@ def test_without_a_gpu_it_says_so():
         benchmark.main([])
 
 
-# -- host time -------------------------------------------------------------------------------------------------
-
-
 TWO_LAYERS = Shape("two layers", 2, 8, 1, 2)
 
 

@@ -10,38 +10,23 @@ from typing import Any
 import pytest
 
 from benchmarks import generate, rl, traffic
-from benchmarks.tables import Column, Table, put_into, write_into
+from benchmarks.tables import Column, Table, write_into
 
 pytest.importorskip("transformers")
-from benchmarks.idle.truth import compare, expected
+from benchmarks.idle.truth import expected
 
 pytest.importorskip("rich")
-from benchmarks.hero import covered_by, summary
+from benchmarks.hero import summary
 from benchmarks.loss_curve import MODES, train, train_alone
-from benchmarks.pictures.canvas import LIGHT, Canvas
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.console import OptionError
 from lightning_odc.engine.tracing import Span
-
-# -- sampling ---------------------------------------------------------------------------------------------------------
-
 
 LAYERS, TOKENS = 2, 4
 
 
 def test_gathered_units_are_read_once_for_all_tokens(tmp_path: Path, capsys: Any) -> None:
-    small = [
-        "--batch",
-        "2",
-        "--tokens",
-        str(TOKENS),
-        "--rounds",
-        "2",
-        "--layers",
-        str(LAYERS),
-        "--width",
-        "64",
-    ]
+    small = f"--batch 2 --tokens {TOKENS} --rounds 2 --layers {LAYERS} --width 64".split()
     generate.main([*small, "--json", str(tmp_path / "generate.json")])
     (row,) = json.loads((tmp_path / "generate.json").read_text())["rows"]
     reads = {way: row[way]["reads per token"] for way in generate.WAYS}
@@ -49,9 +34,6 @@ def test_gathered_units_are_read_once_for_all_tokens(tmp_path: Path, capsys: Any
     assert reads == pytest.approx(expected)
     assert all(len(row[way]["tokens per second"]) == 2 for way in generate.WAYS)
     assert "| 2.00, 0.50 |" in capsys.readouterr().out
-
-
-# -- bytes read -------------------------------------------------------------------------------------------------------
 
 
 UNITS = 5  # four layers and the rest
@@ -68,9 +50,6 @@ def test_kept_units_are_read_once_and_frozen_ones_no_more(tmp_path: Path, capsys
     assert lora["kept"]["reads"] == UNITS - 1  # the root unit is frozen
     assert lora["kept"]["bytes"] < lora["freed"]["bytes"] / 20
     assert "| 2 | LoRA | 2 | 18, 4 |" in capsys.readouterr().out
-
-
-# -- sampling, scoring and updating -----------------------------------------------------------------------------------
 
 
 def test_every_variant_has_the_gradient_of_one_process(tmp_path: Path, capsys: Any) -> None:
@@ -90,50 +69,30 @@ def test_every_variant_has_the_gradient_of_one_process(tmp_path: Path, capsys: A
     assert "| 2 | aime | on demand, stealing |" in capsys.readouterr().out
 
 
-# -- tables -----------------------------------------------------------------------------------------------------------
-
-
 TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), Column("ms", ".1f")])
 
 
-def test_a_table_as_markdown_and_as_data():
+def test_a_table_is_put_between_its_comments_alone_on_the_page_that_has_them(tmp_path: Path):
     TABLE.rows[:] = [["a", 0.01234, [1.0, 2.55]], ["b", -1e-9, math.nan]]
     assert TABLE.markdown().splitlines()[2:] == ["| a | 1.234 % | 1.0 (2.5) |", "| b | 0.000 % |  |"]
     assert TABLE.record()["rows"] == [["a", 0.01234, [1.0, 2.55]], ["b", -1e-9, None]]
-
-
-def test_a_table_is_put_between_its_comments_alone():
-    page = "one\n<!-- table: speed -->\nold\n<!-- end of table: speed -->\ntwo\n"
-    TABLE.rows[:] = [["a", 0.5, 1.0]]
-    once = put_into(page, [TABLE])
-    assert "| a | 50.000 % | 1.0 |" in once
-    assert "old" not in once
-    assert (once[:4], once[-4:]) == ("one\n", "two\n")
-    assert put_into(once, [TABLE]) == once
-    with pytest.raises(ValueError, match="no place for 'speed'"):
-        put_into("nothing", [TABLE])
-
-
-def test_each_table_goes_to_the_page_that_has_its_place(tmp_path: Path):
-    other = Table("other", "Another", [Column("name")], [["b"]])
-    TABLE.rows[:] = [["a", 0.5, 1.0]]
+    other = Table("other", "Another", [Column("name")], [["c"]])
     pages = [tmp_path / "one.md", tmp_path / "two.md"]
     for page, table in zip(pages, (other, TABLE), strict=True):
-        page.write_text(f"<!-- table: {table.name} -->\n<!-- end of table: {table.name} -->\n")
-    write_into(pages, [TABLE, other])
-    one, two = (page.read_text() for page in pages)
-    assert ("| b |" in one, "| a |" in one) == (True, False)
-    assert ("| b |" in two, "| a |" in two) == (False, True)
+        page.write_text(f"one\n<!-- table: {table.name} -->\nold\n<!-- end of table: {table.name} -->\ntwo\n")
+    for _ in range(2):
+        write_into(pages, [TABLE, other])
+        one, two = (page.read_text() for page in pages)
+        assert [("| c |" in page, "| a | 1.234 %" in page) for page in (one, two)] == [
+            (True, False),
+            (False, True),
+        ]
+        assert "old" not in one + two
+        assert (two[:4], two[-4:]) == ("one\n", "two\n")
     TABLE.rows[:] = [["c", 0.5, 1.0]]
     with pytest.raises(ValueError, match="no place for 'nowhere'"):
         write_into(pages, [TABLE, Table("nowhere", "", [Column("name")])])
     assert [page.read_text() for page in pages] == [one, two]
-
-
-# -- one line ---------------------------------------------------------------------------------------------------------
-
-
-# -- idle time -------------------------------------------------------------------------------------------------
 
 
 def test_waiting_by_arithmetic() -> None:
@@ -147,35 +106,8 @@ def test_waiting_by_arithmetic() -> None:
     assert expected("ddp", sleeps[::-1]) == [1.0, 0.0]
 
 
-def test_errors_are_relative_to_the_truth_and_to_the_step() -> None:
-    row = {"idle/settle_seconds": 0.5, "idle/data_seconds": 9.0, "idle/fraction": 7.0, "step_seconds": 4.0}
-    result = compare("on_demand", "uneven", [[3.0, 1.0], [1.0, 2.0]], [row] * 4)
-    assert result["arithmetic"] == result["reported"] == 0.5
-    assert (result["relative_error"], result["error_of_step"]) == (0.0, 0.0)
-    assert compare("on_demand", "even", [[1.0], [1.0]], [row] * 4)["relative_error"] is None
-
-
-# -- pictures --------------------------------------------------------------------------------------------------
-
-
 def spans(kind: str, *limits: tuple[int, int]) -> list[Span]:
     return [Span(kind, begin * 1_000_000, end * 1_000_000, {}) for begin, end in limits]
-
-
-def test_text_that_does_not_fit_is_an_error_and_roles_become_colours() -> None:
-    canvas = Canvas("a < b", 40)
-    with pytest.raises(ValueError, match="does not fit"):
-        canvas.text(400, 20, "a long text")
-    canvas.text(0, 20, "x < y", role="soft")
-    svg = canvas.svg(LIGHT)
-    assert "<title>a &lt; b</title>" in svg
-    assert f".soft{{fill:{LIGHT['soft']}}}" in svg
-
-
-def test_what_spans_cover() -> None:
-    found = [Span("wait", *limits, {}) for limits in ((7, 12), (2, 5), (1, 3))]
-    assert covered_by(found, 0, 10) == [(1, 5), (7, 10)]
-    assert covered_by(found, 0, 10, joined=2) == [(1, 10)]
 
 
 def test_a_step_begins_with_its_first_rank_and_idle_is_a_share_of_all_ranks() -> None:

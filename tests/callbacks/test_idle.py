@@ -213,9 +213,6 @@ def test_watching_adds_no_meeting_to_a_step(rank, tmp_path):
     assert watched[1:] == alone[1:]  # before the first, the ranks compare their clocks
 
 
-# -- what else takes time ------------------------------------------------------------------------------------
-
-
 class SlowOnRank0(torch.utils.data.IterableDataset[Any]):
     """Rank 0 waits half a second for every batch."""
 
@@ -294,9 +291,6 @@ def test_one_device_another_profiler_and_the_progress_bar(tmp_path):
     assert {"idle/fraction", "imbalance", "samples_per_second", "idle/fraction_epoch", "step"} <= set(header)
     # What is known of the last step comes when the bar is done.
     assert fitting.progress_bar_metrics["idle/fraction"] == pytest.approx(memory.steps[-2]["idle/fraction"])
-
-
-# -- bad input -----------------------------------------------------------------------------------------------
 
 
 class Refusing(Memory):
@@ -399,8 +393,6 @@ def test_a_crash_stays_the_crash_it_was(kind):
     assert "Error" in first.error and "AssertionError" not in first.error
     assert "scripted" in first.error or kind == "ddp"
 
-
-# -- arithmetic ----------------------------------------------------------------------------------------------
 
 MS = 10**6
 

@@ -77,9 +77,6 @@ class Stream:
         return event
 
 
-# -- waits of the host ---------------------------------------------------------------------------------------
-
-
 def counting(stream: Any) -> StreamWaits:
     waits = StreamWaits(stream)
     waits.counting = True
@@ -90,16 +87,18 @@ def test_a_wait_counts_as_far_as_the_device_had_nothing_to_do():
     stream = Stream()
     waits = counting(stream)
     waits.causes = {IdleCause.READ, IdleCause.LOCK}
+
+    def wait(enter: float, leave: float) -> None:
+        stream.now = enter
+        waits.enter(IdleCause.READ)
+        stream.now = leave
+        waits.leave()
+
     stream.launch(5)
-    stream.now = 3
-    waits.enter(IdleCause.READ)
-    stream.now = 10
-    waits.leave()
+    wait(3, 10)
     assert waits.take() == pytest.approx({IdleCause.READ: 0.005, IdleCause.LOCK: 0.0})
     stream.launch(20)
-    waits.enter(IdleCause.READ)
-    stream.now = 17
-    waits.leave()  # behind kernels, and read without waiting for them
+    wait(10, 17)  # behind kernels, and read without waiting for them
     assert waits.take() == {IdleCause.READ: 0.0, IdleCause.LOCK: 0.0}
     assert stream.now == 17 and waits._ended
     stream.now = 30
@@ -113,9 +112,7 @@ def test_a_wait_counts_as_far_as_the_device_had_nothing_to_do():
     waits.leave()
     waits.leave()  # it began before anybody listened
     waits.counting = False  # outside of training
-    waits.enter(IdleCause.READ)
-    stream.now = 100
-    waits.leave()
+    wait(34, 100)
     assert waits.take() == pytest.approx({IdleCause.LOCK: 0.002, IdleCause.READ: 0.004})
 
 
@@ -166,8 +163,6 @@ def test_the_end_of_a_backward_pass_on_a_stream(monkeypatch):
     assert stream.now == 12
 
 
-# -- records of kernels --------------------------------------------------------------------------------------
-
 GATHER, REDUCE = (
     "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
     "ncclDevKernel_ReduceScatter",
@@ -192,20 +187,16 @@ def test_waiting_inside_a_kernel():
     window = range(15 * MS)
     assert [waited(one, window, transfer) for one in EXAMPLE] == pytest.approx([0.006, 0.0])
     assert waited(EXAMPLE[0], range(6 * MS), transfer) == pytest.approx(0.002)
-    first, second = (parts_of(one, window) for one in EXAMPLE)
-    assert [first[part] for part in DevicePart] == pytest.approx([0.007, 0.008, 0])
-    assert [second[part] for part in DevicePart] == pytest.approx([0.013, 0.002, 0])
-
-
-def test_kernels_of_a_name_belong_together_in_order():
+    for one, expected in zip(EXAMPLE, ([0.007, 0.008, 0], [0.013, 0.002, 0]), strict=True):
+        assert [parts_of(one, window)[part] for part in DevicePart] == pytest.approx(expected)
     # On rank 1 the reduce-scatter of the first unit comes before the gather of the next, on rank 0 behind it.
     ranks = [
         records((GATHER, 0, 5), (GATHER, 5, 6), (REDUCE, 6, 9)),
         records((GATHER, 4, 5), (REDUCE, 5, 6), (GATHER, 6, 9)),
     ]
     assert transfers([durations(one) for one in ranks]) == {GATHER: [MS, MS], REDUCE: [MS]}
-    assert transfers([durations(EXAMPLE[0]), durations(EXAMPLE[1] * 2)]) is None
-    assert transfers([durations(EXAMPLE[0]), {}]) is None
+    for other in (durations(EXAMPLE[1] * 2), {}):
+        assert transfers([durations(EXAMPLE[0]), other]) is None
     assert transfers([{}, {}]) == {}
 
 
@@ -257,9 +248,6 @@ def test_records_are_what_ran_on_the_device():
     assert all(one.time_range.end >= one.time_range.start for one in events)
 
 
-# -- samples -------------------------------------------------------------------------------------------------
-
-
 class Profile:
     """A profiler that says what it is asked to say; its clock is not that of events."""
 
@@ -297,14 +285,13 @@ def with_other(item: Any) -> list[Any]:
 
 
 def run_steps(sampler: SampledWatch, stream: Stream, count: int) -> list[StepNumbers]:
-    """Steps of 15 ms, each of them 20 ms behind the host."""
-    steps = [StepNumbers(1.0, seen=False) for _ in range(count)]
-    for step in steps:
+    """Steps of 15 ms, each of them 20 ms behind the host, until one is seen."""
+    steps = []
+    while len(steps) < count and not any(step.seen for step in steps):
+        steps.append(StepNumbers(1.0, seen=False))
         stream.now += 15
         stream.free = stream.now + 20
-        sampler.end_step(step)
-        if step.seen:
-            return steps
+        sampler.end_step(steps[-1])
     return steps
 
 
@@ -337,7 +324,6 @@ def test_a_step_that_is_interrupted_does_not_count():
     stream, profile = Stream(), Profile(TWO_STEPS, 1015)
     sampler = sampler_for(profile, stream)
     sampler.interrupt()
-    assert profile.asked == ["start", "stop"]
     run_steps(sampler, stream, 3)
     sampler.interrupt()
     assert profile.asked == ["start", "stop"] * 2
@@ -397,9 +383,6 @@ def test_a_summary_speaks_of_the_steps_that_were_looked_at():
     assert values["gpu/collective_seconds"] + values["gpu/empty_seconds"] == 1.0
     incomplete = summary.values(complete=False, per_rank=True)
     assert "idle/fraction" not in incomplete and incomplete["gpu/kernel_seconds"] == 1.0
-
-
-# -- in a trainer --------------------------------------------------------------------------------------------
 
 
 class HostStream(Stream):

@@ -29,12 +29,11 @@ from lightning_odc.engine.tracing import Span
 from tests.callbacks.test_idle import MS, Sleeper, microbatch
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import on_ranks, try_ranks
+from tests.support.refusals import assert_refused
 
 STEPS = 3
 SLEEPS = {0: [0.10, 0.05], 1: [0.03]}
 """Seconds that each microbatch of a rank takes, by rank."""
-SLACK = 0.04
-"""Seconds by which two processes on a shared machine may be late; far less than what is told apart."""
 
 
 class Scripted(Sleeper):
@@ -96,9 +95,6 @@ def check_trace(path: Path, ranks: int) -> dict[str, Any]:
     return trace
 
 
-# -- real runs -----------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
     directory = tmp_path / "new" / "scripted"
@@ -122,17 +118,14 @@ def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
         assert all(span.details["unit"] for span in own.of("read", "add"))
         for span in [*forwards, *backwards, *own.of("settle", "optimizer", "publish")]:
             assert any(step.begin <= span.begin and span.end <= step.end for step in minibatches)
-    # Rank 1 has 0.12 s less to do than rank 0, and waits for it at the end of every minibatch. On a busy machine
-    # some steps take longer, but rank 1 never waits longer than until rank 0 comes, nor shorter.
-    waits_of_steps = []
+    # Rank 1 has 0.12 s less to do than rank 0, and waits at the end of every minibatch until rank 0 comes.
+    waited = 0
     for mine, theirs in zip(second.of("settle"), first.of("settle"), strict=True):
         waits = [w for w in second.of("wait") if mine.begin <= w.begin and w.end <= mine.end]
-        assert {wait.details["cause"] for wait in waits} == {"settle"}
+        assert {wait.details["cause"] for wait in waits} <= {"settle"}
         assert {wait.details["peer"] for wait in waits} <= {0, None}
-        waited = sum(seconds(wait) for wait in waits)
-        assert waited == pytest.approx((theirs.begin - mine.begin) / 1e9, abs=SLACK / 2)
-        waits_of_steps.append(waited)
-    assert max(waits_of_steps) > SLACK
+        waited += any(wait.begin < theirs.begin <= wait.end for wait in waits)
+    assert waited > 0, "on a busy machine rank 1 may be the later one, but hardly in every minibatch"
     assert timeline.waiting_seen
     assert sorted(path.name for path in directory.iterdir()) == ["timeline.json", "timeline.png"]
     assert (directory / "timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -142,25 +135,38 @@ def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("communication", ["lockstep", "collective"])
+@pytest.mark.parametrize("communication", ["lockstep", "collective", "ddp"])
 def test_other_communications(rank, communication, tmp_path):
-    timeline = _fit(rank, tmp_path, range(1, 3), communication=communication)
+    """Of ``ddp`` nothing is known but what the trainer does."""
+    if communication == "ddp":
+        recorder = TimelineRecorder(tmp_path, range(1, 3))
+        fitting = trainer(2, callbacks=[recorder], strategy="ddp", accumulate_grad_batches=2)
+        fitting.fit(Sleeper("mean"), loader([microbatch(SLEEPS[rank][0], 6)] * 2 * STEPS))
+        timeline = recorder.timeline
+    else:
+        timeline = _fit(rank, tmp_path, range(1, 3), communication=communication)
     if rank > 0:
         return
     trace = check_trace(tmp_path / "timeline.json", ranks=2)
+    numbers, tokens = ([0, 1, 0, 1], {6}) if communication == "ddp" else ([0, 0], {5})
     for own in timeline.ranks:
         assert [span.details["number"] for span in own.of("minibatch")] == [1, 2]
-        assert len(own.of("forward")) == len(own.of("backward")) == 2
-    if timeline.waiting_seen:
-        # Rank 0 sleeps 0.1 s where rank 1 sleeps 0.03 s.
-        assert timeline.ranks[1].idle_seconds > 2 * 0.07 - SLACK
-        causes = {"lockstep", "settle"} if communication == "lockstep" else {"collective"}
-        long = [span for span in timeline.ranks[1].of("wait") if seconds(span) > SLACK]
-        assert {span.details["cause"] for span in long} <= causes
-        assert {span.details["peer"] for span in long} <= {0, None}
-    else:
-        assert communication == "collective"
-        assert not trace["otherData"]["waiting_seen"]
+        for kind in ("forward", "backward"):
+            assert [span.details["microbatch"] for span in own.of(kind)] == numbers
+        assert {span.details["tokens"] for span in own.of("forward")} == tokens
+        assert len(own.of("optimizer")) == 2 and len(own.of("data")) == len(numbers)
+        assert min(map(seconds, own.of("forward"))) >= SLEEPS[own.rank][0]
+    assert timeline.waiting_seen == trace["otherData"]["waiting_seen"]
+    assert timeline.waiting_seen != (communication == "ddp")
+    if communication == "ddp":
+        assert "DDPStrategy tells nothing about its communication" in timeline.notes[0]
+        return
+    # Rank 0 sleeps 0.1 s where rank 1 sleeps 0.03 s, so rank 1 waits while rank 0 comes to its end.
+    ends = [span.end for span in timeline.ranks[0].of("forward")]
+    long = [w for w in timeline.ranks[1].of("wait") if any(w.begin < end <= w.end for end in ends)]
+    causes = {"collective"} if communication == "collective" else {"lockstep", "settle"}
+    assert long and {wait.details["cause"] for wait in long} <= causes
+    assert {wait.details["peer"] for wait in long} <= {0, None}
 
 
 @pytest.mark.parametrize("how", ["raise", "exit"])
@@ -175,29 +181,6 @@ def test_ranks_that_end_by_an_error_write_what_they_have(tmp_path, how):
         assert not own.complete
         assert own.of("forward")
         assert any("ended by" in note for note in timeline.notes)
-
-
-@on_ranks(2)
-def test_a_strategy_without_an_engine(rank, tmp_path):
-    recorder = TimelineRecorder(tmp_path, range(1, 3))
-    batches = [microbatch(SLEEPS[rank][0], 6) for _ in range(2 * STEPS)]
-    fitting = trainer(2, callbacks=[recorder], strategy="ddp", accumulate_grad_batches=2)
-    fitting.fit(Sleeper("mean"), loader(batches))
-    if rank > 0:
-        return
-    timeline = recorder.timeline
-    check_trace(tmp_path / "timeline.json", ranks=2)
-    assert not timeline.waiting_seen
-    assert "DDPStrategy tells nothing about its communication" in timeline.notes[0]
-    for own in timeline.ranks:
-        assert [span.details["number"] for span in own.of("minibatch")] == [1, 2]
-        assert [span.details["microbatch"] for span in own.of("forward")] == [0, 1, 0, 1]
-        assert [span.details["microbatch"] for span in own.of("backward")] == [0, 1, 0, 1]
-        assert {span.details["tokens"] for span in own.of("forward")} == {6}
-        assert len(own.of("optimizer")) == 2
-        assert len(own.of("data")) == 4
-        for span in own.of("forward"):
-            assert seconds(span) >= SLEEPS[own.rank][0]
 
 
 class _Listening(Callback):
@@ -224,9 +207,6 @@ def test_one_device_and_nobody_listens_outside_the_steps(rank, tmp_path):
     check_trace(tmp_path / "timeline.json", ranks=1)
 
 
-# -- bad input -----------------------------------------------------------------------------------------------
-
-
 def one_process(*callbacks: Callback, **options: Any) -> Trainer:
     return trainer(1, strategy="auto", callbacks=list(callbacks), **options)
 
@@ -243,24 +223,21 @@ def test_validation_is_not_loading_data(tmp_path):
 
 
 def test_steps_that_are_not_reached_and_spans_beyond_the_capacity(tmp_path):
+    def record(*steps: Any, **options: Any) -> None:
+        one_process(TimelineRecorder(tmp_path, *steps, **options)).fit(
+            TokenModule(), loader([microbatch(0, 5)] * 3)
+        )
+
     says = r"range\(50, 61\)\) recorded nothing: training ended after .* step 2"
     with pytest.warns(UserWarning, match=says):
-        one_process(TimelineRecorder(tmp_path, (50, 60))).fit(TokenModule(), loader([microbatch(0, 5)] * 3))
+        record((50, 60))
     assert list(tmp_path.iterdir()) == []
-    one_process(TimelineRecorder(tmp_path, (1, 9))).fit(TokenModule(), loader([microbatch(0, 5)] * 3))
+    record((1, 9))
     [own] = load_timeline(tmp_path / "timeline.json").ranks
     assert [span.details["number"] for span in own.of("minibatch")] == [1, 2] and not own.complete
-    one_process(TimelineRecorder(tmp_path, capacity=7)).fit(TokenModule(), loader([microbatch(0, 5)] * 3))
+    record(capacity=7)
     trace = check_trace(tmp_path / "timeline.json", ranks=1)
     assert trace["otherData"]["ranks"][0]["dropped"] == 3 * 5 - 7
-
-
-def test_steps_that_cannot_be(tmp_path):
-    for steps in [(3, 1), range(0), (-2, 4), 7, (1, 2, 3)]:
-        with pytest.raises(ValueError, match="steps="):
-            TimelineRecorder(tmp_path, steps)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="capacity"):
-        TimelineRecorder(tmp_path, capacity=0)
 
 
 @on_ranks(2)
@@ -289,15 +266,22 @@ def test_without_a_picture_there_is_a_trace_and_a_warning(tmp_path, monkeypatch)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["timeline.json"]
 
 
-def test_what_cannot_be_loaded_or_drawn(tmp_path):
+def test_what_cannot_be(tmp_path):
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
-    with pytest.raises(ValueError, match="not a trace that TimelineRecorder wrote"):
-        load_timeline(tmp_path / "other.json")
-    with pytest.raises(ValueError, match="nothing to draw"):
-        draw_timelines({"empty": Timeline([], world_size=1)}, tmp_path / "empty.png")
-
-
-# -- arithmetic ----------------------------------------------------------------------------------------------
+    cases = [
+        *(
+            (lambda steps=steps: TimelineRecorder(tmp_path, steps), "steps=")
+            for steps in [(3, 1), range(0), (-2, 4), 7]
+        ),
+        (lambda: TimelineRecorder(tmp_path, (1, 2, 3)), "steps="),  # type: ignore[arg-type]
+        (lambda: TimelineRecorder(tmp_path, capacity=0), "capacity"),
+        (lambda: load_timeline(tmp_path / "other.json"), "not a trace that TimelineRecorder wrote"),
+        (
+            lambda: draw_timelines({"empty": Timeline([], world_size=1)}, tmp_path / "empty.png"),
+            "nothing to draw",
+        ),
+    ]
+    assert_refused(lambda make: make(), cases)
 
 
 def meeting(kind: str, begin: int, end: int) -> Span:
@@ -326,9 +310,6 @@ def test_waiting_inside_collectives_is_told_apart():
     alone = merge([part(1, meeting("all_gather", 0, 12), world_size=3)])
     assert alone.notes == ["Nothing is known of rank(s) 0, 2."]
     assert not alone.waiting_seen
-
-
-# -- pictures ------------------------------------------------------------------------------------------------
 
 
 def scripted(scale: int) -> Timeline:

@@ -41,8 +41,8 @@ def padder(multiple: int = 1, fixed: int | None = None) -> Any:
     return collate
 
 
-def found(collate_fn: Any, sample: Any, lengths: list[int]) -> Collation | None:
-    return find_collation(collate_fn, lambda index: sample(lengths[index]), np.array(lengths))
+def found(collate_fn: Any, sample: Any, lengths: list[int], unit: int = 1) -> Collation | None:
+    return find_collation(collate_fn, lambda index: sample(lengths[index]), unit * np.array(lengths))
 
 
 @dataclass
@@ -60,7 +60,9 @@ PADDED, PACKED, APART = Collation("padded"), Collation("packed"), Collation("apa
 
 
 def test_what_a_collate_fn_does() -> None:
+    transformers = pytest.importorskip("transformers")
     for collate_fn, sample, expected in (
+        (transformers.DataCollatorWithFlattening(), tokens, PACKED),
         (padder(), tokens, PADDED),
         (padder(multiple=8), tokens, Collation("padded", multiple=8)),
         (padder(fixed=64), tokens, Collation("padded", fixed=64)),
@@ -97,16 +99,7 @@ def test_samples_of_these_lengths_tell_it() -> None:
         (list, [], None),
     ):
         assert found(collate_fn, tokens, lengths) == expected
-
-
-def test_lengths_in_other_units_still_pad() -> None:
-    rows = [tokens(10), tokens(13)]
-    assert find_collation(padder(), rows.__getitem__, np.array([101, 134])) == PADDED
-
-
-def test_the_collator_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
-    assert found(transformers.DataCollatorWithFlattening(), tokens, [10, 13]) == PACKED
+    assert found(padder(), tokens, [10, 13], unit=10) == PADDED
 
 
 def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
@@ -132,8 +125,6 @@ def test_of_several_numbers_the_first_one_tells():
     assert find_collation(collate, samples.__getitem__, rows) == PADDED
     assert find_collation(collate, samples.__getitem__, rows[:, ::-1]) == PACKED
 
-
-# -- in a loader -----------------------------------------------------------------------------------------------
 
 LENGTHS = [30, 5, 5, 6, 29, 12, 11, 13, 28, 6, 7, 30]
 LONG = [30, 5, 4, 6, 40, 7, 5, 3]  # two of them are cut to 12
@@ -166,13 +157,10 @@ def test_no_padded_microbatch_is_above_the_cap() -> None:
                 own = loader(LENGTHS, minibatch_size=3, policy=policy, collate_fn=padder(multiple), rank=rank)
                 assert own.collation == Collation("padded", multiple=multiple)
                 assert max(sizes(own)) <= -(-30 // multiple) * multiple
-
-
-def test_details_have_the_rows_that_are_computed() -> None:
-    for minibatch in loader(LENGTHS, minibatch_size=6):
-        assert minibatch.origin is not None
-        for batch, detail in zip(minibatch, minibatch.origin.details, strict=True):
-            assert detail.lengths == [batch["input_ids"].size(1)] * len(batch["input_ids"])
+                for minibatch in own:
+                    assert minibatch.origin is not None
+                    for batch, detail in zip(minibatch, minibatch.origin.details, strict=True):
+                        assert detail.lengths == [batch["input_ids"].size(1)] * len(batch["input_ids"])
 
 
 def test_a_stream_is_planned_with_its_padding() -> None:
@@ -223,9 +211,6 @@ def test_the_data_set_is_tried_on_a_copy() -> None:
         samples = Counting(is_ready)
         assert loader(None, samples, minibatch_size=2).collation == expected
         assert samples.reads == 0
-
-
-# -- packing="auto" --------------------------------------------------------------------------------------------
 
 
 def undecided(**options: Any) -> BalancedDataLoader:

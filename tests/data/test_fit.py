@@ -97,15 +97,14 @@ def reference() -> Parameters:
     ],
 )
 def test_every_policy_ends_in_the_parameters_of_one_process(rank, communication, policy):
-    check_policy(rank, 2, communication, policy)
-
-
-@on_ranks(1)
-def test_a_policy_on_one_rank(rank):
-    check_policy(rank, 1, "on_demand", "lb_mini")
-
-
-# -- resuming --------------------------------------------------------------------------------------------------
+    module = RowsModule()
+    t = trainer(2, communication=communication, max_epochs=EPOCHS)
+    t.fit(module, loader(rank, 2, policy=policy))
+    assert t.global_step == STEPS * EPOCHS
+    assert_same(full_parameters(module), reference())
+    batches = of_all_ranks(module.batches)
+    assert len(set(batches)) == 1 or policy in ("lb_mini", "steal")
+    assert sum(batches) == 24 * EPOCHS or policy != "local_sort"
 
 
 class Spy(Callback):
@@ -207,9 +206,6 @@ def test_every_checkpoint_goes_on_where_it_was_taken(make, options, minibatches,
         assert plans_of(make(), options, tmp_path / f"step={step}.ckpt") == whole[step:]
 
 
-# -- other strategies ------------------------------------------------------------------------------------------
-
-
 class SteppingRows(RowsModule):
     """Steps at the end of every minibatch, however many microbatches are in it; for its gradient, not in proportion."""
 
@@ -261,14 +257,3 @@ def test_unequal_minibatches_under_collectives_step_where_they_end(rank, kind):
 def test_a_strategy_that_does_not_know_minibatches_says_so(rank):
     with pytest.raises(TypeError, match="must be unrolled by a strategy that knows it"):
         trainer(1, strategy="ddp", max_steps=1).fit(RowsModule(), loader(0, 1))
-
-
-def check_policy(rank: int, world_size: int, communication: str, policy: str) -> None:
-    module = RowsModule()
-    t = trainer(world_size, communication=communication, max_epochs=EPOCHS)
-    t.fit(module, loader(rank, world_size, policy=policy))
-    assert t.global_step == STEPS * EPOCHS
-    assert_same(full_parameters(module), reference())
-    batches = of_all_ranks(module.batches)
-    assert len(set(batches)) == 1 or policy in ("lb_mini", "steal")
-    assert sum(batches) == (23 + 23 % world_size) * EPOCHS or policy != "local_sort"

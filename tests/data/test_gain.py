@@ -23,11 +23,12 @@ UNEVEN = np.random.default_rng(0).integers(1, 1000, 512)
 
 
 def test_two_batches_of_two_ranks_by_hand():
-    """Rank 0 gets samples 0 and 2, rank 1 samples 1 and 3; they wait for each other after each of them."""
-    gain = planned_gain(np.array([8, 2, 1, 7]), 1, 2, Planner(2, cost="tokens"))
-    assert gain.factor == pytest.approx((8 + 7) / (8 + 1))
-    assert gain.idle == pytest.approx(1 - 18 / (2 * 15))
-    assert (gain.shortest, gain.longest) == (1, 8)
+    """Rank 0 gets samples 0 and 2, rank 1 samples 1 and 3; they wait for each other after each. Numbers are added."""
+    for lengths, most in (([8, 2, 1, 7], 8), ([(7, 1), (1, 1), (1, 0), (1, 6)], 7)):
+        gain = planned_gain(np.array(lengths), 1, 2, Planner(2, cost="tokens"))
+        assert gain.factor == pytest.approx((8 + 7) / (8 + 1))
+        assert gain.idle == pytest.approx(1 - 18 / (2 * 15))
+        assert (gain.shortest, gain.longest) == (1, most)
 
 
 def test_more_ranks_wait_more_and_equal_lengths_do_not():
@@ -106,11 +107,8 @@ def test_lengths_that_are_known_cheaply():
         lengths, indices = glance(loader(), 64, measure)
         assert len(lengths) == len(indices) == 64
         assert len(set(lengths.tolist())) > 1
-
-
-def test_what_workers_prepare_is_not_read_here():
     lengths, _ = glance(DataLoader(Drawing(), batch_size=2, num_workers=1), 64, measure)
-    assert len(lengths) == 0
+    assert len(lengths) == 0, "what workers prepare is not read here"
 
 
 def test_a_slow_data_set_is_not_read_for_long(monkeypatch):
@@ -126,13 +124,6 @@ def test_a_slow_data_set_is_not_read_for_long(monkeypatch):
     monkeypatch.setattr(lightning_odc.data.gain, "_SECONDS", 0.0)
     assert len(glance(DataLoader(Recorded(), batch_size=1), 256, measure)[0]) == 1
     assert len(read) == 257
-
-
-def test_the_gain_of_several_numbers_is_that_of_their_sum():
-    rows = np.array([(7, 1), (1, 1), (1, 0), (1, 6)])
-    gain = planned_gain(rows, 1, 2, Planner(2, cost="tokens"))
-    assert gain.factor == pytest.approx((8 + 7) / (8 + 1))
-    assert (gain.shortest, gain.longest) == (1, 7)
 
 
 def test_padding_by_hand():

@@ -82,9 +82,6 @@ def test_a_state_of_an_older_version_is_not_taken_over():
     assert learning.cost.begun == 0
 
 
-# -- loaders ---------------------------------------------------------------------------------------------------
-
-
 def times(rank: int, share: Any) -> list[Measurement]:
     return [(detail.lengths, SLOWNESS[rank] * sum(detail.lengths)) for detail in share.origin.details]
 
@@ -150,15 +147,6 @@ def test_ranks_plan_alike_and_a_resumed_run_makes_the_same_plans(workers, accumu
         balanced._iterator = None
 
 
-def test_a_slow_rank_gets_less_as_soon_as_it_is_known():
-    run = Run(1, minibatch_size=6)
-    run.go(3)
-    plan = run.loaders[0].plan(0)
-    tokens = [sum(LENGTHS[i] for m in rank for i in m) for rank in plan.microbatches]
-    assert tokens[1] / tokens[0] == pytest.approx(1 / 3, abs=0.15)
-    assert run.loaders[0].plan(0).text == run.loaders[1].plan(0).text
-
-
 def test_a_stream_learns_where_it_is_planned():
     def stream(**options: Any) -> BalancedDataLoader:
         return BalancedDataLoader(
@@ -200,50 +188,43 @@ def test_every_minibatch_knows_what_is_in_it():
     assert len(seeds) > 6
 
 
-# -- caps that fall --------------------------------------------------------------------------------------------
-
-
-def out(tokens: int, samples: int = 2) -> list[int]:
-    return [tokens, samples]
-
-
 def observe(cap: DelayedCap, *ran_out: list[list[int]]) -> None:
-    """What ran out in a step, by rank."""
+    """What ran out in a step, by rank: tokens and samples of microbatches."""
     cap.observe([[0, own] if own else None for own in ran_out])
 
 
 def test_a_cap_falls_below_what_ran_out_on_all_ranks_that_had_it() -> None:
     cap = DelayedCap(3, [4000, 4000, 1500], 1000)
-    observe(cap, [], [out(3000)], [])
+    observe(cap, [], [[3000, 2]], [])
     assert cap.value == [2400, 2400, 1500]
-    observe(cap, [], [], [out(0)])
+    observe(cap, [], [], [[0, 2]])
     assert cap.value == [2400, 2400, 1200], "not known: that of a full microbatch"
-    observe(cap, [out(2900), out(1450)], [], [])
+    observe(cap, [[2900, 2], [1450, 2]], [], [])
     assert cap.value == [1160, 1160, 1200], "two microbatches"
-    observe(cap, [out(1000, samples=1)], [], [])
+    observe(cap, [[1000, 1]], [], [])
     assert cap.value == [1160, 1160, 1200], "no cap helps a sample that does not fit alone"
     assert cap.ran_out == 5
 
 
 def test_plans_made_before_that_run_out_too_change_nothing_more() -> None:
     for cap, least, other_rank, expected in (
-        (1000, 100, [out(990)], 792),
+        (1000, 100, [[990, 2]], 792),
         (1000, 900, [], 900),  # it stays above the longest sample
-        ([1000, 500], 900, [out(500)], [900, 400]),  # which fits on rank 0
+        ([1000, 500], 900, [[500, 2]], [900, 400]),  # which fits on rank 0
     ):
         own = DelayedCap(2, cap, least)
         for _ in range(3):
-            observe(own, [out(1000)], other_rank)
+            observe(own, [[1000, 2]], other_rank)
             assert own.value == expected
 
 
 def test_equal_reports_give_equal_caps_and_a_state_goes_on() -> None:
     first, second = DelayedCap(2, 1000, 10), DelayedCap(2, 1000, 10)
     assert first.values() == {"memory/max_tokens": 1000, "memory/ran_out": 0}
-    observe(first, [], [out(1000)])
+    observe(first, [], [[1000, 2]])
     second.load_state_dict(first.state_dict())
     for cap in (first, second):
-        observe(cap, [out(700)], [])
+        observe(cap, [[700, 2]], [])
         assert cap.values() == {"memory/max_tokens": 560, "memory/ran_out": 2}
     assert first.state_dict() == second.state_dict()
     for other, message in (
@@ -254,8 +235,6 @@ def test_equal_reports_give_equal_caps_and_a_state_goes_on() -> None:
             other.load_state_dict(first.state_dict())
         assert other.ran_out == 0
 
-
-# -- in a capped_loader -----------------------------------------------------------------------------------------------
 
 CAPPED = [9, 7, 8, 5, 6, 4, 9, 3] * 8
 

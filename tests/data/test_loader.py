@@ -179,9 +179,6 @@ def test_default_collate_says_what_to_do_where_lengths_hide_a_difference():
     assert any("pack_samples" in note for note in caught.value.__notes__)
 
 
-# -- resuming --------------------------------------------------------------------------------------------------
-
-
 def item_of(item: Any) -> Any:
     """What a loader yields, to be compared."""
     if isinstance(item, Microbatch):
@@ -288,9 +285,6 @@ def test_stealing_comes_with_everybodys_work_and_any_microbatch_can_be_read_agai
     assert all(share.all_ranks is None for share in loader(policy="steal", num_replicas=1))
 
 
-# -- unrolled --------------------------------------------------------------------------------------------------
-
-
 def test_unrolled_ranks_stay_together():
     for policy in ("lb_micro", "local_sort"):
         ranks = [loader(policy=policy, rank=rank, unroll=True) for rank in range(2)]
@@ -303,9 +297,6 @@ def test_unrolled_ranks_stay_together():
             assert all(isinstance(item, Microbatch) for row in rows for item in row)
             assert [a.last for a, _ in rows] == [b.last for _, b in rows]
             assert sum(a.last for a, _ in rows) == 6
-
-
-# -- what it refuses -------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_is_refused_at_once():
@@ -377,9 +368,6 @@ def test_samples_with_several_numbers():
     assert loader(**options, weighting=lambda lengths: lengths[:, 1] + 1).plan(0).weights
 
 
-# -- memory of the host ----------------------------------------------------------------------------------------
-
-
 class Deadly(Rows):
     """Ends the worker that reads sample 7, as the kernel does."""
 
@@ -408,9 +396,6 @@ def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_
     # In a process of its own: torch's handler of SIGCHLD goes on to raise until the iterator is collected.
     [[note]] = run_ranks(_loses_a_worker, tmp_path, world_size=1)
     assert "The kernel's out-of-memory killer has ended 1 process of this host" in note
-
-
-# -- where a pass begins ---------------------------------------------------------------------------------------
 
 
 def test_a_position_in_minibatches_of_another_size():

@@ -11,21 +11,13 @@ from tests.support.refusals import assert_refused
 
 def test_it_is_a_sequence_of_microbatches():
     share = Minibatch(iter(["a", "b"]), weights=[3, 5], plan="p")
-    assert len(share) == 2
-    assert list(share) == ["a", "b"]
-    assert share[1] == "b"
+    assert (len(share), list(share), share[1]) == (2, ["a", "b"], "b")
     assert list(share.weighted()) == [("a", 3.0), ("b", 5.0)]
     assert repr(share) == "Minibatch(2 microbatches, weights=[3.0, 5.0])"
-
-
-def test_it_may_be_empty():
+    twice = share.map(lambda x: x * 2)
+    assert (twice.microbatches, twice.weights, twice.plan) == (["aa", "bb"], [3.0, 5.0], "p")
     assert list(Minibatch([])) == list(Minibatch([]).weighted()) == []
     assert list(Minibatch(["a"]).weighted()) == [("a", 1.0)]
-
-
-def test_map_keeps_weights_and_plan():
-    share = Minibatch([1, 2], weights=[1, 2], plan="p").map(lambda x: x * 10)
-    assert (share.microbatches, share.weights, share.plan) == ([10, 20], [1.0, 2.0], "p")
 
 
 def test_lightnings_collection_helpers_keep_weights_and_plan():
@@ -56,11 +48,6 @@ def test_bad_arguments():
     assert_refused(lambda arguments: Minibatch(*arguments), cases, (ValueError, TypeError))
 
 
-def test_use_under_another_strategy_teaches_this_one():
-    with pytest.raises(TypeError, match=r'Trainer\(strategy="odc"'):
-        Minibatch([torch.ones(1)]).to("cpu")
-
-
 def shares(*sizes: tuple[int, ...], lengths: list[int] | None = None) -> Minibatch:
     share = Minibatch([{"x": torch.ones(size), "name": "a"} for size in sizes])
     if lengths is not None:
@@ -74,3 +61,5 @@ def test_a_key_is_refused_with_the_loop_to_write():
             share["x"]
     with pytest.raises(AttributeError, match=r"(?s)no attribute 'items'.*get the whole Minibatch"):
         shares((2, 3)).items()
+    with pytest.raises(TypeError, match=r'Trainer\(strategy="odc"'):  # moved by another strategy
+        shares((2, 3)).to("cpu")

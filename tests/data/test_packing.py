@@ -26,19 +26,12 @@ def test_two_samples_in_one_row() -> None:
         "position_ids": torch.int64,
         "cu_seqlens": torch.int32,
     }
-
-
-def test_own_labels_are_kept_and_the_first_token_is_never_predicted() -> None:
-    prompt = {"input_ids": [1, 2, 3, 4], "labels": [1, IGNORE_INDEX, 3, 4]}
-    batch = pack_samples([prompt, {"input_ids": [5, 6]}])
+    tokens, labels = torch.tensor([1, 2, 3, 4]), torch.tensor([1, IGNORE_INDEX, 3, 4])
+    batch = pack_samples(
+        [{"input_ids": tokens, "labels": labels}, {"input_ids": [5, 6]}]
+    )  # its own labels are kept
     assert batch["labels"].tolist() == [[IGNORE_INDEX, IGNORE_INDEX, 3, 4, IGNORE_INDEX, 6]]
-
-
-def test_the_samples_given_are_not_changed() -> None:
-    tokens = torch.tensor([1, 2, 3])
-    labels = torch.tensor([1, 2, 3])
-    pack_samples([tokens, {"input_ids": tokens, "labels": labels}])
-    assert tokens.tolist() == labels.tolist() == [1, 2, 3]
+    assert labels.tolist() == [1, IGNORE_INDEX, 3, 4], "what was given is not changed"
 
 
 @settings(max_examples=50, deadline=None)
@@ -60,14 +53,8 @@ def test_bad_samples_are_named() -> None:
         ([{"input_ids": [1, 2], "labels": [1]}], "sample 0 has 2 tokens but 1 labels"),
     ]
     assert_refused(pack_samples, cases)
-
-
-def test_unpacking_refuses_values_of_another_row() -> None:
     with pytest.raises(ValueError, match=r"one row of 3 packed tokens"):
         unpack_tokens(torch.zeros(1, 4, 2), torch.tensor([0, 1, 3]))
-
-
-# -- a batch for models of Hugging Face's ----------------------------------------------------------------------
 
 
 def padding(samples: list[dict[str, list[int]]], width: int = 6) -> dict[str, torch.Tensor]:

@@ -15,16 +15,8 @@ from torch.testing import assert_close
 from lightning_odc import BalancedDataLoader
 from lightning_odc.data.minibatch import Detail, Samples, Task
 from lightning_odc.data.packing import PackingCollator, pack_samples
-from lightning_odc.data.split import middle, parts_of
+from lightning_odc.data.split import parts_of
 from lightning_odc.data.weighting import Counter, Rule
-
-
-@given(st.lists(st.integers(1, 100), min_size=2, max_size=12))
-def test_a_cut_leaves_something_on_both_sides_and_is_the_most_even(sizes: list[int]) -> None:
-    cut = middle(sizes)
-    assert 0 < cut < len(sizes)
-    worst = abs(sum(sizes[:cut]) - sum(sizes[cut:]))
-    assert all(worst <= abs(sum(sizes[:at]) - sum(sizes[at:])) for at in range(1, len(sizes)))
 
 
 @settings(deadline=None)
@@ -76,45 +68,35 @@ class Record:
 
 def test_tensors_are_cut_along_the_batch() -> None:
     for make in (
-        lambda x: x,
-        lambda x: {"x": x, "name": "all", "names": ["a", "b", "c"]},
-        lambda x: (x, x[:, 0]),
-        lambda x: [x, {"inner": x}],
-        lambda x: Pair(x, x[:, 0]),
-        lambda x: Record(x, ["a", "b", "c"]),
+        lambda x, names: x,
+        lambda x, names: {"x": x, "name": "all", "names": names},
+        lambda x, names: (x, x[:, 0]),
+        lambda x, names: [x, {"inner": x}],
+        lambda x, names: Pair(x, x[:, 0]),
+        lambda x, names: Record(x, names),
     ):
-        x = torch.arange(12.0).view(3, 4)
-        first, second = parts_of(Task(make(x), 6.0, None), Rule("token"))
-        assert type(first.microbatch) is type(make(x))
-        sizes = [one.weight for one in (first, second)]
-        assert sizes == [2.0, 4.0]
-        expected = make(x[1:])
-        if isinstance(expected, dict):
-            expected["names"] = ["b", "c"]
-        if isinstance(expected, Record):
-            expected.names = ["b", "c"]
-        assert repr(second.microbatch) == repr(expected)
+        x, names = torch.arange(12.0).view(3, 4), ["a", "b", "c"]
+        first, second = parts_of(Task(make(x, names), 6.0, None), Rule("token"))
+        assert type(first.microbatch) is type(make(x, names))
+        assert [one.weight for one in (first, second)] == [2.0, 4.0]
+        assert repr(second.microbatch) == repr(make(x[1:], names[1:]))
 
 
-def test_what_has_no_samples_to_count_is_not_cut() -> None:
-    for batch in (
-        torch.ones(1, 9),
-        torch.ones(9, dtype=torch.long),
-        (torch.ones(3, 2), torch.ones(4)),
-        "text",
-        {},
-        None,
-    ):
+def test_what_has_no_samples_to_count_is_not_cut_and_what_can_be_read_again_is() -> None:
+    rows = (torch.ones(3, 2), torch.ones(4))
+    for batch in (torch.ones(1, 9), torch.ones(9, dtype=torch.long), rows, "text", {}, None):
         assert parts_of(Task(batch, 1.0, None), Rule("token")) == []
 
-
-def test_samples_that_can_be_read_again_are() -> None:
     def read(indices: list[int]) -> Task:
         return Task(f"batch of {indices}", float(len(indices)), None)
 
     detail = Detail([9, 1, 2], (0,), Samples([5, 6, 7], read))
     assert parts_of(Task("not looked at", 3.0, detail), Rule("token")) == [read([5]), read([6, 7])]
     assert parts_of(Task("", 1.0, Detail([9], (0,), Samples([5], read))), Rule("token")) == []
+    whole = Task(torch.ones(4, 2), 1.0, Detail([2, 2, 2, 2], (3, 1)))
+    first, second = parts_of(whole, Rule("token"))
+    assert first.detail == Detail([2, 2], (3, 1)), "it keeps the random numbers"
+    assert second.detail == Detail([2, 2], (3, 1, 2))
 
 
 def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> None:
@@ -138,10 +120,3 @@ def test_packed_rows_are_cut_with_all_that_belongs_to_samples_or_not_at_all() ->
     assert (first["names"], second["names"]) == (["a"], ["b"])
     images = {**row, "images": [torch.ones(2, 2), torch.ones(3, 3)]}
     assert parts_of(Task(images, 1.0, None), Rule("token")) == []
-
-
-def test_the_first_part_keeps_the_random_numbers() -> None:
-    whole = Task(torch.ones(4, 2), 1.0, Detail([2, 2, 2, 2], (3, 1)))
-    first, second = parts_of(whole, Rule("token"))
-    assert first.detail == Detail([2, 2], (3, 1))
-    assert second.detail == Detail([2, 2], (3, 1, 2))

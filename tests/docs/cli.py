@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import io
 import os
-from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
+from unittest import mock
+
+from lightning_odc import cli
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 ADVICE = PAGE.parent / "data" / "advise.txt"
@@ -38,40 +39,20 @@ def page() -> str:
     """The whole page."""
     parts = [_HEAD]
     for name, title in COMMANDS.items():
-        parts.append(_section(f"lightning-odc {name}".strip(), title, "lightning_odc.cli", name.split()))
+        out = io.StringIO()
+        with mock.patch.dict(os.environ, COLUMNS="82"), redirect_stdout(out), suppress(SystemExit):
+            cli.main([*name.split(), "--help"])
+        command = f"lightning-odc {name}".strip()
+        parts.append(f"## {title}\n\n`{command}`\n\n```text\n{out.getvalue().strip()}\n```\n")
     return "\n".join(parts)
 
 
 def advice() -> str:
     """What the command of docs/get-started.md prints."""
     out, line = io.StringIO(), "--lengths longalign --model 1.5b --device H200 --devices 8"
-    with contextlib.redirect_stdout(out):
-        assert importlib.import_module("lightning_odc.cli").main(["advise", *line.split()]) == 0
+    with redirect_stdout(out):
+        assert cli.main(["advise", *line.split()]) == 0
     return out.getvalue()
-
-
-def _section(command: str, title: str, module: str, arguments: list[str]) -> str:
-    return f"## {title}\n\n`{command}`\n\n```text\n{help_of(module, arguments).strip()}\n```\n"
-
-
-def help_of(module: str, arguments: list[str]) -> str:
-    """What a command prints with ``--help``, 82 characters wide."""
-    out = io.StringIO()
-    with _wide(), contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        importlib.import_module(module).main([*arguments, "--help"])
-    return out.getvalue()
-
-
-@contextlib.contextmanager
-def _wide() -> Iterator[None]:
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "82"
-    try:
-        yield
-    finally:
-        os.environ.pop("COLUMNS")
-        if before is not None:
-            os.environ["COLUMNS"] = before
 
 
 if __name__ == "__main__":

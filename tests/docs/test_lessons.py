@@ -68,9 +68,6 @@ def test_the_sliders_compute_what_the_replay_computes(tmp_path):
             assert run["fraction"] == pytest.approx(idle_fraction(pieces), abs=1e-9)
 
 
-# -- the protocol in every order ----------------------------------------------------------------------------
-
-
 def test_the_protocol_holds_in_every_order_also_with_locks_and_two_units():
     for counts in ((1, 1), (2, 0), (0, 0), (3, 1)):
         outcome = explore(*(microbatches(count) for count in counts))
@@ -112,9 +109,6 @@ def test_a_wrong_first_version_and_an_action_that_there_is_not_are_found():
         explore((*PROTOCOL, "pray"))
 
 
-# -- strokes ------------------------------------------------------------------------------------------------
-
-
 def test_the_model_learns_from_right_answers_and_guesses_have_their_form():
     model, exam = strokes.make_model(), strokes.problems(50, seed=1)
     losses = strokes.teach(model, steps=20, batch=16)
@@ -125,9 +119,6 @@ def test_the_model_learns_from_right_answers_and_guesses_have_their_form():
     assert sorted(map(len, guesses)) == sorted(sum(problem) + 1 for problem in exam)
     assert 0 < strokes.mean_reward(exam, guesses) < 0.5
     assert strokes.mean_reward(exam, [strokes.solution(problem) for problem in exam]) == 1
-
-
-# -- the rest -----------------------------------------------------------------------------------------------
 
 
 def test_logs_are_read(tmp_path):

@@ -23,21 +23,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 HERE = Address("https://github.com/me/it", "https://me.github.io/it/")
 
-# -- the address -----------------------------------------------------------------------------------------------------
-
-
-def edit_url(where: Address, source: str) -> str | None:
-    """Where "Edit this page" leads."""
-    config = MkDocsConfig()
-    config.load_dict({"site_name": "it", "docs_dir": str(DOCS)})
-    config.validate()
-    address.apply(config, where)
-    file = File(source, str(DOCS), "site", True)
-    if source.startswith("tutorials/"):
-        file.generated_by = "notebooks/pages.py"
-    address.on_files(Files([file]))
-    return Page(None, file, config).edit_url
-
 
 def test_the_address_is_read_from_the_project() -> None:
     assert address.read("[project]\nname = 'it'") == Address()
@@ -45,27 +30,34 @@ def test_the_address_is_read_from_the_project() -> None:
     assert address.read(f"[project]\nname = 'it'\n{urls}") == HERE
 
 
-def test_edit_this_page_leads_to_the_file_that_is_edited() -> None:
+def config_for(where: Address) -> MkDocsConfig:
+    config = MkDocsConfig()
+    config.load_dict({"site_name": "it", "docs_dir": str(DOCS)})
+    config.validate()
+    address.apply(config, where)
+    return config
+
+
+@pytest.mark.parametrize("where", [HERE, Address()], ids=["address", "none"])
+def test_edit_this_page_leads_to_the_file_that_is_edited(where: Address) -> None:
+    config = config_for(where)
     for page, source in {
         "idle.md": "docs/idle.md",
         "reference/data.md": "docs/reference/data.md",
         "changelog.md": "CHANGELOG.md",
         "tutorials/06_how_it_works.md": "notebooks/src/06_how_it_works.py",
     }.items():
-        assert edit_url(HERE, page) == f"https://github.com/me/it/edit/main/{source}"
+        file = File(page, str(DOCS), "site", True)
+        if page.startswith("tutorials/"):
+            file.generated_by = "notebooks/pages.py"
+        address.on_files(Files([file]))
+        expected = f"https://github.com/me/it/edit/main/{source}" if where.source else None
+        assert Page(None, file, config).edit_url == expected
         assert (ROOT / source).is_file()
-        assert edit_url(Address(), page) is None
-
-
-def test_the_list_of_versions_is_only_where_mike_builds() -> None:
-    config = MkDocsConfig()
-    config.load_dict({"site_name": "it", "docs_dir": str(DOCS)})
-    config.validate()
-    address.apply(config, HERE)
-    assert (config.site_url, "version" in config.extra) == (HERE.documentation, False)
-    config.plugins["mike"] = config.plugins["search"]
-    address.apply(config, HERE)
-    assert config.extra["version"] == {"provider": "mike", "default": "latest"}
+    assert (config.site_url or "", "version" in config.extra) == (where.documentation, False)
+    config.plugins["mike"] = config.plugins["search"]  # the list of versions is only where mike builds
+    address.apply(config, where)
+    assert not where.source or config.extra["version"] == {"provider": "mike", "default": "latest"}
 
 
 def test_badges_stand_where_the_readme_has_a_place_for_them() -> None:
@@ -90,9 +82,6 @@ def test_files_have_the_address_of_the_project() -> None:
     assert address.with_code(there, Address()) == citation
 
 
-# -- old addresses ---------------------------------------------------------------------------------------------------
-
-
 def test_old_addresses_lead_to_pages_that_exist(tmp_path: Path) -> None:
     redirects.write(tmp_path)
     for old, where in redirects.MOVED.items():
@@ -104,8 +93,6 @@ def test_old_addresses_lead_to_pages_that_exist(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):  # a page stands at the old address
         redirects.write(tmp_path)
 
-
-# -- tooltips ----------------------------------------------------------------------------------------------------------
 
 TERMS = {"rank": "One process.", "sharding": "Parts.", "hybrid sharding": "Parts & copies."}
 
@@ -130,14 +117,10 @@ def test_the_first_use_in_text_is_explained() -> None:
         "<!-- a rank's comment --><p>none</p>",
     ):
         assert tooltips.explain(html, TERMS) == html
-
-
-def test_a_page_can_do_without_tooltips() -> None:
-    config = MkDocsConfig()
+    config, html = MkDocsConfig(), "<p>A microbatch</p>"
     page = Page("t", File("t.md", str(DOCS), "site", True), config)
-    html = "<p>A microbatch</p>"
     assert "<abbr" in tooltips.on_page_content(html, page=page, config=config)
-    page.meta["tooltips"] = False
+    page.meta["tooltips"] = False  # a page can do without
     assert tooltips.on_page_content(html, page=page, config=config) == html
 
 
@@ -155,16 +138,6 @@ def test_every_entry_of_the_glossary_is_read() -> None:
     ]
 
 
-# -- pictures ----------------------------------------------------------------------------------------------------------
-
-
-def test_logos_are_small_and_ask_no_other_host() -> None:
-    for name in ("logo.svg", "favicon.svg"):
-        text = (DOCS / "assets" / name).read_text()
-        assert len(text) < 1000
-        assert re.findall(r"https?://[^\"']+", text) == ["http://www.w3.org/2000/svg"]
-
-
 def test_the_social_card_is_drawn_in_the_size_that_sites_ask_for(tmp_path: Path) -> None:
     samples = ((1.0, 3.0), (2.0, 1.0))
     assert card.collectives(samples) == [[(0, 1), (2, 5)], [(0, 2), (2, 3)]]
@@ -174,9 +147,6 @@ def test_the_social_card_is_drawn_in_the_size_that_sites_ask_for(tmp_path: Path)
         png = path.read_bytes()
         assert struct.unpack(">II", png[16:24]) == (1200, 630)
         assert len(png) < 100_000
-
-
-# -- the checker of the built site ------------------------------------------------------------------------------------
 
 
 GOOD = """<html lang="en"><head><title>{title}</title><meta name="description" content="d">

@@ -131,9 +131,6 @@ def test_what_is_wrong_with_a_loss() -> None:
         _ = Microbatch(some, [0, 1], Whole(2, 2, 1)).logprobs
 
 
-# -- advantages ------------------------------------------------------------------------------------------------
-
-
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 3)), max_size=20), st.randoms(), st.booleans())
 def test_advantages_do_not_depend_on_order(

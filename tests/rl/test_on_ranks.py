@@ -39,6 +39,28 @@ def nets() -> tuple[nn.Module, nn.Module]:
     return Net(vocab=VOCAB), Net(vocab=VOCAB)
 
 
+def learn(
+    policy: Any, updates: Any, optimizer: Any, backward: Any, counts: list[int], **options: Any
+) -> None:
+    """The loop of a user, on one rank."""
+    for update in updates:
+        counts.append(len(update))
+        for microbatch in update:
+            loss = rl.policy_loss(rl.logprobs(policy, microbatch), microbatch, clip_range=CLIP, **options)
+            backward(loss.scaled)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def learn_alone(policy: Any, rollouts: Any, optimizer: Any, *loss: Any, seed: int = 0) -> None:
+    """The same by the textbook, with the minibatches of the plan."""
+    for update in rollouts.updates(EPOCHS, MINIBATCHES, seed=seed):
+        chosen = [rollouts[i] for microbatch in update.plan[0] for i in microbatch]
+        optimizer.zero_grad()
+        textbook_loss(policy, chosen, *loss, 12).backward()
+        optimizer.step()
+
+
 class Learns(LightningModule):
     """PPO on roll-outs whose sampling is left out."""
 
@@ -65,22 +87,9 @@ class Learns(LightningModule):
         rl.score(self.reference, rollouts, into="ref_logprobs")
         assert self.policy.training
         self.scores.append([[*one.logprobs, *one.ref_logprobs] for one in by_index(rollouts)])  # type: ignore[misc]
-        optimizer: Any = self.optimizers()
-        for update in rollouts.updates(EPOCHS, MINIBATCHES, seed=batch_idx):
-            self.microbatches.append(len(update))
-            for microbatch in update:
-                new = rl.logprobs(self.policy, microbatch)
-                loss = rl.policy_loss(
-                    new,
-                    microbatch,
-                    loss_type=self.loss_type,
-                    clip_range=CLIP,
-                    beta=BETA,
-                    max_response_length=12,
-                )
-                self.manual_backward(loss.scaled)
-            optimizer.step()
-            optimizer.zero_grad()
+        updates = rollouts.updates(EPOCHS, MINIBATCHES, seed=batch_idx)
+        options = {"loss_type": self.loss_type, "beta": BETA, "max_response_length": 12}
+        learn(self.policy, updates, self.optimizers(), self.manual_backward, self.microbatches, **options)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.policy.parameters(), lr=LR)
@@ -104,11 +113,7 @@ def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]
             for one in rollouts:
                 one.logprobs, one.ref_logprobs = logprobs_alone(policy, one), logprobs_alone(reference, one)
         scores.append([[*one.logprobs.tolist(), *one.ref_logprobs.tolist()] for one in by_index(rollouts)])  # type: ignore[union-attr]
-        for update in rollouts.updates(EPOCHS, MINIBATCHES, seed=step):
-            chosen = [rollouts[i] for microbatch in update.plan[0] for i in microbatch]
-            optimizer.zero_grad()
-            textbook_loss(policy, chosen, loss_type, CLIP, BETA, 12).backward()
-            optimizer.step()
+        learn_alone(policy, rollouts, optimizer, loss_type, CLIP, BETA, seed=step)
     return scores, {f"policy.{name}": p.detach() for name, p in policy.named_parameters()}
 
 
@@ -141,9 +146,6 @@ def test_scores_and_updates_are_those_of_one_process(rank, make, communication, 
     assert any(a != b for a, b in counts) == (communication == "on_demand")
 
 
-# -- adapters --------------------------------------------------------------------------------------------------
-
-
 class Adapts(LightningModule):
     """The reference is the policy without its adapters, scored before anything else has run."""
 
@@ -163,13 +165,7 @@ class Adapts(LightningModule):
             reference = rl.score(self.policy, rollouts, into="ref_logprobs")
         policy = rl.score(self.policy, rollouts)
         self.found.append([torch.cat(reference).tolist(), torch.cat(policy).tolist()])
-        optimizer: Any = self.optimizers()
-        for update in rollouts.updates():
-            for microbatch in update:
-                loss = rl.policy_loss(rl.logprobs(self.policy, microbatch), microbatch)
-                self.manual_backward(loss.scaled)
-            optimizer.step()
-            optimizer.zero_grad()
+        learn(self.policy, rollouts.updates(), self.optimizers(), self.manual_backward, [])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=10.0)
@@ -194,9 +190,6 @@ def test_the_reference_is_the_policy_without_its_adapters(rank) -> None:
         assert (torch.tensor(policy) - truth).abs().max() > 1e-3
 
 
-# -- Fabric ----------------------------------------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_fabric(rank) -> None:
     fabric = Fabric(strategy="odc", accelerator="cpu", devices=2)
@@ -206,30 +199,16 @@ def test_fabric(rank) -> None:
     rollouts = rl.exchange(fabric, rolled_out(LENGTHS) if rank == 1 else [])
     rl.normalize_advantages(rollouts)
     rl.score(model, rollouts, into="logprobs")
-    counts = []
-    for update in rollouts.updates(EPOCHS, MINIBATCHES):
-        counts.append(len(update))
-        for microbatch in update:
-            loss = rl.policy_loss(rl.logprobs(model, microbatch), microbatch, clip_range=CLIP)
-            fabric.backward(loss.scaled)
-        optimizer.step()
-        optimizer.zero_grad()
+    counts: list[int] = []
+    learn(model, rollouts.updates(EPOCHS, MINIBATCHES), optimizer, fabric.backward, counts)
     strategy: Any = fabric.strategy
     strategy.teardown()
     assert 0 in [count for own in of_all_ranks(counts) for count in own]
     rollouts = rl.Rollouts(sorted(rolled_out(LENGTHS), key=lambda one: one.group))
     rl.normalize_advantages(rollouts)
     rl.score(alone, rollouts, into="logprobs")
-    optimizer = torch.optim.SGD(alone.parameters(), lr=LR)
-    for update in rollouts.updates(EPOCHS, MINIBATCHES):
-        chosen = [rollouts[i] for microbatch in update.plan[0] for i in microbatch]
-        optimizer.zero_grad()
-        textbook_loss(alone, chosen, "dapo", CLIP, 0.0, 12).backward()
-        optimizer.step()
+    learn_alone(alone, rollouts, torch.optim.SGD(alone.parameters(), lr=LR), "dapo", CLIP, 0.0)
     assert_same(full_parameters(policy), full_parameters(alone), tolerance=1e-5)
-
-
-# -- what goes wrong -------------------------------------------------------------------------------------------
 
 
 def test_what_is_exchanged() -> None:

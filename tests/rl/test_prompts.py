@@ -20,6 +20,7 @@ from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.rl import claim_prompts
 from tests.support.models import Net
 from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
+from tests.support.refusals import assert_refused
 
 SECONDS = 60
 
@@ -47,9 +48,6 @@ def sharded(rank: int) -> Fabric:
     torch.manual_seed(0)
     fabric.setup_module(Net())
     return fabric
-
-
-# -- on two ranks ----------------------------------------------------------------------------------------------
 
 
 class Blackboard:
@@ -116,15 +114,10 @@ def test_a_rank_that_dies_with_a_prompt_is_named():
     assert "ended without a word" in survivor.error
 
 
-# -- on one rank -----------------------------------------------------------------------------------------------
-
-
-def test_one_process_gets_all_of_them_the_longest_first():
+def test_the_longest_come_first_with_random_numbers_of_their_own(monkeypatch):
     found = list(claim_prompts(alone(), ["a", "b", "c", "d"], expected=[2, 5, 1, 5]))
     assert found == [(1, "b"), (3, "d"), (0, "a"), (2, "c")]
 
-
-def test_every_call_has_random_numbers_of_its_own_and_repeats_with_the_seed():
     def drawn() -> list[float]:
         return [float(torch.rand(())) for _ in claim_prompts(alone(), [1, 2])]
 
@@ -132,16 +125,27 @@ def test_every_call_has_random_numbers_of_its_own_and_repeats_with_the_seed():
     first, second = drawn(), drawn()
     torch.manual_seed(3)
     assert drawn() == first != second
-
-
-def test_a_loop_that_is_left_gives_the_random_numbers_back():
-    torch.manual_seed(5)
-    claims = claim_prompts(alone(), [1, 2])
-    expected = torch.random.get_rng_state()
+    claims, expected = claim_prompts(alone(), [1, 2]), torch.random.get_rng_state()
     next(claims)
     assert not torch.equal(torch.random.get_rng_state(), expected)
-    del claims
+    del claims  # a loop that is left gives them back
     assert torch.equal(torch.random.get_rng_state(), expected)
+    heard: list[Any] = []
+    monkeypatch.setattr(CollectiveEngine, "claims", lambda _, rank, costs: heard.append(costs) or iter([]))
+    list(claim_prompts(alone(), ["a", "b", "c"], expected=[3, 40, 7]))
+    assert heard == [[[40, 7, 3]]], "a queue's last prompt, which is taken first, is the shortest"
+
+
+def test_bad_input():
+    cases = [
+        (({"input_ids": [1]}, None), r"got a dict, .* Pass a list .*: claim_prompts\(module, \[batch\]\)"),
+        (("text", None), r"got a str, .* Pass a list"),
+        (([object()], None), r"cannot send this prompt to another rank: `object` is not JSON"),
+        (([1, 2], [1.0]), r"2 prompts and the lengths \[1.0\]. Give one finite positive number per prompt"),
+        (([1], [0.0]), r"got 1 prompts and the lengths \[0.0\]"),
+        (([1], [float("inf")]), r"got 1 prompts and the lengths \[inf\]"),
+    ]
+    assert_refused(lambda given: claim_prompts(alone(), *given), cases, (TypeError, ValueError))
 
 
 def test_where_ranks_generate_together_each_gets_its_own():
@@ -159,13 +163,6 @@ def test_where_ranks_generate_together_each_gets_its_own():
         claim_prompts(alone(0, lambda own: [own, own._replace(prompts=[])], 2), [1, 2])
 
 
-def test_helpers_are_told_what_is_left_in_the_order_of_sampling(monkeypatch):
-    heard: list[Any] = []
-    monkeypatch.setattr(CollectiveEngine, "claims", lambda _, rank, costs: heard.append(costs) or iter([]))
-    list(claim_prompts(alone(), ["a", "b", "c"], expected=[3, 40, 7]))
-    assert heard == [[[40, 7, 3]]], "a queue's last prompt, which is taken first, is the shortest"
-
-
 def test_what_a_prompt_may_be():
     prompts = [
         "text",
@@ -181,19 +178,3 @@ def test_what_a_prompt_may_be():
     rows = list(claim_prompts(alone(), torch.tensor([[1, 2], [3, 4]])))
     assert [row.tolist() for _, row in rows] == [[1, 2], [3, 4]]
     assert list(claim_prompts(alone(), [])) == []
-
-
-@pytest.mark.parametrize(
-    ("prompts", "expected", "message"),
-    [
-        ({"input_ids": [1]}, None, r"got a dict, .* Pass a list .*: claim_prompts\(module, \[batch\]\)"),
-        ("text", None, r"got a str, .* Pass a list"),
-        ([object()], None, r"cannot send this prompt to another rank: `object` is not JSON"),
-        ([1, 2], [1.0], r"got 2 prompts and the lengths \[1.0\]. Give one finite positive number per prompt"),
-        ([1], [0.0], r"got 1 prompts and the lengths \[0.0\]"),
-        ([1], [float("inf")], r"got 1 prompts and the lengths \[inf\]"),
-    ],
-)
-def test_bad_input(prompts, expected, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        claim_prompts(alone(), prompts, expected)

@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_odc.rl import Rollout
 from lightning_odc.rl.rollout import from_bytes, to_bytes
+from tests.support.refusals import assert_refused
 
 NUMBERS = st.floats(allow_nan=False, width=32)
 JSON = st.recursive(
@@ -76,9 +76,11 @@ def test_what_a_rollout_holds() -> None:
     assert Rollout([1, 2], 2).response_length == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_rewards_that_are_not_finite_travel_and_what_is_wrong_is_said() -> None:
+    there = from_bytes(to_bytes([Rollout([1], 1, math.inf), Rollout([1], 1, math.nan)]))
+    assert there[0].reward == math.inf
+    assert math.isnan(there[1].reward)
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"tokens": [[1, 2]]}, r"one row of integers.*Rollout\(output\[0, :length\]"),
         ({"tokens": [0.5, 1.0]}, "one row of integers"),
         ({"prompt_length": 0}, "at least one token"),
@@ -87,16 +89,7 @@ def test_what_a_rollout_holds() -> None:
         ({"group": (1, 2)}, "group=int"),
         ({"metadata": {"pair": (1, 2)}}, "lists instead of tuples"),
         ({"metadata": {1: "a"}}, "text as keys"),
-    ],
-)
-def test_what_is_wrong_with_a_rollout(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Rollout(**{"tokens": [1, 2, 3], "prompt_length": 1, **arguments})
-
-
-def test_rewards_that_are_not_finite_travel() -> None:
-    there = from_bytes(to_bytes([Rollout([1], 1, math.inf), Rollout([1], 1, math.nan)]))
-    assert there[0].reward == math.inf
-    assert math.isnan(there[1].reward)
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        Rollout([1], 1, metadata={"tensor": torch.zeros(1)})
+        ({"metadata": {"tensor": torch.zeros(1)}}, "not JSON serializable"),
+    ]
+    usual: dict[str, Any] = {"tokens": [1, 2, 3], "prompt_length": 1}
+    assert_refused(lambda wrong: Rollout(**usual | wrong), cases, (ValueError, TypeError))

@@ -17,7 +17,6 @@ from lightning_odc.balance import quadratic
 from lightning_odc.engine.base import Ledger
 from lightning_odc.errors import DisagreementError
 from lightning_odc.rl.rollouts import Ranks
-from lightning_odc.strategy.model_facts import keeps_apart
 from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out
 from tests.strategy.test_causal_lm import leaky
 from tests.strategy.test_models import causal_lm
@@ -31,9 +30,6 @@ def on_rank(
     rank: int, count: int, lengths: list[tuple[int, int]], meets: bool = False, **options: Any
 ) -> Any:
     return rl.Rollouts(rolled_out(lengths), Ranks(rank, count, meets=meets), **options)
-
-
-# -- plans and updates -----------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=40)
@@ -64,7 +60,7 @@ def test_every_pass_runs_every_roll_out_once(
         assert not sizes or max(sizes) - min(sizes) <= 1
 
 
-def test_passes_and_seeds_shuffle() -> None:
+def test_passes_and_seeds_shuffle_and_one_minibatch_is_scored_as_it_is_learnt_from() -> None:
     rollouts = on_rank(0, 1, [(1, 1)] * 20)
 
     def parts(seed: int) -> list[list[int]]:
@@ -73,9 +69,6 @@ def test_passes_and_seeds_shuffle() -> None:
 
     assert parts(0) == parts(0)
     assert len({tuple(part) for part in (parts(0) + parts(1))[::2]}) == 4
-
-
-def test_scoring_and_one_minibatch_have_one_plan() -> None:
     rollouts = on_rank(1, 2, [(3, length) for length in (9, 4, 0, 20, 1)])
     assert all(one.plan is rollouts.plan for one in rollouts.updates(epochs=3))
     assert [one.indices for one in rollouts.microbatches()] == rollouts.plan[1]
@@ -98,28 +91,23 @@ def test_ranks_compare_their_plans() -> None:
         rl.score(nn.Embedding(VOCAB, VOCAB), rl.Rollouts(rolled_out([(1, 9)]), Ranks(engine=engine)))
 
 
-def test_the_most_tokens_of_a_microbatch() -> None:
-    lengths = [(2, 8), (2, 8), (2, 8), (2, 28)]
-
-    def tokens(**options: Any) -> list[int]:
-        rollouts = on_rank(0, 1, lengths, **options)
-        return sorted(one.inputs(packed=False)["input_ids"].numel() for one in rollouts.microbatches())
-
-    assert tokens() == [30, 30]  # as many as the longest one
-    assert tokens(max_tokens=20) == [30, 30]  # which has to fit anyway
-    assert tokens(max_tokens=1000, cost="tokens") == [30, 30]  # padding all of them would cost 120
-
-
-def test_rows_are_packed_where_that_takes_less_time() -> None:
+def test_the_most_tokens_of_a_microbatch_and_rows_are_packed_where_that_takes_less_time() -> None:
+    for options in ({}, {"max_tokens": 20}, {"max_tokens": 1000, "cost": "tokens"}):
+        # As many as the longest one, which has to fit anyway; padding all of them would cost 120.
+        rollouts = on_rank(0, 1, [(2, 8), (2, 8), (2, 8), (2, 28)], **options)
+        assert [one.inputs(packed=False)["input_ids"].numel() for one in rollouts.microbatches()] == [30, 30]
     lengths = [(1, 99), *[(1, 9)] * 10]
-
-    def packs(cost: Any, keeps: bool = True) -> bool:
-        rollouts = on_rank(0, 1, lengths, keeps_apart=keeps, cost=cost, max_tokens=200)
-        return next(rollouts.microbatches()).packs
-
-    assert packs(quadratic(constant=100))
-    assert not packs(quadratic(constant=100), keeps=False)
-    assert not packs(quadratic(constant=0, dense=True))  # attention over all of a row costs more than padding
+    for cost, keeps_apart, packs in (
+        (quadratic(constant=100), True, True),
+        (quadratic(constant=100), False, False),
+        (
+            quadratic(constant=0, dense=True),
+            True,
+            False,
+        ),  # attention over all of a row costs more than padding
+    ):
+        rollouts = on_rank(0, 1, lengths, keeps_apart=keeps_apart, cost=cost, max_tokens=200)
+        assert next(rollouts.microbatches()).packs == packs
 
 
 def test_rollouts_are_a_sequence_which_may_be_empty() -> None:
@@ -132,8 +120,6 @@ def test_rollouts_are_a_sequence_which_may_be_empty() -> None:
     assert [one.response_length for one in rollouts[1:]] == [2, 3]
     assert rollouts.mean_reward == pytest.approx(sum(one.reward for one in rollouts) / 3)
 
-
-# -- through a model -------------------------------------------------------------------------------------------
 
 SEVERAL = [(2, 5), (1, 0), (4, 1), (1, 7), (3, 3)]
 
@@ -169,15 +155,6 @@ def test_scores_are_those_of_each_roll_out_alone(make: Any, packs: bool) -> None
             assert torch.equal(one.logprobs, values)
             # Logits of size 1 through two layers in fp32.
             torch.testing.assert_close(values, logprobs_alone(model.eval(), one), rtol=0, atol=1e-5)
-
-
-def test_the_check_of_packing_runs_once() -> None:
-    assert not keeps_apart(leaky().eval(), CPU)
-    model, calls = causal_lm(), []
-    model.register_forward_pre_hook(lambda *_: calls.append(model.training))
-    assert [keeps_apart(model.train(), CPU), keeps_apart(model, CPU)] == [True, True]
-    assert calls == [False] * 3  # two packed batches and a plain one, in eval mode
-    assert model.training
 
 
 def test_temperature() -> None:

@@ -22,9 +22,6 @@ from lightning_odc.balance import Collation, PolynomialCost, microbatch_costs, p
 from tests.benchmarks.simulate.support import cluster_of, model_of
 from tests.support.refusals import assert_refused
 
-# -- models -----------------------------------------------------------------------------------------------------------
-
-
 CONFIG = {
     "hidden_size": 8,
     "num_hidden_layers": 3,
@@ -51,6 +48,10 @@ def test_a_config_tells_units_and_seconds() -> None:
     assert model.forward == pytest.approx(1 / 3)
 
 
+def planned(lengths: Any = (3, 4, 5, 6), **options: Any) -> Any:
+    return plan_work(lengths, model_of(), cluster_of(2), **{"minibatch_size": 2, **options})
+
+
 def test_what_cannot_be_says_the_right_line() -> None:
     cases = [
         (lambda: Cluster.of("B300", 8), "'A100', 'H100', 'H200', 'MI300X'"),
@@ -66,11 +67,16 @@ def test_what_cannot_be_says_the_right_line() -> None:
         (lambda: Model.from_config(CONFIG | {"num_experts": 8}, A100), "experts"),
         (lambda: Model.from_config(CONFIG, A100, precision="fp8"), "bf16-mixed"),
         (lambda: Model(PolynomialCost(), (Unit(1.0, 0.4),)), "add up to 0.4"),
+        (lambda: planned(lengths=[]), "at least one sample"),
+        (lambda: planned(lengths=[3, -1]), "the length of sample 1 is -1"),
+        (lambda: planned(lengths=[[3, 4]]), "one length per sample"),
+        (lambda: planned(minibatch_size=0), "minibatch_size=8"),
+        (lambda: planned(minibatches=0), "minibatches=8"),
+        (lambda: planned(policy="best"), "'local_sort', 'lb_micro', 'lb_mini', 'steal'"),
+        (lambda: planned(max_tokens=2), "more than max_tokens=2"),
+        (lambda: planned(policy=Unbalanced(3)), "a plan is for 3 ranks"),
     ]
     assert_refused(lambda make: make(), cases)
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 BILLION = 1e9
@@ -106,9 +112,6 @@ def test_what_fits_is_kept() -> None:
     assert 0 < some.kept < 1
 
 
-# -- work ------------------------------------------------------------------------------------------------------
-
-
 DENSE = Model(PolynomialCost(0.25, 1.0, 3.0, dense=True), (Unit(1, 1.0),))
 
 
@@ -121,20 +124,3 @@ def test_seconds_are_those_of_the_balance_package() -> None:
         for device, costs in enumerate(expected):
             np.testing.assert_allclose(work.seconds[0, : len(costs), device], costs)
             assert not work.seconds[0, len(costs) :, device].any()
-
-
-def test_what_cannot_be_planned_says_the_right_line() -> None:
-    for given, says in (
-        ({"lengths": []}, "at least one sample"),
-        ({"lengths": [3, -1]}, "the length of sample 1 is -1"),
-        ({"lengths": [[3, 4]]}, "one length per sample"),
-        ({"minibatch_size": 0}, "minibatch_size=8"),
-        ({"minibatches": 0}, "minibatches=8"),
-        ({"policy": "best"}, "'local_sort', 'lb_micro', 'lb_mini', 'steal'"),
-        ({"max_tokens": 2}, "more than max_tokens=2"),
-        ({"policy": Unbalanced(3)}, "a plan is for 3 ranks"),
-    ):
-        usual: dict[str, Any] = {"lengths": [3, 4, 5, 6], "minibatch_size": 2}
-        options = usual | given
-        with pytest.raises(ValueError, match=says):
-            plan_work(options.pop("lengths"), model_of(), cluster_of(2), **options)
