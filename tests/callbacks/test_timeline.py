@@ -161,12 +161,10 @@ def test_other_communications(rank, communication, tmp_path):
     if communication == "ddp":
         assert "DDPStrategy tells nothing about its communication" in timeline.notes[0]
         return
-    # Rank 0 sleeps 0.1 s where rank 1 sleeps 0.03 s, so rank 1 waits while rank 0 comes to its end.
-    ends = [span.end for span in timeline.ranks[0].of("forward")]
-    long = [w for w in timeline.ranks[1].of("wait") if any(w.begin < end <= w.end for end in ends)]
-    causes = {"collective"} if communication == "collective" else {"lockstep", "settle"}
-    assert long and {wait.details["cause"] for wait in long} <= causes
-    assert {wait.details["peer"] for wait in long} <= {0, None}
+    waits = timeline.ranks[1].of("wait")  # rank 0 sleeps 0.1 s where rank 1 sleeps 0.03 s
+    longest = max(waits, key=seconds).details
+    assert longest["cause"] in ({"collective"} if communication == "collective" else {"lockstep", "settle"})
+    assert longest["peer"] in {0, None}
 
 
 @pytest.mark.parametrize("how", ["raise", "exit"])
