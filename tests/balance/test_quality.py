@@ -1,4 +1,4 @@
-"""How good plans are: against all partitions, the optimum by CP-SAT, known optima, and Karmarkar-Karp with swaps."""
+"""How good plans are, against the optimum, known optima and Karmarkar-Karp; orders and windows of an epoch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from benchmarks.planner.rivals import KINDS, cost_for, draw_lengths, karmarkar_k
 from lightning_odc.balance import (
     PolynomialCost,
     collective_cost,
+    epoch_order,
     least_cost,
     on_demand_cost,
     plan_minibatch,
+    regroup,
     resolve_cost,
     with_speeds,
 )
@@ -122,3 +124,30 @@ def test_the_policies_do_what_the_paper_reports() -> None:
         ]
         needed += cost.samples(lengths.astype(float)).sum() / 8
     np.testing.assert_allclose(1 - needed / spent, [0.53, 0.31, 0.21, 0.14], atol=0.035)
+
+
+def test_orders_are_random_and_fixed_forever() -> None:
+    assert epoch_order(8, seed=0, epoch=0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
+    orders = {tuple(epoch_order(8, seed, epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+    firsts = [int(epoch_order(4, 0, epoch)[0]) for epoch in range(2000)]
+    assert min(np.bincount(firsts)) > 420
+
+
+def test_regrouping_lets_large_samples_meet() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.minimum(rng.lognormal(9.4, 0.75, 8 * 2 * 16).astype(int) + 1, 65536)
+    idle = {}
+    for window in (1, 4, 16):
+        spent = 0.0
+        for begin in range(0, len(lengths), 16 * window):
+            own = lengths[begin : begin + 16 * window]
+            spent += sum(
+                on_demand_cost(plan_minibatch(own[members], 8), own[members])
+                for members in regroup(own + own**2 / 42_166, 8, 16)
+            )
+        needed = sum(least_cost([int(x)], 1) for x in lengths) / 8
+        idle[window] = 1 - needed / spent
+    assert idle[1] > 0.3
+    assert idle[4] < 0.6 * idle[1]
+    assert idle[16] < 0.3 * idle[1]
