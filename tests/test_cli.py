@@ -75,9 +75,7 @@ WRONG = [
 ]
 
 
-def test_bad_options_get_one_line_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], asked_for: list[DemoOptions]
-) -> None:
+def test_bad_options_get_one_line_and_exit_code_2(capsys, asked_for):
     for line, message in WRONG:
         try:
             code = cli.main(line.split())
@@ -91,9 +89,7 @@ def test_bad_options_get_one_line_and_exit_code_2(
     assert asked_for == []
 
 
-def test_missing_packages_come_with_the_line_that_installs_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_packages_come_with_the_line_that_installs_them(monkeypatch, capsys):
     monkeypatch.setattr(console, "EXTRA_PACKAGES", ("torch", "no_such_package"))
     assert cli.main(["demo"]) == 2
     expected = 'lightning-odc: the demo needs no_such_package: pip install "lightning-odc[demo]"\n'
@@ -111,9 +107,7 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
-def test_alone_it_prints_help_with_examples_of_commands_that_exist(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_alone_it_prints_help_with_examples_of_commands_that_exist(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["", "--version"])
     with pytest.raises(SystemExit, match=r"^0$"):
         runpy.run_module("lightning_odc", run_name="__main__")
@@ -132,9 +126,7 @@ DOCUMENT = '{"speedup": 1.5}\n'
 NOTHING = json.dumps({"error": "a table\n", "exit_code": 1}) + "\n"
 
 
-def test_output_has_the_form_that_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_output_has_the_form_that_was_asked_for(monkeypatch, capsys):
     pytest.importorskip("rich")
     from lightning_odc.bench import demo
 

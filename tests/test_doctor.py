@@ -135,9 +135,7 @@ def test_probes_find_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "memfd_create" in trouble["locks"]
 
 
-def test_errors_decide_about_the_exit_code_and_are_counted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_decide_about_the_exit_code_and_are_counted(monkeypatch, capsys):
     for whole, code in (
         (WHOLE, 0),
         (replace(WHOLE, shm=None), 0),

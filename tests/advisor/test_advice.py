@@ -6,7 +6,6 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from textwrap import indent
 from typing import Any
 
@@ -153,9 +152,7 @@ def test_a_million_lengths_are_sampled() -> None:
     assert "plans for 16 of the 31,250 steps" in str(advise(lengths, model="1.5b", device="A100"))
 
 
-def test_the_command_prints_text_json_and_the_line_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_text_json_and_the_line_alone(tmp_path, capsys):
     np.save(tmp_path / "a.npy", UNEVEN)
     line = ["advise", "--lengths", str(tmp_path / "a.npy"), "--model", "1.5b", "--device", "A100"]
     assert cli.main(line) == 0

@@ -125,9 +125,7 @@ WRONG = [
 ]
 
 
-def test_bad_input_is_one_line_that_lists_what_is_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_that_lists_what_is_accepted(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, content in {
         "few.txt": "12 14",

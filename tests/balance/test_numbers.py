@@ -72,9 +72,7 @@ def check(plan: Any, rows: np.ndarray, caps: Any, collation: Collation) -> None:
     st.floats(1, 4),
     st.data(),
 )
-def test_no_microbatch_exceeds_a_cap_of_its_rank(
-    rows: np.ndarray, ranks: int, kind: Any, policy: Any, cost: str, room: float, data: st.DataObject
-) -> None:
+def test_no_microbatch_exceeds_a_cap_of_its_rank(rows, ranks, kind, policy, cost, room, data):
     collation, model = Collation(kind), COSTS[cost](ranks)
     caps = [caps_for(rows, room)] * ranks
     if policy == "lb_mini":  # ranks may have their own

@@ -186,9 +186,7 @@ def test_a_rank_with_costly_microbatches_gets_fewer_of_them() -> None:
 
 @many
 @given(LENGTHS, RANKS, st.sampled_from(["lb_mini", "lb_micro"]), st.sampled_from([0, 100, 3000, 10**6]))
-def test_knowing_of_dense_attention_does_not_hurt(
-    lengths: list[int], ranks: int, policy: Any, constant: int
-) -> None:
+def test_knowing_of_dense_attention_does_not_hurt(lengths, ranks, policy, constant):
     lengths = lengths * ranks if policy == "lb_micro" else lengths
     dense = quadratic(constant=constant, dense=True)
     span = on_demand_cost if policy == "lb_mini" else collective_cost

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,9 +110,7 @@ def measured(options: TrainOptions | DemoOptions, sees_waits: bool = True) -> Ou
     return outcome
 
 
-def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(
-    gpus: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus, tmp_path, capsys):
     gpus(1)
     options = TrainOptions(device="cuda", lengths="aime", output=tmp_path)
     outcome = measured(options)

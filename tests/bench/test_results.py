@@ -81,9 +81,7 @@ def test_a_speed_up_is_a_product_of_its_causes() -> None:
     ],
     ids=["clear", "as slow", "another program ran", "the baseline itself"],
 )
-def test_a_speed_up_that_means_nothing_is_not_printed(
-    slow: list[list[float]], fast: list[list[float]], reason: str
-) -> None:
+def test_a_speed_up_that_means_nothing_is_not_printed(slow, fast, reason):
     runs = [
         run(combination, seconds, repetition=repetition)
         for combination, of_all in ((COLLECTIVE, slow), (BALANCED, fast))

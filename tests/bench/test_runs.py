@@ -36,9 +36,7 @@ def bench(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads((output / "bench.json").read_text())
 
 
-def test_real_ranks_train_every_combination_on_the_same_minibatches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_real_ranks_train_every_combination_on_the_same_minibatches(tmp_path, capsys):
     runs = [
         "collective+lb_micro",
         "lockstep+lb_micro",
@@ -163,9 +161,7 @@ LONG += " --runs collective+lb_micro on_demand+lb_mini"
     ],
     ids=["interrupted", "killed"],
 )
-def test_what_was_measured_is_kept_and_no_process_is(
-    how: signal.Signals, code: int, says: str, tmp_path: Path, start: Any
-) -> None:
+def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, start):
     process = start("bench", *LONG.split(), "--output", str(tmp_path))
     with_windows: list[int] = []
     deadline = time.monotonic() + 100
@@ -190,9 +186,7 @@ def test_what_was_measured_is_kept_and_no_process_is(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RankFailedError("rank 1 failed", "the traceback")])
-def test_nothing_measured_leaves_earlier_results(
-    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_measured_leaves_earlier_results(error, tmp_path, monkeypatch):
     def call(*_: Any, heard: Callable[[int, Any], None] | None = None) -> None:
         if heard:  # the warm-up, which does not count
             for rank in (0, 1):
@@ -245,9 +239,7 @@ WRONG = [
 ]
 
 
-def test_bad_options_get_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_options_get_one_line(tmp_path, capsys, monkeypatch):
     # On a machine with more, some of these would run.
     room = host_memory.Room(16 * 2**30, "a test", "allow more")
     monkeypatch.setattr(host_memory, "rooms", lambda: [room])

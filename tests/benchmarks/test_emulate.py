@@ -55,9 +55,7 @@ def test_the_papers_plans_give_the_papers_idealised_gain() -> None:
     assert fast < own < slow  # packing along the other ranks is worth something by itself
 
 
-def test_options_that_cannot_work_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_that_cannot_work_are_refused(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(host_memory, "rooms", lambda: [host_memory.Room(16 * 2**30, "a test", "allow more")])
     for main, line, message in (
         (emulate.main, "--ranks 1000", "--ranks 1000 is too many: the most is 64"),

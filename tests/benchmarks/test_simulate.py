@@ -421,9 +421,7 @@ def ways(cluster: Cluster, work: Work, sharding: str) -> list[Simulation]:
 
 @some
 @given(ANY_LENGTHS, SHARDINGS, POLICIES, st.lists(st.floats(0.5, 3), min_size=8, max_size=8))
-def test_time_is_busy_and_idle_and_never_less_than_the_busiest(
-    lengths: list[int], sharding: str, policy: str, slowness: list[float]
-) -> None:
+def test_time_is_busy_and_idle_and_never_less_than_the_busiest(lengths, sharding, policy, slowness):
     cluster = real(slowness)
     for found in ways(cluster, work_on(cluster, lengths, policy), sharding):
         np.testing.assert_allclose(found.busy + sum(found.idle.values()), np.tile(found.seconds, (8, 1)).T)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -46,9 +45,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 @settings(deadline=None, max_examples=25)
 @given(LENGTHS, st.sampled_from(LOSSES), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_a_loss_is_the_papers_for_any_placement(
-    lengths: list[tuple[int, int]], loss_type: Any, ranks: int, chance: random.Random
-) -> None:
+def test_a_loss_is_the_papers_for_any_placement(lengths, loss_type, ranks, chance):
     rollouts, model = scored(lengths), small_model()
     expected = textbook_loss(model, rollouts, loss_type, (0.1, 0.3), 0.2, 7)
     expected.backward()
@@ -133,9 +130,7 @@ def test_what_is_wrong_with_a_loss() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(-100, 100), st.integers(0, 3)), max_size=20), st.randoms(), st.booleans())
-def test_advantages_do_not_depend_on_order(
-    pairs: list[tuple[float, int]], chance: random.Random, scale: bool
-) -> None:
+def test_advantages_do_not_depend_on_order(pairs, chance, scale):
     order = list(range(len(pairs)))
     chance.shuffle(order)
     rewards, groups = [p[0] for p in pairs], [p[1] for p in pairs]

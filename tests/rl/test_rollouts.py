@@ -39,9 +39,7 @@ def on_rank(
 
 @settings(deadline=None, max_examples=40)
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 6), st.booleans(), st.booleans(), st.integers(0, 3))
-def test_every_pass_runs_every_roll_out_once(
-    lengths: list[tuple[int, int]], ranks: int, minibatches: int, meets: bool, packs: bool, seed: int
-) -> None:
+def test_every_pass_runs_every_roll_out_once(lengths, ranks, minibatches, meets, packs, seed):
     shares = [on_rank(rank, ranks, lengths, meets, keeps_apart=packs) for rank in range(ranks)]
     by_rank = [list(share.updates(2, minibatches, seed)) for share in shares]
     steps = 2 * min(minibatches, len(lengths))
