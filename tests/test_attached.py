@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -32,7 +31,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from transformers import AutoModelForCausalLM
 
 from lightning_odc import attach
-from lightning_odc.errors import ODCError, PeerFailedError, StaleShardError, WaitTimeoutError
+from lightning_odc.errors import ODCError, StaleShardError
 from lightning_odc.pretrained import save_pretrained
 from tests.docs.blocks import ROOT, fragments
 from tests.strategy.test_models import CausalLM, causal_lm
@@ -49,6 +48,13 @@ PAGE = ROOT / "docs" / "without-the-trainer.md"
 def new_model(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     return Net(**options)
+
+
+def made(rank: int, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A sharded model on this rank, and its optimizer."""
+    init_gloo(rank)
+    model = sharded(new_model(), **options)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
@@ -231,9 +237,7 @@ def test_one_rank_streams_what_a_full_checkpoint_holds_while_the_others_train(ra
 
 @on_ranks(2)
 def test_no_two_versions_are_mixed(rank):
-    init_gloo(rank)
-    model = sharded(new_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = made(rank)
     with attach(model) as odc:
         stream = odc.stream_parameters()
         next(stream)
@@ -252,14 +256,10 @@ def test_no_two_versions_are_mixed(rank):
 
 
 def _break_off(rank: int, how: str) -> None:
-    init_gloo(rank)
-    model = sharded(new_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = made(rank)
     with attach(model, timeout=timedelta(seconds=6 if how == "hung" else 20)) as odc:
         odc.step(optimizer)
         if rank == 1:
-            if how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
             if how == "hung":
                 time.sleep(8)
             raise RuntimeError("bad sample")
@@ -267,25 +267,18 @@ def _break_off(rank: int, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "said"),
-    [
-        ("killed", PeerFailedError, "rank 1"),
-        ("raised", PeerFailedError, "bad sample"),
-        ("hung", WaitTimeoutError, "rank 1"),
-    ],
+    ("how", "says"),
+    [("raised", "PeerFailedError(?s:.*)bad sample"), ("hung", "WaitTimeoutError(?s:.*)rank 1")],
 )
-def test_the_others_hear_of_a_rank_that_breaks_off(how, kind, said):
+def test_the_others_hear_of_a_rank_that_breaks_off(how, says):
     survivor, broken = try_ranks(_break_off, how, timeout=60)
-    assert kind.__name__ in survivor.error
-    assert said in survivor.error
+    assert re.search(says, survivor.error)
     assert broken.exitcode != 0
 
 
 @on_ranks(2)
 def test_a_part_that_is_sharded_again_and_a_step_after_the_end_are_refused(rank):
-    init_gloo(rank)
-    model = sharded(new_model())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = made(rank)
     with attach(model) as odc:
         whole, model.blocks[0] = model.blocks[0], fully_shard(new_model().blocks[0])
         with pytest.raises(ODCError, match=r"replaced after `attach\(model\)`"):

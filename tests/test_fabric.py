@@ -69,14 +69,21 @@ def run_step(
 
 
 def check_training(rank: int, counts: tuple[int, ...], clip: float | None = None, **options: Any) -> None:
-    fabric = make(ODCFabricStrategy(**options) if options else "odc", len(counts))
+    precision = options.pop("precision", "32-true")
+    strategy = ODCFabricStrategy(**options) if options else "odc"
+    fabric = make(strategy, len(counts), precision=precision)
     model, optimizer = fabric.setup(*new_model())
     norms = [run_step(fabric, model, optimizer, own(rank, counts, step), clip) for step in range(3)]
     reads = fabric.strategy.engine.traffic.reads
     fabric.strategy.teardown()
     fabric.strategy.teardown()
     found = {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
-    assert_same(found, reference(clip))
+    if precision == "32-true":
+        assert_same(found, reference(clip))
+    else:  # bf16 turns the sign of the smallest gradients, by which AdamW steps: most parameters are near
+        assert {p.dtype for p in found.values()} == {torch.float32}
+        differences = torch.cat([(found[name] - p).flatten() for name, p in reference().items()]).abs()
+        assert 0 < differences.mean() < 0.2 * 3 * LR
     assert (reads > 0) == (len(counts) > 1 and "communication" not in options and counts[rank] > 0)
     assert norms == of_all_ranks(norms)[0]
     assert clip is None or min(norms) > clip
@@ -85,7 +92,12 @@ def check_training(rank: int, counts: tuple[int, ...], clip: float | None = None
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("counts", "clip", "options"),
-    [((5, 1), None, {}), ((0, 6), 0.1, {}), ((3, 3), None, {"communication": "collective"})],
+    [
+        ((5, 1), None, {}),
+        ((0, 6), 0.1, {}),
+        ((3, 3), None, {"communication": "collective"}),
+        ((4, 2), None, {"precision": "bf16-mixed"}),
+    ],
 )
 def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip, options):
     check_training(rank, counts, clip, **options)
@@ -94,26 +106,6 @@ def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip, option
 @on_ranks(3)
 def test_the_gradient_on_three_ranks_in_a_fixed_order_of_sums(rank):
     check_training(rank, (1, 0, 5), 0.1, deterministic=True)
-
-
-@on_ranks(2)
-def test_bf16_mixed(rank):
-    def flat(parameters: dict[str, Tensor]) -> Tensor:
-        return torch.cat([p.float().flatten() for p in parameters.values()])
-
-    fabric = make(precision="bf16-mixed")
-    model, optimizer = fabric.setup(*new_model())
-    for step in range(3):
-        run_step(fabric, model, optimizer, own(rank, (4, 2), step))
-    fabric.strategy.teardown()
-    parameters = full_parameters(model.module)
-    assert {p.dtype for p in parameters.values()} == {torch.float32}
-    start, one = flat(full_parameters(new_model()[0])), flat(reference())
-    moved = (one - start).abs().max()
-    # AdamW steps by a gradient's sign as much as by its size, and bf16 turns the sign of the smallest ones, so
-    # bounds are on means.
-    assert (flat(parameters) - start).abs().mean() > 0.4 * moved
-    assert (flat(parameters) - one).abs().mean() < 0.2 * moved
 
 
 @on_ranks(2)
@@ -160,26 +152,16 @@ def test_checkpoints_continue_as_if_nothing_had_happened(rank, kind, tmp_path):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("together", [True, False])
-def test_an_optimizer_keeps_the_state_that_it_has_before(rank, together):
-    """Model and optimizer were trained before they are set up."""
+def test_an_optimizer_keeps_the_state_that_it_has_before(rank):
+    """Model and optimizer were trained before they are set up, one after the other."""
     fabric = make()
     model, optimizer = trained(steps=1)
     optimizer.zero_grad()
-    if together:
-        model, optimizer = fabric.setup(model, optimizer)
-    else:
-        model, optimizer = fabric.setup_module(model), fabric.setup_optimizers(optimizer)
+    model, optimizer = fabric.setup_module(model), fabric.setup_optimizers(optimizer)
     for step in (1, 2):
         run_step(fabric, model, optimizer, own(rank, (4, 2), step))
     fabric.strategy.teardown()
     assert_same(full_parameters(model.module), reference())
-
-
-def test_every_name_is_known():
-    for name in ("odc", "odc_plain"):
-        fabric = Fabric(strategy=name, accelerator="cpu", devices=2)
-        assert isinstance(fabric.strategy, ODCFabricStrategy)
 
 
 @on_ranks(2)
@@ -200,6 +182,8 @@ def test_refusals_show_what_to_write(rank):
 def test_refusals_without_ranks():
     with pytest.raises(ValueError, match="communication='lockstep'"):
         ODCFabricStrategy(communication="lockstep")
+    plain = Fabric(strategy="odc_plain", accelerator="cpu", devices=2)
+    assert isinstance(plain.strategy, ODCFabricStrategy)
     with pytest.raises(RuntimeError, match=r"fabric\.setup"):
         _ = ODCFabricStrategy().engine
     unlaunched = Fabric(strategy="odc", accelerator="cpu", devices=2)

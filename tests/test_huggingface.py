@@ -196,21 +196,14 @@ class Stream(IterableDataset[Any]):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [
-        ("fsdp=True", {"fsdp": None}),
-        ("bf16=True", {"fp16": True}),
-        ('leave it at "no"', {"include_num_input_tokens_seen": "all"}),
-    ],
-)
-def test_what_does_not_work_is_refused_with_the_line_to_write(rank, words, options, tmp_path):
-    with pytest.raises(ValueError, match=words):
-        balanced(str(tmp_path), **options)
-
-
-@on_ranks(2)
-def test_a_stream_cannot_be_planned(rank, tmp_path):
+def test_what_does_not_work_is_refused_with_the_line_to_write(rank, tmp_path):
+    for words, options in {
+        "fsdp=True": {"fsdp": None},
+        "bf16=True": {"fp16": True},
+        'leave it at "no"': {"include_num_input_tokens_seen": "all"},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            balanced(str(tmp_path), **options)
     streamed = balanced(str(tmp_path), max_steps=1)
     streamed.train_dataset = Stream()
     with pytest.raises(ValueError, match="cannot be planned"):
@@ -245,6 +238,12 @@ def test_the_others_hear_of_a_rank_that_dies(tmp_path):
     assert killed.exitcode == -signal.SIGKILL
 
 
+#: What TRL's own arguments share with these.
+SHARED = ["output_dir", "use_cpu", "fsdp", "per_device_train_batch_size", "gradient_accumulation_steps"]
+SHARED += ["num_train_epochs", "learning_rate", "lr_scheduler_type", "max_grad_norm", "logging_steps"]
+SHARED += ["save_strategy", "report_to", "train_sampling_strategy"]
+
+
 def _sft(rank: int, folder: str) -> tuple[list[float], list[int], dict[str, Tensor]]:
     """TRL's ``SFTTrainer`` on text: balanced on two ranks, stock on one."""
     import datasets
@@ -262,32 +261,15 @@ def _sft(rank: int, folder: str) -> tuple[list[float], list[int], dict[str, Tens
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
     texts = [{"text": " ".join(f"w{index}" for index in sample["input_ids"])} for sample in samples()]
-    options = arguments(folder).to_dict()
     is_alone = os.environ["WORLD_SIZE"] == "1"
-    config = SFTConfig(
-        folder,
-        **{
-            name: options[name]
-            for name in ("num_train_epochs", "learning_rate", "max_grad_norm", "report_to")
-        },
-        use_cpu=True,
-        fsdp=None if is_alone else True,
-        bf16=False,
-        logging_steps=1,
-        save_strategy="no",
-        lr_scheduler_type="constant",
-        per_device_train_batch_size=8 if is_alone else 2,
-        gradient_accumulation_steps=1 if is_alone else 2,
-        train_sampling_strategy="sequential",
+    batches = (
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "fsdp": None} if is_alone else {}
     )
+    options = arguments(folder, train_sampling_strategy="sequential", **batches).to_dict()
+    config = SFTConfig(**{name: options[name] for name in SHARED}, bf16=False)
     balance = {} if is_alone else {"balance": {"max_tokens": LONGEST + 1}}
-    made = (SFTTrainer if is_alone else BalancedSFT)(
-        new_model(),
-        config,
-        train_dataset=datasets.Dataset.from_list(texts),
-        processing_class=tokenizer,
-        **balance,
-    )
+    data = {"train_dataset": datasets.Dataset.from_list(texts), "processing_class": tokenizer}
+    made = (SFTTrainer if is_alone else BalancedSFT)(new_model(), config, **data, **balance)
     made.train()
     losses = [row["loss"] for row in made.state.log_history if "loss" in row]
     return losses, counts, full_parameters(made.model)

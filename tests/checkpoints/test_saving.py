@@ -11,14 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 
 import lightning_odc
 from lightning_odc import _compat_lightning
-from tests.support.fits import are_equal, failure, fit
+from tests.support.fits import are_equal, doing, failure, fit
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -90,20 +90,15 @@ def test_every_stage_saves_and_loads_in_and_out_of_inference_mode(rank, kind, pr
         trainer(2, max_epochs=2, **options).fit(Staged(), _batches(rank), ckpt_path=weights)
 
 
-class NumpyIO(CheckpointIO):
+class OwnIO(TorchCheckpointIO):
     """Somebody's own format, which ``torch.load`` does not read."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         Path(path).write_bytes(b"my format")
-        torch.save(checkpoint, f"{path}.torch")
+        super().save_checkpoint(checkpoint, f"{path}.torch")
 
-    def load_checkpoint(
-        self, path: Any, map_location: Any = None, weights_only: Any = None
-    ) -> dict[str, Any]:
-        return torch.load(f"{path}.torch", weights_only=False)  # type: ignore[no-any-return]
-
-    def remove_checkpoint(self, path: Any) -> None:
-        raise NotImplementedError
+    def load_checkpoint(self, path: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        return super().load_checkpoint(f"{path}.torch")
 
 
 class SlowIO(TorchCheckpointIO):
@@ -127,34 +122,24 @@ class Slowly(AsyncCheckpointIO):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["own", "url"])
-def test_plugins_and_urls(rank, kind, tmp_path):
-    path = tmp_path / "own" if kind == "own" else f"file://{tmp_path}/url"
-    t, module, other = trainer(2, plugins=[NumpyIO()] if kind == "own" else None), Staged(), Staged()
+def test_a_format_of_ones_own(rank, tmp_path):
+    t, module, other, path = trainer(2, plugins=[OwnIO()]), Staged(), Staged(), tmp_path / "own"
     t.fit(module, _batches(rank))
     t.save_checkpoint(path)
     t.test(other, _batches(rank), ckpt_path=path, verbose=False)
     assert are_equal(full_parameters(other), full_parameters(module))
-    assert (tmp_path / kind).read_bytes() == b"my format" if kind == "own" else (tmp_path / kind).is_file()
-
-
-class Noting(Staged):
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[dict[str, Tensor]] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.noted.append(full_parameters(self))
+    assert path.read_bytes() == b"my format"
 
 
 @on_ranks(2)
 def test_asynchronous_saving_keeps_the_values_of_its_time(rank, tmp_path):
-    keeper, module = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1), Noting()
+    keeper, noted = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1), []
+    module = doing(Staged(), on_train_batch_end=lambda own: noted.append(full_parameters(own)))
     t = trainer(2, plugins=[Slowly()], callbacks=[keeper], enable_checkpointing=True)
     t.fit(module, _batches(rank))
-    assert len(module.noted) == 3
+    assert len(noted) == 3
     dist.barrier()  # rank 0 has written them
-    for step, expected in enumerate(module.noted, 1):
+    for step, expected in enumerate(noted, 1):
         assert are_equal(
             torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"], expected
         )
@@ -245,27 +230,20 @@ def test_an_optimizer_with_other_parameters(rank, kind, make, message, saved):
     assert message in failure(make(), _batches(rank), max_epochs=2, ckpt_path=saved / kind)
 
 
-class FrozenNow(TokenModule):
-    """Trains its head alone from now on, and keeps the rest in its optimizer."""
-
-    def setup(self, stage: str) -> None:
-        self.net.blocks.requires_grad_(False)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-    def on_train_start(self) -> None:
-        states = self.trainer.optimizers[0].state
-        self.have_state = [parameter in states for parameter in self.parameters()]
-        self.are_trained = [parameter.requires_grad for parameter in self.parameters()]
+def look_at_state(own: Any) -> None:
+    states = own.trainer.optimizers[0].state
+    own.have_state = [parameter in states for parameter in own.parameters()]
 
 
 @on_ranks(2)
 def test_parameters_that_are_frozen_now_keep_their_state(rank, saved):
-    module = FrozenNow("mean")
+    """The head alone is trained from now on, and the rest stays in the optimizer."""
+    module = doing(TokenModule("mean"), on_train_start=look_at_state)
+    module.net.blocks.requires_grad_(False)
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=0.01)
     fit(module, _batches(rank), max_epochs=2, ckpt_path=saved / "sharded")
     assert all(module.have_state)
-    assert module.are_trained.count(False) == 18
+    assert [parameter.requires_grad for parameter in module.parameters()].count(False) == 18
 
 
 # -- on the way ----------------------------------------------------------------------------------------------------

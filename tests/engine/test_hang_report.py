@@ -14,12 +14,12 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WaitTimeoutError
+from tests.support.fits import before_step
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 from tests.support.ranks import on_ranks, try_ranks
 
@@ -27,33 +27,24 @@ SOON = timedelta(seconds=0.3)
 STALL = 1.5
 
 
-class Stalls(TokenModule):
-    """Rank 1 sleeps in the second microbatch of its second share, rank 0 does not.
+def stalling(rank: int, until: Path | None) -> TokenModule:
+    """Rank 1 sleeps in the second microbatch of its second share, and until there is a file."""
 
-    Args:
-        rank: of this process.
-        until: A file that ends the sleep.
-    """
-
-    def __init__(self, rank: int, until: Path | None = None) -> None:
-        super().__init__("items")
-        self.stalling = rank == 1
-        self.until = until
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        if self.stalling and len(self.seen) == 3:
+    def act(own: Any, batch: Any) -> None:
+        if rank == 1 and len(own.seen) == 3:
             time.sleep(STALL)
             end = time.monotonic() + 60
-            while self.until is not None and not self.until.exists() and time.monotonic() < end:
+            while until is not None and not until.exists() and time.monotonic() < end:
                 time.sleep(0.05)
-        return super().training_step(batch, batch_idx)
+
+    return before_step(TokenModule("items"), act)
 
 
 def _stalls(rank: int, root: Path, until: Path | None = None, **options: Any) -> str:
     options = {"hang_report_after": SOON, **options}
     shares = [Minibatch(token_batches([5, 9])) for _ in range(3)]
     with patch.object(sys, "stderr", io.StringIO()) as stderr:
-        trainer(2, default_root_dir=root, **options).fit(Stalls(rank, until), loader(shares))
+        trainer(2, default_root_dir=root, **options).fit(stalling(rank, until), loader(shares))
     assert not [thread for thread in threading.enumerate() if "hang report" in thread.name]
     return stderr.getvalue()
 

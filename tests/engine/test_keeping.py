@@ -221,11 +221,6 @@ def test_parts_that_are_frozen_for_one_pass_are_trained_by_the_other(rank, first
     assert_frozen_parts_train(first, **options)
 
 
-@on_ranks(1)
-def test_parts_that_are_frozen_for_one_pass_on_one_rank(rank):
-    assert_frozen_parts_train(True, world_size=1)
-
-
 def _engine(rank: int, memory: Any) -> tuple[nn.Module, Any]:
     """A model in ``eval()`` on two ranks, and its engine. No minibatch was trained."""
     init_gloo(rank)

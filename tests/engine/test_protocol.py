@@ -403,13 +403,6 @@ def test_a_rank_that_has_gone_on_is_named_by_those_that_wait_for_it(case):
         waits[case]()
 
 
-def test_ranks_that_meet_for_different_reasons_disagree():
-    _, (first, second) = opened()
-    errors = together(lambda: first.meet("optimizer step"), lambda: second.meet("validation"))
-    assert all(isinstance(error, DisagreementError) for error in errors)
-    assert "Rank 0 is at 'optimizer step' of meeting 1, rank 1 at 'validation'" in str(errors[0])
-
-
 def test_a_rank_that_fell_behind_in_versions_is_told():
     _, (first, second) = opened()
     publish(second)
@@ -438,26 +431,3 @@ def test_who_waits_at_a_barrier_is_reported_as_waiting():
         first.windows[0].gather(torch.zeros(8))
 
     assert together(fast, slow) == [None, None]
-
-
-def test_an_ended_version_comes_back_with_the_next_one():
-    alone = Protocol(ThreadHub(1).transport(0), UNITS, timeout=1)
-    alone.open()
-    alone.end_version("step")
-    message = r"(?s)The model ran \(unit 'second'\) between .* `on_before_optimizer_step`.* \(LBFGS\)"
-    with pytest.raises(StaleShardError, match=message):
-        alone.windows[1].gather(torch.zeros(2))
-    with pytest.raises(StaleShardError, match=message):
-        add_ones(alone, 1)
-    alone.next_version()
-    alone.windows[1].gather(torch.zeros(2))
-    add_ones(alone, 1)
-    assert alone.windows[1].summed().tolist() == [1.0, 1.0]
-
-
-def test_world_of_one():
-    hub = ThreadHub(1)
-    alone = Protocol(hub.transport(0), UNITS, timeout=1)
-    play(alone, [[2], [0], [1]])
-    assert alone.version == 4
-    assert sum(alone.waiter.seconds.values()) == 0

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -26,10 +24,9 @@ from torch.utils.data import (
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.strategy.options import Options
-from lightning_odc.strategy.training_data import prepares_workers
 from tests.support.fits import assert_same, failure, fit, one_process
-from tests.support.models import Net, full_parameters
-from tests.support.modules import ListDataset, said, trainer
+from tests.support.models import Net, full_parameters, token_batches
+from tests.support.modules import ListDataset, TokenModule, said, trainer, warned
 from tests.support.ranks import of_all_ranks, on_ranks
 
 SAMPLES = [torch.randint(11, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)]
@@ -96,13 +93,6 @@ def test_one_line_balances_and_the_gradient_is_exact(rank, policy, counted, comm
     assert len(first) == len(second) or policy in ("lb_mini", "steal")
 
 
-@on_ranks(3)
-def test_on_three_ranks(rank):
-    module = Padded(counted=True)
-    fit(module, plain(), 3, balance="lb_mini", weighting="next_token")
-    assert_same(full_parameters(module), reference(3))
-
-
 @pytest.mark.parametrize(("name", "balance"), [("odc", "auto"), ("odc_plain", None)])
 def test_the_registered_names(name, balance):
     strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
@@ -116,13 +106,16 @@ def test_the_registered_names(name, balance):
 
 
 @on_ranks(2)
-def test_only_training_data_is_balanced(rank):
-    module = Padded()
+def test_only_training_data_is_balanced_and_an_explicit_loader_is_left_alone(rank):
+    module, options = Padded(), {"balance": "lb_mini", "use_distributed_sampler": True}
     module.validation_step = lambda batch, batch_idx: None
-    t = fit(module, plain(shuffle=True), 2, plain(), balance="lb_mini", use_distributed_sampler=True)
+    t = fit(module, plain(shuffle=True), 2, plain(), **options)
     assert isinstance(t.train_dataloader, BalancedDataLoader)
     assert type(t.val_dataloaders) is DataLoader
-    assert t.num_training_batches == 3
+    own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad)
+    u = fit(Padded(), own, **options)
+    assert u.train_dataloader is own
+    assert t.num_training_batches == u.global_step == 3
 
 
 class Opaque(torch.utils.data.Dataset[Any]):
@@ -159,19 +152,6 @@ def test_auto_chooses_what_can_run(communication, deterministic, world_size, ind
         assert other == policy.replace("steal", "lb_mini")
     ODCStrategy(balance="auto", **given)
     assert Options(balance="local_sort", **given).policy(2, indexed, "cpu") == "local_sort"
-
-
-def own(worker: int) -> None:
-    pass
-
-
-PREPARED = [(1, own, True), (1, partial(own), True), (0, own, False), (1, None, False)]
-
-
-def test_who_prepares_workers():
-    lightnings = partial(pl_worker_init_function, rank=0)
-    for workers, function, expected in [*PREPARED, (1, lightnings, False)]:
-        assert prepares_workers(DataLoader([0], num_workers=workers, worker_init_fn=function)) is expected
 
 
 class Rows(IterableDataset[Tensor]):
@@ -286,23 +266,14 @@ UNBALANCED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_auto_leaves_alone_what_it_cannot_balance_or_what_gains_nothing_and_says_so_once(rank, name):
     make, options, reason = UNBALANCED[name]
     module = ByHand() if name == "manual" else NoMinibatch()
-    with said() as text, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with said() as text, warned() as caught:
         t = fit(module, make(rank), **{"balance": "auto", **options})
-    words = "\n".join([text.getvalue(), *(str(one.message) for one in caught)])
+    words = "\n".join([text.getvalue(), *caught])
     assert t.global_step > 0
     is_warned = rank == 0 and name not in ("nearly equal", "plain")
     assert words.count("leaves the training data as it is") == is_warned, words
     assert rank > 0 or re.search(reason, words), words
     assert "Expected" not in words
-
-
-@on_ranks(2)
-def test_an_explicit_loader_is_left_alone(rank):
-    own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad)
-    t = fit(Padded(), own, balance="lb_micro", use_distributed_sampler=True)
-    assert t.train_dataloader is own
-    assert t.global_step == 3
 
 
 class OwnBatches(Sampler[list[int]]):
@@ -392,9 +363,12 @@ def test_options_without_a_policy_are_said_to_do_nothing():
 
 
 @on_ranks(1)
-def test_unequal_counts_under_a_strategy_that_runs_collectives(rank):
+def test_minibatches_and_unequal_counts_under_a_strategy_that_does_not_know_them(rank):
     own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad)
     for strategy in ("auto", "ddp"):
+        message = failure(TokenModule(), [Minibatch(token_batches([5]))], 1, strategy=strategy)
+        assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
+        assert "NotUnrolledError" in message
         message = failure(Padded(), own, 1, strategy=strategy)
         assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
         assert 'BalancedDataLoader(..., policy="lb_micro", unroll=True)' in message

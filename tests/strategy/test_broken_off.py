@@ -5,7 +5,6 @@ The modules and the reference are those of ``test_out_of_memory.py``, in float64
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
@@ -14,12 +13,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import Minibatch
-from lightning_odc.data.minibatch import Detail, Origin, Task
+from lightning_odc.data.minibatch import Task
 from lightning_odc.data.split import middle
 from lightning_odc.engine.base import Counting, Ledger
-from lightning_odc.strategy.microbatch import Contribution, Part, Retry, contribution, release
+from lightning_odc.strategy.microbatch import Contribution, Part, Retry, contribution
 from tests.strategy.test_out_of_memory import (
     ROWS,
     TEXT,
@@ -34,6 +34,7 @@ from tests.strategy.test_out_of_memory import (
 )
 from tests.support.fits import fit
 from tests.support.models import WIDTH, Block
+from tests.support.modules import warned
 from tests.support.ranks import on_ranks
 
 
@@ -225,73 +226,59 @@ def test_units_and_layers_that_only_some_samples_run(rank):
 
 
 class Refuses(Short):
-    """Returns ``None``, or a loss that is not finite, for one microbatch."""
+    """One microbatch has no loss, or one that is not finite; and it may run out of memory, where its parts have one."""
 
-    def __init__(self, microbatch: int | None, what: str) -> None:
-        super().__init__()
+    def __init__(self, told: Sequence[Any], microbatch: int | None, what: float | None) -> None:
+        super().__init__(told)
         self.microbatch, self.what = microbatch, what
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        if batch.shape[1] - 4 != self.microbatch:
+        output, m = super().training_step(batch, batch_idx), batch.shape[1] - 4
+        if m != self.microbatch or (self.told and len(batch) < ROWS[m]):
             return output
-        return None if self.what == "none" else output * float(self.what)
+        return None if self.what is None else output * self.what
 
 
-#: What rank 1 returns for which microbatch, and the communication.
-REFUSED = [("none", 0, "on_demand"), ("inf", 2, "on_demand"), ("nan", 1, "lockstep")]
+BREAKS = [["0", "backward", 1, 1]]
+INF, NAN = float("inf"), float("nan")
+#: What rank 1 returns for which microbatch, what runs out there, and the communication.
+REFUSED = [
+    (None, 0, [], "on_demand"),
+    (INF, 2, [], "on_demand"),
+    (NAN, 1, [], "lockstep"),
+    (NAN, 1, BREAKS, "on_demand"),
+]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("what", "m", "communication"), REFUSED)
-def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(rank, what, m, communication):
-    module = Refuses(m if rank == 1 else None, what)
-    data = batches(rank if communication == "on_demand" else 1, 1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(module, data, on_nonfinite="skip", communication=communication)
+@pytest.mark.parametrize(("what", "m", "told", "communication"), REFUSED)
+def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(
+    rank, what, m, told, communication
+):
+    """What is left out and runs out of memory does not run again."""
+    if told and not hasattr(FSDPModule, "reset_iter_state"):
+        pytest.skip("torch < 2.13 cannot take back a step that broke off")
+    module = Refuses(told, m, what) if rank == 1 else Refuses([], None, None)
+    share = {"on_demand": rank, "lockstep": 1}[communication]
+    with warned() as caught:
+        fit(module, batches(share, 1), on_nonfinite="skip", communication=communication)
     counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
     counted += list(batches(0 if communication == "on_demand" else 1, 1)[0])
     assert differences(module.states, [one_step(Short(), counted)])[0] < TOLERANCE
+    assert bool(module.trips) == (rank == 1 and bool(told))
     batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"
     line = f"{batch}, has a loss that is not finite: it is left out of the gradient."
-    said = [str(one.message) for one in caught if "not finite" in str(one.message)]
-    assert said == [line] * (rank == 1 and what != "none")
+    said = [one for one in caught if "left out" in one]
+    assert said == [line] * (rank == 1 and what is not None)
 
 
 @on_ranks(2)
 def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(rank):
-    module = Refuses(0 if rank == 1 else None, "nan")
+    module = Refuses([], 0 if rank == 1 else None, NAN)
     data = [table(4, 4 if (rank, step) == (1, 0) else 5, step) for step in range(2)]
     fit(module, data, on_nonfinite="skip", accumulate_grad_batches=2)
     expected = one_step(Short(), [table(4, 5, step) for step in (0, 1, 1)])  # three batches of four
     assert differences(module.states[-1:], [expected])[0] < TOLERANCE
-
-
-class Overflows(Short):
-    """The loss of a whole microbatch is not finite, those of its parts would be."""
-
-    def __init__(self, told: Sequence[Any] = (), m: int | None = None) -> None:
-        super().__init__(told)
-        self.m = m
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        is_whole = self.m is not None and tuple(batch.shape) == (ROWS[self.m], 4 + self.m)
-        return output * float("nan") if is_whole else output
-
-
-@needs_reset
-@on_ranks(2)
-def test_what_is_left_out_and_runs_out_of_memory_does_not_run_again(rank):
-    m = 1  # in the middle
-    module = Overflows([["0", "backward", m, 1]], m) if rank == 1 else Overflows()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(module, batches(rank, 1), on_nonfinite="skip")
-    tables = [*batches(0, 1)[0], *(one for one in batches(1, 1)[0] if one.shape[1] != 4 + m)]
-    assert module.trips == sum("left out" in str(one.message) for one in caught) == rank
-    assert differences(module.states, [one_step(Short(), tables)])[0] < TOLERANCE
 
 
 class Unlogged(Short):
@@ -316,15 +303,6 @@ def retry_with(**options: Any) -> Retry:
     return Retry("skip", engine, torch.device("cpu"), **options)
 
 
-def broken(retry: Retry, task: Task, of: Part | None = None) -> Part:
-    """A part that has run out of memory, and is undone."""
-    part = Part(task, 0, retry, of)
-    with part:
-        raise torch.OutOfMemoryError(TEXT)
-    part.undo()
-    return part
-
-
 def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_from_then_on():
     small, table, moving = torch.zeros(2), torch.zeros(5000), torch.zeros(5000)
     retry = retry_with(buffers=[small, table, moving])
@@ -343,66 +321,9 @@ def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_
     assert [one is other for one, other in zip(retry.buffers, (small, moving), strict=True)] == [True, True]
 
 
-def test_what_ran_out_is_told_to_the_loader_once_by_microbatch():
-    class Cap:
-        value = 9
-        seen: Any = None
-
-        def observe(self, by_rank: Any) -> None:
-            self.seen, self.value = by_rank, 8
-
-    retry, cap = retry_with(), Cap()
-    minibatch = Minibatch([0, 1])
-    minibatch.origin = Origin([Detail([3, 3], (0,)), Detail([4], (0,))])
-    minibatch.origin.cap, minibatch.origin.number = cap, 7
-    retry.open(minibatch)
-    assert retry.take() is None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        whole = broken(retry, Task(ROWS_OF_ONES, 1.0, Detail([3, 3, 3], (0,))))
-        retry.cut(whole, "")
-        part = broken(retry, Task(ROWS_OF_ONES, 1.0, Detail([3, 3], (0,))), whole)
-        retry.cut(part, "")
-        retry.drop(broken(retry, Task(ROWS_OF_ONES, 1.0, Detail([4], (0,)))))
-    first, second = (str(one.message) for one in caught)
-    assert "parts" in first
-    assert "left out" in second
-    assert retry.take() == [7, [(9, 3), (4, 1)]]
-    assert retry.take() is None
-    with pytest.warns(UserWarning, match=r"falls from 9 to 8 .* of 9 tokens ran out of memory on rank 1"):
-        retry.report([None, [7, [[9, 3], [4, 1]]]])
-    assert cap.seen == [None, [7, [[9, 3], [4, 1]]]]
-
-
-def test_an_error_lets_go_of_all_frames_behind_it():
-    """Here a cause of it in a circle; ``test_broken_off.py`` shows it in training."""
-    found = []
-
-    def caught(before: Exception | None = None) -> Exception:
-        held = torch.ones(1)
-        found.append(weakref.ref(held))
-
-        def closes_over() -> None:
-            assert held is not None
-            raise torch.OutOfMemoryError(TEXT) from before
-
-        try:
-            closes_over()
-        except Exception as error:
-            return error
-        raise AssertionError
-
-    cause = caught()
-    error = caught(cause)
-    cause.__cause__ = error
-    release(error)
-    assert [one() for one in found] == [None, None]
-    assert "in closes_over" in error.__notes__[0]
-
-
 def test_the_share_of_a_part_says_nothing_about_labels_and_items():
     retry, loss = retry_with(), torch.tensor(float("nan"), requires_grad=True)
-    assert not broken(retry, Task(ROWS_OF_ONES, 0.0, None)).counts
+    assert not Part(Task(ROWS_OF_ONES, 0.0, None), 0, retry).counts
     assert Part(Task(ROWS_OF_ONES, 0.0, None), 0, retry, Part(Task(ROWS_OF_ONES, 1.0, None), 0, retry)).counts
     planned = contribution(loss, 0.0)
     assert planned is not None

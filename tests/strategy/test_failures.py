@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 import time
@@ -16,14 +17,28 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from torch.distributed.tensor import distribute_tensor
 
 from lightning_odc import Minibatch, host_memory
 from lightning_odc.host_memory import Room
 from lightning_odc.strategy import ranks
-from tests.support.fits import Watch, doing, failure, fit
+from tests.strategy.test_out_of_memory import needs_reset
+from tests.support.fits import (
+    LENGTHS,
+    LR,
+    Watch,
+    assert_same,
+    before_step,
+    doing,
+    failure,
+    fit,
+    one_process,
+    shares,
+    steps_of,
+)
+from tests.support.models import full_parameters
 from tests.support.modules import TokenModule, loader, token_batches, trainer, unsized
 from tests.support.ranks import on_ranks, run_ranks, try_ranks
 from tests.test_host_memory import V2_MOUNT, count_kill, tree
@@ -36,17 +51,9 @@ def batches(count: int = 4, lengths: Sequence[int] = (5, 9, 4)) -> list[Minibatc
     return [Minibatch(token_batches(lengths)) for _ in range(count)]
 
 
-class Acts(TokenModule):
+def acting(rank: int, act: Callable[[], Any], at: int = 4, who: int = 1) -> TokenModule:
     """Does something before its microbatch of that number, on one rank."""
-
-    def __init__(self, rank: int, act: Callable[[], Any], at: int = 4, who: int = 1) -> None:
-        super().__init__("items")
-        self.act, self.at = (act if rank == who else None), at
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        if self.act is not None and len(self.seen) == self.at:
-            self.act()
-        return super().training_step(batch, batch_idx)
+    return before_step(TokenModule("items"), lambda own, _: rank == who and len(own.seen) == at and act())
 
 
 def throw(error: BaseException) -> None:
@@ -55,7 +62,7 @@ def throw(error: BaseException) -> None:
 
 def _raises(rank: int, at: int, folder: str) -> None:
     callback = OnExceptionCheckpoint(folder, "last")
-    module = Acts(rank, partial(throw, ValueError("no such token")), at)
+    module = acting(rank, partial(throw, ValueError("no such token")), at)
     fit(module, batches(), enable_checkpointing=True, callbacks=[callback])
 
 
@@ -102,7 +109,7 @@ ENDINGS = {"interrupted": KeyboardInterrupt(), "exits well": SystemExit(0)}
 
 def _ends(rank: int, ending: str, everybody: bool = False) -> None:
     """In the middle of a minibatch, without an error of its own: rank 1, or all ranks."""
-    fit(Acts(1 if everybody else rank, partial(throw, ENDINGS[ending])), batches())
+    fit(acting(1 if everybody else rank, partial(throw, ENDINGS[ending])), batches())
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -119,7 +126,7 @@ def _interrupted(rank: int) -> None:
     """Rank 1 gets a Ctrl+C while it waits for rank 0, which sleeps."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT))
-    fit(Acts(rank, interrupt.start if rank else partial(time.sleep, 3), at=5, who=rank), batches())
+    fit(acting(rank, interrupt.start if rank else partial(time.sleep, 3), at=5, who=rank), batches())
 
 
 def test_an_interrupt_ends_a_wait():
@@ -145,7 +152,7 @@ def _dies(rank: int, folder: Path, is_counted: bool) -> None:
             (folder / "sys/fs/cgroup/job/memory.events").write_text("oom_kill 1\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    fit(Acts(rank, die), batches())
+    fit(acting(rank, die), batches())
 
 
 @pytest.mark.parametrize("is_counted", [False, True])
@@ -166,7 +173,7 @@ def test_a_killed_rank_stops_the_others_which_say_whether_memory_ran_out(tmp_pat
 
 
 def _stalls(rank: int) -> None:
-    fit(Acts(rank, partial(time.sleep, 4), at=0), batches(1, [5]), timeout=timedelta(seconds=2))
+    fit(acting(rank, partial(time.sleep, 4), at=0), batches(1, [5]), timeout=timedelta(seconds=2))
 
 
 def test_a_stalled_rank_is_given_up_at_the_timeout():
@@ -203,63 +210,61 @@ def test_loaders_of_unknown_length_may_end_at_a_number_of_steps(rank):
     assert fit(TokenModule("items"), data, max_steps=2, max_epochs=-1).global_step == 2
 
 
-class LogsAndRaises(TokenModule):
-    def __init__(self, at: int) -> None:
-        super().__init__("items")
-        self.at = at
+def fails_once(where: str) -> TokenModule:
+    """Fails in its second training step, before or in the forward pass."""
+    steps = []
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        self.log("length", float(batch.numel()), sync_dist=True, reduce_fx="sum")
-        if len(self.seen) == self.at:
-            raise ValueError("no such token")
-        return super().training_step(batch, batch_idx)
+    def fail(place: str) -> None:
+        if place == where and len(steps) == 2:
+            raise ValueError("once")
 
+    def begin(own: Any, batch: torch.Tensor) -> None:
+        steps.append(batch)
+        own.log("length", float(batch.numel()), sync_dist=True, reduce_fx="sum")
+        fail("before")
 
-class Late(Callback):
-    """Rank 1 comes half a second late to the end."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank, self.ended = rank, 0.0
-
-    def on_train_end(self, *_: Any) -> None:
-        self.ended = time.monotonic()
-        time.sleep(self.rank / 2)
+    module = before_step(TokenModule("items", lr=LR), begin)
+    module.net.blocks[1].register_forward_pre_hook(lambda *_: fail("in"))
+    return module
 
 
+@needs_reset
 @on_ranks(2)
-def test_a_failed_run_leaves_nothing_to_the_next_one(rank):
-    """The first fit fails in the second microbatch, after both ranks have logged; the second has one minibatch."""
-    t = trainer(2)
-    with pytest.raises(ValueError, match="no such token"):
-        t.fit(LogsAndRaises(1), loader([Minibatch(token_batches([100, 200, 300]))]))
-    module, late = LogsAndRaises(-1), Late(rank)
-    t.callbacks.append(late)
-    t.fit(module, loader([Minibatch(token_batches([5, 9]))]))
-    assert time.monotonic() - late.ended > 0.3, (
-        "rank 0 waits for rank 1 at the end of a run that did not fail"
-    )
-    assert (module.seen, t.callback_metrics["length"].item()) == ([5, 9], 28.0)
+@pytest.mark.parametrize("where", ["before", "in"])
+def test_a_failed_run_leaves_nothing_to_the_next_one(rank, where, tmp_path):
+    """The same trainer fits the same module again, from the parameters that it began with."""
+    module, t, start = fails_once(where), trainer(2), full_parameters(TokenModule("items"))
+    with pytest.raises(ValueError, match="once"):
+        t.fit(module, loader(shares(rank, (3, 3))))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(distribute_tensor(start[name], parameter.device_mesh, parameter.placements))
+
+    def come_late(own: Any) -> None:
+        if own.global_rank:
+            time.sleep(0.5)
+            (tmp_path / where).touch()
+
+    doing(module, on_train_end=come_late)
+    t.fit(module, loader(shares(rank, (3, 3))))
+    assert (tmp_path / where).exists(), "rank 0 waits for rank 1 at the end of a run that did not fail"
+    assert_same(full_parameters(module), one_process(TokenModule("items", lr=LR), steps_of()))
+    assert t.callback_metrics["length"].item() == sum(LENGTHS[-1])
 
 
 BATCHES = [Minibatch(token_batches([5, 9, 4], seed=seed)) for seed in range(4)]
 
 
-class Signalled(TokenModule):
+def signalled(rank: int, number: int, sleep: float = 0.0) -> TokenModule:
     """Rank 1 gets a signal in the second microbatch of its second share; rank 0 may sleep there."""
 
-    def __init__(self, rank: int, number: int, sleep: float = 0.0) -> None:
-        super().__init__("items", lr=0.01)
-        self.rank, self.number, self.sleep = rank, number, sleep
-        self.sent = self.steps_when_sent = 0
+    def act(own: Any, batch: Any) -> None:
+        if len(own.seen) == 4 and rank == 1:
+            os.kill(os.getpid(), number)
+        elif len(own.seen) == 4:
+            time.sleep(sleep)
 
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        if len(self.seen) == 4 and not self.sent:
-            self.sent, self.steps_when_sent = 1, self.trainer.global_step
-            if self.rank == 1:
-                os.kill(os.getpid(), self.number)
-            else:
-                time.sleep(self.sleep)
-        return super().training_step(batch, batch_idx)
+    return before_step(TokenModule("items", lr=0.01), act)
 
 
 def _requeued(rank: int, folder: str) -> Any:
@@ -272,7 +277,7 @@ def _requeued(rank: int, folder: str) -> Any:
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
     found = []
     for number in (signal.SIGUSR1, 0):
-        module, watch = Signalled(rank, number), Watch()
+        module, watch = signalled(rank, number), Watch()
         # The second one goes on with the file of the first.
         t = fit(module, BATCHES, default_root_dir=folder, callbacks=[watch], deterministic=True)
         assert type(t.strategy.cluster_environment) is SLURMEnvironment
@@ -296,11 +301,10 @@ def test_a_requeue_signal_to_one_rank_writes_a_checkpoint_at_the_end_of_the_batc
 
 
 def _terminated(rank: int, communication: str) -> None:
-    module = Signalled(rank, signal.SIGTERM)
+    module = signalled(rank, signal.SIGTERM)
     try:
         fit(module, BATCHES, communication=communication)
     finally:
-        print(module.steps_when_sent)
         assert module.trainer.global_step == 2
         assert len(module.seen) == 6
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -317,7 +321,7 @@ def _terminated_while_a_peer_hangs(rank: int) -> None:
     ranks.PATIENCE = 0.5
     begin = time.monotonic()
     try:
-        fit(Signalled(rank, signal.SIGTERM, sleep=4.0), BATCHES)
+        fit(signalled(rank, signal.SIGTERM, sleep=4.0), BATCHES)
     finally:
         assert rank == 0 or time.monotonic() - begin < 4.0
 
@@ -333,7 +337,7 @@ def test_sigterm_does_not_wait_for_a_peer_that_hangs():
 
 def _own_handler(rank: int) -> list[int]:
     heard = []
-    module = Signalled(rank, signal.SIGUSR1)
+    module = signalled(rank, signal.SIGUSR1)
     signal.signal(signal.SIGUSR1, lambda *_: heard.append(len(module.seen)))
     fit(module, BATCHES)
     return heard
@@ -341,3 +345,114 @@ def _own_handler(rank: int) -> list[int]:
 
 def test_handlers_of_the_users_own_are_left_alone():
     assert run_ranks(_own_handler) == [[], [4]]
+
+
+# -- ranks that do not run the same program --
+
+#: The ranks' own patience, longer than that of these tests.
+TIMEOUT = timedelta(minutes=10)
+
+
+class StepsOnce(TokenModule):
+    """Manual optimization; rank 1 leaves out a step."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__(returns)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for step in range(2):
+            output = super().training_step(batch, batch_idx)
+            self.manual_backward(output["loss"])
+            if step == 0 or self.trainer.global_rank == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+#: What rank 1 does otherwise before the first step, and what both ranks are told.
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "dtype": ({"precision": "bf16-true"}, r"net.embed.weight: shape \[11, 7\], torch.bfloat16"),
+    "precision": ({"precision": "bf16-mixed"}, r"computed in torch.bfloat16"),
+    "learning rate": ({"lr": 0.2}, r"where rank 1 has\s+optimizer 0: AdamW\(lr=0.2"),
+    "accumulation": ({"accumulate_grad_batches": 3}, "accumulate_grad_batches=3"),
+    "clipping": ({"gradient_clip_val": 1.0}, "gradient_clip_val=1.0"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_named_before_the_first_step(rank, case):
+    options, message = CASES[case] if rank == 1 else ({}, CASES[case][1])
+    options = dict(options)
+    module = options.pop("module", TokenModule)("items", lr=options.pop("lr", 0.1))
+    text = failure(module, [Minibatch([b]) for b in token_batches([5, 9, 4])], timeout=TIMEOUT, **options)
+    assert "DisagreementError" in text
+    assert re.search(message, text), text
+
+
+def is_one(own: Any) -> bool:
+    return (own.global_step, own.global_rank) == (1, 1)
+
+
+#: What rank 1 does after its first batch, by Lightning's own doors.
+PARTS: dict[str, tuple[type[TokenModule], dict[str, Any]]] = {
+    "steps once": (StepsOnce, {}),
+    "skips the epoch": (TokenModule, {"on_train_batch_start": lambda own: -1 if is_one(own) else None}),
+    "stops": (
+        TokenModule,
+        {"on_train_batch_end": lambda own: setattr(own.trainer, "should_stop", is_one(own))},
+    ),
+}
+
+
+def _parts(rank: int, name: str) -> None:
+    (make, hooks), batches = PARTS[name], token_batches([5, 9, 4])
+    own = batches if make is StepsOnce else [Minibatch([batch]) for batch in batches]
+    fit(doing(make("items"), **hooks), own, timeout=TIMEOUT)
+
+
+# Who finds it out, and in which words, depends on where Lightning's versions make ranks wait.
+@pytest.mark.parametrize("name", PARTS)
+def test_ranks_that_part_in_mid_run_are_told(name):
+    outcomes = try_ranks(_parts, name, timeout=90)
+    assert [outcome.exitcode for outcome in outcomes] == [1, 1]
+    texts = "".join(outcome.error for outcome in outcomes)
+    assert re.search("DisagreementError: Rank [01] ", texts), texts
+
+
+class Gathers(TokenModule):
+    """Gathers embeddings in the loss: as they are, or as the error says."""
+
+    def __init__(self, pads: bool) -> None:
+        super().__init__()
+        self.pads = pads
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        x = self.net.embed(batch).flatten(0, 1)
+        if not self.pads:
+            return self.all_gather(x, sync_grads=True).mean()
+        sizes = self.all_gather(len(x))
+        padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, int(sizes.max()) - len(x)))
+        gathered = self.all_gather(padded, sync_grads=True)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)]).square().mean()
+
+
+def _gathers(rank: int, lengths: list[list[int]], pads: bool) -> None:
+    fit(Gathers(pads), [Minibatch(token_batches(lengths[rank]))], timeout=TIMEOUT)
+
+
+SIZES = r"by rank: \[5, 7\] of float32; \[9, 7\] of float32. Pad"
+COUNTS = r"'self.all_gather \(.* equally many microbatches\)' of meeting \d+, rank 1 at 'optimizer step'"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pads", "says"),
+    [([[5], [9]], False, SIZES), ([[5, 5], [5]], False, COUNTS), ([[5], [9]], True, "")],
+    ids=["sizes", "counts", "padded as the error says"],
+)
+def test_gathering_in_the_loss_needs_equal_sizes_and_counts(lengths, pads, says):
+    outcomes = try_ranks(_gathers, lengths, pads, timeout=60)
+    assert [outcome.exitcode for outcome in outcomes] == [int(bool(says))] * 2
+    assert all(bool(says) == ("DisagreementError" in outcome.error) for outcome in outcomes)
+    assert re.search(says, outcomes[0].error), outcomes[0].error

@@ -14,7 +14,7 @@ from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.balance import FittedCost, quadratic
 from lightning_odc.strategy.microbatch import Stopwatch
 from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
-from tests.support.fits import assert_same, failure, fit
+from tests.support.fits import assert_same, before_step, failure, fit
 from tests.support.models import full_parameters, token_batches
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
@@ -135,7 +135,13 @@ def test_an_explicit_loader_over_collectives_cannot_learn_either(rank):
 
 def draw(rank: int, policy: str, slow_rank: int, seed: int) -> list[dict[int, list[float]]]:
     """The random numbers of every microbatch by its length, by rank."""
-    module = Dropping(0.02 if rank == slow_rank else 0.0)
+    drawn: dict[int, list[float]] = {}
+
+    def act(own: Any, batch: Tensor) -> None:
+        time.sleep(0.02 * batch.shape[1] * (rank == slow_rank))
+        drawn[batch.shape[1]] = torch.nn.functional.dropout(torch.ones(8)).tolist()
+
+    module = before_step(TokenModule("items", lr=0.01), act)
     torch.manual_seed(seed + rank)  # rank 0's counts
     torch.rand(rank)  # and not what was drawn since
     samples = [batch[0] for batch in token_batches([*range(2, 14)])]
@@ -145,21 +151,7 @@ def draw(rank: int, policy: str, slow_rank: int, seed: int) -> list[dict[int, li
     before = torch.get_rng_state()
     fit(module, own)
     assert torch.equal(torch.get_rng_state(), before), "the process's own random numbers are left alone"
-    return of_all_ranks(module.drawn)
-
-
-class Dropping(TokenModule):
-    """Random numbers in the model, and a rank that is slow."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__("items", lr=0.01)
-        self.seconds = seconds
-        self.drawn: dict[int, list[float]] = {}
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        time.sleep(self.seconds * batch.shape[1])
-        self.drawn[batch.shape[1]] = torch.nn.functional.dropout(torch.ones(8)).tolist()
-        return super().training_step(batch, batch_idx)
+    return of_all_ranks(drawn)
 
 
 @on_ranks(2)

@@ -7,7 +7,6 @@ by some 1e-15 of their size, and parameters move by 1e-2 and more: 1e-6 of what 
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from typing import Any
 
@@ -36,7 +35,7 @@ from tests.support.losses import (
     samples,
 )
 from tests.support.models import full_parameters
-from tests.support.modules import said
+from tests.support.modules import said, warned
 from tests.support.ranks import on_ranks
 
 BATCH, ACCUMULATED = 4, 2
@@ -48,12 +47,11 @@ SOME = [kind for kind in KINDS if not kind.startswith("hugging")][::3]
 def train(kind: str, **options: Any) -> tuple[str, dict[str, Tensor], str]:
     """What microbatches count, the parameters after a step, and what was said."""
     module, data = Losses(kind).double(), DataLoader(samples(), batch_size=BATCH, collate_fn=collate)
-    with said() as text, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with said() as text, warned() as caught:
         t = fit(module, data, accumulate_grad_batches=ACCUMULATED, **{"balance": "auto", **options})
     recipe = t.train_dataloader.options
     counts = "whole" if recipe.whole else str(recipe.counter or recipe.weighting)
-    words = "\n".join([text.getvalue(), *(str(one.message) for one in warned)])
+    words = "\n".join([text.getvalue(), *caught])
     return counts, full_parameters(module), words
 
 

@@ -6,7 +6,6 @@ Several optimizers, schedulers, accumulation; and what users do with gradients b
 from __future__ import annotations
 
 import pickle
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from lightning_odc.sharding.initialize import materialize
 from lightning_odc.sharding.optimizers import ParameterNames
 from tests.support.fits import Manual, Sgd, fitted, numbers, two_optimizers
 from tests.support.models import Block, Net, init_gloo
-from tests.support.modules import full_parameters, loader, token_batches, trainer
+from tests.support.modules import full_parameters, loader, token_batches, trainer, warned
 from tests.support.ranks import on_ranks
 
 BATCHES = [token_batches([5, 9, 4, 7, 6], seed=rank) for rank in range(2)]
@@ -352,13 +351,12 @@ def test_what_is_not_the_models_stays_with_a_warning(rank):
     with names.recorded(model):
         pass
     model.to(torch.float64)  # torch refuses it for shards with weak references
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         for is_trained in (True, False):
             mine.requires_grad_(is_trained)
             names.follow(model, [optimizer])
     (said,) = caught  # and none for parameters that are not trained
-    assert "LBFGS has 2 parameters that are not the model's" in str(said.message)
+    assert "LBFGS has 2 parameters that are not the model's" in said
     (group,) = optimizer.param_groups
     wanted = [*model.parameters(), *mine.parameters()]
     assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in wanted]

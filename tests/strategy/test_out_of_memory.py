@@ -7,7 +7,6 @@ the steps here. A gradient that is missing or counts twice differs by more than 
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -21,7 +20,7 @@ from lightning_odc import BalancedDataLoader, Minibatch
 from lightning_odc.strategy.microbatch import is_out_of_memory
 from tests.support.fits import failure, fit, largest_difference
 from tests.support.models import Block, full_parameters
-from tests.support.modules import TokenModule, loader, trainer
+from tests.support.modules import TokenModule, warned
 from tests.support.nodes import as_nodes
 from tests.support.ranks import on_ranks
 
@@ -169,11 +168,10 @@ def run(
 ) -> tuple[Short, list[str]]:
     """Rank 1 runs out of memory as it is told. Every step ends as in one process; what is said is returned."""
     module = Short(told if rank == 1 else (), returns=returns)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         fit(module, batches(rank, len(told)), **options)
     assert_steps(module, told, left_out)
-    return module, [str(one.message) for one in caught if "of this rank" in str(one.message)]
+    return module, [one for one in caught if "of this rank" in one]
 
 
 def assert_steps(module: Short, told: list[Any], left_out: dict[int, int] | None = None) -> None:
@@ -213,18 +211,6 @@ def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out(rank):
         assert said.count(f"{what}: it is left out of the gradient.") == list(left_out.values()).count(m)
 
 
-class RunsOutInValidation(Short):
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        raise torch.OutOfMemoryError(TEXT)
-
-
-@on_ranks(2)
-def test_batches_of_an_evaluation_are_not_cut(rank):
-    with pytest.raises(torch.OutOfMemoryError) as error:
-        trainer(2).validate(RunsOutInValidation(), loader([table(4, 4, 0)]), verbose=False)
-    assert "Batches are cut in training alone." in "".join(error.value.__notes__)
-
-
 class FailsOtherwise(Short):
     def trip(self, place: str, phase: str) -> None:
         if self.told:
@@ -262,6 +248,12 @@ class Chunked(Short):
 
 class Swallows(Manual):
     is_caught = True
+
+
+class InValidation(Short):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.told:
+            raise torch.OutOfMemoryError(TEXT)
 
 
 class Behind(Short):
@@ -311,6 +303,14 @@ ENDS: dict[str, tuple[type[Short], list[Any], Any, dict[str, Any], str]] = {
     "everything": (Everything, ROW, [FOUR] * 6, SKIP, "The 16 samples before it were left out, too"),
     "swallows": (Swallows, LATE, [table(2, 4, 0)], {}, "A backward pass broke off and its error was caught"),
     "chunks": (Chunked, ["embed", "backward", 0, 1], [FOUR], {}, CHUNKS),
+    "validation": (InValidation, NEVER, [FOUR], {}, "Batches are cut in training alone."),
+    "older torch": (
+        Short,
+        ROW,
+        [TWO],
+        {},
+        "cannot take back a step that broke off: install torch 2.13 or newer",
+    ),
     "another error": (FailsOtherwise, ROW, [FOUR], {}, "RuntimeError: CUDA error: device-side assert"),
 }
 
@@ -320,7 +320,11 @@ ENDS: dict[str, tuple[type[Short], list[Any], Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", ENDS)
 def test_what_ends_a_run_keeps_the_words_of_torch_and_says_what_to_do(rank, name):
     make, told, data, options, says = ENDS[name]
-    said = failure(make([told] if rank == 1 else ()), data(rank) if callable(data) else data, **options)
+    given = data(rank) if callable(data) else data
+    with pytest.MonkeyPatch.context() as patched:
+        if name == "older torch":
+            patched.delattr(FSDPModule, "reset_iter_state", raising=False)  # as in torch 2.12
+        said = failure(make([told] if rank == 1 else ()), given, validation=[table(4, 4, 0)], **options)
     if rank == 0:
         assert "PeerFailedError: Rank 1 failed, so rank 0 stops too." in said
         return
@@ -328,17 +332,8 @@ def test_what_ends_a_run_keeps_the_words_of_torch_and_says_what_to_do(rank, name
     assert (f"torch.OutOfMemoryError: {TEXT}" in said) == (
         name not in ("swallows", "chunks", "another error")
     )
-    if make is Short:
+    if make is Short and name != "older torch":
         assert "activation_checkpointing_policy={Block}" in said
-
-
-@on_ranks(2)
-def test_an_older_torch_cannot_take_back_a_step(rank):
-    with pytest.MonkeyPatch.context() as patched:
-        patched.delattr(FSDPModule, "reset_iter_state", raising=False)  # as in torch 2.12
-        said = failure(Short([["1", "backward", 0, 1]] if rank == 1 else ()), [table(2, 4, 0)])
-    says = "cannot take back a step that broke off: install torch 2.13 or newer"
-    assert (says if rank == 1 else "PeerFailedError: Rank 1 failed, so rank 0 stops too.") in said
 
 
 class Compiled(Short):
@@ -397,8 +392,8 @@ def test_every_way_of_training(rank, name):
 @needs_reset
 @on_ranks(1)
 def test_ways_of_training_on_one_rank(rank):
-    for name in ("accumulated", "offload"):
-        compare_way(rank, 1, name)
+    compare_way(rank, 1, "accumulated")
+    compare_way(rank, 1, "offload")
 
 
 class Logs(Short):

@@ -1,4 +1,6 @@
-"""Parameters changed outside the optimizer step: all ranks read the new value, or the change is refused.
+"""Parameters changed outside the optimizer step, and hooks that change gradients.
+
+An edit is read by all ranks, or refused. Hooks see the complete gradient, once per optimizer step.
 
 The reference is ``communication="collective"`` on the same batches: all units are gathered anew from the shards there,
 so an edit counts at once. Both sum two ranks' fp32 gradients, and a sum of two numbers has no order, so parameters
@@ -14,14 +16,23 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer, callbacks
+from lightning.pytorch import Callback, Trainer, callbacks
 from torch import Tensor, nn
 
-from lightning_odc import ODCStrategy
+from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.errors import ODCError
 from tests.strategy.test_optimizers import OnRows
 from tests.support import fits
-from tests.support.fits import are_equal, assert_same, failure
+from tests.support.fits import (
+    Sgd,
+    Watch,
+    are_equal,
+    assert_same,
+    doing,
+    failure,
+    fitted,
+    largest_difference,
+)
 from tests.support.models import full_parameters, token_batches
 from tests.support.modules import TokenModule
 from tests.support.ranks import of_all_ranks, on_ranks
@@ -211,30 +222,192 @@ def test_averages_that_cannot_be_kept_are_refused(rank):
         assert 'ODCStrategy(state_dict_type="full")' in failure(TokenModule(), batches, **options)
 
 
-class Returns(TokenModule):
-    """Goes back to a checkpoint at the beginning of the second epoch."""
+def returns(path: Path) -> TokenModule:
+    """Goes back to the checkpoint of its first step at the beginning of the second epoch."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
+    def go_back(own: Any) -> None:
+        if own.current_epoch == 1:
+            own.trainer.strategy.load_checkpoint(path)
 
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch == 1:
-            strategy = self.trainer.strategy
-            assert isinstance(strategy, ODCStrategy)
-            strategy.load_checkpoint(self.path)
+    def save(own: Any) -> None:
+        if own.global_step == 1:
+            own.trainer.save_checkpoint(path)
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.global_step == 1:
-            self.trainer.save_checkpoint(self.path)
+    return doing(TokenModule(), on_train_epoch_start=go_back, on_train_batch_end=save)
 
 
 @on_ranks(2)
 def test_a_checkpoint_loaded_in_mid_run_reaches_every_rank(rank, tmp_path):
     first, *others = [
-        fit(rank, communication, Returns(tmp_path / f"{communication}-{kind}.ckpt"), state_dict_type=kind)
+        fit(rank, communication, returns(tmp_path / f"{communication}-{kind}.ckpt"), state_dict_type=kind)
         for kind in ("full", "sharded")
         for communication in ("on_demand", "collective")
     ]
     assert not are_equal(first, fit(rank, "on_demand", TokenModule()))
     assert all(are_equal(first, other) for other in others)
+
+
+# -- hooks see the complete gradient, once per optimizer step --
+
+BATCHES = [token_batches([5, 9, 4, 7], seed=rank) for rank in range(2)]
+
+
+class StepsInHooks(Sgd):
+    """The optimizer in the backward pass: hooks step, and Lightning has no optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1)
+
+    def configure_optimizers(self) -> None:
+        self.own = {p: torch.optim.AdamW([p], lr=self.lr) for p in self.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            self.own[parameter].step()
+            parameter.grad = None
+
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+
+
+class StepsInHooksByHand(StepsInHooks):
+    def __init__(self, settles: bool = True) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.settles = settles
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(self.mean_loss(batch))
+        if self.settles:
+            self.trainer.strategy.settle_gradients()
+            self.trainer.strategy.publish_parameters()
+
+
+def clamp(parameter: Tensor) -> None:
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+def clamp_once(own: Any) -> None:
+    """Each element of the first gradients is clamped as soon as it is there."""
+    own.handles = [p.register_post_accumulate_grad_hook(clamp) for p in own.parameters()]
+
+
+def stop_clamping(own: Any) -> None:
+    for handle in own.handles:
+        handle.remove()
+
+
+def clamps_from_the_beginning() -> Sgd:
+    """Registers its hooks before the model is sharded."""
+    clamp_once(module := Sgd())
+    return module
+
+
+class Norms(Callback):
+    """Norms of whole gradients, as hooks see them and as they are before the step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, float]] = []
+        self.complete: list[tuple[str, float]] = []
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: self.seen.append((name, norm_of(p)))
+            )
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.complete += [(name, norm_of(p)) for name, p in pl_module.named_parameters()]
+
+
+def norm_of(parameter: Any) -> float:
+    norm = parameter.grad.norm()
+    return float(norm.full_tensor()) if hasattr(norm, "full_tensor") else float(norm)
+
+
+MODULES: dict[str, Callable[[], Sgd]] = {
+    "steps": StepsInHooks,
+    "steps by hand": StepsInHooksByHand,
+    "clamps from the beginning": clamps_from_the_beginning,
+    "clamps once": lambda: doing(Sgd(), on_fit_start=clamp_once, on_train_batch_end=stop_clamping),
+}
+
+
+def _fit(rank: int, module: Sgd, communication: str = "on_demand", *callbacks: Callback) -> dict[str, Tensor]:
+    watch = Watch()
+    trained = fitted(module, BATCHES[rank], communication=communication, callbacks=[watch, *callbacks])
+    assert (watch.traffic[-1].adds > 0) == (communication == "on_demand")
+    return trained
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", MODULES)
+def test_what_hooks_do_counts_as_under_collectives(rank, name):
+    ours, stock = (_fit(rank, MODULES[name](), kind) for kind in ("on_demand", "collective"))
+    assert are_equal(ours, stock)
+    assert largest_difference(ours, full_parameters(MODULES[name]())) > 0.01
+
+
+def assert_seen_once_per_step(norms: Norms, steps: int) -> None:
+    assert len(norms.seen) == steps * len(list(Sgd().parameters()))
+    assert sorted(norms.seen) == sorted(norms.complete)
+    assert all(norm > 0 for _, norm in norms.seen)
+
+
+@on_ranks(2)
+def test_a_hook_sees_the_gradient_of_the_whole_minibatch_once_per_step(rank):
+    own = BATCHES[rank]
+    minibatches = [Minibatch(own[: 1 + 2 * rank]), Minibatch(own[3 * rank :])]
+    for module, data, steps, options in (
+        (Sgd("items"), minibatches, 2, {}),
+        (Sgd(), own, 2, {"accumulate_grad_batches": 2}),
+        (Sgd("items"), own, 4, {"communication": "collective"}),
+    ):
+        fits.fit(module, data, callbacks=[norms := Norms()], **options)
+        assert_seen_once_per_step(norms, steps)
+        first, other = of_all_ranks(norms.seen)
+        assert first == other
+
+
+@on_ranks(1)
+def test_one_process_weighs_minibatches_before_hooks_see_them(rank):
+    data = [Minibatch(BATCHES[0][:3]), Minibatch(BATCHES[0][3:])]
+    fits.fit(Sgd("items"), data, 1, callbacks=[norms := Norms()])
+    assert_seen_once_per_step(norms, 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+def test_training_without_an_optimizer_of_lightning_is_resumed(rank, kind, tmp_path):
+    first = fits.fit(StepsInHooks(), BATCHES[rank], state_dict_type=kind)
+    first.save_checkpoint(tmp_path / kind)
+    again = fits.fit(StepsInHooks(), BATCHES[rank], ckpt_path=tmp_path / kind, max_epochs=2)
+    assert (first.global_step, again.global_step) == (4, 8)
+
+
+class StepsLightningsOptimizers(StepsInHooksByHand):
+    def configure_optimizers(self) -> Any:
+        for index, parameter in enumerate(self.parameters()):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=index: self.optimizers()[i].step())
+        return [torch.optim.SGD([parameter], lr=0.1) for parameter in self.parameters()]
+
+
+def reduces(after: int) -> Sgd:
+    """Sets an all-reduce hook after so many steps."""
+
+    def act(own: Any) -> None:
+        if own.global_step == after:
+            own.net.blocks[1].set_all_reduce_hook(lambda _: None)
+
+    return doing(Sgd(), on_train_batch_start=act)
+
+
+@on_ranks(2)
+def test_hooks_that_cannot_work_are_refused_with_what_to_write(rank):
+    for module, words in (
+        (StepsInHooksByHand(settles=False), ["self.trainer.strategy.settle_gradients()"]),
+        (StepsLightningsOptimizers(), ["torch.optim"]),
+        (reduces(0), ["'net.blocks.1'", "set_all_reduce_hook", "`on_before_optimizer_step`"]),
+        (reduces(2), ["'net.blocks.1'", "set_all_reduce_hook", "`on_before_optimizer_step`"]),
+    ):
+        message = failure(module, BATCHES[rank])
+        assert all(one in message for one in words), type(module)

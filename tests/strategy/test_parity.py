@@ -359,25 +359,6 @@ def test_a_unit_of_mixed_dtypes_travels_as_bytes(rank):
 
 
 @on_ranks(2)
-def test_unfreezing_in_mid_run(rank):
-    """Parameters unfrozen in mid-run change the layout of the accumulators."""
-    model, engine, _ = sharded(rank, lambda: Net(frozen=True))
-    before = engine.window_bytes
-    for step in range(2):
-        if step == 1:
-            model.requires_grad_(True)
-        engine.begin_batch(opens_window=True, kind="plain batch")
-        for tokens in minibatch(step)[3 * rank : 3 * rank + 3]:
-            engine.ledger.add(tokens.numel() - 1)
-            summed_loss(model, tokens).backward()
-        engine.settle([])
-        engine.publish()
-    assert before < engine.window_bytes
-    assert all(p.grad is not None for p in model.parameters())
-    engine.close()
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_dropped_gradients_are_gone_on_every_rank(rank, deterministic):
     """Some gradients are set to ``None`` between backward passes of one step, all or those of one layer."""

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import lightning_odc
 from lightning_odc import Minibatch
-from lightning_odc.strategy.precision import LossScaler
+from lightning_odc.strategy.precision import LossScaler, ODCPrecision
 from tests.support.fits import (
     Manual,
     Sgd,
@@ -22,7 +21,6 @@ from tests.support.fits import (
     doing,
     fit,
     fitted,
-    largest_difference,
     one_process,
     two_optimizers,
 )
@@ -133,8 +131,8 @@ def clipping_by_hand() -> Manual:
     return doing(Manual(act=clip_by_hand), configure_optimizers=lambda own: two_optimizers(own, 1.0))
 
 
-def _restored(path: Path, world_size: int) -> float:
-    t = fit(Sgd("items"), [Minibatch([])], world_size, precision="16-mixed", ckpt_path=path)
+def _restored(path: Path) -> float:
+    t = fit(Sgd("items"), [Minibatch([])], precision="16-mixed", ckpt_path=path)
     return float(t.precision_plugin.scaler.state_dict()["scale"])
 
 
@@ -149,22 +147,17 @@ def test_scaled_gradients_are_clipped_and_dropped_as_others(rank):
 
 
 @on_ranks(2)
-def test_the_scale_is_saved_and_restored(rank, tmp_path):
+def test_the_scale_is_saved_and_restored_and_that_of_another_strategy_is_taken_over(rank, tmp_path):
     t = fit(Sgd("items"), [Minibatch([]), Minibatch(BATCHES[rank][rank:])], precision="16-mixed")
     t.precision_plugin.scaler.update(128.0)
     t.save_checkpoint(path := tmp_path / "odc.ckpt")
-    assert _restored(path, 2) == 128.0
-    assert torch.load(path, weights_only=False)["ODCPrecision"]["scale"] == 128.0
-
-
-@on_ranks(1)
-def test_the_scale_of_another_strategys_checkpoint_is_taken_over(rank, tmp_path):
-    fit(Sgd("items"), [], 1).save_checkpoint(path := tmp_path / "plain.ckpt")
+    assert _restored(path) == 128.0
     checkpoint = torch.load(path, weights_only=False)
-    checkpoint.pop("ODCPrecision", None)
+    assert checkpoint.pop("ODCPrecision")["scale"] == 128.0
     for plugin in ("FSDPPrecision", "MixedPrecision"):
-        torch.save({**checkpoint, plugin: {**LossScaler("cpu").state_dict(), "scale": 32.0}}, path)
-        assert _restored(path, 1) == 32.0
+        other = tmp_path / f"{plugin}{rank}.ckpt"
+        torch.save({**checkpoint, plugin: {**LossScaler("cpu").state_dict(), "scale": 32.0}}, other)
+        assert _restored(other) == 32.0
 
 
 class ShardedByHand(Watched):
@@ -184,36 +177,6 @@ def test_fp16_units_that_reduce_in_fp32(rank):
         torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-6)
 
 
-WEIGHTS = (1.0, 4096.0, 1e6)
-STEPS = 24
-
-
-WEIGHTED = [("16-mixed", "on_demand"), ("16-true", "on_demand"), ("16-mixed", "collective")]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("precision", "communication"), WEIGHTED)
-def test_weights_do_not_count_against_the_range_of_fp16(rank, precision, communication):
-    start, expected = flat(full_parameters(Sgd(lr=LR))), None
-    for weight in WEIGHTS:
-        minibatches = []
-        for step in range(STEPS):
-            count = 2 if communication == "collective" else [[2, 0], [1, 2], [2, 1]][step % 3][rank]
-            batches = token_batches([5, 9][:count], seed=2 * step + rank)
-            minibatches.append(Minibatch(batches, weights=[weight] * count))
-        module = Sgd(lr=LR)
-        t = fit(module, minibatches, precision=precision, communication=communication, deterministic=True)
-        if precision == "16-mixed":  # one step is skipped, which halves the scale
-            assert t.precision_plugin.scaler.get_scale() == FULL / 2
-        parameters = flat(full_parameters(module))
-        expected = parameters if expected is None else expected
-        assert (expected - start).abs().max() > 0.03
-        assert parameters.isfinite().all()
-        # 4096 is a power of two, 1e6 is 0.95 of one: other roundings of fp16 in each of 24 steps.
-        bound = 0.0 if weight == 4096 else 24 * LR * 2**-10 * 8
-        assert (parameters - expected).abs().max() <= bound, weight
-
-
 class OfItems(Sgd):
     """Sums its losses over items of which every token counts as so many."""
 
@@ -226,19 +189,44 @@ class OfItems(Sgd):
         return {"loss": output["loss"] * self.per_token, "num_items": output["num_items"] * self.per_token}
 
 
+def weighted_fit(rank: int, counts: Any, way: str, weight: float, **options: Any) -> Any:
+    """In 24 steps, the weight is that of a microbatch, or of a token that a step counts."""
+    module, data = OfItems(weight) if "sums" in way else Sgd(lr=LR), []
+    for step in range(24):
+        batches = token_batches([5, 9][: counts[step % 3][rank]], seed=2 * step + rank)
+        weights = None if "sums" in way else [weight] * len(batches)
+        data += batches if way == "plain sums" else [Minibatch(batches, weights)]
+    t = fit(module, data, deterministic=True, **options)
+    return t.precision_plugin, flat(full_parameters(module))
+
+
+UNEVEN, EVEN = ([2, 0], [1, 2], [2, 1]), [[2, 2]] * 3
+#: What weighs, microbatches by step and rank, and options.
+WEIGHTED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("microbatches", UNEVEN, {"precision": "16-mixed"}),
+    ("microbatches", UNEVEN, {"precision": "16-true"}),
+    ("microbatches", EVEN, {"precision": "16-mixed", "communication": "collective"}),
+    ("sums", UNEVEN, {"precision": "16-mixed", "accumulate_grad_batches": 2}),
+    ("plain sums", EVEN, {"precision": "16-mixed", "accumulate_grad_batches": 2}),
+]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["plain", "minibatches"])
-def test_sums_do_not_count_against_the_range_of_fp16(rank, kind):
-    """If a token counts a quarter, and if it counts 4096."""
-    data = token_batches([5, 9, 4, 6], seed=rank)
-    if kind == "minibatches":
-        data = [Minibatch(own) for own in (data[:rank], data, [], data[rank:])]
-    small, large = OfItems(0.25), OfItems(4096.0)
-    options = {"precision": "16-mixed", "deterministic": True, "accumulate_grad_batches": 2}
-    scale, other = (fit(one, data, **options).precision_plugin.scaler.get_scale() for one in (small, large))
-    assert scale == other >= FULL / 2  # at most one of two steps was skipped
-    assert are_equal(full_parameters(small), full_parameters(large))
-    assert largest_difference(full_parameters(small), full_parameters(Sgd(lr=LR))) > 0.01
+@pytest.mark.parametrize(("way", "counts", "options"), WEIGHTED)
+def test_weights_and_sums_do_not_count_against_the_range_of_fp16(rank, way, counts, options):
+    start, expected, scales = flat(full_parameters(Sgd(lr=LR))), None, set()
+    for weight in (1.0, 4096.0, 1e6):
+        plugin, parameters = weighted_fit(rank, counts, way, weight, **options)
+        if options["precision"] == "16-mixed":
+            scales.add(plugin.scaler.get_scale())
+        expected = parameters if expected is None else expected
+        assert (expected - start).abs().max() > 0.03
+        assert parameters.isfinite().all()
+        # 4096 is a power of two, 1e6 is 0.95 of one: other roundings of fp16 in each of 24 steps.
+        bound = 0.0 if weight == 4096 else 24 * LR * 2**-10 * 8
+        assert (parameters - expected).abs().max() <= bound, weight
+    # At most one step is skipped, which halves the scale.
+    assert options["precision"] == "16-true" or scales in ({FULL}, {FULL / 2})
 
 
 class Lightens(Sgd):
@@ -282,18 +270,14 @@ def test_losses_of_a_minibatch_are_summed_in_fp32(rank):
         assert (module.reported.dtype, float(module.reported)) == (torch.float32, 1.0)
 
 
-def test_a_precision_that_is_not_supported_is_an_error_at_construction():
+def test_what_a_plugin_takes():
     for precision in ("64-true", "transformer-engine"):
         with pytest.raises(ValueError, match=precision):
             trainer(1, precision=precision)
     with pytest.raises(ValueError, match="use one of 32-true, bf16-mixed"):
-        lightning_odc.strategy.precision.ODCPrecision("64-true")
-
-
-def test_a_run_under_16_true_is_taken_up_under_16_mixed():
-    """It has a unit of weights, and no loss scale."""
-    plugin = lightning_odc.strategy.precision.ODCPrecision("16-mixed")
-    plugin.load_state_dict({"odc_weight_unit": 4.0})
+        ODCPrecision("64-true")
+    plugin = ODCPrecision("16-mixed")
+    plugin.load_state_dict({"odc_weight_unit": 4.0})  # of 16-true, which has no loss scale
     assert plugin.weight_unit == 4.0
 
 
@@ -386,66 +370,25 @@ def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(rank, t
         assert not value.is_complex() or (ours[name] - value).imag.abs().max() > 1e-4
 
 
-class Double(Sgd):
-    """All of it is fp64; counts are tensors."""
-
-    def __init__(self, returns: str = "mean") -> None:
-        super().__init__(returns, lr=LR)
-        self.double()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        logits = self.net(batch)
-        loss = nn.functional.cross_entropy(logits[0, :-1], batch[0, 1:], reduction="sum")
-        items = (batch[0, 1:] >= 0).sum()
-        return {"loss": loss, "num_items": items} if self.returns == "items" else loss / items
-
-
-#: What a step returns, whether it gets minibatches, and options.
-DOUBLES: dict[str, tuple[str, bool, dict[str, Any]]] = {
-    "minibatches": ("items", True, {}),
-    "in order": ("items", True, {"deterministic": True}),
-    "plain": ("mean", False, {}),
-    "collective": ("items", False, {"communication": "collective"}),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", DOUBLES)
-def test_a_model_in_fp64_has_the_precision_of_fp64(rank, name):
-    returns, as_minibatches, options = DOUBLES[name]
-    if as_minibatches:
-        batches = [Minibatch(b) for ranks in OTHER_STEPS for b in (ranks[rank][:1], ranks[rank][1:], [])]
-        steps = [[batch for own in ranks for batch in own] for ranks in OTHER_STEPS]
-    else:  # one step on the first batch of each
-        batches = [ranks[rank][0] for ranks in OTHER_STEPS]
-        steps = [[own[0] for ranks in OTHER_STEPS for own in ranks]]
-    module = Double(returns)
-    parameters = fitted(module, batches, accumulate_grad_batches=3, **options)
-    assert module.dtype == torch.float64
-    assert largest_difference(parameters, one_process(Double(returns), steps)) < 1e-13
-
-
 def test_what_a_precision_does_not_name_stays():
     real = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-    widened = dict.fromkeys(real[:2], torch.float32)
-    bf16, fp16 = dict.fromkeys(real, torch.bfloat16), dict.fromkeys(real, torch.float16)
-    named = {"32-true": widened, "bf16-mixed": {}, "16-mixed": {}, "bf16-true": bf16, "16-true": fp16}
-    for precision, becomes in named.items():
-        plugin = lightning_odc.strategy.precision.ODCPrecision(precision)
+    narrow = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+    for precision in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"):
+        named = (
+            {"32": real[:2], "bf16": real, "16": real}[precision.split("-")[0]] if "true" in precision else ()
+        )
+        plugin = ODCPrecision(precision)
         for dtype in (*real, torch.complex64, torch.complex128, torch.int64, torch.bool):
             module = nn.Module()
             module.register_buffer("kept", torch.ones(3, dtype=dtype), persistent=False)
-            can_train = dtype.is_floating_point or dtype.is_complex
-            module.weight = parameter = nn.Parameter(torch.ones(3, dtype=dtype), requires_grad=can_train)
-            assert plugin.convert_module(module).weight is parameter
-            assert parameter.dtype == module.kept.dtype == becomes.get(dtype, dtype)
-            assert [*module.state_dict()] == ["weight"]
+            expected = narrow[precision] if dtype in named else dtype
+            assert plugin.convert_module(module).kept.dtype == expected
             (converted,) = plugin.convert_input([torch.ones(3, dtype=dtype)])
-            assert converted.dtype == (becomes or widened).get(dtype, dtype)
+            assert converted.dtype == (expected if named else torch.float32 if dtype in real[:2] else dtype)
     torch.set_default_dtype(torch.float64)
     try:
         for context in ("forward_context", "tensor_init_context", "module_init_context"):
-            with getattr(lightning_odc.strategy.precision.ODCPrecision("32-true"), context)():
+            with getattr(ODCPrecision("32-true"), context)():
                 assert torch.ones(1).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import distribute_tensor
 from torch.utils.data import DataLoader
 
 from lightning_odc import Minibatch
@@ -21,20 +19,15 @@ from tests.support.fits import (
     LR,
     Watch,
     assert_same,
-    doing,
     fit,
     fitted,
     one_process,
     shares,
     steps_of,
 )
-from tests.support.models import full_parameters, summed_loss, token_batches
-from tests.support.modules import TokenModule, loader, trainer
+from tests.support.models import full_parameters, summed_loss
+from tests.support.modules import TokenModule
 from tests.support.ranks import on_ranks
-
-NEEDS_RESET = pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"), reason="torch < 2.13 cannot reset a failed step"
-)
 
 
 def reference(returns: str = "items") -> dict[str, Tensor]:
@@ -72,31 +65,6 @@ def test_other_communications_end_in_the_same_parameters(rank, returns, communic
     train(rank, (3, 3), returns, communication=communication)
 
 
-#: Batches of an optimizer step, by the number that is accumulated.
-WINDOWS: dict[int, list[list[int]]] = {1: [[0], [1], [2], [3], [4]], 2: [[0, 1], [2, 3], [4]]}
-
-
-def plain_batches(rank: int) -> list[Tensor]:
-    return token_batches([5, 9, 4, 7, 12], seed=rank)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("accumulate", "communication"), [(1, "on_demand"), (2, "on_demand"), (2, "collective"), (2, "lockstep")]
-)
-def test_plain_batches_follow_fsdps_rule(rank, accumulate, communication):
-    module = TokenModule(lr=LR)
-    optimizer = module.configure_optimizers()
-    for window in WINDOWS[accumulate]:
-        optimizer.zero_grad()
-        for batch in [plain_batches(rank)[index] for rank in range(2) for index in window]:
-            (module.training_step(batch, 0) / accumulate / 2).backward()
-        optimizer.step()
-    options = {"communication": communication, "accumulate_grad_batches": accumulate}
-    ours = fitted(TokenModule(lr=LR), plain_batches(rank), **options)
-    assert_same(ours, full_parameters(module))
-
-
 @on_ranks(2)
 def test_accumulated_minibatches_are_one_minibatch(rank):
     first, second, third = steps_of()
@@ -126,63 +94,6 @@ def test_the_parameters_do_not_depend_on_where_shards_and_units_are(rank, name):
     with torch.no_grad():
         total = sum(summed_loss(alone.net, batch).item() for batch in own)
     assert watch.losses[0] == pytest.approx(total / sum(b.numel() - 1 for b in own), rel=1e-6)
-
-
-def edit(module: Any) -> None:
-    with torch.no_grad():
-        module.net.head.weight.mul_(1.25)
-
-
-@on_ranks(2)
-def test_edits_before_evaluations_reach_every_rank(rank):
-    """Where the strategy publishes afterwards by itself; ``test_parameter_edits.py`` has more places."""
-    module, alone = TokenModule("items", lr=LR), TokenModule("items", lr=LR)
-    batches, t = token_batches([5, 9]), trainer(2)
-    doing(module, on_test_start=edit, on_predict_start=edit).test_step = module.validation_step
-    module.predict_step = lambda batch, batch_idx: module.net(batch).sum().item()
-    (tested,) = t.test(module, loader(batches), verbose=False)
-    predicted = t.predict(module, loader(batches))
-    edit(alone)
-    with torch.no_grad():
-        loss = sum(summed_loss(alone.net, batch).item() / (batch.numel() - 1) for batch in batches) / 2
-        edit(alone)
-        sums = [alone.net(batch).sum().item() for batch in batches]
-    assert tested["val_loss"] == pytest.approx(loss, rel=1e-3)
-    assert predicted == pytest.approx(sums, rel=1e-3)
-
-
-class FailsOnce(TokenModule):
-    """Fails in its second training step, before, in, or after the forward pass."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__("items", lr=LR)
-        self.where = where
-        self.steps = 0
-        self.net.blocks[1].register_forward_pre_hook(lambda *_: self.fail("in"))
-
-    def fail(self, where: str) -> None:
-        if self.where == where and self.steps == 2:
-            raise ValueError("once")
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.steps += 1
-        self.fail("before")
-        output = super().training_step(batch, batch_idx)
-        self.fail("after")
-        return output
-
-
-@NEEDS_RESET
-@on_ranks(2)
-@pytest.mark.parametrize("where", ["before", "in", "after"])
-def test_a_model_can_be_fitted_again_after_a_failure(rank, where):
-    module, start = FailsOnce(where), full_parameters(TokenModule("items"))
-    with pytest.raises(ValueError, match="once"):
-        fit(module, shares(rank, (3, 3)))
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.copy_(distribute_tensor(start[name], parameter.device_mesh, parameter.placements))
-    assert_same(fitted(module, shares(rank, (3, 3))), reference())
 
 
 def train(

@@ -29,7 +29,7 @@ from torch import Tensor
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc._compat import checkpoint_name
 from lightning_odc.sharding.wrapping import wrap_targets
-from tests.support.fits import are_equal, largest_difference
+from tests.support.fits import are_equal, doing, largest_difference
 from tests.support.models import Net
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
@@ -75,11 +75,9 @@ class Module(TokenModule):
         return loader([Minibatch(token_batches([5, 6]))])
 
 
-class Counts(pl.Callback):
+def count(own: Any) -> None:
     """What a summary says when the model has been cut into shards."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.counted = summarize(pl_module).total_parameters
+    own.counted = summarize(own).total_parameters
 
 
 QUIET = ("logger", "enable_checkpointing", "enable_progress_bar", "use_distributed_sampler")
@@ -92,14 +90,14 @@ def test_loggers_bars_and_monitors(rank, tmp_path):
     loggers = [cls(tmp_path, name=cls.__name__, version="") for cls in (CSVLogger, TensorBoardLogger)]
     throughput = ThroughputMonitor(lambda batch: batch.size(0), length_fn=Tensor.numel)
     stopping = EarlyStopping("val_one", patience=1, mode="max")  # it stays 1
-    own = [BAR(), LearningRateMonitor("step"), ModelSummary(2), counts := Counts(), throughput, stopping]
+    own = [BAR(), LearningRateMonitor("step"), ModelSummary(2), throughput, stopping]
     options = {"default_root_dir": tmp_path, "max_epochs": 5, "log_every_n_steps": 1}
     t = trainer(2, enable_progress_bar=True, logger=loggers, callbacks=own, **options)
-    t.fit(Module())
+    t.fit(module := doing(Module(), on_train_start=count))
     assert t.current_epoch == 2  # EarlyStopping
     assert t.callback_metrics["lengths"] == 3 * sum(LENGTHS)
     assert t.callback_metrics["reads"] > 0
-    assert counts.counted == sum(parameter.numel() for parameter in Module().parameters())
+    assert module.counted == sum(parameter.numel() for parameter in Module().parameters())
     if rank > 0:
         return
     with (tmp_path / "CSVLogger" / "metrics.csv").open() as file:
@@ -112,16 +110,15 @@ def test_loggers_bars_and_monitors(rank, tmp_path):
     assert list((tmp_path / "TensorBoardLogger").glob("events.out.tfevents.*"))
 
 
-class Bomb(pl.Callback):
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        raise ZeroDivisionError("on every rank")
+def explode(_: Any) -> None:
+    raise ZeroDivisionError("on every rank")
 
 
 @on_ranks(2)
 def test_an_exception_releases_everything(rank):
-    t = trainer(2, callbacks=[Bomb()], max_epochs=1)
+    t = trainer(2)
     with pytest.raises(ZeroDivisionError):
-        t.fit(Module(), minibatches(rank))
+        t.fit(doing(Module(), on_train_batch_end=explode), minibatches(rank))
     assert "memfd:lightning-odc" not in Path("/proc/self/maps").read_text()
     with pytest.raises(RuntimeError, match="only while the trainer runs"):
         _ = t.strategy.engine

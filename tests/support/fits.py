@@ -78,6 +78,13 @@ def doing(module: Any, **hooks: Any) -> Any:
     return module
 
 
+def before_step(module: Any, act: Any) -> Any:
+    """The module, which does something with itself and the batch before each training step."""
+    step = module.training_step
+    module.training_step = lambda batch, batch_idx: (act(module, batch), step(batch, batch_idx))[1]
+    return module
+
+
 def failure(module: LightningModule, batches: Any, world_size: int = 2, **options: Any) -> str:
     """The error that a fit ends with, whole."""
     with pytest.raises(Exception) as error:  # noqa: PT011 - the caller looks at it

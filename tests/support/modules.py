@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -142,4 +143,14 @@ def said() -> Iterator[StringIO]:
         rank_zero.log.disabled = before
 
 
-__all__ = ["ListDataset", "TokenModule", "full_parameters", "loader", "said", "token_batches", "trainer"]
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """What is warned of meanwhile, to look at afterwards."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(one.message) for one in caught]
+
+
+__all__ = ["full_parameters", "token_batches"]

@@ -233,55 +233,6 @@ def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options)
             assert nothing == []
 
 
-def test_who_waits_for_a_late_rank_on_another_node_says_so_under_its_own_cause():
-    """Rank 2 publishes late: rank 0 lacks its shard, rank 1 reads from rank 0, and rank 3 waits for rank 2 itself."""
-    protocols = _protocols(2)
-    causes: list[dict[str, float]] = [{}] * 4
-    unit = "unit 'first' (version 2) from"
-    expected = [
-        f"waiting for {unit} other nodes",
-        f"waiting for {unit} other nodes through rank 0",
-        f"waiting to read {unit} rank 2",
-    ]
-
-    def others_wait() -> bool:
-        waits = [protocols[rank].waiter.waiting_for for rank in (0, 1, 3)]
-        return [wait() for wait in waits if wait is not None] == expected
-
-    def play(rank: int) -> None:
-        protocol = protocols[rank]
-        protocol.open()
-        _publish(protocol)
-        protocol.end_version("step")
-        before = dict(protocol.waiter.seconds)
-        if rank == 2:
-            _poll(others_wait)
-        protocol.next_version()
-        _publish(protocol)
-        protocol.windows[0].gather(torch.zeros(4 * UNITS[0].shard_numel))
-        causes[rank] = {cause: seconds - before[cause] for cause, seconds in protocol.waiter.seconds.items()}
-        protocol.meet("end")
-        protocol.close()
-
-    assert together(*(partial(play, rank) for rank in range(4))) == [None] * 4
-    assert causes[0]["network"] > 0
-    assert causes[1]["network"] > 0
-    assert causes[3]["read"] > 0
-    assert all(cause["settle"] == 0 for cause in causes)
-
-
-def _publish(protocol: CopiesProtocol) -> None:
-    for window in protocol.windows:
-        window.publish(False)
-
-
-def _poll(ready: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not ready():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 class SilentLink:
     """The other node has not come yet."""
 

@@ -7,10 +7,9 @@ test looks at the part that it is about.
 from __future__ import annotations
 
 import os
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,12 +18,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_odc import Minibatch
-from lightning_odc.errors import DisagreementError
 from tests.strategy.test_balance import Padded, plain, reference
 from tests.strategy.test_parity import STEPS, minibatch
-from tests.support.fits import assert_same, numbers, one_process
+from tests.support.fits import assert_same, before_step, numbers, one_process
 from tests.support.models import Block, full_parameters, summed_loss, token_batches
-from tests.support.modules import TokenModule, loader, trainer
+from tests.support.modules import TokenModule, loader, trainer, warned
 from tests.support.nodes import as_nodes
 from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 
@@ -84,11 +82,8 @@ class Watcher(Callback):
         }
 
 
-class Logging(TokenModule):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        tokens = float(batch.numel())
-        self.log("tokens", tokens, on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
-        return super().training_step(batch, batch_idx)
+def log_tokens(own: Any, batch: Tensor) -> None:
+    own.log("tokens", float(batch.numel()), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
 
 
 def _fit(
@@ -99,17 +94,16 @@ def _fit(
     disturb: float = 0.0,
 ) -> dict[str, Any]:
     """Ranks 2 and 3 may begin with other parameters."""
-    module, watcher = Logging("items", lr=LR), Watcher()
+    module, watcher = before_step(TokenModule("items", lr=LR), log_tokens), Watcher()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += disturb * (rank >= 2)
     validation = loader(token_batches([4] * (rank + 1), seed=rank))  # another number of batches on every rank
     evaluated = options.get("communication") != "collective"
     t = trainer_on(rank, way, callbacks=[watcher], **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         t.fit(module, shares(rank, way, counts=counts), validation if evaluated else None)
-    drifted = [str(w.message) for w in caught if "differed between nodes" in str(w.message)]
+    drifted = [w for w in caught if "differed between nodes" in w]
     return {**watcher.seen, "drifted": drifted}
 
 
@@ -166,6 +160,13 @@ class Drops(ByHand):
         optimizer.step()
 
 
+class Sums(TokenModule):
+    """Its gradients are those of the mean over four ranks of sums over their microbatches."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"loss": summed_loss(self.net, batch), "num_items": 4 / 6}
+
+
 class Unfreezes(TokenModule):
     """Trains its first block from the second minibatch on, between those of one optimizer step."""
 
@@ -205,7 +206,7 @@ def train_alone(rank: int) -> dict[str, Any]:
     return {
         "norms": _fit(rank, "alone", {"gradient_clip_val": CLIP}),
         "norms of four": _fit(rank, "alone", {"gradient_clip_val": CLIP}, EVEN),
-        "unfrozen": train_unfreezing(rank, "alone"),
+        "unfrozen": _trained(rank, "alone", Unfreezes(), shares(rank, "alone"), accumulate_grad_batches=2),
     }
 
 
@@ -220,6 +221,8 @@ def alone() -> dict[str, Any]:
         "four": one_process(TokenModule("items", lr=LR), four),
         "clipped": one_process(TokenModule("items", lr=LR), steps, clip=CLIP),
         "by hand": one_process(TokenModule(lr=LR), four, clip=CLIP),
+        "dropped": one_process(Sums(lr=LR), steps),
+        "stolen": reference(4),
     }
 
 
@@ -284,44 +287,36 @@ def test_the_norm_is_that_of_the_whole_gradient(rank, alone, way):
     assert seen["drifted"] == []
 
 
-def train_by_hand(rank: int, way: str, **options: Any) -> dict[str, Tensor]:
-    return _trained(rank, way, ByHand(), loader([minibatch(step)[rank] for step in range(STEPS)]), **options)
+def one_each(rank: int, way: str) -> Any:
+    return loader([minibatch(step)[rank] for step in range(STEPS)])
+
+
+def items() -> TokenModule:
+    return TokenModule("items", lr=LR)
+
+
+#: How a module is made, its data, options, and what it ends as.
+TRAINED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "by hand": (ByHand, one_each, {}, "by hand"),
+    "by hand, in lockstep": (ByHand, one_each, {"communication": "lockstep"}, "by hand"),
+    "unfrozen": (Unfreezes, shares, {"accumulate_grad_batches": 2}, "unfrozen"),
+    "dropped": (Drops, shares, {}, "dropped"),
+    "stolen": (partial(Padded, counted=True), lambda rank, way: plain(), {"balance": "steal"}, "stolen"),
+    "zero 2": (items, shares, {"sharding_strategy": "SHARD_GRAD_OP"}, "fp32"),
+    "offloaded": (items, shares, {"cpu_offload": True}, "fp32"),
+    "checkpointed": (items, shares, {"activation_checkpointing_policy": {Block}}, "fp32"),
+}
 
 
 @on_ranks(4)
 @in_both_ways
-@pytest.mark.parametrize("communication", ["on_demand", "lockstep"])
-def test_manual_optimization(rank, alone, way, communication):
-    assert_same(train_by_hand(rank, way, communication=communication), alone["by hand"])
-
-
-def train_unfreezing(rank: int, way: str) -> dict[str, Tensor]:
-    return _trained(rank, way, Unfreezes(), shares(rank, way), accumulate_grad_batches=2)
-
-
-@on_ranks(4)
-@in_both_ways
-def test_parameters_are_unfrozen_where_a_rank_has_no_microbatch(rank, alone, way):
-    assert_same(train_unfreezing(rank, way), alone["unfrozen"])
-
-
-@on_ranks(4)
-@in_both_ways
-def test_gradients_are_dropped_where_a_rank_has_no_microbatch(rank, way):
-    module = Drops()
-    optimizer = module.configure_optimizers()
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for tokens in minibatch(step):
-            (summed_loss(module.net, tokens) / 4).backward()  # the mean over ranks
-        optimizer.step()
-    assert_same(_trained(rank, way, Drops(), shares(rank, way)), full_parameters(module))
-
-
-@on_ranks(4)
-@in_both_ways
-def test_plans_span_all_nodes_and_work_is_stolen_inside_one(rank, way):
-    assert_same(_trained(rank, way, Padded(counted=True), plain(), balance="steal"), reference(4))
+@pytest.mark.parametrize("name", TRAINED)
+def test_modules_end_as_in_one_process(rank, alone, way, name):
+    """Unfrozen, and dropped, where a rank has no microbatch; plans span all nodes, work is stolen inside one."""
+    if way == "replicas" and name == "zero 2":
+        return  # another sharding strategy
+    make, data, options, expected = TRAINED[name]
+    assert_same(_trained(rank, way, make(), data(rank, way), **options), alone[expected])
 
 
 @on_ranks(4)
@@ -329,14 +324,6 @@ def test_plans_span_all_nodes_and_work_is_stolen_inside_one(rank, way):
 def test_checkpoints_are_taken_up_on_other_nodes(rank, alone, saved_on, kind, resumed_on, tmp_path):
     save(rank, saved_on, kind, tmp_path)
     assert_same(resume(rank, resumed_on, kind, tmp_path), alone["fp32"])
-
-
-#: What saves memory.
-SAVING: dict[str, dict[str, Any]] = {
-    "zero 2": {"sharding_strategy": "SHARD_GRAD_OP"},
-    "offloaded": {"cpu_offload": True},
-    "checkpointed": {"activation_checkpointing_policy": {Block}},
-}
 
 
 class Failing(TokenModule):
@@ -376,30 +363,12 @@ def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(way, killed):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", SAVING)
-def test_what_saves_memory_changes_nothing(rank, alone, name):
-    seen = _fit(rank, "copies", SAVING[name])
-    assert_same(seen["parameters"], alone["fp32"])
-    assert seen["engine"] == "CopiesEngine"
-
-
-@on_ranks(4)
 def test_fp16_with_scaled_losses_that_are_clipped_by_hand(rank, alone):
-    found = train_by_hand(rank, "copies", precision="16-mixed")
+    batches = one_each(rank, "copies")
+    found, exact = (_trained(rank, "copies", ByHand(), batches, precision=p) for p in ("16-mixed", "32-true"))
     _assert_close(found, alone["by hand"])
-    assert any((found[name] != value).any() for name, value in train_by_hand(rank, "copies").items())
+    assert any((found[name] != value).any() for name, value in exact.items())
     assert_equal_on_all_ranks(found)
-
-
-@on_ranks(4)
-def test_another_version_on_a_node_is_refused_on_all(rank):
-    version = "0.0.1" if rank == 3 else "0.0.2"
-    says = r"0.0.2 on.*\(ranks 0, 1, 2\); 0.0.1 on.*\(ranks 3\). Install the same one"
-    with (
-        patch("lightning_odc.sharding.nodes.__version__", version),
-        pytest.raises(DisagreementError, match=f"(?s){says}"),
-    ):
-        _fit(rank, "copies", {})
 
 
 # -- replicas -------------------------------------------------------------------------------------------------

@@ -1,0 +1,232 @@
+"""Gradients that a rank sums, adds to their owners once, or drops: the books, without a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_odc.engine.additions import Added, Additions
+from lightning_odc.engine.late_gradients import Dropping
+from lightning_odc.engine.protocol import DISCARD
+from lightning_odc.engine.transports.base import Segment
+from lightning_odc.engine.unit_window import UnitSum
+from lightning_odc.errors import DisagreementError, ODCError
+
+OWNERS, NUMEL = 2, 6  # of each owner's row
+WHOLE = [Segment(0, 0, NUMEL)]
+
+
+class Accumulators:
+    """In the place of a unit's windows: what was added to them."""
+
+    owners = OWNERS
+    spec = SimpleNamespace(grad_numel=NUMEL, grad_dtype=torch.float32)
+
+    def __init__(self) -> None:
+        self.rows = torch.zeros(OWNERS, NUMEL)
+        self.touched: list[list[tuple[int, int]]] = []  # by each addition
+
+    def accumulate(self, chunks: Tensor, segments: list[Segment]) -> None:
+        self.touched.append([(part.target, part.numel) for part in segments])
+        for part in segments:
+            rows = chunks.view(OWNERS, -1)[:, part.source : part.source + part.numel]
+            self.rows[:, part.target : part.target + part.numel] += rows
+
+
+def made(waits: bool = True) -> tuple[UnitSum, Accumulators]:
+    accumulators: Any = Accumulators()
+    total = UnitSum(accumulators)
+    total.waits = waits
+    return total, accumulators
+
+
+def gradient(numel: int, seed: int) -> Tensor:
+    return torch.randn(OWNERS * numel, generator=torch.Generator().manual_seed(seed))
+
+
+def test_without_memory_for_a_sum_and_for_a_single_microbatch_nothing_is_held():
+    for waits, is_last, memory in [
+        (False, False, nullcontext()),
+        (True, True, nullcontext()),
+        (True, False, patch.object(Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no memory"))),
+    ]:
+        total, accumulators = made(waits)
+        with memory:
+            total.add(gradient(NUMEL, 0), WHOLE, is_last)
+            total.add(gradient(NUMEL, 1), WHOLE, is_last)
+        assert accumulators.touched == [[(0, NUMEL)]] * 2
+        assert total._total is None
+        assert torch.equal(accumulators.rows, (gradient(NUMEL, 0) + gradient(NUMEL, 1)).view(OWNERS, NUMEL))
+
+
+def test_parameters_without_a_gradient_are_not_added():
+    """Of three parameters of 2 numbers: first the outer two, then the last one alone."""
+    total, accumulators = made()
+    outer, last = gradient(4, 0), gradient(2, 2)
+    total.add(outer, [Segment(0, 0, 2), Segment(4, 2, 2)], is_last=False)
+    total.add(last, [Segment(4, 0, 2)], is_last=False)
+    for _ in range(2):  # nothing is left the second time
+        total.give()
+    assert accumulators.touched == [[(0, 2), (4, 2)]]
+    expected = torch.zeros(OWNERS, NUMEL)
+    expected[:, :2] += outer.view(OWNERS, 4)[:, :2]
+    expected[:, 4:] += outer.view(OWNERS, 4)[:, 2:] + last.view(OWNERS, 2)
+    assert torch.allclose(accumulators.rows, expected)
+
+
+def test_what_is_dropped_has_no_part_in_what_is_added_later_and_what_is_given_back_has():
+    for drops in (True, False):
+        chunks, (total, accumulators) = gradient(NUMEL, 0), made()
+        expected = 2 * chunks.view(OWNERS, NUMEL)
+        total.add(chunks, WHOLE, is_last=False)
+        if drops:
+            total.clear(2, 2)
+            expected[:, 2:4] /= 2
+        else:
+            total.release()
+        total.add(chunks, WHOLE, is_last=drops)  # at once where it was released: it waits no longer
+        assert torch.allclose(accumulators.rows, expected)
+
+
+# -- added once, wherever passes break off --
+
+
+class Model:
+    """Units that run forward and add their gradients. Passes break off when they are told to.
+
+    Args:
+        calls: How many times each unit runs.
+        breaks: One number for every pass: after so many additions it breaks off, if it has as many.
+    """
+
+    def __init__(self, calls: list[int], breaks: list[int]) -> None:
+        self.calls = calls
+        self.breaks = list(breaks)
+        self.ran: list[int] = []
+        self.additions = Additions([f"unit {unit}" for unit in range(len(calls))], lambda: self.ran)
+        self.sums: Counter[tuple[int, int, str]] = Counter()
+
+    def forward(self, calls: list[int]) -> None:
+        self.additions.begin_forward()
+        self.ran += [unit for unit, count in enumerate(calls) for _ in range(count)]
+
+    def backward(self, samples: list[str]) -> Added | None:
+        """Run a pass; returns what has been added if it breaks off."""
+        order, times = self.ran[::-1], Counter[int]()
+        self.additions.begin_backward()
+        last = self.breaks.pop() if self.breaks else len(order)
+        for position, unit in enumerate(order):
+            if position == last:
+                added = self.additions.undo()
+                self.ran.clear()
+                return added
+            times[unit] += 1
+            if self.additions.begin_adding(unit):
+                self.sums.update({(unit, times[unit], sample): 1 for sample in samples})
+                self.additions.end_adding()
+        self.additions.end_backward()
+        self.ran.clear()
+        return None
+
+    def run(self, samples: list[str], before: Added) -> None:
+        """Run a microbatch, in halves where it breaks off; a single sample runs until it comes to its end."""
+        self.forward(self.calls)
+        self.additions.retry(before)
+        added = self.backward(samples)
+        if added is not None and len(samples) > 1:
+            half = len(samples) // 2
+            self.run(samples[:half], added)
+            self.run(samples[half:], added)
+        elif added is not None:
+            self.run(samples, added)
+
+
+@given(
+    calls=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    count=st.integers(1, 6),
+    breaks=st.lists(st.integers(0, 12), max_size=8),
+)
+def test_every_gradient_is_added_once(calls: list[int], count: int, breaks: list[int]) -> None:
+    samples = [f"x{number}" for number in range(count)]
+    model = Model(calls, breaks)
+    model.run(samples, Added())
+    model.breaks.clear()
+    model.run(["next"], Added())
+    assert model.sums == {
+        (u, n, sample): 1
+        for u in range(len(calls))
+        for n in range(1, calls[u] + 1)
+        for sample in [*samples, "next"]
+    }
+
+
+@pytest.mark.parametrize(("calls", "fits"), [([1, 2, 2], True), ([0, 2, 2], True), ([1, 4, 1], False)])
+def test_a_unit_that_runs_another_number_of_times_is_found(calls: list[int], fits: bool) -> None:
+    """A part may do without a unit. Unit 1 has added nothing, so it may run as often as it likes."""
+    model = Model([1, 4, 2], [])
+    model.forward(calls)
+    model.additions.retry(Added(times={0: 1, 2: 1}, calls={0: 1, 1: 4, 2: 2}))
+    if fits:
+        assert model.backward(["x"]) is None
+        return
+    with pytest.raises(ODCError, match=r"Unit 'unit 2' ran 2 times .* and 1 times for a part"):
+        model.backward(["x"])
+
+
+def test_a_pass_that_broke_off_is_refused_once_it_has_added_unless_it_is_undone() -> None:
+    additions = Additions([""] * 4, list)
+    additions.begin_backward()
+    additions.check_none_broke_off()
+    assert additions.begin_adding(3)
+    assert additions.adding == 3
+    with pytest.raises(ODCError, match="a part of its gradient has been added"):
+        additions.check_none_broke_off()
+    added = additions.undo()
+    assert added is not None and added.times == {}
+    assert additions.undo() is None, "before its backward pass"
+    additions.check_none_broke_off()
+
+
+# -- who drops which gradient, with stand-ins for all that a rank has --
+
+
+class SlotStub:
+    padded_numel = 1
+
+    def __init__(self, number: int) -> None:
+        self.name, self.grad_offset = f"p{number}", number
+
+
+def dropped(laid: set[int], emptied: set[int], others: list[str], came_for: str) -> set[int]:
+    """What a rank drops of three parameters: some have a placeholder, of which the user emptied some."""
+    slots, cleared, forgotten = [SlotStub(number) for number in range(3)], set[int](), set[int]()
+    unit = SimpleNamespace(index=0, slots=slots, trainable=slots, used=set())
+    window, held = (SimpleNamespace(clear=lambda at, _, s=s: s.add(at)) for s in (cleared, forgotten))
+    placeholders = SimpleNamespace(
+        laid={slots[number] for number in laid},
+        emptied=lambda: {slots[number] for number in emptied},
+        lift=lambda: None,
+    )
+    protocol = SimpleNamespace(windows=[window], meet=lambda kind, item=None: None)
+    parts: list[Any] = [placeholders, [unit], [held], protocol]
+    Dropping(*parts).together(others, came_for)
+    assert cleared == forgotten, "nor does it add later what it dropped"
+    return cleared
+
+
+def test_a_rank_drops_what_others_drop_unless_it_has_added_since():
+    for came_for in (DISCARD, "optimizer step"):
+        assert dropped(set(), set(), ["0x1", "0x4"], came_for) == {0, 2}
+    # The user left the gradient of p1 here, as one may for one's own shard.
+    assert dropped({0, 1}, {0}, ["0x7"], DISCARD) == {0, 2}
+    with pytest.raises(DisagreementError, match=r"emptied the gradient of 'p1'(?s:.*)settle_gradients\(\)"):
+        dropped({1}, set(), ["0x7"], "optimizer step")
