@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_odc import Minibatch
 from lightning_odc.callbacks.timeline.chrome_trace import FORMAT, decode, encode
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Span, Timeline
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
@@ -65,23 +64,6 @@ def test_a_trace_with_anything_anywhere(path, other):
 def test_a_trace_that_is_none(content):
     with pytest.raises(ValueError):  # noqa: PT011 - JSON's own, or ours
         decode(content)
-
-
-@given(
-    st.lists(st.floats() | st.integers(-3, 3), max_size=5), st.integers(0, 5), st.none() | st.text(max_size=3)
-)
-def test_a_minibatch_of_anything(weights, count, plan):
-    valid = len(weights) == count and all(0 <= weight < float("inf") for weight in weights)
-    try:
-        share = Minibatch(range(count), weights, plan)
-    except ValueError:
-        assert not valid
-        return
-    assert valid
-    assert [task.weight for task in share.tasks()] == [weight for _, weight in share.weighted()]
-    doubled = share.map(lambda microbatch: 2 * microbatch)
-    assert list(doubled) == [2 * microbatch for microbatch in share]
-    assert (doubled.weights, doubled.plan) == (share.weights, share.plan)
 
 
 @given(

@@ -31,11 +31,8 @@ def test_tokens_and_quadratic() -> None:
     assert quadratic(crossover=100).samples(LENGTHS).tolist() == pytest.approx([1.01, 11, 11_000])
     at_crossover = quadratic().samples(np.array([float(CROSSOVER)]))[0]
     assert at_crossover == pytest.approx(2 * CROSSOVER)
-
-
-def test_the_default_ratio_is_that_of_the_papers_fit() -> None:
     x = LENGTHS / 32_000
-    fit = 1.982122 * x**2 + 2.611821 * x
+    fit = 1.982122 * x**2 + 2.611821 * x  # the paper's
     np.testing.assert_allclose(quadratic().samples(LENGTHS) / fit, 32_000 / 2.611821, rtol=1e-4)
 
 

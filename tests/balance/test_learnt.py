@@ -169,31 +169,18 @@ class Machine:
         return 1e-4 * exact * self.slowness[rank] * pause * float(np.exp(self.rng.normal(0, self.noise)))
 
 
-def minibatches_until_refuted(prior: PolynomialCost, machine: Machine, most: int) -> int | None:
-    cost = AutoCost(len(machine.slowness), prior)
-    for number in range(1, most + 1):
-        machine.minibatch(cost)
-        if cost.is_refuted:
-            return number
-    return None
-
-
-def test_a_right_prior_stays_in_noise() -> None:
-    for noise, ranks in ((0.03, 2), (0.03, 4), (0.2, 2), (0.2, 4)):
-        assert minibatches_until_refuted(TRUTH, Machine(TRUTH, [1.0] * ranks, noise), 24) is None
-
-
-def test_a_slow_rank_is_found_within_eight_minibatches() -> None:
-    for slowness in ([1.0, 1.0, 1.0, 1.6], [1.6, 1, 1, 1, 1, 1, 1, 1], [1.0] * 15 + [1.8]):
-        for seed in range(3):
-            found = minibatches_until_refuted(TRUTH, Machine(TRUTH, slowness, seed=seed), 8)
-            assert found is not None, (slowness, seed)
-
-
-def test_a_prior_of_the_wrong_shape_is_refuted() -> None:
-    machine = Machine(replace(TRUTH, constant=1500.0), [1.0] * 4, noise=0.03)
-    found = minibatches_until_refuted(TRUTH, machine, 8)
-    assert found is not None
+def test_a_right_prior_stays_in_noise_and_a_wrong_one_is_refuted_within_eight_minibatches() -> None:
+    for truth, slowness, noise, seed, is_right in (
+        *((TRUTH, [1.0] * ranks, noise, 0, True) for noise in (0.03, 0.2) for ranks in (2, 4)),
+        *((TRUTH, [1.0, 1.0, 1.0, 1.6], 0.05, seed, False) for seed in range(3)),
+        *((TRUTH, [1.6, *[1.0] * 7], 0.05, seed, False) for seed in range(3)),
+        *((TRUTH, [1.0] * 15 + [1.8], 0.05, seed, False) for seed in range(3)),
+        (replace(TRUTH, constant=1500.0), [1.0] * 4, 0.03, 0, False),  # of another shape
+    ):
+        cost, machine = AutoCost(len(slowness), TRUTH), Machine(truth, slowness, noise, seed)
+        for _ in range(24 if is_right else 8):
+            machine.minibatch(cost)
+        assert cost.is_refuted != is_right, (slowness, seed)
 
 
 def test_a_resumed_run_judges_as_one_that_went_on() -> None:

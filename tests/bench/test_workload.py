@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("transformers")
 
 import ast
-import hashlib
 
 import torch
 
@@ -51,6 +50,10 @@ def test_definitions_are_cut_with_their_decorators() -> None:
         assert list(cut_definitions(source)) == []
 
 
+def _corpus(rank: int) -> Corpus:
+    return read_corpus(CAP)
+
+
 def test_samples_are_whole_definitions_under_the_cap_with_a_long_tail(corpus: Corpus) -> None:
     lengths = sorted(corpus.lengths)
     assert len(lengths) > 1000
@@ -59,14 +62,11 @@ def test_samples_are_whole_definitions_under_the_cap_with_a_long_tail(corpus: Co
     for sample in corpus.samples[::200]:
         (node,) = ast.parse(sample).body
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-
-
-def _digest(_: int) -> str:
-    return hashlib.sha256(repr(read_corpus(CAP)).encode()).hexdigest()
-
-
-def test_another_process_cuts_the_same_samples() -> None:
-    assert run_ranks(_digest, world_size=1) == [_digest(0)]
+    assert run_ranks(_corpus, world_size=1) == [corpus], "another process cuts the same"
+    pieces = read_samples(CAP, equal=True)  # the same text in equal lengths
+    assert len(set(pieces.lengths)) == 1
+    assert len(pieces.samples) == len(corpus.samples)
+    assert b"".join(corpus.samples).startswith(b"".join(pieces.samples))
 
 
 def test_a_cap_drops_and_counts(tmp_path: Path) -> None:
@@ -85,13 +85,6 @@ def test_a_cap_drops_and_counts(tmp_path: Path) -> None:
         read_corpus(shortest - 1, root=tmp_path)
     with pytest.raises(OptionError, match=str(tmp_path / "test" / "none")):
         read_corpus(CAP, root=tmp_path / "test" / "none")
-
-
-def test_equal_pieces_hold_the_same_text_in_equal_lengths(corpus: Corpus) -> None:
-    pieces = read_samples(CAP, equal=True)
-    assert len(set(pieces.lengths)) == 1
-    assert len(pieces.samples) == len(corpus.samples)
-    assert b"".join(corpus.samples).startswith(b"".join(pieces.samples))
 
 
 def small(seed: int = 0) -> CausalModel:

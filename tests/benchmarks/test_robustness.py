@@ -22,12 +22,8 @@ TRIALS = [
     ("terminated alone", "saving a checkpoint"),
 ]
 
+assert ({fault for fault, _ in TRIALS}, {place for _, place in TRIALS}) == (set(FAULTS), set(PLACES))
 CODES = {"killed": -9, "segfault": -11, "exits": 7}
-
-
-def test_every_fault_and_every_place_is_tried() -> None:
-    assert {fault for fault, _ in TRIALS} == set(FAULTS)
-    assert {place for _, place in TRIALS} == set(PLACES)
 
 
 @pytest.mark.parametrize(("fault", "place"), [*TRIALS, DISK_FULL])
@@ -47,22 +43,16 @@ def expected() -> str:
     return undisturbed()
 
 
-@pytest.mark.parametrize("place", ["adding, lock held", "publishing"])
-def test_a_stopped_rank_is_waited_for(expected, place):
-    result = pause(place, expected, seconds=1.0)
-    assert result.same
-    assert result.reports == result.named == 2
-
-
-def test_a_rank_that_stays_stopped_is_given_up(expected):
+def test_a_rank_that_stands_still_is_waited_for_or_given_up(expected):
+    for result in (
+        pause("adding, lock held", expected, seconds=1.0),
+        pause("publishing", expected, seconds=1.0),
+        slow_loader(expected, factor=50),
+    ):
+        assert result.same
+        assert result.reports == result.named == 2
     result = give_up("before the meeting", timeout=1.0)
     assert result.gave_up is not None
-    assert result.reports == result.named == 2
-
-
-def test_a_slow_loader_is_waited_for(expected):
-    result = slow_loader(expected, factor=50)
-    assert result.same
     assert result.reports == result.named == 2
 
 

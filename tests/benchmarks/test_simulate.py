@@ -35,7 +35,7 @@ from benchmarks.simulate import (
     work_of,
 )
 from benchmarks.simulate import __main__ as command
-from benchmarks.simulate.transfers import MAILBOX_BYTES, RECORD_BYTES, Transfers
+from benchmarks.simulate.transfers import RECORD_BYTES, Transfers
 from lightning_odc.balance import Collation, PolynomialCost, microbatch_costs, plan_minibatch, transformer
 from tests.support.refusals import assert_refused
 
@@ -373,13 +373,6 @@ def test_an_optimizer_step_and_the_meeting() -> None:
     assert fast.idle["settle"].tolist() == [[1, 2]]
 
 
-def test_the_meeting_over_nodes_grows_with_their_square() -> None:
-    nodes = 2 * MAILBOX_BYTES // RECORD_BYTES
-    cluster = cluster_of(2 * nodes, 2, network=1e6, meeting=1.0)
-    once = Transfers(model_of(), cluster, "on_demand", "hybrid").once()
-    assert once.meeting == 2 * 1.0 * 2 + nodes * 1.0 + nodes**2 * RECORD_BYTES / 1e6
-
-
 def test_what_cannot_be_simulated_says_the_right_line() -> None:
     for how, says in (
         ({"communication": "nccl"}, "'collective', 'lockstep', 'on_demand'"),
@@ -430,14 +423,6 @@ def test_time_is_busy_and_idle_and_never_less_than_the_busiest(lengths, sharding
         assert sum(found.causes.values()) == pytest.approx(found.mean_seconds)
         assert min(found.causes.values()) >= -1e-9 * found.mean_seconds
         assert 0 <= found.idle_fraction < 1
-
-
-@some
-@given(ANY_LENGTHS, POLICIES)
-def test_on_demand_is_never_slower_where_communication_is_free(lengths: list[int], policy: str) -> None:
-    cluster = cluster_of(8, 4)
-    slow, _, fast = ways(cluster, work_on(cluster, lengths, policy), "full")
-    assert (fast.seconds <= slow.seconds * (1 + 1e-12)).all()
 
 
 @some

@@ -18,6 +18,7 @@ from lightning_odc.balance.collation import Collation
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import RunInfo
+from tests.data.test_lengths import Samples
 
 
 def tokens(length: int) -> dict[str, Any]:
@@ -188,27 +189,16 @@ def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
     assert not packed, "packed, nothing would cut them"
 
 
-class Counting(torch.utils.data.Dataset[dict[str, Any]]):
-    """Counts its reads; or needs what a ``worker_init_fn`` sets in a worker."""
+class NotReady(Samples):
+    """Needs what a ``worker_init_fn`` sets in a worker."""
 
-    def __init__(self, is_ready: bool) -> None:
-        self.lengths = [10, 17, 12, 11]
-        self.is_ready = is_ready
-        self.reads = 0
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        self.reads += 1
-        if not self.is_ready:
-            raise RuntimeError("worker_init_fn has not run")
-        return tokens(self.lengths[index])
+    def __getitem__(self, index: int) -> Any:
+        raise RuntimeError("worker_init_fn has not run")
 
 
 def test_the_data_set_is_tried_on_a_copy() -> None:
-    for is_ready, expected in ((True, PADDED), (False, None)):
-        samples = Counting(is_ready)
+    for kind, expected in ((Samples, PADDED), (NotReady, None)):
+        samples = kind(list(map(tokens, [10, 17, 12, 11])), lengths=[10, 17, 12, 11])
         assert loader(None, samples, minibatch_size=2).collation == expected
         assert samples.reads == 0
 

@@ -22,10 +22,10 @@ from torch.utils.data import IterableDataset
 from lightning_odc.balance import POLICIES
 from lightning_odc.data.loader import BalancedDataLoader, Microbatch
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.packing import PackedBatch, pack_samples
+from lightning_odc.data.packing import pack_samples
 from tests.support.fits import LR, Parameters, are_equal, assert_same, one_process
-from tests.support.models import Net, full_parameters
-from tests.support.modules import trainer
+from tests.support.models import full_parameters
+from tests.support.modules import TokenModule, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
 
 LENGTHS = np.random.default_rng(0).integers(2, 16, 23).tolist()
@@ -53,27 +53,18 @@ def loader(rank: int, world_size: int, **options: Any) -> BalancedDataLoader:
     return BalancedDataLoader(rows(), **{**defaults, **options})
 
 
-class RowsModule(LightningModule):
+class RowsModule(TokenModule):
     """Mean next-token loss of packed rows; a `Microbatch` is weighted as its documentation says."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = Net()
+        super().__init__(lr=LR)
         self.batches = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.batches += 1
-        if isinstance(batch, Microbatch):
-            return self.mean_loss(batch.batch) * batch.weight
-        return self.mean_loss(batch)
-
-    def mean_loss(self, batch: PackedBatch) -> Tensor:
-        logits, labels = self.net(batch["input_ids"])[0, :-1], batch["labels"][0, 1:]
-        return torch.nn.functional.cross_entropy(logits, labels)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=LR)
+        packed, weight = (batch.batch, batch.weight) if isinstance(batch, Microbatch) else (batch, 1.0)
+        logits, labels = self.net(packed["input_ids"])[0, :-1], packed["labels"][0, 1:]
+        return torch.nn.functional.cross_entropy(logits, labels) * weight
 
 
 def reference() -> Parameters:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from lightning_odc.balance.collation import Collation
 from lightning_odc.data.gain import glance, planned_gain
 from lightning_odc.data.lengths import measure
 from lightning_odc.data.rng import isolated_rng
+from tests.data.test_lengths import Samples
 
 UNEVEN = np.random.default_rng(0).integers(1, 1000, 512)
 
@@ -78,35 +78,22 @@ def test_looking_leaves_the_data_set_and_its_random_numbers_alone():
     assert inner.draw() == outer.draw()
 
 
-class Told(Dataset[Any]):
-    """Knows its lengths, and must not be read."""
-
-    lengths: Any
-
-    def __init__(self) -> None:
-        self.lengths = UNEVEN.tolist()
-
-    def __len__(self) -> int:
-        return len(UNEVEN)
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError("it was read")
-
-
 def rows() -> list[Tensor]:
     return [torch.zeros(int(length)) for length in UNEVEN]
 
 
 def test_lengths_that_are_known_cheaply():
+    told = Samples([None] * len(UNEVEN), lengths=UNEVEN.tolist())
     for loader in (
-        lambda: DataLoader(Told(), batch_size=2, num_workers=2),
-        lambda: DataLoader(Subset(Told(), range(100, 300)), batch_size=2, shuffle=True),
+        lambda: DataLoader(told, batch_size=2, num_workers=2),
+        lambda: DataLoader(Subset(told, range(100, 300)), batch_size=2, shuffle=True),
         lambda: DataLoader(rows(), batch_size=2, num_workers=2),  # type: ignore[arg-type]
         lambda: DataLoader(rows(), batch_size=2, sampler=DistributedSampler(rows(), 2, 0)),  # type: ignore[arg-type]
     ):
         lengths, indices = glance(loader(), 64, measure)
         assert len(lengths) == len(indices) == 64
         assert len(set(lengths.tolist())) > 1
+    assert told.reads == 0
     lengths, _ = glance(DataLoader(Drawing(), batch_size=2, num_workers=1), 64, measure)
     assert len(lengths) == 0, "what workers prepare is not read here"
 

@@ -25,12 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class GpuReport:
-    """Writes what is known after every test, since whoever ends the run early wants to know it, too.
-
-    Args:
-        file: The file to write; the text goes beside it.
-        of: The machine.
-    """
+    """Writes what is known after every test, since whoever ends the run early wants to know it, too."""
 
     def __init__(self, file: Path, of: dict[str, Any]) -> None:
         self._file = file

@@ -29,11 +29,7 @@ NUMEL = {"cuda": 16 * MIB - 5, "cpu": MIB - 5}  # of a shard in fp32, with a tai
 
 
 class Probe:
-    """Runs steps and prints how they went.
-
-    Args:
-        name: Of this process, before every line.
-    """
+    """Runs steps and prints how they went."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -73,7 +69,6 @@ def use_the_transport(probe: Probe, rank: int) -> None:
     if reason:
         probe.failed.append("shared accumulators")
         print(f"         NO SHARED ACCUMULATORS: {reason}", flush=True)
-    before = _free(device)
     with probe.step("open windows"):
         ours.open(WindowSpec(units=(unit,), words=2))
     with probe.step("write the own shard, announce it by the device"):
@@ -93,11 +88,6 @@ def use_the_transport(probe: Probe, rank: int) -> None:
     with probe.step("close"):
         ours.close()
         meet(None)
-    if before:
-        print(
-            f"         {(before - _free(device)) / MIB:.0f} MiB less of the device's memory are free",
-            flush=True,
-        )
     dist.destroy_process_group()
 
 
@@ -125,10 +115,6 @@ def _wait(ready: Callable[[], bool]) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"not done after {PATIENCE} s")
         time.sleep(0.001)
-
-
-def _free(device: torch.device) -> int:
-    return 0 if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
 
 
 def _rank(rank: int, world_size: int, port: int) -> None:

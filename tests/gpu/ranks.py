@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,13 +50,7 @@ def rendezvous() -> Callable[[Any], list[Any]]:
 
 
 def transport(rank: int, device: torch.device, late: int | None = None) -> CudaTransport:
-    """The CUDA transport of a rank.
-
-    Args:
-        rank: This rank.
-        device: Device of this rank.
-        late: Seed of delays before everything that a GPU is asked for; without it there are none.
-    """
+    """The CUDA transport of a rank; ``late`` seeds delays before everything that a GPU is asked for."""
     world_size, meet = dist.get_world_size(), rendezvous()
     if device.type == "cpu":
         return fake_cuda(rank, world_size, meet)
@@ -90,11 +84,7 @@ def late_device(device: torch.device, group: Any, seed: int) -> Any:
 
 
 class Late:
-    """Lets the current stream of a GPU sleep for a random time. Without a GPU it does nothing.
-
-    Args:
-        seed: Seed of the times.
-    """
+    """Lets the current stream of a GPU sleep for a random time. Without a GPU it does nothing."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -115,8 +105,5 @@ def gathered_parameters(model: nn.Module) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
         mine[name] = parameter.detach().to_local().cpu()
-    return joined(rendezvous()(mine))
-
-
-def joined(by_rank: list[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: torch.cat([shards[name] for shards in by_rank]) for name in by_rank[0]}
+    by_rank = rendezvous()(mine)
+    return {name: torch.cat([shards[name] for shards in by_rank]) for name in mine}

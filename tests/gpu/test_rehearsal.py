@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import json
 import os
 import subprocess
@@ -18,7 +17,6 @@ from lightning_odc import cli
 from tests.gpu import probe, test_contract, test_idle, test_training
 from tests.gpu.conftest import GpuReport
 from tests.gpu.ranks import HAS_GPU
-from tests.support.ranks import run_ranks
 
 
 def _functions(module: Any) -> Iterator[FunctionType]:
@@ -63,20 +61,6 @@ def test_the_tests_are_collected_without_packages_that_they_do_not_need():
     assert done.returncode == 0 and "tests collected" in done.stdout, done.stdout + done.stderr
 
 
-def _probes(rank: int) -> tuple[list[str], str]:
-    sys.stdout = said = io.StringIO()
-    one = probe.Probe(f"rank {rank}")
-    probe.use_the_transport(one, rank)
-    return one.failed, said.getvalue()
-
-
-def test_every_step_of_the_probe_is_told():
-    for rank, (failed, said) in enumerate(run_ranks(_probes)):
-        assert failed == []
-        for step in ("open windows", "add to all accumulators at once", "look at the sums", "close"):
-            assert f"rank {rank}  {step} ...\n" in said and f"rank {rank}  {step}: ok (" in said
-
-
 def test_the_probe_says_which_step_failed(capsys):
     one = probe.Probe("rank 0")
     with pytest.raises(OSError, match="not permitted"), one.step("open windows"):
@@ -91,13 +75,14 @@ def test_the_probe_says_which_step_failed(capsys):
 
 @pytest.mark.slow
 def test_the_probe_as_a_program():
-    """Where `nvidia-smi` and other tools are missing, too."""
-    line = [sys.executable, "-m", "tests.gpu.probe"]
-    done = subprocess.run(
-        line, env=os.environ | {"PATH": ""}, capture_output=True, text=True, timeout=probe.LIMIT + 30
-    )
+    """Every step is told; also where `nvidia-smi` and other tools are missing."""
+    line, environment = [sys.executable, "-m", "tests.gpu.probe"], os.environ | {"PATH": ""}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=probe.LIMIT + 30)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "The probe passed." in done.stdout and "ranks ended with [0, 0]" in done.stdout
+    for step in ("open windows", "add to all accumulators at once", "look at the sums", "close"):
+        for rank in range(2):
+            assert f"rank {rank}  {step} ...\n" in done.stdout and f"rank {rank}  {step}: ok (" in done.stdout
 
 
 def test_the_report_is_there_after_every_test(tmp_path):
