@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_odc import advise, cli
@@ -78,10 +78,6 @@ def test_configurations_from_files_objects_and_modules(tmp_path: Path) -> None:
     found = model_of(module)
     assert found.name == "Linear, a model without a Hugging Face config"
     assert (found.parameters, found.trained) == (1_049_600, 1024**2)
-
-
-class Samples(list[Tensor]):
-    """Samples that count how often they are read."""
 
 
 def test_a_loader_says_how_long_its_samples_are_and_how_it_pads() -> None:

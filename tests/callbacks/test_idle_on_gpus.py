@@ -7,6 +7,7 @@ import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -411,18 +412,14 @@ def test_waits_on_a_stream_are_what_the_arithmetic_says():
     pytest.fail(f"waiting is off by {errors} s")
 
 
-def _sampled(rank: int) -> Any:
+def _sampled(rank: int, fails_on: int | None = None) -> Any:
     """Rank 0 waits in a gather for 6 ms of its last step, by scripted records."""
     stream = HostStream()
-    fails = ""
 
     def profile(device: Any, mark: Any) -> Profile:
-        now = stream.mark().at + 1e6
-        ran = [
-            KernelRecord(one.name, one.begin + round(now) * MS, one.end + round(now) * MS)
-            for one in EXAMPLE[rank]
-        ]
-        return Profile(ran, round(now) + 15, fails)
+        now = round(stream.mark().at + 1e6)
+        ran = [KernelRecord(one.name, one.begin + now * MS, one.end + now * MS) for one in EXAMPLE[rank]]
+        return Profile(ran, now + 15, "stop" if rank == fails_on else "")
 
     measurement.compute_stream = lambda device: stream  # type: ignore[assignment, return-value]
     measurement.CudaProfile = profile  # type: ignore[assignment, misc]
@@ -430,20 +427,13 @@ def _sampled(rank: int) -> Any:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         monitor, memory = fit(rank, "collective", 2, 1)
-        fails = "stop" if rank == 1 else ""
-        broken, _ = fit(rank, "collective", 2, 1)
     said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
-    return memory.rows, monitor.complete, monitor.last_epoch, broken.complete, broken.last_epoch, said
+    return memory.rows, monitor.complete, monitor.last_epoch, said
 
 
-@pytest.fixture(scope="module")
-def sampled() -> Any:
-    return run_ranks(_sampled)
-
-
-def test_the_step_that_was_looked_at_has_an_idle_fraction(sampled):
-    (rows, complete, epoch, *_), (nothing, also, same, *_) = sampled
-    assert complete and also and nothing == [] and same == epoch
+def test_the_step_that_was_looked_at_has_an_idle_fraction():
+    (rows, complete, epoch, said), other = run_ranks(_sampled)
+    assert complete and said == [] and other == ([], True, epoch, [])
     steps = [row for _, row in rows if "step_seconds" in row]
     assert len(steps) == STEPS == 4
     for name in ("idle/fraction", "gpu/kernel_seconds"):
@@ -457,34 +447,25 @@ def test_the_step_that_was_looked_at_has_an_idle_fraction(sampled):
     assert "idle/data_seconds" in steps[0]
 
 
-def test_without_a_profiler_on_one_rank_all_know_why(sampled):
-    for _, _, _, complete, epoch, _ in sampled:
+def test_without_a_profiler_on_one_rank_all_know_why():
+    (_, *first, said), (_, *second, silent) = run_ranks(_sampled, 1)
+    for complete, epoch in (first, second):
         assert not complete
         assert {"step_seconds_epoch", "idle/data_seconds_epoch", "tokens_per_second_epoch"} <= set(epoch)
         assert not any("fraction" in name or "gpu" in name or "busy" in name for name in epoch)
-    said = [line for *_, lines in sampled for line in lines if "cannot see" in line]
-    assert len(said) == 1
-    assert "under ODCStrategy on cpu (OSError: cannot stop): it logs throughput" in said[0]
-
-
-class Interrupted(Watch):
-    """Counts what it is told."""
-
-    samples = True
-    ended = interrupted = 0
-
-    def end_step(self, numbers: StepNumbers) -> None:
-        assert not numbers.seen
-        self.ended += 1
-
-    def interrupt(self) -> None:
-        self.interrupted += 1
+    assert (len(said), silent) == (1, [])
+    assert (
+        "cannot see" in said[0]
+        and "under ODCStrategy on cpu (OSError: cannot stop): it logs throughput" in said[0]
+    )
 
 
 def test_validation_and_the_end_of_an_epoch_interrupt(monkeypatch):
-    watch = Interrupted(complete=True)
+    watch: Any = Watch(complete=True)
+    watch.samples, watch.end_step, watch.interrupt = True, Mock(), Mock()
     monkeypatch.setattr(measurement, "watch_for", lambda *_: watch)
     monitor = DeviceIdleMonitor(every_n_steps=1)
     one_process(monitor, None, 0.01, val_check_interval=1, num_sanity_val_steps=0, logger=Memory())
-    assert (watch.ended, watch.interrupted) == (STEPS, STEPS + 1)
+    assert not any(call.args[0].seen for call in watch.end_step.call_args_list)
+    assert (watch.end_step.call_count, watch.interrupt.call_count) == (STEPS, STEPS + 1)
     assert "idle/fraction" not in monitor.last_step

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor
 
 from lightning_odc import Minibatch
@@ -171,6 +172,10 @@ def test_other_communications(rank, communication, tmp_path):
 def test_ranks_that_end_by_an_error_write_what_they_have(tmp_path, how):
     outcomes = try_ranks(_fit, tmp_path, None, how)
     assert [outcome.exitcode for outcome in outcomes] == [1, 1]
+    if how == "raise":
+        assert (
+            outcomes[1].error.rstrip().endswith("RuntimeError: scripted") and "scripted" in outcomes[0].error
+        )
     for rank in range(2 if how == "raise" else 1):  # the other one had no time to write
         timeline = load_timeline(tmp_path / f"timeline-rank{rank}.json")
         [own] = timeline.ranks
@@ -181,23 +186,17 @@ def test_ranks_that_end_by_an_error_write_what_they_have(tmp_path, how):
         assert any("ended by" in note for note in timeline.notes)
 
 
-class _Listening(Callback):
-    """Notes at every batch whether somebody listens to the engine."""
-
-    def __init__(self) -> None:
-        self.seen: list[bool] = []
-
-    def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
-        self.seen.append(trainer.strategy.engine.tracer is not None)
-
-
 @on_ranks(1)
 def test_one_device_and_nobody_listens_outside_the_steps(rank, tmp_path):
-    spy, recorder = _Listening(), TimelineRecorder(tmp_path, range(1, 2))
+    seen: list[bool] = []
+    spy = LambdaCallback(
+        on_before_zero_grad=lambda trainer, *_: seen.append(trainer.strategy.engine.tracer is not None)
+    )
+    recorder = TimelineRecorder(tmp_path, range(1, 2))
     module = TokenModule()
     fitting = trainer(1, callbacks=[recorder, spy])
     fitting.fit(module, loader([microbatch(0, 5)] * 4), loader([microbatch(0, 5)]))
-    assert spy.seen == [False, True, False, False]
+    assert seen == [False, True, False, False]
     assert not [hook for hook in module._forward_pre_hooks.values() if "Recording" in repr(hook)]
     [own] = recorder.timeline.ranks
     assert len(own.of("minibatch")) == 1

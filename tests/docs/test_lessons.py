@@ -101,9 +101,6 @@ def test_broken_protocols_are_found(units):
         assert violation in outcome.violation
         assert outcome.trace
         assert outcome.violation in str(outcome)
-
-
-def test_a_wrong_first_version_and_an_action_that_there_is_not_are_found():
     assert "never written" in explore(PROTOCOL, first_version=0).violation
     with pytest.raises(ValueError, match="'pray' is not an action"):
         explore((*PROTOCOL, "pray"))

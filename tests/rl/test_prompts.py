@@ -50,22 +50,12 @@ def sharded(rank: int) -> Fabric:
     return fabric
 
 
-class Blackboard:
-    """What ranks have sampled so far, as files."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(exist_ok=True)
-
-    def write(self, index: int) -> None:
-        (self.folder / str(index)).touch()
-
-    def wait_for(self, count: int) -> None:
-        """Until so many prompts were sampled."""
-        end = time.monotonic() + SECONDS
-        while len(list(self.folder.iterdir())) < count:
-            assert time.monotonic() < end, "the other rank does not help"
-            time.sleep(0.005)
+def wait_for(files: Path, count: int) -> None:
+    """Until so many prompts were sampled: every rank leaves a file for each."""
+    end = time.monotonic() + SECONDS
+    while len(list(files.iterdir())) < count:
+        assert time.monotonic() < end, "the other rank does not help"
+        time.sleep(0.005)
 
 
 @on_ranks(2)
@@ -75,16 +65,16 @@ def test_a_slow_rank_is_helped_and_the_responses_are_the_same_whoever_samples(ra
     rounds, afterwards = [], set()
     for number, (counts, slow, left) in enumerate([((4, 2), 0, [0]), ((4, 2), 1, [4]), ((6, 0), 0, [0])]):
         torch.manual_seed(100 + rank)
-        board = Blackboard(tmp_path / str(number))
+        (board := tmp_path / str(number)).mkdir(exist_ok=True)
         first = sum(counts[:rank])
         own = [torch.tensor([index]) for index in range(first, first + counts[rank])]
         sampled: dict[int, Tensor] = {}
         for index, prompt in claim_prompts(fabric, own):
             assert prompt.item() == index
             if rank == slow and not sampled:
-                board.wait_for(5)
+                wait_for(board, 5)
             sampled[index] = torch.rand(3)
-            board.write(index)
+            (board / str(index)).touch()
         afterwards.add(tuple(torch.rand(2).tolist()))
         # The slow rank samples its first prompt, and the other one all that is left.
         assert rank != slow or list(sampled) == left

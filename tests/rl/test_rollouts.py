@@ -28,7 +28,6 @@ from tests.support.models import Net
 from tests.support.refusals import assert_refused
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 40)), max_size=12)
-CPU = torch.device("cpu")
 
 
 def on_rank(
