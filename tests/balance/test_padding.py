@@ -62,16 +62,13 @@ def ways_to_pack(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*bins[:chosen], [items[0], *bins[chosen]], *bins[chosen + 1 :]]
 
 
-def row_cost(size: int) -> float:
-    return size + size * size / 42_166
-
-
 def tables(lengths: list[int], own: tuple[int, ...], cap: int) -> Iterator[list[float]]:
     """Costs of the microbatches, without overheads, of every way to put the samples of one rank into tables."""
     for way in ways_to_pack(list(own)):
         longest = [max(lengths[i] for i in members) for members in way]
         if all(len(members) * size <= cap for members, size in zip(way, longest, strict=True)):
-            yield [len(members) * row_cost(size) for members, size in zip(way, longest, strict=True)]
+            costs = [size + size * size / 42_166 for size in longest]
+            yield [len(members) * cost for members, cost in zip(way, costs, strict=True)]
 
 
 def best_on_demand(lengths: list[int], cap: int, overhead: float, speeds: list[float]) -> float:

@@ -71,35 +71,25 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(tmp_path, ca
     assert "losses agree" in capsys.readouterr().out
 
 
-def _raise_on_one(rank: int, world_size: int, *, tell: Any) -> int:
+def _fail(rank: int, world_size: int, by_exit: bool, *, tell: Any) -> None:
     tell(rank)
+    if rank == 1 and by_exit:
+        os._exit(7)
     if rank == 1:
         raise ValueError("no\nluck")
     time.sleep(60)
-    return rank
-
-
-def _end_one(rank: int, world_size: int) -> int:
-    if rank == 1:
-        os._exit(7)
-    time.sleep(60)
-    return rank
 
 
 def test_a_rank_that_fails_is_one_line_and_leaves_no_process() -> None:
-    heard: list[tuple[int, Any]] = []
-    with Ranks(2) as ranks:
-        pids = ranks.pids
-        with pytest.raises(RankFailedError, match=r"^rank 1 failed: ValueError: no luck$"):
-            ranks.call(_raise_on_one, heard=lambda rank, item: heard.append((rank, item)))
-        ranks.kill()
-    assert (1, 1) in heard
-    with Ranks(2) as ranks:
-        pids += ranks.pids
-        with pytest.raises(RankFailedError, match=r"^rank 1 ended with exit code 7$"):
-            ranks.call(_end_one)
-        ranks.kill()
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    for by_exit, says in ((False, "failed: ValueError: no luck"), (True, "ended with exit code 7")):
+        heard: list[tuple[int, Any]] = []
+        with Ranks(2) as ranks:
+            pids = ranks.pids
+            with pytest.raises(RankFailedError, match=f"^rank 1 {says}$"):
+                ranks.call(_fail, by_exit, heard=lambda *said, heard=heard: heard.append(said))
+            ranks.kill()
+        assert (1, 1) in heard
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def members(session: int) -> list[int]:

@@ -21,7 +21,7 @@ from benchmarks.gpu.report import bench_tables, fractions, host_tables, summariz
 from lightning_odc.bench.processes import Placement
 from tests.engine.transports.test_cuda import engine_on_a_fake_device
 from tests.support.models import init_gloo
-from tests.support.ranks import run_ranks, start_server
+from tests.support.ranks import on_ranks, start_server
 
 MACHINE = {"devices": ["NVIDIA H200"], "torch": "2.11.0", "cuda": "13.0", "date": "2030-01-01"}
 SECONDS = {
@@ -61,16 +61,13 @@ def test_fractions_are_of_the_slowest_rank():
     assert fractions(entry, [entry, entry], "alone")["read / plain copy"] == pytest.approx(0.0012 / 0.00125)
 
 
-def _waits(rank: int) -> dict[str, float]:
+@on_ranks(2)
+def test_waits_of_the_host_are_counted(rank):
     init_gloo(rank)
     with patch.object(torch.cuda, "synchronize", lambda: None):
-        return host_waits(engine_on_a_fake_device(rank), torch.device("cpu"), 2)
-
-
-def test_waits_of_the_host_are_counted():
-    for found in run_ranks(_waits):
-        assert found["waits per minibatch"] == 1
-        assert found["synchronizing calls per minibatch"] == 0  # the fake device has no CUDA to call
+        found = host_waits(engine_on_a_fake_device(rank), torch.device("cpu"), 2)
+    assert found["waits per minibatch"] == 1
+    assert found["synchronizing calls per minibatch"] == 0  # the fake device has no CUDA to call
 
 
 def _bench(**changes: Any) -> dict[str, Any]:
@@ -163,24 +160,10 @@ def test_the_benchmark_as_a_process(tmp_path):
     assert "RuntimeError: CUDA error: made up" in results["failed"]["transport, 3 ranks"]
     assert "in _reading" in done.stdout, "where it was raised is printed, too"
     assert [run["ranks"] for run in results["transport"]] == [2, 2]
-    check_sweep(results["sweep"])
-    check_host(results["host"])
-    text = kept.with_suffix(".md").read_text()
-    assert "Not measured, transport, 3 ranks: " in text
-    assert "| 1 MiB, alone |" in text and "| 1 MiB, alone |" in done.stdout
-
-
-def check_sweep(found: list[dict[str, Any]]) -> None:
-    if "missing" in found[0]:
-        assert "triton" in found[0]["missing"]
-        return
-    assert len(found[0]["alone"]) == 4
-
-
-def check_host(found: list[dict[str, Any]]) -> None:
-    """Every way ran on the CPU, but for the one that needs NCCL; they communicate as often."""
-    (entry,) = found
-    rows = {row["way"]: row for row in entry["rows"]}
+    sweep, (host,) = results["sweep"][0], results["host"]
+    assert "triton" in sweep["missing"] if "missing" in sweep else len(sweep["alone"]) == 4
+    # Every way ran on the CPU, but for the one that needs NCCL; they communicate as often.
+    rows = {row["way"]: row for row in host["rows"]}
     assert list(rows) == [str(way) for way in Way]
     assert rows[Way.COPY_ENGINE]["missing"].startswith("needs ")  # GPUs, and torch 2.13
     often = (Way.ON_DEMAND, Way.FAKE, Way.SELF, Way.STOCK)
@@ -192,6 +175,9 @@ def check_host(found: list[dict[str, Any]]) -> None:
         assert 0 < rows[way]["comm us"][1] < rows[way]["host us"][1]
         assert rows[way]["host ms"][1] <= rows[way]["device ms"][1]
     assert rows[Way.ON_DEMAND]["minibatch us"][1] > 0
+    text = kept.with_suffix(".md").read_text()
+    assert "Not measured, transport, 3 ranks: " in text
+    assert "| 1 MiB, alone |" in text and "| 1 MiB, alone |" in done.stdout
 
 
 def test_what_was_measured_before_an_interrupt_is_kept(tmp_path):

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.idle.truth import expected
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.callbacks.idle import sources
@@ -111,25 +112,6 @@ def _rows(rank: int, kind: str, world_size: int, scale: int) -> Any:
     return memory.steps if rank == 0 else memory.rows, monitor.last_step, monitor.last_epoch, monitor.complete
 
 
-def expected_idle(kind: str, step: int, world_size: int, scale: int) -> list[float]:
-    """By arithmetic: ranks meet at the end of the step, or in every microbatch."""
-    slept = [sleeps(rank, scale)[step] for rank in range(world_size)]
-    if kind == "ddp":
-        return expected_under_ddp(slept)
-    if kind == "on_demand":
-        slept = [[sum(of_rank)] for of_rank in slept]
-    slowest = [max(column) for column in zip(*slept, strict=True)]
-    return [sum(slow - own for slow, own in zip(slowest, of_rank, strict=True)) for of_rank in slept]
-
-
-def expected_under_ddp(slept: list[list[float]]) -> list[float]:
-    """All meet at the end of the step; before each batch, nobody goes on before rank 0 comes."""
-    first, second = (list(column) for column in zip(*slept, strict=True))
-    begun = [max(own, first[0]) for own in first]
-    done = [begin + own for begin, own in zip(begun, second, strict=True)]
-    return [max(done) - sum(of_rank) for of_rank in slept]
-
-
 KINDS = [
     ("on_demand", 4),
     *((kind, 2) for kind in ("lockstep", "collective", "plain batches", "ddp", "model_parallel")),
@@ -139,53 +121,43 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "world_size"), KINDS)
 def test_reported_idle_is_what_the_arithmetic_says(kind: str, world_size: int) -> None:
     for scale in SCALES:
-        errors = reported_errors(kind, world_size, scale)
+        (rows, last_step, last_epoch, complete), *others = run_ranks(
+            _rows, kind, world_size, scale, world_size=world_size
+        )
+        assert complete
+        assert all(rest == ([], last_step, last_epoch, True) for rest in others)
+        assert last_step == rows[-1]
+        assert last_epoch["microbatches_epoch"] == 2 * world_size
+        mean = sum(row["idle/data_seconds"] for row in rows) / STEPS
+        assert last_epoch["idle/data_seconds_epoch"] == pytest.approx(mean)
+        if kind == "ddp" and hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):  # lightning >= 2.6
+            assert max(row["idle/broadcast_seconds"] for row in rows) > 0.01
+        errors = errors_of(rows, kind, world_size, scale)
         if min(errors) < SLACK * scale:
             return
     pytest.fail(f"waiting is off by {errors} s in the four steps, with sleeps {scale} times as long")
 
 
-def reported_errors(kind: str, world_size: int, scale: int) -> list[float]:
-    """By step, the largest error of any rank's waiting; checks what holds however busy the machine is."""
-    results = run_ranks(_rows, kind, world_size, scale, world_size=world_size)
-    rows, last_step, last_epoch, complete = results[0]
-    assert complete
-    assert all(rest == ([], last_step, last_epoch, True) for rest in results[1:])
-    assert last_step == rows[-1]
-    assert last_epoch["microbatches_epoch"] == 2 * world_size
-    mean = sum(row["idle/data_seconds"] for row in rows) / STEPS
-    assert last_epoch["idle/data_seconds_epoch"] == pytest.approx(mean)
-    if kind == "ddp" and hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):  # lightning >= 2.6
-        assert max(row["idle/broadcast_seconds"] for row in rows) > 0.01
-    return errors_of(rows, kind, world_size, scale)
-
-
 def errors_of(rows: list[dict[str, float]], kind: str, world_size: int, scale: int) -> list[float]:
-    """By step, by how much the waiting of a rank differs from the expected one, at most."""
-    errors = []
+    """By step, by how much the waiting of a rank differs from the expected one, at most; and what must always hold."""
+    errors, ranks = [], range(world_size)
     for step, row in enumerate(rows):
-        idle = check_row(row, [sum(sleeps(rank, scale)[step]) for rank in range(world_size)])
-        expected = expected_idle(kind, step, world_size, scale)
-        errors.append(max(abs(a - b) for a, b in zip(idle, expected, strict=True)))
+        slept = [sleeps(rank, scale)[step] for rank in ranks]
+        busy = [row[f"busy_seconds_rank{rank}"] for rank in ranks]
+        fractions = [row[f"idle/fraction_rank{rank}"] for rank in ranks]
+        idle = [b * f / (1 - f) for b, f in zip(busy, fractions, strict=True)]
+        for own, of_rank in zip(busy, slept, strict=True):
+            assert own >= sum(of_rank) - HARD, "a rank's own work was called waiting"
+        assert row["imbalance"] == pytest.approx(max(busy) * world_size / sum(busy))
+        assert row["idle/fraction"] == pytest.approx(sum(idle) / sum(idle + busy))
+        assert row["idle/worst_fraction"] == max(fractions) == fractions[int(row["idle/worst_rank"])]
+        causes = [row[f"idle/{cause}_seconds"] for cause in IdleCause if f"idle/{cause}_seconds" in row]
+        assert sum(causes) == pytest.approx(sum(idle) / world_size)
+        assert row["microbatches"] == 2 * world_size
+        assert row["tokens_per_second"] == pytest.approx(6 * row["samples_per_second"])
+        truth = expected("collective" if kind == "plain batches" else kind, slept)
+        errors.append(max(abs(a - b) for a, b in zip(idle, truth, strict=True)))
     return errors
-
-
-def check_row(row: dict[str, float], slept: list[float]) -> list[float]:
-    """What must hold in every row; returns the ranks' waiting."""
-    ranks = range(len(slept))
-    busy = [row[f"busy_seconds_rank{rank}"] for rank in ranks]
-    fractions = [row[f"idle/fraction_rank{rank}"] for rank in ranks]
-    idle = [b * f / (1 - f) for b, f in zip(busy, fractions, strict=True)]
-    for own, sleep in zip(busy, slept, strict=True):
-        assert own >= sleep - HARD, "a rank's own work was called waiting"
-    assert row["imbalance"] == pytest.approx(max(busy) * len(slept) / sum(busy))
-    assert row["idle/fraction"] == pytest.approx(sum(idle) / sum(idle + busy))
-    assert row["idle/worst_fraction"] == max(fractions) == fractions[int(row["idle/worst_rank"])]
-    causes = [row[f"idle/{cause}_seconds"] for cause in IdleCause if f"idle/{cause}_seconds" in row]
-    assert sum(causes) == pytest.approx(sum(idle) / len(slept))
-    assert row["microbatches"] == 2 * len(slept)
-    assert row["tokens_per_second"] == pytest.approx(6 * row["samples_per_second"])
-    return idle
 
 
 @on_ranks(2)
@@ -386,12 +358,12 @@ def test_waiting_in_meetings_and_for_rank_0_in_broadcasts():
     ranks = [[(0, 12 * MS), (20 * MS, 25 * MS)], [(10 * MS, 12 * MS), (18 * MS, 24 * MS)]]
     other_clock = [ranks[0], [(enter + 77 * MS, leave + 77 * MS) for enter, leave in ranks[1]]]
     left_before = [[(0, MS)], [(5 * MS, 6 * MS)]]  # a rank waits no longer than it was inside
-    for meetings, common_clock, expected in (
+    for meetings, common_clock, waited in (
         (ranks, True, [0.010, 0.002]),
         (other_clock, False, [0.010, 0.001]),  # by durations alone: the shorter one came last
         (left_before, True, [0.001, 0.0]),
     ):
-        assert waits_in_meetings(meetings, common_clock) == pytest.approx(expected)
+        assert waits_in_meetings(meetings, common_clock) == pytest.approx(waited)
     different = [StepNumbers(1.0, meetings=[(0, 1)]), StepNumbers(1.0)]
     assert not resolve(different, common_clock=True)
     assert IdleCause.COLLECTIVE not in different[0].waits

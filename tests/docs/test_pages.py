@@ -110,12 +110,6 @@ def test_the_first_screen_is_short_and_needs_no_glossary() -> None:
     assert terms == {"ddp", "on demand", "padding"}  # "on demand" is explained where it stands
 
 
-def main_of(module: str) -> Any:
-    """What ``python -m`` calls."""
-    package = importlib.import_module(module)
-    return (importlib.import_module(f"{module}.__main__") if hasattr(package, "__path__") else package).main
-
-
 def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         line.removeprefix("make demo ARGS=").strip('"') if line.startswith("make demo ARGS=") else line
@@ -133,10 +127,14 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
     assert len(asked) >= 5
     assert {"bench", "benchmarks.sweep", "benchmarks.comm"} <= asked.keys()
     for command, options in asked.items():
-        is_module = "." in command
-        main = main_of(command) if is_module else cli.main
+        main, words = cli.main, [command]
+        if "." in command:  # what `python -m` calls
+            module = importlib.import_module(command)
+            is_package = hasattr(module, "__path__")
+            main = (importlib.import_module(f"{command}.__main__") if is_package else module).main
+            words = []
         with pytest.raises(SystemExit, match=r"^0$"):
-            main([*([] if is_module else command.split()), "--help"])
+            main([*words, "--help"])
         known = capsys.readouterr().out
         assert not {option for option in options if option not in known}, command
 
@@ -162,22 +160,17 @@ def test_every_public_name_has_a_docstring_and_a_place_in_the_reference() -> Non
     for name, value in names:
         methods = vars(value).items() if inspect.isclass(value) else ()
         own = [n for n, m in methods if n[0] != "_" and (inspect.isfunction(m) or isinstance(m, property))]
-        contract = (
-            Cost if name.endswith("Cost") else None
-        )  # a method that fulfils a contract is documented there
-        bare += [
-            f"{name}.{n}" for n in own if not inspect.getdoc(getattr(value, n)) and not hasattr(contract, n)
-        ]
+        # A method that fulfils a contract is documented there.
+        own = [n for n in own if not (name.endswith("Cost") and hasattr(Cost, n))]
+        bare += [f"{name}.{n}" for n in own if not inspect.getdoc(getattr(value, n))]
     assert not bare
     summary = (ROOT / "docs" / "reference.md").read_text()
-    short = [name.rpartition(".")[2] for name, _ in names]
-    assert not [name for name in short if f"{name}`][" not in summary], (
-        "a row in docs/reference.md is missing"
+    rows = {name: f"{name.rpartition('.')[2]}`][" for name, _ in names}
+    assert not [name for name, row in rows.items() if row not in summary], (
+        "a row of docs/reference.md is missing"
     )
-    lines = [
-        line for page in (ROOT / "docs" / "reference").glob("*.md") for line in page.read_text().splitlines()
-    ]
-    covered = tuple(line.removeprefix("::: ") for line in lines if line.startswith(":::"))
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    covered = tuple(re.findall(r"^::: (.+)$", pages, re.MULTILINE))
     assert not [name for name, _ in names if not name.startswith(covered)]
 
 
