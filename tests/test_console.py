@@ -32,13 +32,10 @@ def parse(line: str) -> Voyage:
     return read_options(Voyage, {**vars(parser.parse_args(line.split())), "beside": "the options"})
 
 
-def test_fields_are_flags_with_their_types_and_defaults() -> None:
+def test_fields_are_flags_with_their_types_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert parse("--goal Samoa") == Voyage(goal="Samoa")
     line = "--goal Samoa --folder a/b --sails 3 --speeds 4 0.5 --crews red blue --by-night"
     assert parse(line) == Voyage("Samoa", Path("a/b"), 3, (4.0, 0.5), ("red", "blue"), True)
-
-
-def test_help_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("--help", ""):
         with pytest.raises(SystemExit):
             parse(line)

@@ -107,17 +107,14 @@ def test_the_sum_of_costs_is_level() -> None:
                 assert evaluate(plan, rows, cost, collation=collation) <= slack * busy / ranks
 
 
-def test_padding_raises_the_first_number_only() -> None:
+def test_padding_raises_the_first_number_and_any_number_decides_how_many_microbatches_there_are() -> None:
     rows, cost = [(10, 5), (30, 1), (20, 0)], lambda rows: rows[:, 0] + 100 * rows[:, 1]
     ((padded,),) = microbatch_costs([[[0, 1, 2]]], rows, cost, collation=Collation("padded"))
     assert padded == 3 * 30 + 100 * 6
     assert Collation("padded", multiple=8).rows(rows) == [[32, 5], [32, 1], [32, 0]]
     assert Collation("padded", multiple=8).tokens(rows) == 96
-
-
-def test_numbers_after_the_first_decide_how_many_microbatches_there_are() -> None:
-    assert plan_minibatch([(10, 4)] * 4, 1, (100, 8)) == [[[0, 2], [1, 3]]]
-    assert plan_minibatch([(10, 4)] * 4, 1, (20, 800)) == [[[0, 2], [1, 3]]]
+    for caps in ((100, 8), (20, 800)):
+        assert plan_minibatch([(10, 4)] * 4, 1, caps) == [[[0, 2], [1, 3]]]
     assert plan_minibatch([(10, 4)] * 4, 1, (40, 16)) == [[[0, 1, 2, 3]]]
     texts_and_images = [(90, 0), (10, 80), (80, 10), (20, 90)]
     assert len(plan_minibatch(texts_and_images, 1, (100, 100))[0]) == 2, "a text and an image fit together"

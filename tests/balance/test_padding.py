@@ -238,6 +238,21 @@ WRONG: list[tuple[Any, str]] = [
         lambda: plan_minibatch([7, 90], 1, 15, collation=Collation("padded", fixed=32)),
         r"sample 0 has 7 tokens, padded to 32, more than max_tokens=15",
     ),
+    (
+        lambda: plan_minibatch([5, 4, 3, 2], 2, [9, 9, 9]),
+        r"max_tokens has 3 caps for 2 ranks.*max_tokens=\[9, 9\].*max_tokens=9",
+    ),
+    (lambda: plan_minibatch([5, 4, 3, 2], 2, []), r"max_tokens has 0 caps for 2 ranks"),
+    (
+        lambda: plan_minibatch([5, 4, 3, 2], 2, [4, 3]),
+        r"sample 0 has 5 tokens, more than 4, the largest cap.*write max_tokens=\[5, 3\]",
+    ),
+    (lambda: plan_minibatch([5, 4], 2, [5, 0]), r"max_tokens must be a whole number of at least 1, got 0"),
+    (
+        lambda: plan_minibatch([5, 4, 3, 2], 2, [5, 6], "lb_micro"),
+        r"any microbatch.*write policy=\"lb_mini\", or max_tokens=5",
+    ),
+    (lambda: plan_minibatch([5, 4, 3, 2], 2, [5, 6], "steal"), r"write policy=\"lb_mini\""),
 ]
 
 
@@ -250,28 +265,6 @@ def test_long_samples_on_the_only_large_rank_are_levelled_by_short_ones() -> Non
     plan = plan_minibatch(lengths, 2, [200, 1000], cost="tokens")
     assert sorted(i for own in plan[0] for i in own) == list(range(2, 19))
     assert on_demand_cost(plan, lengths, "tokens") == 1700
-
-
-WRONG_CAPS: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": [9, 9, 9]}, r"max_tokens has 3 caps for 2 ranks.*max_tokens=\[9, 9\].*max_tokens=9"),
-    ({"max_tokens": []}, r"max_tokens has 0 caps for 2 ranks"),
-    (
-        {"max_tokens": [4, 3]},
-        r"sample 0 has 5 tokens, more than 4, the largest cap.*write max_tokens=\[5, 3\]",
-    ),
-    ({"max_tokens": [5, 0]}, r"max_tokens must be a whole number of at least 1, got 0"),
-    (
-        {"max_tokens": [5, 6], "policy": "lb_micro"},
-        r"any microbatch.*write policy=\"lb_mini\", or max_tokens=5",
-    ),
-    ({"max_tokens": [5, 6], "policy": "steal"}, r"write policy=\"lb_mini\""),
-]
-
-
-def test_refusals_of_caps_show_the_right_line() -> None:
-    good: dict[str, Any] = {"lengths": [5, 4, 3, 2], "num_ranks": 2}
-    plan_minibatch(**good)
-    assert_refused(lambda change: plan_minibatch(**(good | change)), WRONG_CAPS)
 
 
 def test_a_planner_keeps_the_cap_of_all_samples() -> None:

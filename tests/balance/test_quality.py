@@ -86,15 +86,12 @@ def test_within_one_percent_of_the_optimum(ranks: int, per_rank: int, cost: Any)
     assert max(gaps) <= (0.04 if "5000" in repr(cost) else 0.01)
 
 
-def test_near_a_known_optimum() -> None:
+def test_near_a_known_optimum_and_long_minibatches_are_level() -> None:
     for ranks in (2, 16, 64):
         for per_rank, worst in ((2, 1e-12), (8, 1e-3), (32, 3e-4)):
             lengths = draw_lengths("planted", ranks, per_rank, 0)
             own = on_demand_cost(plan_minibatch(lengths, ranks, cost="tokens"), lengths, "tokens")
             assert own <= 65_536 * (1 + worst)
-
-
-def test_long_minibatches_are_level() -> None:
     for kind in KINDS:
         lengths, cost = draw_lengths(kind, 64, 16, 1), cost_for(kind)
         own = on_demand_cost(plan_minibatch(lengths, 64, cost=cost), lengths, cost)

@@ -161,6 +161,10 @@ def test_what_the_formulas_say():
     assert copies.held_per_parameter(copies.STOCK, hosts=3) == 2.0
     assert copies.held_per_parameter(copies.FULL, hosts=3) == 6.0
     assert copies.held_per_parameter(copies.HYBRID, hosts=3) == 10.0
+    row = {"hosts": 2, "mbit": 1000.0, "bytes sent": 1.5e6, "seconds": [0.0]}
+    # The slow link hides all hops but one.
+    assert primitives.with_hops(row, {"seconds": [0.006] * 4}) == pytest.approx(0.012 + 0.002)
+    assert primitives.with_hops(row, {"seconds": [0.030] * 4}) == 0.030
 
 
 @pytest.mark.skipif(bool(NO_LIMIT), reason=NO_LIMIT or "links can be limited")
@@ -184,9 +188,3 @@ def test_a_host_sends_one_ring_for_both_of_its_ranks(tmp_path: Path, capsys: Any
         assert min(row["seconds"]) > 0.9 * (row["bytes sent"] - 2**18) * 8 / 100e6
     assert [(row["mbit"], len(row["seconds"])) for row in data["training"]] == [(None, 2), (100.0, 2)]
     assert "| 2 | reduce-scatter |" in capsys.readouterr().out
-
-
-def test_the_slow_link_hides_all_hops_but_one() -> None:
-    row = {"hosts": 2, "mbit": 1000.0, "bytes sent": 1.5e6, "seconds": [0.0]}
-    assert primitives.with_hops(row, {"seconds": [0.006] * 4}) == pytest.approx(0.012 + 0.002)
-    assert primitives.with_hops(row, {"seconds": [0.030] * 4}) == 0.030

@@ -29,6 +29,11 @@ def test_two_batches_of_two_ranks_by_hand():
         assert gain.factor == pytest.approx((8 + 7) / (8 + 1))
         assert gain.idle == pytest.approx(1 - 18 / (2 * 15))
         assert (gain.shortest, gain.longest) == (1, most)
+    # Two batches of 8 + 2 and 7 + 1 tokens compute 16 and 14; balanced, 8 + 7 and 2 + 1 compute 16 and 4.
+    padded = Planner(2, 16, cost="tokens", collation=Collation("padded"))
+    gain = planned_gain(np.array([8, 7, 2, 1]), 2, 1, padded)
+    assert gain.padding == pytest.approx(1 - 18 / (16 + 14))
+    assert gain.balanced_padding < gain.padding
 
 
 def test_more_ranks_wait_more_and_equal_lengths_do_not():
@@ -111,11 +116,3 @@ def test_a_slow_data_set_is_not_read_for_long(monkeypatch):
     monkeypatch.setattr(lightning_odc.data.gain, "_SECONDS", 0.0)
     assert len(glance(DataLoader(Recorded(), batch_size=1), 256, measure)[0]) == 1
     assert len(read) == 257
-
-
-def test_padding_by_hand():
-    """Two batches of 8 + 2 and 7 + 1 tokens compute 16 and 14; balanced, 8 + 7 and 2 + 1 compute 16 and 4."""
-    collation = Collation("padded")
-    gain = planned_gain(np.array([8, 7, 2, 1]), 2, 1, Planner(2, 16, cost="tokens", collation=collation))
-    assert gain.padding == pytest.approx(1 - 18 / (16 + 14))
-    assert gain.balanced_padding < gain.padding

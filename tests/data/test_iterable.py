@@ -75,16 +75,13 @@ def test_ranks_together_see_every_sample_once():
                 assert minibatches == [list(range(i, min(i + 4, 23))) for i in range(0, 23, 4)]
 
 
-def test_shuffling_stays_in_the_window():
+def test_shuffling_stays_in_the_window_in_which_regrouping_lets_large_samples_meet():
     balanced = loader(shuffle=True, num_replicas=1, window=5)
     epochs = [[int(row[0]) for share in seen(balanced) for row in share] for _ in range(2)]
     assert epochs[0] != epochs[1]
     for order in epochs:
         windows = [sorted(order[i : i + 10]) for i in (0, 10, 20)]
         assert windows == [list(range(10)), list(range(10, 20)), [20, 21, 22]]
-
-
-def test_regrouping_lets_large_samples_meet():
     ranks = [loader(Sized([9, 1, 1, 1] * 4), regroup=True, window=4, rank=rank) for rank in range(2)]
     minibatches = zip(*map(seen, ranks), strict=True)
     large = [sum(len(row) == 9 for share in shares for row in share) for shares in minibatches]

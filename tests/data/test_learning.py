@@ -54,7 +54,7 @@ def test_plans_are_behind_by_the_lag_however_much_is_known():
     assert len(late.state_dict()["learnt"]) == 3, "what no plan asks for is forgotten"
 
 
-def test_the_state_of_another_rank_is_a_prior():
+def test_the_state_of_another_rank_is_a_prior_and_one_of_an_older_version_is_none():
     whole, resumed = ranks(), ranks()
     for number in range(3):
         step(whole, number)
@@ -62,6 +62,11 @@ def test_the_state_of_another_rank_is_a_prior():
         cost.load_state_dict(whole[1].state_dict())
     step(resumed, 3)
     assert resumed[0].cost.predict(1, [300]) == pytest.approx(whole[0].cost.predict(1, [300]), rel=0.1)
+    older = {"forgetting": 0.98, "used": 0, "fits": [{"dense": True, "ranks": [{}, {}]}]}
+    learning = Learning(ranks()[0])
+    with pytest.warns(UserWarning, match="the cost had learnt is not taken over: an older version saved it"):
+        learning.load_state_dict({"learning": {"begun": 3, "learnt": [], "cost": older}})
+    assert learning.cost.begun == 0
 
 
 def test_times_that_refute_the_model_do_so_on_all_ranks():
@@ -72,14 +77,6 @@ def test_times_that_refute_the_model_do_so_on_all_ranks():
         assert costs[0].known == costs[1].known
     assert costs[1].cost.is_refuted
     assert costs[1].at(12) == costs[0].cost.snapshot()
-
-
-def test_a_state_of_an_older_version_is_not_taken_over():
-    older = {"forgetting": 0.98, "used": 0, "fits": [{"dense": True, "ranks": [{}, {}]}]}
-    learning = Learning(ranks()[0])
-    with pytest.warns(UserWarning, match="the cost had learnt is not taken over: an older version saved it"):
-        learning.load_state_dict({"learning": {"begun": 3, "learnt": [], "cost": older}})
-    assert learning.cost.begun == 0
 
 
 def times(rank: int, share: Any) -> list[Measurement]:

@@ -115,8 +115,5 @@ def test_the_figures_of_other_pages_are_theirs() -> None:
     assert (
         f"**{numbers[0]}** [{numbers[1]}, {numbers[2]}]" in (ROOT / "docs" / "measured-nodes.md").read_text()
     )
-
-
-def test_the_table_is_that_of_the_committed_numbers() -> None:
     measured = json.loads((ROOT / "docs" / "data" / "full-gain.json").read_text())
     assert full_gain.table(measured).markdown() in full_gain.PAGE.read_text()
