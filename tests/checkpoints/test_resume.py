@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import ODCStrategy
 from tests.strategy.test_balance import Padded, plain
-from tests.support.fits import are_equal, fit
+from tests.support.fits import are_equal, doing, fit
 from tests.support.models import Block
 from tests.support.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
@@ -41,27 +41,23 @@ class Resumable(DataLoader[Any]):
         self.start = state["done"]
 
 
-class Grouped(TokenModule):
+def in_groups(own: Any) -> torch.optim.Optimizer:
     """Parameter groups in another order than the model's."""
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        weights = [p for p in self.parameters() if p.ndim > 1]
-        others = [p for p in self.parameters() if p.ndim <= 1]
-        return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": weights}], lr=0.01)
+    weights = [p for p in own.parameters() if p.ndim > 1]
+    others = [p for p in own.parameters() if p.ndim <= 1]
+    return torch.optim.AdamW([{"params": others, "weight_decay": 0.0}, {"params": weights}], lr=0.01)
 
 
-class Sgd(TokenModule):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+def without_state(own: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(own.parameters(), lr=0.1)
 
 
-def _plain_batches(rank: int, make: type[TokenModule] = TokenModule, **options: Any) -> Any:
+def _plain_batches(rank: int, optimizer: Any = None, **options: Any) -> Any:
     batches = token_batches([5, 8, 6, 4, 9, 7], seed=rank)
-    return (
-        make("mean", lr=0.01, scalars=True),
-        Resumable(ListDataset(batches), batch_size=None),
-        trainer(2, **options),
-    )
+    module = TokenModule("mean", lr=0.01, scalars=True)
+    if optimizer is not None:
+        doing(module, configure_optimizers=optimizer)
+    return module, Resumable(ListDataset(batches), batch_size=None), trainer(2, **options)
 
 
 def _balanced(rank: int, **options: Any) -> Any:
@@ -95,15 +91,10 @@ def _finetuned(rank: int, epoch: int, **options: Any) -> Any:
 #: What is trained, the kind of checkpoint, after which steps it is taken up, and how many steps it takes in all.
 RUNS: dict[str, Any] = {
     "plain": (_plain_batches, "full", (4, 6, 8), 12),
-    "groups, full": (partial(_plain_batches, make=Grouped), "full", (6,), 12),
-    "groups, sharded": (partial(_plain_batches, make=Grouped), "sharded", (4, 6), 12),
-    "no state": (partial(_plain_batches, make=Sgd), "sharded", (6,), 12),
-    "checkpointed activations": (
-        partial(_plain_batches, activation_checkpointing_policy={Block}),
-        "sharded",
-        (4, 6, 8),
-        12,
-    ),
+    "groups, full": (partial(_plain_batches, optimizer=in_groups), "full", (6,), 12),
+    "groups, sharded": (partial(_plain_batches, optimizer=in_groups), "sharded", (4, 6), 12),
+    "no state": (partial(_plain_batches, optimizer=without_state), "sharded", (6,), 12),
+    "checkpointed": (partial(_plain_batches, activation_checkpointing_policy={Block}), "sharded", (4, 8), 12),
     "balance": (_balanced, "sharded", (2, 4), 6),
     "unfrozen before": (partial(_finetuned, epoch=0), "sharded", (4, 8), 12),
     "unfrozen between": (partial(_finetuned, epoch=1), "full", (4, 6, 8), 12),
@@ -153,13 +144,8 @@ MODES: list[tuple[str, str | None, str, int]] = [
 ]
 
 
-class Stopped(Padded):
-    def __init__(self, stop: int) -> None:
-        super().__init__()
-        self.stop = stop
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.trainer.should_stop |= self.global_step == self.stop
+def stop(own: Any, at: int) -> None:
+    own.trainer.should_stop |= own.global_step == at
 
 
 @on_ranks(2)
@@ -168,13 +154,13 @@ def test_a_fit_stopped_in_mid_epoch_goes_on_as_under_stock_lightning_or_at_its_p
     rank, limit, communication, balance, steps, tmp_path
 ):
     path, seen = tmp_path / "last.ckpt", []
-    for stop, ckpt in ((4, None), (-1, path)):
-        options: dict[str, Any] = {"max_epochs": 3, "max_steps": stop if limit == "max_steps" else -1}
+    for at, ckpt in ((4, None), (-1, path)):
+        options: dict[str, Any] = {"max_epochs": 3, "max_steps": at if limit == "max_steps" else -1}
         if communication == "stock":
             options |= {"devices": 1, "strategy": SingleDeviceStrategy()}
         else:
             options |= {"communication": communication, "balance": balance}
-        module = Stopped(stop)
+        module = doing(Padded(), on_train_batch_end=partial(stop, at=at))
         t = fit(module, plain(), ckpt_path=ckpt, **options)
         t.save_checkpoint(path)
         seen += [length for microbatch in module.sizes for length in microbatch]

@@ -412,22 +412,3 @@ def test_a_rank_that_fell_behind_in_versions_is_told():
         DisagreementError, match="Rank 1 has published version 2 of unit 'first' while rank 0"
     ):
         first.windows[0].gather(torch.zeros(8))
-
-
-def test_who_waits_at_a_barrier_is_reported_as_waiting():
-    _, (first, second) = opened(lockstep=True)
-
-    def slow() -> None:
-        publish(second)
-        while first.waiter.waiting_for is None:
-            time.sleep(0.001)
-        time.sleep(0.01)
-        assert second.peers.longest_wait() > 0
-        assert "waiting for the others at a meeting" in second.peers.report()
-        second.windows[0].gather(torch.zeros(8))
-
-    def fast() -> None:
-        publish(first)
-        first.windows[0].gather(torch.zeros(8))
-
-    assert together(fast, slow) == [None, None]

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from tests.strategy.test_models import HAS_PEFT, CausalLM, causal_lm, with_lora
-from tests.support.fits import fit
+from tests.support.fits import doing, fit
 from tests.support.models import Net, full_parameters, token_batches
 from tests.support.modules import TokenModule
 from tests.support.ranks import on_ranks
@@ -71,16 +71,12 @@ def layers() -> nn.Module:
     )
 
 
-class Begins(Callback):
-    """The full parameters before the first step."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.parameters = full_parameters(pl_module)
-
-
 def first_parameters(rank: int, module: LightningModule, **options: Any) -> dict[str, Tensor]:
-    fit(module, token_batches([6, 6], seed=rank), callbacks=[begins := Begins()], **options)
-    return begins.parameters
+    """The full parameters before the first step."""
+    begins = []
+    doing(module, on_train_start=lambda own: begins.append(full_parameters(own)))
+    fit(module, token_batches([6, 6], seed=rank), **options)
+    return begins[0]
 
 
 @on_ranks(2)

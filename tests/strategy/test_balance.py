@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
-    IterableDataset,
     Sampler,
-    SequentialSampler,
     WeightedRandomSampler,
 )
 
@@ -26,7 +23,7 @@ from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.strategy.options import Options
 from tests.support.fits import assert_same, failure, fit, one_process
 from tests.support.models import Net, full_parameters, token_batches
-from tests.support.modules import ListDataset, TokenModule, said, trainer, warned
+from tests.support.modules import ListDataset, TokenModule, Unsized, said, trainer, warned
 from tests.support.ranks import of_all_ranks, on_ranks
 
 SAMPLES = [torch.randint(11, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)]
@@ -118,16 +115,6 @@ def test_only_training_data_is_balanced_and_an_explicit_loader_is_left_alone(ran
     assert t.num_training_batches == u.global_step == 3
 
 
-class Opaque(torch.utils.data.Dataset[Any]):
-    """Samples that do not tell how long they are."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return {"a": torch.tensor(float(index)), "b": torch.tensor(1.0)}
-
-
 #: The communication, whether sums have a fixed order, ranks, whether samples are read by index, and the policy.
 CHOSEN = [
     ("on_demand", False, 2, True, "steal"),
@@ -154,30 +141,28 @@ def test_auto_chooses_what_can_run(communication, deterministic, world_size, ind
     assert Options(balance="local_sort", **given).policy(2, indexed, "cpu") == "local_sort"
 
 
-class Rows(IterableDataset[Tensor]):
-    """A stream; the same on all ranks, or every rank its part."""
+class ReadOnce(Unsized):
+    def __init__(self) -> None:
+        super().__init__([])
+        self.iterator = iter(SAMPLES)
 
-    def __init__(self, first: int = 0, step: int = 1) -> None:
-        self.samples = SAMPLES[first::step]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.samples)
-
-
-class ReadOnce(Rows):
     def __iter__(self) -> Iterator[Tensor]:
         return self.iterator
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.iterator = iter(self.samples)
 
 
 FOLDED = {"accumulate_grad_batches": 2}
 #: The loader, options, and the policy that is chosen.
 AUTO: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "stream": (lambda: plain(dataset=Rows(), batch_size=2), {"balance": "auto", **FOLDED}, "lb_mini"),
-    "by name": (lambda: plain(dataset=Rows(), batch_size=2), {"balance": "lb_micro", **FOLDED}, "lb_micro"),
+    "stream": (
+        lambda: plain(dataset=Unsized(SAMPLES), batch_size=2),
+        {"balance": "auto", **FOLDED},
+        "lb_mini",
+    ),
+    "by name": (
+        lambda: plain(dataset=Unsized(SAMPLES), batch_size=2),
+        {"balance": "lb_micro", **FOLDED},
+        "lb_micro",
+    ),
     "map": (plain, {"balance": "auto", "cost": "tokens"}, "steal"),
 }
 
@@ -192,18 +177,6 @@ def test_auto_balances_what_it_can(rank, name):
     assert_same(full_parameters(module), reference(2))
 
 
-class NearlyEqual(Dataset[Any]):
-    """Lengths that a plan could level, and would gain nothing by it."""
-
-    lengths = (8, 8, 9, 8, 8, 8, 8, 9)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return torch.ones(self.lengths[index], dtype=torch.long)
-
-
 class OwnLoader:
     """Not of torch's class."""
 
@@ -212,11 +185,6 @@ class OwnLoader:
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter([pad(SAMPLES[:4])] * 2)
-
-
-def own_batches() -> DataLoader[Tensor]:
-    batches = BatchSampler(SequentialSampler(SAMPLES), 4, False)
-    return DataLoader(SAMPLES, batch_sampler=batches, collate_fn=pad)
 
 
 class NoMinibatch(Padded):
@@ -241,20 +209,24 @@ class ByHand(NoMinibatch):
 
 
 WEIGHTED, EQUAL = WeightedRandomSampler([1.0] * 8, 8), [SAMPLES[0]] * 8
+#: Samples that do not tell how long they are; and lengths that a plan could level without a gain.
+OPAQUE = [{"a": torch.tensor(float(index)), "b": torch.tensor(1.0)} for index in range(8)]
+NEARLY_EQUAL = [torch.ones(length, dtype=torch.long) for length in (8, 8, 9, 8, 8, 8, 8, 9)]
+IN_FOURS = {"batch_size": 1, "batch_sampler": BatchSampler(range(24), 4, False)}
 #: The loader by rank, options, and the reason that is said.
 UNBALANCED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "unknown": (lambda rank: DataLoader(Opaque(), batch_size=2), {}, r"Write\n    ODCStrategy\(length_fn="),
+    "unknown": (lambda rank: DataLoader(OPAQUE, batch_size=2), {}, r"Write\n    ODCStrategy\(length_fn="),
     "manual": (lambda rank: plain(), {}, r"receives a Minibatch as a whole.*balance=\"lb_mini\""),
-    "parts": (lambda rank: plain(dataset=Rows(rank, 2)), {}, "yields the same samples on every rank"),
+    "parts": (
+        lambda rank: plain(dataset=Unsized(SAMPLES[rank::2])),
+        {},
+        "yields the same samples on every rank",
+    ),
     "read once": (lambda rank: plain(dataset=ReadOnce()), {}, "that can be read twice"),
     "equal": (lambda rank: plain(dataset=EQUAL), {}, r"that were looked at \(8\) are equally long"),
-    "nearly equal": (
-        lambda rank: plain(dataset=NearlyEqual()),
-        {},
-        "8 to 9 tokens: balancing would gain less",
-    ),
+    "nearly": (lambda rank: plain(dataset=NEARLY_EQUAL), {}, "8 to 9 tokens: balancing would gain less"),
     "own order": (lambda rank: plain(sampler=WEIGHTED), {}, "sampler=WeightedRandomSampler"),
-    "own batches": (lambda rank: own_batches(), {}, "chooses which samples go together"),
+    "own batches": (lambda rank: plain(**IN_FOURS), {}, "chooses which samples go together"),
     "own loader": (lambda rank: OwnLoader(), {}, "only a torch DataLoader can be balanced"),
     "two": (lambda rank: {"a": plain(), "b": plain()}, {"cost": "tokens"}, "one plan cannot cover several"),
     "plain": (lambda rank: plain(), {"balance": None}, ""),
@@ -270,7 +242,7 @@ def test_auto_leaves_alone_what_it_cannot_balance_or_what_gains_nothing_and_says
         t = fit(module, make(rank), **{"balance": "auto", **options})
     words = "\n".join([text.getvalue(), *caught])
     assert t.global_step > 0
-    is_warned = rank == 0 and name not in ("nearly equal", "plain")
+    is_warned = rank == 0 and name not in ("nearly", "plain")
     assert words.count("leaves the training data as it is") == is_warned, words
     assert rank > 0 or re.search(reason, words), words
     assert "Expected" not in words
@@ -310,7 +282,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         r"1 samples, fewer than 2 ranks.*Write Trainer\(devices=1\)",
     ),
     "no minibatch": ({"dataset": SAMPLES[:5], "drop_last": True}, {}, "drop_last=True leaves no minibatch"),
-    "batch sampler": ({"batch_size": 1, "batch_sampler": BatchSampler(range(24), 4, False)}, {}, GROUPS),
+    "batch sampler": (IN_FOURS, {}, GROUPS),
     "own batch sampler": ({"batch_size": 1, "batch_sampler": OwnBatches(3)}, OWN, rf"{GROUPS}\.\.\., "),
     "sampler": ({"sampler": WEIGHTED}, {}, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
     "own sampler": ({"sampler": WEIGHTED}, OWN, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from tests.strategy.test_out_of_memory import (
     one_step,
     table,
 )
-from tests.support.fits import fit
+from tests.support.fits import doing, fit
 from tests.support.models import WIDTH, Block
 from tests.support.modules import warned
 from tests.support.ranks import on_ranks
@@ -99,19 +99,16 @@ def test_nothing_of_a_microbatch_that_broke_off_is_in_memory_when_its_parts_begi
         assert module.trips >= len(HELD) - 1 if rank == 1 else module.trips == 0
 
 
-class Still(Short):
+def still(told: Sequence[Any]) -> Short:
     """Its parameters stay, and gradients are kept."""
 
-    def __init__(self, told: Sequence[Any] = ()) -> None:
-        super().__init__(told)
-        self.gradients: list[dict[str, Tensor]] = []
+    def keep(own: Any) -> None:
+        own.gradients.append({name: p.grad.full_tensor() for name, p in own.named_parameters()})
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        gradients = {name: parameter.grad for name, parameter in self.named_parameters()}
-        self.gradients.append({name: cast(Any, grad).full_tensor() for name, grad in gradients.items()})
+    module: Any = Short(told)
+    module.gradients = []
+    no_step = lambda own: torch.optim.SGD(own.parameters(), lr=0.0)  # noqa: E731
+    return doing(module, configure_optimizers=no_step, on_before_optimizer_step=keep)
 
 
 #: What runs out, and the units that had added their gradient before, by the pass through the model from its end.
@@ -153,7 +150,7 @@ def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts(ra
     ]
     gradients = []
     for place, data in (([], whole), ([], split), (told if rank == 1 else [], whole)):
-        module = Still(place)
+        module = still(place)
         fit(module, data, deterministic=True)
         gradients.append(module.gradients)
     for (told, added), of_whole, of_split, ours in zip(BITS, *gradients, strict=True):

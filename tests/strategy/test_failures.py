@@ -28,6 +28,7 @@ from tests.strategy.test_out_of_memory import needs_reset
 from tests.support.fits import (
     LENGTHS,
     LR,
+    Manual,
     Watch,
     assert_same,
     before_step,
@@ -353,21 +354,13 @@ def test_handlers_of_the_users_own_are_left_alone():
 TIMEOUT = timedelta(minutes=10)
 
 
-class StepsOnce(TokenModule):
-    """Manual optimization; rank 1 leaves out a step."""
-
-    def __init__(self, returns: str) -> None:
-        super().__init__(returns)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        for step in range(2):
-            output = super().training_step(batch, batch_idx)
-            self.manual_backward(output["loss"])
-            if step == 0 or self.trainer.global_rank == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+def step_once(own: Any, optimizer: Any, batch: torch.Tensor, i: int) -> None:
+    """Manual optimization in two steps, of which rank 1 leaves out one."""
+    for step in range(2):
+        own.manual_backward(own.mean_loss(batch))
+        if step == 0 or own.trainer.global_rank == 0:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 #: What rank 1 does otherwise before the first step, and what both ranks are told.
@@ -396,8 +389,8 @@ def is_one(own: Any) -> bool:
 
 
 #: What rank 1 does after its first batch, by Lightning's own doors.
-PARTS: dict[str, tuple[type[TokenModule], dict[str, Any]]] = {
-    "steps once": (StepsOnce, {}),
+PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "steps once": (partial(Manual, act=step_once), {}),
     "skips the epoch": (TokenModule, {"on_train_batch_start": lambda own: -1 if is_one(own) else None}),
     "stops": (
         TokenModule,
@@ -408,7 +401,7 @@ PARTS: dict[str, tuple[type[TokenModule], dict[str, Any]]] = {
 
 def _parts(rank: int, name: str) -> None:
     (make, hooks), batches = PARTS[name], token_batches([5, 9, 4])
-    own = batches if make is StepsOnce else [Minibatch([batch]) for batch in batches]
+    own = batches if name == "steps once" else [Minibatch([batch]) for batch in batches]
     fit(doing(make("items"), **hooks), own, timeout=TIMEOUT)
 
 

@@ -20,26 +20,16 @@ from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
 
 
-class Lame(Padded):
-    """Needs time by the token, by a clock that a busy machine does not move, and remembers on which samples."""
+def fit_lame(rank: int, world: int = 2, own: bool = False, **options: Any) -> tuple[Any, BalancedDataLoader]:
+    """Fit a loader of the user's own, of which minibatches are accumulated, or a plain one, where they are folded.
 
-    def __init__(self, slowness: float, **options: Any) -> None:
-        super().__init__(**options)
-        self.slowness = slowness
-        self.tokens: list[int] = []
-        self.clock = 0.0
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        count = int((batch >= 0).sum())
-        self.tokens.append(count)
-        self.clock += 1e-3 * self.slowness * count
-        return super().training_step(batch, batch_idx)
-
-
-def fit_lame(rank: int, world: int = 2, own: bool = False, **options: Any) -> tuple[Lame, BalancedDataLoader]:
-    """Fit a loader of the user's own, of which minibatches are accumulated, or a plain one, where they are folded."""
-    module = Lame(3.0 if rank == world - 1 else 1.0, counted=True)
-    Stopwatch._now = lambda _: module.clock
+    The last rank needs three times as long by the token, by a clock that a busy machine does not move.
+    """
+    module: Any = before_step(
+        Padded(counted=True), lambda own, batch: own.tokens.append(int((batch >= 0).sum()))
+    )
+    module.tokens = []
+    Stopwatch._now = lambda _: 1e-3 * sum(module.tokens) * (3 if rank == world - 1 else 1)
     explicit = {"minibatch_size": 4, "cost": "fitted", "weighting": "next_token", "collate_fn": pad}
     data = BalancedDataLoader(SAMPLES, **explicit) if own else plain()
     options = {"balance": "lb_mini", "cost": "fitted", "weighting": "next_token", **options}

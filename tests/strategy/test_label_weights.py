@@ -8,7 +8,7 @@ most 1. Weights by tokens instead of labels are wrong by more than 1e-3, as a te
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy.microbatch import contribution
 from lightning_odc.strategy.model_facts import cost_of_model
 from tests.strategy.test_balance import Padded, plain
+from tests.strategy.test_models import causal_lm
 from tests.support import fits
 from tests.support.fits import largest_difference
 from tests.support.models import full_parameters
@@ -62,30 +63,13 @@ def padded(batch: list[Sample]) -> dict[str, Tensor]:
 
 
 class Tuned(LightningModule):
-    """What everybody writes: the loss of the model, a mean."""
+    """What everybody writes: the loss of the model, a mean; or one by hand: without labels it is 0 / 0."""
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self, by_hand: bool = False) -> None:
         super().__init__()
-        from tests.strategy.test_models import causal_lm
-
         torch.manual_seed(0)
         self.model = causal_lm()
-        self.seconds = seconds
-        self.ran = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        time.sleep(self.seconds)
-        self.ran += 1
-        loss = self.model(**batch).loss
-        self.log("loss", loss, sync_dist=True)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
-
-
-class ByHand(Tuned):
-    """A mean by hand: without labels it is 0 / 0, and so are its gradients."""
+        self.by_hand = by_hand
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.mean(batch)
@@ -96,11 +80,16 @@ class ByHand(Tuned):
         self.log("val_loss", self.mean(batch), sync_dist=True)
 
     def mean(self, batch: Any) -> Tensor:
+        if not self.by_hand:
+            return self.model(**batch).loss
         logits = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
         labels = batch["labels"][:, 1:]
         mask, labels = (labels != -100).flatten(), labels.clamp(min=0).flatten()
         losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none") * mask
         return losses.sum() / mask.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
 def one_process(minibatch: list[Sample]) -> dict[str, Tensor]:
@@ -128,12 +117,12 @@ def fit(
 ) -> Any:
     defaults = {"weighting": "auto", "minibatch_size": len(data) // 2, "num_replicas": 2, "rank": rank}
     defaults |= {"lengths": [len(sample["input_ids"]) for sample in data], "collate_fn": padded}
-    module = Tuned(seconds)
+    ran = []
+    module = fits.before_step(Tuned(), lambda *_: (ran.append(1), time.sleep(seconds)))
     t = trainer(2, communication=communication, precision=precision)
     t.fit(module, BalancedDataLoader(data, **{**defaults, **options}))
-    return SimpleNamespace(
-        parameters=full_parameters(module), ran=module.ran, loss=float(t.callback_metrics.get("loss", 0.0))
-    )
+    loss = float(t.callback_metrics.get("loss", 0.0))
+    return SimpleNamespace(parameters=full_parameters(module), ran=len(ran), loss=loss)
 
 
 @on_ranks(2)
@@ -182,7 +171,7 @@ def test_microbatches_ranks_and_minibatches_without_labels(rank):
 
 def check_by_hand(rank: int, communication: str, world_size: int) -> None:
     """The gradients of a mean over nothing are left out, and an evaluation is weighted by labels."""
-    module = ByHand()
+    module = Tuned(by_hand=True)
     counts = [float(Counter(skips_first=True).of(padded([one]))) for one in MASKED]
     with torch.no_grad():
         means = [float(module.mean(padded([one]))) for one in MASKED]
@@ -192,7 +181,9 @@ def check_by_hand(rank: int, communication: str, world_size: int) -> None:
     loader = BalancedDataLoader(MASKED, minibatch_size=len(MASKED) // world_size, **shape)
     parameters = fits.fitted(module, loader, world_size, communication=communication)
     assert largest_difference(parameters, one_process(MASKED)) < TOLERANCE
-    (values,) = trainer(world_size, communication=communication).validate(ByHand(), loader, verbose=False)
+    (values,) = trainer(world_size, communication=communication).validate(
+        Tuned(by_hand=True), loader, verbose=False
+    )
     assert values["val_loss"] == pytest.approx(expected, rel=1e-6)
 
 
@@ -207,18 +198,13 @@ def test_gradients_of_a_mean_over_nothing_are_left_out_on_one_rank(rank):
     check_by_hand(rank, "on_demand", 1)
 
 
-@dataclass
-class Batch:
-    labels: Tensor
-
-
 ROWS = torch.tensor([[1, 2, 3], [-100, -100, 4]])
 
 
 COUNTED: list[tuple[Any, bool, int | None]] = [
     ({"labels": ROWS}, True, 3),
     ({"labels": ROWS}, False, 4),
-    (Batch(ROWS), True, 3),
+    (make_dataclass("Batch", ["labels"])(ROWS), True, 3),
     ((torch.ones(2), {"labels": ROWS}), True, 3),
     (transformers.BatchEncoding({"labels": ROWS}), True, 3),
     ({"labels": ROWS[0]}, True, 3),  # one per sample: a classifier's

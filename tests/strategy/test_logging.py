@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_odc import Minibatch
 from lightning_odc.strategy.logbook import LogBook, flush
-from tests.support.fits import Watch, before_step, fit, numbers
+from tests.support.fits import Watch, before_step, doing, fit, numbers
 from tests.support.models import token_batches
 from tests.support.modules import TokenModule, warned
 from tests.support.ranks import on_ranks
@@ -96,19 +96,21 @@ def test_a_group_of_ranks_has_its_own_value(rank):
     assert (t.callback_metrics["x_epoch"], t.callback_metrics["v"]) == (value, value)
 
 
-class Hooks(TokenModule):
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.log("hook", 1.0 + self.global_rank, on_step=False, on_epoch=True, sync_dist=True)
-        self.log("own_hook", 1.0 + self.global_rank, on_step=False, on_epoch=True)
+def log_in_hook(own: Any) -> None:
+    own.log("hook", 1.0 + own.global_rank, on_step=False, on_epoch=True, sync_dist=True)
+    own.log("own_hook", 1.0 + own.global_rank, on_step=False, on_epoch=True)
 
-    def on_validation_batch_end(self, *_: Any) -> None:
-        self.log("val_hook", 1.0 + self.global_rank, sync_dist=True)
+
+def log_in_validation(own: Any) -> None:
+    own.log("val_hook", 1.0 + own.global_rank, sync_dist=True)
 
 
 @on_ranks(2)
 def test_hooks_log_once_per_minibatch_however_empty(rank):
     validation = shares_of([[[], [3]]], rank)
-    t = fit(Hooks("items"), shares_of([[[4, 6], []], [[5], []]], rank), 2, validation, timeout=SOON)
+    hooks = {"on_train_batch_end": log_in_hook, "on_validation_batch_end": log_in_validation}
+    data = shares_of([[[4, 6], []], [[5], []]], rank)
+    t = fit(doing(TokenModule("items"), **hooks), data, 2, validation, timeout=SOON)
     seen = {name: value for name, value in numbers(t.callback_metrics).items() if "hook" in name}
     assert seen == {"hook": 1.5, "own_hook": 1.0 + rank, "val_hook": 1.5}
 

@@ -255,26 +255,18 @@ def test_the_default_policy_says_what_it_chose_and_an_empty_one_that_it_chose_no
     assert all("selects no module, so the whole model is one unit" in one for one in warnings_)
 
 
-class Normalizes(TokenModule):
+def level(own: Any) -> None:
     """Levels its statistics before validation, as ``docs/models.md`` shows it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(1)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.batch_norm(batch.float().T)
-        return super().training_step(batch, batch_idx)
-
-    def on_validation_start(self) -> None:
-        for buffer in self.buffers():
-            if buffer.is_floating_point():
-                buffer.copy_(self.trainer.strategy.reduce(buffer.clone(), reduce_op="mean"))
+    for buffer in own.buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(own.trainer.strategy.reduce(buffer.clone(), reduce_op="mean"))
 
 
 @on_ranks(2)
 def test_statistics_are_those_of_each_rank_until_they_are_levelled(rank, tmp_path):
-    module = Normalizes()
+    module = fits.before_step(TokenModule(), lambda own, batch: own.batch_norm(batch.float().T))
+    module.batch_norm = nn.BatchNorm1d(1)
+    fits.doing(module, on_validation_start=level)
     t = fits.fit(module, [Minibatch(token_batches([9, 5, 6], seed=rank)[: 1 + 2 * rank])])
     means = of_all_ranks(module.batch_norm.running_mean.clone())
     assert int(module.batch_norm.num_batches_tracked) == 1 + 2 * rank

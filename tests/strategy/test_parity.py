@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -296,34 +297,25 @@ def run_step(
     engine.publish()
 
 
+def grouped() -> nn.Module:
+    """``fully_shard([a, b])`` makes one unit of two modules, in this order."""
+    model = Net(frozen=True)
+    fully_shard(model.blocks[0])
+    fully_shard([model.blocks[2], model.blocks[1]])
+    return fully_shard(model)
+
+
 @on_ranks(2)
-def test_two_models_live_in_one_process(rank):
-    """Of units of different sizes, sharded by two engines, trained in turns."""
-    jobs = [sharded(rank, lambda depth=depth: Net(depth=depth)) for depth in (3, 2)]
+def test_models_of_other_units_trained_in_turns_in_one_process(rank):
+    nets = [{"depth": 3}, {"depth": 2}, {"frozen": True}]
+    jobs = [sharded(rank, make) for make in (Net, partial(Net, depth=2), grouped)]
+    assert len(jobs[2][1]._units) == 3
     for step in range(STEPS):
         for job in jobs:
             run_step(rank, step, *job)
-    for depth, (model, engine, _) in zip((3, 2), jobs, strict=True):
-        assert_same(full_parameters(model), one_process({"depth": depth}))
+    for net, (model, engine, _) in zip(nets, jobs, strict=True):
+        assert_same(full_parameters(model), one_process(net))
         engine.close()
-
-
-@on_ranks(2)
-def test_modules_grouped_by_hand(rank):
-    """``fully_shard([a, b])`` makes one unit of two modules, in this order."""
-
-    def make() -> nn.Module:
-        model = Net(frozen=True)
-        fully_shard(model.blocks[0])
-        fully_shard([model.blocks[2], model.blocks[1]])
-        return fully_shard(model)
-
-    model, engine, optimizer = sharded(rank, make)
-    assert len(engine._units) == 3
-    for step in range(STEPS):
-        run_step(rank, step, model, engine, optimizer)
-    assert_same(full_parameters(model), one_process({"frozen": True}))
-    engine.close()
 
 
 class Adapted(nn.Module):

@@ -92,8 +92,10 @@ def failure(module: LightningModule, batches: Any, world_size: int = 2, **option
     return "".join(traceback.format_exception(error.value))
 
 
-def one_process(module: Any, steps: Iterable[Sequence[Any]], clip: float = math.inf) -> Parameters:
-    """The parameters after plain torch has made a step on each list of batches.
+def one_process(
+    module: Any, steps: Iterable[Sequence[Any]], clip: float = math.inf, norms: list[float] | None = None
+) -> Parameters:
+    """The parameters after plain torch has made a step on each list of batches; the norms of gradients, too.
 
     Losses that come with ``num_items`` are summed and divided by the items of all batches; others are averaged.
     """
@@ -104,7 +106,9 @@ def one_process(module: Any, steps: Iterable[Sequence[Any]], clip: float = math.
             outputs = [{"loss": loss, "num_items": 1} for loss in outputs]
         optimizer.zero_grad()
         (sum(one["loss"] for one in outputs) / sum(one["num_items"] for one in outputs)).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), clip)
+        norm = nn.utils.clip_grad_norm_(module.parameters(), clip)
+        if norms is not None:
+            norms.append(norm.item())
         optimizer.step()
     return full_parameters(module)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,10 +17,10 @@ from torch import Tensor
 
 from lightning_odc.engine.collective import single_process
 from lightning_odc.engine.hybrid.copies import CopiesProtocol, Sharing
-from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridProtocol, Layout
+from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.errors import DisagreementError, WindowError
+from lightning_odc.errors import WindowError
 from notebooks.support.threads import ThreadHub
 from tests.strategy.test_parity import STEPS, assert_same, one_process, train
 from tests.support.interleaving import together
@@ -231,28 +230,6 @@ def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options)
             added = 100 * sum(range(world))
             assert sums == [world * 2 * rank + added, 0.0, world * (2 * rank + 1) + added]
             assert nothing == []
-
-
-class SilentLink:
-    """The other node has not come yet."""
-
-    open = close = begin = lambda *_: None
-    trouble = missing = lambda *_: ""
-
-    def complete(self) -> bool:
-        return False
-
-
-def test_a_neighbour_that_has_gone_on_is_named_by_those_that_wait_for_another_node():
-    hub, layout = ThreadHub(2), Layout(((0, 1), (2, 3)), rank=2)
-    replicas = ColumnGroup(layout, torch.device("cpu"), timedelta(seconds=20))
-    parts: dict[str, Any] = {"layout": layout, "link": SilentLink(), "group": replicas, "timeout": 20}
-    first, second = (HybridProtocol(hub.transport(rank), UNITS, **parts) for rank in range(2))
-    together(first.open, second.open)
-    first.transport.job_rank = lambda peer: layout.row[peer]  # type: ignore[method-assign]
-    second.announce_end()
-    with pytest.raises(DisagreementError, match=r"Rank 3 has ended a batch .* in which rank 2 waits for it"):
-        first.meet("step")
 
 
 # -- what is refused ------------------------------------------------------------------------------------------

@@ -18,14 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.pytorch import Callback, LightningModule, Trainer
 
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts, why_no_limit, why_not
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.hybrid.spanning import ColumnGroup
 from lightning_odc.errors import ODCError
 from lightning_odc.sharding.nodes import layout_of
-from tests.support.fits import assert_same, one_process
+from tests.support.fits import assert_same, doing, one_process
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.nodes import as_nodes
 from tests.support.ranks import run_ranks, try_ranks
@@ -72,27 +71,20 @@ def shares(rank: int | None, counts: tuple[int, ...] = COUNTS) -> list[Minibatch
     return [Minibatch(token_batches(lengths, seed=step)[start:end]) for step in range(STEPS)]
 
 
-class Counter(Callback):
-    """Reads the counter of this host's interface after every step."""
-
-    def __init__(self) -> None:
-        self.bytes_sent: list[int] = []
-        self.seen: dict[str, Any] = {}
-
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        trainer.strategy.engine.exchange("nothing is under way", None)  # type: ignore[attr-defined]
-        self.bytes_sent.append(bytes_sent())
-
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        traffic = trainer.strategy.engine.traffic  # type: ignore[attr-defined]
-        self.seen = {"parameters": full_parameters(module), "traffic": traffic, "bytes_sent": self.bytes_sent}
-
-
 def run(rank: int, sharding: str = "FULL_SHARD", counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
-    counter = Counter()
-    options = {"sharding_strategy": sharding, "callbacks": [counter]}
-    trainer(2, num_nodes=2, **options).fit(module(), loader(shares(rank, counts)))
-    return {"host": socket.gethostname(), **counter.seen}
+    """Reads the counter of this host's interface after every step."""
+    sent: list[int] = []
+
+    def count(own: Any) -> None:
+        own.trainer.strategy.engine.exchange("nothing is under way", None)
+        sent.append(bytes_sent())
+
+    def look(own: Any) -> None:
+        own.found = {"parameters": full_parameters(own), "traffic": own.trainer.strategy.engine.traffic}
+
+    own = doing(module(), on_train_batch_end=count, on_train_end=look)
+    trainer(2, num_nodes=2, sharding_strategy=sharding).fit(own, loader(shares(rank, counts)))
+    return {"host": socket.gethostname(), "bytes_sent": sent, **own.found}
 
 
 def _train(rank: int, hosts: Hosts, limits: bool) -> dict[str, list[dict[str, Any]]]:
@@ -163,39 +155,21 @@ def test_a_host_on_loopback_is_named_at_once_on_every_node(hosts, named, fabric,
         assert "export GLOO_SOCKET_IFNAME=eth0" in outcome.error
 
 
-class CuttingOff(Callback):
-    """Cuts off the second host in mid-run.
-
-    Args:
-        cut: What rank 3 does for that.
-    """
-
-    def __init__(self, cut: Callable[[], None]) -> None:
-        self._cut = cut
-        self.replicas: ColumnGroup | None = None
-
-    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        layout = layout_of((2, 2), 2, 4, trainer.global_rank)
-        self.replicas = ColumnGroup(layout, torch.device("cpu"), timedelta(seconds=STALL))
-        self.replicas.open()
-
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        if trainer.global_rank == 3 and trainer.global_step == 2:
-            self._cut()
-
-
 def _cut_off(rank: int, hosts: Hosts, stalls: bool) -> list[tuple[str, str, float]]:
-    """What ended training, then what ended a sum over nodes: kind and text of the error, and after how long."""
+    """Rank 3 cuts off the second host: what ended training, then what ended a sum over nodes, and after how long."""
     start_on(hosts, rank)
-    cut = (lambda: hosts.limit(8e-6, queue="3kb")) if stalls else (lambda: hosts.cut_off(1))
-    callback = CuttingOff(cut)
+    replicas = ColumnGroup(layout_of((2, 2), 2, 4, rank), torch.device("cpu"), timedelta(seconds=STALL))
+
+    def cut(own: Any) -> None:
+        if own.global_rank == 3 and own.global_step == 2:
+            hosts.limit(8e-6, queue="3kb") if stalls else hosts.cut_off(1)
+
     strategy = ODCStrategy(balance=None, timeout=timedelta(seconds=4 * SILENCE), hang_report_after=None)
-    t = trainer(2, num_nodes=2, strategy=strategy, callbacks=[callback])
-    batches = loader([Minibatch(token_batches([5, 6]))] * 1000)
-    ends = [_end_of(lambda: t.fit(TokenModule(), batches))]
+    t = trainer(2, num_nodes=2, strategy=strategy)
+    own = doing(TokenModule(), on_train_start=lambda _: replicas.open(), on_train_batch_start=cut)
+    ends = [_end_of(lambda: t.fit(own, loader([Minibatch(token_batches([5, 6]))] * 1000)))]
     assert t.global_step >= 1
-    assert callback.replicas is not None
-    ends.append(_end_of(callback.replicas.begin_sum(torch.ones(5))))
+    ends.append(_end_of(replicas.begin_sum(torch.ones(5))))
     dist.destroy_process_group()
     return ends
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_odc import Minibatch
 from tests.strategy.test_balance import Padded, plain, reference
 from tests.strategy.test_parity import STEPS, minibatch
-from tests.support.fits import assert_same, before_step, numbers, one_process
+from tests.support.fits import assert_same, before_step, doing, numbers, one_process
 from tests.support.models import Block, full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule, loader, trainer, warned
 from tests.support.nodes import as_nodes
@@ -53,33 +53,22 @@ def shares(rank: int, way: str, steps: range = range(STEPS), counts: tuple[int, 
     return loader([Minibatch(minibatch(step)[own]) for step in steps])
 
 
-class Watcher(Callback):
+def look(own: Any) -> None:
     """Keeps what there is to look at before everything is torn down."""
-
-    def __init__(self) -> None:
-        self.seen: dict[str, Any] = {"norms": []}
-
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        norm: Any = trainer.strategy.precision_plugin.gradient_norm  # type: ignore[attr-defined]
-        if norm is not None:
-            self.seen["norms"].append(norm.item())
-
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        protocol = getattr(engine, "protocol", None)
-        if protocol is not None and trainer.global_rank == 3:
-            protocol.signals.raised.add(SIGNAL)
-        shard = next(module.parameters())
-        self.seen |= {
-            "parameters": full_parameters(module),
-            "mesh": list(shard.device_mesh.shape),  # type: ignore[attr-defined]
-            "engine": type(engine).__name__,
-            "traffic": engine.traffic,
-            "waits": engine.waits,
-            "exchanged": engine.exchange("test", trainer.global_rank),
-            "signals": sorted(engine.signals.agreed) if protocol is not None else [],
-            "metrics": numbers(trainer.callback_metrics),
-        }
+    engine, rank = own.trainer.strategy.engine, own.global_rank
+    protocol = getattr(engine, "protocol", None)
+    if protocol is not None and rank == 3:
+        protocol.signals.raised.add(SIGNAL)
+    own.found = {
+        "parameters": full_parameters(own),
+        "mesh": list(next(own.parameters()).device_mesh.shape),
+        "engine": type(engine).__name__,
+        "traffic": engine.traffic,
+        "waits": engine.waits,
+        "exchanged": engine.exchange("test", rank),
+        "signals": sorted(engine.signals.agreed) if protocol is not None else [],
+        "metrics": numbers(own.trainer.callback_metrics),
+    }
 
 
 def log_tokens(own: Any, batch: Tensor) -> None:
@@ -94,17 +83,19 @@ def _fit(
     disturb: float = 0.0,
 ) -> dict[str, Any]:
     """Ranks 2 and 3 may begin with other parameters."""
-    module, watcher = before_step(TokenModule("items", lr=LR), log_tokens), Watcher()
+    norms: list[Any] = []
+    keep_norm = lambda own: norms.append(own.trainer.precision_plugin.gradient_norm)  # noqa: E731
+    module = doing(before_step(items(), log_tokens), on_train_batch_end=keep_norm, on_train_end=look)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter += disturb * (rank >= 2)
     validation = loader(token_batches([4] * (rank + 1), seed=rank))  # another number of batches on every rank
     evaluated = options.get("communication") != "collective"
-    t = trainer_on(rank, way, callbacks=[watcher], **options)
+    t = trainer_on(rank, way, **options)
     with warned() as caught:
         t.fit(module, shares(rank, way, counts=counts), validation if evaluated else None)
     drifted = [w for w in caught if "differed between nodes" in w]
-    return {**watcher.seen, "drifted": drifted}
+    return {**module.found, "norms": [float(n) for n in norms if n is not None], "drifted": drifted}
 
 
 def _trained(rank: int, way: str, module: LightningModule, batches: Any, **options: Any) -> dict[str, Tensor]:
@@ -190,16 +181,6 @@ RESUMED = [
     ("replicas", "full", "replicas"),
     ("replicas", "sharded", "one node"),
 ]
-
-
-class ShardedByHand(TokenModule):
-    right = True
-
-    def configure_model(self) -> None:
-        mesh: Any = self.device_mesh
-        for block in self.net.blocks:
-            if not isinstance(block, FSDPModule):
-                fully_shard(block, mesh=mesh["data_parallel"] if self.right else None)
 
 
 def train_alone(rank: int) -> dict[str, Any]:
@@ -326,22 +307,16 @@ def test_checkpoints_are_taken_up_on_other_nodes(rank, alone, saved_on, kind, re
     assert_same(resume(rank, resumed_on, kind, tmp_path), alone["fp32"])
 
 
-class Failing(TokenModule):
+def _failing(rank: int, way: str, killed: bool) -> None:
     """Rank 3 ends when all ranks have met and before it publishes, so that the others wait for its shards."""
 
-    def __init__(self, killed: bool) -> None:
-        super().__init__("items")
-        self.killed = killed
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.global_rank == 3 and self.global_step == 1:
-            if self.killed:
+    def end(own: Any) -> None:
+        if own.global_rank == 3 and own.global_step == 1:
+            if killed:
                 os._exit(9)
             raise ZeroDivisionError("a bad sample")
 
-
-def _failing(rank: int, way: str, killed: bool) -> None:
-    trainer_on(rank, way).fit(Failing(killed), shares(rank, way))
+    trainer_on(rank, way).fit(doing(items(), on_before_optimizer_step=end), shares(rank, way))
 
 
 #: What the ranks of the other node say of one that raised, and of one that was killed.
@@ -391,32 +366,36 @@ def test_lockstep_of_replicas_that_began_apart(rank, alone):
     assert seen["drifted"] == [], "they were levelled at setup, which is worth no warning"
 
 
+def shard_by_hand(own: Any, right: bool) -> None:
+    for block in own.net.blocks:
+        if not isinstance(block, FSDPModule):
+            fully_shard(block, mesh=own.device_mesh["data_parallel"] if right else None)
+
+
 @on_ranks(4)
 def test_a_model_sharded_by_hand(rank, alone):
     """Blocks sharded in ``configure_model``, over the ranks of the node; then over all ranks."""
-    right, wrong = ShardedByHand("items", lr=LR), ShardedByHand("items", lr=LR)
-    wrong.right = False
+    right, wrong = (
+        doing(items(), configure_model=partial(shard_by_hand, right=is_right)) for is_right in (True, False)
+    )
     assert_same(_trained(rank, "replicas", right, shares(rank, "replicas")), alone["fp32"])
-    with pytest.raises(ValueError, match="is sharded over the ranks") as caught:
+    says = r"(?s)over the ranks \[0, 1, 2, 3\], but this strategy shards over \[.*mesh=self.trainer.strategy.shard_mesh"
+    with pytest.raises(ValueError, match=says):
         _trained(rank, "replicas", wrong, shares(rank, "replicas"))
-    assert "over the ranks [0, 1, 2, 3], but this strategy shards over [" in str(caught.value)
-    assert "mesh=self.trainer.strategy.shard_mesh" in str(caught.value)
 
 
-class Editing(Callback):
+def edit(own: Any) -> None:
     """Changes a parameter on one node only, and publishes it."""
-
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        with torch.no_grad():
-            if trainer.global_rank >= 2:
-                module.net.head.weight += 1.0  # type: ignore[union-attr, operator]
-        with pytest.warns(UserWarning, match=r"^[^']*net.head.weight differed between nodes[^']*$"):
-            trainer.strategy.publish_parameters()  # type: ignore[attr-defined]
+    with torch.no_grad():
+        if own.global_rank >= 2:
+            own.net.head.weight += 1.0
+    with pytest.warns(UserWarning, match=r"^[^']*net.head.weight differed between nodes[^']*$"):
+        own.trainer.strategy.publish_parameters()
 
 
 @on_ranks(4)
 def test_what_is_changed_on_one_node_only_is_found_and_undone(rank):
-    options = {"max_steps": 1, "callbacks": [Editing()]}
-    found = _trained(rank, "replicas", TokenModule("items"), shares(rank, "replicas"), **options)
+    module = doing(items(), on_train_batch_end=edit)
+    found = _trained(rank, "replicas", module, shares(rank, "replicas"), max_steps=1)
     assert_equal_on_all_ranks(found)
     assert found["net.head.weight"].abs().max() < 1.0
