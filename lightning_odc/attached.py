@@ -438,7 +438,9 @@ class Attached:
             self.engine.close()
 
 
-def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
     """Clip the norm of all gradients; returns what it was."""
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
     parameters = list(parameters)
@@ -447,11 +449,11 @@ def clip(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) 
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_mesh.setdefault(mesh, []).append(parameter)
     if len(by_mesh.keys() - {None}) < 2:
-        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
     # With tensor parallelism, some are on two dimensions and some on one, and torch takes no norm of both.
     norms: list[Any] = [
-        nn.utils.get_total_norm([cast(Tensor, p.grad) for p in group], norm_type)
+        nn.utils.get_total_norm([cast(Tensor, p.grad) for p in group], norm_type, error_if_nonfinite)
         for group in by_mesh.values()
     ]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]

@@ -13,11 +13,11 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_odc.attached import DEFAULT_TIMEOUT
+from lightning_odc.attached import DEFAULT_TIMEOUT, clip
 from lightning_odc.engine.advice import refuse_optimizers
+from lightning_odc.sharding.nodes import check_shards
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from lightning_odc.strategy import options
@@ -40,6 +40,8 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The same as in [`ODCStrategy`][lightning_odc.ODCStrategy].
         state_dict_type: ``fabric.save`` writes a ``"full"`` file or a ``"sharded"`` directory.
+        tensor_parallel_size: The ranks that compute one sample together. Divide the layers of the model before
+            ``fabric.setup``, with ``fabric.strategy.device_mesh["tensor_parallel"]``.
         process_group_backend: The same as in Lightning's strategies.
         timeout: The longest wait for another rank.
 
@@ -56,6 +58,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         accumulator_dtype: torch.dtype | None = None,
         keep_gathered: int | str = "auto",
         state_dict_type: Literal["full", "sharded"] = "full",
+        tensor_parallel_size: int = 1,
         process_group_backend: str | None = None,
         timeout: timedelta = DEFAULT_TIMEOUT,
     ) -> None:
@@ -66,6 +69,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             deterministic=deterministic,
             accumulator_dtype=accumulator_dtype,
             keep_gathered=keep_gathered,
+            tensor_parallel_size=tensor_parallel_size,
         )
         super().__init__(
             self._shard,
@@ -79,6 +83,11 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         self.model: nn.Module | None = None
         self._names = ParameterNames()
         self._on_teardown = ExitStack()
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh ``("data_parallel", "tensor_parallel")``."""
+        return self._mesh_of_groups or super().device_mesh
 
     # -- setting up ---------------------------------------------------------------------------------------
 
@@ -122,12 +131,15 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             )
 
     def _shard(self, module: nn.Module, _: DeviceMesh) -> nn.Module:
+        groups, mesh = self._mesh_of_groups, mesh_for(self.root_device.type, self.world_size)
+        mesh = mesh if groups is None else groups["data_parallel"]
         shard_model(
             module,
-            mesh_for(self.root_device.type, self.world_size),
+            mesh,
             wrap_policy=self.auto_wrap_policy,
             mixed_precision=MixedPrecisionPolicy(),  # autocast is Fabric's
         )
+        check_shards(module, mesh, groups)
         return module
 
     def teardown(self) -> None:
@@ -184,8 +196,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         self.settle_gradients()
-        norm = super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return clip(self.precision.main_params(optimizer), max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> None:
         self.settle_gradients()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.checkpoint.state_dict import (
@@ -31,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_odc import attach
 from lightning_odc.errors import DisagreementError
+from lightning_odc.fabric import ODCFabricStrategy
 from tests.support.fits import assert_same
 from tests.support.models import full_parameters, init_gloo
 from tests.support.ranks import on_ranks, try_ranks
@@ -142,6 +144,28 @@ def test_one_group_has_none_to_read_from(rank):
 def test_four_groups_of_two(rank):
     init_gloo(rank)
     as_in_one_process(4, [1, 0, 1, 2])
+
+
+@on_ranks(4)
+def test_fabric_runs_groups(rank):
+    fabric = Fabric(strategy=ODCFabricStrategy(tensor_parallel_size=2), accelerator="cpu", devices=4)
+    fabric.launch()
+    mesh, model = fabric.strategy.device_mesh, new_model()
+    for block in (model[1], model[2]):
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(block, mesh["tensor_parallel"], plan)
+    model, optimizer = fabric.setup(model, ADAMW(model.parameters()))
+    counts, place = [1, 3], fabric.strategy.distributed_sampler_kwargs["rank"]
+    for of_step in batches():
+        first = sum(counts[:place])
+        for batch in of_step[first : first + counts[place]]:
+            fabric.backward(loss_of(model, batch), num_items=len(batch))
+        fabric.clip_gradients(model, optimizer, max_norm=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert fabric.strategy.engine.traffic.reads > 0
+    fabric.strategy.teardown()
+    assert_same(full_parameters(model.module), one_process(batches(), max_norm=0.1))
 
 
 @on_ranks(4)

@@ -55,12 +55,16 @@ class Ranks:
 
 def strategy_of(where: Any, call: str) -> Any:
     """The strategy of a trainer, of its module, or of a ``Fabric``."""
-    strategy = getattr(getattr(where, "trainer", where), "strategy", None)
+    strategy: Any = getattr(getattr(where, "trainer", where), "strategy", None)
     if not hasattr(type(strategy), "engine"):
         raise TypeError(
             f"{call} needs a module that is trained by this package's strategy, and got a {type(where).__name__} "
             f"with {type(strategy).__name__}. Write\n"
             '    import lightning_odc\n    trainer = Trainer(strategy="odc_plain", ...)'
+        )
+    if strategy.options.tensor_parallel_size > 1:
+        raise NotImplementedError(
+            f"{call} does not work with tensor_parallel_size: write tensor_parallel_size=1."
         )
     return strategy
 

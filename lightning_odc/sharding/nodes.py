@@ -73,12 +73,12 @@ def check_groups(size: int, world_size: int, num_nodes: int) -> None:
     """Refuse tensor-parallel groups that the ranks cannot form."""
     if world_size % size:
         raise ValueError(
-            f"ODCStrategy(tensor_parallel_size={size}) makes groups of {size} ranks, and {world_size} ranks do not "
+            f"tensor_parallel_size={size} makes groups of {size} ranks, and {world_size} ranks do not "
             f"divide into them. Write Trainer(devices={max(world_size // size, 1) * size})."
         )
     if num_nodes > 1:
         raise ValueError(
-            f"ODCStrategy(tensor_parallel_size={size}) works on one node, and there are {num_nodes}. Over several "
+            f"tensor_parallel_size={size} works on one node, and there are {num_nodes}. Over several "
             "nodes, use Lightning's ModelParallelStrategy."
         )
 
@@ -200,8 +200,9 @@ def check_shards(model: nn.Module, mesh: DeviceMesh, groups: DeviceMesh | None =
             )
     if groups is not None and not is_divided:
         raise ValueError(
-            f"ODCStrategy(tensor_parallel_size={groups.size(1)}): no layer is divided, so the ranks of a group would "
-            "do the same work. Divide layers in `configure_model`:\n"
-            '    parallelize_module(block, self.device_mesh["tensor_parallel"], {"up": ColwiseParallel(), "down": '
-            "RowwiseParallel()})"
+            f"tensor_parallel_size={groups.size(1)}: no layer is divided, so the ranks of a group would do the same "
+            "work. In `configure_model`, or with Fabric before `fabric.setup`, write\n"
+            '    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}\n'
+            '    parallelize_module(block, mesh["tensor_parallel"], plan)\n'
+            "where mesh is `self.device_mesh`, or `fabric.strategy.device_mesh`."
         )

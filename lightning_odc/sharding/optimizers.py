@@ -38,7 +38,9 @@ class ParameterNames:
     def recorded(self, model: nn.Module) -> Iterator[None]:
         """Note the names of parameters that are replaced in this context."""
         for name, parameter in model.named_parameters():
-            if type(parameter.data) is Tensor:  # a subclass is sharded already, or quantised and not trained
+            # Another subclass than a tensor-parallel part is sharded already, or quantised and not trained.
+            mesh = getattr(parameter, "device_mesh", None)
+            if type(parameter.data) is Tensor or (mesh and mesh.mesh_dim_names == ("tensor_parallel",)):
                 self._names[parameter] = _compat.checkpoint_name(name)
         try:
             yield

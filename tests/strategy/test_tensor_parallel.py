@@ -251,7 +251,7 @@ def test_ranks_of_a_group_with_different_batches_are_refused(rank):
 
 @on_ranks(4)
 def test_what_does_not_fit_is_refused_at_the_start(rank):
-    with pytest.raises(ValueError, match=r"no layer is divided.*\n    parallelize_module"):
+    with pytest.raises(ValueError, match=r"no layer is divided.*\n    plan = "):
         run(Module(divides=False), 4)
     with pytest.raises(ValueError, match=r"4 ranks do not divide into them. Write Trainer\(devices=3\)"):
         run(Module(), 4, tensor_parallel_size=3)
