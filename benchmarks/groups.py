@@ -1,0 +1,219 @@
+"""Tensor-parallel groups of ranks: what on demand between them saves, and what groups for long samples alone would.
+
+``python -m benchmarks.groups`` trains one Llama on 4 CPU ranks as 2 groups of 2, in three ways, in turns: Lightning's
+``ModelParallelStrategy``, this package's batches under collectives, and ``ODCStrategy(tensor_parallel_size=2)``. Waits
+are the evidence, since 4 ranks share the cores: how long a rank waits for the other group.
+
+``python -m benchmarks.groups --plans`` plans minibatches for devices of which some work in pairs. A pair computes a
+sample ``--speed`` times as fast as one device. The planner knows the speed of every place, so long samples go to pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.utils.data import DataLoader
+
+from benchmarks.one_line import LanguageModel, Texts, Watch, pad
+from lightning_odc import ODCStrategy
+from lightning_odc._compat import comms_of
+from lightning_odc.balance import plan_minibatch, quadratic, with_speeds
+from lightning_odc.balance.evaluate import on_demand_cost
+from lightning_odc.bench.lengths import find_samples
+from lightning_odc.bench.processes import Ranks
+from lightning_odc.callbacks.idle.sources import TimedComm
+from lightning_odc.callbacks.timeline.spans import Passage
+from lightning_odc.console import markdown
+
+GROUPS, SIZE, EACH = 2, 2, 8
+PLAN: dict[str, ParallelStyle] = {
+    **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
+    "self_attn.o_proj": RowwiseParallel(),
+    **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
+    "mlp.down_proj": RowwiseParallel(),
+}
+STRATEGIES: dict[str, Any] = {
+    "`ModelParallelStrategy(2, 2)`": None,
+    '`ODCStrategy(tensor_parallel_size=2, communication="collective")`': {"communication": "collective"},
+    "`ODCStrategy(tensor_parallel_size=2)`": {},
+}
+ODC = [*STRATEGIES][-1]
+
+
+class DividedModel(LanguageModel):
+    """The same model, which divides its layers and shards them, as ``ModelParallelStrategy`` wants it."""
+
+    def configure_model(self) -> None:
+        if isinstance(self.model.model.layers[0], FSDPModule):
+            return
+        mesh: Any = self.device_mesh
+        for layer in self.model.model.layers:
+            parallelize_module(layer, mesh["tensor_parallel"], PLAN)
+            fully_shard(layer, mesh=mesh["data_parallel"])
+        fully_shard(self.model, mesh=mesh["data_parallel"])
+
+
+class Passages(pl.Callback):
+    """When this rank entered and left each collective between groups, from the second epoch on."""
+
+    def __init__(self) -> None:
+        self.found: list[Passage] = []
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.current_epoch != 1:
+            return
+        for module in pl_module.modules():
+            if isinstance(module, FSDPModule) and (comms := comms_of(module)):
+                module.set_custom_all_gather(TimedComm(comms[0], self._note))  # type: ignore[arg-type]
+                module.set_custom_reduce_scatter(TimedComm(comms[1], self._note))  # type: ignore[arg-type]
+
+    def _note(self, passage: Passage, _: Any) -> None:
+        self.found.append(passage)
+
+
+def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
+    """Train in one of the three ways on this rank."""
+    pl.seed_everything(0, verbose=False)
+    options = STRATEGIES[name]
+    strategy: Any = ModelParallelStrategy(GROUPS, SIZE)
+    if options is not None:
+        strategy = ODCStrategy(tensor_parallel_size=SIZE, hang_report_after=None, **options)
+    watch, passages = Watch(), Passages()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=world_size,
+        max_epochs=1 + epochs,
+        callbacks=[watch] if name == ODC else [watch, passages],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    waits: list[float] = []
+    module = DividedModel()
+    if name == ODC:
+        module.on_train_epoch_start = lambda: waits.append(sum(strategy.engine.waits.values()))  # type: ignore[method-assign]
+        module.on_train_end = module.on_train_epoch_start  # type: ignore[method-assign]
+    trainer.fit(module, DataLoader(Texts(), EACH, shuffle=True, collate_fn=pad))
+    waited = waits[-1] - waits[1] if name == ODC else None
+    return SimpleNamespace(
+        seconds=watch.seconds[1:], tokens=watch.tokens, waited=waited, passages=passages.found
+    )
+
+
+def waited(results: list[SimpleNamespace]) -> list[float]:
+    """Seconds in which each rank waited for the other group: counted, or from its own coming to the last rank's."""
+    if results[0].waited is not None:
+        return [result.waited for result in results]
+    seconds = [0.0] * len(results)
+    for first in range(SIZE):
+        column = range(first, len(results), SIZE)
+        for passages in zip(*(results[rank].passages for rank in column), strict=True):
+            last = max(passage.entered for passage in passages)
+            for rank, passage in zip(column, passages, strict=True):
+                seconds[rank] += (last - passage.entered) / 1e9
+    return seconds
+
+
+def measure(rounds: int, epochs: int) -> None:
+    """Print the table of the three ways."""
+    seconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    idle: dict[str, list[float]] = {name: [] for name in STRATEGIES}
+    tokens: dict[str, int] = {}
+    with Ranks(GROUPS * SIZE, preload=["lightning_odc.bench.models"]) as ranks:
+        for _ in range(rounds):
+            for name in STRATEGIES:
+                results = ranks.call(fit, name, epochs)
+                seconds[name] += [max(by_rank) for by_rank in zip(*(r.seconds for r in results), strict=True)]
+                idle[name].append(statistics.mean(waited(results)) / sum(results[0].seconds))
+                tokens[name] = sum(result.tokens for result in results[::SIZE])
+    rows = []
+    for name in STRATEGIES:
+        ratios = sorted(a / b for a, b in zip(seconds[name], seconds[ODC], strict=True))
+        spread = f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
+        waits = f"{statistics.median(idle[name]):.0%} [{min(idle[name]):.0%}, {max(idle[name]):.0%}]"
+        rows.append((name, waits, spread, f"{tokens[name]:,}"))
+    print(
+        markdown(
+            ("strategy", "waiting for the other group", "time over the last row's", "computed tokens"), rows
+        )
+    )
+
+
+def plans(devices: int, speed: float, minibatches: int) -> None:
+    """Print what planned minibatches take if some of the devices work in pairs, over what they take at the least."""
+    rows = []
+    for dataset in ("longalign", "swesmith", "aime"):
+        samples = find_samples(dataset, None, 0).lengths
+        for each in (1, 2, 4):
+            drawn = np.random.default_rng(0).choice(samples, (minibatches, devices * each))
+            least = [sum(quadratic().samples(row.astype(float))) / devices for row in drawn]
+            # [pairs, minibatches]; a pair loses a part of its speed, so all in pairs is no way to be level
+            times = np.array(
+                [
+                    [
+                        planned(row, devices, pairs, speed) / bound
+                        for row, bound in zip(drawn, least, strict=True)
+                    ]
+                    for pairs in range(devices // 2 + 1)
+                ]
+            )
+            fixed, free = times.mean(1), times.min(0)
+            best = int(fixed.argmin())
+            cells = (fixed[0], fixed[-1], fixed[best], free.mean(), fixed[0] / free.mean())
+            rows.append(
+                (
+                    dataset,
+                    str(each),
+                    *(f"{cell:.2f}" for cell in cells[:2]),
+                    f"{cells[2]:.2f} ({best})",
+                    *(f"{cell:.2f}" for cell in cells[3:]),
+                )
+            )
+    head = ("lengths", "samples per device", "single devices", "all in pairs", "best fixed number of pairs")
+    print(markdown((*head, "best number in each minibatch", "single devices over that"), rows))
+
+
+def planned(lengths: Any, devices: int, pairs: int, speed: float) -> float:
+    """The time of a planned minibatch."""
+    cost = with_speeds("quadratic", [speed] * pairs + [1.0] * (devices - 2 * pairs))
+    plan = plan_minibatch(lengths, devices - pairs, policy="lb_mini", cost=cost)
+    return on_demand_cost(plan, lengths, cost)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m benchmarks.groups``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.groups", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", default=4, help="fits in each way")
+    parser.add_argument(
+        "--epochs", type=int, metavar="N", default=2, help="timed epochs of a fit, after one more"
+    )
+    parser.add_argument("--plans", action="store_true", help="only plans for devices in pairs")
+    parser.add_argument("--devices", type=int, metavar="N", default=8, help="of the plans")
+    parser.add_argument("--speed", type=float, default=1.7, help="of a pair, on one sample")
+    parser.add_argument("--minibatches", type=int, metavar="N", default=200, help="planned for each row")
+    options = parser.parse_args(arguments)
+    if options.plans:
+        plans(options.devices, options.speed, options.minibatches)
+    else:
+        measure(options.rounds, options.epochs)
+
+
+if __name__ == "__main__":
+    main()
