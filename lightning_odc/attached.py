@@ -68,9 +68,10 @@ class Place:
     main_address: str
     layout: Layout | None = None  # rows and columns of ranks, over several nodes
     replicas: DeviceMesh | None = None  # of a model on every node: the mesh over which a node shards it
-    # With tensor parallelism: the ranks that have the same part of the model, and those of one group.
-    data_parallel: DeviceMesh | None = None
-    mates: Mates | None = None
+    data_parallel: DeviceMesh | None = (
+        None  # with tensor parallelism: ranks that have the same part of the model
+    )
+    mates: Mates | None = None  # of a group that computes one sample together
 
 
 def make_engine(
@@ -289,7 +290,7 @@ class Attached:
 
     def __init__(self, model: nn.Module, engine: Engine, mates: Mates | None = None) -> None:
         self.model, self.engine = model, engine
-        self.mates = mates  # with tensor parallelism
+        self.mates = mates  # which compute the samples of this rank together with it
         self._ran = 0  # backward passes since the last optimizer step
         self._divisor = 1.0  # of the gradients that were settled last
         self._closed = self._has_failed = False
@@ -404,7 +405,7 @@ class Attached:
         Args:
             module: Only the parameters of this part of the model, with their names in it.
         """
-        if self.mates is not None:
+        if self.mates is not None and self.mates.divide_layers:
             raise NotImplementedError(
                 "`stream_parameters` does not join tensor-parallel parts. Take `get_model_state_dict` of "
                 "torch.distributed.checkpoint.state_dict, on all ranks together."

@@ -1,4 +1,7 @@
-"""The ranks of a tensor-parallel group: each has a part of every layer, and all of them run the same microbatches."""
+"""The ranks of a group that computes one sample together, each a part of every layer, or a part of the sample.
+
+They run the same microbatches at the same time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,8 @@ _PATIENCE = timedelta(seconds=60)
 class Mates:
     """The group of this rank, and what its ranks tell each other beside the layers that they compute together."""
 
-    def __init__(self, mesh: DeviceMesh, timeout: timedelta) -> None:
+    def __init__(self, mesh: DeviceMesh, timeout: timedelta, divide_layers: bool = True) -> None:
+        self.divide_layers = divide_layers  # else samples
         self.ranks: list[int] = mesh.mesh.tolist()
         # Of its own: a rank that is still inside of a layer must not take this for a part of that layer.
         self._group = dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=True)
@@ -47,7 +51,7 @@ class Mates:
                 f"rank {rank}: {other}" for rank, (other, _) in zip(self.ranks, heard, strict=True)
             )
             raise DisagreementError(
-                f"The ranks {self.ranks} are one tensor-parallel group, and are at different places ({where})."
+                f"The ranks {self.ranks} are one group, and are at different places ({where})."
             )
         return [item for _, item in heard]
 
@@ -56,7 +60,7 @@ class Mates:
         by_rank = self.tell(what, item)
         if any(other != by_rank[0] for other in by_rank):
             raise DisagreementError(
-                f"The ranks {self.ranks} are one tensor-parallel group, and have different {what}: "
+                f"The ranks {self.ranks} are one group, and have different {what}: "
                 f"{', '.join(str(other)[:40] for other in by_rank)}. Give all ranks of a group the same batches: shard "
                 'the data by `mesh["data_parallel"].get_local_rank()`, not by the rank.'
             )
@@ -76,7 +80,7 @@ class Mates:
             raise other from error
         except RuntimeError:
             error.add_note(
-                f"Of the tensor-parallel group {self.ranks}, this rank ran out of memory and others did not. They wait "
+                f"Of the group {self.ranks}, this rank ran out of memory and others did not. They wait "
                 "in the middle of the microbatch, so it cannot run again in parts."
             )
             raise error from None

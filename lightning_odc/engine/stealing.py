@@ -197,7 +197,10 @@ def tasks(
             'fixes. Use BalancedDataLoader(policy="lb_mini"), the same plan without stealing, or '
             "ODCStrategy(deterministic=False)."
         )
-    queues = _next_queues(protocol, everybody.costs)
+    # Of ranks that compute a sample together, the first has the queue.
+    size = protocol.transport.world_size // len(everybody.costs)
+    costs = [costs if rank == 0 else [] for costs in everybody.costs for rank in range(size)]
+    queues, place = _next_queues(protocol, costs), protocol.transport.rank // size
     claimed = queues.claims() if mates is None else mates.follow(queues.claims())
 
     def now() -> float:
@@ -207,15 +210,16 @@ def tasks(
     def taken() -> Iterator[tuple[bool, Task]]:
         seconds = cost = 0.0  # own work in this minibatch, and its planned cost
         for rank, number in claimed:
-            is_stolen = rank != protocol.transport.rank
-            microbatch = everybody.fetch(rank, number) if is_stolen else own[number]
-            detail = None if everybody.details is None else everybody.details[rank][number]
+            owner = rank // size
+            is_stolen = owner != place
+            microbatch = everybody.fetch(owner, number) if is_stolen else own[number]
+            detail = None if everybody.details is None else everybody.details[owner][number]
             begin = now()
-            yield is_stolen, Task(microbatch, everybody.weights[rank][number], detail)
+            yield is_stolen, Task(microbatch, everybody.weights[owner][number], detail)
             # The next one is requested: learn from the time until now.
             protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
             seconds += now() - begin
-            cost += everybody.costs[rank][number]
+            cost += everybody.costs[owner][number]
             queues.report_rate(seconds / cost if cost else 0.0)
 
     return taken()

@@ -73,12 +73,12 @@ def check_groups(size: int, world_size: int, num_nodes: int) -> None:
     """Refuse tensor-parallel groups that the ranks cannot form."""
     if world_size % size:
         raise ValueError(
-            f"tensor_parallel_size={size} makes groups of {size} ranks, and {world_size} ranks do not "
+            f"tensor_parallel_size or context_parallel_size makes groups of {size}, and {world_size} ranks do not "
             f"divide into them. Write Trainer(devices={max(world_size // size, 1) * size})."
         )
     if num_nodes > 1:
         raise ValueError(
-            f"tensor_parallel_size={size} works on one node, and there are {num_nodes}. Over several "
+            f"tensor_parallel_size and context_parallel_size work on one node, and there are {num_nodes}. Over several "
             "nodes, use Lightning's ModelParallelStrategy."
         )
 

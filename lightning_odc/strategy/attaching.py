@@ -29,7 +29,8 @@ class AttachingStrategy:
     _launcher: Any
     _on_teardown: ExitStack
     _mesh_of_nodes: Any = None  # that the user asked for: nodes, and ranks per node
-    _mesh_of_groups: DeviceMesh | None = None  # ("data_parallel", "tensor_parallel"), with tensor parallelism
+    # ("data_parallel", "tensor_parallel"), or context_parallel: where several ranks compute one sample.
+    _mesh_of_groups: DeviceMesh | None = None
 
     @property
     def communication(self) -> str:
@@ -43,25 +44,25 @@ class AttachingStrategy:
 
     @property
     def _on_demand(self: Any) -> bool:
-        return self.communication != "collective" and self._num_groups > 1
+        return self.communication != "collective" and self.world_size > self.options.tensor_parallel_size
 
     @property
     def _num_groups(self: Any) -> int:
-        """The number of data-parallel places: ranks, or tensor-parallel groups of ranks."""
-        return cast(int, self.world_size // self.options.tensor_parallel_size)
+        """The number of data-parallel places: ranks, or groups of ranks that compute one sample together."""
+        return cast(int, self.world_size // self.options.group_size)
 
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
-        """The division of the data: over ranks, or over tensor-parallel groups of neighbouring ranks."""
+        """The division of the data: over ranks, or over groups of neighbouring ranks."""
         return {
             "num_replicas": self._num_groups,
-            "rank": self.global_rank // self.options.tensor_parallel_size,
+            "rank": self.global_rank // self.options.group_size,
         }
 
     @property
     def _layout(self: Any) -> Layout | None:
         """Rows and columns of ranks; ``None`` if all of them are one row, or collectives treat them as one."""
-        if self.options.tensor_parallel_size > 1 or not (self._replicates or self._on_demand):
+        if self.options.group_size > 1 or not (self._replicates or self._on_demand):
             return None
         layout = layout_of(self._mesh_of_nodes, self.num_nodes, self.world_size, self.global_rank)
         return layout if len(layout.rows) > 1 else None
@@ -82,9 +83,10 @@ class AttachingStrategy:
             cast(Any, super()).setup_environment()
         if self._layout is not None:
             check_rows(self._layout, self._replicates, self.communication)
-        if (size := self.options.tensor_parallel_size) > 1:
+        if (size := self.options.group_size) > 1:
             check_groups(size, self.world_size, self.num_nodes)
-            names = ("data_parallel", "tensor_parallel")
+            divides_layers = self.options.tensor_parallel_size > 1
+            names = ("data_parallel", "tensor_parallel" if divides_layers else "context_parallel")
             device_type = self._device_type()
             self._mesh_of_groups = init_device_mesh(
                 device_type, (self._num_groups, size), mesh_dim_names=names
@@ -99,7 +101,12 @@ class AttachingStrategy:
     ) -> Attached:
         """Make the engine of a sharded model. All ranks together."""
         groups: DeviceMesh | None = self._mesh_of_groups
-        mates = None if groups is None else Mates(groups["tensor_parallel"], self.timeout)
+        mates, columns = None, None
+        if groups is not None:
+            assert groups.mesh_dim_names is not None
+            divide_layers = self.options.tensor_parallel_size > 1
+            mates = Mates(groups[groups.mesh_dim_names[-1]], self.timeout, divide_layers)
+            columns = groups["data_parallel"] if divide_layers else None
         place = Place(
             self.root_device,
             self.global_rank,
@@ -108,7 +115,7 @@ class AttachingStrategy:
             self.cluster_environment.main_address if self.cluster_environment else "",
             self._layout,
             replicas,
-            None if groups is None else groups["data_parallel"],
+            columns,
             mates,
         )
         engine = make_engine(

@@ -121,7 +121,10 @@ class ODCStrategy(ShardedStrategy):
             ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
         tensor_parallel_size: The ranks that compute one sample together, which are neighbours on one node. The module
             divides its layers in ``configure_model``, with ``self.device_mesh["tensor_parallel"]``, as for Lightning's
-            ``ModelParallelStrategy``. Its groups of ranks then are what ranks are elsewhere.
+            ``ModelParallelStrategy``. Groups of ranks then are what ranks are elsewhere.
+        context_parallel_size: The same for a module whose attention divides samples. Every rank of a group gets the
+            whole samples, computes its part of each, and returns the sum of its losses and its ``num_items``. Its
+            attention talks over ``self.device_mesh["context_parallel"].get_group()``.
         **kwargs: Arguments of FSDP1. Those without a meaning for ``fully_shard`` are refused by name.
 
     Raises:
@@ -164,6 +167,7 @@ class ODCStrategy(ShardedStrategy):
         on_nonfinite: Literal["skip"] | None = None,
         hang_report_after: timedelta | None = HANG_REPORT_AFTER,
         tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
         check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
@@ -182,6 +186,7 @@ class ODCStrategy(ShardedStrategy):
             on_nonfinite=on_nonfinite,
             hang_report_after=hang_report_after,
             tensor_parallel_size=tensor_parallel_size,
+            context_parallel_size=context_parallel_size,
         )
         super().__init__(
             accelerator=accelerator,
@@ -403,8 +408,9 @@ class ODCStrategy(ShardedStrategy):
     def _hold_signals(self, *, meeting: bool) -> None:
         """Hold signals after the trainer has set its handlers, if ranks meet. See Note [Signals wait for a meeting]."""
         # Under stock collectives they meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
-        # In tensor-parallel groups, the ranks of one would hear of a signal at different meetings.
-        if self._signals is None and meeting and self.world_size > 1 and self._mesh_of_groups is None:
+        # The ranks of a tensor-parallel group would hear of a signal at different meetings.
+        is_heard = self.options.tensor_parallel_size == 1
+        if self._signals is None and meeting and self.world_size > 1 and is_heard:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             self._signals = PendingSignals(self.engine.signals)
@@ -462,7 +468,9 @@ class ODCStrategy(ShardedStrategy):
     @property
     def _group_of_values(self) -> dist.ProcessGroup | None:
         """The ranks over which values are reduced: one of every tensor-parallel group, since all have the same."""
-        return None if self._mesh_of_groups is None else self._mesh_of_groups["data_parallel"].get_group()
+        if self._mesh_of_groups is None or self.options.tensor_parallel_size == 1:
+            return None
+        return self._mesh_of_groups["data_parallel"].get_group()
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather as Lightning does, after a look at the shapes: gloo ends the process if they differ.

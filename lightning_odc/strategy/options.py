@@ -56,6 +56,7 @@ class Options:
     on_nonfinite: Literal["skip"] | None = None
     hang_report_after: timedelta | None = HANG_REPORT_AFTER
     tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         check_choice("communication", self.communication, get_args(Communication))
@@ -64,10 +65,16 @@ class Options:
         example = "datetime.timedelta(seconds=60), or None for no reports"
         check_time("hang_report_after", self.hang_report_after, example)
         memory_size(self.keep_gathered)
-        size: Any = self.tensor_parallel_size
-        if not isinstance(size, int) or size < 1:
+        for name in ("tensor_parallel_size", "context_parallel_size"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(
+                    f"ODCStrategy({name}={size!r}) is no number of ranks: write 2, or 1 for none."
+                )
+        if min(self.tensor_parallel_size, self.context_parallel_size) > 1:
             raise ValueError(
-                f"ODCStrategy(tensor_parallel_size={size!r}) is no number of ranks: write 2, or 1 for none."
+                "ODCStrategy(tensor_parallel_size=..., context_parallel_size=...): one of the two. Inside of a group, "
+                "ranks divide layers or samples, not both."
             )
         dtype: Any = self.accumulator_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -83,6 +90,11 @@ class Options:
                 f'ODCStrategy({shown}) has no effect under communication="collective", where PyTorch\'s collectives do '
                 "the work."
             )
+
+    @property
+    def group_size(self) -> int:
+        """The ranks that compute one sample together."""
+        return self.tensor_parallel_size * self.context_parallel_size
 
     def _check_balance(self) -> None:
         if self.balance is not None:
@@ -192,7 +204,7 @@ def _check_cost(cost: Any, communication: str, deterministic: bool) -> None:
         )
 
 
-def check_sharding(sharding_strategy: Any, device_mesh: Any, tensor_parallel_size: int = 1) -> None:
+def check_sharding(sharding_strategy: Any, device_mesh: Any, group_size: int = 1) -> None:
     """Refuse ways of sharding that are not here."""
     name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
     if name == "NO_SHARD":
@@ -208,9 +220,9 @@ def check_sharding(sharding_strategy: Any, device_mesh: Any, tensor_parallel_siz
             f"ODCStrategy(tensor_parallel_size={device_mesh.size(names.index('tensor_parallel'))}): "
             "`configure_model` finds the mesh in `self.device_mesh`."
         )
-    if tensor_parallel_size > 1 and (device_mesh is not None or name in nodes.WITHIN_NODE):
+    if group_size > 1 and (device_mesh is not None or name in nodes.WITHIN_NODE):
         raise ValueError(
-            f"ODCStrategy(tensor_parallel_size={tensor_parallel_size}) takes no third dimension: leave out "
+            "ODCStrategy(tensor_parallel_size=...) and context_parallel_size take no third dimension: leave out "
             'device_mesh=, and write sharding_strategy="FULL_SHARD".'
         )
     if device_mesh is None:

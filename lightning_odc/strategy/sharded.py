@@ -43,7 +43,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self, *, precision_plugin: Precision | None, sharding_strategy: Any, device_mesh: Any, **of_fsdp: Any
     ) -> None:
         options.check_fsdp(of_fsdp)
-        options.check_sharding(sharding_strategy, device_mesh, self.options.tensor_parallel_size)
+        options.check_sharding(sharding_strategy, device_mesh, self.options.group_size)
         name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
         within_node = nodes.WITHIN_NODE.get(name, name)  # the base class takes hybrid ones only for FSDP1
         super().__init__(precision_plugin=None, sharding_strategy=cast(Any, within_node), **of_fsdp)
@@ -103,9 +103,11 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self._mesh = None
         module = self.lightning_module
         if module is not None and is_overridden("configure_model", module):
-            whole = self._mesh_of_groups or nodes.mesh_for_modules(self.shard_mesh)
-            assert whole.mesh_dim_names is not None
-            self._mesh = whole[whole.mesh_dim_names[:-1]]  # one mesh: DTensors of two do not go together
+            whole = self._mesh_of_groups
+            if whole is None:
+                whole = nodes.mesh_for_modules(self.shard_mesh)
+                assert whole.mesh_dim_names is not None
+                self._mesh = whole[whole.mesh_dim_names[:-1]]  # one mesh: DTensors of two do not go together
             _compat_lightning.set_device_mesh(module, whole)
             self._on_teardown.callback(_compat_lightning.set_device_mesh, module, None)
 
@@ -118,7 +120,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         shard)``, if ``fully_shard`` itself communicates. Needs the process group.
         """
         if self._mesh is None:
-            if self._mesh_of_groups is not None:
+            if self._mesh_of_groups is not None and self.options.tensor_parallel_size > 1:
                 self._mesh = self._mesh_of_groups["data_parallel"]
             elif self._layout is None or not self._replicates:
                 self._mesh = mesh_for(self.root_device.type, self.world_size)
@@ -144,7 +146,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             if not isinstance(model, FSDPModule):
                 _compat_lightning.wrap_checkpointed(model, self)
             self._shard(model, announce=True)
-            nodes.check_shards(model, self.shard_mesh, self._mesh_of_groups)
+            groups = self._mesh_of_groups if self.options.tensor_parallel_size > 1 else None
+            nodes.check_shards(model, self.shard_mesh, groups)
             self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
         return model
 

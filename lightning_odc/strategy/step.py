@@ -160,7 +160,7 @@ class Training:
         return output
 
     def _check_mates(self, args: tuple[Any, ...], is_minibatch: bool) -> None:
-        """Refuse an epoch in which the ranks of a tensor-parallel group have different batches."""
+        """Refuse different batches on ranks that compute a sample together."""
         if self._mates is None or not args:
             return
         # Of a plan, later microbatches are read when they run. All plans of an epoch come from the same order.
@@ -395,8 +395,9 @@ class Training:
         self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
         if self._mates is not None:
-            weight = float(self._engine.ledger.weight)
-            self._mates.check_same("sums of weights", f"{weight:g}")
+            ledger = self._engine.ledger
+            weight = f" with the weight {float(ledger.weight):g}" if self._mates.divide_layers else ""
+            self._mates.check_same("microbatches", f"{ledger.microbatches}{weight}")
         measured = [self._stopwatch.take(), self._retry.take()]
         records = self._engine.settle(self._logbook.post(), measured)
         self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)

@@ -161,7 +161,7 @@ class TrainingData:
 
     @property
     def _world_size(self) -> int:
-        """How many share the data: ranks, or tensor-parallel groups of them."""
+        """How many share the data: ranks, or groups of them that compute one sample together."""
         return cast(int, self._strategy.distributed_sampler_kwargs["num_replicas"])
 
     @property
@@ -242,7 +242,7 @@ class TrainingData:
             prior=model.cost,
             dense=model.dense,
             measured=options.communication != "collective"
-            and not (options.deterministic or loader.unroll or options.tensor_parallel_size > 1),
+            and not (options.deterministic or loader.unroll or options.group_size > 1),
             repeats=options.deterministic,
             minibatches_per_step=trainer.accumulate_grad_batches,
         )
@@ -300,7 +300,7 @@ class TrainingData:
         finally:
             engine.evaluating = False
             engine.reshard()
-        if training.communicates:
+        if training.communicates and self._options.context_parallel_size == 1:  # else inside of a group
             reason = "training_step talks to other ranks, so all must run equally many batches"
             verdict = Verdict(None, reason)
         by_rank = engine.exchange("trial of the loss", str(verdict.rule))

@@ -215,10 +215,7 @@ def runs_out_alone(rank: int) -> None:
 def test_a_rank_that_runs_out_of_memory_alone_ends_the_job():
     outcomes = try_ranks(runs_out_alone, world_size=4, timeout=100)
     assert all(outcome.exitcode for outcome in outcomes)
-    assert (
-        "Of the tensor-parallel group [0, 1], this rank ran out of memory and others did not"
-        in outcomes[1].error
-    )
+    assert "Of the group [0, 1], this rank ran out of memory and others did not" in outcomes[1].error
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------
@@ -261,8 +258,9 @@ def test_what_does_not_fit_is_refused_at_the_start(rank):
     ("arguments", "words"),
     [
         ({"tensor_parallel_size": 0}, "is no number of ranks: write 2"),
-        ({"tensor_parallel_size": 2, "sharding_strategy": "HYBRID_SHARD"}, "takes no third dimension"),
-        ({"tensor_parallel_size": 2, "device_mesh": (2, 2)}, "takes no third dimension"),
+        ({"tensor_parallel_size": 2, "sharding_strategy": "HYBRID_SHARD"}, "take no third dimension"),
+        ({"tensor_parallel_size": 2, "context_parallel_size": 2}, "one of the two"),
+        ({"tensor_parallel_size": 2, "device_mesh": (2, 2)}, "take no third dimension"),
     ],
     ids=str,
 )

@@ -1,0 +1,121 @@
+"""``ODCStrategy(context_parallel_size=2)``: the ranks of a group compute parts of the same samples.
+
+torch's own ``context_parallel`` does not run on CPU ranks (2.13: no sharding rule for the flash kernel of CPUs). So the
+attention of this module gathers keys and values over its group. The tolerance is derived in ``tests/support/fits.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader
+
+from tests.support.fits import assert_same, fit, one_process
+from tests.support.models import full_parameters
+from tests.support.ranks import on_ranks
+
+SAMPLES = [
+    torch.randint(1, 50, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)
+]
+
+
+class Gathered(torch.autograd.Function):
+    """The parts of all ranks of a group, along the sequence; a part gets the gradients of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.size = group, part.size(1)
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.narrow(1, dist.get_rank(ctx.group) * ctx.size, ctx.size), None
+
+
+class Attention(nn.Module):
+    """Causal, over samples of which every rank of a group has a part. (A bias of keys would have no gradient.)"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project, self.out = nn.LayerNorm(8), nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+
+    def forward(self, hidden: Tensor, first: int, group: Any) -> Tensor:
+        query, key, value = self.project(self.norm(hidden)).chunk(3, -1)
+        if group is not None:
+            key, value = Gathered.apply(key, group), Gathered.apply(value, group)
+        places = torch.arange(key.size(1))
+        seen = places <= places[first : first + query.size(1), None]
+        return hidden + self.out(functional.scaled_dot_product_attention(query, key, value, seen))
+
+
+class Module(LightningModule):
+    """Predicts the next token. Zeros are padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+        self.blocks = nn.ModuleList([Attention(), Attention()])
+        self.group: Any = None
+        self.mark: Path | None = None
+        self.ran: list[int] = []
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            self.group = self.device_mesh["context_parallel"].get_group()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
+        inputs, targets, first = batch[:, :-1], batch[:, 1:], 0
+        if self.group is not None:  # this rank's part, as long as the other one's
+            size = -(-inputs.size(1) // 2)
+            first = dist.get_rank(self.group) * size
+            inputs, targets = (
+                functional.pad(t, (0, 2 * size - t.size(1)))[:, first : first + size]
+                for t in (inputs, targets)
+            )
+        hidden = self.embed(inputs)
+        for block in self.blocks:
+            hidden = block(hidden, first, self.group)
+        losses = functional.cross_entropy(
+            self.head(hidden).flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        counts = targets.flatten() > 0
+        self.ran.append(len(batch))
+        return {"loss": (losses * counts).sum(), "num_items": int(counts.sum())}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def collate(samples: list[Tensor]) -> Tensor:
+    return pad_sequence(samples, batch_first=True)
+
+
+def reference() -> dict[str, Tensor]:
+    order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()
+    steps = [[SAMPLES[index][None] for index in order[8 * step : 8 * step + 8]] for step in range(3)]
+    return one_process(Module(), steps)
+
+
+@pytest.mark.parametrize("balance", ["lb_mini", "steal", None])
+@on_ranks(4)
+def test_groups_that_divide_samples_train_as_one_process(rank, balance):
+    module, seen = Module(), []
+    module.on_train_end = lambda: seen.append(module.trainer.strategy.engine.traffic.reads)  # type: ignore[method-assign]
+    batches = DataLoader(SAMPLES, 4, collate_fn=collate)
+    options = {"balance": balance, "max_tokens": 60} if balance else {"balance": None}
+    fit(module, batches, 4, context_parallel_size=2, use_distributed_sampler=True, **options)
+    assert seen[0] > 0, "the one-sided path was not taken"
+    assert_same(full_parameters(module), reference())
