@@ -188,7 +188,8 @@ def test_knowing_of_dense_attention_does_not_hurt(lengths, ranks, policy, consta
     span = on_demand_cost if policy == "lb_mini" else collective_cost
     knowing = span(plan_minibatch(lengths, ranks, None, policy, dense), lengths, dense)
     blind = plan_minibatch(lengths, ranks, None, policy, quadratic(constant=constant))
-    assert knowing <= span(blind, lengths, dense) * (1.02 if policy == "lb_mini" else 1 + 1e-6)
+    # In step, the search stops within a thousandth of the bound.
+    assert knowing <= span(blind, lengths, dense) * (1.02 if policy == "lb_mini" else 1.001)
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
