@@ -14,6 +14,7 @@ import pytest
 from lightning_odc import __version__, cli, console
 from lightning_odc.bench.options import DemoOptions, available_cores
 from lightning_odc.console import OptionError, prepare_output
+from tests.support.refusals import assert_one_line
 
 
 @pytest.fixture
@@ -76,16 +77,7 @@ WRONG = [
 
 
 def test_bad_options_get_one_line_and_exit_code_2(capsys, asked_for):
-    for line, message in WRONG:
-        try:
-            code = cli.main(line.split())
-        except SystemExit as stop:  # What argparse itself refuses.
-            code = stop.code  # type: ignore[assignment]
-        shown = capsys.readouterr()
-        assert (code, shown.out) == (2, ""), line
-        assert shown.err.startswith("lightning-odc: ")
-        assert shown.err.count("\n") == 1
-        assert message in shown.err
+    assert_one_line(capsys, cli.main, WRONG)
     assert asked_for == []
 
 

@@ -18,7 +18,7 @@ from lightning_odc.advisor.inputs import Model, Place, find_model, inspect_loade
 from lightning_odc.advisor.options import AdviseOptions
 from lightning_odc.bench.configs import PRESETS
 from lightning_odc.console import OptionError
-from tests.support.refusals import assert_refused
+from tests.support.refusals import assert_one_line, assert_refused
 
 LENGTHS = [7, 4096, 80, 650] * 20
 A100 = Place("A100", 8, 1, 80e9)
@@ -129,16 +129,7 @@ def test_bad_input_is_one_line_that_lists_what_is_accepted(tmp_path, monkeypatch
         "list.json": "[1]",
     }.items():
         Path(name).write_text(content)
-    for line, message in WRONG:
-        try:
-            code = cli.main(["advise", *line.split()])
-        except SystemExit as stop:
-            code = stop.code  # type: ignore[assignment]
-        shown = capsys.readouterr()
-        assert (code, shown.out) == (2, ""), line
-        assert message in shown.err
-        assert shown.err.startswith("lightning-odc: ")
-        assert shown.err.count("\n") == 1
+    assert_one_line(capsys, cli.main, [(f"advise {line}", message) for line, message in WRONG])
 
 
 def test_in_python_the_same_is_a_value_error_that_names_arguments() -> None:

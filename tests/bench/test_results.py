@@ -24,7 +24,6 @@ from lightning_odc.bench.results import (
     summarize,
 )
 from lightning_odc.bench.workload import Workload
-from lightning_odc.data.convert import balanced_from
 
 COLLECTIVE = Combination("collective", "lb_micro")
 LOCKSTEP = Combination("lockstep", "lb_micro")
@@ -118,21 +117,6 @@ def test_runs_are_told_by_their_costs_too() -> None:
     assert lines[0].startswith("| communication | policy | cost | s/minibatch")
     assert [line.split(" | ")[2] for line in lines[2:]] == ["model", "quadratic", "model", "fitted"]
     assert " cost " not in outcome_of(runs[:1]).text
-
-
-def test_the_plain_loader_has_the_same_minibatches() -> None:
-    options = TrainOptions(lengths="stdlib", max_length=128, samples_per_rank=3, model="tiny", seed=5)
-    planned = Workload(options).loader(BALANCED, 0)
-    balanced = balanced_from(Workload(options).plain_loader(), num_replicas=2, rank=0)
-    for loader in (planned, balanced):
-        assert loader.options.shuffle
-    for epoch, step in ((0, 0), (0, len(planned) - 1), (1, 0)):
-        first, second = (
-            {i for rank in loader.plan(step, epoch).microbatches for part in rank for i in part}
-            for loader in (planned, balanced)
-        )
-        assert first == second
-    assert len(planned) == len(balanced)
 
 
 def test_only_minibatches_that_both_have_are_compared() -> None:

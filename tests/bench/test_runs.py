@@ -24,6 +24,7 @@ from lightning_odc import cli, host_memory
 from lightning_odc.bench.processes import RankFailedError, Ranks
 from lightning_odc.bench.results import MinibatchRecord
 from lightning_odc.callbacks import load_timeline
+from tests.support.refusals import assert_one_line
 
 ROOT = Path(__file__).parents[2]
 TINY = "--model tiny --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 1"
@@ -253,16 +254,11 @@ def test_bad_options_get_one_line(tmp_path, capsys, monkeypatch):
         "activation": llama(hidden_act="nope"),
         "bytes": llama(vocab_size=257),
     }
-    for name, text in files.items():
-        (tmp_path / f"{name}.json" if text[0] in "[{" else tmp_path / name).write_text(text)
     paths = {name: tmp_path / (f"{name}.json" if text[0] in "[{" else name) for name, text in files.items()}
-    wrong = []
-    for line, message in WRONG:
-        code, shown = cli.main(["bench", *line.format(**paths).split()]), capsys.readouterr()
-        one_line = shown.err.startswith("lightning-odc: ") and shown.err.count("\n") == 1
-        if (code, shown.out) != (2, "") or not one_line or message not in shown.err:
-            wrong.append(f"{line}: {code}, {shown}, not {message!r}")
-    assert not wrong, "\n".join(wrong)
+    for name, path in paths.items():
+        path.write_text(files[name])
+    cases = [(f"bench {line.format(**paths)}", message) for line, message in WRONG]
+    assert_one_line(capsys, cli.main, cases)
 
 
 @pytest.mark.slow

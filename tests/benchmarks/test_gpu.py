@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as benchmark
-from benchmarks.gpu import host_time
-from benchmarks.gpu.host_time import Setting, Shape, Way
+from benchmarks.gpu.host_time import Shape, Way
 from benchmarks.gpu.measure import MIB, host_waits
-from benchmarks.gpu.report import bench_tables, fractions, host_tables, summarize, write
-from lightning_odc.bench.processes import Placement
+from benchmarks.gpu.report import fractions
 from tests.engine.transports.test_cuda import engine_on_a_fake_device
 from tests.support.models import init_gloo
-from tests.support.ranks import on_ranks, start_server
+from tests.support.ranks import on_ranks
 
 MACHINE = {"devices": ["NVIDIA H200"], "torch": "2.11.0", "cuda": "13.0", "date": "2030-01-01"}
 SECONDS = {
@@ -31,20 +29,6 @@ SECONDS = {
     "add to all": 0.004,
     "add bf16 in place": 0.001,
     "add bf16 to all": 0.004,
-}
-READING = {
-    "reads": 20,
-    "copies": 20,
-    "copy milliseconds": 1.5,
-    "kernels": 0,
-    "kernel milliseconds": 0.0,
-    "product milliseconds": 1.0,
-    "product milliseconds beside reads": 1.01,
-}
-WAITS = {
-    "waits per minibatch": 1.0,
-    "synchronizing calls per minibatch": 2.0,
-    "synchronizing calls of other threads per minibatch": 7.0,
 }
 
 
@@ -70,31 +54,6 @@ def test_waits_of_the_host_are_counted(rank):
     assert found["synchronizing calls per minibatch"] == 0  # the fake device has no CUDA to call
 
 
-def _bench(**changes: Any) -> dict[str, Any]:
-    rank = {
-        "shared GPU": True,
-        "primitives": [{"mib": 64, "alone": SECONDS}],
-        "reading": READING,
-        "waits": WAITS,
-        **changes,
-    }
-    empty: dict[str, Any] = {"machine": MACHINE, "finished": True, "failed": {}, "sweep": [], "host": []}
-    return {**empty, "transport": [summarize(2, [rank, rank])]}
-
-
-def test_what_was_measured_as_text(tmp_path):
-    bench = _bench()
-    text = bench_tables(bench)
-    assert text.startswith("1 x NVIDIA H200, torch 2.11.0, CUDA 13.0, 2030-01-01.\n\nThe ranks share a GPU")
-    assert "| 64 MiB, alone | 50 | 62 | 80% | 31 | 75% | 31 | 50% |" in text
-    assert "together" not in text
-    assert "a matrix product beside reads took +1.0%" in text
-    assert "2 in the thread that trains, 7 in others" in text
-    write(tmp_path / "gpu-bench.json", bench, text)
-    assert json.loads((tmp_path / "gpu-bench.json").read_text()) == bench
-    assert (tmp_path / "gpu-bench.md").read_text() == text + "\n"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(SystemExit, match="no CUDA device"):
@@ -102,27 +61,6 @@ def test_without_a_gpu_it_says_so():
 
 
 TWO_LAYERS = Shape("two layers", 2, 8, 1, 2)
-
-
-def test_settings_that_fail_have_their_reasons_in_the_table(capsys):
-    start_server()
-    broken = Setting(Way.ALONE, Shape("no width", 1, 0, 1, 1), Placement(1), 1)
-    lacks = Setting(Way.ON_DEMAND, TWO_LAYERS, Placement(2), 3)  # a third rank
-    works = Setting(Way.ALONE, TWO_LAYERS, Placement(1), 1)
-    with (
-        patch.object(host_time, "settings", lambda *_: [broken, lacks, works]),
-        patch.object(host_time, "ROUNDS", 1),
-        patch.object(host_time, "SECONDS", 20.0),
-    ):
-        entry = host_time.compare(TWO_LAYERS, "cpu")
-    first, second, third = entry["rows"]
-    assert first["missing"].startswith("rank 0 failed: ") and "missing" not in third
-    text = host_tables(entry)
-    assert f"| not measured: {first['missing']} |" in text
-    assert f"| not measured: {second['missing']} |" in text
-    assert "A rehearsal on CPU ranks" in text
-    assert "kernels of NCCL" not in text and third["gather kernels"] == 0
-    assert "Traceback" in capsys.readouterr().err
 
 
 ROOT = Path(__file__).parents[2]

@@ -184,7 +184,5 @@ def test_a_host_sends_one_ring_for_both_of_its_ranks(tmp_path: Path, capsys: Any
     ):
         row = found[100.0, name, large]
         assert 1 < row["bytes sent"] / (part * large) < 1.1, name
-        # A queue of 256 KiB leaves at once.
-        assert min(row["seconds"]) > 0.9 * (row["bytes sent"] - 2**18) * 8 / 100e6
     assert [(row["mbit"], len(row["seconds"])) for row in data["training"]] == [(None, 2), (100.0, 2)]
     assert "| 2 | reduce-scatter |" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 import subprocess
@@ -88,19 +89,13 @@ def test_the_probe_as_a_program():
 def test_the_report_is_there_after_every_test(tmp_path):
     """And says so while the run has not ended: whoever ends it by force keeps what is known."""
     file = tmp_path / "gpu-tests.json"
-    report = GpuReport(
-        file, {"devices": ["NVIDIA H200"], "torch": "2.11.0", "cuda": "13.0", "date": "2030-01-01"}
-    )
+    machine = {"devices": ["NVIDIA H200"], "torch": "2.11.0", "cuda": "13.0", "date": "2030-01-01"}
+    report = GpuReport(file, machine)
     error = "def test():\nE   AssertionError: rank 0:\nE     RuntimeError: CUDA error: lost\n\nx.py:1: AssertionError"
-    for name, outcome in (("first", "passed"), ("second", "failed")):
-        for when in ("setup", "call", "teardown"):
-            result = outcome if when == "call" else "passed"
-            text = error if result == "failed" else ""
-            report.pytest_runtest_logreport(
-                pytest.TestReport(
-                    f"tests/gpu/x.py::{name}", ("", 0, ""), {}, result, text, when, duration=1.0
-                )  # type: ignore[arg-type]
-            )
+    for name, when in itertools.product(("first", "second"), ("setup", "call", "teardown")):
+        of = ("failed", error) if (name, when) == ("second", "call") else ("passed", "")
+        told: Any = pytest.TestReport(f"tests/gpu/x.py::{name}", ("", 0, ""), {}, *of, when, duration=1.0)
+        report.pytest_runtest_logreport(told)
     text = file.with_suffix(".md").read_text()
     assert "1 passed, 1 failed in 6 s. The run was ended before all tests had run." in text
     assert "- failed: `second`: RuntimeError: CUDA error: lost" in text
@@ -115,13 +110,11 @@ def test_the_session_goes_on_after_a_part_that_fails(tmp_path, capsys):
     python.write_text('#!/bin/sh\necho "called with $*"\ncase "$*" in *probe*) exit 3 ;; esac\n')
     python.chmod(0o755)
     out = tmp_path / "out"
-    done = subprocess.run(
+    line, environment = (
         ["bash", "tests/gpu/session.sh", "first", "train"],
-        env=os.environ | {"PY": str(python), "OUT": str(out)},
-        capture_output=True,
-        text=True,
-        timeout=60,
+        {"PY": str(python), "OUT": str(out)},
     )
+    done = subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, timeout=60)
     logs = {"machine", "probe", "contract", "doctor", "nccl", "train", "demo"}
     assert {path.stem for path in out.glob("*.log")} == logs
     assert "called with -m tests.gpu.probe" in (out / "probe.log").read_text()
