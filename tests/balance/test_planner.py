@@ -142,6 +142,15 @@ def test_local_sort_deals_in_turn_and_few_samples_leave_some_ranks_without_work(
     assert faster == [[], [[1]], [], [[0]]]
 
 
+def test_where_no_room_is_found_the_costliest_microbatches_are_split() -> None:
+    for seed in (65, 189):  # some rank's samples do not fit beside the others' microbatches
+        lengths = np.random.default_rng(seed).integers(1, 64, 72).tolist()
+        plan = plan_minibatch(lengths, 4, 120, "lb_micro", fitted(4))
+        check(plan, lengths, [120] * 4)
+        assert {sum(map(len, rank)) for rank in plan} == {18}
+        assert len({len(rank) for rank in plan}) == 1 and all(own for rank in plan for own in rank)
+
+
 @many
 @given(LENGTHS, RANKS, st.sampled_from(["lb_mini", "lb_micro"]), st.sampled_from(["packed", "padded"]))
 def test_the_unit_of_the_cost_does_not_matter(lengths: list[int], ranks: int, policy: Any, kind: Any) -> None:
