@@ -129,7 +129,13 @@ class ODCPrecision(FSDPPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast what the precision names, and nothing else: see `_casts`."""
-        tensors = (*module.parameters(), *module.buffers())
+        # Frozen parameters of a class of their own are quantised: their dtype is how they are stored.
+        stored = {
+            p
+            for p in module.parameters()
+            if not (p.requires_grad or isinstance(p, DTensor)) and type(p) is not nn.Parameter
+        }
+        tensors = (*({*module.parameters()} - stored), *module.buffers())
         if "mixed" in self.precision or not any(self._casts(tensor.dtype) for tensor in tensors):
             return module
 
@@ -137,7 +143,7 @@ class ODCPrecision(FSDPPrecision):
             return dtype.is_complex or (dtype.is_floating_point and not self._casts(dtype))
 
         # `module.to` casts complex tensors, too, and modules may look at what they are cast to. So that is undone.
-        parameters = [(p, p.data) for p in module.parameters() if is_kept(p.dtype)]
+        parameters = [(p, p.data) for p in module.parameters() if p in stored or is_kept(p.dtype)]
         buffers = [
             (owner, name, buffer)
             for owner in module.modules()

@@ -27,6 +27,7 @@ SAMPLES = [
 ]
 
 
+# --8<-- [start:attention]
 class Gathered(torch.autograd.Function):
     """The parts of all ranks of a group, along the sequence; a part gets the gradients of all of them."""
 
@@ -58,6 +59,9 @@ class Attention(nn.Module):
         places = torch.arange(key.size(1))
         seen = places <= places[first : first + query.size(1), None]
         return hidden + self.out(functional.scaled_dot_product_attention(query, key, value, seen))
+
+
+# --8<-- [end:attention]
 
 
 class Module(LightningModule):

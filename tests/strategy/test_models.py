@@ -67,6 +67,18 @@ def sharded_by_hand() -> nn.Module:
     return model
 
 
+class Offloading(nn.Module):
+    """Keeps what the backward pass needs in host memory."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, **batch: Tensor) -> Any:
+        with torch.autograd.graph.save_on_cpu():
+            return self.net(**batch)
+
+
 def is_decoder_layer(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     return recurse or type(module).__name__ == "LlamaDecoderLayer"
 
@@ -108,6 +120,8 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "LoRA": (with_lora, {}),
     "by hand": (sharded_by_hand, {}),
     "checkpointing": (causal_lm, {"activation_checkpointing_policy": is_decoder_layer}),
+    "activations on the host": (lambda: Offloading(causal_lm()), {}),
+    "compiled whole": (lambda: torch.compile(causal_lm(), backend="aot_eager"), {}),
 }
 
 

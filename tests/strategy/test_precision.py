@@ -340,6 +340,20 @@ def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(rank, t
         assert not value.is_complex() or (ours[name] - value).imag.abs().max() > 1e-4
 
 
+class Stored(nn.Parameter):
+    """Frozen numbers of 4 bits, two or four in each element."""
+
+
+def test_quantised_weights_keep_their_storage():
+    for precision in ("32-true", "bf16-true"):
+        for dtype in (torch.uint8, torch.bfloat16, torch.float32):
+            module = nn.Linear(2, 2, bias=False)
+            module.stored = Stored(torch.ones(3, dtype=dtype), requires_grad=False)
+            module = ODCPrecision(precision).convert_module(module)
+            assert (module.stored.dtype, type(module.stored)) == (dtype, Stored)
+            assert module.weight.dtype == (torch.float32 if precision == "32-true" else torch.bfloat16)
+
+
 def test_what_a_precision_does_not_name_stays():
     real = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     narrow = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
