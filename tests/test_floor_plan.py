@@ -19,16 +19,16 @@ FILES = {
 #: What leaves the package for `benchmarks/` counts there.
 LINES = {
     "": 2840,
-    "benchmarks": 11420,
+    "benchmarks": 11650,
     "advisor": 650,
     "balance": 3060,
     "bench": 2120,
     "callbacks": 2300,
     "data": 3360,
-    "engine": 6965,
-    "rl": 1050,
-    "sharding": 1250,
-    "strategy": 4480,
+    "engine": 7070,
+    "rl": 1055,
+    "sharding": 1270,
+    "strategy": 4600,
 }
 
 

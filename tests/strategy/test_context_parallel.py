@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
+from tests.docs.given.context_parallel import Attention
 from tests.support.fits import assert_same, fit, one_process
 from tests.support.models import full_parameters
 from tests.support.ranks import on_ranks
@@ -25,43 +26,6 @@ from tests.support.ranks import on_ranks
 SAMPLES = [
     torch.randint(1, 50, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)
 ]
-
-
-# --8<-- [start:attention]
-class Gathered(torch.autograd.Function):
-    """The parts of all ranks of a group, along the sequence; a part gets the gradients of all of them."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.size = group, part.size(1)
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, 1)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total.narrow(1, dist.get_rank(ctx.group) * ctx.size, ctx.size), None
-
-
-class Attention(nn.Module):
-    """Causal, over samples of which every rank of a group has a part. (A bias of keys would have no gradient.)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.project, self.out = nn.LayerNorm(8), nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
-
-    def forward(self, hidden: Tensor, first: int, group: Any) -> Tensor:
-        query, key, value = self.project(self.norm(hidden)).chunk(3, -1)
-        if group is not None:
-            key, value = Gathered.apply(key, group), Gathered.apply(value, group)
-        places = torch.arange(key.size(1))
-        seen = places <= places[first : first + query.size(1), None]
-        return hidden + self.out(functional.scaled_dot_product_attention(query, key, value, seen))
-
-
-# --8<-- [end:attention]
 
 
 class Module(LightningModule):
