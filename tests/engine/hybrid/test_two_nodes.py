@@ -7,6 +7,7 @@ test looks at the part that it is about.
 from __future__ import annotations
 
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -276,13 +277,22 @@ def items() -> TokenModule:
     return TokenModule("items", lr=LR)
 
 
+def slow_on_even_ranks() -> Any:
+    return before_step(Padded(counted=True), lambda own, _: time.sleep(0.05 * (own.global_rank % 2 == 0)))
+
+
 #: How a module is made, its data, options, and what it ends as.
 TRAINED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "by hand": (ByHand, one_each, {}, "by hand"),
     "by hand, in lockstep": (ByHand, one_each, {"communication": "lockstep"}, "by hand"),
     "unfrozen": (Unfreezes, shares, {"accumulate_grad_batches": 2}, "unfrozen"),
     "dropped": (Drops, shares, {}, "dropped"),
-    "stolen": (partial(Padded, counted=True), lambda rank, way: plain(), {"balance": "steal"}, "stolen"),
+    "stolen": (
+        slow_on_even_ranks,
+        lambda rank, way: plain(),
+        {"balance": "steal", "max_tokens": 26},
+        "stolen",
+    ),
     "zero 2": (items, shares, {"sharding_strategy": "SHARD_GRAD_OP"}, "fp32"),
     "offloaded": (items, shares, {"cpu_offload": True}, "fp32"),
     "checkpointed": (items, shares, {"activation_checkpointing_policy": {Block}}, "fp32"),
