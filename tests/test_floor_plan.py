@@ -24,11 +24,11 @@ LINES = {
     "balance": 3060,
     "bench": 2120,
     "callbacks": 2300,
-    "data": 3360,
-    "engine": 7070,
+    "data": 3370,
+    "engine": 7100,
     "rl": 1055,
     "sharding": 1270,
-    "strategy": 4600,
+    "strategy": 4640,
 }
 
 

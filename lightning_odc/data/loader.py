@@ -190,6 +190,10 @@ class BalancedDataLoader:
         if info != self._info or (begins and cap is not None and cap.ran_out):
             self._info, self._reading = info, None
 
+    def share_among(self, num_replicas: int, rank: int) -> None:
+        """Share the data among groups of ranks, of which this rank is in the group ``rank``."""
+        self._world = num_replicas, rank
+
     def choose_packing(self, keeps_apart: bool) -> bool:
         """Pack under ``packing="auto"`` if plans then take less time; returns whether samples are packed now."""
         asked = keeps_apart, self._info

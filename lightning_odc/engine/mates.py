@@ -20,6 +20,10 @@ from lightning_odc.errors import DisagreementError
 _MOST_BYTES = 256
 #: The time that a rank which ran out of memory waits for the others to do so, too.
 _PATIENCE = timedelta(seconds=60)
+_SAME_BATCHES = (
+    "Give all ranks of a group the same batches, without random transforms. Outside of the Trainer, shard the data by "
+    '`mesh["data_parallel"].get_local_rank()`, not by the rank.'
+)
 
 
 class Mates:
@@ -55,14 +59,13 @@ class Mates:
             )
         return [item for _, item in heard]
 
-    def check_same(self, what: str, item: Any) -> None:
+    def check_same(self, what: str, item: Any, advice: str = _SAME_BATCHES) -> None:
         """Refuse what is another one on another rank of the group."""
         by_rank = self.tell(what, item)
         if any(other != by_rank[0] for other in by_rank):
             raise DisagreementError(
                 f"The ranks {self.ranks} are one group, and have different {what}: "
-                f"{', '.join(str(other)[:40] for other in by_rank)}. Give all ranks of a group the same batches: shard "
-                'the data by `mesh["data_parallel"].get_local_rank()`, not by the rank.'
+                f"{', '.join(str(other)[:40] for other in by_rank)}. {advice}"
             )
 
     def follow(self, claims: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -72,10 +75,10 @@ class Mates:
         ) is not None:
             yield claim[0], claim[1]
 
-    def all_out_of_memory(self, error: Exception) -> None:
-        """Return if the whole group ran out of memory; else raise: the others wait inside of the microbatch."""
+    def all_out_of_memory(self, error: Exception, where: Any) -> None:
+        """Return if the whole group ran out of memory there; else raise: others wait inside of the microbatch."""
         try:
-            self.tell("out of memory", None, within=_PATIENCE)
+            by_rank = self.tell("out of memory", where, within=_PATIENCE)
         except DisagreementError as other:
             raise other from error
         except RuntimeError:
@@ -84,3 +87,8 @@ class Mates:
                 "in the middle of the microbatch, so it cannot run again in parts."
             )
             raise error from None
+        if any(other != by_rank[0] for other in by_rank):
+            error.add_note(
+                f"The ranks {self.ranks} are one group, and ran out of memory at different places."
+            )
+            raise error

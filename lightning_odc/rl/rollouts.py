@@ -62,9 +62,9 @@ def strategy_of(where: Any, call: str) -> Any:
             f"with {type(strategy).__name__}. Write\n"
             '    import lightning_odc\n    trainer = Trainer(strategy="odc_plain", ...)'
         )
-    if strategy.options.tensor_parallel_size > 1:
+    if strategy.options.group_size > 1:
         raise NotImplementedError(
-            f"{call} does not work with tensor_parallel_size: write tensor_parallel_size=1."
+            f"{call} works on single ranks: leave out tensor_parallel_size and context_parallel_size."
         )
     return strategy
 

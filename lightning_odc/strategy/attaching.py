@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, cast
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -31,6 +32,8 @@ class AttachingStrategy:
     _mesh_of_nodes: Any = None  # that the user asked for: nodes, and ranks per node
     # ("data_parallel", "tensor_parallel"), or context_parallel: where several ranks compute one sample.
     _mesh_of_groups: DeviceMesh | None = None
+    _mates: Mates | None = None
+    _world: dist.ProcessGroup | None = None  # in which these were made
 
     @property
     def communication(self) -> str:
@@ -88,9 +91,11 @@ class AttachingStrategy:
             divides_layers = self.options.tensor_parallel_size > 1
             names = ("data_parallel", "tensor_parallel" if divides_layers else "context_parallel")
             device_type = self._device_type()
-            self._mesh_of_groups = init_device_mesh(
-                device_type, (self._num_groups, size), mesh_dim_names=names
-            )
+            if self._world is not dist.group.WORLD:  # else another run of this strategy has made it
+                shape = (self._num_groups, size)
+                self._mesh_of_groups = groups = init_device_mesh(device_type, shape, mesh_dim_names=names)
+                self._mates = Mates(groups[names[-1]], self.timeout, divides_layers)
+                self._world = dist.group.WORLD
 
     def _attach(
         self: Any,
@@ -101,12 +106,7 @@ class AttachingStrategy:
     ) -> Attached:
         """Make the engine of a sharded model. All ranks together."""
         groups: DeviceMesh | None = self._mesh_of_groups
-        mates, columns = None, None
-        if groups is not None:
-            assert groups.mesh_dim_names is not None
-            divide_layers = self.options.tensor_parallel_size > 1
-            mates = Mates(groups[groups.mesh_dim_names[-1]], self.timeout, divide_layers)
-            columns = groups["data_parallel"] if divide_layers else None
+        columns = groups["data_parallel"] if groups is not None and self._mates.divide_layers else None
         place = Place(
             self.root_device,
             self.global_rank,
@@ -116,7 +116,7 @@ class AttachingStrategy:
             self._layout,
             replicas,
             columns,
-            mates,
+            self._mates,
         )
         engine = make_engine(
             place,
@@ -127,7 +127,9 @@ class AttachingStrategy:
             timeout=self.timeout,
             hang_report=hang_report,
         )
-        self._attached = attached = Attached(model, engine, mates)  # first, so that a failure releases it
+        self._attached = attached = Attached(
+            model, engine, self._mates
+        )  # first, so that a failure releases it
         engine.attach(model, gradients=gradients)
         return attached
 

@@ -18,12 +18,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
 from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, by_lists
 from lightning_odc.balance.arrays import Caps
 from lightning_odc.data.convert import check_single
+from lightning_odc.data.lengths import digest_of
 from lightning_odc.data.loader import BalancedDataLoader, Packing
 from lightning_odc.data.minibatch import Minibatch, NotUnrolledError
 from lightning_odc.data.weighting import Rule
@@ -237,10 +239,21 @@ class ODCStrategy(ShardedStrategy):
             refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
         elif fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
+        computed = (self.precision_plugin.compute_dtype, self.mixed_precision_policy.param_dtype)
+        if torch.float16 in computed and self.options.tensor_parallel_size > 1:
+            raise ValueError(
+                "float16 does not work with tensor_parallel_size: ranks of a group would scale losses differently. "
+                'Write Trainer(precision="bf16-mixed").'
+            )
         with self._ordinary_tensors():
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
             replicas = self.shard_mesh if self._replicates and self._layout is not None else None
             engine = self._attach(self.model, replicas, self._hang_report(trainer), gradients=fitting).engine
+        if self._mates is not None and self._mates.divide_layers and fitting:
+            shards: list[Any] = [p for p in self.model.parameters() if isinstance(p, DTensor)]
+            whole = [float(p.to_local().abs().sum()) for p in shards if p.device_mesh.ndim == 1]
+            advice = "Make them from the same seed on all ranks: lightning.seed_everything(0)."
+            self._mates.check_same("values of parameters that are not divided", digest_of(whole), advice)
         for _, metric in metrics_of(trainer.lightning_module):
             if metric.process_group is None and self._group_of_values is not None:
                 metric.process_group = self._group_of_values
@@ -428,6 +441,8 @@ class ODCStrategy(ShardedStrategy):
 
     def process_dataloader(self, dataloader: object) -> object:
         """Level the training data over ranks, if asked to; see `TrainingData`."""
+        if self.options.group_size > 1 and isinstance(dataloader, BalancedDataLoader):
+            dataloader.share_among(**self.distributed_sampler_kwargs)
         module = self.lightning_module
         is_training = module is not None and module.trainer.training
         return self._data.process(dataloader) if is_training else dataloader
@@ -464,6 +479,14 @@ class ODCStrategy(ShardedStrategy):
         if group is None and self._attached is not None:
             self.engine.announce_collective("a reduction over ranks, such as self.log(..., sync_dist=True)")
         return super().reduce(tensor, group or self._group_of_values, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - of Lightning
+        """Whether all ranks decide so, or any: all of them, also where `reduce` is over groups."""
+        if self.world_size == 1:
+            return decision
+        count = torch.tensor(int(decision), device=self.root_device)
+        agreed = int(self.reduce(count, dist.group.WORLD, "sum"))
+        return agreed == self.world_size if all else agreed > 0
 
     @property
     def _group_of_values(self) -> dist.ProcessGroup | None:

@@ -76,6 +76,11 @@ class Options:
                 "ODCStrategy(tensor_parallel_size=..., context_parallel_size=...): one of the two. Inside of a group, "
                 "ranks divide layers or samples, not both."
             )
+        if self.context_parallel_size > 1 and self.on_nonfinite is not None:
+            raise ValueError(
+                "ODCStrategy(context_parallel_size=..., on_nonfinite=...): a rank sees its part of a loss alone. Leave "
+                "out on_nonfinite."
+            )
         dtype: Any = self.accumulator_dtype
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(

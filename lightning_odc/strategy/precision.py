@@ -129,12 +129,8 @@ class ODCPrecision(FSDPPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast what the precision names, and nothing else: see `_casts`."""
-        # Frozen parameters of a class of their own are quantised: their dtype is how they are stored.
-        stored = {
-            p
-            for p in module.parameters()
-            if not (p.requires_grad or isinstance(p, DTensor)) and type(p) is not nn.Parameter
-        }
+        # The dtype of quantised weights (of bitsandbytes, say) is how their bits are stored.
+        stored = {p for p in module.parameters() if hasattr(p, "quant_state")}
         tensors = (*({*module.parameters()} - stored), *module.buffers())
         if "mixed" in self.precision or not any(self._casts(tensor.dtype) for tensor in tensors):
             return module

@@ -102,8 +102,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         super().setup_environment()
         self._mesh = None
         module = self.lightning_module
-        if module is not None and is_overridden("configure_model", module):
-            whole = self._mesh_of_groups
+        whole = self._mesh_of_groups
+        if module is not None and (whole is not None or is_overridden("configure_model", module)):
             if whole is None:
                 whole = nodes.mesh_for_modules(self.shard_mesh)
                 assert whole.mesh_dim_names is not None

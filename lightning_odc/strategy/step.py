@@ -163,10 +163,10 @@ class Training:
         """Refuse different batches on ranks that compute a sample together."""
         if self._mates is None or not args:
             return
-        # Of a plan, later microbatches are read when they run. All plans of an epoch come from the same order.
-        planned = is_minibatch and args[0].plan is not None
-        content = args[0].plan if planned else digest_of([*args[0]] if is_minibatch else args[0])
-        self._mates.check_same("batches", content)
+        content = args[0]
+        if is_minibatch:  # of a plan, microbatches may be read when they run
+            content = [*content] if content.origin is None else content.plan
+        self._mates.check_same("batches", digest_of(content))
 
     @property
     def _accumulated(self) -> int:
@@ -237,7 +237,7 @@ class Training:
             self._retry.fits(part)
             return
         if self._mates is not None:
-            self._mates.all_out_of_memory(part.error)
+            self._mates.all_out_of_memory(part.error, [index, part.is_part, part.item is None])
         part.undo()
         self._stopwatch.forget()
         if part.item is None:
@@ -245,6 +245,8 @@ class Training:
         if not part.counts:  # its backward pass would add zeros
             return
         halves, reason = self._cut(part)
+        if self._mates is not None:
+            self._mates.check_same("parts of a microbatch that ran out of memory", len(halves), MAKE_ROOM)
         if not halves:
             self._retry.drop(part, reason)
             self._leave_out(part)

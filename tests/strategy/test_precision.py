@@ -341,7 +341,9 @@ def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(rank, t
 
 
 class Stored(nn.Parameter):
-    """Frozen numbers of 4 bits, two or four in each element."""
+    """Frozen numbers of 4 bits, several in each element."""
+
+    quant_state = None
 
 
 def test_quantised_weights_keep_their_storage():

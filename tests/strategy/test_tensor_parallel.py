@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
-from lightning_odc import Minibatch, ODCStrategy
+from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.engine import mates
 from lightning_odc.errors import DisagreementError
 from tests.support.fits import assert_same, fit, numbers, one_process
@@ -195,6 +195,35 @@ def test_a_whole_group_steals(rank, tmp_path):
     assert_same(full_parameters(module), reference())
 
 
+@on_ranks(4)
+def test_a_loader_of_the_user_is_shared_among_groups(rank):
+    module = Module()
+    loader = BalancedDataLoader(
+        SAMPLES, minibatch_size=4, collate_fn=data().collate_fn, policy="steal", seed=0
+    )
+    fit(module, loader, 4, tensor_parallel_size=2)
+    by_rank: list[Any] = [None] * 4
+    dist.all_gather_object(by_rank, module.ran)
+    assert by_rank[0] == by_rank[1]
+    assert by_rank[2] == by_rank[3]
+    lengths = [length for ran in (by_rank[0], by_rank[2]) for batch in ran for length in batch]
+    assert sorted(lengths) == sorted(map(len, SAMPLES))
+
+
+@on_ranks(4)
+def test_all_ranks_take_part_in_a_decision(rank):
+    module, decided = Module(), []
+
+    def decide() -> None:
+        strategy = module.trainer.strategy
+        for decision, for_all in ((True, True), (rank == 3, True), (rank == 3, False), (False, False)):
+            decided.append(strategy.reduce_boolean_decision(decision, all=for_all))
+
+    module.on_train_end = decide  # type: ignore[method-assign]
+    run(module, 4, balance="lb_mini")
+    assert decided == [True, False, True, False]
+
+
 # -- out of memory ------------------------------------------------------------------------------------------
 
 
@@ -247,9 +276,20 @@ def test_ranks_of_a_group_with_different_batches_are_refused(rank):
 
 
 @on_ranks(4)
+def test_ranks_of_a_group_that_begin_with_different_values_are_refused(rank):
+    module = Module()
+    with torch.no_grad():
+        module.out.weight.add_(rank % 2)
+    with pytest.raises(DisagreementError, match=r"different values of parameters .* from the same seed"):
+        run(module, 4)
+
+
+@on_ranks(4)
 def test_what_does_not_fit_is_refused_at_the_start(rank):
     with pytest.raises(ValueError, match=r"no layer is divided.*\n    plan = "):
         run(Module(divides=False), 4)
+    with pytest.raises(ValueError, match=r"float16 does not work .*bf16-mixed"):
+        run(Module(), 4, precision="16-mixed")
     with pytest.raises(ValueError, match=r"4 ranks do not divide into them. Write Trainer\(devices=3\)"):
         run(Module(), 4, tensor_parallel_size=3)
 
@@ -260,6 +300,7 @@ def test_what_does_not_fit_is_refused_at_the_start(rank):
         ({"tensor_parallel_size": 0}, "is no number of ranks: write 2"),
         ({"tensor_parallel_size": 2, "sharding_strategy": "HYBRID_SHARD"}, "take no third dimension"),
         ({"tensor_parallel_size": 2, "context_parallel_size": 2}, "one of the two"),
+        ({"context_parallel_size": 2, "on_nonfinite": "skip"}, "sees its part of a loss alone"),
         ({"tensor_parallel_size": 2, "device_mesh": (2, 2)}, "take no third dimension"),
     ],
     ids=str,

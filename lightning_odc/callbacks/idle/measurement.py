@@ -51,6 +51,10 @@ def watch_for(
     on_cpu = strategy.root_device.type == "cpu"
     if _on_demand(strategy):
         engine = strategy.engine
+        if strategy.options.group_size > 1:
+            return Watch(
+                complete=False, engine=engine, why="ranks of a group wait for each other in collectives"
+            )
         return Watch(complete=True, engine=engine) if waits is None else StreamWatch(engine, waits)
     if waits is None:  # where the host's time is the device's
         if isinstance(strategy, ODCStrategy) and on_cpu and _meets_all(strategy):
@@ -76,7 +80,7 @@ def _meets_all(strategy: Any) -> bool:
     """Whether every collective is one of all ranks: no tensor parallelism, no hybrid sharding."""
     if isinstance(strategy, ModelParallelStrategy):
         return strategy.device_mesh["data_parallel"].size() == dist.get_world_size()
-    if isinstance(strategy, ODCStrategy) and strategy.options.tensor_parallel_size > 1:
+    if isinstance(strategy, ODCStrategy) and strategy.options.group_size > 1:
         return False
     return not (isinstance(strategy, FSDPStrategy) and "HYBRID" in strategy.sharding_strategy.name)
 
