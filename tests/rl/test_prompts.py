@@ -30,7 +30,7 @@ class OneRank:
 
     engine: Any = None
     communication = "collective"
-    options = SimpleNamespace(tensor_parallel_size=1)
+    options = SimpleNamespace(group_size=1)
     root_device = torch.device("cpu")
 
     def __init__(self, rank: int, others: Callable[[Any], list[Any]], count: int) -> None:
