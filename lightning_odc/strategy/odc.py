@@ -482,8 +482,8 @@ class ODCStrategy(ShardedStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - of Lightning
         """Whether all ranks decide so, or any: all of them, also where `reduce` is over groups."""
-        if self.world_size == 1:
-            return decision
+        if self._group_of_values is None:
+            return super().reduce_boolean_decision(decision, all)
         count = torch.tensor(int(decision), device=self.root_device)
         agreed = int(self.reduce(count, dist.group.WORLD, "sum"))
         return agreed == self.world_size if all else agreed > 0
