@@ -48,7 +48,11 @@ class Mates:
         by_rank = [torch.empty_like(own) for _ in self.ranks]
         work = dist.all_gather(by_rank, own, group=self._group, async_op=True)
         assert work is not None
-        work.wait(within) if within else work.wait()
+        try:
+            work.wait(within) if within else work.wait()
+        except RuntimeError as error:
+            error.add_note(f"This rank waited for the ranks {self.ranks}, its group, to come to: {kind}.")
+            raise
         heard = [json.loads(bytes(other.tolist())) for other in by_rank]
         if len({other for other, _ in heard}) > 1:
             where = ", ".join(
