@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import _recursive_wrap
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat
@@ -49,8 +50,17 @@ def is_policy(policy: Any) -> bool:
 
 
 def selected_by(policy: Any, root: nn.Module) -> list[nn.Module]:
-    """The modules that one of torch's policy objects (``CustomPolicy`` and the like) selects."""
-    return list(policy._run_policy(root, set(), {}))
+    """The modules that a wrapping policy of FSDP selects: a callable, or an object (``CustomPolicy`` and the like)."""
+    if not callable(policy):
+        return list(policy._run_policy(root, set(), {}))
+    chosen: list[nn.Module] = []
+
+    def choose(module: nn.Module) -> nn.Module:
+        chosen.append(module)
+        return module
+
+    _recursive_wrap(root, policy, choose, set(), set())  # torch 2.9 to 2.13
+    return chosen
 
 
 def checkpoint_name(name: str) -> str:

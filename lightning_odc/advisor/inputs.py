@@ -18,8 +18,8 @@ from lightning_odc.balance.costs import MICROBATCH, Cost
 from lightning_odc.balance.transformer import shape_of, transformer
 from lightning_odc.bench.configs import ACCEPTED, config_of, one_line
 from lightning_odc.bench.lengths import find_samples
-from lightning_odc.bench.options import DISTRIBUTIONS
-from lightning_odc.console import OptionError, did_you_mean
+from lightning_odc.bench.options import check_lengths
+from lightning_odc.console import OptionError
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.gain import glance
 from lightning_odc.data.lengths import LengthsUnknownError, measure
@@ -162,11 +162,7 @@ def read_lengths(given: Any, max_length: int | None = None, seed: int = 0) -> Sa
         except (ValueError, TypeError, OverflowError) as error:
             raise OptionError(f"lengths: {error}") from error
         return Samples(lengths, f"{len(lengths):,} lengths")
-    if str(given) not in DISTRIBUTIONS and not Path(given).exists():
-        raise OptionError(
-            f"--lengths {str(given)!r} is neither one of {', '.join(DISTRIBUTIONS)}, nor a file (.txt with one per "
-            f"line, .npy, .json, .jsonl){did_you_mean(str(given), DISTRIBUTIONS)}"
-        )
+    check_lengths(str(given))
     found = find_samples(str(given), max_length, seed)
     return Samples(first_number(as_lengths(found.lengths)), found.source)
 

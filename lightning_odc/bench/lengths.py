@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +30,13 @@ from lightning_odc.data.lengths import LengthArray
 _DRAWN = 4096
 _SIGMA = 0.75
 _TEXT_CAP = 2048
-_COLUMNS = ("length", "num_tokens", "n_tokens")
 _BYTES_OF_A_TOKEN = 4
+#: The columns of records that say how long a sample is, the first one that there is.
+_COLUMNS: dict[str, Callable[[Any], float]] = {
+    "input_ids": len,
+    **dict.fromkeys(("length", "num_tokens", "n_tokens"), float),
+    "text": lambda text: -(-len(bytes(text, "utf-8")) // _BYTES_OF_A_TOKEN),
+}
 
 
 class Published(NamedTuple):
@@ -48,28 +54,22 @@ PUBLISHED = {
 }
 
 
+@dataclass(frozen=True, eq=False)
 class Samples(Sequence[Tensor]):
     """Token ids by index, made when they are asked for."""
 
-    def __init__(
-        self,
-        lengths: LengthArray,  # the lengths of all samples
-        source: str,  # a description of them, for people
-        # the tokens of a sample; by default random ones, the same on all ranks
-        text: Callable[[int], Tensor] | None = None,
-        vocabulary: int = 256,  # the number of different tokens
-    ) -> None:
-        self.lengths = lengths
-        self.source = source
-        self._text = text
-        self.vocabulary = vocabulary
+    lengths: LengthArray  # the lengths of all samples
+    source: str  # a description of them, for people
+    # the tokens of a sample; by default random ones, the same on all ranks
+    text: Callable[[int], Tensor] | None = None
+    vocabulary: int = 256  # the number of different tokens
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: Any) -> Any:
-        if self._text is not None:
-            return self._text(int(index))
+        if self.text is not None:
+            return self.text(int(index))
         generator = torch.Generator().manual_seed(int(index))
         return torch.randint(self.vocabulary, (int(self.lengths[index]),), generator=generator)
 
@@ -130,7 +130,9 @@ def _read(path: Path) -> tuple[LengthArray, str]:
             if path.suffix == ".jsonl":
                 text = f"[{','.join(line for line in text.splitlines() if line.strip())}]"
             counted = [_length_of(record) for record in json.loads(text)]
-            given, how = [length for length, _ in counted], max((how for _, how in counted), default="")
+            given = [length for _, length in counted]
+            if any(column == "text" for column, _ in counted):
+                how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
         else:
             given = [float(word) for word in path.read_text().replace(",", " ").split()]
         lengths = np.asarray(given, dtype=np.float64)
@@ -146,24 +148,15 @@ def _read(path: Path) -> tuple[LengthArray, str]:
     return lengths.astype(np.int64), how
 
 
-def _length_of(record: Any) -> tuple[float, str]:
-    """The length in a number, a list of token ids, or a record; and how its tokens were counted if it is a text."""
+def _length_of(record: Any) -> tuple[str, float]:
+    """The length in a number, a list of token ids, or a column of a record; and the name of the column."""
     if isinstance(record, list):
         if not all(isinstance(token, int) for token in record):
             raise ValueError("a list is of something else than token ids")
-        return len(record), ""
+        return "", len(record)
     if not isinstance(record, dict):
-        return float(record), ""
-    if "input_ids" in record:
-        return len(record["input_ids"]), ""
-    for column in _COLUMNS:
+        return "", float(record)
+    for column, count in _COLUMNS.items():
         if column in record:
-            return float(record[column]), ""
-    text = record.get("text")
-    if not isinstance(text, str):
-        keys = ", ".join(sorted(record))
-        raise ValueError(
-            f"a record has no 'input_ids', no 'text' and none of {', '.join(_COLUMNS)}, only {keys}"
-        )
-    how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
-    return -(-len(text.encode()) // _BYTES_OF_A_TOKEN), how
+            return column, count(record[column])
+    raise ValueError(f"a record has none of {', '.join(_COLUMNS)}, only {', '.join(sorted(record))}")

@@ -131,11 +131,7 @@ class TrainOptions:
             raise OptionError(
                 "--cost fitted learns from measured times, which collectives do not have: name other --runs"
             )
-        if self.lengths not in DISTRIBUTIONS and not Path(self.lengths).exists():
-            raise OptionError(
-                f"--lengths {self.lengths!r} is neither a file nor one of {', '.join(DISTRIBUTIONS)}"
-                f"{did_you_mean(self.lengths, DISTRIBUTIONS)}"
-            )
+        check_lengths(self.lengths)
 
     def check_ranks(self) -> None:
         """Refuse more ranks than make sense on this machine."""
@@ -144,6 +140,15 @@ class TrainOptions:
     def cost_of(self, combination: Combination) -> str:
         """The cost by which a combination is planned."""
         return combination.cost or (AUTO if combination.policy == AUTO else self.cost)
+
+
+def check_lengths(name: str) -> None:
+    """Refuse lengths that have no such name and are in no file."""
+    if name not in DISTRIBUTIONS and not Path(name).exists():
+        raise OptionError(
+            f"--lengths {name!r} is neither one of {', '.join(DISTRIBUTIONS)}, nor a file (.txt with one per line, "
+            f".npy, .json, .jsonl){did_you_mean(name, DISTRIBUTIONS)}"
+        )
 
 
 def check_ranks(flag: str, ranks: int) -> None:

@@ -16,7 +16,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -50,9 +50,8 @@ class Placement:
     @property
     def devices(self) -> list[torch.device]:
         """The device of every rank, by rank."""
-        if not self.gpus:
-            return [torch.device("cpu")] * self.ranks
-        return [torch.device("cuda", rank % self.gpus) for rank in range(self.ranks)]
+        cpu = torch.device("cpu")
+        return [torch.device("cuda", rank % self.gpus) if self.gpus else cpu for rank in range(self.ranks)]
 
     @property
     def accelerator(self) -> str:
@@ -115,19 +114,16 @@ class RankFailedError(RuntimeError):
         self.details = details  # the traceback of the rank, if it had time for one
 
 
-class CutShort:
-    """A context that may end early, when a rank fails or at Ctrl-C: one line on stderr, and no exception."""
+class CutShort(AbstractContextManager["CutShort"]):
+    """A context that may end early, when a rank fails or at Ctrl-C: its traceback and one line on stderr."""
 
     def __init__(self) -> None:
-        # The exit code; one line; the traceback of the rank that failed.
-        self.code, self.failure, self.details = 0, "", ""
-
-    def __enter__(self) -> CutShort:
-        return self
+        self.code, self.failure = 0, ""  # the exit code; one line
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, RankFailedError):
-            self.code, self.failure, self.details = 1, str(error), error.details
+            self.code, self.failure = 1, str(error)
+            print(error.details, end="", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             self.code, self.failure = 130, "interrupted"
         if self.code:
@@ -158,7 +154,7 @@ class Ranks:
         self.world_size = world_size
         self._prepare = prepare
         self._backend = backend
-        self._preload = ["torch.distributed", "lightning_odc.bench.processes", *preload]
+        self._preload = ["torch.distributed", __name__, *preload]
         self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._kills = host_memory.Kills()
@@ -230,10 +226,10 @@ class Ranks:
         while waiting := [pipe for rank, pipe in enumerate(pipes) if rank not in results]:
             for rank in map(pipes.index, wait(waiting)):
                 kind, item = self._receive(rank)
-                if kind == "told" and heard is not None:
-                    heard(rank, item)
-                elif kind == "done":
+                if kind == "done":
                     results[rank] = item
+                elif heard is not None:
+                    heard(rank, item)
         return [results[rank] for rank in range(self.world_size)]
 
     def _receive(self, number: int) -> tuple[str, Any]:
@@ -253,7 +249,7 @@ class Ranks:
             # A rank that ended has broken the one that failed: then it is the cause.
             for other, (peer, _) in enumerate(self._ranks):
                 if other != number and peer.exitcode is not None:
-                    raise RankFailedError(f"rank {other} ended with exit code {peer.exitcode}", details)
+                    raise RankFailedError(f"rank {other} ended with exit code {peer.exitcode}")
             raise RankFailedError(f"rank {number} failed: {line}", details)
         return kind, item
 

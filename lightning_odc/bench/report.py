@@ -21,6 +21,7 @@ from lightning_odc.bench.lengths import describe_tail, tail_of
 from lightning_odc.bench.options import Combination, TrainOptions, available_cores
 from lightning_odc.bench.processes import CutShort, Placement, place
 from lightning_odc.bench.results import (
+    WARM_UP,
     Interval,
     Row,
     Run,
@@ -45,7 +46,6 @@ bf16 the two orders differ by 1e-5, because a last bit of a parameter decides ab
 """
 BUSY_LOAD = 0.5
 """Load average per core, before the run, above which its times are not to be trusted."""
-_STYLES = {"losses agree": "green", "LOSSES": "bold red", "The machine": "yellow", "Cut short": "yellow"}
 
 
 class Outcome:
@@ -96,6 +96,14 @@ class Outcome:
             f"{samples.source} (tokens: {describe_tail(samples.lengths)}); {options.repetitions} repetitions of "
             f"{options.minibatches} minibatches, the combinations in turns"
         )
+
+    def forecast(self, first: Run) -> str:
+        """How long all runs will take, from the first one, of which a timed minibatch has ended."""
+        options, runs = self.options, len(self.options.runs)
+        each = first.seconds(0) + options.minibatches * first.seconds(WARM_UP)
+        seconds = runs * options.repetitions * each
+        time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+        return f"About {time}: {runs} runs x {options.repetitions} repetitions x {options.minibatches} minibatches"
 
     def cells(self, row: Row) -> dict[str, str]:
         """All that is known of a row, by head."""
@@ -177,8 +185,7 @@ class Outcome:
             drawn.add_row(*map(Text, row.values()))
         console.print(drawn)
         for line in self.lines:
-            style = next((_STYLES[word] for word in _STYLES if line.startswith(word)), "")
-            console.print(line, style=style, markup=False)
+            console.print(line, style="bold red" if line.startswith("LOSSES") else "", markup=False)
 
     # -- for programs --------------------------------------------------------------------------------------------
 
@@ -195,7 +202,6 @@ class Outcome:
             "splits": [split.record() for split in splits(self.runs)],
             "loss_difference": loss_difference(self.runs),
             "cut_short": self.cut.failure or None,
-            "error": self.cut.details or None,
             "runs": [run.record() for run in self.runs if run.count],
             "machine": machine(self.load, self.placement.gpus),
         }
@@ -207,17 +213,9 @@ class Outcome:
 
     def write_files(self) -> None:
         """Write JSON and Markdown into the output folder, if there is one."""
-        # Nothing measured replaces no earlier results: then there is only ``bench-error.txt``, if a rank said
-        # why it failed.
-        folder, name, told = self.options.output, self.document, f"{self.document}-error.txt"
-        if folder is None:
+        folder, name = self.options.output, self.document
+        if folder is None or not self.rows:  # nothing measured replaces no earlier results
             return
-        if not self.rows:
-            if self.cut.details:
-                write_whole(folder / told, self.cut.details.encode())
-                print(f"files in {folder}/: {told}")
-            return
-        (folder / told).unlink(missing_ok=True)
         write_whole(folder / f"{name}.json", self.json.encode())
         write_whole(folder / f"{name}.md", f"{self.introduction}\n\n{self.text}\n".encode())
         print(f"files in {folder}/: {name}.json, {name}.md (the whole table)")

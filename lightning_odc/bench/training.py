@@ -96,6 +96,8 @@ def train_all(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> None
                 for index in range(before, run.count):
                     run.resolve(index)
                     progress.update(bar, advance=1, description=title, refresh=True)
+                    if run is outcome.runs[0] and index == WARM_UP:
+                        progress.console.print(outcome.forecast(run))
 
             callbacks = callbacks_of(combination, repetition) if callbacks_of else ()
             run.totals = ranks.call(fit, workload, combination, callbacks, heard=heard)

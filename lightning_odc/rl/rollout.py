@@ -19,6 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -266,13 +267,10 @@ class Microbatch:
             A B c d      rows     0 0 1        A B c d E f      rows     0 0 0
             E f . .      columns  1 2 0                         columns  1 2 4
         """
-        begins = [0] * len(self.rollouts)
-        if packed:
-            for index, one in enumerate(self.rollouts[:-1]):
-                begins[index + 1] = begins[index] + len(one)
+        begins = accumulate(map(len, self.rollouts), initial=0) if packed else repeat(0)
         columns = [
             torch.arange(begin + one.prompt_length - 1, begin + len(one) - 1)
-            for begin, one in zip(begins, self.rollouts, strict=True)
+            for begin, one in zip(begins, self.rollouts, strict=False)
         ]
         rows = torch.zeros_like(self.sequence) if packed else self.sequence
         return rows, torch.cat(columns).to(self.device)

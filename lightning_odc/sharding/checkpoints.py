@@ -9,10 +9,9 @@ from __future__ import annotations
 import io
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -44,6 +43,8 @@ _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_
 PRECISION_KEY = "ODCPrecision"
 #: What the model's part is called by Lightning's ``FSDPStrategy`` (and here), and by its ``ModelParallelStrategy``.
 _MODEL_KEYS = ("model", "state_dict")
+#: How what it calls the parts of optimizers begins, before their numbers.
+_OPTIMIZER = "optimizer_"
 #: The index that ``torch.distributed.checkpoint`` writes.
 _METADATA = ".metadata"
 
@@ -110,11 +111,11 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
         shutil.rmtree(path)
     elif is_first and not full:
         # What an earlier run may have left when it died while it wrote here, but never the only whole one.
-        shutil.rmtree(_unfinished(path), ignore_errors=True)
+        shutil.rmtree(_beside(path, "unfinished"), ignore_errors=True)
         if path.exists():
-            _discard(_before(path), path)
-        elif _before(path).exists():
-            _before(path).rename(path)
+            _discard(_beside(path, "before"), path)
+        elif _beside(path, "before").exists():
+            _beside(path, "before").rename(path)
         if path.is_file():
             path.unlink()
     barrier()
@@ -170,13 +171,11 @@ def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool) -> 
 def load_optimizers(optimizers: list[Optimizer], states: list[Any], model: nn.Module) -> None:
     """Load the states of optimizers, in their order, from what `load` has returned. All ranks together."""
     for optimizer, state in zip(optimizers, states, strict=True):
-        if isinstance(state, OptimizerShards):
-            state.load(optimizer, model)
-        else:
-            _load_optimizer(optimizer, state, model)
+        load = state if callable(state) else partial(_load_optimizer, state)
+        load(optimizer, model)
 
 
-def _load_optimizer(optimizer: Optimizer, saved: dict[str, Any], model: nn.Module) -> None:
+def _load_optimizer(saved: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> None:
     known = _labelled(optimizer, saved["param_groups"], model)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {parameter: number for number, parameter in enumerate(parameters)}
@@ -218,17 +217,17 @@ def _labelled(optimizer: Optimizer, groups: list[Any], model: nn.Module) -> dict
 
 def save_shards(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
     """Write shards of model and optimizers, and one file with everything else. All ranks together."""
-    unfinished = _unfinished(path)
+    unfinished = _beside(path, "unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
     # These names are expected by Lightning's tool for consolidating checkpoints.
     state = {_MODEL_KEYS[0]: checkpoint.pop("state_dict")}
     states = checkpoint.pop("optimizer_states", [])
-    state.update({f"{OptimizerShards.prefix}{index}": state for index, state in enumerate(states)})
+    state.update({f"{_OPTIMIZER}{index}": state for index, state in enumerate(states)})
     _compat_lightning.save_sharded(state, unfinished)
     if rank == 0:
         torch.save(checkpoint, unfinished / _compat_lightning.METADATA_FILENAME)
         # Directories cannot be replaced in one go: for a moment the old one has another name, and is then removed.
-        before = _before(path)
+        before = _beside(path, "before")
         if path.exists():
             path.rename(before)
         unfinished.rename(path)
@@ -244,12 +243,8 @@ def _discard(before: Path, path: Path) -> None:
     shutil.rmtree(before, ignore_errors=True)
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}.unfinished")
-
-
-def _before(path: Path) -> Path:
-    return path.with_name(f".{path.name}.before")
+def _beside(path: Path, what: str) -> Path:
+    return path.with_name(f".{path.name}.{what}")
 
 
 def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool) -> dict[str, Any]:
@@ -263,56 +258,45 @@ def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool)
     load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
     set_model_state_dict(model, state[key], options=StateDictOptions(strict=strict))
     rest: dict[str, Any] = torch.load(path / _compat_lightning.METADATA_FILENAME, weights_only=weights_only)
-    count = sum(part.startswith(OptimizerShards.prefix) for part in parts)
-    rest["optimizer_states"] = [OptimizerShards(path, index) for index in range(count)]
+    count = sum(part.startswith(_OPTIMIZER) for part in parts)
+    keys = [f"{_OPTIMIZER}{index}" for index in range(count)]
+    rest["optimizer_states"] = [partial(_load_optimizer_shards, path, key) for key in keys]  # not read yet
     return rest
 
 
-@dataclass(frozen=True)
-class OptimizerShards:
-    """The state of one optimizer in a sharded checkpoint, not read yet."""
-
-    prefix: ClassVar[str] = "optimizer_"
-    path: Path
-    index: int
-
-    def load(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Read this rank's part; all ranks together."""
-        frozen = [p for p in self._with_state(optimizer, model) if not p.requires_grad]
+def _load_optimizer_shards(path: Path, key: str, optimizer: Optimizer, model: nn.Module) -> None:
+    """Read this rank's part of an optimizer's state; all ranks together."""
+    frozen = [p for p in _with_state(path, key, optimizer, model) if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)  # torch leaves out the state of those that are not trained now
+    try:
+        state: dict[str, Any] = {key: get_optimizer_state_dict(model, optimizer)}
+        load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner())
+        set_optimizer_state_dict(model, optimizer, state[key], options=StateDictOptions(cpu_offload=True))
+    finally:
         for parameter in frozen:
-            parameter.requires_grad_(True)  # torch leaves out the state of those that are not trained now
-        try:
-            state: dict[str, Any] = {self._key: get_optimizer_state_dict(model, optimizer)}
-            load_distributed(state, checkpoint_id=self.path, planner=DefaultLoadPlanner())
-            options = StateDictOptions(cpu_offload=True)
-            set_optimizer_state_dict(model, optimizer, state[self._key], options=options)
-        finally:
-            for parameter in frozen:
-                parameter.requires_grad_(False)
+            parameter.requires_grad_(False)
 
-    @property
-    def _key(self) -> str:
-        return f"{self.prefix}{self.index}"
 
-    def _with_state(self, optimizer: Optimizer, model: nn.Module) -> list[nn.Parameter]:
-        """The parameters that the checkpoint has state for."""
-        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        named = {_compat.checkpoint_name(name): p for name, p in model.named_parameters() if p in held}
-        begin, found = f"{self._key}.state.", set()
-        for entry in FileSystemReader(self.path).read_metadata().state_dict_metadata:
-            if entry.startswith(begin):
-                name = entry.removeprefix(begin)
-                # What follows the name of the parameter is up to the optimizer.
-                while name and name not in named:
-                    name = name.rpartition(".")[0]
-                if not name:
-                    raise ValueError(
-                        f"The checkpoint has {entry.removeprefix(begin)!r} of a parameter on which this optimizer does "
-                        "not step. Resume with the `configure_optimizers` that it was saved with, and with the "
-                        "callbacks, if they add parameters."
-                    )
-                found.add(name)
-        return [named[name] for name in found]
+def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the checkpoint has state for."""
+    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    named = {_compat.checkpoint_name(name): p for name, p in model.named_parameters() if p in held}
+    begin, found = f"{key}.state.", set()
+    for entry in FileSystemReader(path).read_metadata().state_dict_metadata:
+        if entry.startswith(begin):
+            name = entry.removeprefix(begin)
+            # What follows the name of the parameter is up to the optimizer.
+            while name and name not in named:
+                name = name.rpartition(".")[0]
+            if not name:
+                raise ValueError(
+                    f"The checkpoint has {entry.removeprefix(begin)!r} of a parameter on which this optimizer does not "
+                    "step. Resume with the `configure_optimizers` that it was saved with, and with the callbacks, if "
+                    "they add parameters."
+                )
+            found.add(name)
+    return [named[name] for name in found]
 
 
 def check_names(saved: Collection[str], wanted: Collection[str]) -> None:

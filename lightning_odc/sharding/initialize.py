@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +91,10 @@ class _Materializer:
 
     def _visit(self, module: nn.Module, init_weights: Callable[[nn.Module], Any] | None) -> None:
         self._seen.add(module)
-        init_weights = _init_weights_of(module) or init_weights
+        method = getattr(module, "_init_weights", None)
+        # A method of that name that does not take a module is something else.
+        if inspect.ismethod(method) and len(inspect.signature(method).parameters) == 1:
+            init_weights = method
         for child in module.children():
             if child not in self._seen:
                 (self._unit if isinstance(child, FSDPModule) else self._visit)(child, init_weights)
@@ -139,13 +142,6 @@ def _whole(root: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, 
                 setattr(module, name, made[parameter])
                 replaced.append((module, name, parameter))
     return replaced
-
-
-def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:
-    method = getattr(module, "_init_weights", None)
-    if not inspect.ismethod(method) or len(inspect.signature(method).parameters) != 1:
-        return None  # a method of that name that does not take a module is something else
-    return cast(Callable[[nn.Module], Any], method)
 
 
 def _mark(dtype: torch.dtype) -> float | int | None:

@@ -143,32 +143,20 @@ def mesh_for_modules(mesh: DeviceMesh) -> DeviceMesh:
 
 def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
     """Refuse nodes with different versions, and rows of ranks on several hosts. All ranks together."""
-    facts = rendezvous([__version__, socket.gethostname(), boot_id()])
-    versions, names, boots = zip(*facts, strict=True)
-    check_versions(versions, names)
-    check_rows_are_together(layout, boots, names)
-
-
-def check_versions(versions: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse nodes that run different versions of this package; by rank, with the names of their hosts."""
-    if len(set(versions)) == 1:
-        return
-    ranks_of: dict[tuple[str, str], list[int]] = {}
-    for rank, one in enumerate(zip(versions, names, strict=True)):
-        ranks_of.setdefault(one, []).append(rank)
-    where = "; ".join(f"{version} on {name} ({_ranks(ranks)})" for (version, name), ranks in ranks_of.items())
-    raise DisagreementError(
-        f"The nodes run different versions of lightning-odc: {where}. Install the same one on all of them, for "
-        f"example: pip install lightning-odc=={versions[0]}"
-    )
-
-
-def check_rows_are_together(layout: Layout, hosts: Sequence[str], names: Sequence[str]) -> None:
-    """Refuse rows of ranks, who share memory, that are spread over several hosts."""
+    versions, names, hosts = zip(*rendezvous([__version__, socket.gethostname(), boot_id()]), strict=True)
+    if len(set(versions)) > 1:
+        ranks_of = _ranks_of(list(zip(versions, names, strict=True)))
+        where = "; ".join(
+            f"{version} on {name} ({_said(ranks)})" for (version, name), ranks in ranks_of.items()
+        )
+        raise DisagreementError(
+            f"The nodes run different versions of lightning-odc: {where}. Install the same one on all of them, for "
+            f"example: pip install lightning-odc=={versions[0]}"
+        )
     if all(len({hosts[rank] for rank in row}) == 1 for row in layout.rows):
         return
-    by_host = [[rank for rank, one in enumerate(hosts) if one == host] for host in dict.fromkeys(hosts)]
-    where = "; ".join(f"{names[ranks[0]]} has {_ranks(ranks)}" for ranks in by_host)
+    by_host = list(_ranks_of(hosts).values())
+    where = "; ".join(f"{names[ranks[0]]} has {_said(ranks)}" for ranks in by_host)
     if len({len(ranks) for ranks in by_host}) > 1:
         advice = "Every node needs as many ranks as the others: start equally many on each"
     elif len(by_host) != len(layout.rows):
@@ -181,7 +169,12 @@ def check_rows_are_together(layout: Layout, hosts: Sequence[str], names: Sequenc
     )
 
 
-def _ranks(ranks: Iterable[int]) -> str:
+def _ranks_of(facts: Sequence[Any]) -> dict[Any, list[int]]:
+    """Ranks by what is true of them."""
+    return {one: [rank for rank, fact in enumerate(facts) if fact == one] for one in dict.fromkeys(facts)}
+
+
+def _said(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 

@@ -108,12 +108,7 @@ def _shard_unit(module: nn.Module, options: dict[str, Any]) -> None:
 
 def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
     """The modules that become units of their own, innermost first."""
-    if policy is None:
-        targets = default_units(model)
-    elif callable(policy):
-        targets = _by_callable(model, policy)
-    else:
-        targets = _compat.selected_by(policy, model)
+    targets = default_units(model) if policy is None else _compat.selected_by(policy, model)
     chosen = {id(module) for module in targets}
     in_order = [module for module in reversed(list(model.modules())) if id(module) in chosen]
     # Of activation checkpointing the wrapper is the unit, not the module inside it, so that recomputation is inside.
@@ -158,8 +153,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList | nn.Sequential):
             elements = list(_elements_of(module))
             alike = Counter(type(element) for element in elements)
-            found = [element for element in elements if alike[type(element)] > 1 and _is_block(element)]
-            if found:
+            repeated = [element for element in elements if alike[type(element)] > 1]
+            if found := [one for one in repeated if list(one.children()) and list(one.parameters())]:
                 blocks.extend(found)
                 return
         for child in module.children():
@@ -200,10 +195,6 @@ def _announce(model: nn.Module, policy: Any, chosen: list[nn.Module]) -> None:
             f"auto_wrap_policy={policy!r} selects no module, so the whole model is one unit, which every rank reads at "
             "once. Name classes that the model has, or leave the policy out: then its repeated blocks become units."
         )
-
-
-def _is_block(module: nn.Module) -> bool:
-    return next(module.children(), None) is not None and next(module.parameters(), None) is not None
 
 
 def mesh_for(device_type: str, world_size: int) -> DeviceMesh:
@@ -292,30 +283,6 @@ def _elements(unit: nn.Module, others: Container[nn.Module] = ()) -> Counter[tor
 
     visit(unit)
     return elements
-
-
-def _by_callable(root: nn.Module, policy: Callable[..., bool]) -> list[nn.Module]:
-    """Ask a policy as FSDP does: may I go down here, and shall this module with what is left be a unit?"""
-    chosen: list[nn.Module] = []
-    seen: set[int] = set()
-
-    def visit(module: nn.Module) -> int:
-        """Returns the number of parameter elements that became part of units below (or at) ``module``."""
-        if id(module) in seen:
-            return 0
-        seen.add(id(module))
-        numel = sum(parameter.numel() for parameter in module.parameters())
-        wrapped = 0
-        if policy(module=module, recurse=True, nonwrapped_numel=numel):
-            wrapped = sum(visit(child) for child in module.children())
-        rest = numel - wrapped
-        if rest and policy(module=module, recurse=False, nonwrapped_numel=rest):
-            chosen.append(module)
-            return numel
-        return wrapped
-
-    visit(root)
-    return chosen
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:

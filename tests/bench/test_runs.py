@@ -176,8 +176,8 @@ def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, 
     assert found["cut_short"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankFailedError("rank 1 failed", "the traceback")])
-def test_nothing_measured_leaves_earlier_results(error, tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankFailedError("rank 1 failed", "the traceback\n")])
+def test_nothing_measured_leaves_earlier_results(error, tmp_path, monkeypatch, capsys):
     def call(*_: Any, heard: Callable[[int, Any], None] | None = None) -> None:
         if heard:  # the warm-up, which does not count
             for rank in (0, 1):
@@ -194,8 +194,7 @@ def test_nothing_measured_leaves_earlier_results(error, tmp_path, monkeypatch):
     failed = isinstance(error, RankFailedError)
     assert cli.main(["bench", "train", *TINY.split(), "--output", str(tmp_path)]) == (1 if failed else 130)
     assert [(tmp_path / name).read_text() for name in names] == ["earlier"] * len(names)
-    told = tmp_path / "bench-error.txt"
-    assert (told.read_text() if told.exists() else "") == "the traceback" * failed
+    assert ("the traceback\nlightning-odc: rank 1 failed; " in capsys.readouterr().err) == failed
 
 
 WRONG = [
@@ -217,12 +216,11 @@ WRONG = [
     ("--model {nothing}", 'it has no "model_type"'),
     ("--model {words}", "not a configuration"),
     ("--model {huge}", "or use fewer ranks, a smaller --model"),
-    ("--lengths nowhere", "--lengths 'nowhere' is neither a file nor one of stdlib"),
-    ("--lengths stdlibs", "nor one of stdlib, equal, longalign, swesmith, aime: did you mean stdlib?"),
+    ("--lengths stdlibs", "nor a file (.txt with one per line, .npy, .json, .jsonl): did you mean stdlib?"),
     ("--lengths {words}", "could not convert string to float"),
     ("--lengths {negative}", "expected whole numbers of at least 1"),
     ("--lengths {endless}", "no sample can have 1e+21 tokens, lengths are below 2**40"),
-    ("--lengths {records}", "no 'input_ids', no 'text' and none of length, num_tokens, n_tokens, only title"),
+    ("--lengths {records}", "none of input_ids, length, num_tokens, n_tokens, text, only title"),
     ("--lengths {empty}", "expected whole numbers of at least 1, one per sample"),
     ("--lengths {long}", "no sample has at most --max-length 2048 tokens"),
     ("--minibatches 0", "--minibatches 0: use 1 or more"),

@@ -23,9 +23,9 @@ from lightning_odc.callbacks import (
     draw_timelines,
     load_timeline,
 )
-from lightning_odc.callbacks.timeline.chrome_trace import from_chrome_trace, to_chrome_trace
+from lightning_odc.callbacks.timeline.chrome_trace import decode, encode
 from lightning_odc.callbacks.timeline.gantt import timelines_figure
-from lightning_odc.callbacks.timeline.spans import RankTimeline, merge
+from lightning_odc.callbacks.timeline.spans import RankTimeline, with_collective_waits
 from lightning_odc.engine.tracing import Span
 from tests.callbacks.test_idle import MS, Sleeper, microbatch
 from tests.support.modules import TokenModule, loader, trainer
@@ -285,28 +285,25 @@ def meeting(kind: str, begin: int, end: int) -> Span:
     return Span(kind, begin * MS, end * MS, {})
 
 
-def part(rank: int, *spans: Span, world_size: int = 2) -> Timeline:
-    return Timeline([RankTimeline(rank, "here", list(spans))], world_size, "test", waiting_seen=False)
+def of_two(first: list[Span], second: list[Span]) -> Timeline:
+    ranks = [RankTimeline(rank, "here", spans) for rank, spans in enumerate((first, second))]
+    return with_collective_waits(Timeline(ranks, 2, "test", waiting_seen=False))
 
 
 def test_waiting_inside_collectives_is_told_apart():
-    merged = merge(
-        [
-            part(1, meeting("all_gather", 0, 12), meeting("reduce_scatter", 20, 25)),
-            part(0, meeting("all_gather", 10, 12), meeting("reduce_scatter", 18, 24)),
-        ]
+    timeline = of_two(
+        [meeting("all_gather", 10, 12), meeting("reduce_scatter", 18, 24)],
+        [meeting("all_gather", 0, 12), meeting("reduce_scatter", 20, 25)],
     )
-    first, second = merged.ranks
-    assert merged.waiting_seen
+    first, second = timeline.ranks
+    assert timeline.waiting_seen
     assert first.of("wait") == [Span("wait", 18 * MS, 20 * MS, {"cause": "collective", "peer": 1})]
     assert second.of("wait") == [Span("wait", 0, 10 * MS, {"cause": "collective", "peer": 0})]
     assert second.idle_fraction == pytest.approx(10 / 17)
-    assert from_chrome_trace(json.loads(json.dumps(to_chrome_trace(merged)))).ranks[1].idle_seconds == 0.01
-    apart = merge([part(0, meeting("all_gather", 0, 5)), part(1, meeting("reduce_scatter", 3, 5))])
+    assert decode(encode(timeline)).ranks[1].idle_seconds == 0.01
+    apart = of_two([meeting("all_gather", 0, 5)], [meeting("reduce_scatter", 3, 5)])
     assert not apart.ranks[0].of("wait"), "they do not belong together"
-    alone = merge([part(1, meeting("all_gather", 0, 12), world_size=3)])
-    assert alone.notes == ["Nothing is known of rank(s) 0, 2."]
-    assert not alone.waiting_seen
+    assert not of_two([], []).waiting_seen
 
 
 def scripted(scale: int) -> Timeline:

@@ -11,14 +11,14 @@ from lightning.pytorch.cli import LightningCLI
 from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.errors import DisagreementError
 from lightning_odc.sharding import nodes
-from lightning_odc.sharding.nodes import check_hosts, check_rows_are_together, check_versions, layout_of
+from lightning_odc.sharding.nodes import check_hosts, layout_of
 
 ROWS = ((0, 1), (2, 3))
 NAMES = {"a": "alpha", "b": "beta", "c": "gamma", "d": "delta"}
 
 
 def check_rows(rows: tuple[tuple[int, ...], ...], hosts: str) -> None:
-    check_rows_are_together(Layout(rows, 0), hosts, [NAMES[host] for host in hosts])
+    check_hosts(Layout(rows, 0), lambda own: [[own[0], NAMES[host], host] for host in hosts])
 
 
 def test_rows_on_one_host_each_are_fine():
@@ -51,9 +51,9 @@ def test_rows_on_several_hosts_are_refused_with_what_to_write(rows, hosts, said)
 def test_every_rank_tells_its_version_and_its_host(monkeypatch):
     layout = Layout(ROWS, 0)
     check_hosts(layout, lambda own: [own] * 4)
-    check_versions(["1.0"] * 4, ["alpha"] * 4)
+    found = zip(["1.0", "1.0", "1.0", "1.1"], ["alpha", "alpha", "beta", "beta"], "aabb", strict=True)
     with pytest.raises(DisagreementError) as caught:
-        check_versions(["1.0", "1.0", "1.0", "1.1"], ["alpha", "alpha", "beta", "beta"])
+        check_hosts(layout, lambda own: [*found])
     assert "1.0 on alpha (ranks 0, 1); 1.0 on beta (ranks 2); 1.1 on beta (ranks 3)" in str(caught.value)
     assert "pip install lightning-odc==1.0" in str(caught.value)
     says = r"versions of lightning-odc: .* 0\.0\.1 on beta \(ranks 2, 3\)"

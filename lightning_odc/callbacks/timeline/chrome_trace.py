@@ -16,58 +16,43 @@ from lightning_odc.engine.tracing import Span
 
 FORMAT = "lightning-odc timeline 1"
 
+# Attributes that are facts in the file.
 _RUN = ("strategy", "world_size", "waiting_seen", "notes")
 _RANK = ("rank", "host", "dropped", "complete")
-"""Attributes that are facts in the file."""
-
-_COMPUTE, _COMMUNICATION, _WAITING = 1, 2, 3
-_THREADS = {_COMPUTE: "computing", _COMMUNICATION: "communicating", _WAITING: "waiting"}
+_THREADS = {1: "computing", 2: "communicating", 3: "waiting"}
 _COMMUNICATIONS = COLLECTIVES | {"read", "add", "settle", "publish"}
-
-
-def to_chrome_trace(timeline: Timeline) -> dict[str, Any]:
-    """The timeline as a JSON-serialisable object."""
-    ranks = [{name: getattr(rank, name) for name in _RANK} for rank in timeline.ranks]
-    about = {name: getattr(timeline, name) for name in _RUN}
-    return {
-        "displayTimeUnit": "ms",
-        "otherData": {"format": FORMAT, **about, "ranks": ranks},
-        "traceEvents": [event for rank in timeline.ranks for event in _events(rank)],
-    }
-
-
-def from_chrome_trace(trace: Any) -> Timeline:
-    """The inverse of `to_chrome_trace`."""
-    about = trace.get("otherData") if isinstance(trace, dict) else None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
-    spans: dict[int, list[Span]] = {}
-    try:
-        for event in trace["traceEvents"]:
-            if event["ph"] == "X":
-                begin = round(event["ts"] * 1000)
-                end = begin + round(event["dur"] * 1000)
-                spans.setdefault(event["pid"], []).append(Span(event["cat"], begin, end, event["args"]))
-        ranks = []
-        for rank in about["ranks"]:
-            facts = {name: rank[name] for name in _RANK}
-            ranks.append(RankTimeline(spans=spans.get(rank["rank"], []), **facts))
-        return Timeline(ranks, **{name: about[name] for name in _RUN})
-    except (LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"this trace is damaged: {type(error).__name__}: {error}") from error
 
 
 def encode(timeline: Timeline) -> bytes:
     """The content of a trace file."""
-    return json.dumps(to_chrome_trace(timeline), separators=(",", ":"), default=str).encode()
+    ranks = [{name: getattr(rank, name) for name in _RANK} for rank in timeline.ranks]
+    about = {name: getattr(timeline, name) for name in _RUN}
+    trace = {
+        "displayTimeUnit": "ms",
+        "otherData": {"format": FORMAT, **about, "ranks": ranks},
+        "traceEvents": [event for rank in timeline.ranks for event in _events(rank)],
+    }
+    return json.dumps(trace, separators=(",", ":"), default=str).encode()
 
 
 def decode(content: bytes) -> Timeline:
     """The timeline in a trace file."""
     try:
-        return from_chrome_trace(json.loads(content))
-    except RecursionError as error:
-        raise ValueError("this trace is nested deeper than any that TimelineRecorder wrote") from error
+        trace = json.loads(content)
+        about = trace.get("otherData") if isinstance(trace, dict) else None
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
+            raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
+        spans: dict[int, list[Span]] = {}
+        for event in trace["traceEvents"]:
+            if event["ph"] == "X":
+                begin = round(event["ts"] * 1000)
+                end = begin + round(event["dur"] * 1000)
+                spans.setdefault(event["pid"], []).append(Span(event["cat"], begin, end, event["args"]))
+        facts = [{name: rank[name] for name in _RANK} for rank in about["ranks"]]
+        ranks = [RankTimeline(spans=spans.get(one["rank"], []), **one) for one in facts]
+        return Timeline(ranks, **{name: about[name] for name in _RUN})
+    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"this trace is damaged: {type(error).__name__}: {error}") from error
 
 
 def load_timeline(path: str | Path) -> Timeline:
@@ -93,9 +78,7 @@ def _events(rank: RankTimeline) -> Iterator[dict[str, Any]]:
         yield named("thread_sort_index", thread, thread)
     # Perfetto nests events of equal begin in the order in which they come: the longest first.
     for span in sorted(rank.spans, key=lambda span: (span.begin, -span.end)):
-        thread = _COMMUNICATION if span.kind in _COMMUNICATIONS else _COMPUTE
-        if span.kind == "wait":
-            thread = _WAITING
+        thread = 3 if span.kind == "wait" else 2 if span.kind in _COMMUNICATIONS else 1
         yield {
             "ph": "X",
             "name": _title(span),

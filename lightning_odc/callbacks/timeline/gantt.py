@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from lightning_odc.callbacks.timeline import palette
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
-from lightning_odc.engine.tracing import Span
 from lightning_odc.files import write_whole
 
 if TYPE_CHECKING:
@@ -115,21 +114,19 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, pixels: float) -> No
 
 
 def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: float) -> None:
-    for (offset, height), colours in ((_UPPER, WORK), (_LOWER, COMMUNICATION)):
+    lanes = ((_UPPER, WORK), (_LOWER, COMMUNICATION), (_ROW, {"wait": palette.IDLE}))
+    for (offset, height), colours in lanes:
         for kind, colour in colours.items():
-            bars = [_place(span, origin) for span in rank.of(kind)]
+            bars = [((span.begin - origin) / 1e9, (span.end - span.begin) / 1e9) for span in rank.of(kind)]
             wide = [width * pixels > _LEAST_GAP for _, width in bars]
             # A white edge parts neighbours; an edge of its own colour keeps a thin bar visible.
             edges = ["white" if gap else colour for gap in wide]
             if bars:
                 place = (row + offset, height)
                 axes.broken_barh(bars, place, facecolors=colour, edgecolors=edges, linewidth=0.4, zorder=2)
-    waits = [_place(span, origin) for span in rank.of("wait")]
-    if waits:
-        axes.broken_barh(waits, (row + _ROW[0], _ROW[1]), facecolors=palette.IDLE, linewidth=0, zorder=3)
     limits = sorted({limit for span in rank.of("minibatch") for limit in (span.begin, span.end)})
     at = [(limit - origin) / 1e9 for limit in limits]
-    axes.vlines(at, row - 0.45, row + 0.45, "black", linewidth=0.9, zorder=4)
+    axes.vlines(at, row - 0.45, row + 0.45, "black", linewidth=0.9, zorder=3)
 
 
 def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
@@ -149,8 +146,3 @@ def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
         handlelength=1.4,
         columnspacing=1.6,
     )
-
-
-def _place(span: Span, origin: int) -> tuple[float, float]:
-    """Begin and width in seconds."""
-    return (span.begin - origin) / 1e9, (span.end - span.begin) / 1e9

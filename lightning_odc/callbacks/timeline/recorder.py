@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -20,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import files
 from lightning_odc.callbacks.timeline import gantt
-from lightning_odc.callbacks.timeline.chrome_trace import decode, encode
-from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline, machine, merge
+from lightning_odc.callbacks.timeline.chrome_trace import encode
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline, machine, with_collective_waits
 from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
@@ -110,10 +109,6 @@ class TimelineRecorder(Callback):
         if self._recording is not None and (self.steps is None or trainer.global_step in self.steps):
             self._recording.begin_batch(trainer.global_step, batch)
 
-    def on_before_zero_grad(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
-        if self._recording is not None:
-            self._recording.leave()
-
     def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Any) -> None:
         if self._recording is not None:
             self._recording.enter("backward")
@@ -148,10 +143,10 @@ class TimelineRecorder(Callback):
             return
         recording.release()
         recording.complete = recording.complete or self.steps is None
-        by_rank = _exchange(zlib.compress(encode(recording.timeline()), level=1), to_all=False)
+        ranks = _exchange(recording.of_rank(), to_all=False)
         if not trainer.is_global_zero:
             return
-        timeline = merge([decode(zlib.decompress(content)) for content in by_rank])
+        timeline = with_collective_waits(replace(recording.run, ranks=ranks))
         if not any(rank.spans for rank in timeline.ranks):
             rank_zero_warn(
                 f"TimelineRecorder(steps={self.steps}) recorded nothing: training ended after optimizer step "
@@ -167,11 +162,11 @@ class TimelineRecorder(Callback):
         recording, self._recording = self._recording, None
         if recording is None:
             return
-        recording.interrupt()
+        recording.end_batch(next_step=-1, wanted=False)
         if recording.spans:
-            recording.run.notes.append(f"Rank {recording.own.rank} ended by {type(exception).__name__}.")
-            content = encode(recording.timeline())
-            _attempt(lambda: files.write_whole(self._rank_path(trainer), content))
+            notes = [*recording.run.notes, f"Rank {trainer.global_rank} ended by {type(exception).__name__}."]
+            timeline = replace(recording.run, ranks=[recording.of_rank()], notes=notes)
+            _attempt(lambda: files.write_whole(self._rank_path(trainer), encode(timeline)))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if self._recording is not None:
@@ -204,12 +199,12 @@ class Recording(Tracer):
     ) -> None:
         super().__init__(capacity)
         self.run = run
-        self.own = own
+        self._own = own
         self.step: int | None = None  # the optimizer step that is being recorded, if one is
         self.complete = False  # whether all that was asked for is recorded
         self._engine = engine  # which traces what it does; ``None`` to go by Lightning's hooks alone
         self._module = module  # the module whose inputs are looked at to count tokens
-        self._tokens: list[int | None] = []  # of the next forward pass: one number, once it has an input
+        self._tokens: int | None = None  # of the next forward pass, once it has an input
         self._forwards = 0  # in this step
         self._last: dict[str, Any] = {}  # what is known of the last forward pass
         self._phase, self._phase_began = "", 0  # by the hooks, without an engine
@@ -221,8 +216,8 @@ class Recording(Tracer):
     def record(self, kind: str, begin: int, **details: Any) -> None:
         """A span that ends now. Passes of an optimizer step get numbers."""
         if kind == "forward":
-            known = {"tokens": self._tokens[0]} if self._tokens and self._tokens[0] is not None else {}
-            self._tokens = []
+            known = {} if self._tokens is None else {"tokens": self._tokens}
+            self._tokens = None
             if details.get("step", "training_step") == "training_step":
                 details.pop("step", None)
                 known = self._last = {"microbatch": self._forwards, **known}
@@ -241,11 +236,11 @@ class Recording(Tracer):
             self.step, self._step_began = step, time.monotonic_ns()
             self._forwards, self._last = 0, {}
         if self._hook is None:
-            self._hook = self._module.register_forward_pre_hook(self._see_forward)
+            self._hook = self._module.register_forward_pre_hook(self._see_input)
             if self._engine is not None:
                 self._engine.listen(self)
         if self._engine is None:
-            self._see_input(batch)
+            self._see_input(self._module, (batch,))
             self.enter("forward")
 
     def enter(self, kind: str) -> None:
@@ -263,8 +258,9 @@ class Recording(Tracer):
     def end_batch(self, next_step: int, wanted: bool) -> None:
         """A batch ends; what comes next is of ``next_step``, and ``wanted`` or not."""
         self.leave()
-        if next_step != self.step:
-            self._end_step()
+        if self.step not in (None, next_step):
+            self.record("minibatch", self._step_began, number=self.step)
+            self.step = None
         if not wanted:
             self.release()
         self.gap_began = time.monotonic_ns()
@@ -275,12 +271,6 @@ class Recording(Tracer):
             self.record(kind, self.gap_began)
         self.gap_began = time.monotonic_ns()
 
-    def interrupt(self) -> None:
-        """Training ends in the middle of something: keep what is known of it."""
-        self.leave()
-        self._end_step()
-        self.release()
-
     def release(self) -> None:
         """Stop listening. Idempotent."""
         if self._hook is not None:
@@ -289,26 +279,16 @@ class Recording(Tracer):
                 self._engine.unlisten(self)
         self._hook = None
 
-    def timeline(self) -> Timeline:
+    def of_rank(self) -> RankTimeline:
         """This rank's timeline so far."""
         shift = self._shift
         spans = [span._replace(begin=span.begin - shift, end=span.end - shift) for span in self.spans]
-        own = replace(self.own, spans=spans, dropped=self.dropped, complete=self.complete)
-        seen = self.run.waiting_seen or any(span.kind in COLLECTIVES for span in spans)
-        return replace(self.run, ranks=[own], waiting_seen=seen, notes=list(self.run.notes))
+        return replace(self._own, spans=spans, dropped=self.dropped, complete=self.complete)
 
-    def _see_forward(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self._engine is not None and inputs:
-            self._see_input(inputs[0])
-
-    def _see_input(self, batch: Any) -> None:
+    def _see_input(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         """What the next forward pass gets; what modules inside it get is not counted."""
-        self._tokens = self._tokens or [token_count(batch)]
-
-    def _end_step(self) -> None:
-        if self.step is not None:
-            self.record("minibatch", self._step_began, number=self.step)
-        self.step = None
+        if self._tokens is None and inputs:
+            self._tokens = token_count(inputs[0])
 
 
 def _as_range(steps: Any) -> range | None:

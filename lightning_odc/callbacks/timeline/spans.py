@@ -10,7 +10,7 @@ collectives in the same order, so the n-th on one rank is the n-th on the others
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -102,23 +102,9 @@ class Timeline:
         return idle_fraction(known - idle, idle) if known else 0.0
 
 
-def merge(timelines: Sequence[Timeline]) -> Timeline:
-    """One timeline from those of single ranks, with the waits inside collectives as spans of their own."""
-    ranks = sorted((rank for timeline in timelines for rank in timeline.ranks), key=lambda rank: rank.rank)
-    notes = list(dict.fromkeys(note for timeline in timelines for note in timeline.notes))
-    first = timelines[0]
-    missing = sorted(set(range(first.world_size)) - {rank.rank for rank in ranks})
-    if missing:
-        notes.append(f"Nothing is known of rank(s) {', '.join(map(str, missing))}.")
-    seen = all(timeline.waiting_seen for timeline in timelines)
-    if len(ranks) == first.world_size > 1:
-        ranks, found = _add_collective_waits(ranks)
-        seen = seen or found
-    return replace(first, ranks=ranks, notes=notes, waiting_seen=seen)
-
-
-def _add_collective_waits(ranks: list[RankTimeline]) -> tuple[list[RankTimeline], bool]:
-    """See Note [Waiting inside a collective]. Also returns whether there were collectives."""
+def with_collective_waits(timeline: Timeline) -> Timeline:
+    """A timeline of all ranks, with waits as spans: see Note [Waiting inside a collective]."""
+    ranks = timeline.ranks
     meetings = [sorted(rank.of(*COLLECTIVES), key=lambda span: span.begin) for rank in ranks]
     waits: list[list[Span]] = [[] for _ in ranks]
     for together in zip(*meetings, strict=False):
@@ -131,7 +117,7 @@ def _add_collective_waits(ranks: list[RankTimeline]) -> tuple[list[RankTimeline]
                 details = {"cause": "collective", "peer": ranks[last].rank}
                 of_rank.append(Span("wait", span.begin, until, details))
     with_waits = [replace(rank, spans=rank.spans + new) for rank, new in zip(ranks, waits, strict=True)]
-    return with_waits, any(meetings)
+    return replace(timeline, ranks=with_waits, waiting_seen=timeline.waiting_seen or any(meetings))
 
 
 def covered(stretches: Iterable[tuple[int, int]]) -> int:
