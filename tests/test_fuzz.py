@@ -22,17 +22,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 
-TRACE = json.loads(
-    encode(
-        Timeline(
-            [RankTimeline(0, "host", [Span("read", 1, 2, {"unit": "a"})])],
-            world_size=1,
-            strategy="odc",
-            waiting_seen=True,
-            notes=[],
-        )
-    )
-)
+TRACE = json.loads(encode(Timeline([RankTimeline(0, "host", [Span("read", 1, 2, {"unit": "a"})])], 1, "odc")))
 
 
 def paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -30,16 +30,14 @@ if TYPE_CHECKING:
 
 HEAD_SIZE = 64
 _CAUSAL_HEADS = ("ForCausalLM", "LMHeadModel")
-SIZES = {"tiny": (2, 64), "demo": (4, 256), "small": (6, 384), "wide": (2, 768)}
+SIZES = {"tiny": "2x64", "demo": "4x256", "small": "6x384", "wide": "2x768"}
 """Decoder layers and width of our own models: Llamas that read bytes."""
 
 
 def find_config(name: str, max_length: int) -> PretrainedConfig:
     """The configuration of a causal language model."""
     # The name is one of `SIZES`; layers x width of another such model, as in ``4x256``; or what `config_of` knows.
-    if name in SIZES:
-        return byte_llama(*SIZES[name], max_length)
-    if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", name):
+    if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", SIZES.get(name, name)):
         layers, width = int(size[1]), int(size[2])
         if width % HEAD_SIZE:
             raise OptionError(f"--model {name}: the width {width} is not a multiple of {HEAD_SIZE}")

@@ -71,7 +71,6 @@ class Totals:
     window_bytes: int = 0  # size of its window
     # reads and adds over the transport, by the names of the engine's ``Traffic``
     traffic: dict[str, int] = field(default_factory=dict)
-    stolen: int = 0  # microbatches of others that it ran
     policy: str = ""  # the policy of the plans that it ran
     # Whether it knows all its waits for others. By collectives on GPUs the host does not see them.
     sees_waits: bool = True

@@ -159,7 +159,6 @@ class MinibatchRecorder(Callback):
         strategy = cast(ODCStrategy, trainer.strategy)
         self.totals.window_bytes = strategy.engine.window_bytes
         self.totals.traffic = asdict(strategy.engine.traffic)
-        self.totals.stolen = getattr(strategy.engine, "stolen", 0)
         self.totals.policy = cast(Any, trainer.train_dataloader).options.policy
         self.totals.peak_bytes = _peak_bytes(strategy.root_device)
 

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,11 +39,6 @@ class _Share(NamedTuple):
     prompts: list[str]  # JSON texts
     costs: list[float]
     seed: int
-
-    @property
-    def order(self) -> list[int]:
-        """Places of the prompts in the order in which they are sampled, the most expensive first."""
-        return sorted(range(len(self.costs)), key=lambda place: -self.costs[place])
 
 
 def claim_prompts(
@@ -120,11 +116,11 @@ def _sampled(
     device = strategy.root_device
     counts = (len(share.prompts) for share in shares)
     first = list(itertools.accumulate(counts, initial=0))  # in the example [0, 2, 5]
-    orders = [share.order for share in shares]
+    orders = [np.argsort(np.negative(share.costs), kind="stable") for share in shares]  # the longest first
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         for rank, number in claimed:
-            place = orders[rank][number]
+            place = int(orders[rank][number])
             index = first[rank] + place
             torch.manual_seed(shares[0].seed + index)
             with strategy.engine.traced("sampling", prompt=index):

@@ -160,7 +160,6 @@ def test_other_communications(rank, communication, tmp_path):
     assert timeline.waiting_seen == trace["otherData"]["waiting_seen"]
     assert timeline.waiting_seen != (communication == "ddp")
     if communication == "ddp":
-        assert "DDPStrategy tells nothing about its communication" in timeline.notes[0]
         return
     waits = timeline.ranks[1].of("wait")  # rank 0 sleeps 0.1 s where rank 1 sleeps 0.03 s
     longest = max(waits, key=seconds).details
@@ -177,13 +176,10 @@ def test_ranks_that_end_by_an_error_write_what_they_have(tmp_path, how):
             outcomes[1].error.rstrip().endswith("RuntimeError: scripted") and "scripted" in outcomes[0].error
         )
     for rank in range(2 if how == "raise" else 1):  # the other one had no time to write
-        timeline = load_timeline(tmp_path / f"timeline-rank{rank}.json")
-        [own] = timeline.ranks
+        [own] = load_timeline(tmp_path / f"timeline-rank{rank}.json").ranks
         assert own.rank == rank
         assert len(own.of("minibatch")) == STEPS  # the last one is not whole
-        assert not own.complete
         assert own.of("forward")
-        assert any("ended by" in note for note in timeline.notes)
 
 
 @on_ranks(1)
@@ -231,7 +227,7 @@ def test_steps_that_are_not_reached_and_spans_beyond_the_capacity(tmp_path):
     assert list(tmp_path.iterdir()) == []
     record((1, 9))
     [own] = load_timeline(tmp_path / "timeline.json").ranks
-    assert [span.details["number"] for span in own.of("minibatch")] == [1, 2] and not own.complete
+    assert [span.details["number"] for span in own.of("minibatch")] == [1, 2]
     record(capacity=7)
     trace = check_trace(tmp_path / "timeline.json", ranks=1)
     assert trace["otherData"]["ranks"][0]["dropped"] == 3 * 5 - 7

@@ -17,8 +17,8 @@ from lightning_odc.engine.tracing import Span
 FORMAT = "lightning-odc timeline 1"
 
 # Attributes that are facts in the file.
-_RUN = ("strategy", "world_size", "waiting_seen", "notes")
-_RANK = ("rank", "host", "dropped", "complete")
+_RUN = ("strategy", "world_size", "waiting_seen")
+_RANK = ("rank", "host", "dropped")
 _THREADS = {1: "computing", 2: "communicating", 3: "waiting"}
 _COMMUNICATIONS = COLLECTIVES | {"read", "add", "settle", "publish"}
 

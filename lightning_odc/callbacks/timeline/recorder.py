@@ -36,7 +36,7 @@ class TimelineRecorder(Callback):
     For the given optimizer steps: forward and backward of every microbatch with its tokens, reads and adds of
     shards, every wait with its peer and its cause, the meeting at the minibatch's end, the optimizer, and the time
     between batches, in which data are loaded. Under `ODCStrategy` the engine reports them. Under any other strategy,
-    the recorder sees Lightning's hooks only, and the file says what is missing.
+    the recorder sees Lightning's hooks only, and waits for other ranks lie inside them.
 
     Writes ``timeline.json`` (open it in https://ui.perfetto.dev) and ``timeline.png`` (needs ``matplotlib``) when the
     fit ends. If it ends by an error, every rank writes its own timeline, ``timeline-rank<r>.json``, which is a trace,
@@ -92,12 +92,11 @@ class TimelineRecorder(Callback):
         origin = next(moment for place, moment in _exchange((here, time.monotonic_ns())) if place == here)
         waits = trainer.world_size == 1 or (odc is not None and odc.communication != "collective")
         title = type(strategy).__name__ + (f", {odc.communication}" if odc else "")
-        run = Timeline([], trainer.world_size, title, waits, _blind_spots(trainer))
-        own = RankTimeline(trainer.global_rank, socket.gethostname(), [])
+        run = Timeline([], trainer.world_size, title, waits)
         _attempt(partial(self._rank_path(trainer).unlink, missing_ok=True))
         engine = odc.engine if odc else None
         called: Any = odc.model if odc else pl_module  # its call is a microbatch
-        self._recording = Recording(run, own, origin, self.capacity, engine, called)
+        self._recording = Recording(run, origin, self.capacity, engine, called)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None:
@@ -122,12 +121,9 @@ class TimelineRecorder(Callback):
             self._recording.enter("optimizer")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        recording = self._recording
-        if recording is None:
-            return
-        step = trainer.global_step
-        recording.end_batch(step, self.steps is None or step in self.steps)
-        recording.complete = self.steps is not None and step > max(self.steps, default=-1)
+        if self._recording is not None:
+            step = trainer.global_step
+            self._recording.end_batch(step, self.steps is None or step in self.steps)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None:
@@ -142,8 +138,7 @@ class TimelineRecorder(Callback):
         if recording is None:
             return
         recording.release()
-        recording.complete = recording.complete or self.steps is None
-        ranks = _exchange(recording.of_rank(), to_all=False)
+        ranks = _exchange(recording.of_rank(trainer.global_rank), to_all=False)
         if not trainer.is_global_zero:
             return
         timeline = with_collective_waits(replace(recording.run, ranks=ranks))
@@ -164,14 +159,8 @@ class TimelineRecorder(Callback):
             return
         recording.end_batch(next_step=-1, wanted=False)
         if recording.spans:
-            notes = [*recording.run.notes, f"Rank {trainer.global_rank} ended by {type(exception).__name__}."]
-            timeline = replace(recording.run, ranks=[recording.of_rank()], notes=notes)
+            timeline = replace(recording.run, ranks=[recording.of_rank(trainer.global_rank)])
             _attempt(lambda: files.write_whole(self._rank_path(trainer), encode(timeline)))
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._recording is not None:
-            self._recording.release()
-        self._recording = None
 
     def _rank_path(self, trainer: pl.Trainer) -> Path:
         """Where this rank writes if the fit ends by an error."""
@@ -191,7 +180,6 @@ class Recording(Tracer):
     def __init__(
         self,
         run: Timeline,  # without ranks
-        own: RankTimeline,  # without spans
         origin_ns: int,  # the beginning by this rank's clock
         capacity: int,
         engine: Engine | None,
@@ -199,9 +187,7 @@ class Recording(Tracer):
     ) -> None:
         super().__init__(capacity)
         self.run = run
-        self._own = own
         self.step: int | None = None  # the optimizer step that is being recorded, if one is
-        self.complete = False  # whether all that was asked for is recorded
         self._engine = engine  # which traces what it does; ``None`` to go by Lightning's hooks alone
         self._module = module  # the module whose inputs are looked at to count tokens
         self._tokens: int | None = None  # of the next forward pass, once it has an input
@@ -279,11 +265,11 @@ class Recording(Tracer):
                 self._engine.unlisten(self)
         self._hook = None
 
-    def of_rank(self) -> RankTimeline:
+    def of_rank(self, rank: int) -> RankTimeline:
         """This rank's timeline so far."""
         shift = self._shift
         spans = [span._replace(begin=span.begin - shift, end=span.end - shift) for span in self.spans]
-        return replace(self._own, spans=spans, dropped=self.dropped, complete=self.complete)
+        return RankTimeline(rank, socket.gethostname(), spans, self.dropped)
 
     def _see_input(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         """What the next forward pass gets; what modules inside it get is not counted."""
@@ -302,21 +288,6 @@ def _as_range(steps: Any) -> range | None:
             "steps=(10, 12) for the same, or leave it out to record all."
         )
     return steps
-
-
-def _blind_spots(trainer: pl.Trainer) -> list[str]:
-    """What cannot be seen under this strategy, in sentences."""
-    strategy, notes = trainer.strategy, []
-    if not isinstance(strategy, ODCStrategy):
-        notes.append(
-            f"{type(strategy).__name__} tells nothing about its communication: forward, backward and optimizer are "
-            "seen through Lightning's hooks, and waits for other ranks lie inside them."
-        )
-    if strategy.root_device.type != "cpu":
-        notes.append(
-            f"Times are the host's: work on {strategy.root_device.type} runs later than it was started."
-        )
-    return notes
 
 
 def _exchange(item: T, to_all: bool = True) -> list[T]:

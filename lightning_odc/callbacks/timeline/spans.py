@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,14 +31,12 @@ class RankTimeline:
         host: the machine it ran on.
         spans: Spans in nanoseconds since the beginning of the run.
         dropped: spans that found no place.
-        complete: whether all steps that were asked for are in it.
     """
 
     rank: int
     host: str
     spans: list[Span]
     dropped: int = 0
-    complete: bool = True
 
     def of(self, *kinds: str) -> list[Span]:
         """The spans of these kinds."""
@@ -70,14 +68,12 @@ class Timeline:
         world_size: how many ranks there were.
         strategy: how they trained, for people.
         waiting_seen: whether waits for other ranks are among the spans.
-        notes: what a reader has to know.
     """
 
     ranks: list[RankTimeline]
     world_size: int
     strategy: str = ""
     waiting_seen: bool = True
-    notes: list[str] = field(default_factory=list)
 
     @property
     def begin_ns(self) -> int:
