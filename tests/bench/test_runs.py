@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -69,7 +70,9 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(tmp_path, ca
     assert list(split["factors"]) == ["cheaper bytes", "fewer waits"]
     assert factors[0] * factors[1] == pytest.approx(split["total"][1])
     assert "| lockstep | lb_micro |" in (tmp_path / "bench.md").read_text()
-    assert "losses agree" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "losses agree" in shown.out
+    assert re.search(r"^About \d+ s: 6 runs x 1 repetitions x 2 minibatches$", shown.err, re.MULTILINE)
 
 
 def _fail(rank: int, world_size: int, by_exit: bool, *, tell: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +27,7 @@ from lightning_odc.callbacks.timeline.gantt import timelines_figure
 from lightning_odc.callbacks.timeline.spans import RankTimeline, with_collective_waits
 from lightning_odc.engine.tracing import Span
 from tests.callbacks.test_idle import MS, Sleeper, microbatch
-from tests.support.modules import TokenModule, loader, trainer
+from tests.support.modules import TokenModule, loader, trainer, warned
 from tests.support.ranks import on_ranks, try_ranks
 from tests.support.refusals import assert_refused
 
@@ -239,10 +238,9 @@ def test_a_directory_that_cannot_be_written_to_is_said_once_and_training_goes_on
     (tmp_path / "file").write_text("in the way")
     recorder = TimelineRecorder(tmp_path / "file" / "below" if rank == 1 else tmp_path / "empty")
     fitting = trainer(2, callbacks=[recorder])
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         fitting.fit(TokenModule(), loader([microbatch(0, 5)] * STEPS))
-    said = [str(one.message) for one in caught if "TimelineRecorder" in str(one.message)]
+    said = [one for one in caught if "TimelineRecorder" in one]
     assert len(said) == (rank == 0)
     assert rank or "on rank 1, so nothing is recorded: Not a directory" in said[0]
     assert rank or list((tmp_path / "empty").iterdir()) == []
