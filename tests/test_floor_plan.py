@@ -18,16 +18,16 @@ FILES = {
 #: The most lines of every room; `""` is the files beside the rooms. Who adds a feature takes its lines from somewhere.
 #: What leaves the package for `benchmarks/` counts there.
 LINES = {
-    "": 2840,
+    "": 2846,
     "benchmarks": 11650,
-    "advisor": 650,
+    "advisor": 630,
     "balance": 3060,
-    "bench": 2120,
-    "callbacks": 2300,
+    "bench": 2110,
+    "callbacks": 2210,
     "data": 3370,
     "engine": 7100,
-    "rl": 1055,
-    "sharding": 1270,
+    "rl": 1050,
+    "sharding": 1210,
     "strategy": 4640,
 }
 

@@ -154,7 +154,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             elements = list(_elements_of(module))
             alike = Counter(type(element) for element in elements)
             repeated = [element for element in elements if alike[type(element)] > 1]
-            if found := [one for one in repeated if list(one.children()) and list(one.parameters())]:
+            if found := [one for one in repeated if len([*one.children()]) and len([*one.parameters()])]:
                 blocks.extend(found)
                 return
         for child in module.children():
