@@ -39,7 +39,7 @@ from lightning_odc.bench.report import machine
 from lightning_odc.bench.results import Interval, bootstrap, median_interval
 from lightning_odc.console import OptionError, check_options, markdown, option, prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.comm import WithinContext, set_comms
+from lightning_odc.engine.comm import StockComm, set_comms
 from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import Protocol
@@ -97,9 +97,9 @@ class _Clock:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def wrap(self, comm: Any) -> WithinContext:
+    def wrap(self, comm: Any) -> StockComm:
         """A comm object that is timed."""
-        return WithinContext(comm, self.running)
+        return StockComm(comm, self.running)
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ LINES = {
     "bench": 2110,
     "callbacks": 2210,
     "data": 3370,
-    "engine": 7100,
+    "engine": 6700,
     "rl": 1050,
     "sharding": 1210,
     "strategy": 4640,

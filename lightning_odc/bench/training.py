@@ -25,7 +25,6 @@ from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks.idle.measurement import watch_for
 from lightning_odc.callbacks.idle.sources import Watch
 from lightning_odc.console import OptionError, prepare_output
-from lightning_odc.engine.keeping import CudaMemory
 from lightning_odc.host_memory import gib
 from lightning_odc.strategy.odc import ODCStrategy
 from lightning_odc.strategy.options import Options
@@ -182,7 +181,7 @@ def _spent(trainer: Trainer, now: float) -> MinibatchRecord:
         {str(cause): seconds for cause, seconds in engine.waits.items()},
         loss_sum=0.0,
         tokens=0,
-        settling=engine.seconds.get("settle_and_publish", 0.0),
+        settling=engine.settling,
         processor=time.process_time(),
         bytes_read=engine.traffic.bytes_read,
     )
@@ -229,7 +228,7 @@ def _begin_memory(device: torch.device) -> None:
     """Give back what earlier runs have freed, and reset the peak that the device or the kernel has counted."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        CudaMemory(device).begin()
+        torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
@@ -239,7 +238,7 @@ def _begin_memory(device: torch.device) -> None:
 def _peak_bytes(device: torch.device) -> int:
     """Peak of the memory of a GPU, or of this process, without windows and files, which only grow during a run."""
     if device.type == "cuda":
-        return CudaMemory(device).peak()
+        return torch.cuda.max_memory_allocated(device)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     kib = {name: int(status[name].split()[0]) for name in ("VmHWM", "RssShmem", "RssFile") if name in status}
     return max(kib.get("VmHWM", 0) - kib.get("RssShmem", 0) - kib.get("RssFile", 0), 0) * 1024

@@ -31,7 +31,6 @@ _NO_COPY = """a sharded model cannot be copied or pickled. Fill a new one from i
 _ANOTHER_OPTIMIZER = (
     "    torch.optim.AdamW(self.parameters(), lr=1e-4)  # SGD, Muon and most others work, too"
 )
-
 _UNKNOWN = f"""this operation does not know how to work on shards. An optimizer may do with `foreach=False`, or write
 {_ANOTHER_OPTIMIZER}"""
 

@@ -56,7 +56,6 @@ class SettleRecord:
     batches: str | None  # the kind that the rank trained on; ``None`` if none counts: any is right then
     counting: str | None  # what its weights count, a `Counting`; ``None`` if it ran no microbatch
     weight: float  # the sum of its weights; 1 for plain batches
-    least: float  # its smallest weight if that is negative, else 0
     plans: list[str]  # fingerprints of the plans of its minibatches, in the order in which they ran
     is_last: bool  # it has no more batches in this epoch
     logs: Any  # what the strategy logs: names and sums
@@ -92,7 +91,6 @@ class Ledger:
     is_weighted: bool = False
     counting: Counting | None = None
     weight: float | Tensor = 0.0
-    least: float | Tensor = 0.0  # the smallest weight, if it is negative
     microbatches: int = 0
     plans: list[str] = field(default_factory=list)
     is_last: bool = False
@@ -111,18 +109,9 @@ class Ledger:
         if counting is Counting.MEAN:
             return
         self.is_weighted = True
-        weight = weight.detach() if isinstance(weight, Tensor) else weight
-        self.weight = self.weight + weight
         # On a device it is not waited for now: it is looked at when the step settles.
-        if isinstance(weight, Tensor):
-            self.least = weight.float().clamp(max=self.least)
-        else:
-            self.least = min(self.least, weight)
+        self.weight = self.weight + (weight.detach() if isinstance(weight, Tensor) else weight)
         self.microbatches += 1
-
-    def leave_out(self, part: float) -> None:
-        """So much of the plain batches of this step has no part in the gradient, nor in what it is divided by."""
-        self.left_out += part
 
     def begin_minibatch(self, plan: str | None) -> None:
         self.is_weighted = True
@@ -138,8 +127,7 @@ class Ledger:
         return SettleRecord(
             batches=None if agrees_with_any else _WEIGHTED if self.is_weighted else _PLAIN,
             counting=self.counting and self.counting.value,
-            weight=float(self.weight) if self.is_weighted else 1.0 - self.left_out,
-            least=float(self.least),
+            weight=float(self.weight) if self.is_weighted else max(1.0 - self.left_out, 0.0),
             plans=self.plans,
             is_last=self.is_last,
             logs=logs,
@@ -179,11 +167,10 @@ def check_records(records: Sequence[SettleRecord]) -> None:
                 f"Rank {rank} follows a different minibatch plan from rank 0: {record.plans} against {first.plans}. "
                 "Every rank must plan the same global minibatch: same seed, epoch, lengths and options."
             )
-        if not (record.least >= 0 and math.isfinite(record.weight)):
+        if not 0 <= record.weight < math.inf:
             raise ODCError(
-                f"The losses of rank {rank} have the weight {record.weight} in this optimizer step, and one of them "
-                f'has {min(record.least, record.weight)}. "num_items" must be finite and at least 0, for example '
-                "labels.ne(-100).sum()."
+                f"The losses of rank {rank} have the weight {record.weight} in this optimizer step. "
+                '"num_items" must be finite and at least 0, for example labels.ne(-100).sum().'
             )
 
 
@@ -216,29 +203,21 @@ def check_equal_counts(counts: Sequence[int], communication: str) -> None:
 class Engine(Traced, ABC):
     """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in `attach`."""
 
-    evaluating: bool = False  # ranks may have different numbers of batches now
-
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self.signals = Signals()  # told when weighted losses settle
         self.ledger = Ledger()  # the weights of the current optimizer step
-        self.weight_unit = (
-            1.0  # by which weighted losses were divided before their backward pass, on all ranks
-        )
+        self.weight_unit = 1.0  # by which weighted losses were divided before their backward pass
         self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
         self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
-        self.ran_outside = (
-            False  # a backward pass has run outside of `backward` since the last optimizer step
-        )
+        self.ran_outside = False  # a backward pass has run outside of `backward` in this optimizer step
         self.note: Any = None  # JSON-serialisable; told to the other ranks at the next settle
-        self.notes: list[
-            Any
-        ] = []  # of all ranks at the last settle; empty where settling does not communicate
+        self.notes: list[Any] = []  # of all ranks at the last settle; empty where that does not communicate
         self._failed = False
         self._batches = 0
         self._closes_window = True
         self._listeners: list[Tracer] = []
-        self._seconds: dict[str, float] = {"settle_and_publish": 0.0}
+        self.settling = 0.0  # seconds of own work while settling and publishing, since the start
 
     @property
     @abstractmethod
@@ -252,8 +231,7 @@ class Engine(Traced, ABC):
         self,
         *,
         opens_window: bool,  # the first of an optimizer step: gradients that no optimizer took are discarded
-        closes_window: bool = True,  # the last one, or that is not known
-        kind: str,  # "Minibatch" or "plain batch"
+        closes_window: bool,  # the last one, or that is not known
         is_last: bool = False,  # in this epoch
     ) -> None:
         """A training batch begins, on every rank."""
@@ -262,16 +240,13 @@ class Engine(Traced, ABC):
         self._batches += 1
         self._closes_window = closes_window
         self.ledger.is_last = is_last
-        self._begin_batch(kind)
-
-    @abstractmethod
-    def _begin_batch(self, kind: str) -> None:
-        """What this engine does besides."""
+        self.drop_emptied()
 
     @abstractmethod
     def discard(self) -> None:
         """Forget all gradients since the last optimizer step. All ranks together."""
 
+    @abstractmethod
     def drop_emptied(self) -> None:
         """Forget the gradients of parameters whose ``.grad`` was set to ``None``. All ranks together."""
 
@@ -281,6 +256,9 @@ class Engine(Traced, ABC):
     @abstractmethod
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         """A rank begins its part of a minibatch. Refused where all ranks need equal numbers of microbatches."""
+
+    def evaluate(self, evaluating: bool) -> None:
+        """From now on ranks may have different numbers of batches, or no more."""
 
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports."""
@@ -349,9 +327,9 @@ class Engine(Traced, ABC):
     def announce_collective(self, kind: str) -> None:
         """This rank is about to call a collective of this kind: find out now, not by a hang, that another is not."""
 
-    @abstractmethod
     def fail(self, message: str) -> None:
-        """Tell the peers that this rank has failed."""
+        """Tell the peers that this rank has failed. They notice by themselves where collectives break."""
+        self._failed = True
 
     @abstractmethod
     def close(self) -> None:
@@ -400,22 +378,12 @@ class Engine(Traced, ABC):
         return {}
 
     @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of own work by kind since the start."""
-        return dict(self._seconds)
-
-    @property
     def traffic(self) -> Traffic:
         return Traffic()
 
     @property
     def window_bytes(self) -> int:
         """Memory of this rank's window."""
-        return 0
-
-    @property
-    def kept_bytes(self) -> int:
-        """Memory for what stays gathered in this minibatch, beside what a single unit takes while it runs."""
         return 0
 
     def _take_ledger(self) -> Ledger:
@@ -431,4 +399,4 @@ class Engine(Traced, ABC):
             yield
         finally:
             work = time.monotonic() - begin - (sum(self.waits.values()) - idle)
-            self._seconds["settle_and_publish"] += work
+            self.settling += work

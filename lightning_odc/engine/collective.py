@@ -17,18 +17,17 @@ from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine, SettleRecord, check_equal_counts, check_records, total_weight
 from lightning_odc.engine.comm import (
     RootUnit,
-    StockGather,
-    StockReduceScatter,
-    WithinContext,
+    StockComm,
+    all_gather,
     forget_pass,
     fsdp_modules,
+    reduce_scatter,
     reset_units,
     set_comms,
 )
 from lightning_odc.engine.late_gradients import LateHooks, Scalars
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.units import Unit, find_units
-from lightning_odc.errors import DisagreementError
 
 
 class CollectiveEngine(Engine):
@@ -39,13 +38,12 @@ class CollectiveEngine(Engine):
         self._world_size = world_size
         self._rendezvous = rendezvous
         self._units: list[Unit] = []
+        self._root: RootUnit  # from `attach` on
         self._shards: list[nn.Parameter] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._root: RootUnit | None = None
         self._late_hooks = LateHooks()
         self._scalars = Scalars()
-        self._reduce_scatter = StockReduceScatter()
-        self._has_compared_kinds = world_size == 1
+        self._reduce_scatter = StockComm(reduce_scatter, partial(self.traced, "reduce_scatter"))
         self._is_retry = False  # the next backward pass is of a part of a microbatch
         self._in_place = False  # a backward pass adds to gradients of earlier batches
 
@@ -55,13 +53,13 @@ class CollectiveEngine(Engine):
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         self._model = model
-        self._scalars.attach(model, self._rendezvous)
-        self._find_shards()
-        gather = WithinContext(StockGather(), partial(self.traced, "all_gather"))
-        reduce_scatter = WithinContext(self._reduce_scatter, partial(self.traced, "reduce_scatter"))
-        set_comms(fsdp_modules(model), gather, reduce_scatter)
+        self.reshard()
         self._units = find_units(model)
         self._root = RootUnit(self._units, model)
+        self._scalars.attach(model, self._rendezvous)
+        self._find_shards()
+        gather = StockComm(all_gather, partial(self.traced, "all_gather"))
+        set_comms(fsdp_modules(model), gather, self._reduce_scatter)
 
     def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         if self._world_size > 1:
@@ -73,17 +71,8 @@ class CollectiveEngine(Engine):
             dtype = unit and _compat.compute_dtype_of(unit.modules[0])
             yield name, whole.detach().to(dtype or whole.dtype, copy=True)
 
-    def _begin_batch(self, kind: str) -> None:
+    def drop_emptied(self) -> None:
         self._scalars.drop_emptied()
-        # Collectives that do not match would end in the process group's own errors.
-        if not self._has_compared_kinds:
-            self._has_compared_kinds = True
-            kinds = self.exchange("begin the first batch", kind)
-            if len(set(kinds)) > 1:
-                raise DisagreementError(
-                    f"The ranks begin their first batch with {kinds} (by rank). Yield a Minibatch on every rank (an "
-                    "empty one where there is nothing to do), or on none."
-                )
 
     def discard(self) -> None:
         self._sums.clear()
@@ -98,11 +87,11 @@ class CollectiveEngine(Engine):
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
         """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided."""
         self.backward_done = False
-        assert self._root is not None
         if manual:
             self._scalars.drop_emptied()
             self._root.gather()
-        self._root.match_frozen()
+        for unit in self._units:
+            unit.match_frozen()
         apart, self._is_retry = self.ledger.is_weighted or self._is_retry, False
         self._late_hooks.holding = apart
         self._reduce_scatter.sends_zeros = not counts
@@ -201,18 +190,13 @@ class CollectiveEngine(Engine):
         with self.traced("exchange"):
             return self._rendezvous(item)
 
-    def fail(self, message: str) -> None:
-        """Do nothing: collectives cannot inform peers, and peers notice a closed connection."""
-        self._failed = True
-
     def close(self) -> None:
         if self._model is not None:
-            if self._root is not None:
-                self._root.release()
+            self._root.release()
             reset_units(self._model, self._failed)
             self._late_hooks.release(self._shards)
             self._scalars.close()
-            set_comms(fsdp_modules(self._model), StockGather(), StockReduceScatter())
+            set_comms(fsdp_modules(self._model))
         self._sums.clear()
         self._shards.clear()
         self._units = []

@@ -20,8 +20,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -37,10 +37,6 @@ from lightning_odc.errors import ODCError
 # torch 2.13 renamed the two collectives and warns about the old names.
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-#: Numbers that bf16 and fp16 both hold exactly: 7 bits of fraction, and the exponents of fp16. A prime number of them,
-#: so that equal numbers are not equally far apart in parameters of even sizes.
-_FRACTIONS, _LEAST_EXPONENT, _NUMBERS = 128, -14, 3709
 
 
 class _Allocating:
@@ -72,9 +68,7 @@ class GatherComm(_Allocating):
             self._buffer.record_stream(torch.cuda.current_stream())
         self._buffer, self.keeps_buffer, self.gathered_in = None, False, 0
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
         self._gather(self, output_tensor, input_tensor)
 
 
@@ -84,14 +78,7 @@ class AccumulateComm(_Allocating):
     def __init__(self, accumulate: Callable[[Tensor], None]) -> None:
         self._accumulate = accumulate
 
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, op: Any, **_: Any) -> None:
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(
                 "`set_gradient_divide_factor` has no effect on demand, where the engine divides. Scale the loss, or "
@@ -101,44 +88,23 @@ class AccumulateComm(_Allocating):
         output_tensor.zero_()  # the real gradient reaches ``.grad`` when the engine settles
 
 
-class StockGather(_Allocating):
-    """What ``fully_shard`` does by itself: used to hand a model back when the engine closes."""
+class StockComm(_Allocating):
+    """A collective that ``fully_shard`` calls by itself, each call under a context (a tracer's span)."""
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class StockReduceScatter(_Allocating):
-    """What ``fully_shard`` does by itself: used to hand a model back when the engine closes."""
-
-    def __init__(self) -> None:
-        self.sends_zeros = False  # whether this rank's gradients are left out, whatever they are
-
-    def __call__(
+    def __init__(
         self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        if self.sends_zeros:
-            input_tensor.zero_()
-        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
-
-
-class WithinContext(_Allocating):
-    """Another comm object, each call of it under a context (a tracer's span)."""
-
-    def __init__(self, comm: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> None:
-        self._comm = comm
+        collective: Callable[..., Any],
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.sends_zeros = False  # whether this rank's gradients are left out, whatever they are
+        self._collective = collective
         self._context = context
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        if self.sends_zeros:
+            input_tensor.zero_()
         with self._context():
-            return self._comm(*args, **kwargs)
+            return self._collective(output_tensor, input_tensor, **options)
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
@@ -171,11 +137,12 @@ def forget_pass(model: nn.Module, parameters: Iterable[Tensor]) -> None:
         torch.cuda.empty_cache()
 
 
-def set_comms(modules: Sequence[FSDPModule], gather: object, reduce_scatter: object) -> None:
-    """Put comm objects on the modules of one unit."""
+def set_comms(modules: Iterable[FSDPModule], gather: Any = None, reduce: Any = None) -> None:
+    """Put comm objects on modules, by default those that call what ``fully_shard`` calls by itself."""
+    gather, reduce = gather or StockComm(all_gather), reduce or StockComm(reduce_scatter)
     for module in modules:
-        module.set_custom_all_gather(cast(Any, gather))
-        module.set_custom_reduce_scatter(cast(Any, reduce_scatter))
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(reduce)
 
 
 # -- probing ------------------------------------------------------------------------------------------------
@@ -184,65 +151,28 @@ def set_comms(modules: Sequence[FSDPModule], gather: object, reduce_scatter: obj
 def probe(
     unit: Unit,
     while_gathered: Callable[[ParamSlot], None],  # called for each parameter; may say that it is ``hooked``
-    keep: Container[str],  # names of parameters that get a place in the accumulator without a hook
     accumulator_dtype: torch.dtype | None,
 ) -> None:
     """Lay out a unit as ``fully_shard`` does, or refuse a unit that lies in memory in another way."""
     shown: list[Tensor] = []  # this rank's shard as it is passed to be gathered: 1-D, in the compute dtype
     watching = GatherComm(lambda _comm, _output, own: shown.append(own.clone()))
-    with _numbered(unit):
-        set_comms(unit.modules, watching, StockReduceScatter())
-        unit.modules[0].unshard()  # what it holds of peers does not matter: it is resharded at once
-        for slot in unit.slots:
-            slot.compute_dtype = slot.current.dtype
-            while_gathered(slot)
-        unit.modules[0].reshard()
-        (own,) = shown
-        for slot in unit.slots:
-            slot.has_gradient = slot.hooked or slot.name in keep
-        unit.lay_out(accumulator_dtype)
-        spec = unit.spec()
-        derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
-        if spec.shard_numel == own.numel() and spec.shard_dtype == own.dtype:
-            unit.write_shard(derived)
+    set_comms(unit.modules, watching)
+    unit.modules[0].unshard()  # what it holds of peers does not matter: it is resharded at once
+    for slot in unit.slots:
+        slot.compute_dtype = slot.current.dtype
+        while_gathered(slot)
+    unit.modules[0].reshard()
+    (own,) = shown
+    unit.lay_out(accumulator_dtype)
+    spec = unit.spec()
+    derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
+    if spec.shard_numel == own.numel() and spec.shard_dtype == own.dtype:
+        unit.write_shard(derived)
     if spec.shard_numel != own.numel() or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
         raise NotImplementedError(
             f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
             'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
         )
-
-
-@contextmanager
-def _numbered(unit: Unit) -> Iterator[None]:
-    """A context in which the elements of this rank's shards are distinct numbers, by parameter and place."""
-    # Parameters with equal contents, as norms and biases are in the beginning, would look the same in any order.
-    kept = [(slot, slot.local.clone()) for slot in unit.slots if type(slot.local) is Tensor]
-
-    def write(slot: ParamSlot, content: Tensor) -> None:
-        with torch.inference_mode(slot.local.is_inference()), torch.no_grad():
-            slot.local.copy_(content)
-
-    first = 0
-    try:
-        for slot, content in kept:
-            write(slot, _numbers(first, content))
-            first += content.numel() + 1
-        yield
-    finally:
-        for slot, content in kept:
-            write(slot, content)
-
-
-def _numbers(first: int, like: Tensor) -> Tensor:
-    """Numbers from the one with this index on, in the shape and dtype of ``like``."""
-    indices = torch.arange(_NUMBERS, device=like.device).roll(-first)
-    if like.dtype.is_floating_point or like.dtype.is_complex:
-        fractions = 1 + (indices % _FRACTIONS).float() / _FRACTIONS
-        numbers = torch.ldexp(fractions, indices // _FRACTIONS + _LEAST_EXPONENT)
-    else:
-        numbers = indices % 127
-    rounds = like.numel() // _NUMBERS + 1  # repeated in its own dtype, since a shard can be large
-    return numbers.to(like.dtype).repeat(rounds)[: like.numel()].view(like.shape)
 
 
 class RootUnit:
@@ -252,21 +182,15 @@ class RootUnit:
         self._model = cast(FSDPModule, model)
         self._units = units
         self._root = next((unit for unit in units if self._model in unit.modules), None)
-        layers = {slot.module for slot in self._root.slots} - {model} if self._root is not None else ()
-        self._hooks: list[RemovableHandle] = [
-            layer.register_forward_pre_hook(self._before_layer) for layer in layers
-        ]
-        # ``fully_shard`` has gathered the unit when these are called.
-        self._hooks.append(model.register_forward_pre_hook(lambda *_: self.match_frozen()))
+        # ``fully_shard`` has gathered the unit when that of the model is called.
+        callers = {model, *(slot.module for slot in self._root.slots)} if self._root is not None else ()
+        self._hooks: list[RemovableHandle] = [one.register_forward_pre_hook(self.gather) for one in callers]
 
-    def gather(self) -> None:
-        """Gather the unit if it is sharded."""
-        if self._root is not None and not self._root.is_gathered:
-            self._model.unshard()
-
-    def match_frozen(self) -> None:
-        """See `Unit.match_frozen`."""
+    def gather(self, *_: Any) -> None:
+        """Gather the unit if it is sharded. See `Unit.match_frozen`."""
         if self._root is not None:
+            if not self._root.is_gathered:
+                self._model.unshard()
             self._root.match_frozen()
 
     def shard(self) -> None:
@@ -300,7 +224,3 @@ class RootUnit:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    def _before_layer(self, *_: Any) -> None:
-        self.gather()
-        self.match_frozen()

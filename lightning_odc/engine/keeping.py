@@ -98,11 +98,6 @@ class CudaMemory:
         self._device = device
         self._ranks = ranks  # more than one on a device in tests only
 
-    def begin(self) -> int:
-        """Count `peak` from here on; returns what is held now."""
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return self.used()
-
     def usable(self) -> int:
         free, _ = torch.cuda.mem_get_info(self._device)
         return free // self._ranks + torch.cuda.memory_reserved(self._device)
@@ -126,7 +121,6 @@ class _Kept:
     sum: UnitSum | None  # ``None`` in lockstep, where every addition is a barrier
     size: int  # bytes of the whole unit on one rank, in the compute dtype
     frozen_size: int  # bytes of its frozen parameters
-    is_plain: bool  # it does not go over to a smaller mesh after its forward pass
     reshards: bool = True  # whether ``fully_shard`` frees it then, if it is not kept
     visits: int = 0  # gathers in a minibatch in which it was not kept
     moved: int = 0  # bytes of its gradients in a minibatch, the most so far
@@ -149,6 +143,13 @@ class _Kept:
             self.reshards = bool(_compat.reshards_after_forward(module))
         module.set_reshard_after_forward(not gathered and self.reshards, recurse=False)
         module.set_reshard_after_backward(not gathered, recurse=False)
+
+    def drop(self) -> None:
+        """Keep nothing of it any longer."""
+        self.comm.drop()
+        self.keep(False)
+        if self.sum is not None:
+            self.sum.release()
 
 
 class Keeping:
@@ -179,8 +180,7 @@ class Keeping:
             width = unit.spec().shard_dtype.itemsize * unit.owners
             trained = sum(end - start for start, end in unit.trained)
             size, frozen_size = unit.shard_numel * width, (unit.shard_numel - trained) * width
-            is_plain = _compat.reshards_after_forward(unit.modules[0]) is not None
-            kept = _Kept(unit, comm, total, size, frozen_size, is_plain)
+            kept = _Kept(unit, comm, total, size, frozen_size)
             self._kept.append(kept)
             for module in unit.modules:
                 before: Any = partial(self._before, kept)
@@ -212,8 +212,7 @@ class Keeping:
             # A kept unit is gathered once per minibatch, which says nothing of its visits.
             if count and not kept.gathered:
                 kept.visits = count
-            if kept.is_plain:
-                wanted.append((_worth(kept.visits, kept.size), kept.size, kept, False))
+            wanted.append((_worth(kept.visits, kept.size), kept.size, kept, False))
             if kept.sum is not None:
                 kept.moved, kept.sum.moved = max(kept.moved, kept.sum.moved), 0
                 kept.will_sum = False
@@ -243,8 +242,7 @@ class Keeping:
                 kept.sum.waits = kept.will_sum
                 self.bytes += kept.sum.size * kept.will_sum
         for kept in sorted(self._kept, key=lambda kept: kept.frozen_size):
-            fits = self.bytes + kept.size <= room
-            kept.comm.keeps_buffer = kept.frozen_size > 0 and fits and kept.is_plain
+            kept.comm.keeps_buffer = kept.frozen_size > 0 and self.bytes + kept.size <= room
             self.bytes += kept.size * kept.comm.keeps_buffer
             if not kept.comm.keeps_buffer:
                 kept.comm.drop()
@@ -261,12 +259,8 @@ class Keeping:
             if short <= 0:
                 break
             short, self.bytes = short - kept.held, self.bytes - kept.held
-            kept.comm.drop()
-            if kept.sum is not None:
-                kept.sum.release()
-            if kept.gathered:
-                kept.keep(False)
-                freed.append(kept.unit)
+            freed += [kept.unit] * kept.gathered
+            kept.drop()
         return freed
 
     @contextmanager
@@ -301,7 +295,7 @@ class Keeping:
             room = self._budget - self.bytes
         for kept in sorted(self._kept, key=lambda kept: kept.size):
             # ``fully_shard`` does not free the root unit between forward passes.
-            if kept.is_plain and not (kept.gathered or kept.unit.name == ROOT) and kept.size <= room:
+            if not (kept.gathered or kept.unit.name == ROOT) and kept.size <= room:
                 room, self.bytes = room - kept.size, self.bytes + kept.size
                 self._in_context.append((kept, kept.unit.is_gathered))
                 kept.keep(True)
@@ -330,10 +324,7 @@ class Keeping:
     def give_back(self) -> None:
         """Keep nothing from now on in this version: memory has run out."""
         for kept in self._kept:
-            kept.comm.drop()
-            kept.keep(False)
-            if kept.sum is not None:
-                kept.sum.release()
+            kept.drop()
         self._in_context, self.bytes = [], 0
 
     def _room(self) -> int:

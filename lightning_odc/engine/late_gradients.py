@@ -106,10 +106,19 @@ def _incomplete(name: str) -> ODCError:
 
 
 class Placeholders:
-    """The placeholders of this rank's shards: *laid* after a backward pass, *lifted* when the engine settles."""
+    """The placeholders of this rank's shards: *laid* after a backward pass, *lifted* when the engine settles.
 
-    def __init__(self) -> None:
+    What the user emptied is dropped, see Note [Who drops a gradient].
+    """
+
+    def __init__(self, units: Sequence[Unit], sums: Sequence[UnitSum], protocol: Protocol) -> None:
+        self._units = units
+        self._sums = sums
+        self._protocol = protocol
+        self._slots = [slot for unit in units for slot in unit.slots]
         self._laid: dict[ParamSlot, Placeholder] = {}
+        self._own: set[ParamSlot] = set()  # what this rank comes to a meeting for, to drop it
+        protocol.drop_together = self._drop_together
 
     def lay(self, slots: Iterable[ParamSlot]) -> None:
         """Turn the zeros that a backward pass left into placeholders."""
@@ -122,11 +131,6 @@ class Placeholders:
                 grad.parameter_name = slot.name
             grad.zeroed = False
             self._laid[slot] = grad
-
-    @property
-    def laid(self) -> set[ParamSlot]:
-        """The parameters that have a placeholder, emptied or not."""
-        return set(self._laid)
 
     def forget(self) -> None:
         """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a minibatch."""
@@ -161,6 +165,44 @@ class Placeholders:
                     "Several backward passes in one optimizer step must go through Lightning: write "
                     "`self.manual_backward(loss)` instead of `loss.backward()`."
                 )
+
+    def drop_emptied(self) -> None:
+        """Drop what the user emptied on this rank, if anything."""
+        if emptied := self.emptied():
+            self.drop(emptied)
+
+    def drop_emptied_anywhere(self) -> None:
+        """Drop what the user emptied on any rank. All ranks together."""
+        emptied = self.emptied()
+        if any(self._protocol.meet("begin another Minibatch of a step", bool(emptied))):
+            self.drop(emptied)
+
+    def drop(self, slots: set[ParamSlot]) -> None:
+        """Empty own accumulators of some parameters, after all ranks have added to them and before one adds again."""
+        self._own = slots
+        self._protocol.meet(DISCARD, flags_to_hex([slot in slots for slot in self._slots]))
+
+    def _drop_together(self, named: Sequence[str], came_for: str) -> None:
+        """All ranks have met, some of them to drop gradients."""
+        laid = self._laid.keys()
+        theirs = set(compress(self._slots, any_flags(named, len(self._slots))))
+        own = self._own | self.emptied()
+        left = [slot.name for slot in self._slots if slot in theirs & laid - own]
+        if left and came_for != DISCARD:
+            raise DisagreementError(
+                f"Other ranks emptied the gradient of {left[0]!r} between two backward passes, and this rank did not. "
+                "Where ranks may have no microbatch before that, drop gradients on all ranks in this way:\n"
+                f"{_TOGETHER}"
+            )
+        dropped = own | theirs - laid
+        for unit in self._units:
+            for slot in dropped.intersection(unit.trainable):
+                self._protocol.windows[unit.index].clear(slot.grad_offset, slot.padded_numel)
+                self._sums[unit.index].clear(slot.grad_offset, slot.padded_numel)
+                unit.used.discard(slot)
+        self.lift()
+        self._own = set()
+        self._protocol.meet("gradients are discarded")
 
 
 class LateHooks:
@@ -215,60 +257,6 @@ class DeferredHook:
     def __call__(self, shard: Tensor) -> None:
         if not self._hooks.holding:
             self.hook(shard)
-
-
-class Dropping:
-    """Drops gradients of one rank; see Note [Who drops a gradient]."""
-
-    def __init__(
-        self, placeholders: Placeholders, units: list[Unit], sums: list[UnitSum], protocol: Protocol
-    ) -> None:
-        self._placeholders = placeholders
-        self._units = units
-        self._sums = sums
-        self._protocol = protocol
-        self._slots = [slot for unit in units for slot in unit.slots]
-        self._own: set[ParamSlot] = set()
-        protocol.drop_together = self.together
-
-    def emptied(self) -> None:
-        """Drop what the user emptied on this rank, if anything."""
-        emptied = self._placeholders.emptied()
-        if emptied:
-            self.drop(emptied)
-
-    def emptied_anywhere(self) -> None:
-        """Drop what the user emptied on any rank. All ranks together."""
-        emptied = self._placeholders.emptied()
-        if any(self._protocol.meet("begin another Minibatch of a step", bool(emptied))):
-            self.drop(emptied)
-
-    def drop(self, slots: set[ParamSlot]) -> None:
-        """Empty own accumulators of some parameters, after all ranks have added to them and before one adds again."""
-        self._own = slots
-        self._protocol.meet(DISCARD, flags_to_hex([slot in slots for slot in self._slots]))
-
-    def together(self, named: Sequence[str], came_for: str) -> None:
-        """All ranks have met, some of them to drop gradients."""
-        laid = self._placeholders.laid
-        theirs = set(compress(self._slots, any_flags(named, len(self._slots))))
-        own = self._own | self._placeholders.emptied()
-        left = [slot.name for slot in self._slots if slot in theirs & laid - own]
-        if left and came_for != DISCARD:
-            raise DisagreementError(
-                f"Other ranks emptied the gradient of {left[0]!r} between two backward passes, and this rank did not. "
-                "Where ranks may have no microbatch before that, drop gradients on all ranks in this way:\n"
-                f"{_TOGETHER}"
-            )
-        dropped = own | theirs - laid
-        for unit in self._units:
-            for slot in dropped.intersection(unit.trainable):
-                self._protocol.windows[unit.index].clear(slot.grad_offset, slot.padded_numel)
-                self._sums[unit.index].clear(slot.grad_offset, slot.padded_numel)
-                unit.used.discard(slot)
-        self._placeholders.lift()
-        self._own = set()
-        self._protocol.meet("gradients are discarded")
 
 
 def scalars_of(module: nn.Module) -> list[nn.Parameter]:

@@ -14,7 +14,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
@@ -34,20 +33,18 @@ from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
     RootUnit,
-    StockGather,
-    StockReduceScatter,
     forget_pass,
     probe,
     reset_units,
     set_comms,
 )
 from lightning_odc.engine.keeping import HostMemory, Keeping, generating
-from lightning_odc.engine.late_gradients import Dropping, LateHooks, Placeholders, Scalars
+from lightning_odc.engine.late_gradients import LateHooks, Placeholders, Scalars
 from lightning_odc.engine.mates import Mates
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.tracing import Tracer
-from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
+from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.unit_window import Traffic, UnitSum, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
 from lightning_odc.engine.waiting import HangReport
@@ -56,6 +53,13 @@ from lightning_odc.errors import ODCError, StaleShardError
 
 class OnDemandEngine(Engine):
     """Reads parameter shards from peers when a unit needs them, adds gradients into the owners' accumulators."""
+
+    protocol_class: type[Protocol] = Protocol
+    # From `attach` on:
+    _root: RootUnit
+    _additions: Additions
+    _placeholders: Placeholders
+    _staleness: StalenessGuard
 
     def __init__(
         self,
@@ -71,32 +75,29 @@ class OnDemandEngine(Engine):
         mates: Mates | None = None,  # with tensor parallelism
     ) -> None:
         super().__init__()
-        self._keeping = Keeping(0, HostMemory(1)) if keeping is None else keeping
-        self._hang_report = hang_report
+        self.keeping = Keeping(0, HostMemory(1)) if keeping is None else keeping
+        self._protocol_options: dict[str, Any] = {
+            "timeout": timeout,
+            "deterministic": deterministic,
+            "lockstep": lockstep,
+            "hang_report": hang_report,
+            "signals": self.signals,
+        }
         self._mates = mates
         self._make_transport = make_transport
         self._rendezvous = rendezvous
-        self._timeout = timeout
-        self._deterministic = deterministic
         self._lockstep = lockstep
         self._accumulator_dtype = accumulator_dtype
         self._thread = threading.get_ident()  # that trains
         self._units: list[Unit] = []
-        self._placeholders = Placeholders()
-        self._root: RootUnit | None = None
-        self._additions = Additions([], list)
         self._late_hooks = LateHooks()
         self._scalars = Scalars()
-        self._staleness = StalenessGuard([], [], deferred=False)
         self._gradients = True
-        self._evaluating = False
         self._in_backward, self._counts = False, True
         self._is_last = True  # the backward pass at hand, in the optimizer step, as far as is known
         self._sums: list[UnitSum] = []
-        self._hooks: list[RemovableHandle] = []
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
-        self._dropping: Dropping  # from `attach` on
         self.stolen = 0  # microbatches of other ranks that this rank has run so far
 
     @property
@@ -104,22 +105,12 @@ class OnDemandEngine(Engine):
         assert self._protocol is not None, "the engine is not attached"
         return self._protocol
 
-    @property
-    def evaluating(self) -> bool:
-        """Ranks may have different numbers of batches now, so those in lockstep do not wait at every unit."""
-        return self._evaluating
-
-    @evaluating.setter
-    def evaluating(self, evaluating: bool) -> None:
-        self._evaluating = evaluating
+    def evaluate(self, evaluating: bool) -> None:
         self.protocol.lockstep = self._lockstep and not evaluating
 
     @property
     def world_size(self) -> int:
         return self.protocol.transport.world_size
-
-    def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
-        return Protocol(transport, units, **options)
 
     def _before_publishing(self) -> None:
         """The ranks have the same model, and no peer has read any of its shards yet."""
@@ -127,53 +118,42 @@ class OnDemandEngine(Engine):
     # -- lifecycle ----------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
-        self._gradients = gradients
-        self._attach(model, {})
-
-    def _attach(self, model: nn.Module, carried: Mapping[str, Tensor]) -> None:
-        """Attach with gradients, by parameter name, that are in the accumulators from the beginning."""
         # 1. The layout of this rank, as `fully_shard` shows it. Windows have sizes that depend on it.
-        self._model = model
+        self._model, self._gradients = model, gradients
         self._units = find_units(model)
+        self._root = RootUnit(self._units, model)
+        self._on_close.callback(self._root.release)
         for unit in self._units:
-            probe(unit, partial(self._hook, unit), carried, self._accumulator_dtype)
+            if _compat.reshards_after_forward(unit.modules[0]) is None:  # on demand, that is as ``True``
+                unit.modules[0].set_reshard_after_forward(True, recurse=False)
+            probe(unit, partial(self._hook, unit), self._accumulator_dtype)
             if unit.divided_by_fully_shard:
                 unit.set_division(False)
         # 2. What can be refused, before any rank makes a window; then equal values on all ranks.
         refuse_all_reduce_hooks(self._units)
         compare_models(self._units, self._rendezvous)
         self._scalars.attach(model, self._rendezvous)
+        self._on_close.callback(self._scalars.close)
         self._before_publishing()
         # 3. Windows. Counts are taken over before they open, so that they go on where parameters were unfrozen.
-        transport = self._make_transport()
-        protocol = self._protocol_for(
-            transport,
-            [unit.spec() for unit in self._units],
-            timeout=self._timeout,
-            deterministic=self._deterministic,
-            lockstep=self._lockstep,
-            hang_report=self._hang_report,
-            signals=self.signals,
-        )
+        specs = [unit.spec() for unit in self._units]
+        protocol = self.protocol_class(self._make_transport(), specs, **self._protocol_options)
         if self._protocol is not None:
             protocol.go_on_from(self._protocol)
         protocol.open()
         self._protocol = protocol
-        self._staleness = StalenessGuard(self._units, protocol.windows, deferred=transport.runs_ahead)
-        # 4. Sums, then shards: a peer may add as soon as it can read what is published. `fully_shard` gathers through
-        #    this engine only after that: before, there is nothing to read.
-        pairs = list(zip(self._units, protocol.windows, strict=True))
-        for unit, window in pairs:
-            unit.carry(window.by_node(window.own_accumulator), carried)
+        self._sums = [UnitSum(window) for window in protocol.windows]
+        self._placeholders = Placeholders(self._units, self._sums, protocol)
+        self._staleness = StalenessGuard(self._units, protocol)
+        # 4. Shards. `fully_shard` gathers through this engine only after that: before, there is nothing to read.
         self._publish_units()
+        pairs = list(zip(self._units, protocol.windows, strict=True))
         comms = [GatherComm(partial(self._gather, unit, window)) for unit, window in pairs]
         for (unit, window), comm in zip(pairs, comms, strict=True):
             set_comms(unit.modules, comm, AccumulateComm(partial(self._accumulate, unit, window)))
         # 5. What looks at passes of the model, with hooks on it: last, so that they find everything in its place.
-        self._sums = [UnitSum(window) for window in protocol.windows]
-        self._dropping = Dropping(self._placeholders, self._units, self._sums, protocol)
-        self._keeping.attach(self._units, comms, [] if self._lockstep else self._sums)
-        self._root = RootUnit(self._units, model)
+        self.keeping.attach(self._units, comms, [] if self._lockstep else self._sums)
+        self._on_close.callback(self.keeping.release)
         groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
         self._additions = Additions([unit.name for unit in self._units], partial(self._ran, groups))
         if not self._lockstep:
@@ -181,13 +161,6 @@ class OnDemandEngine(Engine):
 
     def close(self) -> None:
         self._on_close.close()
-        self._keeping.release()
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
-        if self._root is not None:
-            self._root.release()
-        self._scalars.close()
         if self._model is not None:
             reset_units(self._model, self._failed)
         if any(unit.is_gathered for unit in self._units):
@@ -197,14 +170,13 @@ class OnDemandEngine(Engine):
             )
         for unit in self._units:
             self._late_hooks.release(slot.home for slot in unit.slots)
-            set_comms(unit.modules, StockGather(), StockReduceScatter())
+            set_comms(unit.modules)
             if unit.divided_by_fully_shard:
                 unit.set_division(True)
         self._units = []
         self._sums.clear()  # in place, for they hold views of the windows
-        self._staleness = StalenessGuard([], [], deferred=False)
-        self._placeholders.lift()
         if self._protocol is not None:
+            self._placeholders.lift()
             self._protocol.close()
 
     def _hook(self, unit: Unit, slot: ParamSlot) -> None:
@@ -213,9 +185,10 @@ class OnDemandEngine(Engine):
             return
         slot.hooked = True
         note: Any = partial(unit.fresh.__setitem__, slot)  # in C, since it is called for every gradient
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(note))
+        self._on_close.callback(parameter.register_post_accumulate_grad_hook(note).remove)
         # Autograd calls this one only for losses of the shard itself: `fully_shard` sets its gradient by hand.
-        self._hooks.append(slot.home.register_hook(partial(self._check_undivided, slot.name)))
+        refuse = partial(self._check_undivided, slot.name)
+        self._on_close.callback(slot.home.register_hook(refuse).remove)
 
     def _check_undivided(self, name: str, _: Tensor) -> None:
         """Refuse gradients that do not go through the accumulators where those have weights: see Note [Who divides]."""
@@ -234,15 +207,8 @@ class OnDemandEngine(Engine):
         # ``fully_shard`` gives gathered parameters the ``requires_grad`` of their shards.
         for slot in unit.slots:
             slot.trains = slot.home.requires_grad
-        if own.numel() != unit.shard_numel:
-            # The ranks of a smaller mesh kept it since its forward pass: ``reshard_after_forward=2``.
-            shards = output.new_empty(window.owners, unit.shard_numel)
-            shards[window.own].copy_(window.own_shard)
-            window.gather(shards.view(-1))
-            unit.regroup(shards, own.numel() // unit.shard_numel, output)
-            return
         self._staleness.before_gather(unit, own)
-        window.gather(output, comm.gathered_in, unit.trained)
+        window.gather(output, comm.gathered_in)
         comm.gathered_in = self.protocol.version if comm.keeps_buffer else 0
 
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
@@ -266,24 +232,24 @@ class OnDemandEngine(Engine):
 
     # -- what the strategy calls --------------------------------------------------------------------------
 
-    def _begin_batch(self, kind: str) -> None:
-        self.drop_emptied()
+    def begin_batch(self, **options: bool) -> None:
+        super().begin_batch(**options)
         if any(not slot.hooked and slot.current.requires_grad for unit in self._units for slot in unit.slots):
             self._reattach()
 
     def discard(self) -> None:
         self._additions.end_backward()
-        self._dropping.drop({slot for unit in self._units for slot in unit.trainable})
+        self._placeholders.drop({slot for unit in self._units for slot in unit.trainable})
         self._scalars.clear()
         self._take_ledger()
 
     def drop_emptied(self) -> None:
-        self._dropping.emptied()
+        self._placeholders.drop_emptied()
         self._scalars.drop_emptied()
 
     def drop_emptied_anywhere(self) -> None:
         if self._batches:  # of this step
-            self._dropping.emptied_anywhere()
+            self._placeholders.drop_emptied_anywhere()
             self._scalars.drop_emptied()
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
@@ -312,7 +278,6 @@ class OnDemandEngine(Engine):
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
-        assert self._root is not None
         if manual:
             self.drop_emptied()
             self._root.gather()
@@ -320,7 +285,7 @@ class OnDemandEngine(Engine):
             self._placeholders.forget()
         for unit in self._units:
             unit.match_frozen()
-            if not self._keeping.is_kept(unit):  # fully_shard frees it at the end of it
+            if not self.keeping.is_kept(unit):  # fully_shard frees it at the end of it
                 self._staleness.before_reshard(unit)
         self._relieve()
         self._additions.begin_backward()
@@ -337,7 +302,7 @@ class OnDemandEngine(Engine):
         for unit in self._units:
             self._placeholders.lay(unit.used)
         if not more:  # users may look at parameters now, and find shards
-            self._free(unit for unit in self._units if self._keeping.is_kept(unit))
+            self._free(unit for unit in self._units if self.keeping.is_kept(unit))
             self._staleness.after_last_backward()
 
     def begin_forward(self) -> None:
@@ -359,7 +324,7 @@ class OnDemandEngine(Engine):
         whole += [slot.current for unit in self._units if unit.is_gathered for slot in unit.slots]
         for unit in self._units:
             unit.fresh.clear()
-        self._keeping.give_back()
+        self.keeping.give_back()
         forget_pass(self._model, whole)
         return added
 
@@ -375,7 +340,7 @@ class OnDemandEngine(Engine):
             for one in self._sums:
                 one.give()
             self.reshard()
-            self._staleness.before_settle(self.protocol.finish)
+            self._staleness.before_settle()
             self._placeholders.emptied()  # raises while all ranks can still be told
             used = flags_to_hex([slot in unit.used for unit in self._units for slot in unit.slots])
             for unit in self._units:
@@ -388,7 +353,7 @@ class OnDemandEngine(Engine):
             self._placeholders.lift()
             self._take_gradients(records, emptied)
             self.settled = True
-            self._keeping.settled()
+            self.keeping.settled()
         return records
 
     def _take_gradients(self, records: Sequence[SettleRecord], emptied: set[ParamSlot]) -> None:
@@ -427,11 +392,11 @@ class OnDemandEngine(Engine):
             self._publish_units()
             # Which units stay gathered in this version; in lockstep, where ranks meet at every read, together.
             windows = self.protocol.windows
-            chosen = self._keeping.choose([window.gathers for window in windows])
+            chosen = self.keeping.choose([window.gathers for window in windows])
             if self._lockstep:
                 by_rank = self.exchange("choose what stays gathered", chosen)
                 chosen = sorted(set(chosen).intersection(*by_rank))
-            self._keeping.keep(chosen)
+            self.keeping.keep(chosen)
             for window in windows:
                 window.gathers = 0
 
@@ -484,7 +449,7 @@ class OnDemandEngine(Engine):
         self.protocol.listen(tracer)
 
     def fail(self, message: str) -> None:
-        self._failed = True
+        super().fail(message)
         if self._protocol is not None:
             self._protocol.fail(message)
 
@@ -501,11 +466,7 @@ class OnDemandEngine(Engine):
 
     @property
     def window_bytes(self) -> int:
-        return self.protocol.window_bytes
-
-    @property
-    def kept_bytes(self) -> int:
-        return self._keeping.bytes
+        return self.protocol.spec.total_bytes
 
     # -- internals ----------------------------------------------------------------------------------------
 
@@ -525,15 +486,14 @@ class OnDemandEngine(Engine):
 
     def _relieve(self) -> None:
         if not self._lockstep:
-            self._free(self._keeping.relieve())
+            self._free(self.keeping.relieve())
 
     def reshard(self) -> None:
         self._free(self._units)
-        if self._root is not None:
-            self._root.shard()
+        self._root.shard()
 
     def gathered(self) -> AbstractContextManager[None]:
-        return super().gathered() if self.protocol.lockstep else self._keeping.gathered(self._free)
+        return super().gathered() if self.protocol.lockstep else self.keeping.gathered(self._free)
 
     def _free(self, units: Iterable[Unit]) -> None:
         for unit in units:
@@ -543,18 +503,11 @@ class OnDemandEngine(Engine):
 
     def _reattach(self) -> None:
         """Parameters were unfrozen: the accumulators need another layout. All ranks together."""
-        model, old = self._model, self.protocol
-        assert model is not None
-        for one in self._sums:
-            one.give()
-        self.exchange("unfreeze parameters", None)  # so everything that was added has landed
-        carried = {}
-        for unit, window in zip(self._units, old.windows, strict=True):
-            total = window.by_node(window.summed())
-            for slot in unit.trainable:
-                carried[slot.name] = total.narrow(1, slot.grad_offset, slot.padded_numel).clone()
-        used = {slot.name for unit in self._units for slot in unit.used}
+        assert self._model is not None
+        if any(self.exchange("unfreeze parameters", any(unit.used for unit in self._units))):
+            raise ODCError(
+                "Parameters were unfrozen between two batches of one optimizer step. Unfreeze them before the first of "
+                "its batches, on all ranks, for example in `on_train_epoch_start`."
+            )
         self.close()
-        self._attach(model, carried)
-        for unit in self._units:
-            unit.used.update(slot for slot in unit.slots if slot.name in used)
+        self.attach(self._model, gradients=self._gradients)

@@ -119,33 +119,30 @@ class Peers:
 
     def fail(self, message: bytes) -> None:
         """This rank has failed; ``message`` says why and fits its mailbox."""
-        if self._is_open:
+        if self._takes_part:
             self._transport.post(FAILURE_BOX, message)
-            self._set_state(State.FAILED)
+            self._transport.store(Word.STATE, State.FAILED)
 
     def leave(self) -> None:
         """This rank is done, unless it had failed."""
-        if self._is_open:
-            self._set_state(State.LEFT)
+        if self._takes_part:
+            self._transport.store(Word.STATE, State.LEFT)
 
     @property
-    def _is_open(self) -> bool:
-        """Whether the window is open, so that words can be written and read."""
+    def _takes_part(self) -> bool:
         try:
-            self._state(self._transport.rank)
-        except LookupError:
+            return self._state(self._transport.rank) == State.RUNNING
+        except LookupError:  # the window is not open
             return False
-        return True
-
-    def _set_state(self, state: State) -> None:
-        if self._state(self._transport.rank) == State.RUNNING:
-            self._transport.store(Word.STATE, state)
 
     # -- the others ---------------------------------------------------------------------------------------
 
     def failures(self) -> dict[int, str]:
         """Messages of the peers that have failed so far. Once this rank has closed its windows, there are none."""
-        failed = [peer for peer in self._others if self._is_open and self._state(peer) == State.FAILED]
+        try:
+            failed = [peer for peer in self._others if self._state(peer) == State.FAILED]
+        except LookupError:
+            return {}
         return {peer: self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace") for peer in failed}
 
     def check(self) -> None:
@@ -190,13 +187,11 @@ class Peers:
         dead = [peer for peer in ended if self._state(peer) != State.LEFT and peer not in failures]
         if dead and not first:
             names = ", ".join(self._transport.describe(peer) for peer in dead)
-            endings = [self._transport.how_ended(peer) for peer in dead]
-            parts = [f"{names} ended without a word (killed, out of memory, or crashed)."]
-            if any(endings):
-                parts.append(f"How it ended: {', '.join(ending or 'unknown' for ending in endings)}.")
-            if not all(endings) or "SIGKILL" in endings:
-                parts.append(self._kills.verdict())  # see Note [Whom the kernel ended]
-            return f"{' '.join(filter(None, parts))}\n{self.report()}"
+            endings = [self._transport.how_ended(peer) or "unknown" for peer in dead]
+            how = f"(killed, out of memory, or crashed). How it ended: {', '.join(endings)}."
+            # See Note [Whom the kernel ended].
+            verdict = self._kills.verdict() if {"SIGKILL", "unknown"} & {*endings} else ""
+            return f"{names} ended without a word {how} {verdict}".rstrip() + f"\n{self.report()}"
         for peer in [*first, *failures]:
             failed, own = self._job_ranks(peer)
             return f"Rank {failed} failed, so rank {own} stops too. Its error was:\n{failures[peer]}"

@@ -44,7 +44,6 @@ on the stream that is current at the next announcement or meeting.
 from __future__ import annotations
 
 import json
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -64,12 +63,6 @@ _LENGTH_BYTES = 8
 _FIRST_VERSION = 1
 #: What ranks come to a meeting for that drop gradients.
 DISCARD = "discard gradients"
-_OPENING = (
-    "opens its window and maps those of its peers, which all ranks do together. Look at the other ranks' reports for "
-    "one that is elsewhere. On GPUs, torch's symmetric memory counts its rendezvous per process: anything else in the "
-    "process that uses it before, on some ranks only, makes the ranks wait for each other until the process group's "
-    "timeout."
-)
 
 
 class Protocol(RankState):
@@ -110,7 +103,7 @@ class Protocol(RankState):
                 f"{transport.world_size} times the memory for accumulators: {why_staged}.",
                 stacklevel=2,
             )
-        self._spec = WindowSpec(
+        self.spec = WindowSpec(
             units=tuple(  # the shards and the sums of the whole column, one after the other
                 replace(unit, shard_numel=nodes * unit.shard_numel, grad_numel=nodes * unit.grad_numel)
                 for unit in self._units
@@ -125,34 +118,20 @@ class Protocol(RankState):
     def _job_rank(self) -> int:
         return self.transport.job_rank(self.transport.rank)
 
-    @property
-    def window_bytes(self) -> int:
-        """Size of this rank's window."""
-        return self._spec.total_bytes
-
     def listen(self, tracer: Tracer | None) -> None:
         """Trace what this rank does; ``None`` ends that."""
         self.tracer = self.waiter.tracer = tracer
 
     def open(self) -> None:
         """Make and attach the windows; all ranks together."""
-        report, begin = self._hang_report, time.monotonic()
-        if report is not None:
-            # There are no control words yet to compare, so a rank counts the time that it takes itself.
-            where = f"  This is rank {self._job_rank}{report.place()}; it {_OPENING}"
-            report.start(lambda: time.monotonic() - begin, lambda: where)
-        try:
-            self.transport.open(self._spec)
-        finally:
-            if report is not None:
-                report.stop()
+        self.transport.open(self.spec)
         self.peers.begin(Activity.COMPUTE)
         self.windows = [
-            UnitWindow(self, index, spec, self._spec.sources, Word.COUNT + len(self._units) + index)
+            UnitWindow(self, index, spec, self.spec.sources, Word.COUNT + len(self._units) + index)
             for index, spec in enumerate(self._units)
         ]
-        if report is not None:
-            report.start(self.peers.longest_wait, self._describe)
+        if self._hang_report is not None:
+            self._hang_report.start(self.peers.longest_wait, self._describe)
 
     def close(self) -> None:
         """Leave for good. Peers that still wait for this rank get an error."""

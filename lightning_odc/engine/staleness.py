@@ -19,7 +19,7 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.unit_window import UnitWindow
+from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.units import Unit
 from lightning_odc.errors import StaleShardError
 
@@ -30,10 +30,11 @@ _WIDEST = max(_INTEGERS)
 class StalenessGuard:
     """Compares contents of one model's parameters, bit for bit."""
 
-    def __init__(self, units: Sequence[Unit], windows: Sequence[UnitWindow], deferred: bool) -> None:
+    def __init__(self, units: Sequence[Unit], protocol: Protocol) -> None:
         self._units = units
-        self._windows = windows  # what this rank published, by unit
-        self._deferred = deferred  # the host runs ahead: answers stay on the device until `before_settle`
+        self._protocol = protocol
+        # The host runs ahead: answers stay on the device until `before_settle`.
+        self._deferred = protocol.transport.runs_ahead
         self._compared: set[int] = set()  # units, since they were published last
         self._differ: dict[Hashable, Tensor] = {}
         self._errors: dict[Hashable, Callable[[], Exception]] = {}
@@ -61,7 +62,7 @@ class StalenessGuard:
             for name, part, shard in unit.gathered():
                 self._expect_same(part, shard, name, partial(_lost, name))
 
-    def before_settle(self, wait_for_device: Callable[[], None]) -> None:
+    def before_settle(self) -> None:
         """Compare what was not compared in this version, and look at all answers."""
         for unit in self._units:
             if unit.index not in self._compared:
@@ -69,7 +70,7 @@ class StalenessGuard:
         differ, errors = list(self._differ.values()), list(self._errors.values())
         self._differ, self._errors = {}, {}
         answers = torch.stack(differ).to("cpu", non_blocking=True) if differ else torch.empty(0)
-        wait_for_device()
+        self._protocol.finish()
         for error in compress(errors, answers.tolist()):
             raise error()
 
@@ -79,26 +80,28 @@ class StalenessGuard:
         found = {}
         for unit in self._units:
             if len(unit.trainable) < len(unit.slots):
-                parts = unit.parts(self._windows[unit.index].own_shard)
+                parts = unit.parts(self._published(unit))
                 differ = [_differ(there, now.to(there)) for slot, there, now in parts if slot.grad_offset < 0]
                 found[unit.index] = torch.stack(differ).any()
         answers = torch.stack(list(found.values())).tolist() if found else []  # waits for the device
         return {index for index, is_different in zip(found, answers, strict=True) if is_different}
 
+    def _published(self, unit: Unit) -> Tensor:
+        return self._protocol.windows[unit.index].own_shard
+
     def _shard_now(self, unit: Unit) -> Tensor:
         """What this rank would publish if it did so now."""
         # A copy of one unit: to compare parameter by parameter without one takes as long, on every device.
-        own = torch.zeros_like(self._windows[unit.index].own_shard)
+        own = torch.zeros_like(self._published(unit))
         unit.write_shard(own)
         return own
 
     def _compare_shard(self, unit: Unit, own: Tensor) -> None:
-        published = self._windows[unit.index].own_shard
-        self._expect_same(published, own, unit.index, partial(self._changed, unit))
+        self._expect_same(self._published(unit), own, unit.index, partial(self._changed, unit))
         self._compared.add(unit.index)
 
     def _changed(self, unit: Unit) -> StaleShardError:
-        parts = unit.parts(self._windows[unit.index].own_shard)
+        parts = unit.parts(self._published(unit))
         name = next((slot.name for slot, there, now in parts if not _same_bits(there, now.to(there))), None)
         return StaleShardError(
             f"Parameter {name!r} changed after it was published, so peers would compute with its old value. Change "

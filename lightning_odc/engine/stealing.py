@@ -91,8 +91,7 @@ class WorkQueues:
 
     def report_rate(self, seconds_per_cost: float) -> None:
         """Tell the peers how fast this rank works, so that they know whether stealing pays."""
-        bits = int.from_bytes(struct.pack("<d", seconds_per_cost), "little", signed=True)
-        self._transport.store(Word.RATE, bits)
+        self._transport.store(Word.RATE, *struct.unpack("<q", struct.pack("<d", seconds_per_cost)))
 
     def claims(self) -> Iterator[tuple[int, int]]:
         """Rank and number of all that this rank is to run: its own, then what it steals."""
@@ -118,9 +117,8 @@ class WorkQueues:
 
     def _rate(self, rank: int) -> float:
         """Measured seconds per cost; ranks that have measured nothing yet count as average."""
-        words = (self._transport.load(peer, Word.RATE) for peer in range(len(self._costs)))
-        as_bytes = (word.to_bytes(8, "little", signed=True) for word in words)
-        rates: list[float] = [struct.unpack("<d", rate)[0] for rate in as_bytes]
+        words = [self._transport.load(peer, Word.RATE) for peer in range(len(self._costs))]
+        rates: list[float] = [struct.unpack("<d", struct.pack("<q", word))[0] for word in words]
         known = [rate for rate in rates if rate > 0]
         return rates[rank] or (sum(known) / len(known) if known else 1.0)
 

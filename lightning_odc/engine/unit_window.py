@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_odc.engine.peers import Activity, Peers, Word
 from lightning_odc.engine.tracing import Traced
-from lightning_odc.engine.transports.base import Lock, Segment, Transport, UnitSpec, joined
+from lightning_odc.engine.transports.base import Lock, Segment, Transport, UnitSpec, packed
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import DisagreementError, StaleShardError
 
@@ -106,7 +106,7 @@ class _Accumulator(NamedTuple):
     """Where this rank adds gradients to one window."""
 
     owner: int
-    totals: list[Tensor]  # view of the window for each rank of the column that will take the sum
+    totals: Sequence[Tensor]  # view of the window for each rank of the column that will take the sum
     lock: Lock | None  # ``None`` if no other rank adds to this place, or additions are atomic
 
 
@@ -131,7 +131,7 @@ class UnitWindow:
         self._word = Word.COUNT + index
         self._is_small = not transport.runs_ahead and self.owners * spec.shard_bytes <= _SMALL
         by_window = [
-            self._by_node(transport.shard(owner, index), spec.shard_numel)
+            transport.shard(owner, index).view(state.nodes, spec.shard_numel).unbind()
             for owner in range(self._world_size)
         ]
         # what this rank's window holds, shape ``[nodes, shard_numel]``
@@ -152,17 +152,13 @@ class UnitWindow:
         self._accumulators = [
             _Accumulator(
                 owner,
-                self._by_node(transport.accumulator(owner, index, source), spec.grad_numel),
+                self.by_node(transport.accumulator(owner, index, source)).unbind(),
                 transport.lock(owner, index) if locked else None,
             )
             for owner in own_first
         ]
         self._sums = [transport.accumulator(rank, index, source) for source in range(sources)]
         self.own_accumulator = self._sums[source]  # where this rank adds what its own window takes
-
-    def _by_node(self, whole: Tensor, numel: int) -> list[Tensor]:
-        """The part of each rank of the column in a shard or an accumulator of one window."""
-        return [whole.narrow(0, node * numel, numel) for node in range(self._state.nodes)]
 
     def publish(self, edited: bool = True) -> None:
         """Make `own_shard` readable as the current version. ``edited``: more than what is trained may have changed."""
@@ -175,11 +171,12 @@ class UnitWindow:
             self._transport.store(self._edited_word, version)
         self._transport.announce(self._word, version)
 
-    def gather(self, out: Tensor, since: int = 0, trained: Sequence[tuple[int, int]] = ()) -> None:
+    def gather(self, out: Tensor, since: int = 0) -> None:
         """Copy the current shards of all other ranks into ``out``, ``[owners * shard_numel]`` with the own one."""
-        # If ``out`` has all of version ``since`` already, only the ``trained`` parts of a shard (begin, end) are read,
-        # which every optimizer step changes, unless its owner has edited more since then.
+        # If ``out`` has all of version ``since`` already, only what is trained is read, unless an owner has edited more
+        # since then.
         state, read, numel = self._state, self._transport.read, self.spec.shard_numel
+        trained = self.spec.trained
         self.check_not_ended()
         self.gathers += 1
         at_once, spared = self._is_small and not since, 0  # elements that need not be read
@@ -239,7 +236,7 @@ class UnitWindow:
         return total
 
     def by_node(self, accumulator: Tensor) -> Tensor:
-        """An accumulator of this rank's window, or `summed`, as ``[nodes, grad_numel]``."""
+        """An accumulator of a window, or `summed`, as ``[nodes, grad_numel]``."""
         return accumulator.view(self._state.nodes, self.spec.grad_numel)
 
     def clear(self, start: int = 0, numel: int | None = None) -> None:
@@ -392,14 +389,10 @@ class UnitSum:
         if self._parts and self._total is not None:
             if self._written is not None:
                 torch.cuda.current_stream(self._total.device).wait_event(self._written)
-            parts, self._parts = joined(self._parts), set()
-            rows = self._total
-            if parts != [(0, rows.shape[1])]:
-                rows = torch.cat([rows[:, begin:end] for begin, end in parts], 1)
-            segments, source = [], 0
-            for begin, end in parts:
-                segments.append(Segment(begin, source, end - begin))
-                source += end - begin
+            segments, rows = packed(self._parts), self._total
+            self._parts = set()
+            if sum(part.numel for part in segments) < rows.shape[1]:
+                rows = torch.cat([rows.narrow(1, part.target, part.numel) for part in segments], 1)
             self._window.accumulate(rows.view(-1), segments)
 
     def clear(self, start: int, numel: int) -> None:

@@ -25,7 +25,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import _compat
-from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec, joined
+from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec, joined, packed
 from lightning_odc.errors import DisagreementError
 
 #: The name of the root unit, since the root module has none.
@@ -53,7 +53,6 @@ class ParamSlot:
     compute_dtype: torch.dtype  # dtype in which it is published
     shard_offset: int = 0  # where it starts in the published shard, in elements of ``compute_dtype``
     grad_offset: int = -1  # where it starts in the accumulator, in elements; -1 if it has no place there
-    has_gradient: bool = False  # it gets a place in the accumulator
     hooked: bool = False  # a hook notes when it receives a gradient
     trains: bool = False  # when that was last the same for the shard and the gathered parameter
     held: dict[str, nn.Parameter] = field(init=False, repr=False)  # what the module holds now, by attribute
@@ -87,7 +86,7 @@ class ParamSlot:
         return _compat.local_of(self.sharded)
 
     def at_rest(self) -> Tensor:
-        """The same of what optimizers hold, also while the parameter is gathered, or kept by a smaller mesh."""
+        """The same of what optimizers hold, also while the parameter is gathered."""
         # If the parameter was replaced, `home` is the new one from here on.
         current: Any = self.current
         is_new = current is not self.home and isinstance(current, DTensor)
@@ -132,21 +131,19 @@ class Unit:
     _sizes: list[int] = field(default_factory=list)
 
     def lay_out(self, accumulator_dtype: torch.dtype | None) -> None:
-        """Give every parameter its place, after its compute dtype is known; in the accumulator if it has gradients."""
+        """Give every parameter its place, after its compute dtype is known; also in the accumulator if it is hooked."""
         self.as_bytes = len({slot.compute_dtype for slot in self.slots}) > 1
-        shard_offset = grad_offset = 0
+        self.trainable = [slot for slot in self.slots if slot.hooked]
+        grad_offset = 0
         for slot in self.slots:
-            width = slot.compute_dtype.itemsize if self.as_bytes else 1
-            slot.shard_offset, shard_offset = shard_offset, shard_offset + slot.padded_numel * width
-            if slot.has_gradient:
+            size = slot.padded_numel * (slot.compute_dtype.itemsize if self.as_bytes else 1)
+            slot.shard_offset, self.shard_numel = self.shard_numel, self.shard_numel + size
+            self._sizes.append(size)
+            if slot.hooked:
                 slot.grad_offset, grad_offset = grad_offset, grad_offset + slot.padded_numel
-            else:
-                slot.grad_offset = -1
-        self.trainable = [slot for slot in self.slots if slot.grad_offset >= 0]
-        self._whole = _joined(self.trainable)
-        self.shard_numel = shard_offset
-        self._sizes = [end - start for _, start, end in self.places()]
-        self.trained = joined((start, end) for slot, start, end in self.places() if slot.grad_offset >= 0)
+                self.trained.append((slot.shard_offset, self.shard_numel))
+        self.trained = joined(self.trained)
+        self._whole = _segments_of(self.trainable)
         own = self.trainable[0].sharded.dtype if self.trainable else torch.float32
         summed_in = torch.promote_types(own, accumulator_dtype or torch.float32)
         self.grad_dtype = summed_in if accumulator_dtype is None or own.is_complex else accumulator_dtype
@@ -159,6 +156,7 @@ class Unit:
             shard_dtype=torch.uint8 if self.as_bytes else self.slots[0].compute_dtype,
             grad_numel=sum(slot.padded_numel for slot in self.trainable),
             grad_dtype=self.grad_dtype,
+            trained=tuple(self.trained),
         )
 
     @torch.no_grad()
@@ -180,20 +178,6 @@ class Unit:
                 value = value.to(slot.compute_dtype).view(torch.uint8)
             numel = value.numel()
             yield slot, place if place.numel() == numel else place[:numel], value
-
-    def regroup(self, shards: Tensor, neighbours: int, target: Tensor) -> None:
-        """Fill the all-gather buffer (1-D) of a smaller mesh from ``shards``: ``[world_size, shard_numel]``."""
-        # 4 ranks, 2 neighbours, parameters w and b, of which rank r has wr and br. The rows of ``shards`` are
-        # ``w0 b0``, ``w1 b1``, ``w2 b2``, ``w3 b3``; those of ``target`` are ``w0 w1 b0 b1`` and ``w2 w3 b2 b3``.
-        rows = target.view(-1, neighbours * self.shard_numel)
-        for _, start, end in self.places():
-            rows[:, neighbours * start : neighbours * end] = shards[:, start:end].reshape(len(rows), -1)
-
-    def places(self) -> Iterator[tuple[ParamSlot, int, int]]:
-        """Its parameters, and where each begins and ends in the published shard, padding included."""
-        ends = [*(slot.shard_offset for slot in self.slots[1:]), self.shard_numel]
-        for slot, end in zip(self.slots, ends, strict=True):
-            yield slot, slot.shard_offset, end
 
     @property
     def is_gathered(self) -> bool:
@@ -247,19 +231,13 @@ class Unit:
         home = self.slots[0].home
         return home.device_mesh.size(_placement_of(home)[0])
 
-    def carry(self, accumulator: Tensor, gradients: Mapping[str, Tensor]) -> None:
-        """Put gradients into this rank's empty accumulator, both ``[nodes, ...]``, padded."""
-        for slot in self.trainable:
-            if slot.name in gradients:
-                accumulator.narrow(1, slot.grad_offset, slot.padded_numel).copy_(gradients[slot.name])
-
     def take_fresh(self) -> list[Segment]:
         """Where the parameters with a new gradient lie in the reduce-scatter buffer and in the accumulator."""
         fresh = self.fresh
         if len(fresh) == len(self.trainable):
             segments = self._whole
         else:
-            segments = _joined([slot for slot in self.trainable if slot in fresh])
+            segments = _segments_of(slot for slot in self.trainable if slot in fresh)
         self.used.update(fresh)
         fresh.clear()
         return segments
@@ -291,18 +269,8 @@ class Unit:
         return self.slots[0].local.device.type != self.slots[0].home.device_mesh.device_type
 
 
-def _joined(fresh: list[ParamSlot]) -> list[Segment]:
-    """Join segments: parameters of 4, 2, 3 numbers, the second without gradient, give ``(0, 0, 4)``, ``(6, 4, 3)``."""
-    segments: list[Segment] = []
-    source = 0
-    for slot in fresh:
-        last = segments[-1] if segments else None
-        if last and last.target + last.numel == slot.grad_offset:
-            segments[-1] = Segment(last.target, last.source, last.numel + slot.padded_numel)
-        else:
-            segments.append(Segment(slot.grad_offset, source, slot.padded_numel))
-        source += slot.padded_numel
-    return segments
+def _segments_of(slots: Iterable[ParamSlot]) -> list[Segment]:
+    return packed((slot.grad_offset, slot.grad_offset + slot.padded_numel) for slot in slots)
 
 
 def find_units(model: nn.Module) -> list[Unit]:

@@ -8,11 +8,10 @@ releases that lock, only its peers describe it.
 
 from __future__ import annotations
 
-import os
+import faulthandler
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -54,9 +53,7 @@ class Waiter(Traced):
     def __init__(
         self,
         timeout: float,  # seconds after which a wait gives up
-        check: Callable[
-            [], None
-        ],  # called about 20 times a second in every wait; raises if a peer has failed
+        check: Callable[[], None],  # called 20 times a second in every wait; raises if a peer has failed
         report: Callable[[], str],  # where every rank is, for the message of a timeout
         hang_report: HangReport | None = None,  # receives a timeout, too
     ) -> None:
@@ -70,20 +67,15 @@ class Waiter(Traced):
     def until(
         self,
         ready: Callable[[], bool],
-        cause: Cause
-        | None,  # what the seconds are entered as; ``None`` for the own device: work, not idle time
+        cause: Cause | None,  # ``None`` for the own device: work, not idle time
         what: Callable[[], str],  # this rank waits for, for messages
         peer: int | None = None,  # the rank of the job that is waited for, for traces
-        check: Callable[[], None]
-        | None = None,  # raises if this wait can never end, such as `Peers.check_not_left`
-    ) -> float:
-        """Sleep until ``ready()``; returns the seconds waited."""
-        if ready():
-            return 0.0
-        begin = time.monotonic()
-        with self.during(cause, what, peer):
-            self._sleep_until(ready, what, check)
-        return time.monotonic() - begin
+        check: Callable[[], None] | None = None,  # raises if this wait can never end
+    ) -> None:
+        """Sleep until ``ready()``."""
+        if not ready():
+            with self.during(cause, what, peer):
+                self._sleep_until(ready, what, check)
 
     @contextmanager
     def during(self, cause: Cause | None, what: Callable[[], str], peer: int | None = None) -> Iterator[None]:
@@ -130,11 +122,6 @@ class Waiter(Traced):
             spins -= 1
 
 
-def _plainly(path: str, flags: int) -> int:
-    """Open a file, but no link to one, and no pipe: without a reader, that would keep the rank here for ever."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-
-
 class HangReport:
     """Writes reports of one rank, and keeps a thread that decides when to."""
 
@@ -147,12 +134,9 @@ class HangReport:
         self._rank = rank
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._watched = 0  # the thread that trains
-        self._writable = True
 
     def start(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
         """Begin to look."""
-        self._watched = threading.get_ident()
         self._stop = threading.Event()
         arguments = (self._stop, longest_wait, describe)
         name = "lightning-odc hang report"
@@ -169,15 +153,19 @@ class HangReport:
     def tell(self, text: str) -> None:
         """Write a report, now."""
         note = "(There is no file of it.)"
-        if self.path is not None and self._writable:
+        if self.path is not None:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self.path, "a", opener=_plainly) as file:
-                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n{self._stacks()}\n")
+                with open(self.path, "a") as file:
+                    file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+                    file.flush()
+                    faulthandler.dump_traceback(
+                        file
+                    )  # of all threads: on GPUs backward passes have their own
                 note = f"Also in {self.path}, with the Python stack."
             except OSError as error:
-                self._writable = False
                 note = f"(It could not be written to {self.path}: {error.strerror or error}.)"
+                self.path = None
         sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
         sys.stderr.flush()
 
@@ -194,15 +182,3 @@ class HangReport:
                 since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
                 self.tell(f"ranks have been waiting for {waited:.1f} s, since {since}.\n{describe()}")
                 told = waited
-
-    def _stacks(self) -> str:
-        """What all threads do, the one that trains first: on GPUs backward passes run in threads of autograd's."""
-        names = {thread.ident: thread.name for thread in threading.enumerate() if thread is not self._thread}
-        frames = sys._current_frames()
-        if self._thread is not None:
-            frames.pop(self._thread.ident or 0, None)
-        return "".join(
-            f"Python stack of this rank, thread {names.get(ident, 'of another library')!r}:\n"
-            + "".join(traceback.format_stack(frames[ident]))
-            for ident in sorted(frames, key=lambda ident: ident != self._watched)
-        )

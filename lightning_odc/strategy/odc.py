@@ -369,7 +369,7 @@ class ODCStrategy(ShardedStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         check_filled(self._unfilled)
-        self.engine.evaluating = False
+        self.engine.evaluate(False)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         check_single(trainer.train_dataloader, self.options.balance)
@@ -394,7 +394,7 @@ class ODCStrategy(ShardedStrategy):
 
     def on_validation_end(self) -> None:
         self._give_values_back()
-        self.engine.evaluating = False
+        self.engine.evaluate(False)
         self.publish_parameters()
 
     on_test_start = on_validation_start
@@ -412,7 +412,7 @@ class ODCStrategy(ShardedStrategy):
 
     def _begin_evaluation(self) -> Evaluation:
         check_filled(self._unfilled)
-        self.engine.evaluating = True
+        self.engine.evaluate(True)
         self._hold_signals(meeting=self._on_demand)
         self.publish_parameters()
         self._evaluation = Evaluation(self, self._rule)

@@ -144,7 +144,6 @@ class Training:
         self._engine.begin_batch(
             opens_window=is_automatic and batch % self._accumulated == 0,
             closes_window=not is_automatic or is_last or (batch + 1) % self._accumulated == 0,
-            kind="Minibatch" if is_minibatch else "plain batch",
             is_last=is_last and not stops_anyway,
         )
         if is_minibatch and is_automatic:
@@ -313,7 +312,7 @@ class Training:
     def _leave_out(self, part: Part) -> None:
         """Let a plain batch, or a part of one, have no part in the mean."""
         if self._batch.counting is Counting.MEAN:
-            self._engine.ledger.leave_out(part.task.weight / self._accumulated)
+            self._engine.ledger.left_out += part.task.weight / self._accumulated
 
     def _cut(self, part: Part) -> tuple[list[Task], str]:
         """Both parts of a microbatch; or the whole, to run once more, or nothing, and what cannot be done with it."""

@@ -292,13 +292,13 @@ class TrainingData:
         step = self._trainer.lightning_module.training_step
         index = [0] if is_param_in_hook_signature(step, "batch_idx", min_args=2) else []
         engine.refresh()
-        engine.evaluating = True
+        engine.evaluate(True)
         try:
             verdict = training.try_loss(
                 lambda some: training.move(samples.batch_of(some)), samples.tokens, *index
             )
         finally:
-            engine.evaluating = False
+            engine.evaluate(False)
             engine.reshard()
         if training.communicates and self._options.context_parallel_size == 1:  # else inside of a group
             reason = "training_step talks to other ranks, so all must run equally many batches"

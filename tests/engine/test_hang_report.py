@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
+import re
 import sys
 import threading
 import time
@@ -16,7 +16,6 @@ from unittest.mock import patch
 import pytest
 
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WaitTimeoutError
 from tests.support.fits import before_step
@@ -65,7 +64,7 @@ def test_every_rank_says_where_it_is(rank, tmp_path):
         assert "waiting.py" in written
     else:
         assert "it does not wait" in err
-        assert "time.sleep(STALL)" in written  # the line that hangs
+        assert re.search(r"test_hang_report.py\", line \d+ in act", written)  # the function that hangs
 
 
 @on_ranks(2)
@@ -92,7 +91,7 @@ def test_the_deadline_is_reported_too(tmp_path):
     written = (tmp_path / "odc-hang-reports" / "rank0.txt").read_text()
     assert message.startswith("Gave up after 4 s of waiting for rank 1")
     assert message in written
-    assert "Python stack of this rank" in written
+    assert "(most recent call first)" in written
     assert not (tmp_path / "odc-hang-reports" / "rank1.txt").exists()
 
 
@@ -126,26 +125,7 @@ def test_all_threads_are_told(tmp_path, capsys):
     end.set()
     thread.join()
     written = (tmp_path / "rank0.txt").read_text()
-    main, other = written.index("thread 'MainThread':"), written.index("thread 'autograd':")
-    assert main < other and "in backward_pass" in written[other:]
-    assert "hang report'" not in written  # itself
-
-
-@on_ranks(2)
-def test_ranks_that_wait_while_windows_are_opened_say_so(rank, tmp_path):
-    """Rank 1 comes late to the opening of the windows."""
-    stock = SharedMemoryTransport.open
-
-    def late(self: SharedMemoryTransport, spec: Any) -> None:
-        if self.rank == 1:
-            time.sleep(STALL)
-        stock(self, spec)
-
-    with patch.object(SharedMemoryTransport, "open", late):
-        err = _stalls(rank, tmp_path)
-    if rank == 0:
-        assert "This is rank 0, in epoch 0 after 0 optimizer steps; it opens its window and maps those" in err
-        assert "shared_memory.py" in (tmp_path / "odc-hang-reports" / "rank0.txt").read_text()
+    assert "in test_all_threads_are_told" in written and "in backward_pass" in written
 
 
 def watched(waits: Callable[[], float], is_done: Callable[[HangReport], bool]) -> HangReport:
@@ -175,7 +155,7 @@ def test_a_wait_that_was_reported_and_ended_well_makes_it_more_patient(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_reports_are_appended_and_a_planted_pipe_or_link_is_no_place_for_them(tmp_path, capsys):
+def test_reports_are_appended(tmp_path, capsys):
     HangReport(1.0, None, 0).tell("something")
     assert capsys.readouterr().err == "lightning-odc: something\n  (There is no file of it.)\n"
     report = HangReport(1.0, tmp_path / "new", 1)
@@ -184,9 +164,3 @@ def test_reports_are_appended_and_a_planted_pipe_or_link_is_no_place_for_them(tm
     assert report.path is not None
     text = report.path.read_text()
     assert text.index("first") < text.index("second")
-    for plant in (os.mkfifo, lambda path: path.symlink_to(tmp_path / "other")):
-        report.path.unlink()
-        plant(report.path)
-        HangReport(1.0, tmp_path / "new", 1).tell("something")
-        assert "something\n  (It could not be written to" in capsys.readouterr().err
-    assert not (tmp_path / "other").exists()

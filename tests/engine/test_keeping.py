@@ -279,10 +279,10 @@ def test_units_are_held_for_a_while_where_there_is_room(rank, memory, expected):
             for number in range(1 + 3 * rank):
                 with engine.gathered():
                     assert reads_of_a_pass() == expected[number]
-                held.append(engine.kept_bytes)
+                held.append(engine.keeping.bytes)
         blocks: Any = model.blocks
         assert all(isinstance(parameter, DTensor) for parameter in blocks.parameters())
-        assert engine.kept_bytes == 0
+        assert engine.keeping.bytes == 0
         assert [reads_of_a_pass(), reads_of_a_pass()] == [BLOCKS, BLOCKS], "nothing stays behind the context"
     room = memory.room if isinstance(memory, FakeMemory) else memory
     assert 0 < held[0] <= room / 2 if room else held[0] == 0

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_odc.engine.additions import Added, Additions
-from lightning_odc.engine.late_gradients import Dropping
+from lightning_odc.engine.late_gradients import Placeholders
 from lightning_odc.engine.protocol import DISCARD
 from lightning_odc.engine.transports.base import Segment
 from lightning_odc.engine.unit_window import UnitSum
@@ -202,23 +202,23 @@ def test_a_pass_that_broke_off_is_refused_once_it_has_added_unless_it_is_undone(
 class SlotStub:
     padded_numel = 1
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, is_emptied: bool) -> None:
         self.name, self.grad_offset = f"p{number}", number
+        self.home = SimpleNamespace(grad=SimpleNamespace(zeroed=is_emptied))
 
 
 def dropped(laid: set[int], emptied: set[int], others: list[str], came_for: str) -> set[int]:
     """What a rank drops of three parameters: some have a placeholder, of which the user emptied some."""
-    slots, cleared, forgotten = [SlotStub(number) for number in range(3)], set[int](), set[int]()
+    slots = [SlotStub(number, number in emptied) for number in range(3)]
+    cleared, forgotten = set[int](), set[int]()
     unit = SimpleNamespace(index=0, slots=slots, trainable=slots, used=set())
     window, held = (SimpleNamespace(clear=lambda at, _, s=s: s.add(at)) for s in (cleared, forgotten))
-    placeholders = SimpleNamespace(
-        laid={slots[number] for number in laid},
-        emptied=lambda: {slots[number] for number in emptied},
-        lift=lambda: None,
-    )
-    protocol = SimpleNamespace(windows=[window], meet=lambda kind, item=None: None)
-    parts: list[Any] = [placeholders, [unit], [held], protocol]
-    Dropping(*parts).together(others, came_for)
+    protocol: Any = SimpleNamespace(windows=[window], meet=lambda kind, item=None: None)
+    parts: list[Any] = [[unit], [held], protocol]
+    placeholders: Any = Placeholders(*parts)
+    placeholders._laid = {slots[number]: slots[number].home.grad for number in laid}
+    placeholders.lift = lambda: None
+    protocol.drop_together(others, came_for)
     assert cleared == forgotten, "nor does it add later what it dropped"
     return cleared
 

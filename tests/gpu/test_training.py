@@ -111,7 +111,7 @@ def _train(
         "parameters": gathered_parameters(model),
         "device_waits": own.protocol.device_waits,
         "traffic": own.traffic,
-        "sources": own.protocol._spec.sources,
+        "sources": own.protocol.spec.sources,
         "dtype": own.protocol.windows[0].own_shard.dtype,
     }
     own.close()

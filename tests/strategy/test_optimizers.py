@@ -226,7 +226,7 @@ class DropsWhenDone(Sgd):
 
 
 class Unfreezes(Sgd):
-    """Starts with frozen parameters and unfreezes them between batches; all are in the optimizer."""
+    """Starts with frozen parameters and unfreezes them between steps; all are in the optimizer."""
 
     def __init__(self) -> None:
         super().__init__(lr=0.1, frozen=True, scalars=True)
@@ -235,10 +235,10 @@ class Unfreezes(Sgd):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (1, 3):  # within a window of two
+        if batch_idx in (2, 4):  # at the begin of a window of two
             self.net.blocks[1].up.weight.requires_grad_(True)
-            self.net.blocks[2].requires_grad_(batch_idx == 3)
-        if batch_idx == 3:
+            self.net.blocks[2].requires_grad_(batch_idx == 4)
+        if batch_idx == 4:
             self.net.blocks[0].requires_grad_(True)
 
 

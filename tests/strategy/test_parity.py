@@ -142,7 +142,7 @@ def train(
         "reads": [after.reads - before.reads for before, after in itertools.pairwise(traffic)],
         "bytes": [after.bytes_read - before.bytes_read for before, after in itertools.pairwise(traffic)],
         "added": [after.bytes_added - before.bytes_added for before, after in itertools.pairwise(traffic)],
-        "kept": engine.kept_bytes,
+        "kept": options["keeping"].bytes if "keeping" in options else 0,
     }
     engine.close()
     return result

@@ -34,7 +34,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -50,18 +49,13 @@ from lightning_odc.engine.hybrid.spanning import (
     in_turn,
 )
 from lightning_odc.engine.peers import Activity, Word
-from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Transport, UnitSpec
 from lightning_odc.engine.unit_window import RankState, UnitWindow
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.errors import PeerFailedError
 
-#: Begins and ends of the parts of a shard that every optimizer step changes.
-Trained = Sequence[tuple[int, int]]
-
 _PATIENCE = 10.0  # seconds that the end waits for a collective that hangs
 _FIRST_SLEEP, _LONGEST_SLEEP, _SLEEP_FRACTION = 20e-6, 1e-3, 1 / 16
-_HOLDS = "a copy of the published model and of its gradient per node, over its ranks"
 
 
 class _HaltedError(Exception):
@@ -79,16 +73,15 @@ class Sharing:
         self._halted = threading.Event()
         self._thread: threading.Thread | None = None
         self._state: RankState | None = None
-        self._units: list[tuple[UnitWindow, Trained]] = []
+        self._windows: Sequence[UnitWindow] = ()
 
     def open(self) -> None:
         """Connect. All ranks of the job together."""
         self._link.open()
 
-    def start(self, state: RankState, windows: Sequence[UnitWindow], trained: Sequence[Trained]) -> None:
+    def start(self, state: RankState, windows: Sequence[UnitWindow]) -> None:
         """Start the thread."""
-        self._state = state
-        self._units = list(zip(windows, trained, strict=True))
+        self._state, self._windows = state, windows
         self._thread = threading.Thread(target=self._run, name="lightning-odc sharing", daemon=True)
         self._thread.start()
 
@@ -109,7 +102,7 @@ class Sharing:
             thread.join(_PATIENCE)
             self.halt()
             thread.join(_LONGEST_SLEEP)
-        self._units = []  # views of the window
+        self._windows = ()  # they hold views of the window
         self._link.close()
 
     # -- in the thread ------------------------------------------------------------------------------------
@@ -137,10 +130,7 @@ class Sharing:
             time.sleep(min(max((time.monotonic() - begin) * _SLEEP_FRACTION, _FIRST_SLEEP), _LONGEST_SLEEP))
         # ``[[], [3]]``: the rank on the second node has edited unit 3
         edited = {index for units in self._link.records() for index in units}
-        begins = (
-            partial(self._begin, window, trained, version, window.index in edited)
-            for window, trained in self._units
-        )
+        begins = (partial(self._begin, window, version, window.index in edited) for window in self._windows)
         with after():  # the device has written all that is shared
             for _ in in_turn(begins):
                 self._check_halted()
@@ -149,11 +139,11 @@ class Sharing:
         if self._halted.is_set():
             raise _HaltedError
 
-    def _begin(self, window: UnitWindow, trained: Trained, version: int, edited: bool) -> Callable[[], None]:
+    def _begin(self, window: UnitWindow, version: int, edited: bool) -> Callable[[], None]:
         """Begin to share one unit; returns what waits for the end of it, and announces the unit."""
         announce = partial(window.announce, version, edited)
-        everything = [(0, window.spec.shard_numel)]
-        runs = everything if edited else list(trained)
+        everything = ((0, window.spec.shard_numel),)
+        runs = everything if edited else window.spec.trained
         whole = runs == everything
         # ``a b c d e`` with the runs ``(0, 2), (4, 5)`` is sent as ``a b e``, and pasted there.
         parts = [window.own_shard[start:end] for start, end in runs]
@@ -201,21 +191,16 @@ class CopiesProtocol(SpanningProtocol):
         units: Sequence[UnitSpec],
         *,
         layout: Layout,
-        link: ReplicaLink,  # to this rank's column, not yet opened
+        make_link: Callable[[], ReplicaLink],  # a fresh, unopened link to this rank's column
         group: ColumnGroup,  # of this rank's column, opened
-        sharing: Sharing,  # not yet opened
-        trained: Sequence[Trained],  # parts of a shard that every optimizer step changes, by unit
         **options: Any,
     ) -> None:
         assert [rank for row in layout.rows for rank in row] == list(range(layout.world_size))
         options |= {"nodes": len(layout.rows), "node": layout.node}
-        super().__init__(transport, units, layout=layout, link=link, group=group, **options)
-        self._spec = replace(self._spec, holds=_HOLDS)
-        self.peers.beyond = lambda: link.trouble() or sharing.trouble
-        self._sharing = sharing
-        self._trained = trained
+        super().__init__(transport, units, layout=layout, make_link=make_link, group=group, **options)
+        self._sharing = Sharing(make_link(), group)
+        self.peers.beyond = lambda: self._link.trouble() or self._sharing.trouble
         self._edited: list[int] = []
-        self._totals: Iterator[Tensor] = iter(())
 
     def open(self) -> None:
         self._sharing.open()
@@ -224,11 +209,10 @@ class CopiesProtocol(SpanningProtocol):
         except BaseException:
             self._sharing.stop()
             raise
-        self._sharing.start(self, self.windows, self._trained)
+        self._sharing.start(self, self.windows)
 
     def close(self) -> None:
         self._sharing.stop()
-        self._totals = iter(())  # it holds views of the window
         super().close()
 
     def fail(self, message: str) -> None:
@@ -256,38 +240,19 @@ class CopiesProtocol(SpanningProtocol):
             )
         return super().meet(kind, item)
 
-    def end_version(self, kind: str, item: Any = None) -> list[Any]:
-        items = super().end_version(kind, item)
-        summed = (window for window in self.windows if window.spec.grad_numel)
-        self._totals = in_turn(partial(self._begin_total, window) for window in summed)
-        return items
+    def _begin_total(self, sums: Tensor) -> Callable[[], Tensor]:
+        end = self._group.begin_exchange(sums)  # [3, 3, 3, 3] on rank 0 of the example
 
-    def _begin_total(self, window: UnitWindow) -> Callable[[], Tensor]:
-        sums = window.summed()  # a 1-D tensor; [3, 3, 3, 3] on rank 0 of the example
-        self.traffic.bytes_reduced += sums.nbytes
-        return partial(self.await_nodes, window.index, self._group.begin_exchange(sums))
-
-    def total(self, unit: int) -> Tensor:
-        if not self._units[unit].grad_numel:
-            return super().total(unit)
-        with self.traced("sum_over_nodes", unit=self._units[unit].name):
-            total, *others = next(self._totals)  # [3, 3] and [7, 7] on rank 0 of the example
+        def add() -> Tensor:
+            total, *others = end()  # [3, 3] and [7, 7]
             for other in others:
                 total += other
             return total  # [10, 10]
+
+        return add
 
 
 class CopiesEngine(SpanningEngine):
     """`SpanningEngine` of a model that is sharded over all ranks; see Note [A copy per node]."""
 
-    def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
-        return CopiesProtocol(
-            transport,
-            units,
-            layout=self._layout,
-            link=self._make_link(),
-            group=self._group,
-            sharing=Sharing(self._make_link(), self._group),
-            trained=[unit.trained for unit in self._units],
-            **options,
-        )
+    protocol_class = CopiesProtocol

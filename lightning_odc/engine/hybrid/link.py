@@ -16,7 +16,6 @@ import contextlib
 import hmac
 import json
 import secrets
-import selectors
 import socket
 import time
 from collections import deque
@@ -27,27 +26,26 @@ from typing import Any
 
 from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.transports.base import Rendezvous
-from lightning_odc.errors import ODCError, PeerFailedError, WindowError
+from lightning_odc.errors import PeerFailedError, WindowError
 
 _SECRET_BYTES = 32
 _DIGEST_BYTES = 32
 _RANK_BYTES = 8
 _PATIENCE = 60.0  # seconds to connect in
 _ATTEMPT = 10.0  # seconds for one address
-_LENGTH_BYTES = 8
-_HEAD = _LENGTH_BYTES + 1
+_GREETING = 5.0  # seconds for what a connection says first
 _CHUNK = 1 << 16
-_LONGEST = 1 << 28
+_LONGEST = 1 << 28  # bytes of a message
 _PROBES = 4
 _FAREWELL = 0.5
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """What a message is, by its first byte."""
 
-    RECORD = 0
-    FAILURE = 1  # the sender has failed; the message says why
-    LEAVE = 2  # the sender is done
+    RECORD = ord("r")
+    FAILURE = ord("f")  # the sender has failed; the message says why
+    LEAVE = ord("l")  # the sender is done
 
 
 class Connection:
@@ -75,8 +73,8 @@ class Connection:
         sock.setblocking(False)
 
     def send(self, kind: Kind, message: bytes) -> None:
-        """Put a message on its way; `pump` moves what does not go at once."""
-        self._outgoing += len(message).to_bytes(_LENGTH_BYTES, "little") + bytes([kind]) + message
+        """Put a message, which is JSON and so one line, on its way; `pump` moves what does not go at once."""
+        self._outgoing += bytes([kind]) + message + b"\n"
         self.pump()
 
     @property
@@ -106,7 +104,13 @@ class Connection:
             with contextlib.suppress(BlockingIOError):
                 while data := self._socket.recv(_CHUNK):
                     self._incoming += data
-                    self._parse()
+                    if len(self._incoming) > _LONGEST:
+                        self.broken = "sent a longer message than is allowed"
+                        return
+                    if b"\n" in data:
+                        *lines, self._incoming = self._incoming.split(b"\n")
+                        for line in lines:
+                            self._take_in(line[0], bytes(line[1:]))
                 self.broken = "ended without a word (killed, out of memory, or crashed)"
         except ConnectionError as error:
             self.broken = f"ended without a word (killed, out of memory, or crashed): {error.strerror}"
@@ -130,22 +134,13 @@ class Connection:
         self.broken = self.broken or "closed"
         self._socket.close()
 
-    def _parse(self) -> None:
-        while len(self._incoming) >= _HEAD:
-            length = int.from_bytes(self._incoming[:_LENGTH_BYTES], "little")
-            if length > _LONGEST:
-                raise ODCError(f"Rank {self.name} sent a message of {length} bytes, more than is allowed.")
-            if len(self._incoming) < _HEAD + length:
-                return
-            kind = self._incoming[_LENGTH_BYTES]
-            message = bytes(self._incoming[_HEAD : _HEAD + length])
-            del self._incoming[: _HEAD + length]
-            if kind == Kind.RECORD:
-                self._records.append(message)
-            elif kind == Kind.FAILURE:
-                self.failure = message.decode(errors="replace")
-            else:
-                self.has_left = True
+    def _take_in(self, kind: int, message: bytes) -> None:
+        if kind == Kind.RECORD:
+            self._records.append(message)
+        elif kind == Kind.FAILURE:
+            self.failure = json.loads(message)
+        else:
+            self.has_left = True
 
 
 @dataclass(frozen=True)
@@ -218,63 +213,41 @@ class ReplicaLink:
         return [answer for answer, _ in answers]
 
     def _accept_all(self, listener: socket.socket, secret: bytes) -> None:
-        """Greet all that connect side by side, so that a silent stranger keeps no rank waiting."""
+        """Greet all that connect, one after the other. A silent stranger is not waited for any longer than 5 s."""
         end = time.monotonic() + _PATIENCE
-        listener.setblocking(False)
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
+        while missing := [rank for rank in self.ranks[1:] if rank not in self._peers]:
+            listener.settimeout(max(end - time.monotonic(), 0.001))
             try:
-                while missing := [rank for rank in self.ranks[1:] if rank not in self._peers]:
-                    if (left := end - time.monotonic()) <= 0:
-                        raise TimeoutError(
-                            f"rank {missing[0]} did not connect to port {listener.getsockname()[1]} within "
-                            f"{_PATIENCE:g} s. Nodes must be able to open TCP connections to each other on any port."
-                        )
-                    for key, _ in selector.select(left):
-                        if key.fileobj is listener:
-                            sock, (address, *_) = listener.accept()
-                            selector.register(sock, selectors.EVENT_READ, (sock, address, bytearray()))
-                        elif self._is_greeted(secret, *key.data):
-                            selector.unregister(key.fileobj)
-            finally:
-                for key in selector.get_map().values():
-                    if key.data:
-                        key.data[0].close()
+                sock, (address, *_) = listener.accept()
+            except TimeoutError:
+                raise TimeoutError(
+                    f"rank {missing[0]} did not connect to port {listener.getsockname()[1]} within {_PATIENCE:g} s. "
+                    "Nodes must be able to open TCP connections to each other on any port."
+                ) from None
+            try:
+                self._greet(secret, sock, address, missing)
+            except OSError:
+                sock.close()
 
-    def _is_greeted(self, secret: bytes, sock: socket.socket, address: str, hello: bytearray) -> bool:
-        """Whether a connection is done with: it became a peer's, or a stranger's was closed."""
-        try:
-            more = sock.recv(_DIGEST_BYTES + _RANK_BYTES - len(hello))
-            hello += more
-            if more and len(hello) < _DIGEST_BYTES + _RANK_BYTES:
-                return False
-            rank = int.from_bytes(hello[_DIGEST_BYTES:], "little")
-            is_awaited = rank in self.ranks[1:] and rank not in self._peers
-            if is_awaited and hmac.compare_digest(hello[:_DIGEST_BYTES], _proof(secret, "hello", rank)):
-                sock.sendall(_proof(secret, "welcome", rank))
-                name = f"{rank} ({address.removeprefix('::ffff:')})"
-                self._peers[rank] = Connection(sock, name, self._silence)
-                return True
-        except OSError:
-            pass
-        sock.close()
-        return True
+    def _greet(self, secret: bytes, sock: socket.socket, address: str, missing: list[int]) -> None:
+        """Make a connection that of a peer; an error if it is a stranger's."""
+        hello = _receive(sock, _DIGEST_BYTES + _RANK_BYTES, _GREETING)
+        rank = int.from_bytes(hello[_DIGEST_BYTES:], "little")
+        proof = _proof(secret, "hello", rank)
+        if rank not in missing or not hmac.compare_digest(hello[:_DIGEST_BYTES], proof):
+            raise ConnectionError("a stranger")
+        sock.sendall(_proof(secret, "welcome", rank))
+        self._peers[rank] = Connection(sock, f"{rank} ({address.removeprefix('::ffff:')})", self._silence)
 
     def _connect(self, first: ListenAddress) -> Connection:
         errors = []
         for host in dict.fromkeys(first.addresses):
-            sock, end = None, time.monotonic() + _ATTEMPT
+            sock = None
             try:
                 sock = socket.create_connection((host, first.port), timeout=_ATTEMPT)
                 hello = _proof(first.secret, "hello", self.rank)
                 sock.sendall(hello + self.rank.to_bytes(_RANK_BYTES, "little"))
-                answer = b""
-                while len(answer) < _DIGEST_BYTES:
-                    sock.settimeout(max(end - time.monotonic(), 0.001))
-                    more = sock.recv(_DIGEST_BYTES - len(answer))
-                    if not more:
-                        raise ConnectionError("the connection was closed")
-                    answer += more
+                answer = _receive(sock, _DIGEST_BYTES, _ATTEMPT)
                 if not hmac.compare_digest(answer, _proof(first.secret, "welcome", self.rank)):
                     raise ConnectionError("another program answered")
                 return Connection(sock, f"{self._first} ({host})", self._silence)
@@ -343,7 +316,7 @@ class ReplicaLink:
     def fail(self, message: str) -> None:
         """Tell the others that this rank has failed, and why."""
         for peer in self._peers.values():
-            peer.say_last(Kind.FAILURE, message.encode())
+            peer.say_last(Kind.FAILURE, json.dumps(message).encode())
 
     def close(self) -> None:
         """Leave for good. Idempotent."""
@@ -351,6 +324,18 @@ class ReplicaLink:
             peer.say_last(Kind.LEAVE)
             peer.close()
         self._peers.clear()
+
+
+def _receive(sock: socket.socket, count: int, seconds: float) -> bytes:
+    """So many bytes, within so many seconds."""
+    end, heard = time.monotonic() + seconds, b""
+    while len(heard) < count:
+        sock.settimeout(max(end - time.monotonic(), 0.001))
+        more = sock.recv(count - len(heard))
+        if not more:
+            raise ConnectionError("the connection was closed")
+        heard += more
+    return heard
 
 
 def _proof(secret: bytes, word: str, rank: int) -> bytes:

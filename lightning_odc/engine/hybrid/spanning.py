@@ -25,17 +25,18 @@ all replicas take the same optimizer step, so parameters need not be sent. Two n
     sum over the column       [3, 3]       [12, 12]     [3, 3]       [12, 12]     of all microbatches
     optimizer step on         numbers 0, 1 numbers 2, 3 numbers 0, 1 numbers 2, 3
 
-Replicas begin equal, because the first node sends its values to the others when the engine attaches. When parameters
-are published outside a step, ranks compare checksums of them.
+Replicas begin equal, because the first node sends its values to the others when the engine attaches, and whenever
+parameters are published outside a step.
 """
 
 from __future__ import annotations
 
-import warnings
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -49,13 +50,13 @@ from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import Activity
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
+from lightning_odc.engine.unit_window import UnitWindow
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.errors import PeerFailedError
 
 _Answer = TypeVar("_Answer")
 #: More collectives at once would not be faster, and each needs memory for what it receives.
 _UNDER_WAY = 2
-_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -193,15 +194,16 @@ class SpanningProtocol(Protocol):
         units: Sequence[UnitSpec],
         *,
         layout: Layout,
-        link: ReplicaLink,  # to this rank's column, not yet opened
+        make_link: Callable[[], ReplicaLink],  # a fresh, unopened link to this rank's column
         group: ColumnGroup,  # of this rank's column, opened
         **options: Any,
     ) -> None:
         super().__init__(transport, units, **options)
         self._layout = layout
-        self._link = link
+        self._link = make_link()
         self._group = group
-        self.peers.beyond = group.trouble = link.trouble
+        self._totals: Iterator[Tensor] = iter(())
+        self.peers.beyond = group.trouble = self._link.trouble
 
     def open(self) -> None:
         self._link.open()
@@ -212,6 +214,7 @@ class SpanningProtocol(Protocol):
             raise
 
     def close(self) -> None:
+        self._totals = iter(())  # it holds views of the window
         super().close()
         self._link.close()
 
@@ -242,16 +245,34 @@ class SpanningProtocol(Protocol):
                 records[rank] = theirs
         return records  # [R0, R1, R2, R3]
 
-    def await_nodes(self, unit: int, end: Callable[[], Tensor]) -> Tensor:
-        """What a collective over the column comes to. On GPUs the host only asks, and does not wait."""
-        name = self._units[unit].name
-        self.peers.begin(Activity.NETWORK, unit)
-        with self.waiter.during(
-            Cause.NETWORK, lambda: f"waiting for the gradients of unit {name!r} from other nodes"
-        ):
-            answer = end()
-        self.peers.begin(Activity.COMPUTE, unit)
-        return answer
+    def end_version(self, kind: str, item: Any = None) -> list[Any]:
+        items = super().end_version(kind, item)
+        summed = (window for window in self.windows if window.spec.grad_numel)
+        self._totals = in_turn(partial(self._sum_over_nodes, window) for window in summed)
+        return items
+
+    def total(self, unit: int) -> Tensor:
+        return next(self._totals) if self._units[unit].grad_numel else super().total(unit)
+
+    def _sum_over_nodes(self, window: UnitWindow) -> Callable[[], Tensor]:
+        """Begin to sum a unit's gradients over the column. On GPUs the host only asks, and does not wait."""
+        sums, name = window.summed(), window.spec.name
+        self.traffic.bytes_reduced += sums.nbytes
+        end = self._begin_total(sums)
+
+        def wait() -> Tensor:
+            self.peers.begin(Activity.NETWORK, window.index)
+            what = f"waiting for the gradients of unit {name!r} from other nodes"
+            with self.traced("sum_over_nodes", unit=name), self.waiter.during(Cause.NETWORK, lambda: what):
+                total = end()
+            self.peers.begin(Activity.COMPUTE, window.index)
+            return total
+
+        return wait
+
+    @abstractmethod
+    def _begin_total(self, sums: Tensor) -> Callable[[], Tensor]:
+        """Begin to sum over the column what a row has added up; returns what waits for this rank's part, 1-D."""
 
 
 class SpanningEngine(OnDemandEngine):
@@ -269,8 +290,8 @@ class SpanningEngine(OnDemandEngine):
     ) -> None:
         super().__init__(make_transport, rendezvous, **options)
         self._layout = layout
-        self._make_link = make_link
         self._group = group
+        self._protocol_options |= {"layout": layout, "make_link": make_link, "group": group}
 
     @property
     def world_size(self) -> int:
@@ -295,63 +316,29 @@ class SpanningEngine(OnDemandEngine):
 # -- a model per node -------------------------------------------------------------------------------------
 
 
-def checksums(shards: Mapping[str, Tensor]) -> dict[str, int]:
-    """A number for each shard, by name. If the bits of two shards differ, it (nearly always) differs, too."""
-    return {
-        name: int(shard.contiguous().view(-1).view(_WIDTHS[shard.element_size()]).sum(dtype=torch.int64))
-        for name, shard in shards.items()
-    }
-
-
 class HybridProtocol(SpanningProtocol):
     """`SpanningProtocol` that sums gradients over replicas."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._sums: dict[int, Callable[[], Tensor]] = {}
-
-    def end_version(self, kind: str, item: Any = None) -> list[Any]:
-        items = super().end_version(kind, item)
-        with self.traced("begin_sum_over_nodes"):
-            for index, spec in enumerate(self._units):
-                if spec.grad_numel:  # a 1-D tensor of so many numbers; [1, 1] on rank 0 of the example
-                    self._sums[index] = self._group.begin_sum(self.windows[index].summed())
-                    self.traffic.bytes_reduced += spec.grad_bytes
-        return items
-
-    def total(self, unit: int) -> Tensor:
-        if unit not in self._sums:
-            return super().total(unit)
-        with self.traced("sum_over_nodes", unit=self._units[unit].name):
-            return self.await_nodes(unit, self._sums.pop(unit))  # [3, 3] on rank 0 of the example
+    def _begin_total(self, sums: Tensor) -> Callable[[], Tensor]:
+        return self._group.begin_sum(sums)  # from [1, 1] to [3, 3] on rank 0 of the example
 
 
 class HybridEngine(SpanningEngine):
     """`SpanningEngine` of nodes with a replica of the model each."""
 
+    protocol_class = HybridProtocol
+
     def refresh(self) -> None:
         self.reshard()
-        shards = self._shards()
-        by_rank = self.exchange("publish parameters", checksums(shards))
-        column = [by_rank[rank] for rank in self._layout.column]
-        different = {name: s for name, s in shards.items() if len({sums[name] for sums in column}) > 1}
-        if different:
-            warnings.warn(
-                f"{', '.join(different)} differed between nodes, and now has the value of the node of rank 0 "
-                "everywhere. Change parameters on all ranks of all nodes in the same way.",
-                stacklevel=2,
-            )
-            self._group.level(different.values())
+        self.exchange("publish parameters", None)
+        self._level()
         self.publish()
 
-    def _protocol_for(self, transport: Transport, units: Sequence[UnitSpec], **options: Any) -> Protocol:
-        link = self._make_link()
-        return HybridProtocol(transport, units, layout=self._layout, link=link, group=self._group, **options)
-
-    @torch.no_grad()
     def _before_publishing(self) -> None:
         super()._before_publishing()
-        self._group.level(self._shards().values())
+        self._level()
 
-    def _shards(self) -> dict[str, Tensor]:
-        return {slot.name: slot.local for unit in self._units for slot in unit.slots}
+    @torch.no_grad()
+    def _level(self) -> None:
+        """Give all replicas the values of the first node."""
+        self._group.level(slot.local for unit in self._units for slot in unit.slots)

@@ -41,6 +41,7 @@ class UnitSpec:
     shard_dtype: torch.dtype  # the compute dtype
     grad_numel: int  # elements of one rank's padded gradient shard; 0 for a unit without trainable parameters
     grad_dtype: torch.dtype  # of the accumulators
+    trained: tuple[tuple[int, int], ...] = ()  # begin and end of what every optimizer step changes in a shard
 
     @property
     def shard_bytes(self) -> int:
@@ -59,10 +60,7 @@ class WindowSpec:
     words: int  # 64-bit control words
     mailboxes: int = 0
     mailbox_bytes: int = 0  # capacity of one of them
-    sources: int = (
-        1  # accumulators per unit: 1 (shared, under a lock) or the world size (one per source rank)
-    )
-    holds: str = "published shards and gradient accumulators"  # for messages
+    sources: int = 1  # accumulators per unit: 1, which all share, or the world size, one per source rank
 
     def mailbox_offset(self, box: int) -> int:
         return self.words * 8 + box * (_LENGTH_BYTES + self.mailbox_bytes)
@@ -121,6 +119,16 @@ def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
             end = max(before, end)
         runs.append((begin, end))
     return runs
+
+
+def packed(parts: Iterable[tuple[int, int]]) -> list[Segment]:
+    """Where parts of an accumulator lie in a chunk: ``(0, 4), (6, 9)`` are ``(0, 0, 4), (6, 4, 3)``."""
+    segments: list[Segment] = []
+    source = 0
+    for begin, end in joined(parts):
+        segments.append(Segment(begin, source, end - begin))
+        source += end - begin
+    return segments
 
 
 class Lock(Protocol):

@@ -63,13 +63,10 @@ class CudaTransport(SharedMemoryTransport):
     ) -> None:
         super().__init__(rank, world_size, rendezvous, job_ranks)
         self._device = device
-        self._layout = WindowSpec(units=(), words=0)
         self._announcer: Announcer | None = None
         self._facts: list[DeviceFacts] = []
-        self._shards: list[list[Tensor]] = []
-        self._accumulators: list[list[list[Tensor]]] = []
         self._first_sums: list[int] = []  # by unit, the byte of every window at which its accumulators begin
-        self._tried: Tensor | None = None  # the end of the own window
+        self._tried = torch.empty(0)  # the end of the own window
         self._streams: set[Hashable] = set()
 
     # -- opening ------------------------------------------------------------------------------------------
@@ -89,7 +86,7 @@ class CudaTransport(SharedMemoryTransport):
 
     def open(self, spec: WindowSpec) -> None:
         super().open(replace(spec, units=(), sources=1))
-        self._layout = spec
+        self._spec = spec
         self._first_sums = [sums - spec.control_bytes for _, sums in spec.offsets()]
         self._facts = self._together(self._device.facts)
         self._together(lambda: preflight.check(self._facts, spec))
@@ -110,22 +107,19 @@ class CudaTransport(SharedMemoryTransport):
 
     def _attach_on_device(self) -> None:
         windows = self._explained(self._device.attach)
-        for window in windows:  # without the control plane
-            shards, accumulators = self._layout.views(window, begin=self._layout.control_bytes)
-            self._shards.append(shards)
-            self._accumulators.append(accumulators)
-        self._tried = windows[self.rank][self._layout.data_bytes :].view(torch.float32)
+        for owner, window in enumerate(windows):  # without the control plane
+            views = self._spec.views(window, begin=self._spec.control_bytes)
+            self._windows[owner].shards, self._windows[owner].accumulators = views
+        self._tried = windows[self.rank][self._spec.data_bytes :].view(torch.float32)
 
     def _add_ones(self) -> None:
         """Add 1 to the end of all windows, which training does not use, while the other ranks do the same."""
-        assert self._tried is not None, "the windows are not attached"
         rows = torch.ones(self.world_size, self._tried.numel(), device=self._tried.device)
         for _ in range(_TRIES):
-            self._device.add_rows(self._layout.data_bytes, torch.float32, rows)
+            self._device.add_rows(self._spec.data_bytes, torch.float32, rows)
         self._device.mark().synchronize()
 
     def _check_ones(self) -> None:
-        assert self._tried is not None, "the windows are not attached"
         sums = self._tried.unique().tolist()
         expected, own = _TRIES * self.world_size, self._facts[self.rank]
         if wrong := [total for total in sums if total != expected]:
@@ -139,9 +133,9 @@ class CudaTransport(SharedMemoryTransport):
             self._announcer.stop()
             self._announcer = None
         self._streams.clear()
-        self._shards.clear()
-        self._accumulators.clear()
-        self._tried = None
+        for window in self._windows.values():
+            window.shards, window.accumulators = [], []
+        self._tried = torch.empty(0)
         try:
             self._device.close()
         finally:
@@ -149,20 +143,14 @@ class CudaTransport(SharedMemoryTransport):
 
     # -- data plane ---------------------------------------------------------------------------------------
 
-    def shard(self, owner: int, unit: int) -> Tensor:
-        return self._shards[owner][unit]
-
-    def accumulator(self, owner: int, unit: int, source: int = 0) -> Tensor:
-        return self._accumulators[owner][unit][source]
-
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
         for target, shard in zip(out.split([shard.numel() for shard in shards]), shards, strict=True):
             self._device.copy(target, shard)
         self._streams.add(self._device.stream())
 
     def add_rows(self, unit: int, source: int, start: int, rows: Tensor) -> None:
-        dtype = self._layout.units[unit].grad_dtype
-        first = self._first_sums[unit] + source * self._layout.grad_stride(unit)
+        dtype = self._spec.units[unit].grad_dtype
+        first = self._first_sums[unit] + source * self._spec.grad_stride(unit)
         self._device.add_rows(first + start * dtype.itemsize, dtype, rows)
         self._streams.add(self._device.stream())
 
@@ -240,7 +228,6 @@ class SymmetricDevice:
             for index in range(torch.cuda.device_count())
             if index != self._device.index
         }
-        settings = (os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
         return DeviceFacts(
             name=properties.name,
             uuid=str(properties.uuid),
@@ -250,7 +237,6 @@ class SymmetricDevice:
             backend=_compat.symmetric_backend(self._device),
             is_rocm=torch.version.hip is not None,
             shares_device=os.environ.get(preflight.OVERLAP_VARIABLE) == "1",
-            expandable=any("expandable_segments:True" in setting for setting in settings),
             socket=_socket(),
             reaches={uuid: torch.cuda.can_device_access_peer(self._device, i) for uuid, i in others.items()},
             atomics={uuid: _adds_atomically(self._device.index or 0, i) for uuid, i in others.items()},
@@ -383,8 +369,9 @@ def _socket() -> str:
 def _adds_atomically(source: int, target: int) -> bool:
     """Whether atomic additions of a device to another one's memory are atomic there: over NVLink, seldom over PCIe."""
     # torch has no name for it, so the driver is asked, which numbers devices as torch does.
-    driver = _driver()
-    if driver is None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
         return False
     devices, answer = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
     for device, number in zip(devices, (source, target), strict=True):
@@ -392,10 +379,3 @@ def _adds_atomically(source: int, target: int) -> bool:
             return False
     asked = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, *devices)
     return bool(asked == 0 and answer.value == 1)
-
-
-def _driver() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None

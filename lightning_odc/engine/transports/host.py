@@ -7,10 +7,7 @@ keeps the order of stores, and that of loads. Weaker processors (Arm, as in NVID
 releasing a Python lock in between does not help: an access before it may move past the acquire, and an access after it
 may move before the release. So both sides need a full barrier there.
 
-Python has none. The C function ``atomic_thread_fence`` is one, a few nanoseconds long, and exported by libatomic. Where
-that is missing, the system call ``membarrier`` does the same and more: Linux documents that all accesses of every
-thread of a registered process are ordered with respect to it. Each orders the accesses of the rank that calls it, so
-ranks may use either.
+Python has none. The C function ``atomic_thread_fence`` is one, a few nanoseconds long, and exported by libatomic.
 
 A reader needs its barrier only when a word differs from the one that the same thread read last: the data of an old
 value was ordered when that value was new. So a rank that waits for a word reads it thousands of times with one barrier.
@@ -35,10 +32,7 @@ from lightning_odc.errors import WindowError
 Fence = Callable[[], None]
 
 _STRONGLY_ORDERED = ("x86_64", "AMD64")
-_MEMBARRIER = {"x86_64": 324, "aarch64": 283, "riscv64": 283}  # the number of the system call
 _SEQUENTIALLY_CONSISTENT = 5  # memory_order_seq_cst of <stdatomic.h>, in GCC and Clang
-_GLOBAL_EXPEDITED = 1 << 1
-_REGISTER_GLOBAL_EXPEDITED = 1 << 2
 _STATUS_FIELD = 52  # of /proc/<pid>/stat, counted from 1; see proc(5)
 _PIDFD_INFO = struct.Struct("<Q52xi")  # what is asked for and given; 64 bytes, as in the first version
 _PIDFD_INFO_EXIT = 1 << 3
@@ -81,41 +75,17 @@ def _status_of_reaped(_: int, pidfd: int) -> int | None:
 
 
 def make_fence(machine: str = "") -> Fence | None:
-    """The fence of this machine. Every process that shares memory must make one before any of them uses it."""
+    """A full barrier of the thread that calls it; ``None`` where the machine needs none."""
     machine = machine or platform.machine()
     if machine in _STRONGLY_ORDERED:
         return None
-    return thread_fence() or membarrier(machine)
-
-
-def thread_fence() -> Fence | None:
-    """A full barrier of the thread that calls it; ``None`` where there is no libatomic."""
     try:
         # So short that it keeps the interpreter's lock: ``PyDLL``.
         fence = ctypes.PyDLL("libatomic.so.1").atomic_thread_fence
-    except (OSError, AttributeError):
-        return None
+    except (OSError, AttributeError) as error:
+        raise WindowError(
+            f"sharing memory on {machine} processors needs libatomic: apt-get install libatomic1. Or use "
+            'ODCStrategy(communication="collective").'
+        ) from error
     fence.argtypes, fence.restype = [ctypes.c_int], None
     return partial(fence, _SEQUENTIALLY_CONSISTENT)
-
-
-def membarrier(machine: str) -> Fence:
-    """A full barrier between this process and all others that have registered by a call of this function."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    number = _MEMBARRIER.get(machine)
-
-    def call(command: int) -> None:
-        if number is None or libc.syscall(number, command, 0, 0) != 0:
-            reason = os.strerror(ctypes.get_errno()) if number is not None else "its number is not known"
-            raise WindowError(
-                f"on {machine} processors sharing memory needs the system call membarrier, which failed ({reason}). "
-                'Use ODCStrategy(communication="collective"), or let it through (seccomp profile of the container).'
-            )
-
-    call(_REGISTER_GLOBAL_EXPEDITED)
-
-    def fence() -> None:
-        call(_GLOBAL_EXPEDITED)
-
-    fence()
-    return fence

@@ -18,7 +18,6 @@ OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 OTHERWISE = 'Or use ODCStrategy(communication="collective"), which needs none of this.'
 #: Bytes: the kernel adds from such a place on in packets.
 ALIGNMENT = 64
-_LONGEST_SOCKET = 107  # a path in struct sockaddr_un, less its end
 #: Of the allocation that holds a window: what is in front of it, and rounding up to the pages of the device.
 OVERHEAD_BYTES = 4 * 2**20
 
@@ -35,7 +34,6 @@ class DeviceFacts:
     backend: str | None = "CUDA"  # what provides symmetric memory in this torch; ``None`` if nothing does
     is_rocm: bool = False  # an AMD device under the name of CUDA
     shares_device: bool = False  # several ranks on one device are allowed
-    expandable: bool = False  # torch's allocator works with expandable segments
     socket: str = ""  # path of the socket by which torch hands handles over
     # By the uuid of another device that this process sees: whether this one can access its memory, and whether
     # additions to it are atomic.
@@ -68,11 +66,6 @@ def _what_torch_has(facts: Sequence[DeviceFacts]) -> Iterator[str]:
                 f"symmetric memory of rank {rank} is provided by {own.backend}, and this transport needs torch's own, "
                 '"CUDA": unset the environment variable TORCH_SYMMMEM (or set TORCH_SYMMMEM=CUDA), and do not choose '
                 "another backend before the trainer runs."
-            )
-        if len(own.socket.encode()) > _LONGEST_SOCKET:
-            yield (
-                f"torch hands memory handles over by a socket, and its path on rank {rank} is longer than Linux "
-                f"allows ({own.socket}): set TMPDIR to a shorter one, such as /tmp."
             )
         if folders[rank] != folders[0]:
             yield (
@@ -110,13 +103,10 @@ def _which_devices(facts: Sequence[DeviceFacts]) -> Iterator[str]:
 def _access(facts: Sequence[DeviceFacts]) -> Iterator[str]:
     for (rank, own), (peer, other) in product(enumerate(facts), repeat=2):
         if not own.reaches.get(other.uuid, True):
-            models = (
-                f"They are different models ({own.name} and {other.name}), which seldom can: use equal ones. "
-            )
             yield (
-                f"the GPU of rank {rank} cannot access the memory of the GPU of rank {peer} (no peer-to-peer access, "
-                f"P2P). {models * (own.name != other.name)}Look at `nvidia-smi topo -p2p r` and `nvidia-smi topo -m`; "
-                "GPUs joined by NVLink, or below one PCIe root, usually can, unless the machine (IOMMU, ACS, "
+                f"the GPU of rank {rank} ({own.name}) cannot access the memory of the GPU of rank {peer} "
+                f"({other.name}; no peer-to-peer access, P2P). Look at `nvidia-smi topo -p2p r` and `nvidia-smi topo "
+                "-m`; GPUs joined by NVLink, or below one PCIe root, usually can, unless the machine (IOMMU, ACS, "
                 "virtualisation) forbids it. Choose GPUs that can by CUDA_VISIBLE_DEVICES."
             )
 
@@ -167,10 +157,5 @@ def explain(error: Exception, own: DeviceFacts) -> str:
         "on machines with NVSwitch the fabric manager must run (`systemctl status nvidia-fabricmanager`)",
         f"the driver may be too old for this torch ({own.stack}): see `nvidia-smi`",
     ]
-    if own.expandable:
-        hints.append(
-            "torch's allocator works with expandable segments, which need handles, too: try without "
-            "expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF (windows are allocated outside of them)"
-        )
     listed = "; ".join(hints)
     return f"device memory could not be mapped by the peers: {first}. What may be the reason: {listed}. {OTHERWISE}"

@@ -229,7 +229,7 @@ class SharedMemoryTransport(Transport):
             )
         self._fence = host.make_fence()
         # Refuse before the kernel kills: memory that is promised here is used for sure.
-        each = f"{self.world_size} ranks of {gib(size)} GiB: {self._spec.holds}"
+        each = f"{self.world_size} ranks of {gib(size)} GiB: published shards and gradient accumulators"
         short = host_memory.shortage(
             f"the windows ({each})",
             size * self.world_size,

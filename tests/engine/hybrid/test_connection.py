@@ -14,7 +14,7 @@ import pytest
 
 from lightning_odc.engine.hybrid import link as link_module
 from lightning_odc.engine.hybrid.link import Connection, Kind, ReplicaLink
-from lightning_odc.errors import ODCError, PeerFailedError, WindowError
+from lightning_odc.errors import PeerFailedError, WindowError
 from notebooks.support.threads import ThreadHub
 from tests.support.interleaving import together
 
@@ -60,11 +60,11 @@ def test_records_arrive_whole_and_in_order(ends):
     assert not other.broken
 
 
-def test_a_record_that_is_too_long_is_refused(ends):
+def test_a_message_that_is_too_long_ends_the_connection(ends, monkeypatch):
+    monkeypatch.setattr(link_module, "_LONGEST", 100)
     one, other = ends
-    other._socket.send((1 << 40).to_bytes(8, "little") + b"\0")
-    with pytest.raises(ODCError, match="more than is allowed"):
-        eventually(lambda: has_record(one))
+    other.send(Kind.RECORD, b"x" * 101)
+    eventually(lambda: one.sent and "longer message than is allowed" in one.broken)
 
 
 def columns(count: int) -> list[ReplicaLink]:
@@ -138,6 +138,7 @@ def test_strangers_are_turned_away(monkeypatch):
 
     strangers: list[socket.socket] = []
     monkeypatch.setattr(link_module, "_listen", listen_and_tell)
+    monkeypatch.setattr(link_module, "_GREETING", 0.1)
     made = columns(2)
     assert together(*(column.open for column in made)) == [None, None]
     made[0].begin({"rank": 0})
@@ -163,6 +164,7 @@ def drip(end: socket.socket) -> None:
 def test_one_that_drips_bytes_does_not_make_ranks_wait(monkeypatch):
     monkeypatch.setattr(link_module, "_PATIENCE", 0.5)
     monkeypatch.setattr(link_module, "_ATTEMPT", 0.5)
+    monkeypatch.setattr(link_module, "_GREETING", 0.5)
     first, last = columns(2)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor() as pool:
         address = listener.getsockname()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc.engine.collective import single_process
-from lightning_odc.engine.hybrid.copies import CopiesProtocol, Sharing
+from lightning_odc.engine.hybrid.copies import CopiesProtocol
 from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
@@ -83,10 +83,9 @@ def test_sums_in_bf16(rank):
 
 
 UNITS = (
-    UnitSpec("first", 3, torch.float32, 3, torch.float32),
+    UnitSpec("first", 3, torch.float32, 3, torch.float32, trained=((0, 1), (2, 3))),
     UnitSpec("frozen", 2, torch.float32, 0, torch.float32),
 )
-TRAINED = [[(0, 1), (2, 3)], []]
 
 
 class Board:
@@ -192,9 +191,13 @@ def _play(protocol: CopiesProtocol, rank: int, world: int, edits: int) -> list[A
 
 
 def _parts(layout: Layout, board: Board) -> dict[str, Any]:
-    column: Any = SlowColumn(board, layout.node)
-    link, shares = (BoardLink(board, kind, layout.node) for kind in ("records", "shares"))
-    return {"layout": layout, "link": link, "group": column, "sharing": Sharing(shares, column)}  # type: ignore[arg-type]
+    links = (BoardLink(board, kind, layout.node) for kind in ("records", "shares"))
+    return {
+        "layout": layout,
+        "make_link": partial(next, links),
+        "group": SlowColumn(board, layout.node),
+        "timeout": 20,
+    }
 
 
 def _protocols(nodes: int, **options: Any) -> list[CopiesProtocol]:
@@ -207,7 +210,7 @@ def _protocols(nodes: int, **options: Any) -> list[CopiesProtocol]:
         transport = hubs[node].transport(place)
         transport.job_rank = lambda peer, row=rows[node]: row[peer]  # type: ignore[method-assign, misc]
         parts = _parts(Layout(rows, rank), boards[place])
-        protocols.append(CopiesProtocol(transport, UNITS, trained=TRAINED, timeout=20, **parts, **options))
+        protocols.append(CopiesProtocol(transport, UNITS, **parts, **options))
     return protocols
 
 
@@ -247,11 +250,11 @@ def test_windows_that_do_not_fit_say_what_they_hold():
     parts = _parts(Layout(((0,), (1,)), 0), Board(2))
     huge = [UnitSpec("huge", 2**45, torch.float32, 0, torch.float32)]
     transport = SharedMemoryTransport(0, 1, single_process)
-    protocol = CopiesProtocol(transport, huge, trained=[[]], timeout=20, **parts)
+    protocol = CopiesProtocol(transport, huge, **parts)
     with pytest.raises(WindowError) as caught:
         protocol.open()
     text = str(caught.value)
     # Two nodes' shards of 2^45 numbers in fp32: 2^48 bytes.
-    assert "262144.00 GiB: a copy of the published model and of its gradient per node" in text
+    assert "262144.00 GiB: published shards and gradient accumulators" in text
     for way_out in ("bf16-mixed", "accumulator_dtype=torch.bfloat16", 'communication="collective"'):
         assert way_out in text

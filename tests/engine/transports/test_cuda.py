@@ -205,7 +205,7 @@ def test_sums_are_staged_where_they_cannot_be_shared(facts, reason, plainly):
     def opens(rank: int, rendezvous: Any) -> tuple[int, bool]:
         device = FakeDevice(rank, rendezvous, **(facts if rank == 1 else {}))
         transport = CudaTransport(rank, WORLD, rendezvous, device)
-        return Protocol(transport, UNITS, timeout=5)._spec.sources, device.adds_plainly
+        return Protocol(transport, UNITS, timeout=5).spec.sources, device.adds_plainly
 
     with pytest.warns(UserWarning, match=reason) as told:
         assert on_threads(WORLD, opens) == [(WORLD, plainly)] * WORLD

@@ -53,14 +53,8 @@ REFUSED: list[tuple[DeviceFacts, DeviceFacts, str, str]] = [
     (
         facts(),
         other(reaches={"one": False}),
-        "the GPU of rank 1 cannot access the memory of the GPU of rank 0 (no peer-to-peer",
+        f"the GPU of rank 1 ({H200}) cannot access the memory of the GPU of rank 0 ({H200}; no peer-to-peer",
         "`nvidia-smi topo -p2p r`",
-    ),
-    (
-        facts(reaches={"two": False}),
-        other(name="NVIDIA A100"),
-        "the GPU of rank 0 cannot access the memory of the GPU of rank 1 (no peer-to-peer",
-        f"They are different models ({H200} and NVIDIA A100)",
     ),
     (facts(name=MIG), other(name=MIG), "rank 0 runs on a MIG slice", "nvidia-smi -mig 0"),
     (
@@ -75,7 +69,6 @@ REFUSED: list[tuple[DeviceFacts, DeviceFacts, str, str]] = [
         "",
         "which is /tmp for rank 0 and /job/7 for rank 1: set TMPDIR to the same folder",
     ),
-    (facts(), other(socket="/" + "x" * 107), "", "its path on rank 1 is longer than Linux allows"),
     (facts(), other(is_rocm=True, name="AMD MI300X"), "", "rank 1 has an AMD GPU (AMD MI300X)"),
     (facts(), other(backend=None, stack="torch 2.9.0"), "", "the torch of rank 1 (torch 2.9.0) has no"),
     (facts(), other(backend="NVSHMEM"), "", "by NVSHMEM, and this transport needs torch's own"),
@@ -86,7 +79,6 @@ REFUSED: list[tuple[DeviceFacts, DeviceFacts, str, str]] = [
 def test_gpus_that_cannot_map_each_other_are_refused(one, two, begins, says):
     message = refusal(one, two)
     assert message.startswith(begins) and says in message
-    assert ("different models" in message) == ("different models" in says)
 
 
 def test_one_gpu_for_several_ranks():
@@ -125,8 +117,7 @@ def test_what_may_stand_behind_an_error():
     assert "could not be mapped by the peers: CUDA driver error: invalid device context. What" in message
     for hint in ("--pid=host", "sandbox", "nvidia-fabricmanager", "(torch 2.11.0, CUDA 13.0, driver 12.4)"):
         assert hint in message
-    assert "expandable" not in message and "C++ stack" not in message
-    assert "expandable_segments:True" in preflight.explain(error, facts(expandable=True))
+    assert "C++ stack" not in message
     full = preflight.explain(RuntimeError("CUDA driver error: out of memory"), facts())
     assert full.startswith("the window does not fit into device memory, although 4.00 GiB looked free")
 

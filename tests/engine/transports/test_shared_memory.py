@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -315,13 +316,8 @@ def test_a_closed_transport_holds_no_lock_even_while_a_view_is_kept(rank):
 @on_ranks(2)
 def test_a_fenced_transport_works_and_fences_every_word(rank):
     """As weakly ordered machines do it."""
-    fences, inner = [], host.membarrier(platform.machine())
-    counted = lambda machine: lambda: (fences.append(1), inner())  # noqa: E731
-    with (
-        patch.object(host, "thread_fence", lambda: None),
-        patch.object(host, "membarrier", counted),
-        patch.object(host, "_STRONGLY_ORDERED", ()),
-    ):
+    fences: list[int] = []
+    with patch.object(host, "make_fence", lambda: lambda: fences.append(1)):
         assert in_one_process(rank, data_is_there_when_its_word_is) == [399 if rank else 0]
     # A store of one's own word and a new value of the other's per version, however often a rank looks; and the first
     # look at each word, and locks.
@@ -381,25 +377,20 @@ def in_another_thread(function: Callable[[], Any]) -> None:
 
 
 def test_which_fence_a_machine_takes(monkeypatch):
-    """None where memory is strongly ordered; else libatomic's, which not every machine has, before a system call."""
-    fence, make = host.thread_fence(), ctypes.PyDLL
-    if fence is not None:
-        fence()
+    """None where memory is strongly ordered; else that of libatomic, which not every machine has."""
+    make = ctypes.PyDLL
+    assert host.make_fence("x86_64") is None
     for library in ("no such library", "libc.so.6"):
         monkeypatch.setattr(ctypes, "PyDLL", lambda name, library=library: make(library))
-        assert host.thread_fence() is None
-    monkeypatch.setattr(host, "thread_fence", lambda: None)
-    assert host.make_fence("x86_64") is None
-    says = r'(?s)on sparc64 processors .* Use ODCStrategy\(communication="collective"\)'
-    with pytest.raises(WindowError, match=says):
-        host.make_fence("sparc64")
-    monkeypatch.setitem(host._MEMBARRIER, "aarch64", 9999)
-    with pytest.raises(WindowError, match=r"which failed \(Function not implemented\)\. Use ODCStrategy"):
-        host.make_fence("aarch64")
-    monkeypatch.setattr(host, "membarrier", lambda machine: "system call")
-    assert host.make_fence("aarch64") == "system call"
-    monkeypatch.setattr(host, "thread_fence", lambda: "local")
-    assert host.make_fence("aarch64") == "local"
+        says = (
+            r"on aarch64 processors needs libatomic: apt-get install libatomic1.*communication=\"collective\""
+        )
+        with pytest.raises(WindowError, match=says):
+            host.make_fence("aarch64")
+    fence = SimpleNamespace(atomic_thread_fence=lambda order: order)
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: fence)
+    made: Any = host.make_fence("aarch64")
+    assert made() == 5  # memory_order_seq_cst
 
 
 ENDS: dict[str, Callable[[], None]] = {
