@@ -51,13 +51,12 @@ class Corpus:
         return [len(sample) + SPECIAL_TOKENS for sample in self.samples]
 
 
-def read_corpus(max_length: int, root: Path | None = None) -> Corpus:
+def read_corpus(max_length: int, root: Path = STANDARD_LIBRARY) -> Corpus:
     """Cut every top-level function and class of at most ``max_length`` tokens out of the library's source."""
     # That takes seconds the first time; a process keeps what it has cut.
     # Longer definitions are *dropped*, not truncated: truncation would put about a sixth of all samples at
     # exactly the cap, a spike that no data has and that flatters on-demand communication, and would train on
     # functions without an end.
-    root = root or STANDARD_LIBRARY
     definitions = _definitions(root)
     if not definitions:
         raise OptionError(f"there are no Python source files in {root} to cut samples from")

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from lightning_odc.bench.models import BenchModule
 from lightning_odc.bench.options import AUTO, Combination
@@ -68,20 +68,11 @@ def check(workload: Workload) -> None:
 def train_all(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> None:
     """Fill the outcome's runs. A bar shows how many minibatches of all of them have ended."""
     options, where, workload = outcome.options, outcome.placement, outcome.workload
-    minibatches = WARM_UP + options.minibatches
-    columns = (
-        MofNCompleteColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
+    minibatches = (WARM_UP + options.minibatches) * options.repetitions * len(options.runs)
     # Drawn when a minibatch ends, not by a thread that would run beside the measured work.
-    shown: Any = {"console": Console(stderr=True), "auto_refresh": False, "transient": True}
-    with (
-        Progress(BarColumn(24), *columns, **shown) as progress,
-        Ranks(options.ranks, PRELOAD, where.enter, where.backend) as ranks,
-    ):
-        bar = progress.add_task("starting", total=minibatches * options.repetitions * len(options.runs))
+    progress = Progress(console=Console(stderr=True), auto_refresh=False, transient=True)
+    with progress, Ranks(options.ranks, PRELOAD, where.enter, where.backend) as ranks:
+        bar = progress.add_task("starting", total=minibatches)
         progress.refresh()
         for repetition, combination in itertools.product(range(options.repetitions), options.runs):
             nothing_yet: list[list[MinibatchRecord]] = [[] for _ in range(options.ranks)]

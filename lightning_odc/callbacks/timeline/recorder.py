@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -93,7 +92,7 @@ class TimelineRecorder(Callback):
         waits = trainer.world_size == 1 or (odc is not None and odc.communication != "collective")
         title = type(strategy).__name__ + (f", {odc.communication}" if odc else "")
         run = Timeline([], trainer.world_size, title, waits)
-        _attempt(partial(self._rank_path(trainer).unlink, missing_ok=True))
+        self._rank_path(trainer).unlink(missing_ok=True)
         engine = odc.engine if odc else None
         called: Any = odc.model if odc else pl_module  # its call is a microbatch
         self._recording = Recording(run, origin, self.capacity, engine, called)
