@@ -13,7 +13,7 @@ from lightning_odc.bench.corpus import read_samples
 from lightning_odc.bench.lengths import describe_tail
 from lightning_odc.bench.options import AUTO, MODES, Combination, DemoOptions, available_cores
 from lightning_odc.bench.report import Outcome
-from lightning_odc.bench.results import WARM_UP, Row, Split, splits
+from lightning_odc.bench.results import WARM_UP, Split, splits
 from lightning_odc.bench.training import run_train
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks import TimelineRecorder, draw_timelines, load_timeline
@@ -85,35 +85,15 @@ class DemoOutcome(Outcome):
         return next(iter(best or found), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of ``result.json``: that of a benchmark, with figures by mode and the gain."""
+        """The content of ``result.json``: that of a benchmark, with what the modes are called, and the gain."""
         return super().as_dict() | {
             "config": asdict(self.demo) | {"output": str(self.demo.output)},
-            "runs": {self.name_of(row.combination): self._figures(row) for row in self.rows},
+            "modes": {mode: str(MODES[mode]) for mode in self.demo.communication},
             "gain": None if self.gain is None else self.gain.record(),
             "timelines": {
                 mode: {"trace": f"timelines/{mode}/timeline.json", "idle_share": one.idle_fraction}
                 for mode, one in self._timelines().items()
             },
-        }
-
-    def _figures(self, row: Row) -> dict[str, Any]:
-        """Of all timed minibatches of a mode on all ranks; losses of the last repetition, the untimed one included."""
-        runs = [run for run in self.runs if run.combination == row.combination]
-        totals = [one for run in runs for one in run.totals]
-        minibatches = sum(run.count for run in runs)
-        kinds = totals[0].traffic if totals else {}
-        samples = self.options.ranks * self.options.samples_per_rank * row.minibatches
-        return {
-            "samples_per_second": samples / row.total,
-            "tokens_per_second": row.tokens / row.total,
-            "seconds_per_minibatch": [run.seconds(index) for run in runs for index in run.timed],
-            "loss": [runs[-1].loss(index) for index in range(runs[-1].count)],
-            "traffic_per_minibatch": {
-                kind: sum(one.traffic[kind] for one in totals) / minibatches for kind in kinds
-            },
-            "idle_share": row.idle,
-            "over_bound": row.over_bound,
-            "policy": totals[-1].policy if totals else None,
         }
 
     def _timelines(self) -> dict[str, Any]:

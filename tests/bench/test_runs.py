@@ -269,26 +269,25 @@ def test_two_processes_train_under_every_mode(tmp_path: Path, start: Any) -> Non
     out, err = process.communicate(timeout=170)
     assert process.returncode == 0, err
     result = json.loads((tmp_path / "result.json").read_text())
-    runs, gain = result["runs"], result["gain"]
-    assert list(runs) == modes
-    for run in runs.values():
-        assert len(run["seconds_per_minibatch"]) == 2 * 2
-        assert run["samples_per_second"] == pytest.approx(6 * 2 * 2 / sum(run["seconds_per_minibatch"]))
-        assert len(run["loss"]) == 2 + 1 and run["loss"][-1] < run["loss"][0]
-        assert 0 < run["idle_share"] < 1
+    rows, gain = dict(zip(modes, result["rows"], strict=True)), result["gain"]
+    combinations = [result["modes"][mode] for mode in modes]
+    assert [row["combination"] for row in rows.values()] == combinations
+    assert all(row["minibatches"] == 2 * 2 and 0 < row["idle"] < 1 for row in rows.values())
     assert result["loss_difference"] <= 1e-5
     assert list(gain["factors"]) == ["cheaper bytes", "fewer waits", "balancing"]
-    speeds = [runs[mode]["samples_per_second"] for mode in ("balanced", "collective")]
-    assert (gain["fast"], gain["total"][1]) == ("on_demand+auto", pytest.approx(speeds[0] / speeds[1]))
+    faster = rows["collective"]["total"] / rows["balanced"]["total"]
+    assert (gain["fast"], gain["total"][1]) == ("on_demand+auto", pytest.approx(faster))
     assert math.prod(factor[1] for factor in gain["factors"].values()) == pytest.approx(gain["total"][1])
+    assert [run["combination"] for run in result["runs"]] == combinations * 2
+    last = dict(zip(modes, result["runs"][-len(modes) :], strict=True))
+    assert all(len(run["losses"]) == 1 + 2 and run["losses"][-1] < run["losses"][0] for run in last.values())
     # The one-sided path was taken, by two ranks: each of them reads the peer's shard of each unit (two layers and the
-    # rest) at least once in a minibatch.
-    assert runs["on_demand"]["traffic_per_minibatch"]["reads"] >= 2 * 3
-    assert runs["balanced"]["traffic_per_minibatch"]["reads"] > 0
-    assert runs["collective"]["traffic_per_minibatch"]["reads"] == 0
+    # rest) at least once in each of three minibatches.
+    reads = {mode: sum(one["traffic"]["reads"] for one in run["totals"]) for mode, run in last.items()}
+    assert reads["on_demand"] >= 3 * 2 * 3 and reads["balanced"] > 0 == reads["collective"]
     # The strategy itself has planned: short samples share a microbatch, and ranks may take from each other.
     policies = dict.fromkeys(modes, "local_sort") | {"balanced": "steal"}
-    assert {mode: run["policy"] for mode, run in runs.items()} == policies
+    assert {mode: run["totals"][0]["policy"] for mode, run in last.items()} == policies
     tokens = set()
     for mode in modes:
         timeline = load_timeline(tmp_path / result["timelines"][mode]["trace"])
@@ -317,7 +316,7 @@ def test_one_process_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.main(["demo", *SMALL.split(), *options.split()]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["gain"] is None and "over collective" not in capsys.readouterr().out
-    assert result["runs"]["balanced"]["policy"] == "lb_mini"  # there is nobody to take from
+    assert result["runs"][-1]["totals"][0]["policy"] == "lb_mini"  # there is nobody to take from
     assert result["lengths"]["tokens"]["median"] == result["lengths"]["tokens"]["longest"]
     (rank,) = load_timeline(tmp_path / result["timelines"]["on_demand"]["trace"]).ranks
     assert len(rank.of("forward")) == 3
