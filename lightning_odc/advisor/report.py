@@ -177,30 +177,18 @@ class Advice:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON. Memory and traffic are in bytes; waits are parts of all ranks' time."""
-        inputs, plans = self.inputs, self.plans
+        inputs = self.inputs
         return {
             "helps": self.helps,
             "fits": self.fits,
             "trainer": self.line,
-            "waits": {
-                "as_they_come": plans.collective.idle,
-                "collective": plans.collective.balanced_idle,
-                "on_demand": plans.on_demand.balanced_idle,
-                "least": plans.least_idle,
-            },
-            "times_as_fast": {
-                "collective": plans.collective.factor,
-                "on_demand": plans.on_demand.factor,
-                "over_collectives": plans.over_collectives,
-            },
-            "padding": {"as_they_come": self.gain.padding, "balanced": self.gain.balanced_padding},
+            "plans": asdict(self.plans) | {"over_collectives": self.plans.over_collectives},
             "memory": asdict(self.memory),
             "between_nodes": asdict(self.traffic),
             "lengths": {"source": inputs.samples.source, "tokens": tail_of(inputs.samples.lengths)},
             "model": {"name": inputs.model.name, "parameters": inputs.model.parameters},
             "cluster": {name: getattr(inputs.place, name) for name in ("device", "devices", "nodes")},
             "minibatch_size": inputs.minibatch_size,
-            "steps_planned": plans.steps,
         }
 
 

@@ -162,6 +162,6 @@ def test_the_command_prints_text_json_and_the_line_alone(tmp_path, capsys):
     record = json.loads(capsys.readouterr().out)
     assert record["helps"] is True
     assert indent(record["trainer"], "    ") in text
-    assert record["waits"]["as_they_come"] > record["waits"]["on_demand"]
+    assert record["plans"]["on_demand"]["idle"] > record["plans"]["on_demand"]["balanced_idle"]
     assert cli.main([*line, "--quiet"]) == 0
     assert capsys.readouterr().out == f"{record['trainer']}\n"
