@@ -59,7 +59,15 @@ class TimelineRecorder(Callback):
         if capacity < 1:
             raise ValueError(f"TimelineRecorder(capacity={capacity}): keep at least one span")
         self.dirpath = Path(dirpath)
-        self.steps = _as_range(steps)
+        asked: Any = steps
+        if isinstance(asked, tuple) and len(asked) == 2:
+            asked = range(asked[0], asked[1] + 1)
+        if asked is not None and (not isinstance(asked, range) or min(asked, default=-1) < 0):
+            raise ValueError(
+                f"TimelineRecorder(steps={steps!r}) is no choice of optimizer steps: write steps=range(10, 13), or "
+                "steps=(10, 12) for the same, or leave it out to record all."
+            )
+        self.steps: range | None = asked
         self.capacity = capacity
         self.timeline: Timeline | None = None
         self._recording: Recording | None = None
@@ -110,10 +118,6 @@ class TimelineRecorder(Callback):
     def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Any) -> None:
         if self._recording is not None:
             self._recording.enter("backward")
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        if self._recording is not None:
-            self._recording.leave()
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         if self._recording is not None:
@@ -274,19 +278,6 @@ class Recording(Tracer):
         """What the next forward pass gets; what modules inside it get is not counted."""
         if self._tokens is None and inputs:
             self._tokens = token_count(inputs[0])
-
-
-def _as_range(steps: Any) -> range | None:
-    if steps is None:
-        return None
-    if isinstance(steps, tuple) and len(steps) == 2:
-        steps = range(steps[0], steps[1] + 1)
-    if not isinstance(steps, range) or min(steps, default=-1) < 0:
-        raise ValueError(
-            f"TimelineRecorder(steps={steps!r}) is no choice of optimizer steps: write steps=range(10, 13), or "
-            "steps=(10, 12) for the same, or leave it out to record all."
-        )
-    return steps
 
 
 def _exchange(item: T, to_all: bool = True) -> list[T]:
