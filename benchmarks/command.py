@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from lightning_odc.console import OptionError, Options, add_options, read_options
+
+#: What trainers of experiments leave out.
+QUIET: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+
+
+def parser_of(name: str, text: str | None) -> argparse.ArgumentParser:
+    """The parser of ``python -m benchmarks.NAME``, described by the first line of a docstring."""
+    return argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{name}", description=(text or "").splitlines()[0]
+    )
 
 
 def run(
@@ -24,9 +37,7 @@ def run(
         work: What runs them.
         given: The command line; by default that of the process.
     """
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks.{name}", description=(text or "").splitlines()[0]
-    )
+    parser = parser_of(name, text)
     add_options(parser, options)
     parsed = vars(parser.parse_args(given))
     try:

@@ -7,7 +7,6 @@ prints of its last epoch is what counts. The last step needs several machines: `
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import re
@@ -20,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import parser_of
 from benchmarks.tables import Column, Table, put_into
 from lightning_odc.files import write_json
 from tests.docs.blocks import ROOT, blocks
@@ -153,9 +153,7 @@ def _spread(values: list[float]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.full_gain``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.full_gain", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("full_gain", __doc__)
     parser.add_argument("--rounds", type=int, metavar="N", default=5, help="how often each program runs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also put the table into its place there")

@@ -10,7 +10,6 @@ sample ``--speed`` times as fast as one device. The planner knows the speed of e
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader
 
+from benchmarks.command import QUIET, parser_of
 from benchmarks.one_line import LanguageModel, Texts, Watch, pad
 from lightning_odc import ODCStrategy
 from lightning_odc._compat import comms_of
@@ -98,10 +98,7 @@ def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
         devices=world_size,
         max_epochs=1 + epochs,
         callbacks=[watch] if name == ODC else [watch, passages],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     waits: list[float] = []
     module = DividedModel()
@@ -197,9 +194,7 @@ def planned(lengths: Any, devices: int, pairs: int, speed: float) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.groups``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.groups", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("groups", __doc__)
     parser.add_argument("--rounds", type=int, metavar="N", default=4, help="fits in each way")
     parser.add_argument(
         "--epochs", type=int, metavar="N", default=2, help="timed epochs of a fit, after one more"

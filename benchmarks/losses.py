@@ -7,7 +7,6 @@ Where a loss couples samples, that process computes the batches that a distribut
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import logging
@@ -22,6 +21,7 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
+from benchmarks.command import QUIET, parser_of
 from lightning_odc import ODCStrategy
 from lightning_odc.bench.processes import Ranks
 from lightning_odc.console import markdown
@@ -55,10 +55,7 @@ def fit(_rank: int, _world_size: int, kind: str, name: str) -> tuple[dict[str, A
         use_distributed_sampler=name == "ddp",
         callbacks=[clock],
         plugins=[LightningEnvironment()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
     data: Any = samples()
     loader = DataLoader(data, batch_size=BATCH, collate_fn=collate)
@@ -78,9 +75,7 @@ def fit(_rank: int, _world_size: int, kind: str, name: str) -> tuple[dict[str, A
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.losses``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.losses", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("losses", __doc__)
     parser.add_argument("--strategies", nargs="+", default=["odc", "ddp"], help='"odc" or "ddp"')
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all errors there, too")
     options = parser.parse_args(arguments)

@@ -6,7 +6,6 @@ the window (its pages, as the kernel counts them) and the peak of private memory
 
 from __future__ import annotations
 
-import argparse
 import threading
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.command import parser_of
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.console import markdown
 from lightning_odc.engine.base import Engine
@@ -142,9 +142,7 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.memory``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("memory", __doc__)
     parser.add_argument(
         "--ranks", type=int, metavar="N", nargs="+", default=[2, 4], help="processes, one rank each"
     )

@@ -7,7 +7,6 @@ steps, by their median: with ``"raise"``, with ``"split"`` when nothing runs out
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks.command import parser_of
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.console import markdown
@@ -112,9 +112,7 @@ VARIANTS: dict[str, tuple[str, bool]] = {
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.out_of_memory``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.out_of_memory", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("out_of_memory", __doc__)
     parser.add_argument("--width", type=int, metavar="N", default=256, help="width of the blocks")
     parser.add_argument("--steps", type=int, metavar="N", default=22, help="optimizer steps of each run")
     parser.add_argument("--repetitions", type=int, metavar="N", default=3, help="of all variants, in turns")

@@ -14,7 +14,6 @@ overhead of Python and of communication as well.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
+from benchmarks.command import parser_of
 from benchmarks.tables import Column, Table, put_into
 from lightning_odc import rl
 from lightning_odc.bench.lengths import PUBLISHED, draw
@@ -317,9 +317,7 @@ def _spread(values: list[float]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.rl``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.rl", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("rl", __doc__)
     add = partial(parser.add_argument, metavar="N", type=int)
     add("--ranks", nargs="+", default=[2, 4], help="processes, one rank each")
     parser.add_argument("--lengths", nargs="+", default=list(LENGTHS), choices=LENGTHS, help="of responses")

@@ -6,7 +6,6 @@ ranks train one minibatch with each engine, in turns, so that a slow minute hits
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -18,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from benchmarks.command import parser_of
 from lightning_odc.bench.models import byte_llama
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.console import markdown
@@ -120,9 +120,7 @@ def row(ranks: int, lora: bool, microbatches: int, seen: dict[str, Any]) -> dict
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.traffic``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.traffic", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("traffic", __doc__)
     parser.add_argument(
         "--ranks", type=int, metavar="N", nargs="+", default=[2, 4], help="processes, one rank each"
     )

@@ -12,7 +12,6 @@ backward and layer by layer: four ranks on few cores would measure how they shar
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -25,6 +24,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from benchmarks.command import QUIET, parser_of
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import PolynomialCost
@@ -153,10 +153,7 @@ def _run(variant: Variant, rank: int, world_size: int, options: dict[str, Any]) 
         num_nodes=2,
         max_epochs=1,
         callbacks=[recorder],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     ).fit(module, loader)
     (begin, sent_before), (end, sent) = recorder.seen
     return {
@@ -204,9 +201,7 @@ def prepare(hosts: Hosts, rank: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.hybrid``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hybrid", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("hybrid", __doc__)
     parser.add_argument("--minibatches", type=int, metavar="N", default=8, help="timed ones per run")
     parser.add_argument(
         "--samples", type=int, metavar="N", default=6, help="per rank and minibatch, on average"

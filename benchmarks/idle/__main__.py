@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import parser_of
 from benchmarks.idle import overhead, truth
 
 PARTS = ("truth", "overhead")
@@ -38,9 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.idle", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("idle", __doc__)
     parser.add_argument("parts", nargs="*", help=f"among {', '.join(PARTS)}; by default all")
     parser.add_argument(
         "--truth-ranks",
