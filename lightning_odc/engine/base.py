@@ -58,9 +58,9 @@ class SettleRecord:
     weight: float  # the sum of its weights; 1 for plain batches
     plans: list[str]  # fingerprints of the plans of its minibatches, in the order in which they ran
     is_last: bool  # it has no more batches in this epoch
-    logs: Any  # what the strategy logs: names and sums
-    measured: Any  # what the strategy measured: seconds of microbatches, and which ran out of memory
-    note: Any  # the rank's `Engine.note`
+    logs: Any = None  # what the strategy logs: names and sums
+    measured: Any = None  # what the strategy measured: seconds of microbatches, and which ran out of memory
+    note: Any = None  # the rank's `Engine.note`
     used: str = "0x0"  # parameters that received a gradient here, as `flags_to_hex` writes them
     scalars: Sequence[float | None] = ()  # the rank's sums of gradients of its `Scalars`
 
@@ -118,10 +118,8 @@ class Ledger:
         if plan is not None:
             self.plans.append(plan)
 
-    def record(
-        self, logs: Any, measured: Any, note: Any, used: str = "0x0", scalars: Sequence[float | None] = ()
-    ) -> SettleRecord:
-        """The record of a rank with these weights; the arguments are fields of the record."""
+    def record(self, **others: Any) -> SettleRecord:
+        """The record of a rank with these weights, and with its other fields."""
         # If nothing of what this rank ran counts, it goes along with what the others ran.
         agrees_with_any = self.is_idle or (self.counting is None and self.left_out > 0)
         return SettleRecord(
@@ -130,11 +128,7 @@ class Ledger:
             weight=float(self.weight) if self.is_weighted else max(1.0 - self.left_out, 0.0),
             plans=self.plans,
             is_last=self.is_last,
-            logs=logs,
-            measured=measured,
-            note=note,
-            used=used,
-            scalars=scalars,
+            **others,
         )
 
 
@@ -204,7 +198,7 @@ class Engine(Traced, ABC):
     """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in `attach`."""
 
     def __init__(self) -> None:
-        self._model: nn.Module | None = None
+        self._model: Any = None  # the module, from `attach` on
         self.signals = Signals()  # told when weighted losses settle
         self.ledger = Ledger()  # the weights of the current optimizer step
         self.weight_unit = 1.0  # by which weighted losses were divided before their backward pass
@@ -365,7 +359,6 @@ class Engine(Traced, ABC):
 
     def _names_in(self, module: nn.Module | None) -> dict[nn.Parameter, str]:
         """The names of the parameters of the model, or of a part of it, in that part."""
-        assert self._model is not None, "the engine is not attached"
         part = self._model if module is None else module
         known = set(self._model.parameters())
         if not known.issuperset(part.parameters()):

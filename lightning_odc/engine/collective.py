@@ -135,7 +135,6 @@ class CollectiveEngine(Engine):
 
     def undo(self) -> Added | None:
         """Nothing that was added stays: `backward` has put back what was there before."""
-        assert self._model is not None
         units = [unit for unit in self._units if unit.is_gathered]
         forget_pass(self._model, [slot.current for unit in units for slot in unit.slots])
         return None
@@ -148,7 +147,8 @@ class CollectiveEngine(Engine):
         self._late_hooks.check_outside()
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
-            record = ledger.record(logs, measured, self.note, scalars=self._scalars.take())
+            scalars = self._scalars.take()
+            record = ledger.record(logs=logs, measured=measured, note=self.note, scalars=scalars)
             self.settled = True
             self.notes = []
             records, scale = [record] * self._world_size, 1.0
@@ -160,17 +160,17 @@ class CollectiveEngine(Engine):
                 # fully_shard has divided by the world size already.
                 check_records(records)
                 scale = self._world_size / total_weight(records, self.weight_unit)
-                scalars = [record.scalars for record in records]
+                by_rank = [record.scalars for record in records]
             elif self._scalars.parameters:
-                scalars = self.exchange("gradients of scalars", record.scalars)
+                by_rank = self.exchange("gradients of scalars", scalars)
             else:
-                scalars = []
+                by_rank = []
             for parameter, total in self._sums.items():
                 total.mul_(scale)
                 parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
                 self._late_hooks.call(parameter)
             self._sums.clear()
-            self._scalars.give(scalars, scale / self._world_size)
+            self._scalars.give(by_rank, scale / self._world_size)
         return records
 
     def publish(self) -> None:
@@ -182,7 +182,6 @@ class CollectiveEngine(Engine):
         self.publish()
 
     def reshard(self) -> None:
-        assert self._model is not None, "the engine is not attached"
         for module in fsdp_modules(self._model):
             module.reshard()
 
@@ -205,7 +204,6 @@ class CollectiveEngine(Engine):
     def _find_shards(self) -> None:
         """Between forward and backward a module holds full parameters, so look for the shards at rest."""
         self.reshard()
-        assert self._model is not None
         scalars = {*self._scalars.parameters}
         self._shards = [parameter for parameter in self._model.parameters() if parameter not in scalars]
 

@@ -1,18 +1,16 @@
 """How an engine and ``fully_shard`` meet: comm objects, the layout that these show, and the root unit.
 
 ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter`` take any object with an ``allocate`` and a
-``__call__`` method: public extension points, no patch. Each unit gets its own pair, so two models in one process never
-meet. `probe` looks at what ``fully_shard`` passes to them; see Note [How a unit lies in memory].
+``__call__`` method: public extension points, no patch. `probe` looks at what ``fully_shard`` passes to them; see Note
+[How a unit lies in memory].
 
 Note [The root unit]
 ~~~~~~~~~~~~~~~~~~~~
-The root unit has the parameters outside of blocks, such as embeddings and the head. The engine gathers it itself.
-
-``fully_shard`` gathers it when the root module is called and shards it after the backward pass. With manual
-optimization a ``training_step``, one call of the root module, may run the model and go backward several times. So the
-root unit is gathered again when one of its layers is called, and before a backward pass (which finds the memory of the
-parameters that it saved filled again). Its gradients are reduced when a backward pass through any other unit ends.
-``toggle_optimizer`` freezes shards when the root unit is gathered already: see `Unit.match_frozen`.
+The root unit has the parameters outside of blocks, such as embeddings and the head. ``fully_shard`` gathers it when the
+root module is called and shards it after the backward pass. With manual optimization a ``training_step``, one call of
+the root module, may run the model and go backward several times. So the engine gathers the root unit again when one of
+its layers is called, and before a backward pass (which finds the memory of the parameters that it saved filled again).
+Its gradients are reduced when a backward pass through any other unit ends.
 """
 
 from __future__ import annotations
@@ -143,9 +141,6 @@ def set_comms(modules: Iterable[FSDPModule], gather: Any = None, reduce: Any = N
     for module in modules:
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce)
-
-
-# -- probing ------------------------------------------------------------------------------------------------
 
 
 def probe(

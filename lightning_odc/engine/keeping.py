@@ -4,10 +4,10 @@ Note [Read once per minibatch]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 A published shard changes only at the end of a minibatch. So a unit stays gathered until then if there is memory for it,
 and every rank decides for itself: ``docs/memory-and-traffic.md``. Spare memory keeps the buffer into which frozen
-parameters were read, and the next minibatch reads the others alone. An owner says in which version they changed last.
+parameters were read, and the next minibatch reads the others alone.
 
-The worth of keeping a unit is its visits in a minibatch less one, times the time of a read, per byte. Asking for a read
-takes as long as copying 64 KiB, so small units come first. Three units, room for 60 MiB, two microbatches::
+The worth of keeping a unit is its visits in a minibatch less one, times the time of a read, per byte. Three units, room
+for 60 MiB, two microbatches::
 
     unit     gathered  visits  worth per byte             kept
     head     40 MiB    2       1 x (1 + 64 KiB / 40 MiB)  no: 10 MiB of the room are left
@@ -19,16 +19,14 @@ The first minibatch keeps nothing: it counts visits, and shows how much memory t
 Note [Gathered for a while]
 ~~~~~~~~~~~~~~~~~~~~~~~
 Sampling runs the model once per token, and would read every unit for every token. So `Keeping.gathered` keeps more
-units meanwhile, in the memory that is free now: the gradients and activations of training come later. It looks again in
-every pass, because a cache of keys and values grows. If memory becomes tight, a unit is no longer kept: ``fully_shard``
-frees it after its pass. Three blocks, 5 tokens, memory tight at the third::
+units meanwhile, in the memory that is free now. It looks again in every pass, because a cache of keys and values grows.
+If memory becomes tight, a unit is no longer kept. Three blocks, 5 tokens, memory tight at the third::
 
     token          1           2    3           4           5
     is read        b0 b1 b2    -    -           b0          b0
     stays          b0 b1 b2    all  b1 b2       b1 b2       b1 b2
 
-``generate`` is such a loop. For sharded models, Hugging Face goes on until the longest answer of all ranks has ended.
-On demand each rank ends with its own.
+``generate`` is such a loop. On demand each rank ends with its own answer, not with the longest of all ranks.
 """
 
 from __future__ import annotations

@@ -3,17 +3,15 @@
 Note [Gradients arrive late]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 After a backward pass the gradients lie in the accumulators of their owners, and ``fully_shard`` has put zeros into
-``.grad`` of the shards. Until the engine settles and puts the real gradients there, these zeros are *placeholders*: a
-subclass of ``DTensor`` that intercepts every operation. So the user's operations either work or raise. They are never
-silently without effect:
+``.grad`` of the shards. Until the engine settles, these zeros are *placeholders*: a subclass of ``DTensor`` that
+intercepts every operation. So the user's operations are never silently without effect:
 
 - emptying it (``zero_grad()``) drops the gradient of that shard, as under stock sharding. Before a later backward pass
   adds to the same accumulators, the ranks meet and empty them;
 - anything else (looking at the gradient, clipping it by hand) is an error that shows what to write.
 
-``fully_shard`` also calls the hooks of ``register_post_accumulate_grad_hook`` on a shard. So a stand-in takes a hook's
-place until the step settles. Then the hook is called, with the gradient of the whole minibatch in ``.grad``: once per
-optimizer step, on every rank, in the order of the units.
+A stand-in takes the place of a hook of ``register_post_accumulate_grad_hook`` until the step settles. Then the hook is
+called, with the gradient of the whole minibatch in ``.grad``: on every rank, in the order of the units.
 
 Note [Who drops a gradient]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -29,8 +27,7 @@ right only if it has added nothing since. In a later batch it may, so all ranks 
 
 Parameters without a dimension, such as the ``logit_scale`` of CLIP, cannot be cut (`Scalars`). Every rank has them
 whole, and sums their gradients, apart from ``.grad``, until the step settles. Then every rank tells its sums in its
-`SettleRecord`, and all ranks add them up in rank order and divide, as in Note [Who divides]. So values stay equal.
-Optimizers, clipping and checkpoints get ordinary tensors: `DTensor` would take them for replicated ones.
+`SettleRecord`, and all ranks add them up in rank order and divide, as in Note [Who divides].
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -247,15 +244,14 @@ class LateHooks:
                     hooks[key] = hook.hook
 
 
-class DeferredHook:
+class DeferredHook(NamedTuple):
     """Stands where a hook was registered."""
 
-    def __init__(self, hook: Callable[[Tensor], Any], hooks: LateHooks) -> None:
-        self.hook = hook
-        self._hooks = hooks
+    hook: Callable[[Tensor], Any]
+    hooks: LateHooks
 
     def __call__(self, shard: Tensor) -> None:
-        if not self._hooks.holding:
+        if not self.hooks.holding:
             self.hook(shard)
 
 

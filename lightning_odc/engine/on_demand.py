@@ -318,7 +318,6 @@ class OnDemandEngine(Engine):
         return super().why_no_retry()
 
     def undo(self) -> Added | None:
-        assert self._model is not None
         added = self._additions.undo()
         whole = [parameter for unit in self._units for parameter in unit.fresh.values()]
         whole += [slot.current for unit in self._units if unit.is_gathered for slot in unit.slots]
@@ -345,7 +344,8 @@ class OnDemandEngine(Engine):
             used = flags_to_hex([slot in unit.used for unit in self._units for slot in unit.slots])
             for unit in self._units:
                 unit.used.clear()
-            own = self._take_ledger().record(logs, measured, self.note, used, self._scalars.take())
+            ledger, scalars = self._take_ledger(), self._scalars.take()
+            own = ledger.record(logs=logs, measured=measured, note=self.note, used=used, scalars=scalars)
             heard = self.protocol.end_version("optimizer step", own.as_list())
             records = [SettleRecord(*fields) for fields in heard]
             self.notes = [record.note for record in records]
@@ -503,7 +503,6 @@ class OnDemandEngine(Engine):
 
     def _reattach(self) -> None:
         """Parameters were unfrozen: the accumulators need another layout. All ranks together."""
-        assert self._model is not None
         if any(self.exchange("unfreeze parameters", any(unit.used for unit in self._units))):
             raise ODCError(
                 "Parameters were unfrozen between two batches of one optimizer step. Unfreeze them before the first of "

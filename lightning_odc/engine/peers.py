@@ -111,8 +111,6 @@ class Peers:
         self._kills = Kills()
         self._others = [rank for rank in range(transport.world_size) if rank != transport.rank]
 
-    # -- this rank ----------------------------------------------------------------------------------------
-
     def begin(self, activity: Activity, unit: int = 0) -> None:
         """This rank begins to do something else."""
         self._transport.store(_DOING, Doing.word(activity, unit, time.monotonic_ns()))
@@ -134,8 +132,6 @@ class Peers:
             return self._state(self._transport.rank) == State.RUNNING
         except LookupError:  # the window is not open
             return False
-
-    # -- the others ---------------------------------------------------------------------------------------
 
     def failures(self) -> dict[int, str]:
         """Messages of the peers that have failed so far. Once this rank has closed its windows, there are none."""

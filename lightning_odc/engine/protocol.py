@@ -151,8 +151,6 @@ class Protocol(RankState):
         self.waiter.seconds = other.waiter.seconds
         self.listen(other.tracer)
 
-    # -- the control plane --------------------------------------------------------------------------------
-
     def finish(self) -> None:
         if self.finished or not self.transport.runs_ahead:
             return
@@ -164,13 +162,17 @@ class Protocol(RankState):
         """Wait until all ranks have come to this meeting; returns their JSON-serialisable items, in rank order."""
         # Ranks that want to drop gradients (`DISCARD`) may come while others come for something else: see Note [Who
         # drops a gradient]. All drop them, and the others meet again for what they came for.
-        kinds, items = self._hear(kind, item)
-        while DISCARD in kinds:
+        while True:
+            self.finish()
+            records = self._exchange(kind, [kind, item, sorted(self.signals.raised)])
+            kinds, items, signals = ([record[field] for record in records] for field in range(3))
+            self.signals.agreed.update(*signals)
+            if DISCARD not in kinds:
+                break
             named = [theirs for reason, theirs in zip(kinds, items, strict=True) if reason == DISCARD]
             self.drop_together(named, kind)
             if kind == DISCARD:
                 return items
-            kinds, items = self._hear(kind, item)
         ranks, own = self._ranks, self._job_rank
         for peer, other in zip(ranks, kinds, strict=True):
             if other != kind:
@@ -181,14 +183,6 @@ class Protocol(RankState):
                 )
         items[ranks.index(own)] = item
         return items
-
-    def _hear(self, kind: str, item: Any) -> tuple[list[str], list[Any]]:
-        """Receive from every rank why it came to a meeting, and its item."""
-        self.finish()
-        records = self._exchange(kind, [kind, item, sorted(self.signals.raised)])
-        kinds, items, signals = ([record[field] for record in records] for field in range(3))
-        self.signals.agreed.update(*signals)
-        return kinds, items
 
     @property
     def _ranks(self) -> Sequence[int]:

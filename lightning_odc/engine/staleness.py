@@ -4,10 +4,9 @@ Note [When shards are compared]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 If a parameter is changed while peers read its published shard, nothing records it: version counters do not see writes
 through ``parameter.data``. So a rank compares its shards with those that it published, bit for bit: at the first
-gather of a version, and after the last backward pass of a batch. A change after that is harmless: no rank reads that
-shard until the optimizer has stepped and all ranks have published. A model in ``eval()`` may never reach a backward
-pass, so every gather compares there, and units that stay gathered are compared when they are freed. A rank that ran
-nothing compares when the step settles, where a host that runs ahead of its device reads all answers.
+gather of a version, and after the last backward pass of a batch. A change after that is harmless. A model in ``eval()``
+may never reach a backward pass, so every gather compares there, and units that stay gathered are compared when they are
+freed. A rank that ran nothing compares when the step settles.
 """
 
 from __future__ import annotations

@@ -100,8 +100,6 @@ class WorkQueues:
         while (found := self.steal()) is not None:
             yield found
 
-    # -- whether it pays ----------------------------------------------------------------------------------
-
     def _pays(self, victim: int, queue: Queue) -> bool:
         """Whether this rank would finish the victim's last microbatch before the victim finished everything."""
         if queue.front >= queue.back:
@@ -121,8 +119,6 @@ class WorkQueues:
         rates: list[float] = [struct.unpack("<d", struct.pack("<q", word))[0] for word in words]
         known = [rate for rate in rates if rate > 0]
         return rates[rank] or (sum(known) / len(known) if known else 1.0)
-
-    # -- the queues ---------------------------------------------------------------------------------------
 
     @contextmanager
     def _locked(self, owner: int) -> Iterator[Queue]:

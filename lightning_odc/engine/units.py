@@ -102,8 +102,6 @@ class ParamSlot:
         if as_bytes:
             rows = rows.contiguous().view(self.compute_dtype)
         shape, dim = shape_of(self.home), _placement_of(self.home)[1]
-        if not shape:
-            return rows[0].clone().view(())
         if dim == 0:  # the ranks' rows follow each other; a unit of one parameter is not copied
             return rows.reshape(-1, *shape[1:])[: shape[0]]
         padded = [*shape[:dim], math.ceil(shape[dim] / len(rows)), *shape[dim + 1 :]]
@@ -205,7 +203,7 @@ class Unit:
         """The parameters of a gathered unit: name, this rank's slice of it, and its shard, which should be the same."""
         for slot in self.slots:
             current, shard = slot.current, _compat.local_of(slot.home)
-            if shard.numel() and shard.dim():
+            if shard.numel():
                 whole = _compat.local_of(current) if isinstance(current, DTensor) else current
                 (mesh_dim, dim), mesh = _placement_of(slot.home), slot.home.device_mesh
                 start = mesh.get_local_rank(mesh_dim) * math.ceil(whole.shape[dim] / mesh.size(mesh_dim))
@@ -377,7 +375,5 @@ def shape_of(parameter: DTensor) -> list[int]:
 def _padded_numel(parameter: DTensor) -> int:
     mesh_dim, dim = _placement_of(parameter)
     shape = shape_of(parameter)
-    if not shape:
-        return 1
     shape[dim] = math.ceil(shape[dim] / parameter.device_mesh.size(mesh_dim))
     return math.prod(shape)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from lightning_odc.engine.tracing import Traced
@@ -138,9 +139,8 @@ class HangReport:
     def start(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
         """Begin to look."""
         self._stop = threading.Event()
-        arguments = (self._stop, longest_wait, describe)
-        name = "lightning-odc hang report"
-        self._thread = threading.Thread(target=self._watch, args=arguments, name=name, daemon=True)
+        watch = partial(self._watch, longest_wait, describe)
+        self._thread = threading.Thread(target=watch, name="lightning-odc hang report", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -169,11 +169,9 @@ class HangReport:
         sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
         sys.stderr.flush()
 
-    def _watch(
-        self, stop: threading.Event, longest_wait: Callable[[], float], describe: Callable[[], str]
-    ) -> None:
+    def _watch(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
         told = 0.0
-        while not stop.wait(min(self.after / _NAPS, _LONGEST_NAP)):
+        while not self._stop.wait(min(self.after / _NAPS, _LONGEST_NAP)):
             waited = longest_wait()
             if told and waited < told:
                 sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training goes on.\n")

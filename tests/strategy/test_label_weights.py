@@ -235,7 +235,7 @@ def test_batches_and_ranks_with_and_without_labels_do_not_mix():
     with pytest.raises(ValueError, match=r'mixes counted labels and Minibatch weights.*weighting="token"'):
         ledgers[0].add(5.0, Counting.PLANNED)
     with pytest.raises(DisagreementError, match=r'Rank 1 weighted.*by Minibatch weights.*weighting="token"'):
-        check_records([ledger.record(None, (), None) for ledger in ledgers])
+        check_records([ledger.record() for ledger in ledgers])
 
 
 def prepare(worker: int) -> None:

@@ -19,9 +19,8 @@ rank. ``. .`` is a row that has not come yet::
     reduce-scatter over column    [10, 10]         [10, 10]         [10, 10]         [10, 10]
     optimizer step on             numbers 0, 1     numbers 2, 3     numbers 4, 5     numbers 6, 7
 
-No further barrier is needed: a version word now says that all rows of its window are of this version. A thread
-(`Sharing`) stores it when the all-gather has ended, and a row is overwritten only after all ranks of all nodes are done
-with the version before.
+A version word now says that all rows of its window are of this version. A thread (`Sharing`) stores it when the
+all-gather has ended.
 
 Appendix E of *Revisiting Parameter Server in LLM Post-Training* (arXiv 2601.19362); like secondary shards of ZeRO++
 (arXiv 2306.10209).

@@ -1,13 +1,12 @@
 """The link between ranks that hold the same shards, one on every node (a *column*): connections to the first one.
 
-The first rank of a column listens on a free port until all others have connected, and then never again. Both ends prove
-that they belong to the job, by a keyed hash of a secret. The process group has carried the secret; no connection
-carries it. A stranger's connection is dropped, and a stranger's answer is not trusted.
+The first rank of a column listens on a free port until all others have connected. Both ends prove that they belong to
+the job, by a keyed hash of a secret. The process group has carried the secret; no connection carries it.
 
 Ranks wait for each other across hosts at a TCP connection: a rank cannot leave a collective before its deadline, and a
-collective does not say who is missing. The kernel answers for a rank that computes, so a long microbatch is not a
-silence. A process that ends closes its connection at once. A host that is cut off or down is found after a *silence* of
-seconds, by keep-alive probes and by data without acknowledgement.
+collective does not say who is missing. The kernel answers for a rank that computes. A process that ends closes its
+connection at once. A host that is cut off or down is found after a *silence* of seconds, by keep-alive probes and by
+data without acknowledgement.
 """
 
 from __future__ import annotations

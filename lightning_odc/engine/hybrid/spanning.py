@@ -13,9 +13,6 @@ Four ranks on two nodes, rows ``(0, 1)`` and ``(2, 3)``, columns ``(0, 2)`` and 
     after the column     R0 R2        R1 R3        R0 R2        R1 R3
     after the row        R0 R1 R2 R3 on every rank, in this order
 
-Besides these records, collectives over a column (`ColumnGroup`) use the link between nodes: a few for every unit and
-minibatch, each when all ranks of the column are there.
-
 Hybrid sharding (`HybridEngine`). Every node holds a whole replica of the model, sharded over its own ranks. Gradients
 leave a node only after a meeting that ends a version: every rank sums over its column what its row has added up. Then
 all replicas take the same optimizer step, so parameters need not be sent. Two nodes, a unit of 4 numbers, 2 per rank::

@@ -1,10 +1,9 @@
 """The CUDA body of the transport contract: GPUs of one host that map each other's memory.
 
 The data plane is one block of device memory per rank, mapped by all. The control plane is that of the shared-memory
-transport, in host memory. Reads are plain copies between mapped addresses, done by copy engines. Additions are a
-kernel with atomic additions, which needs no lock. Both run on the stream that ``fully_shard`` has made current, so its
-prefetching and overlapping work as usual. Note [When the host waits for its device] says when the host waits, and for
-what.
+transport, in host memory. Reads are plain copies between mapped addresses. Additions are a kernel with atomic
+additions, which needs no lock. Both run on the stream that ``fully_shard`` has made current, so its prefetching and
+overlapping work as usual. See Note [When the host waits for its device].
 
 Windows (of torch's symmetric memory: `SymmetricDevice`) are allocated by the driver's virtual-memory functions,
 not by torch's caching allocator. So they are outside of expandable segments and of every memory pool.
