@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +49,10 @@ class Counting(StrEnum):
     EXACT = '"num_items"'
 
 
-@dataclass
-class SettleRecord:
+class SettleRecord(NamedTuple):
     """The record that a rank sends to all ranks when it settles an optimizer step."""
 
+    # It is sent as JSON: short, and nothing of it is unpickled. A long one takes several meetings.
     batches: str | None  # the kind that the rank trained on; ``None`` if none counts: any is right then
     counting: str | None  # what its weights count, a `Counting`; ``None`` if it ran no microbatch
     weight: float  # the sum of its weights; 1 for plain batches
@@ -63,11 +63,6 @@ class SettleRecord:
     note: Any = None  # the rank's `Engine.note`
     used: str = "0x0"  # parameters that received a gradient here, as `flags_to_hex` writes them
     scalars: Sequence[float | None] = ()  # the rank's sums of gradients of its `Scalars`
-
-    def as_list(self) -> list[Any]:
-        """Its fields; ``SettleRecord(*fields)`` is the record again."""
-        # It is sent as JSON: short, and nothing of it is unpickled. A long one takes several meetings.
-        return list(vars(self).values())
 
 
 def flags_to_hex(flags: Sequence[bool]) -> str:

@@ -153,7 +153,7 @@ class CollectiveEngine(Engine):
             self.notes = []
             records, scale = [record] * self._world_size, 1.0
             if ledger.is_weighted:
-                heard = self.exchange("optimizer step", [record.as_list(), sorted(self.signals.raised)])
+                heard = self.exchange("optimizer step", [record, sorted(self.signals.raised)])
                 self.signals.agreed.update(*(signals for _, signals in heard))
                 records = [SettleRecord(*fields) for fields, _ in heard]
                 self.notes = [record.note for record in records]

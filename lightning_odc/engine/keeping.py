@@ -53,20 +53,16 @@ from lightning_odc.engine.units import ROOT, Unit
 
 #: Copying this many bytes takes as long as asking for them.
 _BYTES_OF_A_CALL = 64 * 1024
-#: Of the room, how much may be kept; the rest is for what comes suddenly. A host has other processes.
-_DEVICE_SHARE, _HOST_SHARE = 0.9, 0.5
 #: How old the answer of the host may be.
 _SECONDS = 1.0
 #: Less than this part of the room free in the middle of a minibatch is pressure.
 _TIGHT = 0.05
 
-KeepGathered = Literal["auto"] | int
-
 
 class HostMemory:
     """Memory of the host, which is divided among its ranks, in bytes."""
 
-    share = _HOST_SHARE  # the part of the memory not used by training that may hold kept units
+    share = 0.5  # of the memory not used by training, what may hold kept units; a host has other processes
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -90,7 +86,7 @@ class HostMemory:
 class CudaMemory:
     """Memory of a CUDA device, by torch's allocator, which knows all allocations without waiting for the device."""
 
-    share = _DEVICE_SHARE
+    share = 0.9  # the rest is for what comes suddenly
 
     def __init__(self, device: torch.device, ranks: int = 1) -> None:
         self._device = device
@@ -156,7 +152,7 @@ class Keeping:
     # It takes only what training leaves: `choose` plans once per version, `relieve` and `_before` take back where
     # memory becomes tight, and `give_back` ends it where memory has run out, before a microbatch is made smaller.
 
-    def __init__(self, budget: KeepGathered, memory: Memory) -> None:
+    def __init__(self, budget: Literal["auto"] | int, memory: Memory) -> None:
         self._budget = budget  # bytes, or ``"auto"``: what is left beside training, with a margin
         self._memory = memory
         self._kept: list[_Kept] = []

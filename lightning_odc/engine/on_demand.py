@@ -346,7 +346,7 @@ class OnDemandEngine(Engine):
                 unit.used.clear()
             ledger, scalars = self._take_ledger(), self._scalars.take()
             own = ledger.record(logs=logs, measured=measured, note=self.note, used=used, scalars=scalars)
-            heard = self.protocol.end_version("optimizer step", own.as_list())
+            heard = self.protocol.end_version("optimizer step", own)
             records = [SettleRecord(*fields) for fields in heard]
             self.notes = [record.note for record in records]
             emptied = self._placeholders.emptied()  # less, where others had them dropped at this meeting

@@ -60,7 +60,7 @@ class Connection:
         self._is_over = False
         self._outgoing = bytearray()
         self._incoming = bytearray()
-        self._records: deque[bytes] = deque()
+        self.records: deque[bytes] = deque()  # that came and were not taken yet
         # Let the kernel find out that the other host is gone.
         pause = max(int(silence / _PROBES), 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -81,15 +81,6 @@ class Connection:
         """Everything has gone."""
         self.pump()
         return not self._outgoing
-
-    @property
-    def has_come(self) -> bool:
-        """A record that was not taken yet, by what `pump` has found so far (other threads must not call that)."""
-        return bool(self._records)
-
-    def take(self) -> bytes:
-        """The next record."""
-        return self._records.popleft()
 
     def pump(self) -> None:
         """Move what can be moved now, and look whether the connection still holds."""
@@ -135,7 +126,7 @@ class Connection:
 
     def _take_in(self, kind: int, message: bytes) -> None:
         if kind == Kind.RECORD:
-            self._records.append(message)
+            self.records.append(message)
         elif kind == Kind.FAILURE:
             self.failure = json.loads(message)
         else:
@@ -271,17 +262,17 @@ class ReplicaLink:
         """Whether all records are here, and on their way to all ranks."""
         for peer in self._peers.values():
             peer.pump()
-        if self._all is None and all(peer.has_come for peer in self._peers.values()):
+        if self._all is None and all(peer.records for peer in self._peers.values()):
             if self.rank == self._first:
-                records = [self._own, *(self._peers[rank].take() for rank in self.ranks[1:])]
+                records = [self._own, *(self._peers[rank].records.popleft() for rank in self.ranks[1:])]
                 everything = b"[" + b",".join(records) + b"]"
                 for peer in self._peers.values():
                     peer.send(Kind.RECORD, everything)
             else:
-                everything = self._peers[self._first].take()
+                everything = self._peers[self._first].records.popleft()
             self._all = json.loads(everything)
         for peer in self._peers.values() if self._all is None else ():
-            if peer.has_left and not peer.has_come:
+            if peer.has_left and not peer.records:
                 raise PeerFailedError(
                     f"Rank {peer.name} has left the training while rank {self.rank} still needs it. Every rank needs "
                     "the same number of Lightning batches and optimizer steps."
@@ -297,9 +288,8 @@ class ReplicaLink:
 
     def missing(self) -> str:
         """The ranks that this rank waits for, other threads included, as messages name them."""
-        return (
-            ", ".join(f"rank {peer.name}" for peer in self._peers.values() if not peer.has_come) or "no rank"
-        )
+        missing = [f"rank {peer.name}" for peer in self._peers.values() if not peer.records]
+        return ", ".join(missing) or "no rank"
 
     def trouble(self) -> str:
         """Which rank of the column failed or ended out of order, and why; empty if none did."""

@@ -115,14 +115,16 @@ class ColumnGroup:
 
     def begin_gather(self, own: Tensor, whole: Tensor) -> Callable[[], object]:
         """Begin to copy what every rank of the column has to all; returns what waits for its end. Both are 1-D."""
-        return all_gather(_as_bytes(whole), _as_bytes(own), group=self._group, async_op=True).wait
+        # Every backend can move bytes.
+        parts = whole.view(torch.uint8), own.view(torch.uint8)
+        return all_gather(*parts, group=self._group, async_op=True).wait
 
     def begin_exchange(self, sums: Tensor) -> Callable[[], Tensor]:
         """Begin to give every rank of the column its part; returns what waits for what this rank is given."""
         # Half of a reduce-scatter; the sum over what was heard is the other half. That of gloo is an all-reduce, which
         # sends twice the bytes. ``sums`` (1-D, a part per rank) must not change until the end; ``[nodes, part]`` comes.
         heard = torch.empty_like(sums)
-        parts = _as_bytes(heard), _as_bytes(sums)
+        parts = heard.view(torch.uint8), sums.view(torch.uint8)
         return self._begin(
             lambda: dist.all_to_all_single(*parts, group=self._group, async_op=True),
             heard.view(len(self._layout.rows), -1),
@@ -175,11 +177,6 @@ def in_turn(begins: Iterable[Callable[[], Callable[[], _Answer]]]) -> Iterator[_
             yield ends.popleft()()
     for end in ends:
         yield end()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a tensor in a dtype that every backend can move."""
-    return tensor.view(torch.uint8)
 
 
 class SpanningProtocol(Protocol):

@@ -144,18 +144,11 @@ def _memory(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:
 def explain(error: Exception, own: DeviceFacts) -> str:
     """Explain the likely causes of a driver error while windows were made or mapped."""
     first = str(error).strip().split("\n")[0]
-    if "out of memory" in first:
-        return (
-            f"the window does not fit into device memory, although {gib(own.free)} GiB looked free ({first}): another "
-            f"process took it meanwhile, or it is in pieces. Use more GPUs, or smaller windows. {OTHERWISE}"
-        )
-    hints = [
-        "ranks must run in one container, or in containers that share process ids, IPC and /tmp (docker run --pid=host "
-        "--ipc=host), under one user",
-        "a sandbox or security profile may forbid CUDA's handles (file descriptors over Unix sockets, NVIDIA IMEX "
-        "channels); try without it",
-        "on machines with NVSwitch the fabric manager must run (`systemctl status nvidia-fabricmanager`)",
-        f"the driver may be too old for this torch ({own.stack}): see `nvidia-smi`",
-    ]
-    listed = "; ".join(hints)
-    return f"device memory could not be mapped by the peers: {first}. What may be the reason: {listed}. {OTHERWISE}"
+    return (
+        f"device memory could not be mapped by the peers: {first}. What may be the reason: if it is out of memory, "
+        "another process took it meanwhile; ranks must run in one container, or in containers that share process ids, "
+        "IPC and /tmp (docker run --pid=host --ipc=host), under one user; a sandbox or security profile may forbid "
+        "CUDA's handles (file descriptors over Unix sockets, NVIDIA IMEX channels); on machines with NVSwitch the "
+        "fabric manager must run (`systemctl status nvidia-fabricmanager`); the driver may be too old for this torch "
+        f"({own.stack}): see `nvidia-smi`. {OTHERWISE}"
+    )
