@@ -118,14 +118,18 @@ def test_all_threads_are_told(tmp_path, capsys):
     thread = threading.Thread(target=backward_pass, name="autograd")
     thread.start()
     begun.wait(20)
-    report = HangReport(60.0, tmp_path, 0)
+    report = HangReport(60.0, tmp_path / "new", 0)
     report.start(lambda: 0.0, str)
-    report.tell("something")
+    report.tell("first")
+    report.tell("second")
     report.stop()
     end.set()
     thread.join()
-    written = (tmp_path / "rank0.txt").read_text()
+    written = (tmp_path / "new" / "rank0.txt").read_text()
     assert "in test_all_threads_are_told" in written and "in backward_pass" in written
+    assert written.index("first") < written.index("second"), "reports are appended"
+    HangReport(1.0, None, 0).tell("something")
+    assert capsys.readouterr().err.endswith("lightning-odc: something\n  (There is no file of it.)\n")
 
 
 def watched(waits: Callable[[], float], is_done: Callable[[HangReport], bool]) -> HangReport:
@@ -153,14 +157,3 @@ def test_a_wait_that_was_reported_and_ended_well_makes_it_more_patient(capsys):
     watched(lambda: (looks.append(1), next(short, 0.0))[1], lambda _: len(looks) >= 5)  # type: ignore[func-returns-value]
     assert len(looks) >= 5
     assert capsys.readouterr().err == ""
-
-
-def test_reports_are_appended(tmp_path, capsys):
-    HangReport(1.0, None, 0).tell("something")
-    assert capsys.readouterr().err == "lightning-odc: something\n  (There is no file of it.)\n"
-    report = HangReport(1.0, tmp_path / "new", 1)
-    report.tell("first")
-    report.tell("second")
-    assert report.path is not None
-    text = report.path.read_text()
-    assert text.index("first") < text.index("second")

@@ -16,8 +16,8 @@ from lightning_odc import host_memory
 from lightning_odc.attached import Place, _memory, memory_size
 from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.errors import StaleShardError
-from lightning_odc.sharding.wrapping import mesh_for, shard_model
-from tests.strategy.test_parity import STEPS, assert_same, make_engine, one_process, train
+from tests.engine.test_on_demand import attached
+from tests.strategy.test_parity import STEPS, assert_same, one_process, train
 from tests.support import fits
 from tests.support.fits import TOLERANCE, fitted
 from tests.support.models import Net, init_gloo
@@ -226,11 +226,8 @@ def _engine(rank: int, memory: Any) -> tuple[nn.Module, Any]:
     init_gloo(rank)
     torch.manual_seed(0)
     model = Net().eval()
-    shard_model(model, mesh_for("cpu", 2))
     keeping = Keeping(memory, HostMemory(2)) if isinstance(memory, int) else Keeping("auto", memory)
-    engine = make_engine("on_demand", rank, keeping=keeping)
-    engine.attach(model)
-    return model, engine
+    return model, attached(rank, model, keeping=keeping)
 
 
 @on_ranks(2)

@@ -16,10 +16,10 @@ from lightning_odc.engine import units
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.errors import ODCError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
-from tests.strategy.test_parity import assert_same, make_engine
+from tests.strategy.test_parity import make_engine
 from tests.support.fits import are_equal, fitted
-from tests.support.models import Block, Net, init_gloo, summed_loss
-from tests.support.modules import TokenModule, full_parameters, token_batches
+from tests.support.models import Net, init_gloo, summed_loss
+from tests.support.modules import full_parameters, token_batches
 from tests.support.ranks import on_ranks
 
 
@@ -95,20 +95,6 @@ def test_sums_are_taken_in_the_accumulators_dtype(rank, dtype, kept):
     batches = [torch.tensor([value]) for value in (2.0**13, 2.0**-13, -(2.0**13))]
     found = fitted(Sum(), [Minibatch([] if rank else batches)], accumulator_dtype=dtype)
     assert found["layer.weight"].flatten().tolist() == [-kept, -kept]
-
-
-@on_ranks(2)
-def test_checkpointed_activations_are_computed_again(rank):
-    found = []
-    for policy, computed in ((None, 1), ({Block}, 2)):
-        module, calls = TokenModule("items"), []
-        for block in module.net.blocks:
-            block.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        share = Minibatch(token_batches([5, 9, 4])[: 3 - 2 * rank])
-        found.append(fitted(module, [share], activation_checkpointing_policy=policy))
-        assert len(calls) == computed * len(module.net.blocks) * len(share)
-    plain, checkpointed = found
-    assert_same(checkpointed, plain)
 
 
 @on_ranks(2)

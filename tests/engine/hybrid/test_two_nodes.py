@@ -220,8 +220,12 @@ in_both_ways = pytest.mark.parametrize("way", BOTH)
 @on_ranks(4)
 @in_both_ways
 def test_uneven_microbatches_equal_one_process(rank, alone, way):
-    sharded_over, engine = {"copies": ([4], "CopiesEngine"), "replicas": ([2], "HybridEngine")}[way]
-    seen = _fit(rank, way, {})
+    """Replicas begin with other parameters on the second node."""
+    sharded_over, engine, disturb = {
+        "copies": ([4], "CopiesEngine", 0.0),
+        "replicas": ([2], "HybridEngine", 1.0),
+    }[way]
+    seen = _fit(rank, way, {}, disturb=disturb)
     assert_same(seen["parameters"], alone["fp32"])
     assert (seen["mesh"], seen["engine"]) == (sharded_over, engine)
     assert seen["traffic"].reads > 0, "shards were read one-sidedly"
@@ -361,13 +365,6 @@ def test_collective_is_stock_hybrid_sharding(rank, alone):
     assert seen["traffic"].reads == seen["traffic"].bytes_reduced == 0
     assert seen["norms"] == pytest.approx(alone["norms of four"]["norms"], rel=1e-5)
     assert_same(seen["parameters"], alone["norms of four"]["parameters"])
-
-
-@on_ranks(4)
-def test_lockstep_of_replicas_that_began_apart(rank, alone):
-    seen = _fit(rank, "replicas", {"communication": "lockstep"}, EVEN, 1.0)
-    assert_same(seen["parameters"], alone["four"])
-    assert seen["traffic"].reads > 0
 
 
 def shard_by_hand(own: Any, right: bool) -> None:

@@ -143,6 +143,7 @@ def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[A
     settle(transport)
     meet(None)
     total = transport.accumulator(transport.rank, 2).unique().tolist()
+    assert transport.dead_peers() == []
     meet(None)
     transport.close()
     return total
@@ -211,15 +212,6 @@ def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], l
     return seen
 
 
-def nobody_is_dead(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[int]:
-    transport.open(SPEC)
-    meet(None)
-    dead = transport.dead_peers()
-    meet(None)
-    transport.close()
-    return dead
-
-
 #: What every rank gives, by the number of ranks.
 EXPECTED: dict[Scenario, dict[int, list[Any]]] = {
     windows_start_at_zero_and_apart: {
@@ -230,7 +222,6 @@ EXPECTED: dict[Scenario, dict[int, list[Any]]] = {
     locks_exclude: {2: [[True, None], [None, False, True, True, True, True]]},
     adds_land_in_parts: {2: [[[0, 0, 0], [0, 0, 0], [3, 0, 1], [3, 0, 1]]] * 2},
     data_is_there_when_its_word_is: {2: [0, 399]},
-    nobody_is_dead: {4: [[]] * 4},
 }
 
 

@@ -174,19 +174,6 @@ def test_no_multicast_object_is_made(monkeypatch):
     assert (seen, os.environ[MULTICAST]) == (["1", "1"], "0")
 
 
-def test_streams_marks_and_work(cuda):
-    device = SymmetricDevice(GPU, None)
-    stream: Any = device.stream()
-    device.wait_for(SimpleNamespace(name="gather"))  # type: ignore[arg-type]
-    device.mark()
-    assert (stream.name, cuda) == ("current", [("wait", "gather"), ("record", "current")])
-    device.enter_thread()
-    assert cuda[-1] == ("device", GPU)
-    target = torch.zeros(3)
-    device.copy(target, torch.ones(3))
-    assert target.tolist() == [1, 1, 1]
-
-
 def unit(shard: torch.dtype, sums: torch.dtype, numel: int = 32) -> UnitSpec:
     return UnitSpec("unit", numel, shard, numel, sums)
 
