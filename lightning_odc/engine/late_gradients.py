@@ -34,9 +34,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -244,7 +245,8 @@ class LateHooks:
                     hooks[key] = hook.hook
 
 
-class DeferredHook(NamedTuple):
+@dataclass(frozen=True)
+class DeferredHook:
     """Stands where a hook was registered."""
 
     hook: Callable[[Tensor], Any]
