@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import parser_of
-from benchmarks.tables import Column, Table, put_into
+from benchmarks.tables import Column, Table, put_into, spread
 from lightning_odc.files import write_json
 from tests.docs.blocks import ROOT, blocks
 
@@ -143,12 +143,8 @@ def table(measured: dict[str, Any]) -> Table:
             f"{100 * max(statistics.median(row[name]), 0):.1f} %" if row[name] else "not measured"
             for name in ("waiting", "padding")
         ]
-        rows.append([name, WRITTEN[step], _spread(row["seconds"]), *shares, _spread(ratios)])
+        rows.append([name, WRITTEN[step], spread(row["seconds"]), *shares, spread(ratios)])
     return Table("full-gain", "From a plain project to the full gain", [*map(Column, heads)], rows)
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.command import parser_of
+from benchmarks.tables import spread
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.console import markdown
@@ -144,11 +145,6 @@ def rows(runs: dict[str, list[list[float]]]) -> list[list[str]]:
         retry = spread(retries) if VARIANTS[name][1] else ""
         found.append([name, f"{1e3 * statistics.median(plain):.0f} ms", spread(ratios), retry])
     return found
-
-
-def spread(values: list[float]) -> str:
-    """The median, with the least and the most."""
-    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.command import parser_of
-from benchmarks.tables import Column, Table, put_into
+from benchmarks.tables import Column, Table, put_into, spread
 from lightning_odc import rl
 from lightning_odc.bench.lengths import PUBLISHED, draw
 from lightning_odc.bench.models import byte_llama
@@ -306,13 +306,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
         *(str(row["ranks"]), row["lengths"], row["variant"]),
         *(f"{middle['passes']:.0f}", f"{middle['longest own']:.0f}"),
         *(f"{middle['sampling']:.2f}", f"{middle['over longest']:.2f}"),
-        *(f"{middle['scoring']:.2f}", f"{middle['update']:.2f}", _spread(row["iteration"])),
-        *(f"{100 * middle['idle']:.0f} %", _spread(row["speedup"]), f"{row['difference']:.0e}"),
+        *(f"{middle['scoring']:.2f}", f"{middle['update']:.2f}", spread(row["iteration"])),
+        *(f"{100 * middle['idle']:.0f} %", spread(row["speedup"]), f"{row['difference']:.0e}"),
     ]
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,12 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """First quartile, median and third quartile, by linear interpolation."""
     first, median, third = np.quantile(values, [0.25, 0.5, 0.75]).tolist()
     return first, median, third
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """The median, with the least and the most."""
+    low, middle, high = (f"{one:.{digits}f}" for one in (min(values), statistics.median(values), max(values)))
+    return f"{middle} [{low}, {high}]"
 
 
 def _is_unknown(value: Any) -> bool:

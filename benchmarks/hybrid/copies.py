@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts
 from benchmarks.hybrid.replicas import LAYERS, Layer, prepare
+from benchmarks.tables import spread
 from lightning_odc.bench.processes import Ranks
 from lightning_odc.console import markdown
 from lightning_odc.engine.base import Engine
@@ -307,13 +308,9 @@ def _cells(row: dict[str, Any], stock: list[float]) -> list[str]:
     return [
         *(str(row["microbatches"]), row["variant"], f"{row['bytes per parameter']:.2f}"),
         "" if row["formula"] is None else f"{row['formula']:.2f}",
-        *(_spread(row["seconds"], 3), _spread(ratios, 2)),
+        *(spread(row["seconds"], 3), spread(ratios, 2)),
         *(f"{row['held'] / MIB:.2f}", f"{row['formula held'] / MIB:.2f}", f"{row['difference']:.0e}"),
     ]
-
-
-def _spread(values: list[float], digits: int) -> str:
-    return f"{statistics.median(values):.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
 
 
 def _measure_all(options: dict[str, Any], path: Path | None) -> list[dict[str, Any]]:
