@@ -160,7 +160,7 @@ def read_lengths(given: Any, max_length: int | None = None, seed: int = 0) -> Sa
         try:
             lengths = first_number(as_lengths(np.asarray(given)))
         except (ValueError, TypeError, OverflowError) as error:
-            raise OptionError(f"lengths: {error}") from error
+            raise OptionError(str(error)) from error
         return Samples(lengths, f"{len(lengths):,} lengths")
     check_lengths(str(given))
     found = find_samples(str(given), max_length, seed)

@@ -26,73 +26,64 @@ Plan = list[list[list[int]]]
 LENGTH_LIMIT = 2**40
 """Lengths are below it: far above any sample, and the sum of 8192 of them is still exact in float64."""
 
-
 MOST_NUMBERS = 8
 """Numbers in the row of a sample: more of them are a mistake, for example the tokens themselves."""
 
 _ROW_LINE = 'length_fn=lambda sample: (len(sample["input_ids"]), len(sample["patches"]))'
 
 
-def as_lengths(lengths: Any) -> Ints:
-    """Checked ``lengths`` as int64: numbers of tokens, ``[n]``, or a row of numbers for each sample, ``[n, d]``."""
-    array = as_table(lengths, "lengths")
-    if array.ndim not in (1, 2) or not array.size:
-        raise ValueError(
-            f"lengths must be one row of tokens per sample with at least one sample, got shape {list(array.shape)}: "
-            "plan_minibatch([812, 4096, 77], num_ranks=2)."
-        )
-    if array.dtype.kind not in "iuf":
-        raise ValueError(
-            f"lengths must be numbers of tokens, got {array.dtype}: lengths=[len(x) for x in samples]."
-        )
-    good = are_lengths(array)
-    if not good.all():
-        index = int(np.argmin(good))
-        raise ValueError(
-            f"the length of sample {index} is {array[index]}; lengths are positive whole numbers of tokens, below "
-            f"2**40{among_others(array)}. Leave empty samples out of the data set."
-        )
-    return array.astype(np.int64)
+def as_lengths(lengths: Any, name: str = "lengths", count: int | None = None) -> Ints:
+    """Checked lengths as int64: numbers of tokens, ``[n]``, or a row of numbers for each sample, ``[n, d]``.
 
-
-def as_table(lengths: Any, name: str, dtype: Any = None) -> npt.NDArray[Any]:
-    """What numpy makes of lengths; rows of one number become numbers. Raises `ValueError` for rows of other widths."""
+    There must be ``count`` of them, by default any number but none.
+    """
     try:
-        array = np.asarray(lengths, dtype=dtype)
-    except (TypeError, ValueError, OverflowError):
-        widths = [width(row) for row in lengths] if width(lengths) else []
-        other = next((index for index, width in enumerate(widths) if width != widths[0]), None)
-        if other is None:
-            raise
+        array = np.asarray(lengths, dtype=np.float64)
+    except (TypeError, ValueError, OverflowError) as error:
+        widths = [width(row) or 1 for row in lengths] if width(lengths) else []
+        other = next((index for index, own in enumerate(widths) if own != widths[0]), None)
+        why = f"lengths=[len(x) for x in samples]. numpy says: {error}"
+        if other is not None:
+            why = f"sample 0 has {widths[0]}, and sample {other} has {widths[other]}: {_ROW_LINE}."
         raise ValueError(
-            f"{name} must be one number per sample, or one row of as many numbers for each: sample 0 has "
-            f"{widths[0] or 1}, and sample {other} has {widths[other] or 1}: {_ROW_LINE}."
+            f"{name} must be one number per sample, or a row of as many for each: {why}"
         ) from None
-    if array.ndim == 2 and len(array) and not 1 <= array.shape[1] <= MOST_NUMBERS:
+    if array.ndim not in (1, 2) or (count is None and not len(array)):
+        raise ValueError(
+            f"{name} must be one number per sample, or a row of numbers for each, with at least one sample, got shape "
+            f"{list(array.shape)}: lengths=[812, 4096, 77]."
+        )
+    if count is not None and len(array) != count:
+        raise ValueError(
+            f"{name} has {len(array)} entries, but the data set has {count} samples: give one for each."
+        )
+    rows = array if array.ndim == 2 else array[:, None]
+    if not 1 <= rows.shape[1] <= MOST_NUMBERS:
         raise ValueError(
             f"{name} must be one number per sample, or a row of 2 to {MOST_NUMBERS}, and every row has "
-            f"{array.shape[1]} numbers: {_ROW_LINE}."
+            f"{rows.shape[1]} numbers: {_ROW_LINE}."
         )
-    return array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
+    least = np.arange(rows.shape[1]) == 0  # the first number: 1; the others: 0
+    good = ((rows >= least) & (rows < LENGTH_LIMIT) & (rows == np.floor(rows))).all(1)  # NaN compares false
+    if not good.all():
+        index = int(good.argmin())
+        own, others = ", ".join(f"{number:g}" for number in rows[index]), ""
+        if rows.shape[1] > 1:
+            own = f"({own})"
+            others = (
+                "; in a row, only the numbers after the first may be 0, so put first what every sample has"
+            )
+        raise ValueError(
+            f"{name}: sample {index} has length {own} ({int((~good).sum())} such samples in all). Lengths are whole "
+            f"numbers of at least 1, below 2**40{others}; leave empty samples out: "
+            "torch.utils.data.Subset(dataset, indices)."
+        )
+    return (rows if rows.shape[1] > 1 else rows[:, 0]).astype(np.int64)
 
 
 def width(row: Any) -> int:
     """How many numbers a row has; 0 for a number."""
     return len(row) if isinstance(row, list | tuple) or bool(getattr(row, "shape", ())) else 0
-
-
-def are_lengths(array: npt.NDArray[Any]) -> Bools:
-    """``[n]``: which samples of ``[n]`` or ``[n, d]`` have lengths that are allowed."""
-    least = np.arange(array[0].size) == 0 if array.ndim == 2 else True  # the first number: 1; the others: 0
-    good = (array >= least) & (array < LENGTH_LIMIT) & (array == np.floor(array))  # NaN compares false
-    return good if array.ndim == 1 else good.all(1)
-
-
-def among_others(array: npt.NDArray[Any]) -> str:
-    """What else messages say of rows of numbers."""
-    if array.ndim == 1:
-        return ""
-    return "; in a row, only the numbers after the first may be 0, so put first what every sample has"
 
 
 def check_count(name: str, value: Any, least: int = 1) -> int:
@@ -166,13 +157,26 @@ def check_caps(lengths: Ints, rows: Ints, max_tokens: KnownCaps, num_ranks: int)
     _check_numbers(longest, max_tokens)
     caps = np.asarray(longest if max_tokens is None else max_tokens)
     caps = np.broadcast_to(caps, (num_ranks, *longest.shape))
-    if rows.ndim == 1 and longest > caps.max():
-        raise ValueError(_does_not_fit(lengths, rows, max_tokens))
-    if rows.ndim == 2:
-        fits = np.any([(rows <= cap).all(1) for cap in np.unique(caps, axis=0)], axis=0)
-        if not fits.all():
-            raise ValueError(_row_does_not_fit(rows, int(np.argmin(fits)), max_tokens))
-    return caps
+    numbers, by_rank = rows.reshape(len(rows), -1), caps.reshape(num_ranks, -1)
+    is_by_rank = isinstance(max_tokens, list)
+    distinct = np.unique(by_rank, axis=0) if is_by_rank else by_rank[:1]
+    fits = np.any([(numbers <= cap).all(1) for cap in distinct], axis=0)
+    if fits.all():
+        return caps
+    index = int(np.where(fits, 0, numbers[:, 0]).argmax())
+    own = rows[index].tolist()
+    has = f"{lengths[index]} tokens" if rows.ndim == 1 else tuple(own)
+    if rows.ndim == 1 and own != lengths[index]:
+        has = f"{has}, {'padded' if own > lengths[index] else 'cut'} to {own}"
+    rank = int(np.argmax((numbers[index] <= by_rank).sum(1)))
+    enough = by_rank.copy()
+    enough[rank] = np.maximum(enough[rank], numbers[~fits].max(0))
+    line = [cap[0] if rows.ndim == 1 else tuple(cap) for cap in enough.tolist()]
+    raise ValueError(
+        f"sample {index} has {has}, more than max_tokens={max_tokens}{' on every rank' * is_by_rank}, and samples are "
+        f"never split: write max_tokens={line if is_by_rank else line[rank]}, or shorten or leave out the longer "
+        "samples."
+    )
 
 
 def _check_numbers(longest: Ints, max_tokens: KnownCaps) -> None:
@@ -195,32 +199,4 @@ def _check_numbers(longest: Ints, max_tokens: KnownCaps) -> None:
     raise ValueError(
         f"samples have {numbers} numbers each, and max_tokens={max_tokens} caps {caps}: write a tuple with one cap for "
         f"each number, max_tokens={line}."
-    )
-
-
-def _row_does_not_fit(rows: Ints, index: int, max_tokens: Any) -> str:
-    own, caps = rows[index], np.atleast_2d(np.asarray(max_tokens))
-    rank = int(np.argmax((own <= caps).sum(1)))
-    enough = [tuple(cap) for cap in caps.tolist()]
-    enough[rank] = tuple(np.maximum(own, caps[rank]).tolist())
-    return (
-        f"sample {index} has {tuple(own.tolist())}, more than max_tokens={max_tokens} on every rank, and samples are "
-        f"never split: write max_tokens={enough if isinstance(max_tokens, list) else enough[0]}, or shorten or leave "
-        "out the larger samples."
-    )
-
-
-def _does_not_fit(lengths: Ints, rows: Ints, max_tokens: Any) -> str:
-    index = int(rows.argmax())
-    length, longest = int(lengths[index]), int(rows[index])
-    padded = "" if length == longest else f", {'padded' if length < longest else 'cut'} to {longest}"
-    if not isinstance(max_tokens, list):
-        limit, line = f"max_tokens={max_tokens}", f"max_tokens={longest}"
-    else:
-        largest, caps = max(max_tokens), max_tokens
-        limit = f"{largest}, the largest cap of max_tokens={caps}"
-        line = f"max_tokens={[longest if cap == largest else cap for cap in caps]}"
-    return (
-        f"sample {index} has {length} tokens{padded}, more than {limit}, and samples are never split: write {line}, "
-        "or shorten or leave out the longer samples."
     )

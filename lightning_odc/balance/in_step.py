@@ -17,6 +17,7 @@ alone, and the other ranks end with an empty microbatch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from operator import itemgetter
 
@@ -26,7 +27,7 @@ from lightning_odc.balance.arrays import Floats, Ints, Plan
 from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, as_rows, lower_bound
 from lightning_odc.balance.search import Search
 
-_TURNS, _TOLERANCE = 12, 1e-3
+_TURNS, _TOLERANCE = 12, 5e-3
 _FEW, _MOST_ROWS = 64, 4
 _MANY = 256  # samples above which ranks are lined up only
 
@@ -68,24 +69,25 @@ def _options(
     groupings = [(dealt, work.counts(as_rows(dealt[None], work.num_ranks)))]
     if len(work) <= work.most_lined_up:
         level = _level(work, first, dealt, max(groupings[0][1]))
-        groupings = [
-            *(groupings if lined_up else []),
-            (level, work.counts(as_rows(level[None], work.num_ranks))),
-        ]
+        others = groupings if lined_up else []
+        groupings = [(level, work.counts(as_rows(level[None], work.num_ranks))), *others]
     if lined_up and len(work) <= _MANY and (first == work.num_ranks).all():
         # Each alone, neighbours by cost: where other numbers cost, not those by size.
         alone = _groups(work, _deal(work, work.costs.sum(0), first))
         bins_of_ranks = [[[sample] for sample in group] for group in alone]
         yield _profile(work, bins_of_ranks), work, bins_of_ranks
+    best = math.inf
     for owners, likely in groupings:
         groups = _groups(work, owners)
         counts = [count for count in likely if count <= min(map(len, groups))]
-        found = [_line_up(work, groups, count) for count in counts] if lined_up else []
+        found = [_line_up(work, groups, count, best) for count in counts] if lined_up else []
         options = list(filter(None, found))
-        if not options or len(counts) > 1 or len(work) <= _MANY:
+        if (not options and best == math.inf) or len(counts) > 1 or len(work) <= _MANY:
             options += work.in_step(groups, counts)
         for bins in options:
-            yield _profile(work, bins), work, bins
+            total = _profile(work, bins)
+            best = min(best, total)
+            yield total, work, bins
 
 
 def _groups(work: Microbatches, owners: Ints) -> Groups:
@@ -126,8 +128,8 @@ def _deal(work: Microbatches, sizes: Ints | Floats, owners: Ints) -> Ints:
     return owners
 
 
-def _line_up(work: Microbatches, groups: Groups, count: int) -> list[Bins] | None:
-    """So many microbatches of every rank; None if its samples do not fit into them."""
+def _line_up(work: Microbatches, groups: Groups, count: int, limit: float) -> list[Bins] | None:
+    """So many microbatches of every rank; None if its samples do not fit into them, or if the limit is reached."""
     lined: list[Bins] = [[] for _ in groups]
     loads = np.zeros((len(groups), count))
     profile = [0.0] * count
@@ -139,6 +141,8 @@ def _line_up(work: Microbatches, groups: Groups, count: int) -> list[Bins] | Non
             return None
         lined[rank], loads[rank] = found
         profile = list(map(max, profile, found[1]))
+        if sum(profile) > limit:
+            return None
     largest_of = loads.argmax(0).tolist()
     for rank in range(len(groups)):  # once more, now that all others are known
         if rank not in largest_of:  # others are as large everywhere

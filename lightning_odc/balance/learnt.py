@@ -40,7 +40,9 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints, as_lengths, check_count, first_number
-from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, pair_of, quadratic
+from lightning_odc.balance.collation import PACKED, Collation
+from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, quadratic
+from lightning_odc.balance.evaluate import microbatch_costs
 from lightning_odc.balance.transformer import TransformerCost
 
 Observation = tuple[int, Sequence[Any], float]
@@ -166,25 +168,22 @@ class FittedCost:
         Raises:
             ValueError: a rank that does not exist, seconds that are not positive and finite, or invalid lengths.
         """
-        checked = [
-            (rank, self._checked(rank, lengths, seconds), seconds) for rank, lengths, seconds in observations
-        ]
+        checked = []
+        for rank, lengths, seconds in observations:
+            if not 0 <= rank < self.num_ranks:
+                raise ValueError(
+                    f"rank {rank} was observed, but FittedCost({self.num_ranks}) fits that many ranks."
+                )
+            if not 0 < seconds < math.inf:
+                raise ValueError(
+                    f"a microbatch of rank {rank} took {seconds} s; measured seconds are positive and finite."
+                )
+            checked.append((rank, self._as_wide(lengths), seconds))
         for fit in self._fits:
             fit.observe(checked, self.forgetting)
         errors = [fit.mispredicted / fit.predicted for fit in self._fits]
         if min(errors) < _CLEARLY_BETTER * errors[self._used]:
             self._used = errors.index(min(errors))
-
-    def _checked(self, rank: int, lengths: Sequence[Any], seconds: float) -> Ints:
-        if not 0 <= rank < self.num_ranks:
-            raise ValueError(
-                f"rank {rank} was observed, but FittedCost({self.num_ranks}) fits that many ranks."
-            )
-        if not 0 < seconds < math.inf:
-            raise ValueError(
-                f"a microbatch of rank {rank} took {seconds} s; measured seconds are positive and finite."
-            )
-        return self._as_wide(lengths)
 
     def _as_wide(self, lengths: Sequence[Any]) -> Ints:
         """Lengths with as many numbers as the fit knows, once it knows any."""
@@ -397,11 +396,6 @@ def fit_near(products: Floats, targets: Floats, pulls: Floats, near: Floats) -> 
 # -- the default ------------------------------------------------------------------------------------------
 
 
-def default_prior() -> PolynomialCost:
-    """The prior where the model says nothing: attention over the whole microbatch, which packs with care."""
-    return quadratic(constant=MICROBATCH, dense=True)
-
-
 class AutoCost:
     """A cost that stays as it is until measurements refute it; see Note [When times overrule the model]."""
 
@@ -409,21 +403,21 @@ class AutoCost:
         polynomial = prior.polynomial if isinstance(prior, TransformerCost) else prior
         self._shape = polynomial if isinstance(polynomial, PolynomialCost) else None
         self.prior = prior
-        self.fitted = FittedCost(num_ranks, self._shape, dense=dense)
         self.is_refuted = False
-        self._overhead, self._pair = float(prior.overhead), 0.0 if dense is False else float(pair_of(prior))
-        self._latest: list[tuple[Observation, float]] = []  # with the seconds over what the prior says
+        # Rank, lengths and seconds of the latest microbatches, and these seconds over what the prior says.
+        self._latest: list[tuple[int, Sequence[Any], float, float]] = []
+        self._begin(num_ranks, dense)
 
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that are measured."""
-        return self.fitted.num_ranks
+    def _begin(self, num_ranks: int, dense: bool | None) -> None:
+        self.fitted = FittedCost(num_ranks, self._shape, dense=dense)
+        self._collation = Collation("apart") if dense is False else PACKED
 
     def keep_apart(self) -> None:
         """The samples of a microbatch turned out not to attend to each other, as in the rows of a padded one."""
-        self._pair = 0.0
-        if not self.fitted.is_fitted:
-            self.fitted = FittedCost(self.num_ranks, self._shape, dense=False)
+        if self.fitted.is_fitted:
+            self._collation = Collation("apart")
+        else:
+            self._begin(self.fitted.num_ranks, dense=False)
 
     def observe(self, observations: Iterable[Observation]) -> None:
         """Take in the measurements of one minibatch, as `FittedCost.observe`."""
@@ -431,28 +425,23 @@ class AutoCost:
         self.fitted.observe(measured)
         if self.is_refuted:
             return
-        self._latest += [(one, one[2] / self._prior_of(one[1])) for one in measured]
-        del self._latest[: -max(_KEPT, 2 * _ENOUGH * self.num_ranks)]
+        for rank, lengths, seconds in measured:
+            alone = [[list(range(len(lengths)))]]
+            ((predicted,),) = microbatch_costs(alone, lengths, self.prior, collation=self._collation)
+            self._latest.append((rank, lengths, seconds, seconds / predicted))
+        del self._latest[: -max(_KEPT, 2 * _ENOUGH * self.fitted.num_ranks)]
         if len(self._latest) >= _ENOUGH:
             self.is_refuted = self._is_wrong()
 
-    def _prior_of(self, lengths: Sequence[Any]) -> float:
-        """What the prior says of a microbatch, in its unit."""
-        array = np.array(lengths)
-        sizes = first_number(array).astype(np.float64)
-        across = sizes.sum() ** 2 - (sizes * sizes).sum()  # twice the pairs of tokens of different samples
-        alone = float(self.prior.samples(array.astype(np.float64)).sum())
-        return alone + self._overhead + self._pair * float(across) / 2
-
     def _is_wrong(self) -> bool:
         """Whether the prior errs by much on one rank, which is then always late, or by more than the fit."""
-        ratios = np.array([ratio for _, ratio in self._latest])
-        errors = _within(ratios / np.median(ratios) - 1)
-        ranks = np.array([rank for (rank, _, _), _ in self._latest])
-        if any(_is_beyond(_SLOW, errors[ranks == rank], absolute=True) for rank in range(self.num_ranks)):
+        ranks, ratios = (np.array([one[place] for one in self._latest]) for place in (0, 3))
+        errors = np.clip(ratios / np.median(ratios) - 1, -1.0, 1.0)  # without outliers
+        of_ranks = (errors[ranks == rank] for rank in range(self.fitted.num_ranks))
+        if any(_is_beyond(_SLOW, own, absolute=True) for own in of_ranks):
             return True
-        predicted = [seconds / self.fitted.predict(rank, own) for (rank, own, seconds), _ in self._latest]
-        return _is_beyond(_GAIN, abs(errors) - abs(_within(np.array(predicted) - 1)))
+        fitted = [seconds / self.fitted.predict(rank, own) - 1 for rank, own, seconds, _ in self._latest]
+        return _is_beyond(_GAIN, abs(errors) - abs(np.clip(fitted, -1.0, 1.0)))
 
     def take(self, learnt: LearntCost) -> None:
         """Use what this cost has learnt on another rank, where measurements have refuted the prior."""
@@ -465,7 +454,7 @@ class AutoCost:
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learnt, as numbers, lists and dicts of them."""
-        latest = [[rank, list(lengths), seconds, ratio] for (rank, lengths, seconds), ratio in self._latest]
+        latest = [[rank, list(lengths), *seconds] for rank, lengths, *seconds in self._latest]
         return {"refuted": self.is_refuted, "latest": latest, "fitted": self.fitted.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -473,15 +462,7 @@ class AutoCost:
         if "fitted" not in state:
             raise ValueError('it is of cost="fitted".')
         self.fitted.load_state_dict(state["fitted"])
-        self.is_refuted = state["refuted"]
-        self._latest = [
-            ((rank, lengths, seconds), ratio) for rank, lengths, seconds, ratio in state["latest"]
-        ]
-
-
-def _within(errors: Floats) -> Floats:
-    """Errors without outliers."""
-    return np.clip(errors, -1.0, 1.0)
+        self.is_refuted, self._latest = state["refuted"], [tuple(one) for one in state["latest"]]
 
 
 def _is_beyond(limit: float, values: Floats, absolute: bool = False) -> bool:

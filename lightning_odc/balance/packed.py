@@ -77,22 +77,41 @@ class Packed(Microbatches):
         across = sums(tokens, begins) ** 2 - sums(tokens * tokens, begins)  # twice the pairs
         return found + np.rint(self._pair[rows] * (across // 2))
 
+    def loads(self, ranks: Ints, groups: Ints) -> Floats:
+        if self._pair.any():
+            return self.bins(ranks, groups)[0]
+        rows = self.rows(ranks)
+        return self._alone(rows, groups) + self.overhead[rows] * self._used(rows, groups)
+
+    def _alone(self, rows: Ints, groups: Ints) -> Floats:
+        """What samples cost without overhead and pairs."""
+        return np.where(groups < len(self), self.costs[rows[:, None], groups % len(self)], 0.0).sum(1)
+
+    def _numbers_of(self, groups: Ints) -> list[Ints]:
+        return [np.append(values, 0)[groups] for values in self._numbers]
+
+    def _used(self, rows: Ints, groups: Ints) -> Ints:
+        """In how many microbatches best fit puts sets of samples."""
+        numbers, caps = self._numbers_of(groups), self._caps[:, rows]
+        limits = np.minimum(_most(numbers, caps), groups.shape[1])
+        is_even = np.zeros(len(rows), dtype=np.bool_)
+        places, _, _ = _fill(numbers, caps, limits, is_even, self._filling, False)
+        return np.where(groups[:, 0] < len(self), places.max(1) + 1, 0)
+
     def bins(self, ranks: Ints, groups: Ints) -> tuple[Floats, Ints]:
-        """What costs least of several numbers of even microbatches, and best fit."""
+        """What costs least of several numbers of even microbatches, best fit, and each sample alone."""
         return self._bins(self.rows(ranks), groups, self._pair)
 
     def _bins(self, rows: Ints, groups: Ints, pair: Floats) -> tuple[Floats, Ints]:
         real, counts = groups < len(self), (groups < len(self)).sum(1)
-        numbers = [np.append(values, 0)[groups] for values in self._numbers]
-        caps = self._caps[:, rows]
-        needed = [-(-own.sum(1) // np.maximum(cap, 1)) for own, cap in zip(numbers, caps, strict=True)]
-        fewest = np.max(needed, axis=0)
+        numbers, caps = self._numbers_of(groups), self._caps[:, rows]
+        fewest = np.max(_fewest(numbers, caps), axis=0)
         limits = [fewest, fewest + 1] if len(numbers) > 1 else [fewest]
         if pair.any():
             filled = np.minimum(numbers[0] / np.maximum(self._full[rows, None], 1.0), 1.0)
             likely = np.cumsum(filled, 1)[:, -1].astype(np.int64)  # in this order on every processor
-            limits += [np.maximum(likely + more, fewest) for more in (0, 1)] + [counts]
-        limits.append(2 * np.sum(needed, axis=0) + 1)  # for best fit, which fills any two beyond one cap
+            limits += [np.maximum(likely + more, fewest) for more in (0, 1)]
+        limits.append(_most(numbers, caps))  # for best fit
         times, shape = len(limits), (len(limits), *groups.shape)
         is_even = np.arange(times).repeat(len(groups)) < times - 1
         places, across, fits = _fill(
@@ -108,15 +127,15 @@ class Packed(Microbatches):
         extra = used * self.overhead[rows_of] + np.rint(pair[rows_of] * across)
         extra = np.where(fits | ~is_even, extra, np.inf)
         best, lines = (extra + used).reshape(times, -1).argmin(0), np.arange(len(groups))
-        alone = np.where(real, self.costs[rows[:, None], groups % len(self)], 0.0).sum(1)
-        return alone + extra.reshape(times, -1)[best, lines], places.reshape(shape)[best, lines]
-
-    def _fewest(self, groups: Ints) -> Ints:
-        """Where samples are in as few microbatches as best fit needs or fewer, as even as possible."""
-        return self._bins(np.zeros(len(groups), dtype=np.int64), groups, 0 * self._pair)[1]
+        extra, places = extra.reshape(times, -1)[best, lines], places.reshape(shape)[best, lines]
+        if pair.any():  # each sample alone has no pairs
+            alone = counts * self.overhead[rows]
+            places = np.where((alone < extra)[:, None], np.arange(groups.shape[1]), places)
+            extra = np.minimum(alone, extra)
+        return self._alone(rows, groups) + extra, places
 
     def counts(self, groups: Ints) -> Sequence[int]:
-        fewest, most = int(self._fewest(groups).max()) + 1, groups.shape[1]
+        fewest, most = int(self._used(np.zeros(len(groups), dtype=np.int64), groups).max()), groups.shape[1]
         if not self._pair.any() or fewest == most:
             return [fewest]
         return sorted({round(fewest * (most / fewest) ** (step / 5)) for step in range(6)})
@@ -170,7 +189,8 @@ class Packed(Microbatches):
 
     def _split(self, samples: list[int], count: int) -> Bins:
         """The fewest microbatches, of which the costliest are split until there are enough."""
-        costs, places = self._lists[0], self._fewest(np.array([samples]))[0].tolist()
+        costs, row = self._lists[0], np.zeros(1, dtype=np.int64)
+        places = self._bins(row, np.array([samples]), 0 * self._pair)[1][0].tolist()
         bins: Bins = [[] for _ in range(max(places) + 1)]
         for sample, place in zip(samples, places, strict=True):
             bins[place].append(sample)
@@ -216,6 +236,16 @@ class Packed(Microbatches):
         for field, numbers in zip(fields[1:], rows[1:], strict=True):
             sizes = [size | number << field for size, number in zip(sizes, numbers, strict=True)]
         self._cap, self._sizes = sizes.pop(), sizes
+
+
+def _fewest(numbers: list[Ints], caps: Ints) -> list[Ints]:
+    """``[p]`` for each number: how many microbatches it alone needs at least."""
+    return [-(-own.sum(1) // np.maximum(cap, 1)) for own, cap in zip(numbers, caps, strict=True)]
+
+
+def _most(numbers: list[Ints], caps: Ints) -> Ints:
+    """``[p]``: how many microbatches best fit needs at most: it fills any two beyond one cap."""
+    return 2 * np.sum(_fewest(numbers, caps), axis=0) + 1
 
 
 def _fill(

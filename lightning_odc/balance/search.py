@@ -280,12 +280,11 @@ class Search:
         rising = offered.ravel()[order] + lines * apart
         above = np.searchsorted(rising.ravel(), wanted + lines * apart)
         nearest = [np.maximum(above - 1, lines * count), np.minimum(above, lines * count + (count - 1))]
-        takes = order.ravel()[np.concatenate(nearest, 1)]
-        twice = np.arange(2 * count) % count
-        larger = np.maximum(left[:, twice] + got.ravel()[takes], reached[:, twice] - taken.ravel()[takes])
-        takes -= lines * count
+        takes = order.ravel()[np.stack(nearest, 1)]  # [pairs, 2, s]
+        larger = np.maximum(left[:, None] + got.ravel()[takes], reached[:, None] - taken.ravel()[takes])
+        takes -= lines[:, None] * count
         if self._equal:
-            larger[sets.sizes[takes] != sets.sizes[twice]] = np.inf
+            larger[sets.sizes[takes] != sets.sizes] = np.inf
         return larger.reshape(len(heavy), -1), takes.reshape(len(heavy), -1)
 
     def _sums(self, sets: _Sets, rows: Ints, samples: Ints) -> Floats:

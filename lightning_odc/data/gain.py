@@ -9,17 +9,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, SequentialSampler, Subset
 
-from lightning_odc.balance import (
-    COLLECTIVE_SAFE,
-    Plan,
-    Planner,
-    collective_cost,
-    microbatch_costs,
-    on_demand_cost,
-)
-from lightning_odc.balance.arrays import first_number
+from lightning_odc.balance import COLLECTIVE_SAFE, Plan, Planner, microbatch_costs
+from lightning_odc.balance.arrays import Floats, as_lengths, first_number
 from lightning_odc.balance.collation import Collation
-from lightning_odc.data.lengths import LengthArray, LengthFunction, checked, plain
+from lightning_odc.data.lengths import LengthArray, LengthFunction, plain
 from lightning_odc.data.rng import isolated_rng, with_own_rng
 
 _SECONDS = 0.4
@@ -44,52 +37,36 @@ def planned_gain(
     lengths: LengthArray, batch_size: int, batches: int, planner: Planner, unbalanced: Collation | None = None
 ) -> Gain:
     """Compare batches as they come with balanced minibatches; ``unbalanced`` is the collation of the former."""
-    num_ranks = planner.num_ranks
-    balanced_as: Any = {"cost": planner.cost, "collation": planner.collation}
-    come_as: Any = {"cost": planner.cost, "collation": unbalanced or planner.collation}
-    size = batch_size * batches * num_ranks
+    num_ranks, size = planner.num_ranks, batch_size * batches * planner.num_ranks
     whole = lengths[: len(lengths) // size * size or len(lengths)]
     # As they come, ranks wait at every batch, since Lightning meets there. Balanced, they wait once per optimizer
     # step, or at every microbatch under a policy for collectives.
-    evaluate = collective_cost if planner.policy in COLLECTIVE_SAFE else on_demand_cost
-    come, balanced = _Sum(), _Sum()
+    meets = planner.policy in COLLECTIVE_SAFE
+    come, balanced = np.zeros(4), np.zeros(4)
     for part in [whole[first : first + size] for first in range(0, len(whole), size)][:_MOST_MINIBATCHES]:
         # A distributed sampler gives a rank every `num_ranks`-th sample.
         by_rank = [range(rank, len(part), num_ranks) for rank in range(num_ranks)]
         begins = range(0, batch_size * batches, batch_size)
         dealt = [[list(samples[begin : begin + batch_size]) for begin in begins] for samples in by_rank]
-        planned = planner.plan(part)
-        come.add(collective_cost(dealt, part, **come_as), dealt, part, **come_as)
-        balanced.add(evaluate(planned, part, **balanced_as), planned, part, **balanced_as)
-    factor, tokens = come.time / balanced.time, first_number(lengths)
-    shares = come.idle, balanced.idle, come.padding, balanced.padding
-    return Gain(*shares, balanced.time, factor, int(tokens.min()), int(tokens.max()))
+        come += _facts(dealt, part, planner.cost, unbalanced or planner.collation, meets=True)
+        balanced += _facts(planner.plan(part), part, planner.cost, planner.collation, meets)
+    idle, balanced_idle = (1 - work / time for time, work, _, _ in (come, balanced))
+    # A collate_fn that cuts computes fewer tokens than there are.
+    padding, balanced_padding = (max(1 - own / computed, 0.0) for _, _, computed, own in (come, balanced))
+    time, tokens = float(balanced[0]), first_number(lengths)
+    factor, ends = float(come[0]) / time, (int(tokens.min()), int(tokens.max()))
+    return Gain(idle, balanced_idle, padding, balanced_padding, time, factor, *ends)
 
 
-@dataclass
-class _Sum:
-    """Sums over minibatches: their time, the mean time that ranks compute, and tokens with and without padding."""
-
-    time: float = 0.0
-    work: float = 0.0
-    computed: int = 0
-    own: int = 0
-
-    def add(self, time: float, plan: Plan, lengths: LengthArray, cost: Any, collation: Collation) -> None:
-        costs = microbatch_costs(plan, lengths, cost, collation=collation)
-        self.time += time
-        self.work += sum(map(sum, costs)) / len(costs)
-        samples = [lengths[microbatch] for microbatches in plan for microbatch in microbatches if microbatch]
-        self.computed += sum(collation.tokens(of_microbatch) for of_microbatch in samples)
-        self.own += sum(int(first_number(of_microbatch).sum()) for of_microbatch in samples)
-
-    @property
-    def idle(self) -> float:
-        return 1 - self.work / self.time
-
-    @property
-    def padding(self) -> float:
-        return max(1 - self.own / self.computed, 0.0)  # a collate_fn that cuts computes fewer
+def _facts(plan: Plan, lengths: LengthArray, cost: Any, collation: Collation, meets: bool) -> Floats:
+    """Of a minibatch: its time, the mean time that ranks compute, and the tokens with and without padding."""
+    costs = microbatch_costs(plan, lengths, cost, collation=collation)
+    busy = [sum(own) for own in costs]
+    time = sum(map(max, zip(*costs, strict=True))) if meets else max(busy)
+    microbatches = [lengths[own] for of_rank in plan for own in of_rank if own]
+    computed = sum(collation.tokens(own) for own in microbatches)
+    own_tokens = sum(first_number(own).sum() for own in microbatches)
+    return np.array([time, sum(busy) / len(busy), computed, own_tokens])
 
 
 def glance(loader: DataLoader[Any], enough: int, length_of: LengthFunction) -> tuple[LengthArray, list[int]]:
@@ -104,9 +81,9 @@ def glance(loader: DataLoader[Any], enough: int, length_of: LengthFunction) -> t
         dataset, order = dataset.dataset, np.asarray(dataset.indices)[order]
     known = getattr(dataset, "__dict__", {}).get("lengths")  # a property may be anything but cheap
     if known is not None and not callable(known):
-        return checked([plain(known[int(index)]) for index in order]), indices
+        return as_lengths([plain(known[int(index)]) for index in order], count=count), indices
     if loader.num_workers and not isinstance(dataset, list | tuple):
-        return checked([]), []
+        return as_lengths([], count=0), []
     lengths = _read(dataset, order.tolist(), length_of)
     return lengths, indices[: len(lengths)]
 
@@ -118,4 +95,4 @@ def _read(dataset: Any, indices: list[int], length_of: LengthFunction) -> Length
             found.append(plain(length_of(copied[index])))
             if time.monotonic() > end:
                 break
-    return checked(found)
+    return as_lengths(found, count=len(found))

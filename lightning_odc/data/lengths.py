@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, Subset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc import host_memory
-from lightning_odc.balance.arrays import among_others, are_lengths, as_caps, as_table, check_caps
+from lightning_odc.balance.arrays import as_caps, as_lengths, check_caps
 from lightning_odc.data.rng import isolated_rng
 
 LengthArray = npt.NDArray[np.int64]
@@ -81,15 +81,15 @@ def find_lengths(dataset: Any, lengths: Any = None, length_fn: LengthFunction | 
     """The length of every sample: as given, by ``length_fn``, as the data set knows it, or of every sample itself."""
     count = len(dataset)
     if lengths is not None:
-        return Lengths(checked(lengths, count, "lengths"), "given")
+        return Lengths(as_lengths(lengths, count=count), "given")
     # A `Subset` or `ConcatDataset` of data sets that know their lengths knows its own.
     known = _known(dataset) if length_fn is None else None
     if known is not None:
-        return Lengths(checked(known.values, count, f"the data set's {known.source}"), known.source)
+        return Lengths(as_lengths(known.values, f"the data set's {known.source}", count), known.source)
     if count == 0:
         return Lengths(np.empty(0, dtype=np.int64), "samples")
     source: Source = "samples" if length_fn is None else "length_fn"
-    return Lengths(checked(_scan(dataset, length_fn or measure), count, source), source)
+    return Lengths(_scan(dataset, length_fn or measure), source)
 
 
 def measure(sample: Any) -> int:
@@ -134,38 +134,6 @@ def plain(length: Any) -> Any:
     return length.tolist() if isinstance(length, Tensor | np.ndarray) else length
 
 
-def checked(lengths: Any, count: int | None = None, name: str = "lengths") -> LengthArray:
-    """``lengths`` as an int64 array, ``[n]``, or ``[n, d]`` where samples have rows of numbers."""
-    try:
-        values = as_table(lengths, name, np.float64)
-    except (TypeError, ValueError, OverflowError) as error:
-        if str(error).startswith(name):
-            raise
-        raise ValueError(
-            f"{name} must be one number per sample: lengths=[12, 7, ...]. numpy says: {error}"
-        ) from None
-    if values.ndim not in (1, 2):
-        raise ValueError(
-            f"{name} must be one number per sample, or one row of numbers for each, got an array of shape "
-            f"{list(values.shape)}."
-        )
-    if count is not None and len(values) != count:
-        raise ValueError(
-            f"{name} has {len(values)} entries, but the data set has {count} samples: give one for each."
-        )
-    wrong = ~are_lengths(values) if len(values) else np.zeros(0, dtype=np.bool_)
-    if wrong.any():
-        index = int(wrong.argmax())
-        numbers = ", ".join(f"{one:g}" for one in np.atleast_1d(values[index]))
-        own = numbers if values.ndim == 1 else f"({numbers})"
-        raise ValueError(
-            f"{name}: sample {index} has length {own} ({int(wrong.sum())} such samples in all). Lengths are whole "
-            f"numbers of at least 1, below 2**40{among_others(values)}; leave empty samples out: "
-            "torch.utils.data.Subset(dataset, indices)."
-        )
-    return values.astype(np.int64)
-
-
 def check_longest(lengths: LengthArray, max_tokens: Any) -> None:
     """Refuse a sample that fits no microbatch."""
     if max_tokens is None or not len(lengths):
@@ -193,7 +161,7 @@ def _known(dataset: Any) -> Lengths | None:
         return Lengths(np.concatenate([part.values for part in found]), found[0].source)
     attribute = getattr(dataset, "lengths", None)
     if attribute is not None and not callable(attribute):
-        return Lengths(checked(attribute, len(dataset), "dataset.lengths"), "attribute")
+        return Lengths(as_lengths(attribute, "dataset.lengths", len(dataset)), "attribute")
     column = _column(dataset)
     return None if column is None else Lengths(column, "column")
 
@@ -213,11 +181,11 @@ def _column(dataset: Any) -> LengthArray | None:
         for start in range(0, len(dataset), _ROWS_AT_ONCE):
             chunks = view[start : start + _ROWS_AT_ONCE]["input_ids"].chunks
             parts += [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
-        return checked(np.concatenate(parts), len(dataset), "column 'input_ids'")
+        return as_lengths(np.concatenate(parts), "column 'input_ids'")
     name = next((name for name in ("length", "lengths") if name in names), None)
     if name is None:
         return None
-    return checked(dataset.with_format(None)[name][:], len(dataset), f"column {name!r}")
+    return as_lengths(dataset.with_format(None)[name][:], f"column {name!r}")
 
 
 def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
@@ -236,7 +204,7 @@ def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
                 if short:
                     raise MemoryError(short)
             found.append(plain(length_of(dataset[index])))
-    return checked(found, count, "the samples")
+    return as_lengths(found, "the samples")
 
 
 def digest_of(sample: Any) -> str:

@@ -25,14 +25,13 @@ from typing import Any, Literal, Unpack
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, default_collate
 
-from lightning_odc.balance.arrays import Caps
+from lightning_odc.balance.arrays import Caps, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.lengths import (
     LengthFunction,
     Lengths,
     check_longest,
-    checked,
     find_lengths,
     measure,
     plain,
@@ -248,7 +247,7 @@ class BalancedDataLoader:
                 if stream is dataset or stream is iter(dataset):
                     raise ValueError("the stream can be read only once")
                 read = list(islice(stream, self.options.minibatch_size * 2))
-                lengths = checked([plain((self._length_fn or measure)(sample)) for sample in read])
+                lengths = as_lengths([plain((self._length_fn or measure)(sample)) for sample in read])
                 chosen = spread_out(lengths)
                 samples = [read[index] for index in chosen]
             else:
@@ -378,7 +377,7 @@ class BalancedDataLoader:
                 for number, (batch, weight) in enumerate(minibatch.weighted(), 1):
                     if number > start.microbatches:  # else it was yielded before a checkpoint
                         last = number == len(minibatch)
-                        self._progress.latest = after if last else replace(start, microbatches=number)
+                        self._progress.latest = after if last else start._replace(microbatches=number)
                         yield Microbatch(batch, weight, last)
                 start = after
         finally:

@@ -45,7 +45,7 @@ from lightning_odc.balance import (
 from lightning_odc.balance.arrays import Caps, check_choice, check_count, first_number
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts
-from lightning_odc.balance.learnt import AutoCost, default_prior
+from lightning_odc.balance.learnt import AutoCost
 from lightning_odc.data.learning import DelayedCap, DelayedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
 from lightning_odc.data.minibatch import Detail, Origin
@@ -76,8 +76,8 @@ class RunInfo:
 
     @property
     def first_cost(self) -> Cost:
-        """What ``cost="auto"`` begins with."""
-        return default_prior() if self.prior is None else self.prior
+        """What ``cost="auto"`` begins with; if the model says nothing, a cost that packs with care."""
+        return resolve_cost("quadratic_dense") if self.prior is None else self.prior
 
 
 NOTHING_KNOWN = RunInfo()

@@ -32,10 +32,10 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -43,11 +43,11 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_odc import host_memory
 from lightning_odc.balance import LearntCost, epoch_order
-from lightning_odc.balance.arrays import Caps
+from lightning_odc.balance.arrays import Caps, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.learning import Learning
-from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, checked, plain
+from lightning_odc.data.lengths import LengthArray, LengthFunction, Lengths, check_longest, plain
 from lightning_odc.data.minibatch import AllRanks, Detail, Minibatch, Samples, Task
 from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan, RunInfo
 from lightning_odc.data.rng import RandomState, isolated_rng, seed_rng, with_own_rng
@@ -328,7 +328,7 @@ class StreamReading(IterableDataset[Minibatch]):
         for samples in self._windows(epoch, options.window * self._size):
             try:
                 found = [plain(self._length_of(sample)) for sample in samples]
-                lengths = checked(found, name="the stream's samples")
+                lengths = as_lengths(found, "the stream's samples")
                 if step == 0:
                     info = replace(info, collation=self._find_collation(epoch, samples, lengths))
                 if info.collation.fixed is None:  # else the collate_fn cuts what is longer
@@ -420,9 +420,7 @@ def torch_loader(
 ) -> DataLoader[Minibatch]:
     """A ``DataLoader`` whose items are whole minibatches; its generator seeds workers, so the global one stays."""
     generator = torch.Generator().manual_seed(seed % 2**63)
-    return DataLoader(
-        source, batch_size=None, sampler=sampler, collate_fn=_unchanged, generator=generator, **options
-    )
+    return DataLoader(source, batch_size=None, sampler=sampler, generator=generator, **options)
 
 
 def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
@@ -438,18 +436,12 @@ def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
         raise
 
 
-def _unchanged(minibatch: Any) -> Any:
-    return minibatch
-
-
-@dataclass(frozen=True)
-class Position:
+class Position(NamedTuple):
     """What has been yielded."""
 
     epoch: int = 0  # the epoch that is under way
     minibatches: int = 0  # the number of its minibatches that are done
-    # the number of microbatches done of the next one, where they are yielded one by one
-    microbatches: int = 0
+    microbatches: int = 0  # those done of the next minibatch, where they are yielded one by one
 
     @property
     def started(self) -> bool:
@@ -457,8 +449,7 @@ class Position:
         return self.minibatches > 0 or self.microbatches > 0
 
 
-@dataclass(frozen=True)
-class Order:
+class Order(NamedTuple):
     """What a position refers to."""
 
     order: str  # text that is equal where samples come in the same order
@@ -482,13 +473,11 @@ class Progress:
     def load(self, state: Mapping[str, Any]) -> None:
         """Begin the next pass where `state` was taken."""
         self._next = self.latest = Position(state["epoch"], state["minibatches"], state["microbatches"])
-        names = ("order", "samples_per_minibatch", "batches")
-        self._saved = Order(*(state[name] for name in names)) if "order" in state else None
+        self._saved = Order(*(state[name] for name in Order._fields)) if "order" in state else None
 
     def state(self, order: Order | None = None) -> dict[str, Any]:
         """What `load` takes; with the order of samples if anything of the epoch is done."""
-        state = asdict(self.latest)
-        return state if order is None else {**state, **asdict(order)}
+        return {**self.latest._asdict(), **({} if order is None else order._asdict())}
 
     def begin(self, order: Order, minibatches: int) -> Position:
         """Where the pass that begins now begins; ``minibatches`` of an epoch, 0 where that is not known."""

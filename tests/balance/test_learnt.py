@@ -118,7 +118,7 @@ def test_refusals_leave_the_fit_as_it_was() -> None:
         ((0, [5], 0.0), "took 0.0 s"),
         ((0, [5], float("nan")), "took nan s"),
         ((0, [], 1.0), "at least one sample"),
-        ((0, [0], 1.0), "sample 0 is 0"),
+        ((0, [0], 1.0), "sample 0 has length 0"),
     ):
         cost = FittedCost(2)
         cost.observe([(0, [5], 1.0)])

@@ -245,7 +245,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: plan_minibatch([5, 4, 3, 2], 2, []), r"max_tokens has 0 caps for 2 ranks"),
     (
         lambda: plan_minibatch([5, 4, 3, 2], 2, [4, 3]),
-        r"sample 0 has 5 tokens, more than 4, the largest cap.*write max_tokens=\[5, 3\]",
+        r"sample 0 has 5 tokens, more than max_tokens=\[4, 3\] on every rank.*write max_tokens=\[5, 3\]",
     ),
     (lambda: plan_minibatch([5, 4], 2, [5, 0]), r"max_tokens must be a whole number of at least 1, got 0"),
     (

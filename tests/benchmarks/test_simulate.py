@@ -144,7 +144,7 @@ def test_what_cannot_be_says_the_right_line() -> None:
         (lambda: Model.from_config(CONFIG, A100, precision="fp8"), "bf16-mixed"),
         (lambda: Model(PolynomialCost(), (Unit(1.0, 0.4),)), "add up to 0.4"),
         (lambda: planned(lengths=[]), "at least one sample"),
-        (lambda: planned(lengths=[3, -1]), "the length of sample 1 is -1"),
+        (lambda: planned(lengths=[3, -1]), "sample 1 has length -1"),
         (lambda: planned(lengths=[[3, 4]]), "one length per sample"),
         (lambda: planned(minibatch_size=0), "minibatch_size=8"),
         (lambda: planned(minibatches=0), "minibatches=8"),
