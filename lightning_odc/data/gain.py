@@ -50,12 +50,14 @@ def planned_gain(
         dealt = [[list(samples[begin : begin + batch_size]) for begin in begins] for samples in by_rank]
         come += _facts(dealt, part, planner.cost, unbalanced or planner.collation, meets=True)
         balanced += _facts(planner.plan(part), part, planner.cost, planner.collation, meets)
-    idle, balanced_idle = (1 - work / time for time, work, _, _ in (come, balanced))
+    both = come.tolist(), balanced.tolist()
+    idle, balanced_idle = (1 - work / time for time, work, _, _ in both)
     # A collate_fn that cuts computes fewer tokens than there are.
-    padding, balanced_padding = (max(1 - own / computed, 0.0) for _, _, computed, own in (come, balanced))
-    time, tokens = float(balanced[0]), first_number(lengths)
-    factor, ends = float(come[0]) / time, (int(tokens.min()), int(tokens.max()))
-    return Gain(idle, balanced_idle, padding, balanced_padding, time, factor, *ends)
+    padding, balanced_padding = (max(1 - own / computed, 0.0) for _, _, computed, own in both)
+    (slow, *_), (time, *_) = both
+    tokens = first_number(lengths)
+    ends = int(tokens.min()), int(tokens.max())
+    return Gain(idle, balanced_idle, padding, balanced_padding, time, slow / time, *ends)
 
 
 def _facts(plan: Plan, lengths: LengthArray, cost: Any, collation: Collation, meets: bool) -> Floats:
