@@ -28,11 +28,7 @@ from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Optimizer, 
 from lightning_odc import _compat
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Counting, Engine, total_weight
-from lightning_odc.engine.collective import (
-    CollectiveEngine,
-    process_group_rendezvous,
-    single_process,
-)
+from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.comm import GatherComm, fsdp_modules
 from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.link import ReplicaLink
@@ -68,9 +64,7 @@ class Place:
     main_address: str
     layout: Layout | None = None  # rows and columns of ranks, over several nodes
     replicas: DeviceMesh | None = None  # of a model on every node: the mesh over which a node shards it
-    data_parallel: DeviceMesh | None = (
-        None  # with tensor parallelism: ranks that have the same part of the model
-    )
+    data_parallel: DeviceMesh | None = None  # of ranks that have the same part of a tensor-parallel model
     mates: Mates | None = None  # of a group that computes one sample together
 
 

@@ -28,8 +28,6 @@ Level = Literal["ok", "warning", "error"]
 
 BOUNDS = {"torch": "2.9", "lightning": "2.5", "transformers": "5"}
 """The oldest version of each package that works, as in ``pyproject.toml``."""
-MALICIOUS = {"lightning": ("2.6.2", "2.6.3")}
-"""Releases that must never be installed, as in ``pyproject.toml``."""
 LITTLE_MEMORY = 2 * 2**30
 LITTLE_SHM = 2**30
 _LOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
@@ -156,11 +154,6 @@ def _try_lock() -> None:
             fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _LOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
 
 
-def _try_port() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        socket.create_connection(server.getsockname(), timeout=5).close()
-
-
 class Probe(NamedTuple):
     """A feature that is tried: by what, what to do if it fails, and how bad that is."""
 
@@ -177,16 +170,14 @@ _ONE_CONTAINER = (
 )
 KERNEL_PROBES = {
     "shared memory": Probe(
-        _try_window,
-        f"windows need memfd_create with seals (Linux 3.17); {_ONE_CONTAINER}",
+        _try_window, f"windows need memfd_create with seals (Linux 3.17); {_ONE_CONTAINER}"
     ),
     "memory of others": Probe(
         _try_window_of_other,
         f"ranks open each other's windows in /proc/<pid>/fd: mount /proc without hidepid, and {_ONE_CONTAINER}",
     ),
     "locks": Probe(
-        _try_lock,
-        f"gradients are added under locks of file descriptions (Linux 3.15); {_ONE_CONTAINER}",
+        _try_lock, f"gradients are added under locks of file descriptions (Linux 3.15); {_ONE_CONTAINER}"
     ),
     "watching peers": Probe(
         lambda: os.close(os.pidfd_open(os.getpid())),
@@ -203,9 +194,6 @@ KERNEL_PROBES = {
 }
 """What the shared-memory transport asks of the kernel. GPUs need it, too, for control words."""
 NETWORK_PROBES = {
-    "free ports": Probe(
-        _try_port, "ranks meet at a port of 127.0.0.1: bring the loopback up (ip link set lo up)"
-    ),
     "host name": Probe(
         lambda: socket.getaddrinfo(socket.gethostname(), None),
         "gloo looks the host name up: add it to /etc/hosts, or export GLOO_SOCKET_IFNAME=eth0 (one node: lo)",
@@ -255,9 +243,6 @@ def _check_version(package: str, found: str | None) -> Finding:
         lacking = ": no packing of Hugging Face models, no demo, no bench" if is_extra else ""
         remedy = 'pip install "lightning-odc[demo]"' if is_extra else f"pip install --upgrade {package}"
         return Finding(package, level, f"is not installed{lacking}", remedy)
-    if found.partition("+")[0] in MALICIOUS.get(package, ()):
-        remedy = f"pip uninstall {package} now, change every password that this machine knew, install another release"
-        return Finding(package, "error", f"{found} was a malicious release", remedy)
     if _release(found) < _release(oldest):
         remedy = f'pip install --upgrade "{package}>={oldest}"'
         return Finding(package, level, f"{found} is older than {oldest}", remedy)
@@ -299,10 +284,8 @@ def _check_gpus(machine: Machine) -> Iterator[Finding]:
     from lightning_odc.engine.transports.base import WindowSpec
     from lightning_odc.errors import WindowError
 
-    devices, more_memory = (
-        machine.devices,
-        "gradients get an accumulator per source rank, which takes more memory",
-    )
+    devices = machine.devices
+    more_memory = "gradients get an accumulator per source rank, which takes more memory"
     if machine.gpu_without_torch:
         remedy = "install a CUDA build of torch (https://pytorch.org/get-started), and look at nvidia-smi"
         yield Finding("GPUs", "warning", "there is an NVIDIA GPU, and torch cannot use it", remedy)

@@ -26,24 +26,30 @@ def check_directory(directory: Path) -> str:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that at every moment is either the old one or the new one. Several processes may write at once."""
-    with _beside(path) as temporary:
-        temporary.write_bytes(content)
-        temporary.replace(path)
+    with replacing(path) as file:
+        file.write(content)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``path`` when its content is complete and on the disk."""
-    # It has no name until then, if the file system can do that: a process that is killed leaves none.
-    with _beside(path) as temporary, _open_nameless(path.parent) or temporary.open("xb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-        if not temporary.exists():
-            # Python follows this link only if it gets a directory's descriptor.
-            handle = file.fileno()
-            os.link(f"/proc/self/fd/{handle}", temporary, src_dir_fd=handle, follow_symlinks=True)
-        temporary.replace(path)
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
+    try:
+        # It has no name until then, if the file system can do that: a process that is killed leaves none.
+        with _open_nameless(path.parent) or temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            if not temporary.exists():
+                # Python follows this link only if it gets a directory's descriptor.
+                handle = file.fileno()
+                os.link(f"/proc/self/fd/{handle}", temporary, src_dir_fd=handle, follow_symlinks=True)
+            temporary.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            temporary.unlink()
+        error.add_note(f"{path} was not written. An earlier file of that name is unchanged.")
+        raise
 
 
 def _open_nameless(folder: Path) -> BinaryIO | None:
@@ -52,19 +58,6 @@ def _open_nameless(folder: Path) -> BinaryIO | None:
         return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666), "wb")
     except (OSError, AttributeError):
         return None
-
-
-@contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """A name in the folder of ``path``, for what is to take its place. After an error, no such file is left."""
-    temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
-    try:
-        yield temporary
-    except BaseException as error:
-        with suppress(OSError):
-            temporary.unlink()
-        error.add_note(f"{path} was not written. An earlier file of that name is unchanged.")
-        raise
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:

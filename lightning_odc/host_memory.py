@@ -7,7 +7,6 @@ The first limit that is reached counts, and the kernel answers with SIGKILL and 
     limit                                        of                what is left
     the host                                     all processes     MemAvailable of /proc/meminfo
     each control group above this process        its processes     limit - use + what the kernel can take back
-    `ulimit -v`                                  one process       limit - its address space
 
 Control groups are those of version 2. Their use counts the page cache of files, which the kernel takes back before it
 ends a process. Inactive pages count as free, and half of the active ones, which would be read again and again. If a
@@ -23,7 +22,6 @@ control group, in those above, and for the host. A count further up may be that 
 from __future__ import annotations
 
 import contextlib
-import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +44,6 @@ class Room:
     size: int  # bytes
     limit: str  # the limit, as the subject of a message
     remedy: str  # how to raise it
-    is_shared: bool = True  # all processes below the limit share what is left. Else each has as much.
 
 
 class _Group(NamedTuple):
@@ -67,36 +64,23 @@ def rooms(root: Path | None = None) -> list[Room]:
         found.append(
             Room(free, "this host has no more (MemAvailable of /proc/meminfo)", "end what else runs on it")
         )
-    found += filter(None, map(_room_of_group, _control_groups(root)))
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/limits").read_text().splitlines():
-            words = line.split()
-            if words[:3] == ["Max", "address", "space"] and words[3] != "unlimited":
-                limit = f"the process's own limit is {gib(int(words[3]))} GiB of address space (RLIMIT_AS)"
-                used = int((root / "proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-                free = max(int(words[3]) - used, 0)
-                found.append(Room(free, limit, "raise it (`ulimit -v unlimited`)", is_shared=False))
-    return found
+    return [*found, *filter(None, map(_room_of_group, _control_groups(root)))]
 
 
 def available(processes: int = 1) -> int:
     """Bytes that each of the processes may still take, if all of them take as much."""
-    return min((room.size // (processes if room.is_shared else 1) for room in rooms()), default=_UNLIMITED)
+    return min((room.size for room in rooms()), default=_UNLIMITED) // processes
 
 
-def shortage(what: str, needed: int, instead: str, each: int | None = None) -> str:
+def shortage(what: str, needed: int, instead: str) -> str:
     """The message if memory does not suffice; empty if it does."""
-    # ``what`` is the plural subject of the sentence, ``needed`` all processes' bytes together, ``each`` those
-    # that one process needs of its own limits (by default all), and ``instead`` what else to do, behind "or".
-
-    def need(room: Room) -> int:
-        return needed if room.is_shared or each is None else each
-
-    worst = min(rooms(), key=lambda room: room.size - need(room), default=None)
-    if worst is None or need(worst) <= worst.size:
+    # ``what`` is the plural subject of the sentence, ``needed`` all processes' bytes together, and ``instead`` what
+    # else to do, behind "or".
+    worst = min(rooms(), key=lambda room: room.size, default=None)
+    if worst is None or needed <= worst.size:
         return ""
     return (
-        f"{what} need {gib(need(worst))} GiB, but {gib(worst.size)} GiB are free: {worst.limit}. To go on, "
+        f"{what} need {gib(needed)} GiB, but {gib(worst.size)} GiB are free: {worst.limit}. To go on, "
         f"{worst.remedy}, or {instead}."
     )
 

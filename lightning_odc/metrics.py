@@ -7,7 +7,6 @@ missing update counts like an update with zeros.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 Seconds = float | Tensor
-Axes = Any
 
 
 class IdleFraction(Metric):
@@ -38,8 +36,6 @@ class IdleFraction(Metric):
     is_differentiable = False
     higher_is_better = False
     full_state_update = False
-    plot_lower_bound = 0.0
-    plot_upper_bound = 1.0
 
     busy: Tensor
     idle: Tensor
@@ -68,10 +64,6 @@ class IdleFraction(Metric):
         value = idle_fraction(float(self.busy), float(self.idle))
         return self.idle.new_tensor(value).to(torch.get_default_dtype())
 
-    def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None) -> Any:
-        """Torchmetrics' own plot: a point, or a line for a list of values."""
-        return self._plot(val, ax)
-
 
 class LoadImbalance(Metric):
     """How much longer the slowest rank is busy than the average rank: the factor that perfect balance would save.
@@ -95,7 +87,6 @@ class LoadImbalance(Metric):
     is_differentiable = False
     higher_is_better = False
     full_state_update = True  # updates are a sequence: there is no way to add two states up
-    plot_lower_bound = 1.0
 
     steps: Tensor
 
@@ -119,10 +110,6 @@ class LoadImbalance(Metric):
     def compute(self) -> Tensor:
         """A scalar of at least 1."""
         return load_imbalance(self.steps).to(torch.get_default_dtype())
-
-    def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Axes | None = None) -> Any:
-        """Torchmetrics' own plot: a point, or a line for a list of values."""
-        return self._plot(val, ax)
 
 
 def load_imbalance(busy: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,50 +10,28 @@ import pytest
 from lightning_odc import host_memory
 from lightning_odc.host_memory import Kills, Room, rooms
 
-V2_MOUNT = "41 31 0:38 {top} /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate"
-
-#: By case: /proc/self/cgroup, mounts, {group: (limit, used, reclaimable)}, and what is left of a host's 64 KiB.
-GROUPS: dict[str, tuple[str, list[str], dict[str, tuple[Any, int, int]], int]] = {
-    "none": ("", [], {}, 65536),
-    "v2, own group": ("0::/job", [V2_MOUNT.format(top="/")], {"job": (9000, 5000, 1000)}, 5000),
-    "v2, a group above": (
+#: By case: /proc/self/cgroup, {group: (limit, used, reclaimable)}, and what is left of a host's 64 KiB.
+GROUPS: dict[str, tuple[str, dict[str, tuple[Any, int, int]], int]] = {
+    "none": ("", {}, 65536),
+    "own group": ("0::/job", {"job": (9000, 5000, 1000)}, 5000),
+    "a group above": (
         "0::/job/step/task",
-        [V2_MOUNT.format(top="/")],
         {"job": (9000, 8000, 0), "job/step": ("max", 7000, 0), "job/step/task": (30000, 7000, 0)},
         1000,
     ),
-    "v2, namespace": ("0::/", [V2_MOUNT.format(top="/")], {"": (9000, 5000, 0)}, 4000),
-    "v2, outside of its namespace": ("0::/../job", [V2_MOUNT.format(top="/")], {"": (9000, 5000, 0)}, 4000),
-    "v2, no limit": ("0::/job", [V2_MOUNT.format(top="/")], {"job": ("max", 5000, 0)}, 65536),
-    "v2, over its limit": ("0::/job", [V2_MOUNT.format(top="/")], {"job": (9000, 9500, 0)}, 0),
-    "beside version 1": (
-        "4:memory:/other\n0::/job",
-        ["32 31 0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory", V2_MOUNT.format(top="/")],
-        {"job": (9000, 5000, 0)},
-        4000,
-    ),
+    "namespace": ("0::/", {"": (9000, 5000, 0)}, 4000),
+    "outside of its namespace": ("0::/../job", {"": (9000, 5000, 0)}, 4000),
+    "no limit": ("0::/job", {"job": ("max", 5000, 0)}, 65536),
+    "over its limit": ("0::/job", {"job": (9000, 9500, 0)}, 0),
+    "beside version 1": ("4:memory:/other\n0::/job", {"job": (9000, 5000, 0)}, 4000),
 }
 
 
-def tree(
-    root: Path,
-    own: str = "",
-    mounts: tuple[str, ...] | list[str] = (),
-    limits: str = "unlimited",
-    pages: tuple[int, int] = (0, 0),
-    available_kib: int = 64,
-) -> Path:
-    """The files of a host and of this process; ``pages`` are those of its address space, and those in memory."""
+def tree(root: Path, own: str = "", available_kib: int = 64) -> Path:
+    """The files of a host and of this process."""
     process = root / "proc/self"
     process.mkdir(parents=True, exist_ok=True)
     (root / "proc/meminfo").write_text(f"MemFree: 1 kB\nMemAvailable:      {available_kib} kB\n")
-    (process / "mountinfo").write_text("\n".join(["22 1 0:1 / / rw - ext4 /dev/root rw", *mounts, ""]))
-    (process / "statm").write_text(f"{pages[0]} {pages[1]} 0 0 0 0 0\n")
-    (process / "limits").write_text(
-        "Limit                     Soft Limit           Hard Limit           Units\n"
-        "Max data size             5                    unlimited            bytes\n"
-        f"Max address space         {limits:20} unlimited            bytes\n"
-    )
     if own:
         (process / "cgroup").write_text(f"{own}\n")
     return root
@@ -74,16 +51,13 @@ def least(root: Path) -> Room:
 
 @pytest.mark.parametrize("case", GROUPS)
 def test_what_is_left_is_the_least_that_the_host_and_all_groups_above_have(tmp_path, case):
-    own, mounts, groups, left = GROUPS[case]
+    own, groups, left = GROUPS[case]
     for name, (limit, used, reclaimable) in groups.items():
         group(tmp_path / "sys/fs/cgroup" / name, f"inactive_file {reclaimable}\n", max=limit, current=used)
-    room = least(tree(tmp_path, own, mounts))
+    room = least(tree(tmp_path, own))
     assert room.size == left
     assert ("control group /" in room.limit) == (left != 65536)
     assert ("MemAvailable" in room.limit) == (left == 65536)
-
-
-V2 = {"own": "0::/job", "mounts": [V2_MOUNT.format(top="/")]}
 
 
 def test_of_the_page_cache_in_use_half_is_free_and_a_throttling_limit_counts(tmp_path):
@@ -94,25 +68,14 @@ def test_of_the_page_cache_in_use_half_is_free_and_a_throttling_limit_counts(tmp
         (9500, "", 4000, "memory.max"),
     ):
         group(tmp_path / "sys/fs/cgroup/job", stat, max=9000, current=5000, high=high)
-        room = least(tree(tmp_path, **V2))
+        room = least(tree(tmp_path, "0::/job"))
         assert (room.size, room.limit) == (left, f"control group /job allows 0.00 GiB ({file})")
-
-
-def test_the_address_space_of_a_process_is_its_own(tmp_path, monkeypatch):
-    page = resource.getpagesize()
-    root = tree(tmp_path, limits=str(9 * page), pages=(4, 2))
-    room = least(root)
-    assert (room.size, room.is_shared) == (5 * page, False)
-    monkeypatch.setattr(host_memory, "ROOT", root)
-    assert host_memory.available(2) == 5 * page, "each rank has it"
-    assert host_memory.available(4) == 64 * 1024 // 4, "they share the host"
-    assert host_memory.shortage("two workers", 10 * page, "use none", each=5 * page) == ""
-    assert "RLIMIT_AS" in host_memory.shortage("two workers", 10 * page, "use none", each=6 * page)
 
 
 def test_the_message_says_how_much_is_needed_and_left_who_limits_it_and_what_to_do(tmp_path, monkeypatch):
     group(tmp_path / "sys/fs/cgroup/job", max=3 * 2**30, current=2**30)
-    monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, available_kib=2**30, **V2))
+    monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, "0::/job", 2**30))
+    assert host_memory.available(4) == 2**29, "they share it"
     assert host_memory.shortage("the windows", 2 * 2**30, "use less") == ""
     assert host_memory.shortage("the windows", 5 * 2**29, "use less") == (
         "the windows need 2.50 GiB, but 2.00 GiB are free: control group /job allows 3.00 GiB (memory.max). To go on, "
@@ -143,7 +106,7 @@ def test_kills_of_the_own_group_are_known_and_others_are_likely(tmp_path):
         "above": groups / "job/memory.events",
         "host": tmp_path / "proc/vmstat",
     }
-    root = tree(tmp_path, "0::/job/task", V2["mounts"])
+    root = tree(tmp_path, "0::/job/task")
     for path in files.values():
         count_kill(path, 3)
     kills = Kills(root)

@@ -133,7 +133,7 @@ class CutShort(AbstractContextManager["CutShort"]):
 
 def check_memory(needed: int, what: str, instead: str) -> None:
     """Refuse what does not fit into memory."""
-    if short := host_memory.shortage(what, needed, f"use {instead}", each=0):
+    if short := host_memory.shortage(what, needed, f"use {instead}"):
         raise OptionError(short)
 
 

@@ -57,10 +57,7 @@ class AttachingStrategy:
     @property
     def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
         """The division of the data: over ranks, or over groups of neighbouring ranks."""
-        return {
-            "num_replicas": self._num_groups,
-            "rank": self.global_rank // self.options.group_size,
-        }
+        return {"num_replicas": self._num_groups, "rank": self.global_rank // self.options.group_size}
 
     @property
     def _layout(self: Any) -> Layout | None:

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -35,7 +35,6 @@ from lightning_odc.sharding.checkpoints import model_state
 
 #: Seconds that ranks have to end by themselves after one has failed, and then after they were told to.
 GRACE = (10.0, 5.0)
-_LOOK_EVERY = 0.05
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
@@ -88,7 +87,7 @@ class ForkLauncher(_compat_lightning.Launcher):
                 self._start(work)
                 while (alive := self._alive()) and not any(process.exitcode for process in self._processes):
                     wait([process.sentinel for process in alive])
-                self._join_until(time.monotonic() + GRACE[0])  # one has failed: let the others notice
+                self._join(GRACE[0])  # one has failed: let the others notice
             finally:
                 self._end_all()
             self._raise_first_error(Path(directory))
@@ -133,14 +132,15 @@ class ForkLauncher(_compat_lightning.Launcher):
         self._ended = self._alive()
         for process in self._ended:
             process.terminate()
-        self._join_until(time.monotonic() + GRACE[1])
+        self._join(GRACE[1])
         for process in self._alive():
             process.kill()
         for process in self._processes:
             if process.pid is not None:
                 process.join()
 
-    def _join_until(self, deadline: float) -> None:
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while (alive := self._alive()) and (left := deadline - time.monotonic()) > 0:
             wait([process.sentinel for process in alive], left)
 
@@ -162,13 +162,7 @@ class ForkLauncher(_compat_lightning.Launcher):
             )
         first = min(raised, key=lambda rank: (directory / f"followed{rank}").exists())
         text = (directory / f"error{first}").read_text()
-        advice = ""
-        if "Autograd-and-Fork" in text:  # torch's own message names this page
-            advice = (
-                "\nThis build of torch is for GPUs: ranks that are forked from a session that has run a backward pass "
-                "cannot run one, even on the CPU. Restart the kernel and train on ranks first, or run a script."
-            )
-        raise PeerFailedError(f"Rank {first} failed. Its error was:\n\n{text}{advice}")
+        raise PeerFailedError(f"Rank {first} failed. Its error was:\n\n{text}")
 
     # -- on a rank ----------------------------------------------------------------------------------------
 
@@ -224,7 +218,16 @@ def _take_over(trainer: Trainer, outcome: dict[str, Any]) -> Any:
         metrics.clear()
         metrics.update(outcome[name])
     if "weights" in outcome:
-        _load_weights(trainer.lightning_module, outcome["weights"])
+        module, weights = trainer.lightning_module, outcome["weights"]
+        on_meta = any(parameter.is_meta for parameter in module.parameters())
+        unknown = module.load_state_dict(weights, strict=False, assign=on_meta).unexpected_keys
+        if unknown:
+            warnings.warn(
+                f"The trained weights of {unknown[0]!r} and {len(unknown) - 1} more did not come back to the notebook, "
+                "where the model has no such parameters: `configure_model` made them on the ranks. They are in what "
+                "ModelCheckpoint has saved.",
+                stacklevel=2,
+            )
         trainer.fit_loop.load_state_dict(outcome["progress"])
         trainer.fit_loop.restarting = False  # it has run; it is not to be resumed
         for callback in cast(Any, trainer).callbacks:
@@ -234,18 +237,6 @@ def _take_over(trainer: Trainer, outcome: dict[str, Any]) -> Any:
                     callback.dirpath = state["dirpath"]
                 callback.load_state_dict(state)
     return outcome["result"]
-
-
-def _load_weights(module: LightningModule, weights: dict[str, Tensor]) -> None:
-    on_meta = any(parameter.is_meta for parameter in module.parameters())
-    unknown = module.load_state_dict(weights, strict=False, assign=on_meta).unexpected_keys
-    if unknown:
-        warnings.warn(
-            f"The trained weights of {unknown[0]!r} and {len(unknown) - 1} more did not come back to the notebook, "
-            "where the model has no such parameters: `configure_model` made them on the ranks. They are in what "
-            "ModelCheckpoint has saved.",
-            stacklevel=2,
-        )
 
 
 def end_scripts_at_exit(launcher: Any) -> None:
@@ -259,9 +250,8 @@ def end_scripts_at_exit(launcher: Any) -> None:
 
 def end_scripts(children: list[subprocess.Popen[Any]], deadline: float) -> None:
     """Wait until ``deadline`` (of the monotonic clock) for processes to end, then kill those that did not."""
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-        time.sleep(_LOOK_EVERY)
     for child in children:
-        if child.poll() is None:
-            child.kill()
-            child.wait()
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(max(deadline - time.monotonic(), 0))
+        child.kill()
+        child.wait()

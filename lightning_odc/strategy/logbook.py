@@ -184,23 +184,17 @@ class LogBook:
     @contextmanager
     def recording(self, module: LightningModule) -> Iterator[None]:
         """Record ``module.log`` (and so ``log_dict``) of this one module object."""
-        log = module.log
-        signature = inspect.signature(log)
-        if any(p.kind is p.VAR_POSITIONAL for p in signature.parameters.values()):  # an override
-            signature = inspect.signature(LightningModule.log)
-            signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        log, signature = module.log, inspect.signature(module.log)
+        names = [*inspect.signature(LightningModule.log).parameters][3:]  # behind self, name and value
 
         def record(name: str, value: Any, *args: Any, **options: Any) -> None:
             is_value = isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1)
             if not is_value and not isinstance(value, Metric):
                 log(name, value, *args, **options)  # which refuses it
                 return
-            bound = signature.bind(name, value, *args, **options).arguments
-            named: dict[str, Any] = {}
-            for key, argument in list(bound.items())[2:]:
-                is_rest = signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
-                named |= argument if is_rest else {key: argument}
-            self._record(name, value, named, module)
+            options |= zip(names, args, strict=False)
+            signature.bind(name, value, **options)  # refuses a word that it does not know
+            self._record(name, value, options, module)
 
         with replaced_log(module, record):
             yield

@@ -51,7 +51,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_odc.data.learning import DelayedCap, DelayedCost, Measurement
+from lightning_odc.data.learning import DelayedCap, DelayedCost
 from lightning_odc.data.minibatch import Detail, Minibatch, Task, sample_count, token_count
 from lightning_odc.data.rng import RandomState
 from lightning_odc.data.weighting import tensors_of
@@ -301,9 +301,6 @@ class Retry:
         self._has_run = self._has_warned = False
         self._tried: list[str] = []  # what ran out of memory, of the microbatch at hand
         self._in_a_row = 0  # samples that were dropped, and nothing fitted between them
-        self._ran_out: list[tuple[int, int]] = []  # sizes of what did, in this optimizer step
-        self._cap: DelayedCap | None = None  # of the loader
-        self._number = 0  # of the minibatch
 
     def fits(self, part: Part) -> None:
         """A microbatch, or a part of one, has come to its end."""
@@ -337,7 +334,6 @@ class Retry:
     def _note(self, part: Part, reason: str) -> None:
         if not part.is_part:
             self._tried = []
-            self._ran_out.append(size_of(part.task))
         self._tried.append(described(part.task) + f" (which cannot {reason})" * bool(reason))
 
     def _advice(self, stays: bool) -> str:
@@ -359,33 +355,6 @@ class Retry:
             f"It cannot be cut any smaller. These ran out of memory, one after the other: {'; '.join(self._tried)}."
             f"\n{instead}"
         )
-
-    # -- what the loader learns ---------------------------------------------------------------------------
-
-    def open(self, minibatch: Minibatch) -> None:
-        """The microbatches of this minibatch come next."""
-        if minibatch.origin is not None and minibatch.origin.cap is not None:
-            self._cap, self._number = minibatch.origin.cap, minibatch.origin.number
-
-    def take(self) -> list[Any] | None:
-        """The minibatch's number, and `size_of` what ran out since the last call; ``None`` if nothing did."""
-        ran_out, self._ran_out = self._ran_out, []
-        return [self._number, ran_out] if ran_out else None
-
-    def report(self, by_rank: Sequence[Sequence[Any] | None]) -> None:
-        """Tell the loader what all ranks took, and the user if a cap fell."""
-        if self._cap is None:
-            return
-        before = self._cap.value
-        self._cap.observe(by_rank)
-        after = self._cap.value
-        if after != before:
-            ran_out = [(max(report[1])[0], rank) for rank, report in enumerate(by_rank) if report is not None]
-            tokens, rank = max(ran_out)
-            rank_zero_warn(
-                f"max_tokens falls from {before} to {after} for the plans that follow: a microbatch of {tokens or '?'} "
-                f"tokens ran out of memory on rank {rank}. To start with it, write max_tokens={after}."
-            )
 
 
 def warn_of_drop(part: Part, why: str) -> None:
@@ -432,34 +401,34 @@ def cut_graph(value: Any) -> None:
                 tensor.detach_()
 
 
-# -- time -------------------------------------------------------------------------------------------------
+# -- what the loader learns -------------------------------------------------------------------------------
 
 
-class Stopwatch:
-    """Measures the wall time of microbatches, less the engine's waits, for a cost that learns."""
+class Measurements:
+    """What a loader learns from: times of microbatches, less the engine's waits, and what ran out of memory."""
 
     def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
+        self.ran_out: list[tuple[int, int]] = []  # `size_of` what did in this optimizer step
         self._waits = waits  # returns the seconds that this rank has waited for others so far
         self._device = device
         self._cost: DelayedCost | None = None
-        self._number = 0
-        self._measures = False
-        self._measured: list[list[Any]] = []  # lengths and seconds
+        self._cap: DelayedCap | None = None
+        self._number = 0  # of the minibatch
+        self._times: list[list[Any]] = []  # lengths and seconds
         self._current: list[Any] | None = None  # of them, that of the microbatch at hand
 
     def open(self, minibatch: Minibatch) -> None:
         """The microbatches of this minibatch come next."""
         self._current, origin = None, minibatch.origin
-        if origin is not None and origin.cost is not None:
-            self._cost, self._number = origin.cost, origin.number
-            self._measures = origin.cost.measures(origin.number)
+        if origin is not None:
+            self._cost, self._cap, self._number = origin.cost, origin.cap, origin.number
 
     def begin(self, detail: Detail | None) -> None:
         """What runs from now on works on this microbatch."""
         self._current = None
-        if self._measures and detail is not None:
+        if detail is not None and self._cost is not None and self._cost.measures(self._number):
             self._current = [detail.lengths, 0.0]
-            self._measured.append(self._current)
+            self._times.append(self._current)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -473,21 +442,34 @@ class Stopwatch:
     def forget(self) -> None:
         """The current microbatch broke off: its time says nothing about its lengths."""
         if self._current is not None:
-            self._measured.pop()
+            self._times.pop()
             self._current = None
 
-    def take(self) -> tuple[list[Measurement], list[Any] | None]:
-        """What was measured in an optimizer step, and what the cost posts; it is forgotten here."""
-        measured, self._measured, self._current = self._measured, [], None
-        count = sum(np.size(lengths) for lengths, _ in measured)
-        some = measured[:: max(-(-count // _MOST_LENGTHS), 1)]
+    def take(self) -> list[Any]:
+        """Times of an optimizer step and what the cost posts; and the minibatch that ran out of memory, if one did."""
+        times, self._times, self._current = self._times, [], None
+        ran_out, self.ran_out = self.ran_out, []
+        count = sum(np.size(lengths) for lengths, _ in times)
+        some = times[:: max(-(-count // _MOST_LENGTHS), 1)]
         posted = None if self._cost is None else self._cost.post(self._number)
-        return [(lengths, seconds) for lengths, seconds in some if seconds > 0], posted
+        measured = [(lengths, seconds) for lengths, seconds in some if seconds > 0]
+        return [(measured, posted), [self._number, ran_out] if ran_out else None]
 
-    def report(self, by_rank: Sequence[tuple[Sequence[Measurement], list[Any] | None]]) -> None:
-        """Tell the loader what `take` returned on every rank."""
+    def report(self, by_rank: Sequence[Any]) -> None:
+        """Tell the loader what `take` returned on every rank, and the user if a cap fell."""
         if self._cost is not None:
-            self._cost.observe(by_rank)
+            self._cost.observe([measured for measured, _ in by_rank])
+        if self._cap is None:
+            return
+        before = self._cap.value
+        self._cap.observe([ran_out for _, ran_out in by_rank])
+        after = self._cap.value
+        if after != before:
+            tokens, rank = max((max(took[1])[0], rank) for rank, (_, took) in enumerate(by_rank) if took)
+            rank_zero_warn(
+                f"max_tokens falls from {before} to {after} for the plans that follow: a microbatch of {tokens or '?'} "
+                f"tokens ran out of memory on rank {rank}. To start with it, write max_tokens={after}."
+            )
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from datetime import timedelta
 from functools import partial, partialmethod
 from pathlib import Path
@@ -172,41 +173,12 @@ class ODCStrategy(ShardedStrategy):
         context_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
-        self.options = Options(
-            communication=communication,
-            deterministic=deterministic,
-            accumulator_dtype=accumulator_dtype,
-            keep_gathered=keep_gathered,
-            balance=balance,
-            max_tokens=max_tokens,
-            cost=cost,
-            length_fn=length_fn,
-            weighting=weighting,
-            packing=packing,
-            on_out_of_memory=on_out_of_memory,
-            on_nonfinite=on_nonfinite,
-            hang_report_after=hang_report_after,
-            tensor_parallel_size=tensor_parallel_size,
-            context_parallel_size=context_parallel_size,
-        )
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            timeout=timeout,
-            cpu_offload=cpu_offload,
-            mixed_precision=mixed_precision,
-            auto_wrap_policy=auto_wrap_policy,
-            activation_checkpointing=activation_checkpointing,
-            activation_checkpointing_policy=activation_checkpointing_policy,
-            sharding_strategy=sharding_strategy,
-            device_mesh=device_mesh,
-            state_dict_type=state_dict_type,
-        )
+        given = locals()
+        known = [*inspect.signature(ODCStrategy).parameters][:-1]
+        check_unknown(kwargs, known)
+        own = [option.name for option in fields(Options)]
+        self.options = Options(**{name: given[name] for name in own})
+        super().__init__(**{name: given[name] for name in known if name not in own})
         self._training: Training | None = None
         self._evaluation: Evaluation | None = None
         self._training_data: TrainingData | None = None
@@ -261,7 +233,7 @@ class ODCStrategy(ShardedStrategy):
         if fitting:
             self._setup_averages(trainer)
         self._on_teardown.enter_context(counted_by_microbatch(trainer.callbacks))  # type: ignore[attr-defined]
-        ends = first_and_last(trainer, engine, self.on_exception, lambda: self._data.end_epoch())
+        ends = first_and_last(trainer, engine, self.on_exception, self._end_epoch)
         self._on_teardown.enter_context(ends)
         self.barrier()
         if fitting:
@@ -384,10 +356,10 @@ class ODCStrategy(ShardedStrategy):
         data.begin()
         self._rule = data.rule
 
-    def on_train_end(self) -> None:
-        super().on_train_end()
+    def _end_epoch(self) -> None:
         assert self._training is not None
-        self._training.check_hooks_ran()
+        self._training.end_epoch()
+        self._data.end_epoch()
 
     def on_validation_start(self) -> None:
         self._begin_evaluation().begin()
@@ -399,16 +371,15 @@ class ODCStrategy(ShardedStrategy):
 
     on_test_start = on_validation_start
 
-    def on_test_end(self) -> None:
-        self._give_values_back()
-
-    def on_predict_start(self) -> None:
-        self._begin_evaluation()
-
     def _give_values_back(self) -> None:
         if self._evaluation is not None:
             self._evaluation.end()
             self._evaluation = None
+
+    on_test_end = _give_values_back
+
+    def on_predict_start(self) -> None:
+        self._begin_evaluation()
 
     def _begin_evaluation(self) -> Evaluation:
         check_filled(self._unfilled)
@@ -528,10 +499,3 @@ class ODCStrategy(ShardedStrategy):
                     "the file."
                 ) from error
         return super().lightning_module_state_dict()
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
-        with self._ordinary_tensors():
-            rest = super().load_checkpoint(checkpoint_path, weights_only)
-            self.publish_parameters()
-        return rest

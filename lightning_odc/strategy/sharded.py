@@ -226,17 +226,20 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         return True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
         assert self.lightning_module is not None
         path = checkpoints.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         optimizers = self._optimizers_with_state if fitting else []
         strict = self.lightning_module.strict_loading
-        rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
-        if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
-            self.load_optimizer_state_dict(rest)
-        checkpoints.reopen_epoch(rest)
-        if checkpoints.averages(self.lightning_module.trainer):
-            checkpoints.cut(rest, self.model)
+        with self._ordinary_tensors():
+            rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+            if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
+                self.load_optimizer_state_dict(rest)
+            checkpoints.reopen_epoch(rest)
+            if checkpoints.averages(self.lightning_module.trainer):
+                checkpoints.cut(rest, self.model)
+            self.publish_parameters()
         return rest
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -46,14 +46,15 @@ from lightning_odc.strategy.loss_trial import try_loss
 from lightning_odc.strategy.microbatch import (
     MAKE_ROOM,
     CountsNothing,
+    Measurements,
     Part,
     Retry,
-    Stopwatch,
     Sums,
     contribution,
     cut_graph,
     explained,
     nothing_of,
+    size_of,
     warn_of_drop,
 )
 from lightning_odc.strategy.model_facts import causal_model
@@ -103,12 +104,10 @@ class Training:
         self._seed = strategy.broadcast(torch.initial_seed())  # of the user's `torch.manual_seed`
         self._logbook = LogBook()
         self._logged = LoggedNames(self._module)  # by the plain batch at hand
-        self._stopwatch = Stopwatch(lambda: sum(engine.waits.values()), strategy.root_device)
+        self._measurements = Measurements(lambda: sum(engine.waits.values()), strategy.root_device)
         self._totals: list[Total] = []  # of values that were logged in this optimizer step
         self._loaders_unchecked = True
-        self._has_stepped = False  # an optimizer of Lightning
-        self._has_settled = False  # in this batch
-        self._hooks_wait = False
+        self._has_settled = False
         self._has_said_weight = False
         self._labels = Counter(skips_first=causal_model(self._module) is not None)
         self.communicates = False  # whether the step that was tried talks to other ranks
@@ -131,10 +130,8 @@ class Training:
             if _compat_lightning.deals_out(self._module.trainer):
                 check_samplers(self._module.trainer.train_dataloader)
         trainer, is_automatic = self._module.trainer, self._module.automatic_optimization
-        self._has_settled = False
         self._part = self._pending = None
         if trainer.fit_loop.batch_idx == 0:
-            self.check_hooks_ran()
             self._check_mates(args, is_minibatch)
         if is_minibatch and not is_automatic:
             self._engine.drop_emptied_anywhere()
@@ -153,10 +150,7 @@ class Training:
         self._engine.begin_forward()
         manual = f"With manual optimization, no batch runs again in parts. {MAKE_ROOM}."
         with nullcontext() if is_automatic else explained(manual):
-            output = self._call(*args, **kwargs)
-        if not is_automatic:
-            self._note_hooks()
-        return output
+            return self._call(*args, **kwargs)
 
     def _check_mates(self, args: tuple[Any, ...], is_minibatch: bool) -> None:
         """Refuse different batches on ranks that compute a sample together."""
@@ -174,8 +168,7 @@ class Training:
 
     def _minibatch(self, minibatch: Minibatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run a rank's microbatches; see Note [The last backward belongs to Lightning]."""
-        self._stopwatch.open(minibatch)
-        self._retry.open(minibatch)
+        self._measurements.open(minibatch)
         self._engine.begin_minibatch(len(minibatch), minibatch.plan)
         sums = Sums(self._strategy.root_device)
         self._batch = _Batch(sums, args, kwargs)
@@ -238,11 +231,13 @@ class Training:
         if self._mates is not None:
             self._mates.all_out_of_memory(part.error, [index, part.is_part, part.item is None])
         part.undo()
-        self._stopwatch.forget()
+        self._measurements.forget()
         if part.item is None:
             self._logbook.drop()
         if not part.counts:  # its backward pass would add zeros
             return
+        if not part.is_part:
+            self._measurements.ran_out.append(size_of(part.task))
         halves, reason = self._cut(part)
         if self._mates is not None:
             self._mates.check_same("parts of a microbatch that ran out of memory", len(halves), MAKE_ROOM)
@@ -279,7 +274,7 @@ class Training:
     def _forward(self, part: Part) -> Any:
         """Run the user's step; returns what it returned, which holds its graph."""
         batch, task, self._part = self._batch, part.run, part
-        self._stopwatch.begin(task.detail)
+        self._measurements.begin(task.detail)
         # Counted before the step, which may take them out of the batch.
         labels = None if batch.counter is None else batch.counter.of(task.microbatch)
         counts = 1.0 if part.is_part else task.weight  # labels and items say themselves what a part counts
@@ -288,7 +283,7 @@ class Training:
         self._engine.begin_forward()
         with (
             random_numbers_of(task.detail, self._strategy.root_device, self._seed),
-            self._stopwatch.running(),
+            self._measurements.running(),
         ):
             output = self._call(task.microbatch, *batch.args, **batch.kwargs)
         item = contribution(output, task.weight, batch.counting, labels, part.is_part, batch.is_sum)
@@ -374,7 +369,7 @@ class Training:
         manual = not self._module.automatic_optimization
         counts = self._part is None or not self._part.counts_nothing
         context = self._engine.backward(manual=manual, more=self._more, counts=counts)
-        with context, self._engine.traced("backward"), self._stopwatch.running():
+        with context, self._engine.traced("backward"), self._measurements.running():
             yield
 
     def loss_divisor(self) -> float:
@@ -391,29 +386,24 @@ class Training:
 
     def settle(self) -> None:
         """Complete the gradients, once per optimizer step."""
+        self._has_settled = True
         if self._engine.settled:
             return
-        self._has_settled, self._hooks_wait = True, False
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
         if self._mates is not None:
             ledger = self._engine.ledger
             weight = f" with the weight {float(ledger.weight):g}" if self._mates.divide_layers else ""
             self._mates.check_same("microbatches", f"{ledger.microbatches}{weight}")
-        measured = [self._stopwatch.take(), self._retry.take()]
-        records = self._engine.settle(self._logbook.post(), measured)
+        records = self._engine.settle(self._logbook.post(), self._measurements.take())
         self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)
-        self._stopwatch.report([record.measured[0] for record in records])
-        self._retry.report([record.measured[1] for record in records])
+        self._measurements.report([record.measured for record in records])
 
-    def _note_hooks(self) -> None:
-        """Note whether hooks of parameters wait for a step, which with manual optimization a later batch may take."""
-        if not (self._has_stepped or self._has_settled):
-            self._engine.reshard()
-            self._hooks_wait = any(map(_compat.gradient_hooks_of, self._module.parameters()))
-
-    def check_hooks_ran(self) -> None:
-        """Refuse an epoch in which hooks of parameters waited for a step that never came."""
-        if self._hooks_wait:
+    def end_epoch(self) -> None:
+        """Refuse a first epoch in which hooks of parameters waited for a step that never came."""
+        if self._has_settled:
+            return
+        self._engine.reshard()
+        if any(map(_compat.gradient_hooks_of, self._module.parameters())):
             raise ODCError(
                 "Hooks of `register_post_accumulate_grad_hook` are called at the optimizer step, when gradients are "
                 "complete. No optimizer that `configure_optimizers` returned has stepped in this epoch. If the hooks "
@@ -424,7 +414,6 @@ class Training:
 
     def end_step(self) -> None:
         """An optimizer has stepped: publish the parameters and log the values of the step."""
-        self._has_stepped = True
         self._engine.publish()
         self._has_said_weight = False
         totals, self._totals = self._totals, []

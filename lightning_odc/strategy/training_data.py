@@ -19,7 +19,6 @@ that count optimizer steps (``global_step``, ``max_steps``, ``every_n_train_step
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -59,7 +58,6 @@ from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
 
 _WORTH_BALANCING = 1.02
-_COMPARED_SAMPLES = 8
 _LOOKED_AT = 256
 
 
@@ -79,9 +77,7 @@ class Accumulation:
     @property
     def foldable(self) -> int:
         """How many batches of the loader can become one; 1 where their number changes while training."""
-        if self.is_scheduled:
-            return 1
-        return int(self._before.get(_FACTOR, self._trainer.accumulate_grad_batches))
+        return 1 if self.is_scheduled else int(self._trainer.accumulate_grad_batches)
 
     @property
     def is_scheduled(self) -> bool:
@@ -92,7 +88,6 @@ class Accumulation:
 
     def fold(self, num_batches: float) -> None:
         """Step after every batch from now on."""
-        self.put_back()
         self.batches = self.foldable
         if self.batches == 1:
             return
@@ -147,22 +142,19 @@ class TrainingData:
         self._strategy, self._options = strategy, strategy.options
         self._announced = False
         self._begun: tuple[float, float] | None = None  # when the first epoch began, and the waits until then
-        self._policy_reason = ""
         self._packing_trouble: str | None = None  # not known yet
         self._watch: RemovableHandle | None = None
         self._loader: BalancedDataLoader | None = None
         self._verdict: Verdict | None = None  # the loss was not tried yet
         self._converted: tuple[int, BalancedDataLoader, Any] | None = None  # the epoch, and both loaders
 
+        # How many share the data: ranks, or groups of them that compute one sample together.
+        self._world_size: int = strategy.distributed_sampler_kwargs["num_replicas"]
+
     @property
     def _engine(self) -> Engine | None:
         """What lets ranks talk to each other; ``None`` where ``setup()`` asks for the data."""
         return self._strategy.engine if self._strategy.is_attached else None
-
-    @property
-    def _world_size(self) -> int:
-        """How many share the data: ranks, or groups of them that compute one sample together."""
-        return cast(int, self._strategy.distributed_sampler_kwargs["num_replicas"])
 
     @property
     def rule(self) -> Rule | None:
@@ -216,7 +208,7 @@ class TrainingData:
         if not self._announced:
             self._announced = True
             model = cost_of_model(self._trainer.lightning_module, self._strategy.root_device.type)
-            said = brief(loader, model, self.accumulation.batches, self._policy_reason, self.rule)
+            said = brief(loader, model, self.accumulation.batches, self.rule)
             alone = "\nOne rank has no other one to wait for: only padding can be saved."
             rank_zero_info(said + alone * (self._world_size == 1))
             if self._engine is not None and self._options.communication == "on_demand":
@@ -351,10 +343,8 @@ class TrainingData:
         """The balanced loader, with accumulation folded into it; or the same one, where ``"auto"`` cannot balance."""
         options, world_size = self._options, self._world_size
         indexed = not is_stream(getattr(dataloader, "dataset", ()))
-        known = world_size, indexed, self._strategy.root_device.type
-        policy = options.policy(*known, prepares_workers(dataloader))
-        if policy != options.policy(*known):
-            self._policy_reason = "stealing reads samples in this process, where no worker_init_fn has run"
+        device_type = self._strategy.root_device.type
+        policy = options.policy(world_size, indexed, device_type, prepares_workers(dataloader))
         epoch, balanced, original = self._converted or (None, None, None)
         if options.balance == "auto" and balanced is not None and epoch == self._trainer.current_epoch:
             balanced.stand_aside(original)
@@ -418,9 +408,7 @@ class TrainingData:
     def _reads_one_stream(self, dataset: Any) -> bool:
         """Whether all ranks begin with the same samples; see Note [One stream on all ranks]."""
         digest = beginning(dataset, self._options.length_fn or measure)
-        if self._world_size == 1:
-            return digest is not None
-        digests: list[Any] = [None]
+        digests: list[Any] = [digest if self._world_size == 1 else None]
         if self._engine is not None:
             digests = self._engine.exchange("compare the streams of all ranks", digest)
         return digest is not None and set(digests) == {digest}
@@ -477,18 +465,13 @@ def beginning(dataset: Any, length_of: Callable[[Any], Any]) -> str | None:
         samples = iter(dataset)
         if samples is dataset or samples is iter(dataset):
             return None
-        digest = hashlib.sha256()
-        for sample in islice(samples, _COMPARED_SAMPLES):
-            digest.update(f"{length_of(sample)} {digest_of(sample)}".encode())
-    return digest.hexdigest()
+        return digest_of([(length_of(sample), digest_of(sample)) for sample in islice(samples, 8)])
 
 
 # -- three lines at the start of a fit -------------------------------------------------------------------
 
 
-def brief(
-    loader: BalancedDataLoader, model: ModelCost, batches: int, reason: str = "", rule: Rule | None = None
-) -> str:
+def brief(loader: BalancedDataLoader, model: ModelCost, batches: int, rule: Rule | None = None) -> str:
     """The lines that describe balanced training before it begins. They say only what is certain from lengths."""
     if loader.options.whole:
         expected = "as with your batches under collectives, with fewer waits; DeviceIdleMonitor measures them"
@@ -500,7 +483,7 @@ def brief(
             f"wait {gain.balanced_idle:.0%} of the time for each other, instead of {gain.idle:.0%} (planned from "
             "lengths, against your batches under collectives)"
         )
-    chosen = _choices(loader, batches, reason, rule)
+    chosen = _choices(loader, batches, rule)
     return f"Found: {_data(loader)}; {model.source}.\nChosen: {chosen}.\nExpected: {expected}."
 
 
@@ -518,14 +501,13 @@ def _data(loader: BalancedDataLoader) -> str:
     return f"{len(tokens):,} samples {spread(tokens, ' tokens')}{further}; the collate_fn {collation}"
 
 
-def _choices(loader: BalancedDataLoader, batches: int, reason: str, rule: Rule | None) -> str:
+def _choices(loader: BalancedDataLoader, batches: int, rule: Rule | None) -> str:
     options = loader.options
     folded = f" ({batches} accumulated batches of {options.minibatch_size // batches})" if batches > 1 else ""
     samples = f"{options.minibatch_size} samples per rank and step{folded}"
     if options.whole:
         level = "; ranks swap some of them, to be level" if batches > 1 and options.whole == "movable" else ""
         return f"your batches stay whole; {samples}{level}"
-    because = f" ({reason})" if reason else ""
     is_name = isinstance(options.cost, str)
     cost = f'cost="{options.cost}"' if is_name else f"cost={type(options.cost).__name__}"
     if options.is_auto:
@@ -536,4 +518,4 @@ def _choices(loader: BalancedDataLoader, batches: int, reason: str, rule: Rule |
     elif caps is not None:
         most = f"; at most {caps} {'tokens (by rank)' if isinstance(caps, list) else '(by number)'} in a microbatch"
     counts = "" if rule is None else f"; {rule} (the loss was tried)"
-    return f'policy "{options.policy}"{because}; {samples}{most}; {cost}{counts}'
+    return f'policy "{options.policy}"; {samples}{most}; {cost}{counts}'

@@ -97,15 +97,6 @@ def test_arguments_without_effect():
         ODCStrategy().precision_plugin = HalfPrecision()
 
 
-def test_pytorch_lightnings_trainer_explains_itself():
-    other = pytest.importorskip("pytorch_lightning")
-    for name in ("odc", "odc_plain"):
-        with pytest.raises(TypeError, match=rf'(?s)"{name}".*import LightningModule, Trainer\ninstead'):
-            other.Trainer(strategy=name, accelerator="cpu", devices=1)
-    with pytest.raises(Exception, match=r"for lightning\.pytorch\.Trainer"):
-        other.Trainer(strategy=ODCStrategy(), accelerator="cpu", devices=1)
-
-
 def test_the_engine_outside_a_run():
     with pytest.raises(RuntimeError, match="look at it from a callback"):
         _ = ODCStrategy().engine

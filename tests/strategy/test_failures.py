@@ -42,7 +42,7 @@ from tests.support.fits import (
 from tests.support.models import full_parameters
 from tests.support.modules import TokenModule, loader, token_batches, trainer, unsized
 from tests.support.ranks import on_ranks, run_ranks, try_ranks
-from tests.test_host_memory import V2_MOUNT, count_kill, tree
+from tests.test_host_memory import count_kill, tree
 
 #: Far below the strategy's own timeout of 30 minutes, far above what a busy machine needs.
 SECONDS = 20
@@ -158,7 +158,7 @@ def _dies(rank: int, folder: Path, is_counted: bool) -> None:
 
 @pytest.mark.parametrize("is_counted", [False, True])
 def test_a_killed_rank_stops_the_others_which_say_whether_memory_ran_out(tmp_path, is_counted):
-    tree(tmp_path, "0::/job", [V2_MOUNT.format(top="/")], available_kib=2**20)
+    tree(tmp_path, "0::/job", 2**20)
     for group in ("job", ""):
         count_kill(tmp_path / "sys/fs/cgroup" / group / "memory.events", 0)
     survivor, killed = try_ranks(_dies, tmp_path, is_counted, timeout=SECONDS)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.balance import FittedCost, quadratic
-from lightning_odc.strategy.microbatch import Stopwatch
+from lightning_odc.strategy.microbatch import Measurements
 from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
 from tests.support.fits import assert_same, before_step, failure, fit
 from tests.support.models import full_parameters, token_batches
@@ -29,7 +29,7 @@ def fit_lame(rank: int, world: int = 2, own: bool = False, **options: Any) -> tu
         Padded(counted=True), lambda own, batch: own.tokens.append(int((batch >= 0).sum()))
     )
     module.tokens = []
-    Stopwatch._now = lambda _: 1e-3 * sum(module.tokens) * (3 if rank == world - 1 else 1)
+    Measurements._now = lambda _: 1e-3 * sum(module.tokens) * (3 if rank == world - 1 else 1)
     explicit = {"minibatch_size": 4, "cost": "fitted", "weighting": "next_token", "collate_fn": pad}
     data = BalancedDataLoader(SAMPLES, **explicit) if own else plain()
     options = {"balance": "lb_mini", "cost": "fitted", "weighting": "next_token", **options}
@@ -69,18 +69,18 @@ def test_the_slow_rank_gets_less_from_the_third_minibatch_on(rank):
 
 def test_the_time_of_a_microbatch_is_that_by_the_clock_without_waits():
     waited = 0.0
-    stopwatch = Stopwatch(lambda: waited, torch.device("cpu"))
+    measurements = Measurements(lambda: waited, torch.device("cpu"))
     cost = SimpleNamespace(measures=lambda _: True, post=lambda _: None)
-    minibatch = SimpleNamespace(origin=SimpleNamespace(cost=cost, number=3))
+    minibatch = SimpleNamespace(origin=SimpleNamespace(cost=cost, cap=None, number=3))
     detail = SimpleNamespace(lengths=[5])
-    stopwatch.open(minibatch)
+    measurements.open(minibatch)
     for seconds in (0.0, 100.0):
-        stopwatch.begin(detail)
+        measurements.begin(detail)
         for _ in range(2):  # forward and backward
-            with stopwatch.running():
+            with measurements.running():
                 time.sleep(0.01)
                 waited += seconds
-    ((measured,), _) = stopwatch.take()  # the other one has only waited
+    (((measured,), _), _) = measurements.take()  # the other one has only waited
     assert measured[0] == [5]
     assert measured[1] >= 0.02
 

@@ -259,13 +259,7 @@ def test_one_rank_is_told_that_it_waits_for_no_other(rank):
 #: Batch size, batches accumulated, other options, how samples are put together, and what rank 0 says.
 WAYS: dict[str, tuple[int, int, dict[str, Any], str, list[str]]] = {
     "packed": (4, 1, {"packing": True}, "packed", []),
-    "prepared": (
-        4,
-        1,
-        {"workers": 1},
-        "padded",
-        ['policy "lb_mini" (stealing reads samples in this process, where no worker_init_fn has run'],
-    ),
+    "prepared": (4, 1, {"workers": 1}, "padded", ['policy "lb_mini"; 4 samples']),
     "accumulated": (
         1,
         4,

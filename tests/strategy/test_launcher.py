@@ -364,14 +364,3 @@ def test_a_process_group_of_the_session_is_refused(monkeypatch):
             Trainer(strategy="odc", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_backward_pass_before_the_fork_is_explained():
-    """Only builds of torch for GPUs raise it, so it is raised here in their words."""
-
-    def step() -> None:
-        raise RuntimeError("Unable to handle autograd's threading; see .../wiki/Autograd-and-Fork")
-
-    told = r"Rank . failed(.|\n)*Autograd-and-Fork(.|\n)*Restart the kernel"
-    with pytest.raises(PeerFailedError, match=told):
-        launch(step)
