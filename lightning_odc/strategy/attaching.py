@@ -131,10 +131,6 @@ class AttachingStrategy:
         return attached
 
     @property
-    def is_attached(self) -> bool:
-        return self._attached is not None
-
-    @property
     def attached(self) -> Attached:
         """The model with its engine, as `attach` gives it to loops without Lightning.
 

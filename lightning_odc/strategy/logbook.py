@@ -61,7 +61,7 @@ class Total:
     dtype: str = ""  # to log it in, such as "float64"; empty for the default
     states: list[Any] = field(default_factory=list)  # what the lists of a metric hold, by `describe_lists`
     metric: Metric | None = None  # which does not travel between ranks
-    # Values and weights of microbatches that are not added up yet; a weight of `None` is that of its microbatch.
+    # Values and weights of microbatches that are not added up yet.
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
     @property
@@ -175,7 +175,9 @@ class LogBook:
         # log call communicates, so ranks may run different numbers of microbatches. A torchmetrics object is
         # logged on all ranks if on any, since it synchronises by collectives at the end of the epoch.
         self._totals: dict[str, Total] = {}
-        self._open: list[tuple[Total, int]] = []
+        self._open: list[
+            tuple[Total, Any, Any]
+        ] = []  # values of the microbatch at hand, and weights that they came with
         self._posted: list[Total] = []
         # Lightning never accepts other options under the same name
         self._agreed: dict[str, dict[str, Any]] = {}
@@ -201,25 +203,21 @@ class LogBook:
 
     def weigh(self, weight: float | Tensor) -> None:
         """Say how much the values recorded since the last call count."""
-        for total, index in self._open:
-            value, given = total.pairs[index]
-            total.pairs[index] = (value, weight if given is None else given)
+        for total, value, given in self._open:
+            total.pairs.append((value, weight if given is None else given))
         self._open.clear()
 
     def drop(self) -> None:
         """Forget the values recorded since the last `weigh`: their microbatch broke off."""
-        for total, index in reversed(self._open):
-            del total.pairs[index]
         self._open.clear()
-        totals = self._totals.items()
-        self._totals = {name: total for name, total in totals if total.pairs or total.metric is not None}
 
     def take(self) -> list[Total]:
         """The totals of this rank since the last call."""
-        totals, self._totals = list(self._totals.values()), {}
-        pairs = [pair for total in totals for pair in total.pairs]
+        self.weigh(1.0)
+        totals = [total for total in self._totals.values() if total.pairs or total.metric is not None]
+        self._totals, pairs = {}, [pair for total in totals for pair in total.pairs]
         all_values = iter(_to_floats([value for value, _ in pairs]))
-        all_weights = iter(_to_floats([1.0 if weight is None else weight for _, weight in pairs]))
+        all_weights = iter(_to_floats([weight for _, weight in pairs]))
         for total in totals:
             if total.metric is not None:
                 total.states = describe_lists(total.metric)
@@ -283,8 +281,7 @@ class LogBook:
                 f"self.log({name!r}, ...) was called twice in one minibatch, with reduce_fx={total.reduction!r} and "
                 f"with {reduction!r}. Log it under two names."
             )
-        total.pairs.append((value.detach() if isinstance(value, Tensor) else value, weight))
-        self._open.append((total, len(total.pairs) - 1))
+        self._open.append((total, value.detach() if isinstance(value, Tensor) else value, weight))
 
 
 class LoggedNames:

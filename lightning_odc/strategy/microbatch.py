@@ -42,9 +42,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,45 +92,6 @@ class Contribution:
         self.extras = {
             key: value.detach() if isinstance(value, Tensor) else value for key, value in self.extras.items()
         }
-
-
-@dataclass
-class Sums:
-    """What the microbatches of a minibatch add up to on this rank."""
-
-    device: torch.device
-    extras: dict[str, list[Any]] = field(default_factory=dict)  # what else steps returned, by microbatch
-    _loss: Any = 0.0
-    _weight: Any = 0.0
-
-    def add(self, item: Contribution) -> None:
-        self._loss = self._loss + item.loss.detach()
-        self._weight = self._weight + item.weight
-        for key, value in item.extras.items():
-            # A view would keep the graph, with the activations of a microbatch that runs again in parts.
-            self.extras.setdefault(key, []).append(value.detach() if isinstance(value, Tensor) else value)
-
-    def under(self, item: Contribution | None) -> Tensor:
-        """The loss of a microbatch with the mean of all of them as its value; without one, a loss that adds nothing."""
-        loss = torch.as_tensor(self._loss, device=self.device)
-        weight = torch.as_tensor(self._weight, device=self.device, dtype=loss.dtype)
-        mean = torch.where(weight > 0, loss / weight, torch.zeros_like(loss))
-        graph = torch.zeros((), device=self.device, requires_grad=True) if item is None else item.loss
-        return cast(Tensor, _WithValue.apply(graph, mean))  # type: ignore[no-untyped-call]
-
-
-class _WithValue(torch.autograd.Function):
-    """The first argument's gradient under the second one's value."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, value: Tensor) -> Tensor:
-        ctx.dtype = loss.dtype
-        ctx.shape = loss.shape
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].to(ctx.dtype).reshape(ctx.shape), None
 
 
 class CountsNothing:

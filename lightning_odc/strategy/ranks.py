@@ -61,18 +61,8 @@ def compare_batches(engine: Engine, trainer: Trainer) -> None:
         )
 
 
-def compare_programs(engine: Engine, trainer: Trainer, folded: int = 1) -> None:
+def compare_programs(engine: Engine, trainer: Trainer, folded: int) -> None:
     """Find out that versions or hyperparameters differ, which no meeting would show. All ranks together."""
-    exchange = partial(engine.exchange, "compare programs")
-    if difference := first_difference(exchange, describe(trainer, folded)):
-        raise DisagreementError(
-            f"The ranks do not run the same program. The first difference: {difference}\nRun the same code with the "
-            "same arguments on every rank."
-        )
-
-
-def describe(trainer: Trainer, folded: int = 1) -> list[str]:
-    """One line for each thing that must be equal."""
     lines = [
         f"versions: lightning-odc {__version__}, lightning {lightning.__version__}, torch {torch.__version__}",
         f"accumulate_grad_batches={trainer.accumulate_grad_batches * folded}",
@@ -83,7 +73,11 @@ def describe(trainer: Trainer, folded: int = 1) -> list[str]:
         for group in optimizer.param_groups:
             plain = [f"{key}={value!r}" for key, value in group.items() if isinstance(value, _PLAIN)]
             lines.append(f"optimizer {number}: {type(optimizer).__name__}({', '.join(plain)})")
-    return lines
+    if difference := first_difference(partial(engine.exchange, "compare programs"), lines):
+        raise DisagreementError(
+            f"The ranks do not run the same program. The first difference: {difference}\nRun the same code with the "
+            "same arguments on every rank."
+        )
 
 
 #: Seconds that SIGTERM waits for the end of a training batch. Launchers and schedulers often kill after 30.

@@ -45,11 +45,11 @@ from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, r
 from lightning_odc.strategy.loss_trial import try_loss
 from lightning_odc.strategy.microbatch import (
     MAKE_ROOM,
+    Contribution,
     CountsNothing,
     Measurements,
     Part,
     Retry,
-    Sums,
     contribution,
     cut_graph,
     explained,
@@ -64,15 +64,33 @@ from lightning_odc.strategy.sharded import ShardedStrategy
 
 @dataclass
 class _Batch:
-    """How the microbatches of a batch run, and what they add up to."""
+    """How the microbatches of a batch run, and what they add up to on this rank."""
 
-    sums: Sums
+    device: torch.device
     args: tuple[Any, ...] = ()  # that ``training_step`` takes behind the microbatch
     kwargs: dict[str, Any] = field(default_factory=dict)
     counter: Counter | None = None  # what is counted in the microbatch instead of its weight
     is_sum: bool = False  # the loss is a sum, which no weight multiplies
     counting: Counting = Counting.PLANNED  # what planned weights count
     samples: int = 1  # of a plain batch, by which Lightning weights what is logged
+    extras: dict[str, list[Any]] = field(default_factory=dict)  # what else steps returned, by microbatch
+    loss: Any = 0.0
+    weight: Any = 0.0
+
+    def add(self, item: Contribution) -> None:
+        self.loss = self.loss + item.loss.detach()
+        self.weight = self.weight + item.weight
+        for key, value in item.extras.items():
+            # A view would keep the graph, with the activations of a microbatch that runs again in parts.
+            self.extras.setdefault(key, []).append(value.detach() if isinstance(value, Tensor) else value)
+
+    def output(self, item: Contribution | None = None) -> dict[str, Any]:
+        """The loss of a microbatch (or one that adds nothing), whose value is the mean of all of them; and the rest."""
+        total = torch.as_tensor(self.loss, device=self.device)
+        weight = torch.as_tensor(self.weight, device=self.device, dtype=total.dtype)
+        mean = torch.where(weight > 0, total / weight, torch.zeros_like(total))
+        loss = torch.zeros((), device=self.device, requires_grad=True) if item is None else item.loss.sum()
+        return {"loss": loss - loss.detach() + mean, **self.extras}
 
 
 def call_step(strategy: ShardedStrategy, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +132,7 @@ class Training:
         self._rules_of_parts: dict[Any, Verdict] = {}  # by the shapes of batches
         self._skips_nonfinite = options.on_nonfinite == "skip"
         self._retry = Retry(options.on_out_of_memory, engine, strategy.root_device, self._module.buffers())
-        self._batch = _Batch(Sums(strategy.root_device))
+        self._batch = _Batch(strategy.root_device)
         self._part: Part | None = None  # that ran forward last
         # The part whose backward pass is Lightning's, and what runs instead if that runs out of memory.
         self._pending: tuple[Part, Iterator[Part]] | None = None
@@ -170,23 +188,21 @@ class Training:
         """Run a rank's microbatches; see Note [The last backward belongs to Lightning]."""
         self._measurements.open(minibatch)
         self._engine.begin_minibatch(len(minibatch), minibatch.plan)
-        sums = Sums(self._strategy.root_device)
-        self._batch = _Batch(sums, args, kwargs)
+        self._batch = batch = _Batch(self._strategy.root_device, args, kwargs)
         if (origin := minibatch.origin) is not None:
-            self._batch.counter = origin.counter or (self._labels if origin.by_labels else None)
-            self._batch.is_sum = origin.is_sum
+            batch.counter = origin.counter or (self._labels if origin.by_labels else None)
+            batch.is_sum = origin.is_sum
         # A rank may help others only when its own work is done: then nothing is left for Lightning.
         last = len(minibatch) - 1 if minibatch.all_ranks is None else None
         with self._logbook.recording(self._module):
             for index, task in enumerate(self._engine.tasks(minibatch)):
                 self._run(self._parts(task, index), keeps_graph=index == last)
-        pending = None if self._pending is None else self._pending[0].item
-        return {"loss": sums.under(pending), **sums.extras}
+        return batch.output(None if self._pending is None else self._pending[0].item)
 
     def _plain(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a batch that is one microbatch. Lightning's backward pass follows."""
-        sums = Sums(self._strategy.root_device)
-        self._batch = _Batch(sums, args, kwargs, counting=Counting.MEAN, samples=sample_count(batch) or 1)
+        samples = sample_count(batch) or 1
+        self._batch = _Batch(self._strategy.root_device, args, kwargs, None, False, Counting.MEAN, samples)
         parts, output = self._parts(Task(batch, 1.0, None), 0), None
         part = next(parts)
         with self._logged.noting(), part:
@@ -199,7 +215,7 @@ class Training:
             self._run(parts)
         totals = self._logbook.take()
         flush((total for total in totals if total.name not in self._logged.names), self._module)
-        return {"loss": sums.under(None), **sums.extras}
+        return self._batch.output()
 
     def last_backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Run Lightning's own backward pass of a batch; see Note [The last backward belongs to Lightning]."""
@@ -258,7 +274,7 @@ class Training:
                 if part.item is None:
                     continue
                 if not part.is_logged:
-                    self._batch.sums.add(part.item)
+                    self._batch.add(part.item)
                 if keeps_graph and not part.is_part:
                     self._pending = part, parts
                     return

@@ -154,7 +154,7 @@ class TrainingData:
     @property
     def _engine(self) -> Engine | None:
         """What lets ranks talk to each other; ``None`` where ``setup()`` asks for the data."""
-        return self._strategy.engine if self._strategy.is_attached else None
+        return None if self._strategy._attached is None else self._strategy.engine
 
     @property
     def rule(self) -> Rule | None:

@@ -152,7 +152,7 @@ def test_the_mean_of_integer_counts_is_not_rounded(rank, communication):
 def merged(values: list[tuple[Any, float]], **options: Any) -> list[tuple[Any, Any]]:
     """What Lightning gets, and its weight, when each value was logged in a microbatch of the given weight."""
     book, module = LogBook(), LightningModule()
-    with patch.object(module, "log") as log:
+    with patch.object(module, "log", autospec=True) as log:
         with book.recording(module):
             for value, weight in values:
                 module.log("x", value, **options)
