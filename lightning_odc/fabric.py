@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -119,11 +118,6 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             raise ValueError(
                 'Fabric(strategy="odc") trains one model: put the parts into one nn.Module, or run `teardown()` of '
                 "the strategy before the next one."
-            )
-        if self.world_size > 1 and not dist.is_initialized():
-            raise RuntimeError(
-                "There are no ranks yet: call `fabric.launch()` in a script; in a notebook put the training into a "
-                "function and call `fabric.launch(train)`."
             )
         if str(self.precision.precision).startswith("16-"):
             raise ValueError(

@@ -180,7 +180,7 @@ def test_refusals_without_ranks():
     with pytest.raises(RuntimeError, match=r"fabric\.setup"):
         _ = ODCFabricStrategy().engine
     unlaunched = Fabric(strategy="odc", accelerator="cpu", devices=2)
-    with pytest.raises(RuntimeError, match=r"\.launch\("):  # Lightning 2.5 says it by itself
+    with pytest.raises(RuntimeError, match=r"\.launch\("):  # Lightning says it
         unlaunched.setup(*new_model())
 
 
