@@ -58,17 +58,11 @@ def test_options_or_their_defaults_reach_the_demo(asked_for: list[DemoOptions], 
 WRONG = [
     ("demo --devices 0", "--devices 0: use 1 or more"),
     ("demo --devices 1000000", f"the most is {4 * available_cores()}"),
-    (
-        "demo --communication one_sided",
-        "'one_sided' is unknown: choose from collective, on_demand, lockstep, balanced",
-    ),
+    ("demo --communication one_sided", "'one_sided' is unknown: choose from collective, on_demand"),
     ("demo --communication colective", "lockstep, balanced: did you mean collective?"),
     ("demo --communication collective collective", "names a mode twice"),
     ("demo --max-length 10", "--max-length 10: use 64 or more"),
-    (
-        "demo --speed fast",
-        "unrecognized arguments: --speed fast: did you mean --seed? (see lightning-odc demo --help)",
-    ),
+    ("demo --speed fast", "unrecognized arguments: --speed fast: did you mean --seed? (see lightning-odc"),
     ("--vresion", "did you mean --version? (see lightning-odc --help)"),
     ("docter", ": did you mean lightning-odc doctor?"),
     ("bench sweep", "invalid choice: 'sweep'"),
@@ -157,9 +151,8 @@ def test_help_does_not_wait_for_torch() -> None:
         "import lightning_odc; assert lightning_odc.Minibatch.__name__ == 'Minibatch'\n"
         "console.say_first(console.Form())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    command, options = [sys.executable, "-c", program], {"capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(command, check=False, **options)
     assert done.returncode == 0, done.stderr
     assert "examples:" in done.stdout
     assert done.stderr == "lightning-odc: loading torch ...\n"

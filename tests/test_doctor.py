@@ -41,6 +41,10 @@ def lacking(package: str) -> dict[str, object]:
     return {"versions": {name: found for name, found in WHOLE.versions.items() if name != package}}
 
 
+def first(**changed: Any) -> dict[str, object]:
+    return {"devices": [replace(PAIR[0], **changed), PAIR[1]]}
+
+
 ADVISED: list[Any] = [
     # what is changed; topic, level, a part of the message, a part of the remedy
     ({"system": "Darwin"}, "system", "error", "Darwin has no shared memory", "collective"),
@@ -56,18 +60,9 @@ ADVISED: list[Any] = [
     ({"gpu_without_torch": True}, "GPUs", "warning", "torch cannot use it", "CUDA build"),
     ({"devices": PAIR, "nccl": False}, "NCCL", "error", "none", "CUDA build"),
     (lacking("triton") | {"devices": PAIR}, "Triton", "warning", "accumulator", "[gpu]"),
-    (
-        {"devices": [replace(PAIR[0], reaches={"b": False}), PAIR[1]]},
-        *("GPU memory of others", "error", "no peer-to-peer access", "CUDA_VISIBLE_DEVICES"),
-    ),
-    (
-        {"devices": [replace(PAIR[0], backend=None), PAIR[1]]},
-        *("GPU memory of others", "error", "no symmetric", "GPU"),
-    ),
-    (
-        {"devices": [replace(PAIR[0], atomics={}), PAIR[1]]},
-        *("GPU atomics", "warning", "not known to be", "NVLink"),
-    ),
+    (first(reaches={"b": False}), "GPU memory of others", "error", "no peer-to-peer access", "CUDA_VISIBLE"),
+    (first(backend=None), "GPU memory of others", "error", "no symmetric", "GPU"),
+    (first(atomics={}), "GPU atomics", "warning", "not known to be", "NVLink"),
 ]
 
 
@@ -78,9 +73,7 @@ def test_what_is_wrong_is_said_with_what_to_do() -> None:
     topics = [finding.topic for finding in doctor.examine(replace(WHOLE, devices=PAIR))]
     assert {"system", "Python", "torch", "kernel", "memory", "network", "GPUs", "GPU links"} <= {*topics}
     error = "OSError: not permitted"
-    missing = [
-        ({"trouble": {probe: error}}, probe, "error", error, "communication") for probe in KERNEL_PROBES
-    ]
+    missing = [({"trouble": {one: error}}, one, "error", error, "communication") for one in KERNEL_PROBES]
     for changes, topic, level, message, remedy in [*ADVISED, *missing]:
         (finding,) = bad(replace(WHOLE, **changes))  # type: ignore[arg-type]
         assert (finding.topic, finding.level) == (topic, level)

@@ -47,9 +47,7 @@ def own(rank: int, counts: tuple[int, ...], step: int) -> list[Tensor]:
     return steps_of()[step][start : start + counts[rank]]
 
 
-def run_step(
-    fabric: Fabric, model: Any, optimizer: Any, batches: list[Tensor], clip: float | None = None
-) -> Any:
+def run_step(fabric: Fabric, model: Any, optimizer: Any, batches: list[Tensor], clip: Any = None) -> Any:
     for batch in batches:
         with fabric.no_backward_sync(model, enabled=batch is not batches[-1]):
             fabric.backward(summed_loss(model, batch), num_items=batch.numel() - 1)

@@ -15,9 +15,8 @@ from lightning_odc.files import write_json, write_whole
 def test_files_are_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json(path, {"loss": [1.0, math.nan], "difference": (math.inf,)})
-    assert json.loads(path.read_text()) == {"loss": [1.0, None], "difference": [None]}, (
-        "null is what is not finite"
-    )
+    expected = {"loss": [1.0, None], "difference": [None]}
+    assert json.loads(path.read_text()) == expected, "null is what is not finite"
     write_json(path, {"speedup": 1.5})
     assert json.loads(path.read_text()) == {"speedup": 1.5}
     with pytest.raises(TypeError, match="not JSON serializable"):

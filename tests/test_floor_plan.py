@@ -42,9 +42,7 @@ def rows() -> list[list[str]]:
 def row_of(path: Path, plan: list[list[str]]) -> int | None:
     """The row whose path is the longest beginning of a file's."""
     name = str(path.relative_to(ROOT))
-    found = [
-        (len(place), row) for row, places in enumerate(plan) for place in places if name.startswith(place)
-    ]
+    found = [(len(one), row) for row, places in enumerate(plan) for one in places if name.startswith(one)]
     return max(found)[1] if found else None
 
 
@@ -84,13 +82,8 @@ def test_every_room_is_a_package():
 def test_nothing_imports_upwards():
     plan = rows()
     level = {name: row_of(path, plan) for name, path in FILES.items()}
-    upwards = [
-        f"{name} -> {other}"
-        for name in FILES
-        for other in imports(name)
-        if (level[other] or 0) < (level[name] or 0)
-    ]
-    assert upwards == []
+    arrows = [(name, other) for name in FILES for other in imports(name)]
+    assert [arrow for arrow in arrows if (level[arrow[1]] or 0) < (level[arrow[0]] or 0)] == []
 
 
 def test_the_package_imports_nothing_beside_it():
@@ -103,7 +96,7 @@ def test_the_engine_the_planner_and_attach_do_without_lightning():
     begin = {name for name in FILES if name.startswith(("lightning_odc.engine", "lightning_odc.balance"))}
     reached, todo = (
         set(),
-        begin | {f"lightning_odc.{name}" for name in ("attached", "huggingface", "pretrained")},
+        begin | {f"lightning_odc.{one}" for one in ("attached", "huggingface", "pretrained")},
     )
     while todo:
         reached |= todo
@@ -135,6 +128,4 @@ def test_no_room_outgrows_its_lines():
     experiments = (ROOT / "benchmarks").rglob("*.py")
     found["benchmarks"] = sum(len(path.read_text().splitlines()) for path in experiments)
     assert found.keys() == LINES.keys()
-    assert {
-        room: lines for room, lines in found.items() if not 0.95 * LINES[room] <= lines <= LINES[room]
-    } == {}
+    assert {room: n for room, n in found.items() if not 0.95 * LINES[room] <= n <= LINES[room]} == {}

@@ -101,11 +101,8 @@ def count_kill(path: Path, number: int) -> None:
 
 def test_kills_of_the_own_group_are_known_and_others_are_likely(tmp_path):
     groups = tmp_path / "sys/fs/cgroup"
-    files = {
-        "own": groups / "job/task/memory.events",
-        "above": groups / "job/memory.events",
-        "host": tmp_path / "proc/vmstat",
-    }
+    files = {"own": groups / "job/task/memory.events", "above": groups / "job/memory.events"}
+    files["host"] = tmp_path / "proc/vmstat"
     root = tree(tmp_path, "0::/job/task")
     for path in files.values():
         count_kill(path, 3)
@@ -113,9 +110,7 @@ def test_kills_of_the_own_group_are_known_and_others_are_likely(tmp_path):
     assert kills.verdict() == "", "they were before"
     count_kill(files["host"], 4)
     verdict = kills.verdict()
-    assert (
-        "has ended 1 process of this host since this run began: it probably ran out of host memory" in verdict
-    )
+    assert "ended 1 process of this host since this run began: it probably ran out of host memory" in verdict
     count_kill(files["above"], 5)
     assert "ended 2 processes of control group /job since this run began: it probably ran" in kills.verdict()
     count_kill(files["own"], 4)

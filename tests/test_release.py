@@ -57,31 +57,21 @@ def test_the_sdist_has_what_tests_and_site_need(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     folders = {"lightning_odc", "tests", "benchmarks", "docs", "notebooks"}
-    files = {
-        "README.md",
-        "CHANGELOG.md",
-        "CONTRIBUTING.md",
-        "SECURITY.md",
-        "CITATION.cff",
-        "LICENSE",
-        "PKG-INFO",
-    }
+    files = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE"}
+    files |= {"PKG-INFO"}
     files |= {"pyproject.toml", "constraints.txt", "Makefile", "mkdocs.yml"}
     assert {name.partition("/")[0] for name in names} - {".gitignore"} == folders | files
     wanted = ["tests/support/ranks.py", "docs/data/bench-train.json", "notebooks/src/ruff.toml"]
     assert {*wanted, "docs/website/overrides/main.html", "docs/assets/logo.svg"} <= names
-    assert [
-        name for name in names if re.search(r"__pycache__|\.pyc$|^(site|build|dist)/|lightning_logs", name)
-    ] == []
+    left = re.compile(r"__pycache__|\.pyc$|^(site|build|dist)/|lightning_logs")
+    assert [name for name in names if left.search(name)] == []
 
 
 def test_the_version_stands_in_one_place() -> None:
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["version"]
-    places = [
-        ROOT / name for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "lightning_odc/__init__.py")
-    ]
-    assert [path.name for path in places if __version__ in path.read_text()] == []
+    for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "lightning_odc/__init__.py"):
+        assert __version__ not in (ROOT / name).read_text(), name
 
 
 def parsed(path: Path) -> Any:

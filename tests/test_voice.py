@@ -75,9 +75,8 @@ def _told(path: Path, found: list[tuple[int, str]]) -> list[str]:
 
 def test_phrases_that_are_read_twice_stay_out() -> None:
     assert (len(PAGES) > 30, len(LESSONS), len(SOURCES) > 150) == (True, 6, True)
-    found = [
-        told for path in [*PAGES, *LESSONS, *SOURCES] for told in _told(path, _odd_phrases(path.read_text()))
-    ]
+    paths = [*PAGES, *LESSONS, *SOURCES]
+    found = [told for path in paths for told in _told(path, _odd_phrases(path.read_text()))]
     assert not found, "\n".join(found)
 
 

@@ -107,9 +107,8 @@ def test_folded_steps_are_those_of_one_process(rank):
         t = fits.fit(module, loader(SAMPLES), **options)
         assert_same(full_parameters(module), reference(2))
         assert t.global_step == 3
-        assert t.train_dataloader.options.policy == (
-            "lb_mini" if communication == "on_demand" else "lb_micro"
-        )
+        expected = "lb_mini" if communication == "on_demand" else "lb_micro"
+        assert t.train_dataloader.options.policy == expected
 
 
 @on_ranks(2)

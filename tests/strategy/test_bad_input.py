@@ -16,26 +16,14 @@ import torch
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FSDPModule,
-    FullyShardedDataParallel,
-    MixedPrecisionPolicy,
-    register_fsdp_forward_method,
-)
+from torch.distributed import fsdp
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.sharding.wrapping import refuse_layers
-from tests.support.fits import (
-    Manual,
-    Sgd,
-    assert_same,
-    doing,
-    failure,
-    fit,
-    one_process,
-)
+from tests.support.fits import Manual, Sgd, assert_same, before_step, doing, failure, fit, one_process
 from tests.support.models import WIDTH, Block, full_parameters, token_batches
 from tests.support.modules import TokenModule, trainer, unsized
 from tests.support.ranks import of_all_ranks, on_ranks
@@ -52,10 +40,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"sharding_strategy": "WHATEVER"}, r"choose one of 'FULL_SHARD', 'SHARD_GRAD_OP'"),
     ({"device_mesh": (2, 2)}, r'Write sharding_strategy="HYBRID_SHARD"'),
     ({**HYBRID, "device_mesh": (4,)}, r"device_mesh=\(nodes, ranks per node\)"),
-    (
-        {"balance": "steal", "deterministic": True},
-        r'Use balance="lb_mini" with deterministic=True \(the same',
-    ),
+    ({"balance": "steal", "deterministic": True}, r'Use balance="lb_mini" with deterministic=True \(the'),
     ({"balance": "karma"}, "choose one of 'auto', 'local_sort', 'lb_micro', 'lb_mini', 'steal'"),
     ({**LB_MINI, **COLLECTIVE}, 'use communication="on_demand", or balance="lb_'),
     ({"accumulator_dtype": torch.int32}, "write torch.float32, another floating-point dtype"),
@@ -69,10 +54,7 @@ MISTYPED: list[tuple[dict[str, Any], str]] = [
     ({CHECKPOINTING: nn.LSTM(1, 1).bias}, r"Write a set of their classes, activation_.*=\{Block\}"),
     ({"mixed_precision": "bf16"}, r'write Trainer\(precision="bf16-mixed"\)'),
     ({"precision_plugin": MixedPrecision("bf16-mixed", "cpu")}, r"Write Trainer\(precision=...\)"),
-    (
-        {"sync_module_states": True, "ignored_modules": []},
-        "does not know ignored_modules, sync_module_states",
-    ),
+    ({"sync_module_states": True, "ignored_modules": []}, "not know ignored_modules, sync_module_states"),
     ({"balanse": "lb_mini"}, r"^ODCStrategy does not know balanse=: did you mean balance=\?$"),
     ({"max_token": 8, "comunication": 1}, r"comunication=: did you mean communication=\? .*max_tokens=\?$"),
     ({"stage": 3}, r"does not know stage=\. Its arguments are accelerator, .*context_parallel_size\.$"),
@@ -148,12 +130,7 @@ SHARDED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
     "method": (lambda own: own.net.blocks[0].up(own.net.embed.weight).mean(), STEP, MIXED, FORWARD),
     "average": (average, "on_before_zero_grad", MIXED, "update it in `on_train_batch_end`"),
     "norm": (lambda own: grad_norm(own, 2), "on_before_optimizer_step", NOT_YET, "plugin.gradient_norm"),
-    "histogram": (
-        lambda own: [p.detach().numpy() for p in own.parameters()],
-        END,
-        NO_NUMPY,
-        "p.full_tensor()",
-    ),
+    "histogram": (lambda own: next(own.parameters()).detach().numpy(), END, NO_NUMPY, "p.full_tensor()"),
     "copy": (lambda own: copy.deepcopy(own.net), START, "FSDP does not support deepcopy", STATE),
     "pickle": (pickle.dumps, START, "_fsdp_init.FSDP", STATE),
     "vector": (lambda own: nn.utils.parameters_to_vector(own.parameters()), END, NO_RULE, ADAMW),
@@ -207,12 +184,6 @@ class Twice(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         super().step(closure)
         return super().step(closure)
-
-
-class UnfreezesInTheStep(Sgd):
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.net.requires_grad_(True)
-        return super().training_step(batch, batch_idx)
 
 
 class MixesCounts(Sgd):
@@ -299,6 +270,10 @@ def items() -> TokenModule:
     return TokenModule("items")
 
 
+def unfreezing() -> Any:
+    return before_step(Sgd(frozen=True), lambda own, _: own.net.requires_grad_(True))
+
+
 def returning(change: Callable[[Any, Tensor], Any]) -> Callable[[], Any]:
     return lambda: Returns(change)
 
@@ -325,9 +300,7 @@ LOCKSTEP, ONE_UNIT = {"communication": "lockstep"}, {"auto_wrap_policy": set()}
 CHANGED = "'net.head.weight' changed after"
 COUNT = r'rank 0 .*"num_items" must be finite and at least 0'
 COUNTS = r'ValueError: communication=.*has \[1, 2\] \(by rank\).*ODCStrategy\(communication="on_demand"\)'
-LATE = (
-    r"StaleShardError: The model ran \(unit.*`on_before_optimizer_step`.*several times in one step \(LBFGS\)"
-)
+LATE = r"StaleShardError: The model ran \(unit.*`on_before_optimizer_step`.*in one step \(LBFGS\)"
 UNITS = r"at least two units.*=\{nn\.Embedding, nn\.LayerNorm, nn\.Linear\}"
 FSDP1 = r"TypeError: net.head is wrapped in FullyShardedDataParallel.*fully_shard\(self.block\)"
 #: How a module is made, batches or a loader by rank, options, and what all ranks are told.
@@ -338,7 +311,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
     "logs": (by_hand(log_one), UNEVEN, {}, r"Rank . is at .*'a reduction over ranks, such as self\.log"),
     "scales": (hooked(on_after_backward=scale_head), PLAIN, {}, "on_before_optimizer_step"),
     "looks": (hooked(on_after_backward=look_at_head), PLAIN, {}, "'net.head.weight' is not complete yet"),
-    "unfreezes": (lambda: UnfreezesInTheStep(frozen=True), PLAIN, {}, "before, in `on_train_batch_start`"),
+    "unfreezes": (unfreezing, PLAIN, {}, "before, in `on_train_batch_start`"),
     "divides": (hooked(on_train_start=divide), PLAIN, {}, "set_gradient_divide_factor"),
     "writes": (hooked(on_train_batch_start=edit_through_data), PLAIN, {}, CHANGED),
     "writes unread": (hooked(on_train_batch_start=edit_through_data), ONE_EMPTY, {}, CHANGED),
@@ -357,19 +330,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
     # Models:
     "one unit": (Manual, PLAIN, ONE_UNIT, UNITS),
     "one unit, collectively": (Manual, PLAIN, {**ONE_UNIT, **COLLECTIVE}, "at least two units"),
-    "layer waits": (
-        holding(nn.SyncBatchNorm(3)),
-        PLAIN,
-        {},
-        "'layer' is a SyncBatchNorm: it waits for all ranks",
-    ),
+    "layer waits": (holding(nn.SyncBatchNorm(3)), PLAIN, {}, "'layer' is a SyncBatchNorm: it waits for all"),
     "layers wait": (TokenModule, PLAIN, {"sync_batchnorm": True}, r"sync_batchnorm=True\): it waits for all"),
-    "layer scales": (
-        holding(nn.Embedding(3, 2, max_norm=1.0)),
-        PLAIN,
-        {},
-        "'layer' has max_norm=1: it scales",
-    ),
+    "layer scales": (holding(nn.Embedding(3, 2, max_norm=1)), PLAIN, {}, "'layer' has max_norm=1: it scales"),
     "FSDP1": (hooked(configure_model=wrap_head), ONE, {}, FSDP1),
     # Ranks that differ:
     "plans": (items, PLANS, {}, r"plan from rank 0: \['seed 1'\] against \['seed 0'\]"),
@@ -379,12 +342,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
     "rank 1 ends": (items, ENDS[::-1], {}, "Rank 1 has no more batches in this epoch, rank 0 has"),
     "uneven, collectively": (items, UNEVEN, COLLECTIVE, COUNTS),
     "uneven, in lockstep": (items, UNEVEN, LOCKSTEP, COUNTS),
-    "dealt": (
-        items,
-        DEALT,
-        {"use_distributed_sampler": True},
-        r"Write Trainer\(use_distributed_sampler=False\)",
-    ),
+    "dealt": (items, DEALT, {"use_distributed_sampler": True}, r"Write Trainer\(use_distributed_sampler=F"),
 }
 
 
@@ -412,7 +370,7 @@ class Advised(TokenModule):
 
     def on_fit_start(self) -> None:
         for block in self.net.blocks if self._is_sharded else ():
-            register_fsdp_forward_method(block, "encode")
+            fsdp.register_fsdp_forward_method(block, "encode")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         encoded = self.net.blocks[1].encode(self.net.embed(batch))

@@ -144,10 +144,9 @@ def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts(ra
     """Of the whole where it had added before memory ran out, else of the parts; no other sum, in no other order."""
     told = [one for one, _ in BITS]
     whole = batches(rank, len(BITS))
-    split = [
-        planned_in_parts(one, m, fits) if rank == 1 else one
-        for one, (_, _, m, fits) in zip(whole, told, strict=True)
-    ]
+    split = whole
+    if rank == 1:
+        split = [planned_in_parts(one, *place[2:]) for one, place in zip(whole, told, strict=True)]
     gradients = []
     for place, data in (([], whole), ([], split), (told if rank == 1 else [], whole)):
         module = still(place)
@@ -239,19 +238,13 @@ class Refuses(Short):
 BREAKS = [["0", "backward", 1, 1]]
 INF, NAN = float("inf"), float("nan")
 #: What rank 1 returns for which microbatch, what runs out there, and the communication.
-REFUSED = [
-    (None, 0, [], "on_demand"),
-    (INF, 2, [], "on_demand"),
-    (NAN, 1, [], "lockstep"),
-    (NAN, 1, BREAKS, "on_demand"),
-]
+REFUSED = [(None, 0, [], "on_demand"), (INF, 2, [], "on_demand"), (NAN, 1, [], "lockstep")]
+REFUSED += [(NAN, 1, BREAKS, "on_demand")]
 
 
 @on_ranks(2)
 @pytest.mark.parametrize(("what", "m", "told", "communication"), REFUSED)
-def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank_alone(
-    rank, what, m, told, communication
-):
+def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank(rank, what, m, told, communication):
     """What is left out and runs out of memory does not run again."""
     if told and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("torch < 2.13 cannot take back a step that broke off")

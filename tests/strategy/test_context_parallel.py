@@ -23,9 +23,8 @@ from tests.support.fits import assert_same, fit, one_process
 from tests.support.models import full_parameters
 from tests.support.ranks import on_ranks
 
-SAMPLES = [
-    torch.randint(1, 50, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)
-]
+DRAW = torch.Generator().manual_seed(0)
+SAMPLES = [torch.randint(1, 50, (size,), generator=DRAW) for size in range(2, 26)]
 
 
 class Module(LightningModule):
@@ -56,9 +55,8 @@ class Module(LightningModule):
         hidden = self.embed(inputs)
         for block in self.blocks:
             hidden = block(hidden, first, self.group)
-        losses = functional.cross_entropy(
-            self.head(hidden).flatten(0, 1), targets.flatten(), reduction="none"
-        )
+        logits = self.head(hidden).flatten(0, 1)
+        losses = functional.cross_entropy(logits, targets.flatten(), reduction="none")
         counts = targets.flatten() > 0
         self.ran.append(len(batch))
         return {"loss": (losses * counts).sum(), "num_items": int(counts.sum())}

@@ -166,11 +166,8 @@ def test_a_killed_rank_stops_the_others_which_say_whether_memory_ran_out(tmp_pat
     assert "PeerFailedError: rank 1 (process " in survivor.error
     found = survivor.error.split("ended without a word (killed, out of memory, or crashed)")[1]
     assert "rank 1 (process " in found  # where everybody was
-    for words in (
-        "The kernel's out-of-memory killer has ended 1 process of ",
-        "group /job since this run began",
-    ):
-        assert (words in found) == is_counted
+    words = "The kernel's out-of-memory killer has ended 1 process of ", "group /job since this run began"
+    assert [said in found for said in words] == [is_counted] * 2
 
 
 def _stalls(rank: int) -> None:

@@ -46,10 +46,8 @@ Sample = dict[str, list[int]]
 def samples(lengths: Any = LENGTHS, prompts: Any = PROMPTS) -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
     tokens = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in lengths]
-    return [
-        {"input_ids": own, "labels": [-100] * prompt + own[prompt:]}
-        for own, prompt in zip(tokens, prompts, strict=True)
-    ]
+    labels = [[-100] * prompt + own[prompt:] for own, prompt in zip(tokens, prompts, strict=True)]
+    return [{"input_ids": own, "labels": of_own} for own, of_own in zip(tokens, labels, strict=True)]
 
 
 def padded(batch: list[Sample]) -> dict[str, Tensor]:
@@ -181,9 +179,8 @@ def check_by_hand(rank: int, communication: str, world_size: int) -> None:
     loader = BalancedDataLoader(MASKED, minibatch_size=len(MASKED) // world_size, **shape)
     parameters = fits.fitted(module, loader, world_size, communication=communication)
     assert largest_difference(parameters, one_process(MASKED)) < TOLERANCE
-    (values,) = trainer(world_size, communication=communication).validate(
-        Tuned(by_hand=True), loader, verbose=False
-    )
+    t = trainer(world_size, communication=communication)
+    (values,) = t.validate(Tuned(by_hand=True), loader, verbose=False)
     assert values["val_loss"] == pytest.approx(expected, rel=1e-6)
 
 

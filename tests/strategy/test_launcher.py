@@ -45,10 +45,8 @@ def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
 
 
 def make(device: str = "cpu") -> ForkLauncher:
-    environment = LightningEnvironment()
-    return ForkLauncher(
-        SimpleNamespace(cluster_environment=environment, num_processes=2, root_device=torch.device(device))
-    )
+    strategy = {"cluster_environment": LightningEnvironment(), "root_device": torch.device(device)}
+    return ForkLauncher(SimpleNamespace(num_processes=2, **strategy))
 
 
 def launch(function: Callable[..., Any], *args: Any) -> Any:

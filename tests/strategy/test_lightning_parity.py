@@ -234,11 +234,7 @@ def test_objects_are_trusted_unless_the_user_says_otherwise(rank, kind, path, tm
 
 
 def _rows() -> list[list[str]]:
-    lines = [
-        line
-        for line in TABLE.read_text().splitlines()
-        if line.startswith("|") and not set(line) <= set("|- ")
-    ]
+    lines = [line for line in TABLE.read_text().splitlines() if re.match(r"\|.*[^|\- ]", line)]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
     return [row for row in rows if row[1]]  # without the headings in between
 

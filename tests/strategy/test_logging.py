@@ -60,9 +60,8 @@ def test_values_of_an_epoch_are_those_of_all_ranks(rank, lengths, communication)
     expected |= {"tmax": max(every), "numpy": expected["mean"], "one": 1.0, "positional": max(every)}
     for seen, step in zip(watch.metrics, lengths * 2, strict=True):
         of_step = [n for own in step for n in own]
-        assert [seen[f"{name}_step"] for name in ("sum", "min", "max")] == [
-            f(of_step) for f in (sum, min, max)
-        ]
+        reduced = [seen[f"{name}_step"] for name in ("sum", "min", "max")]
+        assert reduced == [f(of_step) for f in (sum, min, max)]
         assert seen["mean_step"] == pytest.approx(sum(of_step) / len(of_step))
         assert not step[rank] or seen["own_step"] == pytest.approx(sum(step[rank]) / len(step[rank]))
     own = [n for step in lengths for n in step[rank]]

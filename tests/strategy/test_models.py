@@ -192,9 +192,7 @@ GENERATED: list[tuple[str, Any, dict[str, Any], list[list[list[int]]]]] = [
 
 @on_ranks(2)
 @pytest.mark.parametrize(("communication", "keep", "options", "counts"), GENERATED)
-def test_generate_of_hugging_face_ends_on_every_rank_by_itself_and_reads_once(
-    rank, communication, keep, options, counts
-):
+def test_generate_ends_on_every_rank_by_itself_and_reads_once(rank, communication, keep, options, counts):
     from transformers.integrations import is_fsdp_managed_module
 
     module, patience = Samples(**options), {"timeout": timedelta(seconds=30), "num_sanity_val_steps": 0}

@@ -194,11 +194,8 @@ def test_every_unit_in_both_passes_of_every_microbatch(rank, returns, strategy):
 
 
 #: Wherever no unit has added its gradient yet.
-SKIPPED = [
-    [place, phase, m, FIRST_ROW]
-    for place, phase, m, _ in TABLE
-    if phase == "forward" or place in ("2", "head")
-]
+EARLY_PLACES = [one for one in TABLE if one[1] == "forward" or one[0] in ("2", "head")]
+SKIPPED = [[place, phase, m, FIRST_ROW] for place, phase, m, _ in EARLY_PLACES]
 
 
 @needs_reset
@@ -304,13 +301,7 @@ ENDS: dict[str, tuple[type[Short], list[Any], Any, dict[str, Any], str]] = {
     "swallows": (Swallows, LATE, [table(2, 4, 0)], {}, "A backward pass broke off and its error was caught"),
     "chunks": (Chunked, ["embed", "backward", 0, 1], [FOUR], {}, CHUNKS),
     "validation": (InValidation, NEVER, [FOUR], {}, "Batches are cut in training alone."),
-    "older torch": (
-        Short,
-        ROW,
-        [TWO],
-        {},
-        "cannot take back a step that broke off: install torch 2.13 or newer",
-    ),
+    "older torch": (Short, ROW, [TWO], {}, "take back a step that broke off: install torch 2.13 or newer"),
     "another error": (FailsOtherwise, ROW, [FOUR], {}, "RuntimeError: CUDA error: device-side assert"),
 }
 
@@ -329,9 +320,8 @@ def test_what_ends_a_run_keeps_the_words_of_torch_and_says_what_to_do(rank, name
         assert "PeerFailedError: Rank 1 failed, so rank 0 stops too." in said
         return
     assert says in said
-    assert (f"torch.OutOfMemoryError: {TEXT}" in said) == (
-        name not in ("swallows", "chunks", "another error")
-    )
+    is_own = name not in ("swallows", "chunks", "another error")
+    assert (f"torch.OutOfMemoryError: {TEXT}" in said) == is_own
     if make is Short and name != "older torch":
         assert "activation_checkpointing_policy={Block}" in said
 
@@ -358,13 +348,8 @@ WAYS: dict[str, tuple[Any, dict[str, Any], bool, float]] = {
     "bf16": (Short, {"precision": "bf16-mixed"}, False, 0.1 * 2**-6),
     "fp16": (Short, {"precision": "16-mixed"}, False, 0.1 * 2**-9),
 }
-SOME = [
-    None,
-    ["head", "backward", 0, 1],
-    ["1", "backward", 0, 2],
-    ["embed", "backward", 0, 1],
-    ["2", "forward", 0, 1],
-]
+SOME = [None, ["head", "backward", 0, 1], ["1", "backward", 0, 2], ["embed", "backward", 0, 1]]
+SOME += [["2", "forward", 0, 1]]
 
 
 def compare_way(rank: int, world_size: int, name: str) -> None:
@@ -412,9 +397,7 @@ class Logs(Short):
 @needs_reset
 @on_ranks(2)
 @pytest.mark.parametrize(("make_batches", "balance"), [(plain_batches, "auto"), (batches, None)])
-def test_values_that_parts_log_have_the_dtype_that_other_ranks_reduce_and_count_once(
-    rank, make_batches, balance
-):
+def test_values_that_parts_log_have_the_dtype_that_others_reduce_and_count_once(rank, make_batches, balance):
     module = Logs([["1", "forward", 0, 2], ["1", "backward", 0, 1]] if rank == 1 else ())
     t = fit(module, make_batches(rank, 2), balance=balance)
     assert bool(module.trips) == (rank == 1)

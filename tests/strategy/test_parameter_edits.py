@@ -23,16 +23,7 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.errors import ODCError
 from tests.strategy.test_optimizers import OnRows
 from tests.support import fits
-from tests.support.fits import (
-    Sgd,
-    Watch,
-    are_equal,
-    assert_same,
-    doing,
-    failure,
-    fitted,
-    largest_difference,
-)
+from tests.support.fits import Sgd, Watch, are_equal, assert_same, doing, failure, fitted
 from tests.support.models import full_parameters, token_batches
 from tests.support.modules import TokenModule
 from tests.support.ranks import of_all_ranks, on_ranks
@@ -179,9 +170,8 @@ class Saves(OnRows):
 @pytest.fixture
 def one_device():
     """What plain Lightning averages on one device, where a batch has a row for each rank, and what it validates."""
-    rows = [
-        torch.cat(pair) for pair in zip(*(token_batches([5, 7, 4], seed=r) for r in range(2)), strict=True)
-    ]
+    by_rank = [token_batches([5, 7, 4], seed=rank) for rank in range(2)]
+    rows = [torch.cat(pair) for pair in zip(*by_rank, strict=True)]
     module, watch, options = OnRows(), Watches(), {"max_epochs": 2, "num_sanity_val_steps": 0}
     average = callbacks.EMAWeightAveraging(decay=0.5)
     t = fits.fit(module, rows, 1, rows[:2], strategy="auto", callbacks=[average, watch], **options)
@@ -311,9 +301,8 @@ class Norms(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         for name, parameter in pl_module.named_parameters():
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: self.seen.append((name, norm_of(p)))
-            )
+            hook = lambda p, name=name: self.seen.append((name, norm_of(p)))  # noqa: E731
+            parameter.register_post_accumulate_grad_hook(hook)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         self.complete += [(name, norm_of(p)) for name, p in pl_module.named_parameters()]
@@ -344,7 +333,7 @@ def _fit(rank: int, module: Sgd, communication: str = "on_demand", *callbacks: C
 def test_what_hooks_do_counts_as_under_collectives(rank, name):
     ours, stock = (_fit(rank, MODULES[name](), kind) for kind in ("on_demand", "collective"))
     assert are_equal(ours, stock)
-    assert largest_difference(ours, full_parameters(MODULES[name]())) > 0.01
+    assert fits.largest_difference(ours, full_parameters(MODULES[name]())) > 0.01
 
 
 def assert_seen_once_per_step(norms: Norms, steps: int) -> None:

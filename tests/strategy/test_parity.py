@@ -157,7 +157,7 @@ def assert_one_sided(result: dict[str, Any], rank: int, counts: tuple[int, ...])
 
 
 def stock_fully_shard(
-    rank: int, net: dict[str, Any], precision: torch.dtype | None
+    rank: int, net: dict[str, Any], precision: Any
 ) -> tuple[dict[str, Tensor], list[float]]:
     """Plain torch, not a line of ours: a sum over microbatches and the mean over two ranks, then divided by items."""
     init_gloo(rank)
@@ -284,9 +284,7 @@ def sharded(
     return model, engine, optimizer_of(model)
 
 
-def run_step(
-    rank: int, step: int, model: nn.Module, engine: Engine, optimizer: torch.optim.Optimizer
-) -> None:
+def run_step(rank: int, step: int, model: nn.Module, engine: Engine, optimizer: Any) -> None:
     """Half of the minibatch on each rank."""
     optimizer.zero_grad()
     for tokens in minibatch(step)[3 * rank : 3 * rank + 3]:

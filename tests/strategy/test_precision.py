@@ -14,14 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_odc import Minibatch
 from lightning_odc.strategy.precision import LossScaler, ODCPrecision
-from tests.support.fits import (
-    Sgd,
-    are_equal,
-    doing,
-    fit,
-    fitted,
-    one_process,
-)
+from tests.support.fits import Sgd, are_equal, doing, fit, fitted, one_process
 from tests.support.models import WIDTH, Block, full_parameters, token_batches
 from tests.support.modules import loader, trainer
 from tests.support.ranks import on_ranks
@@ -360,9 +353,8 @@ def test_what_a_precision_does_not_name_stays():
     real = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     narrow = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
     for precision in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"):
-        named = (
-            {"32": real[:2], "bf16": real, "16": real}[precision.split("-")[0]] if "true" in precision else ()
-        )
+        kind = precision.split("-")
+        named = {"32": real[:2], "bf16": real, "16": real}[kind[0]] if kind[1] == "true" else ()
         plugin = ODCPrecision(precision)
         for dtype in (*real, torch.complex64, torch.complex128, torch.int64, torch.bool):
             module = nn.Module()

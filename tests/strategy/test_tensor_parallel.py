@@ -99,12 +99,8 @@ def data(batch_size: int = 4) -> DataLoader[Any]:
 
 def run(module: Module, world: int, **options: Any) -> Any:
     """An epoch on tensor-parallel groups of two ranks, every step on eight samples."""
-    options = {
-        "tensor_parallel_size": 2,
-        "gradient_clip_val": 0.5,
-        "use_distributed_sampler": True,
-        **options,
-    }
+    fixed = {"tensor_parallel_size": 2, "gradient_clip_val": 0.5, "use_distributed_sampler": True}
+    options = {**fixed, **options}
     batches = data(8 * options["tensor_parallel_size"] // world)
     return fit(module, batches, world, validation=batches, **options)
 
@@ -198,9 +194,8 @@ def test_a_whole_group_steals(rank, tmp_path):
 @on_ranks(4)
 def test_a_loader_of_the_user_is_shared_among_groups(rank):
     module = Module()
-    loader = BalancedDataLoader(
-        SAMPLES, minibatch_size=4, collate_fn=data().collate_fn, policy="steal", seed=0
-    )
+    shape = {"minibatch_size": 4, "collate_fn": data().collate_fn, "policy": "steal", "seed": 0}
+    loader = BalancedDataLoader(SAMPLES, **shape)
     fit(module, loader, 4, tensor_parallel_size=2)
     by_rank: list[Any] = [None] * 4
     dist.all_gather_object(by_rank, module.ran)
@@ -253,10 +248,8 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_the_job():
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 @on_ranks(4)
 def test_checkpoints_go_on_with_groups_of_another_size(rank, kind, tmp_path):
-    paths, options = (
-        [f"{tmp_path}/{number}.ckpt" for number in range(2)],
-        {"state_dict_type": kind, "balance": "lb_mini"},
-    )
+    paths = [f"{tmp_path}/{number}.ckpt" for number in range(2)]
+    options = {"state_dict_type": kind, "balance": "lb_mini"}
     run(Module(), 4, max_steps=2, **options).save_checkpoint(paths[0])
     t = run(Module(divides=False), 4, tensor_parallel_size=1, max_steps=3, ckpt_path=paths[0], **options)
     t.save_checkpoint(paths[1])
