@@ -496,8 +496,6 @@ def _is_open(group: dict[str, Any]) -> bool:
     if group.get("foreach") is not None or group.get("fused") or group.get("differentiable"):
         return False
     shards = group["params"]
-    if not all(
-        isinstance(p, DTensor) and p.device.type == "cpu" and p.dtype in _EQUAL_DTYPES for p in shards
-    ):
-        return False
-    return len({p.device_mesh for p in shards}) == 1 and not isinstance(group["lr"], Tensor)
+    are_known = all(p.device.type == "cpu" and p.dtype in _EQUAL_DTYPES for p in shards)
+    meshes = {getattr(p, "device_mesh", None) for p in shards}  # of plain tensors, none
+    return are_known and len(meshes) == 1 and None not in meshes and not isinstance(group["lr"], Tensor)

@@ -69,9 +69,9 @@ def _suggestion(message: str, options: Sequence[str]) -> str:
     if found is None:
         return ""
     word = found[1]
-    return (
-        did_you_mean(word, options) if word.startswith("-") else did_you_mean(word, COMMANDS, f"{PROGRAM} ")
-    )
+    if word.startswith("-"):
+        return did_you_mean(word, options)
+    return did_you_mean(word, COMMANDS, f"{PROGRAM} ")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -41,9 +41,8 @@ def option(
 ) -> Any:
     """A field of a dataclass that is an option of a command, too."""
     # ``MISSING`` of `dataclasses` as the default means that the option has to be given.
-    return field(
-        default=default, metadata={"help": text, "letter": letter, "least": least, "choices": choices}
-    )
+    told = {"help": text, "letter": letter, "least": least, "choices": choices}
+    return field(default=default, metadata=told)
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
@@ -87,10 +86,8 @@ def check_options(options: Any) -> None:
             if least is not None and item < least:
                 raise OptionError(f"{flag(entry.name)} {item:g}: use {least:g} or more")
             if choices and item not in choices:
-                close = did_you_mean(item, choices)
-                raise OptionError(
-                    f"{flag(entry.name)} {item!r} is unknown: choose from {', '.join(choices)}{close}"
-                )
+                known = ", ".join(choices) + did_you_mean(item, choices)
+                raise OptionError(f"{flag(entry.name)} {item!r} is unknown: choose from {known}")
 
 
 def _fields(options: Any) -> list[Field[Any]]:

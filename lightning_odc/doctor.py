@@ -257,10 +257,9 @@ def _release(version: str) -> tuple[int, ...]:
 
 def _check_probes(topic: str, probes: Mapping[str, Probe], trouble: Mapping[str, str]) -> list[Finding]:
     """A finding for each probe that failed; one for all of them where none did."""
-    failed = [
-        Finding(name, one.level, trouble[name], one.remedy) for name, one in probes.items() if name in trouble
-    ]
-    return failed or [Finding(topic, "ok", ", ".join(probes))]
+    failed = [name for name in probes if name in trouble]
+    found = [Finding(name, probes[name].level, trouble[name], probes[name].remedy) for name in failed]
+    return found or [Finding(topic, "ok", ", ".join(probes))]
 
 
 def _check_limits(machine: Machine) -> Iterator[Finding]:

@@ -60,10 +60,11 @@ def rooms(root: Path | None = None) -> list[Room]:
     found: list[Room] = []
     with contextlib.suppress(OSError):  # this is not Linux
         meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-        free = int(meminfo["MemAvailable"].split()[0]) * 1024
-        found.append(
-            Room(free, "this host has no more (MemAvailable of /proc/meminfo)", "end what else runs on it")
+        free, limit = (
+            int(meminfo["MemAvailable"].split()[0]),
+            "this host has no more (MemAvailable of /proc/meminfo)",
         )
+        found.append(Room(free * 1024, limit, "end what else runs on it"))
     return [*found, *filter(None, map(_room_of_group, _control_groups(root)))]
 
 

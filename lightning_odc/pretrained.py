@@ -73,9 +73,8 @@ def _finish(directory: Path, written: dict[Path, list[str]], total: int) -> None
     for path, name in zip(written, final, strict=True):
         path.replace(directory / name)
     if count > 1:
-        weight_map = {
-            name: file for file, inside in zip(final, written.values(), strict=True) for name in inside
-        }
+        pairs = zip(final, written.values(), strict=True)
+        weight_map = {name: file for file, inside in pairs for name in inside}
         write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         (directory / "model.safetensors").unlink(missing_ok=True)  # `from_pretrained` would take it first
     for old in directory.glob("model-*-of-*.safetensors"):

@@ -124,9 +124,8 @@ class AttachingStrategy:
             timeout=self.timeout,
             hang_report=hang_report,
         )
-        self._attached = attached = Attached(
-            model, engine, self._mates
-        )  # first, so that a failure releases it
+        attached = Attached(model, engine, self._mates)
+        self._attached = attached  # first, so that a failure releases it
         engine.attach(model, gradients=gradients)
         return attached
 

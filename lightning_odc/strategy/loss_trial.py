@@ -96,11 +96,10 @@ def try_loss(
 
 def _counts(rules: list[Rule], batch: Any, tokens: Sequence[int]) -> dict[Rule, float]:
     """What the samples of a batch count by each rule that fits it."""
-    counts = {
-        rule: planned_count(rule, tokens) if rule.counter is None else rule.counter.of(batch)
-        for rule in rules
-    }
-    return {rule: float(count) for rule, count in counts.items() if count is not None}
+    found = [
+        planned_count(rule, tokens) if rule.counter is None else rule.counter.of(batch) for rule in rules
+    ]
+    return {rule: float(count) for rule, count in zip(rules, found, strict=True) if count is not None}
 
 
 def _distinguishing(counts: list[dict[Rule, float]]) -> list[int]:
@@ -131,10 +130,12 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
     """What a step may change is as before afterwards; yields a function that restores random numbers at once."""
     trainer: Any = module.trainer
     state, loggers = RandomState(device), trainer.loggers
-    kept = [
-        (part, {name: value for name, value in vars(part).items() if name not in _SHARDED})
-        for part in module.modules()
-    ]
+    kept = [(part, {**vars(part)}) for part in module.modules()]
+    for _, attributes in kept:
+        del (
+            attributes["_parameters"],
+            attributes["_modules"],
+        )  # `fully_shard` changes them, and changes them back
     restores = [_restorer(value) for _, attributes in kept for value in attributes.values()]
     restores += [_restorer(vars(config.scheduler)) for config in trainer.lr_scheduler_configs]
     restores += [_restorer(group, 0) for optimizer in trainer.optimizers for group in optimizer.param_groups]
@@ -146,7 +147,7 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
     finally:
         trainer.loggers = loggers
         for part, attributes in kept:
-            for name in vars(part).keys() - attributes.keys() - _SHARDED:
+            for name in vars(part).keys() - attributes.keys() - {"_parameters", "_modules"}:
                 del vars(part)[name]
             vars(part).update(attributes)
         with torch.no_grad():
@@ -155,7 +156,6 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
         state.restore()
 
 
-_SHARDED = {"_parameters", "_modules"}  # `fully_shard` changes them, and changes them back
 _LIBRARIES = ("lightning", "pytorch_lightning", "torch", "transformers", "lightning_odc")
 
 
@@ -195,15 +195,8 @@ def _restorer(value: Any, depth: int = 3) -> Callable[[], object]:
 
 #: Code that moves bytes and must find them as they are, as registered operators do that it calls.
 _UNTOUCHED_CODE = ("torch.distributed.", "lightning_odc.engine.")
-_DROPOUTS = (
-    F.dropout,
-    F.dropout1d,
-    F.dropout2d,
-    F.dropout3d,
-    F.alpha_dropout,
-    F.feature_alpha_dropout,
-    torch.dropout,
-)
+_DROPOUTS: tuple[Any, ...] = (torch.dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+_DROPOUTS += (F.alpha_dropout, F.feature_alpha_dropout)
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 _WIDENS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
@@ -279,10 +272,8 @@ class _Quiet(TorchFunctionMode):
         if "out" in kwargs or name in _WRITES or (name.endswith("_") and not name.endswith("__")):
             # What is written to keeps its dtype, and the rest takes it.
             if args and args[0].dtype in _NARROW:
-                rest = apply_to_collection(
-                    args[1:], Tensor, lambda t: t.to(args[0].dtype) if t.dtype is torch.float64 else t
-                )
-                return func(args[0], *rest, **kwargs)
+                narrow = lambda t: t.to(args[0].dtype) if t.dtype is torch.float64 else t  # noqa: E731
+                return func(args[0], *apply_to_collection(args[1:], Tensor, narrow), **kwargs)
             return func(*args[:1], *self._widened(args[1:]), **kwargs)
         return func(*self._widened(args), **self._widened(kwargs))
 
@@ -312,23 +303,13 @@ def _is_wide(value: Any) -> bool:
     return any(map(_is_wide, parts))
 
 
-_DISPATCHING = frozenset(
-    [
-        "torch.overrides",
-        "torch.functional",
-        "torch.nn.functional",
-        "torch._tensor",
-        "torch.autograd.grad_mode",
-    ]
-)
+_DISPATCHING = {"torch.overrides", "torch.functional", "torch.nn.functional", "torch._tensor"}
+_DISPATCHING |= {"torch.autograd.grad_mode"}
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
 #: Functions that look at a tensor and compute nothing, for which a large parameter is not converted.
-_LOOKS = frozenset(
-    ["__get__", "size", "dim", "numel", "stride", "is_floating_point", "is_contiguous", "__len__", "data_ptr"]
-)
-_WRITES = frozenset(
-    ["__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__", "__ior__", "__iand__"]
-)
+_LOOKS = {"__get__", "__len__", "size", "dim", "numel", "stride", "data_ptr"}
+_LOOKS |= {"is_floating_point", "is_contiguous"}
+_WRITES = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand")}
 
 
 class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]

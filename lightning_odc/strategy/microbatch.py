@@ -61,12 +61,8 @@ from lightning_odc.errors import ODCError
 from lightning_odc.strategy.options import OnOutOfMemory
 
 #: What errors of other classes say: of torch's allocator for the CPU, of the driver, of cuBLAS and of cuDNN.
-_WORDS = (
-    "DefaultCPUAllocator",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
+_WORDS: tuple[str, ...] = ("DefaultCPUAllocator", "CUDA error: out of memory")
+_WORDS += ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 #: After this many samples in a row that were dropped, the step raises: it is no accident.
 _MOST_DROPPED = 16
 MAKE_ROOM = (

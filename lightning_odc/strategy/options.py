@@ -122,9 +122,7 @@ class Options:
         defaults = {field.name: field.default for field in fields(self)}
         return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
 
-    def policy(
-        self, world_size: int, indexed: bool, device_type: str, prepared_in_workers: bool = False
-    ) -> str:
+    def policy(self, world_size: int, indexed: bool, device_type: str, prepared: bool = False) -> str:
         """The policy to plan by; ``"auto"`` is the one that waits least of those that can run here."""
         if self.balance is not None and self.balance != "auto":
             return self.balance
@@ -132,9 +130,9 @@ class Options:
             return "lb_micro"
         caps_differ = isinstance(self.max_tokens, list)
         # Stealing makes a GPU's host wait after every microbatch, and times of GPUs hardly differ from the
-        # planned ones. It reads samples in this process, which no `worker_init_fn` prepares.
+        # planned ones. It reads samples in this process, which is not ``prepared`` as the user's workers are.
         is_bound = self.deterministic or not indexed or caps_differ or world_size == 1 or device_type != "cpu"
-        return "lb_mini" if is_bound or prepared_in_workers else "steal"
+        return "lb_mini" if is_bound or prepared else "steal"
 
 
 def check_choice(argument: str, value: Any, choices: tuple[str | None, ...]) -> None:

@@ -150,12 +150,8 @@ class PendingSignals(Callback):
 
 
 _EPOCH, _TRAINING = 2, 3  # Lightning's own numbers are 0, and 1 for "the job is told to end"
-_NAMES = {
-    0: "about to run another batch",
-    1: "told to end",
-    _EPOCH: "at the end of an epoch",
-    _TRAINING: "at the end",
-}
+_NAMES = {0: "about to run another batch", 1: "told to end"}
+_NAMES |= {_EPOCH: "at the end of an epoch", _TRAINING: "at the end"}
 
 
 @dataclass(eq=False)

@@ -235,9 +235,7 @@ class Training:
 
     # -- a microbatch -------------------------------------------------------------------------------------
 
-    def _parts(
-        self, task: Task, index: int, whole: Part | None = None, is_last_try: bool = False
-    ) -> Iterator[Part]:
+    def _parts(self, task: Task, index: int, whole: Any = None, is_last_try: bool = False) -> Iterator[Part]:
         """Yield a microbatch; if it runs out of memory in its ``with``, its parts, too: Note [Run again in parts]."""
         part = Part(task, index, self._retry, whole, is_last_try)
         yield part
@@ -297,10 +295,8 @@ class Training:
         if labels is not None:
             part.counts_nothing = CountsNothing(labels, counts)
         self._engine.begin_forward()
-        with (
-            random_numbers_of(task.detail, self._strategy.root_device, self._seed),
-            self._measurements.running(),
-        ):
+        chance = random_numbers_of(task.detail, self._strategy.root_device, self._seed)
+        with chance, self._measurements.running():
             output = self._call(task.microbatch, *batch.args, **batch.kwargs)
         item = contribution(output, task.weight, batch.counting, labels, part.is_part, batch.is_sum)
         if item is None:
@@ -365,9 +361,7 @@ class Training:
         # As a Minibatch: of a plain batch, Lightning has called the first of the hooks before.
         return self._strategy.batch_to_device(Minibatch([converted]), self._strategy.root_device)[0]
 
-    def try_loss(
-        self, batch_of: Callable[[Sequence[int]], Any], tokens: Sequence[int], *args: Any
-    ) -> Verdict:
+    def try_loss(self, batch_of: Callable[[Sequence[int]], Any], tokens: Any, *args: Any) -> Verdict:
         """What the loss is a mean over; see Note [The loss is tried]. It leaves no trace."""
 
         def run(batch: Any) -> Any:

@@ -46,13 +46,8 @@ from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.data.weighting import Rule, Verdict
 from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy.model_facts import (
-    ModelCost,
-    causal_model,
-    cost_of_model,
-    packing_trouble,
-    watch_packed_calls,
-)
+from lightning_odc.strategy import model_facts
+from lightning_odc.strategy.model_facts import ModelCost, causal_model, cost_of_model
 from lightning_odc.strategy.options import OF_LOADER, check_loader
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
@@ -286,9 +281,8 @@ class TrainingData:
         engine.refresh()
         engine.evaluate(True)
         try:
-            verdict = training.try_loss(
-                lambda some: training.move(samples.batch_of(some)), samples.tokens, *index
-            )
+            batch_of: Any = lambda some: training.move(samples.batch_of(some))  # noqa: E731
+            verdict = training.try_loss(batch_of, samples.tokens, *index)
         finally:
             engine.evaluate(False)
             engine.reshard()
@@ -322,7 +316,7 @@ class TrainingData:
                     "packing= is checked on the sharded model, and the training data was asked for before it was set "
                     "up: read trainer.estimated_stepping_batches in configure_optimizers, not in setup."
                 )
-            self._packing_trouble = packing_trouble(self._strategy)
+            self._packing_trouble = model_facts.packing_trouble(self._strategy)
         if self._packing_trouble and loader.packing is True:
             raise ValueError(f"packing=True: {self._packing_trouble}")
         if self._packing_trouble and not self._announced:
@@ -330,7 +324,7 @@ class TrainingData:
         packs = loader.choose_packing(keeps_apart=not self._packing_trouble)
         model = causal_model(self._trainer.lightning_module)
         if packs and model is not None:
-            self._watch = self._watch or watch_packed_calls(model)
+            self._watch = self._watch or model_facts.watch_packed_calls(model)
 
     def release(self) -> None:
         """Put everything back that was changed for this fit. Safe to call again."""
