@@ -74,10 +74,10 @@ def _unless(kind: type, call: Callable[..., Any], batch: Any, dataloader_idx: in
     return batch if isinstance(batch, kind) else call(batch, dataloader_idx)
 
 
-def call_and_clean_up(trainer: Trainer, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def call_and_clean_up(trainer: Trainer, function: Callable[[], Any]) -> Any:
     """Call a function for the trainer. If it fails, callbacks are informed and the run is torn down as in a script."""
     # Why: Lightning does this around the launcher, so in the process that waits and not where ranks fail.
-    return _lightning_call._call_and_handle_interrupt(trainer, function, *args, **kwargs)
+    return _lightning_call._call_and_handle_interrupt(trainer, function)
 
 
 def load_loader_states(trainer: Trainer) -> None:

@@ -104,26 +104,12 @@ class AttachingStrategy:
         """Make the engine of a sharded model. All ranks together."""
         groups: DeviceMesh | None = self._mesh_of_groups
         columns = groups["data_parallel"] if groups is not None and self._mates.divide_layers else None
-        place = Place(
-            self.root_device,
-            self.global_rank,
-            self.world_size,
-            self.num_processes,
-            self.cluster_environment.main_address if self.cluster_environment else "",
-            self._layout,
-            replicas,
-            columns,
-            self._mates,
-        )
-        engine = make_engine(
-            place,
-            communication=self.options.communication,
-            keep_gathered=self.options.keep_gathered,
-            deterministic=self.options.deterministic,
-            accumulator_dtype=self.options.accumulator_dtype,
-            timeout=self.timeout,
-            hang_report=hang_report,
-        )
+        address = self.cluster_environment.main_address if self.cluster_environment else ""
+        own = self.root_device, self.global_rank, self.world_size, self.num_processes, address
+        place = Place(*own, self._layout, replicas, columns, self._mates)
+        names = ("communication", "keep_gathered", "deterministic", "accumulator_dtype")
+        options = {name: getattr(self.options, name) for name in names}
+        engine = make_engine(place, timeout=self.timeout, hang_report=hang_report, **options)
         attached = Attached(model, engine, self._mates)
         self._attached = attached  # first, so that a failure releases it
         engine.attach(model, gradients=gradients)

@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
@@ -82,7 +82,7 @@ class ForkLauncher(_compat_lightning.Launcher):
         for logger in () if trainer is None else trainer.loggers:
             _ = logger.version  # chosen here, so that the notebook knows where ranks write
         with tempfile.TemporaryDirectory(prefix="lightning-odc-") as directory:
-            work = partial(self._work, Path(directory), function, args, kwargs, trainer)
+            work = partial(self._work, Path(directory), trainer, partial(function, *args, **kwargs))
             try:
                 self._start(work)
                 while (alive := self._alive()) and not any(process.exitcode for process in self._processes):
@@ -166,26 +166,17 @@ class ForkLauncher(_compat_lightning.Launcher):
 
     # -- on a rank ----------------------------------------------------------------------------------------
 
-    def _work(
-        self,
-        directory: Path,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        trainer: Any,
-        rank: int,
-    ) -> None:
+    def _work(self, directory: Path, trainer: Any, call: Callable[[], Any], rank: int) -> None:
         parent = cast(Any, multiprocessing.parent_process())
         # This rank ends when its notebook is gone.
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
         os.environ["LOCAL_RANK"] = str(rank)
         try:
             if trainer is None:
-                outcome = function(*args, **kwargs)
+                outcome = call()
             else:
                 self._strategy._launcher = None  # this is a rank now, where nothing is launched
-                result = _compat_lightning.call_and_clean_up(trainer, function, *args, **kwargs)
-                outcome = _outcome(trainer, result)
+                outcome = _outcome(trainer, _compat_lightning.call_and_clean_up(trainer, call))
             if rank == 0:
                 torch.save(outcome, directory / "outcome")
             if dist.is_initialized():
