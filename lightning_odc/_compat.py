@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import _recursive_wrap
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
@@ -35,6 +35,7 @@ TorchDispatchMode: Any = importlib.import_module("torch.utils._python_dispatch")
 
 #: The mark that ``fully_shard`` leaves on modules (torch 2.9 to 2.13).
 _MANAGED = "_is_fsdp_managed_module"
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
 def reset_of(module: nn.Module) -> Callable[[], None] | None:
@@ -177,19 +178,12 @@ def move_gradient_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
         target._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks
 
 
-def reduce_dtype_of(module: FSDPModule) -> torch.dtype | None:
-    """The ``reduce_dtype`` that a module was sharded with."""
-    # Why: ``fully_shard`` divides gradients before it hands them over unless this dtype (``None``: that of the
-    # gradients) is fp32 or bf16, and users may call ``fully_shard`` themselves.
-    dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.reduce_dtype
-    return dtype
-
-
-def compute_dtype_of(module: FSDPModule) -> torch.dtype | None:
-    """The ``param_dtype`` that a module was sharded with; ``None`` is that of the parameters."""
-    # Why: one process publishes no shards in the dtype that it computes in, and users may have sharded it themselves.
-    dtype: torch.dtype | None = module._get_fsdp_state()._mp_policy.param_dtype
-    return dtype
+def precision_of(module: FSDPModule) -> MixedPrecisionPolicy:
+    """The precision that a module was sharded with; a dtype of ``None`` is that of parameters and of gradients."""
+    # Why: ``fully_shard`` divides gradients before it hands them over unless its ``reduce_dtype`` is fp32 or bf16, and
+    # one process publishes no shards in the dtype that it computes in. Users may have sharded a module themselves.
+    policy: MixedPrecisionPolicy = module._get_fsdp_state()._mp_policy
+    return policy
 
 
 @contextmanager
@@ -241,11 +235,14 @@ def symmetric_rendezvous(own: torch.Tensor, group: Any, patience: float) -> Any:
     # object is made meanwhile. Nothing here uses one, and on machines with NVSwitch making it is known to fail
     # (pytorch#150852) and to hang (pytorch#195596). torch looks at the variable in every rendezvous.
     faulthandler.dump_traceback_later(patience, exit=True, file=2)  # under Jupyter, `sys.stderr` is no file
+    before = os.environ.get(_NO_MULTICAST)
+    os.environ[_NO_MULTICAST] = "1"
     try:
-        with _environment("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1"):
-            return _symmetric_memory().rendezvous(own, group)
+        return _symmetric_memory().rendezvous(own, group)
     finally:
         faulthandler.cancel_dump_traceback_later()
+        os.environ.pop(_NO_MULTICAST)
+        os.environ |= {} if before is None else {_NO_MULTICAST: before}
 
 
 def profiler_is_running() -> bool:
@@ -264,19 +261,6 @@ def cuda_driver_version() -> str:
 
 def _symmetric_memory() -> Any:
     return importlib.import_module("torch.distributed._symmetric_memory")
-
-
-@contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """A context in which a variable of the environment has this value."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name)
-        if before is not None:
-            os.environ[name] = before
 
 
 def wrapped_sampler(sampler: Any) -> Any | None:

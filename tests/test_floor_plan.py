@@ -18,7 +18,7 @@ FILES = {
 #: The most lines of every room; `""` is the files beside the rooms. Who adds a feature takes its lines from somewhere.
 #: What leaves the package for `benchmarks/` counts there.
 LINES = {
-    "": 2846,
+    "": 2736,
     "benchmarks": 11650,
     "advisor": 620,
     "balance": 3050,
@@ -28,7 +28,7 @@ LINES = {
     "engine": 6600,
     "rl": 1050,
     "sharding": 1210,
-    "strategy": 4640,
+    "strategy": 4420,
 }
 
 

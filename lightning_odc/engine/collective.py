@@ -68,7 +68,7 @@ class CollectiveEngine(Engine):
             units = (unit for unit in self._units for slot in unit.slots if slot.current is parameter)
             unit = next(units, None)
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            dtype = unit and _compat.compute_dtype_of(unit.modules[0])
+            dtype = unit and _compat.precision_of(unit.modules[0]).param_dtype
             yield name, whole.detach().to(dtype or whole.dtype, copy=True)
 
     def drop_emptied(self) -> None:

@@ -213,7 +213,7 @@ class Unit:
     @functools.cached_property
     def divided_by_fully_shard(self) -> bool:
         """Whether ``fully_shard`` divides gradients before it hands them over: it does, unless fp32 or bf16."""
-        wider = _compat.reduce_dtype_of(self.modules[0])
+        wider = _compat.precision_of(self.modules[0]).reduce_dtype
         dtypes = {wider or slot.compute_dtype for slot in self.trainable}
         return not dtypes <= {torch.float32, torch.bfloat16}
 
