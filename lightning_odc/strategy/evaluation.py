@@ -128,13 +128,12 @@ class Evaluation:
         """Make the values of all ranks those of the epoch."""
         self._changes.close()
         logged = {total.identity: total for total in totals_in(results)}
-        shared = logbook.to_message(total for total in logged.values() if total.is_shared)
-        item = {"had_minibatches": self._had_minibatches, "totals": shared}
+        item = {"had_minibatches": self._had_minibatches, "totals": logbook.to_message(logged.values())}
         by_rank = self._engine.exchange("end of an evaluation", item)
         if not (self._always or any(other["had_minibatches"] for other in by_rank)):
             return
         own = self._module.global_rank
-        for total in logbook.merge([logbook.from_message(other["totals"]) for other in by_rank], own):
+        for total in logbook.merge([other["totals"] for other in by_rank], own):
             mine = logged.get(total.identity)
             if mine is not None and not mine.is_shared:
                 continue

@@ -50,7 +50,7 @@ class Total:
     options: dict[str, Any]  # of ``self.log``
     value: float = 0.0  # of a mean, the sum of values times weights
     weight: float = 0.0  # the sum of weights
-    ranks: tuple[int, ...] | None = None  # that share the value; all of them if ``None``
+    ranks: Sequence[int] | None = None  # that share the value; all of them if ``None``
     fx: str = ""  # the hook that logged it
     dataloader_idx: int | None = None  # of the loader it belongs to, where there are several
     dtype: str = ""  # to log it in, such as "float64"; empty for the default
@@ -83,10 +83,12 @@ Message = list[list[Any]]
 
 
 def to_message(totals: Iterable[Total]) -> Message:
-    """JSON-serialisable. What most totals have in common is said once: ``[kinds, entries]``."""
+    """Those that are shared, JSON-serialisable. What most have in common is said once: ``[kinds, entries]``."""
     kinds: dict[Any, int] = {}
     entries = []
     for total in totals:
+        if not total.is_shared:
+            continue
         # Plain options: a reduction has its own place, and functions or groups mean nothing elsewhere.
         options = tuple(
             (key, option)
@@ -95,29 +97,25 @@ def to_message(totals: Iterable[Total]) -> Message:
         )
         kind = (total.reduction, options, total.ranks, total.fx, total.dataloader_idx, total.dtype)
         number = kinds.setdefault(kind, len(kinds))
-        states = [total.states] if total.states else []
-        entries.append([number, total.name, total.value, total.weight, *states])
+        entries.append([number, total.name, total.value, total.weight, total.states])
     return [list(kinds), entries]
 
 
-def from_message(message: Message) -> list[Total]:
+def from_message(message: Message) -> Iterator[Total]:
     """The totals that another rank put into a message."""
     kinds, entries = message
-    result = []
-    for number, name, value, weight, *states in entries:
-        reduction, options, ranks, *rest = kinds[number]
-        ranks = None if ranks is None else tuple(ranks)
-        total = Total(name, reduction, dict(options), value, weight, ranks, *rest)
-        total.states = states[0] if states else []
-        result.append(total)
-    return result
+    for number, name, value, weight, states in entries:
+        reduction, options, *rest = kinds[number]
+        total = Total(name, reduction, dict(options), value, weight, *rest)
+        total.states = states
+        yield total
 
 
-def merge(by_rank: Sequence[Sequence[Total]], own: int) -> list[Total]:
+def merge(by_rank: Sequence[Message], own: int) -> list[Total]:
     """The totals over all ranks, as far as they concern rank ``own``, in the order of their identity."""
     parts: dict[tuple[str, int, str], dict[int, Total]] = {}
-    for rank, totals in enumerate(by_rank):
-        for total in totals:
+    for rank, message in enumerate(by_rank):
+        for total in from_message(message):
             if total.ranks is None or own in total.ranks:
                 parts.setdefault(total.identity, {})[rank] = total
     return [_combined(parts[identity]) for identity in sorted(parts)]
@@ -234,13 +232,13 @@ class LogBook:
     def post(self) -> Message:
         """`take` the totals, and return what the other ranks must know of them."""
         self._posted = self.take()
-        return to_message(total for total in self._posted if total.is_shared)
+        return to_message(self._posted)
 
     def merge(self, by_rank: list[Message], own: int) -> list[Total]:
         """The values to log on rank ``own``: shared totals over all ranks, then its own totals that it last posted."""
         posted, self._posted = {total.name: total for total in self._posted}, []
         alone = [total for total in posted.values() if not total.is_shared]
-        merged = merge([from_message(message) for message in by_rank], own)
+        merged = merge(by_rank, own)
         for total in merged:
             total.options = self._agreed.setdefault(total.name, total.options)
             if total.reduction == METRIC:
