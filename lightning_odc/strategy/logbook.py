@@ -168,9 +168,8 @@ class LogBook:
         # log call communicates, so ranks may run different numbers of microbatches. A torchmetrics object is
         # logged on all ranks if on any, since it synchronises by collectives at the end of the epoch.
         self._totals: dict[str, Total] = {}
-        self._open: list[
-            tuple[Total, Any, Any]
-        ] = []  # values of the microbatch at hand, and weights that they came with
+        # Values of the microbatch at hand, and the weights that they came with.
+        self._open: list[tuple[Total, Any, Any]] = []
         self._posted: list[Total] = []
         # Lightning never accepts other options under the same name
         self._agreed: dict[str, dict[str, Any]] = {}

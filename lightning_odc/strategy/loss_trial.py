@@ -96,10 +96,11 @@ def try_loss(
 
 def _counts(rules: list[Rule], batch: Any, tokens: Sequence[int]) -> dict[Rule, float]:
     """What the samples of a batch count by each rule that fits it."""
-    found = [
-        planned_count(rule, tokens) if rule.counter is None else rule.counter.of(batch) for rule in rules
-    ]
-    return {rule: float(count) for rule, count in zip(rules, found, strict=True) if count is not None}
+    counts: dict[Rule, Any] = {
+        rule: None if rule.counter is None else rule.counter.of(batch) for rule in rules
+    }
+    counts |= {rule: planned_count(rule, tokens) for rule in rules if rule.counter is None}
+    return {rule: float(count) for rule, count in counts.items() if count is not None}
 
 
 def _distinguishing(counts: list[dict[Rule, float]]) -> list[int]:
@@ -131,11 +132,8 @@ def untouched(module: LightningModule, device: torch.device) -> Iterator[Callabl
     trainer: Any = module.trainer
     state, loggers = RandomState(device), trainer.loggers
     kept = [(part, {**vars(part)}) for part in module.modules()]
-    for _, attributes in kept:
-        del (
-            attributes["_parameters"],
-            attributes["_modules"],
-        )  # `fully_shard` changes them, and changes them back
+    for _, attributes in kept:  # without what `fully_shard` changes, and changes back
+        del attributes["_parameters"], attributes["_modules"]
     restores = [_restorer(value) for _, attributes in kept for value in attributes.values()]
     restores += [_restorer(vars(config.scheduler)) for config in trainer.lr_scheduler_configs]
     restores += [_restorer(group, 0) for optimizer in trainer.optimizers for group in optimizer.param_groups]

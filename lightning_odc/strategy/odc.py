@@ -173,7 +173,7 @@ class ODCStrategy(ShardedStrategy):
         context_parallel_size: int = 1,
         **kwargs: Any,
     ) -> None:
-        given = locals()
+        given = locals()  # arguments by name: own ones are those of `Options`, all others are Lightning's
         known = [*inspect.signature(ODCStrategy).parameters][:-1]
         check_unknown(kwargs, known)
         own = [option.name for option in fields(Options)]

@@ -90,6 +90,7 @@ class _Batch:
         weight = torch.as_tensor(self.weight, device=self.device, dtype=total.dtype)
         mean = torch.where(weight > 0, total / weight, torch.zeros_like(total))
         loss = torch.zeros((), device=self.device, requires_grad=True) if item is None else item.loss.sum()
+        # The gradient of the loss, under the value of the mean.
         return {"loss": loss - loss.detach() + mean, **self.extras}
 
 
