@@ -372,6 +372,7 @@ class ODCStrategy(ShardedStrategy):
     on_test_start = on_validation_start
 
     def _give_values_back(self) -> None:
+        """Let the module log as before an evaluation. Idempotent."""
         if self._evaluation is not None:
             self._evaluation.end()
             self._evaluation = None
