@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,19 +22,12 @@ from lightning_odc import _compat
 from lightning_odc.engine.units import post_order
 
 
-@dataclass(frozen=True)
-class Unfilled:
+class Unfilled(NamedTuple):
     """A parameter or buffer that nothing has given a value."""
 
     module: nn.Module
     name: str
     where: str
-
-    @property
-    def still(self) -> bool:
-        """Whether this rank's part has no value even now."""
-        tensor = getattr(self.module, self.name)
-        return _is_marked(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def materialize(model: nn.Module, device: torch.device, *, offload: bool = False) -> list[Unfilled]:
@@ -54,7 +46,9 @@ def materialize(model: nn.Module, device: torch.device, *, offload: bool = False
 
 def check_filled(unfilled: list[Unfilled]) -> None:
     """Refuse to run a model that has no values."""
-    left = [item for item in unfilled if item.still]
+    tensors = [(item, getattr(item.module, item.name)) for item in unfilled]
+    local = [(item, one.to_local() if isinstance(one, DTensor) else one) for item, one in tensors]
+    left = [item for item, tensor in local if _is_marked(tensor)]
     if left:
         raise ValueError(
             "Made on the meta device, and nothing gave them values: "
