@@ -25,7 +25,7 @@ LINES = {
     "bench": 2080,
     "callbacks": 2210,
     "data": 3300,
-    "engine": 6600,
+    "engine": 6530,
     "rl": 1050,
     "sharding": 1210,
     "strategy": 4420,

@@ -4,9 +4,8 @@ Note [Added once]
 ~~~~~~~~~~~~~~~~~
 A backward pass adds the gradient of a unit as soon as it has gone through it. If it breaks off later, these gradients
 are parts of sums already, and stay. The microbatch runs again in parts, and these units add nothing for the parts. That
-is exact if the loss is a sum over samples: the gradient of the whole is the sum of those of its parts, unit by unit. A
-unit that ran several times adds several times, and the n-th addition in a part belongs to the n-th of the whole. A part
-that runs a unit another number of times than the whole, but not 0 times, is refused before it adds.
+is exact if the loss is a sum over samples. The n-th addition of a unit in a part belongs to the n-th of the whole. A
+part that runs a unit another number of times than the whole, but not 0 times, is refused before it adds.
 
 A microbatch of the samples ``x y`` breaks off in block 0, and its second part once more, after the head::
 

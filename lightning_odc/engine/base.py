@@ -29,7 +29,7 @@ from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.peers import Signals
-from lightning_odc.engine.tracing import Traced, Tracer, fanout
+from lightning_odc.engine.tracing import Fanout, Traced, Tracer
 from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.errors import DisagreementError, ODCError
 
@@ -327,15 +327,15 @@ class Engine(Traced, ABC):
     def listen(self, tracer: Tracer) -> None:
         """Trace what this rank does, beside the tracers that listen already."""
         self._listeners.append(tracer)
-        self._let_trace(fanout(*self._listeners))
+        self._let_trace()
 
     def unlisten(self, tracer: Tracer) -> None:
         """Let this one trace no longer. Idempotent."""
         self._listeners = [other for other in self._listeners if other is not tracer]
-        self._let_trace(fanout(*self._listeners))
+        self._let_trace()
 
-    def _let_trace(self, tracer: Tracer | None) -> None:
-        self.tracer = tracer
+    def _let_trace(self) -> None:
+        self.tracer = Fanout(*self._listeners) if self._listeners else None
 
     def peer_trouble(self) -> str:
         """Which peer has failed or died, and why; empty if none has, or it is not known."""

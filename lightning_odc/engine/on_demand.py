@@ -43,7 +43,6 @@ from lightning_odc.engine.late_gradients import LateHooks, Placeholders, Scalars
 from lightning_odc.engine.mates import Mates
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.staleness import StalenessGuard
-from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.unit_window import Traffic, UnitSum, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
@@ -114,8 +113,6 @@ class OnDemandEngine(Engine):
 
     def _before_publishing(self) -> None:
         """The ranks have the same model, and no peer has read any of its shards yet."""
-
-    # -- lifecycle ----------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         # 1. The layout of this rank, as `fully_shard` shows it. Windows have sizes that depend on it.
@@ -444,9 +441,9 @@ class OnDemandEngine(Engine):
     def exchange(self, kind: str, item: Any) -> list[Any]:
         return self.protocol.meet(kind, item)
 
-    def _let_trace(self, tracer: Tracer | None) -> None:
-        super()._let_trace(tracer)
-        self.protocol.listen(tracer)
+    def _let_trace(self) -> None:
+        super()._let_trace()
+        self.protocol.listen(self.tracer)
 
     def fail(self, message: str) -> None:
         super().fail(message)

@@ -16,8 +16,7 @@ No further barrier is needed:
   its own (4) a rank has no version, and may not gather (`Protocol.end_version`). The first version is 1, words start at
   0.
 - *No lost or doubled add.* Gradients of ``v + 1`` exist only after a gather of ``v + 1`` of the same unit from every
-  owner, which publishes it after it took out the sums of ``v``. So every unit is resharded in every step (see
-  ``OnDemandEngine.publish``).
+  owner, which publishes it after it took out the sums of ``v``. So every unit is resharded in every step.
 
 Note [Meetings are at most one ahead]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -31,14 +30,12 @@ On GPUs the host only asks: copies, adds and optimizer steps are done later, in 
 mailboxes are written by the host, and must not overtake the device. There are two such places in a minibatch:
 
 1. *Before a meeting* (`Protocol.finish`): all own reads and adds are done, on all streams. A peer overwrites its shard
-   and takes its sums out as soon as it has my record. Here the host waits, once per minibatch, as it would anyway for
-   its peers.
+   and takes its sums out as soon as it has my record. Here the host waits, once per minibatch.
 2. *Before a version* (`Transport.announce`): my accumulators are zeroed and my shard is written. The host does not
    wait for that. It records an event behind the writes, and a thread writes the word when the event has happened.
 
 The other direction needs nothing: a host reads a peer's word before it asks its device for what depends on it. Own adds
-follow own reads in the order of the streams, which ``fully_shard`` keeps. What else is written into a window is written
-on the stream that is current at the next announcement or meeting.
+follow own reads in the order of the streams, which ``fully_shard`` keeps.
 """
 
 from __future__ import annotations

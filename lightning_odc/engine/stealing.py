@@ -4,8 +4,7 @@ Note [Every microbatch runs exactly once]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Every rank's microbatches are a queue: its owner takes from the front, thieves take from the back. One word of the
 owner's window holds front, back and the number of the minibatch. It is changed under one lock, so no microbatch is
-taken twice. The owner comes to the meeting only when its queue is empty, so none is left. Weight and data of a
-microbatch do not depend on the rank that runs it, so the gradient is that of the plan (Note [Who divides]).
+taken twice. The owner comes to the meeting only when its queue is empty, so none is left.
 
 Two ranks, costs ``[[1], [5, 4, 3, 2]]`` (in seconds, say), minibatch number 7. The queue of rank 1::
 
@@ -201,19 +200,16 @@ def tasks(
         """Seconds of a clock that stands still while this rank waits."""
         return time.monotonic() - sum(protocol.waiter.seconds.values())
 
-    def taken() -> Iterator[tuple[bool, Task]]:
-        seconds = cost = 0.0  # own work in this minibatch, and its planned cost
-        for rank, number in claimed:
-            owner = rank // size
-            is_stolen = owner != place
-            microbatch = everybody.fetch(owner, number) if is_stolen else own[number]
-            detail = None if everybody.details is None else everybody.details[owner][number]
-            begin = now()
-            yield is_stolen, Task(microbatch, everybody.weights[owner][number], detail)
-            # The next one is requested: learn from the time until now.
-            protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
-            seconds += now() - begin
-            cost += everybody.costs[owner][number]
-            queues.report_rate(seconds / cost if cost else 0.0)
-
-    return taken()
+    seconds = cost = 0.0  # own work in this minibatch, and its planned cost
+    for rank, number in claimed:
+        owner = rank // size
+        is_stolen = owner != place
+        microbatch = everybody.fetch(owner, number) if is_stolen else own[number]
+        detail = None if everybody.details is None else everybody.details[owner][number]
+        begin = now()
+        yield is_stolen, Task(microbatch, everybody.weights[owner][number], detail)
+        # The next one is requested: learn from the time until now.
+        protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
+        seconds += now() - begin
+        cost += everybody.costs[owner][number]
+        queues.report_rate(seconds / cost if cost else 0.0)

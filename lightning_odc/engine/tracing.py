@@ -59,11 +59,6 @@ class Fanout(Tracer):
             tracer.record(kind, begin, **details)
 
 
-def fanout(*tracers: Tracer) -> Tracer | None:
-    """One tracer for all of them; ``None`` if there is none, which costs nothing."""
-    return Fanout(*tracers) if len(tracers) > 1 else next(iter(tracers), None)
-
-
 class Traced:
     """Something whose work can be traced. With no tracer set, tracing costs one comparison."""
 

@@ -5,8 +5,7 @@ Note [Added once per minibatch]
 Adding a gradient to its owners moves the whole unit, and only the sum over the minibatch counts. So where memory is
 left, a rank sums the gradients of a unit in a tensor of its own (`UnitSum`), in the dtype of the accumulators. It adds
 the sum in the backward pass of its last microbatch; or, if it does not know which one is its last (work stealing), when
-nothing is left to take. Other ranks do not notice, so every rank decides for itself, as in Note [Read once per
-minibatch]. What a microbatch that breaks off has added to a sum stays there, see Note [Added once].
+nothing is left to take. Every rank decides for itself, as in Note [Read once per minibatch].
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Waiting that sleeps, has a deadline, and adds up: how long this rank was idle, and why. And reports of long waits.
 
-PyTorch's flight recorder does not see one-sided traffic, so reports say where every rank is: on stderr and, with the
-Python stack, in a file. The rank that hangs is the one that does not wait. So each rank has a thread that looks at all
-ranks' control words, and reports when *any* rank has waited for long. It needs the interpreter's lock: if a rank never
-releases that lock, only its peers describe it.
+Reports say where every rank is: on stderr and, with the Python stack, in a file. The rank that hangs is the one that
+does not wait. So each rank has a thread that looks at all ranks' control words, and reports when *any* rank has waited
+for long.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SPINS = 3
 _FIRST_SLEEP = 20e-6
 _LONGEST_SLEEP = 500e-6
 _SLEEP_FRACTION = 1 / 16
-_CHECK_EVERY = 0.05
+CHECK_EVERY = 0.05
 _LONGEST_NAP = 1.0  # between two looks of the thread that reports
 _NAPS = 10  # looks per soft limit
 
@@ -98,11 +97,11 @@ class Waiter(Traced):
         self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None] | None
     ) -> None:
         begin = time.monotonic()
-        next_check, spins = begin + _CHECK_EVERY, _SPINS
+        next_check, spins = begin + CHECK_EVERY, _SPINS
         while not ready():
             now = time.monotonic()
             if now >= next_check:
-                next_check = now + _CHECK_EVERY
+                next_check = now + CHECK_EVERY
                 try:
                     self._check()
                     if check is not None:

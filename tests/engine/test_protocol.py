@@ -15,7 +15,7 @@ from lightning_odc.engine.peers import FOLLOWED, Word
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import WorkQueues
 from lightning_odc.engine.transports.base import Segment, UnitSpec
-from lightning_odc.engine.waiting import Cause
+from lightning_odc.engine.waiting import Cause, HangReport
 from lightning_odc.errors import DisagreementError, PeerFailedError, StaleShardError, WaitTimeoutError
 from notebooks.support.threads import ThreadHub
 from tests.support.interleaving import Interleaved, Scheduler, interleave, together
@@ -254,8 +254,9 @@ def opened(world_size: int = 2, timeout: float = 20, **options: Any) -> tuple[Th
     return hub, protocols
 
 
-def test_a_wait_gives_up_at_its_deadline_and_says_where_everybody_is():
+def test_a_wait_gives_up_at_its_deadline_and_says_where_everybody_is(tmp_path):
     _, (first, second) = opened(timeout=0.3)
+    first.waiter._hang_report = HangReport(60.0, tmp_path, 0)
     second.begin_microbatch(3)
     begin = time.monotonic()
     with pytest.raises(WaitTimeoutError) as error:
@@ -266,6 +267,8 @@ def test_a_wait_gives_up_at_its_deadline_and_says_where_everybody_is():
     assert "rank 0 (this one): version 1, microbatch 0, reading shards of unit 'second'" in message
     assert "rank 1: version 1, microbatch 4, computing" in message
     assert first.waiter.seconds[Cause.READ] >= 0.3
+    written = (tmp_path / "rank0.txt").read_text()
+    assert message in written and "(most recent call first)" in written
 
 
 def test_the_first_failure_ends_the_wait_not_those_that_followed():

@@ -89,7 +89,7 @@ def test_too_many_microbatches_and_a_fixed_order_of_sums_are_refused():
     with pytest.raises(
         ValueError, match=r'Use BalancedDataLoader\(policy="lb_mini"\), the same plan without'
     ):
-        tasks(protocol, Minibatch([]), AllRanks([[], []], [[], []], lambda *_: None))
+        next(tasks(protocol, Minibatch([]), AllRanks([[], []], [[], []], lambda *_: None)))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -28,9 +28,9 @@ Appendix E of *Revisiting Parameter Server in LLM Post-Training* (arXiv 2601.193
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -48,13 +48,11 @@ from lightning_odc.engine.hybrid.spanning import (
     in_turn,
 )
 from lightning_odc.engine.peers import Activity, Word
-from lightning_odc.engine.transports.base import Transport, UnitSpec
 from lightning_odc.engine.unit_window import RankState, UnitWindow
-from lightning_odc.engine.waiting import Cause
+from lightning_odc.engine.waiting import CHECK_EVERY, Cause, Waiter
 from lightning_odc.errors import PeerFailedError
 
 _PATIENCE = 10.0  # seconds that the end waits for a collective that hangs
-_FIRST_SLEEP, _LONGEST_SLEEP, _SLEEP_FRACTION = 20e-6, 1e-3, 1 / 16
 
 
 class _HaltedError(Exception):
@@ -70,6 +68,7 @@ class Sharing:
         self._group = group
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._halted = threading.Event()
+        self._waiter = Waiter(math.inf, self._check, str)
         self._thread: threading.Thread | None = None
         self._state: RankState | None = None
         self._windows: Sequence[UnitWindow] = ()
@@ -100,7 +99,7 @@ class Sharing:
             self._jobs.put(None)
             thread.join(_PATIENCE)
             self.halt()
-            thread.join(_LONGEST_SLEEP)
+            thread.join(2 * CHECK_EVERY)
         self._windows = ()  # they hold views of the window
         self._link.close()
 
@@ -120,23 +119,20 @@ class Sharing:
     def _share(self, version: int, own: list[int], after: Callable[[], AbstractContextManager[Any]]) -> None:
         # Ranks come out of the optimizer step at different times. So this waits at a connection until the whole column
         # has published. Only then do collectives begin, which may so give up early.
-        begin = time.monotonic()
         self._link.begin(own)
-        while not self._link.complete():
-            self._check_halted()
-            if trouble := self._link.trouble():
-                raise PeerFailedError(trouble)
-            time.sleep(min(max((time.monotonic() - begin) * _SLEEP_FRACTION, _FIRST_SLEEP), _LONGEST_SLEEP))
+        self._waiter.until(self._link.complete, None, str)
         # ``[[], [3]]``: the rank on the second node has edited unit 3
         edited = {index for units in self._link.records() for index in units}
         begins = (partial(self._begin, window, version, window.index in edited) for window in self._windows)
         with after():  # the device has written all that is shared
             for _ in in_turn(begins):
-                self._check_halted()
+                self._check()
 
-    def _check_halted(self) -> None:
+    def _check(self) -> None:
         if self._halted.is_set():
             raise _HaltedError
+        if trouble := self._link.trouble():
+            raise PeerFailedError(trouble)
 
     def _begin(self, window: UnitWindow, version: int, edited: bool) -> Callable[[], None]:
         """Begin to share one unit; returns what waits for the end of it, and announces the unit."""
@@ -185,19 +181,12 @@ class CopiesProtocol(SpanningProtocol):
     """`SpanningProtocol` over a model that is sharded over all ranks; see Note [A copy per node]."""
 
     def __init__(
-        self,
-        transport: Transport,
-        units: Sequence[UnitSpec],
-        *,
-        layout: Layout,
-        make_link: Callable[[], ReplicaLink],  # a fresh, unopened link to this rank's column
-        group: ColumnGroup,  # of this rank's column, opened
-        **options: Any,
+        self, *args: Any, layout: Layout, make_link: Callable[[], ReplicaLink], **options: Any
     ) -> None:
         assert [rank for row in layout.rows for rank in row] == list(range(layout.world_size))
         options |= {"nodes": len(layout.rows), "node": layout.node}
-        super().__init__(transport, units, layout=layout, make_link=make_link, group=group, **options)
-        self._sharing = Sharing(make_link(), group)
+        super().__init__(*args, layout=layout, make_link=make_link, **options)
+        self._sharing = Sharing(make_link(), self._group)
         self.peers.beyond = lambda: self._link.trouble() or self._sharing.trouble
         self._edited: list[int] = []
 

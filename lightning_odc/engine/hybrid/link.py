@@ -166,8 +166,6 @@ class ReplicaLink:
         self._own = b""
         self._all: list[Any] | None = None
 
-    # -- connecting -----------------------------------------------------------------------------------------
-
     def open(self) -> None:
         """Connect. All ranks of the job together."""
         error, listener, own = "", None, None
@@ -250,8 +248,6 @@ class ReplicaLink:
             "Nodes must be able to open TCP connections to each other on any port."
         )
 
-    # -- meeting ------------------------------------------------------------------------------------------
-
     def begin(self, record: Any) -> None:
         """Send this rank's record; `complete` tells when all records have come."""
         self._own, self._all = json.dumps(record).encode(), None
@@ -283,8 +279,6 @@ class ReplicaLink:
         """The records of all ranks in the order of the column, once they are `complete`."""
         assert self._all is not None
         return self._all
-
-    # -- how the others are -------------------------------------------------------------------------------
 
     def missing(self) -> str:
         """The ranks that this rank waits for, other threads included, as messages name them."""

@@ -46,7 +46,6 @@ from lightning_odc.engine.hybrid.link import ReplicaLink
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import Activity
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.transports.base import Rendezvous, Transport, UnitSpec
 from lightning_odc.engine.unit_window import UnitWindow
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.errors import PeerFailedError
@@ -184,15 +183,13 @@ class SpanningProtocol(Protocol):
 
     def __init__(
         self,
-        transport: Transport,  # between the ranks of this row, not yet opened
-        units: Sequence[UnitSpec],
-        *,
+        *args: Any,
         layout: Layout,
         make_link: Callable[[], ReplicaLink],  # a fresh, unopened link to this rank's column
         group: ColumnGroup,  # of this rank's column, opened
         **options: Any,
     ) -> None:
-        super().__init__(transport, units, **options)
+        super().__init__(*args, **options)
         self._layout = layout
         self._link = make_link()
         self._group = group
@@ -274,15 +271,13 @@ class SpanningEngine(OnDemandEngine):
 
     def __init__(
         self,
-        make_transport: Callable[[], Transport],  # between the ranks of this row
-        rendezvous: Rendezvous,  # of all ranks of the job
-        *,
+        *args: Any,  # a transport between the ranks of this row, and a rendezvous of all
         layout: Layout,
         make_link: Callable[[], ReplicaLink],  # a fresh, unopened link to this rank's column
         group: ColumnGroup,  # of this rank's column, not yet opened
         **options: Any,
     ) -> None:
-        super().__init__(make_transport, rendezvous, **options)
+        super().__init__(*args, **options)
         self._layout = layout
         self._group = group
         self._protocol_options |= {"layout": layout, "make_link": make_link, "group": group}
@@ -305,9 +300,6 @@ class SpanningEngine(OnDemandEngine):
 
     def _before_publishing(self) -> None:
         self._group.open()
-
-
-# -- a model per node -------------------------------------------------------------------------------------
 
 
 class HybridProtocol(SpanningProtocol):

@@ -136,11 +136,9 @@ class Lock(Protocol):
 
     def take(self) -> bool:
         """Take it without waiting; ``False`` if another rank holds it."""
-        ...
 
     def give(self) -> None:
         """Give it back."""
-        ...
 
 
 class Transport(ABC):
@@ -222,8 +220,6 @@ class Transport(ABC):
     @abstractmethod
     def fetch(self, owner: int, box: int) -> bytes:
         """The message in a mailbox of ``owner``."""
-
-    # -- peers --------------------------------------------------------------------------------------------
 
     @abstractmethod
     def dead_peers(self) -> list[int]:

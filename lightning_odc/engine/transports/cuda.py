@@ -68,8 +68,6 @@ class CudaTransport(SharedMemoryTransport):
         self._tried = torch.empty(0)  # the end of the own window
         self._streams: set[Hashable] = set()
 
-    # -- opening ------------------------------------------------------------------------------------------
-
     def why_not_shared(self, units: Sequence[UnitSpec]) -> str:
         summed = [unit for unit in units if unit.grad_numel]
         answers = self._together(lambda: (self._device.why_not_atomic(summed), self._device.facts()))
@@ -139,8 +137,6 @@ class CudaTransport(SharedMemoryTransport):
             self._device.close()
         finally:
             super().close()
-
-    # -- data plane ---------------------------------------------------------------------------------------
 
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
         for target, shard in zip(out.split([shard.numel() for shard in shards]), shards, strict=True):
@@ -251,19 +247,13 @@ class SymmetricDevice:
             others = {unit.grad_dtype for unit in units} - kernels.ATOMIC_DTYPES
             if others:
                 return f"there are no atomic additions for accumulators in {min(others, key=str)}"
-            # By what tells compiled forms of the kernel apart, one unit of each: see `_add_rows`.
-            forms = {
-                (_gradients_in(u), u.grad_dtype, u.grad_numel % 16, u.grad_numel >> 31): u for u in units
-            }
-            for unit in forms.values():
-                target = torch.ones(_PROBED, dtype=unit.grad_dtype, device=self._device)
+            for dtype, summed_in in dict.fromkeys((_gradients_in(u), u.grad_dtype) for u in units):
+                target = torch.ones(_PROBED, dtype=summed_in, device=self._device)
                 addresses = torch.tensor([target.data_ptr()], device=self._device)
-                rows = torch.ones(_PROBED, dtype=_gradients_in(unit), device=self._device)
-                # As if one owner's gradients were as many as this unit's.
-                rows = rows.as_strided((1, _PROBED), (unit.grad_numel, 1))
-                kernels.add_rows(addresses, 0, unit.grad_dtype, rows)
+                rows = torch.ones(1, _PROBED, dtype=dtype, device=self._device)
+                kernels.add_rows(addresses, 0, summed_in, rows)
                 if not bool((target == 2).all()):
-                    raise RuntimeError(f"1 + 1 came out as {target[0].item()} in {unit.grad_dtype}")
+                    raise RuntimeError(f"1 + 1 came out as {target[0].item()} in {summed_in}")
         except Exception as error:  # of Triton, of its compiler, or of the driver
             self._has_kernel = False
             return f"the kernel for atomic additions does not run: {type(error).__name__}: {error}"

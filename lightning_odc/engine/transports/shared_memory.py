@@ -196,8 +196,6 @@ class SharedMemoryTransport(Transport):
         self._fence: host.Fence | None = None  # see Note [What orders memory]
         self._seen: dict[tuple[int, int, int], int] = {}  # by thread, owner and word: what was read last
 
-    # -- opening ------------------------------------------------------------------------------------------
-
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec
         size = HEADER_BYTES + spec.total_bytes
@@ -307,8 +305,6 @@ class SharedMemoryTransport(Transport):
                 f"Rank {self.job_rank(owner)} posted a message of {length} bytes, more than its mailbox holds."
             )
         return bytes(memory[start + 8 : start + 8 + length])
-
-    # -- peers --------------------------------------------------------------------------------------------
 
     def dead_peers(self) -> list[int]:
         poll = select.poll()  # unlike select, it takes descriptors above 1023

@@ -218,19 +218,17 @@ def test_rows_are_added_to_all_windows(monkeypatch, has_kernel):
     assert (first[:5].tolist(), own[:5].tolist()) == ([0, 0, 1, 2, 0], [0, 0, 3, 4, 0])
 
 
-def test_a_kernel_that_works_is_compiled_for_all_units_and_used(monkeypatch):
-    """Triton compiles one form for each of these: dtypes, and whether rows are aligned."""
+def test_a_kernel_that_works_is_compiled_for_all_dtypes_and_used(monkeypatch):
     forms: list[Any] = []
 
     def add(windows: Any, offset: int, dtype: torch.dtype, rows: torch.Tensor) -> None:
-        forms.append((rows.dtype, dtype, rows.stride(0)))
+        forms.append((rows.dtype, dtype))
         adds_in_host_memory(windows, offset, dtype, rows)
 
     device = kernels(monkeypatch, add)
-    units = [FP32, FP32, unit(torch.bfloat16, torch.float32, 33), unit(torch.uint8, torch.float32, 48)]
+    units = [FP32, FP32, unit(torch.uint8, torch.float32)]
     assert device.why_not_atomic(units) == ""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    assert forms == [(bf16, fp32, 32), (bf16, fp32, 33), (fp32, fp32, 48)]
+    assert forms == [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
     wide = unit(torch.float64, torch.float64)
     assert "accumulators in torch.float64" in device.why_not_atomic([wide, FP32])
     used = kernels(monkeypatch, lambda windows, offset, dtype, rows, first: rows.fill_(5))
