@@ -33,6 +33,9 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 #: Why: nothing public tells that a user's step calls ``torch.distributed``.
 TorchDispatchMode: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
 
+#: The process group that has a name (torch 2.9 to 2.15). Why: functional collectives have the name alone.
+group_named: Any = importlib.import_module("torch.distributed.distributed_c10d")._resolve_process_group
+
 #: The mark that ``fully_shard`` leaves on modules (torch 2.9 to 2.13).
 _MANAGED = "_is_fsdp_managed_module"
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"

@@ -174,8 +174,8 @@ def attach(
         TypeError: The model is sharded with ``FullyShardedDataParallel``.
     """
     _check_sharded(model)
-    mesh, group = _meshes_of(model)
-    mates = None if group is None else Mates(group, timeout)
+    mesh, groups = _meshes_of(model)
+    mates = None if groups is None else Mates(groups, timeout)
     place = _place_on(mesh, mates)
     check_device(place.device.type, "attach")
     engine = make_engine(
@@ -212,17 +212,16 @@ def _check_sharded(model: nn.Module) -> None:
 
 
 def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh over which a model is sharded, or an error that shows the line to write; and the tensor-parallel one."""
+    """The mesh over which a model is sharded, or an error that shows the line to write; and one with groups as rows."""
     meshes: dict[DeviceMesh, str] = {}
-    mates: set[DeviceMesh] = set()  # tensor-parallel ones
+    groups: set[DeviceMesh] = set()
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             # ``fully_shard`` shards first what tensor parallelism has divided: that is the last dimension.
             if mesh.ndim == 2 and not parameter.placements[0].is_replicate():
-                data_parallel, tensor_parallel = mesh.mesh_dim_names or ("", "")
-                mates.add(mesh[tensor_parallel])
-                mesh = mesh[data_parallel]
+                groups.add(mesh)
+                mesh = mesh[(mesh.mesh_dim_names or ("",))[0]]
             meshes.setdefault(mesh, name)
     if len(meshes) > 1:
         (first, name), (second, other) = list(meshes.items())[:2]
@@ -237,12 +236,12 @@ def _meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
             'node, pass the dimension of a node alone, `fully_shard(block, mesh=mesh["shard"])`: `attach` sums over '
             'nodes. With tensor parallelism, pass `mesh["data_parallel"]` of ("data_parallel", "tensor_parallel").'
         )
-    if mates and (len(mates) > 1 or mesh.size() * next(iter(mates)).size() != dist.get_world_size()):
+    if groups and [one.size() for one in groups] != [dist.get_world_size()]:
         raise ValueError(
             f"The model is sharded over the ranks {mesh.mesh.tolist()}, and tensor-parallel over "
-            f"{[one.mesh.tolist() for one in mates]}. `attach` takes one mesh of two dimensions, over all ranks."
+            f"{[one.mesh.tolist() for one in groups]}. `attach` takes one mesh of two dimensions, over all ranks."
         )
-    return mesh, next(iter(mates), None)
+    return mesh, next(iter(groups), None)
 
 
 def _place_on(mesh: DeviceMesh, mates: Mates | None) -> Place:
@@ -429,6 +428,8 @@ class Attached:
             # Without this, a rank that leaves early can abort the others' process group.
             if not self._has_failed:
                 self.engine.exchange("end of the run", None)
+                if self.mates is not None:
+                    self.mates.close()
         finally:
             self.engine.close()
 

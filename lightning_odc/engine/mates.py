@@ -27,14 +27,23 @@ _SAME_BATCHES = (
 
 
 class Mates:
-    """The group of this rank, and what its ranks tell each other beside the layers that they compute together."""
+    """The group of this rank, and what its ranks tell each other beside the layers that they compute together.
+
+    All ranks make it together, of a mesh of all of them whose rows are the groups.
+    """
 
     def __init__(self, mesh: DeviceMesh, timeout: timedelta, divide_layers: bool = True) -> None:
         self.divide_layers = divide_layers  # else samples
-        self.ranks: list[int] = mesh.mesh.tolist()
         # Of its own: a rank that is still inside of a layer must not take this for a part of that layer.
-        self._group = dist.new_group(self.ranks, timeout, "gloo", use_local_synchronization=True)
-        self._is_first = mesh.get_local_rank() == 0
+        self._group, _ = dist.new_subgroups_by_enumeration(mesh.mesh.tolist(), timeout, "gloo")
+        self.ranks = dist.get_process_group_ranks(self._group)
+        self._is_first = mesh.get_local_rank(1) == 0
+        self.name = self._group.group_name
+
+    def close(self) -> None:
+        """Release the group. All of its ranks together."""
+        self.tell("end of the run", None)
+        dist.destroy_process_group(self._group)
 
     def tell(self, kind: str, item: Any, within: timedelta | None = None) -> list[Any]:
         """The short item of every rank of the group. Refused if the others tell something else.
@@ -46,10 +55,9 @@ class Mates:
         assert len(text) <= _MOST_BYTES, kind
         own = torch.tensor(list(text.ljust(_MOST_BYTES)), dtype=torch.uint8)
         by_rank = [torch.empty_like(own) for _ in self.ranks]
-        work = dist.all_gather(by_rank, own, group=self._group, async_op=True)
-        assert work is not None
         try:
-            work.wait(within) if within else work.wait()
+            if work := dist.all_gather(by_rank, own, group=self._group, async_op=within is not None):
+                work.wait(within)
         except RuntimeError as error:
             error.add_note(f"This rank waited for the ranks {self.ranks}, its group, to come to: {kind}.")
             raise
@@ -78,6 +86,16 @@ class Mates:
             claim := self.tell("next microbatch", next(claims, None) if self._is_first else None)[0]
         ) is not None:
             yield claim[0], claim[1]
+
+    def all_without_loss(self, index: int) -> None:
+        """Refuse a loss of ``None`` that others of the group do not have: they wait in the backward pass."""
+        try:
+            self.tell("training_step returned None", index, within=_PATIENCE)
+        except RuntimeError as error:
+            raise DisagreementError(
+                f"training_step returned None for microbatch {index} on this rank, and not on all of its group "
+                f"{self.ranks}. Leave out a microbatch on all of them, or on none."
+            ) from error
 
     def all_out_of_memory(self, error: Exception, where: Any) -> None:
         """Return if the whole group ran out of memory there; else raise: others wait inside of the microbatch."""

@@ -32,7 +32,6 @@ class AttachingStrategy:
     _mesh_of_nodes: Any = None  # that the user asked for: nodes, and ranks per node
     # ("data_parallel", "tensor_parallel"), or context_parallel: where several ranks compute one sample.
     _mesh_of_groups: DeviceMesh | None = None
-    _mates: Mates | None = None
     _world: dist.ProcessGroup | None = None  # in which these were made
 
     @property
@@ -48,6 +47,10 @@ class AttachingStrategy:
     @property
     def _on_demand(self: Any) -> bool:
         return self.communication != "collective" and self.world_size > self.options.tensor_parallel_size
+
+    @property
+    def _divides_layers(self) -> bool:
+        return self.options.tensor_parallel_size > 1
 
     @property
     def _num_groups(self: Any) -> int:
@@ -85,13 +88,10 @@ class AttachingStrategy:
             check_rows(self._layout, self._replicates, self.communication)
         if (size := self.options.group_size) > 1:
             check_groups(size, self.world_size, self.num_nodes)
-            divides_layers = self.options.tensor_parallel_size > 1
-            names = ("data_parallel", "tensor_parallel" if divides_layers else "context_parallel")
-            device_type = self._device_type()
+            names = ("data_parallel", "tensor_parallel" if self._divides_layers else "context_parallel")
             if self._world is not dist.group.WORLD:  # else another run of this strategy has made it
                 shape = (self._num_groups, size)
-                self._mesh_of_groups = groups = init_device_mesh(device_type, shape, mesh_dim_names=names)
-                self._mates = Mates(groups[names[-1]], self.timeout, divides_layers)
+                self._mesh_of_groups = init_device_mesh(self._device_type(), shape, mesh_dim_names=names)
                 self._world = dist.group.WORLD
 
     def _attach(
@@ -103,15 +103,15 @@ class AttachingStrategy:
     ) -> Attached:
         """Make the engine of a sharded model. All ranks together."""
         groups: DeviceMesh | None = self._mesh_of_groups
-        columns = groups["data_parallel"] if groups is not None and self._mates.divide_layers else None
+        mates = None if groups is None else Mates(groups, self.timeout, self._divides_layers)
+        columns = groups["data_parallel"] if groups is not None and self._divides_layers else None
         address = self.cluster_environment.main_address if self.cluster_environment else ""
         own = self.root_device, self.global_rank, self.world_size, self.num_processes, address
-        place = Place(*own, self._layout, replicas, columns, self._mates)
+        place = Place(*own, self._layout, replicas, columns, mates)
         names = ("communication", "keep_gathered", "deterministic", "accumulator_dtype")
         options = {name: getattr(self.options, name) for name in names}
         engine = make_engine(place, timeout=self.timeout, hang_report=hang_report, **options)
-        attached = Attached(model, engine, self._mates)
-        self._attached = attached  # first, so that a failure releases it
+        self._attached = attached = Attached(model, engine, mates)  # first, so that a failure releases it
         engine.attach(model, gradients=gradients)
         return attached
 

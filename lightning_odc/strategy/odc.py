@@ -212,7 +212,7 @@ class ODCStrategy(ShardedStrategy):
         elif fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
         computed = (self.precision_plugin.compute_dtype, self.mixed_precision_policy.param_dtype)
-        if torch.float16 in computed and self.options.tensor_parallel_size > 1:
+        if torch.float16 in computed and self._divides_layers:
             raise ValueError(
                 "float16 does not work with tensor_parallel_size: ranks of a group would scale losses differently. "
                 'Write Trainer(precision="bf16-mixed").'
@@ -221,11 +221,12 @@ class ODCStrategy(ShardedStrategy):
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
             replicas = self.shard_mesh if self._replicates and self._layout is not None else None
             engine = self._attach(self.model, replicas, self._hang_report(trainer), gradients=fitting).engine
-        if self._mates is not None and self._mates.divide_layers and fitting:
+        mates = self.attached.mates
+        if mates is not None and self._divides_layers and fitting:
             shards: list[Any] = [p for p in self.model.parameters() if isinstance(p, DTensor)]
-            whole = [float(p.to_local().abs().sum()) for p in shards if p.device_mesh.ndim == 1]
+            whole = [float(p.detach().to_local().abs().sum()) for p in shards if p.device_mesh.ndim == 1]
             advice = "Make them from the same seed on all ranks: lightning.seed_everything(0)."
-            self._mates.check_same("values of parameters that are not divided", digest_of(whole), advice)
+            mates.check_same("values of parameters that are not divided", digest_of(whole), advice)
         for _, metric in metrics_of(trainer.lightning_module):
             if metric.process_group is None and self._group_of_values is not None:
                 metric.process_group = self._group_of_values
@@ -394,7 +395,7 @@ class ODCStrategy(ShardedStrategy):
         """Hold signals after the trainer has set its handlers, if ranks meet. See Note [Signals wait for a meeting]."""
         # Under stock collectives they meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
         # The ranks of a tensor-parallel group would hear of a signal at different meetings.
-        is_heard = self.options.tensor_parallel_size == 1
+        is_heard = not self._divides_layers
         if self._signals is None and meeting and self.world_size > 1 and is_heard:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
@@ -463,7 +464,7 @@ class ODCStrategy(ShardedStrategy):
     @property
     def _group_of_values(self) -> dist.ProcessGroup | None:
         """The ranks over which values are reduced: one of every tensor-parallel group, since all have the same."""
-        if self._mesh_of_groups is None or self.options.tensor_parallel_size == 1:
+        if self._mesh_of_groups is None or not self._divides_layers:
             return None
         return self._mesh_of_groups["data_parallel"].get_group()
 

@@ -301,6 +301,8 @@ class Training:
             output = self._call(task.microbatch, *batch.args, **batch.kwargs)
         item = contribution(output, task.weight, batch.counting, labels, part.is_part, batch.is_sum)
         if item is None:
+            if self._mates is not None:
+                self._mates.all_without_loss(part.index)
             self._logbook.weigh(task.weight * batch.samples)
             return output
         if item.counting is Counting.EXACT:

@@ -365,6 +365,11 @@ def test_waiting_in_meetings_and_for_rank_0_in_broadcasts():
         (left_before, True, [0.001, 0.0]),
     ):
         assert waits_in_meetings(meetings, common_clock) == pytest.approx(waited)
+    came_before = [[(8 * MS, 12 * MS, 5 * MS)], [(9 * MS, 12 * MS, 2 * MS)]]  # and computed while bytes moved
+    assert waits_in_meetings(came_before, True) == [0.0, 0.0]
+    groups = [StepNumbers(1.0, meetings=met) for met in (ranks[1], ranks[0], [(0, MS)], [(5 * MS, 6 * MS)])]
+    assert resolve(groups, common_clock=True, group_size=2)
+    assert [rank.waits[IdleCause.WITHIN_GROUP] for rank in groups] == [0.002, 0.010, 0.001, 0.0]
     different = [StepNumbers(1.0, meetings=[(0, 1)]), StepNumbers(1.0)]
     assert not resolve(different, common_clock=True)
     assert IdleCause.COLLECTIVE not in different[0].waits

@@ -160,7 +160,7 @@ def test_the_end_of_a_backward_pass_on_a_stream(monkeypatch):
     watch.after_backward()
     meetings = watch.take_meetings()
     assert watch.read(meetings, wait=False) is None
-    assert watch.read(meetings, wait=True) == [(-6 * MS, 0)]
+    assert watch.read(meetings, wait=True) == [(-6 * MS, 0, 0)]
     assert stream.now == 12
 
 

@@ -1,7 +1,7 @@
 """``ODCStrategy(context_parallel_size=2)``: the ranks of a group compute parts of the same samples.
 
 torch's own ``context_parallel`` does not run on CPU ranks (2.13: no sharding rule for the flash kernel of CPUs). So the
-attention of this module gathers keys and values over its group. The tolerance is derived in ``tests/support/fits.py``.
+attention of this module gathers keys and values over its group. The tolerance: ``tests/test_tensor_parallel.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from tests.docs.given.context_parallel import Attention
+from tests.strategy.test_tensor_parallel import waits_for
 from tests.support.fits import assert_same, fit, one_process
 from tests.support.models import full_parameters
 from tests.support.ranks import on_ranks
+from tests.test_tensor_parallel import CLOSE
 
 DRAW = torch.Generator().manual_seed(0)
 SAMPLES = [torch.randint(1, 50, (size,), generator=DRAW) for size in range(2, 26)]
@@ -75,13 +77,21 @@ def reference() -> dict[str, Tensor]:
     return one_process(Module(), steps)
 
 
+def train(module: Module, world: int, **options: Any) -> None:
+    batches = DataLoader(SAMPLES, 4, collate_fn=collate)
+    fit(module, batches, world, context_parallel_size=2, use_distributed_sampler=True, **options)
+
+
 @pytest.mark.parametrize("balance", ["lb_mini", "steal", None])
 @on_ranks(4)
 def test_groups_that_divide_samples_train_as_one_process(rank, balance):
     module, seen = Module(), []
     module.on_train_end = lambda: seen.append(module.trainer.strategy.engine.traffic.reads)  # type: ignore[method-assign]
-    batches = DataLoader(SAMPLES, 4, collate_fn=collate)
-    options = {"balance": balance, "max_tokens": 60} if balance else {"balance": None}
-    fit(module, batches, 4, context_parallel_size=2, use_distributed_sampler=True, **options)
+    train(module, 4, balance=balance, **({"max_tokens": 60} if balance else {}))
     assert seen[0] > 0, "the one-sided path was not taken"
-    assert_same(full_parameters(module), reference())
+    assert_same(full_parameters(module), reference(), CLOSE)
+
+
+@on_ranks(4)
+def test_waits_in_collectives_of_the_module_are_those_within_a_group(rank):
+    waits_for(Module, train, [1], balance=None)

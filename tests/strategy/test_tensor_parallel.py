@@ -1,6 +1,6 @@
 """``ODCStrategy(tensor_parallel_size=2)``: groups of ranks stand where ranks stand elsewhere.
 
-Tolerances are derived in ``tests/support/fits.py``; `LENGTHS` are those of samples here.
+The tolerance is derived in ``tests/test_tensor_parallel.py``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -24,12 +26,14 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
+from lightning_odc.callbacks import DeviceIdleMonitor
+from lightning_odc.callbacks.idle.sources import GroupWatch
 from lightning_odc.engine import mates
 from lightning_odc.errors import DisagreementError
-from tests.support.fits import assert_same, fit, numbers, one_process
+from tests.support.fits import assert_same, before_step, fit, numbers, one_process
 from tests.support.models import full_parameters, init_gloo
-from tests.support.ranks import on_ranks, try_ranks
-from tests.test_tensor_parallel import Block
+from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
+from tests.test_tensor_parallel import CLOSE, Block
 
 SAMPLES = [torch.randn(size, 6, generator=torch.Generator().manual_seed(size)) for size in range(2, 34)]
 LINE = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -161,7 +165,7 @@ def trains(case: str) -> None:
     assert seen["ran"][0] == seen["ran"][1], "a group ran different microbatches"
     assert seen["size"] == world // 2
     assert (seen["reads"] > 0) == (case not in ("collectives", "one group")), "the one-sided path"
-    assert_same(full_parameters(module), reference())
+    assert_same(full_parameters(module), reference(), CLOSE)
     logged = numbers(t.callback_metrics)
     assert logged["samples"] == logged["rows"] == len(SAMPLES)
 
@@ -188,7 +192,7 @@ def test_a_whole_group_steals(rank, tmp_path):
     module.on_train_batch_end = lambda *_: stolen.append(module.trainer.strategy.engine.stolen)  # type: ignore[method-assign]
     run(module, 4, balance="steal", max_tokens=33)
     assert stolen[0] > 0 or rank > 1
-    assert_same(full_parameters(module), reference())
+    assert_same(full_parameters(module), reference(), CLOSE)
 
 
 @on_ranks(4)
@@ -219,6 +223,65 @@ def test_all_ranks_take_part_in_a_decision(rank):
     assert decided == [True, False, True, False]
 
 
+# -- waits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sleepers", [[1], [2, 3]], ids=["a mate", "the other group"])
+@on_ranks(4)
+def test_waits_within_a_group_are_told_from_those_between_groups(rank, sleepers):
+    waits_for(Module, run, sleepers, balance=None)
+
+
+def waits_for(module_class: Any, fit: Any, sleepers: list[int], **options: Any) -> None:
+    """Rank 0 waits most of its time for its mate, rank 1, or for the other group. How long is known: they sleep."""
+    for seconds in (0.2, 0.8, 3.2):  # if something else keeps the machine busy, longer
+
+        def sleep(module: Any, _: Any, seconds: float = seconds) -> None:
+            time.sleep(seconds * (torch.is_grad_enabled() and module.global_rank in sleepers))
+
+        monitor = DeviceIdleMonitor(every_n_steps=1)
+        fit(before_step(module_class(), sleep), 4, callbacks=[monitor], **options)
+        seen = monitor.last_step
+        assert of_all_ranks((monitor.complete, seen)) == [(True, seen)] * 4
+        for rank in sleepers:
+            assert seen[f"busy_seconds_rank{rank}"] >= seconds - 1e-3, "a rank's own work was called waiting"
+        assert seen["microbatches"] == 2  # of groups
+        waits = [seen[name] for name in seen if name.startswith("idle/") and name.endswith("_seconds")]
+        assert sum(waits) == pytest.approx(seen["idle/fraction"] * seen["step_seconds"])
+        within = [seen[f"idle/within_group_fraction_rank{rank}"] for rank in range(4)]
+        every = [seen[f"idle/fraction_rank{rank}"] for rank in range(4)]
+        assert sum(within) / 4 == pytest.approx(seen["idle/within_group_fraction"], abs=0.01)
+        most = [[share > 0.5 for share in shares] for shares in (within, every)]
+        if most == [[sleepers == [1], False, False, False], [rank not in sleepers for rank in range(4)]]:
+            return
+    pytest.fail(f"of a step, ranks waited {within} for mates, and {every} in all")
+
+
+@on_ranks(2)
+def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
+    init_gloo(rank)
+    group, compiled = dist.new_group(), []
+    watch: Any = GroupWatch(None, SimpleNamespace(ranks=[0, 1], name="theirs"))
+    watch.begin_batch()
+    reduced = funcol.all_reduce(torch.ones(3), "sum", group)
+    time.sleep(0.1)
+    assert (reduced + 1).tolist() == [3.0] * 3
+    dist.all_reduce(torch.ones(3), group=group)
+    later, at_once = watch.read(watch.take_meetings(), True)
+    assert later.ahead >= 1e8 > at_once.ahead == 0
+    assert watch.complete
+    torch.compile(torch.sin, backend=lambda graph, _: (compiled.append(graph), graph.forward)[1])(
+        torch.ones(2)
+    )
+    assert compiled, "watching keeps modules from being compiled"
+    dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+    assert not watch.complete and not watch.read(watch.take_meetings(), True)
+    watch.release()
+    dist.all_reduce(torch.ones(3), group=group)  # not in training
+    assert not watch.take_meetings()
+    dist.destroy_process_group(group)
+
+
 # -- out of memory ------------------------------------------------------------------------------------------
 
 
@@ -227,7 +290,7 @@ def test_a_group_that_runs_out_of_memory_runs_the_parts_together(rank):
     module = Module(fails_above=2)
     run(module, 4, balance="lb_mini")
     assert max(len(ran) for ran in module.ran) == 2
-    assert_same(full_parameters(module), reference())
+    assert_same(full_parameters(module), reference(), CLOSE)
 
 
 def runs_out_alone(rank: int) -> None:
@@ -255,7 +318,7 @@ def test_checkpoints_go_on_with_groups_of_another_size(rank, kind, tmp_path):
     t.save_checkpoint(paths[1])
     module = Module()
     run(module, 4, ckpt_path=paths[1], **options)
-    assert_same(full_parameters(module), reference())
+    assert_same(full_parameters(module), reference(), CLOSE)
 
 
 # -- what is refused ----------------------------------------------------------------------------------------
@@ -266,6 +329,39 @@ def test_ranks_of_a_group_with_different_batches_are_refused(rank):
     batches = [Minibatch([SAMPLES[rank][None]])]
     with pytest.raises(DisagreementError, match=r"have different batches: .* not by the rank"):
         fit(Module(), batches, 4, tensor_parallel_size=2)
+
+
+class Absent(Module):
+    """Some ranks have no loss of the second microbatch."""
+
+    def __init__(self, absent: tuple[int, ...]) -> None:
+        super().__init__()
+        self.absent = absent
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if len(self.ran) == 2 and self.global_rank in self.absent else loss
+
+
+@on_ranks(4)
+def test_a_group_may_leave_out_a_microbatch(rank):
+    module = Absent((0, 1))
+    run(module, 4, balance="lb_mini")
+    assert torch.isfinite(full_parameters(module)["out.weight"]).all()
+
+
+def leaves_out_alone(rank: int) -> None:
+    init_gloo(rank)
+    mates._PATIENCE = timedelta(seconds=1)
+    run(Absent((1,)), 4, balance="lb_mini")
+
+
+def test_a_rank_that_leaves_out_a_microbatch_alone_is_told():
+    outcomes = try_ranks(leaves_out_alone, world_size=4, timeout=100)
+    assert all(outcome.exitcode for outcome in outcomes)
+    assert (
+        "returned None for microbatch 0 on this rank, and not on all of its group [0, 1]" in outcomes[1].error
+    )
 
 
 @on_ranks(4)

@@ -21,6 +21,7 @@ from lightning_odc.callbacks.idle.sources import (
     CollectiveWatch,
     DataClock,
     GradientWatch,
+    GroupWatch,
     ShardedWatch,
     StreamWaits,
     StreamWatch,
@@ -32,8 +33,8 @@ from lightning_odc.callbacks.timeline.spans import Passage, machine
 from lightning_odc.data.minibatch import microbatches_of, sample_count, token_count
 from lightning_odc.strategy.odc import ODCStrategy
 
-_FEW, _MANY = 64, 8192  # numbers that a rank can send per step, without and with every single collective
-_PER_BATCH = 2  # more of them for every batch of a step: Lightning's broadcast before it
+_FEW, _MANY = 64, 12288  # numbers that a rank can send per step, without and with every single collective
+_PER_BATCH = 3  # more of them for every batch of a step: Lightning's broadcast before it
 
 
 def watch_for(
@@ -50,11 +51,11 @@ def watch_for(
         return GradientWatch(module, strategy.root_device)
     on_cpu = strategy.root_device.type == "cpu"
     if _on_demand(strategy):
-        engine = strategy.engine
-        if strategy.options.group_size > 1:
-            return Watch(
-                complete=False, engine=engine, why="ranks of a group wait for each other in collectives"
-            )
+        engine, mates = strategy.engine, strategy.attached.mates
+        if mates is not None and on_cpu:
+            return GroupWatch(engine, mates)
+        if mates is not None:
+            return Watch(complete=False, engine=engine, why="waits within a group are measured on CPUs")
         return Watch(complete=True, engine=engine) if waits is None else StreamWatch(engine, waits)
     if waits is None:  # where the host's time is the device's
         if isinstance(strategy, ODCStrategy) and on_cpu and _meets_all(strategy):
@@ -76,19 +77,23 @@ def _on_demand(strategy: Any) -> bool:
     return isinstance(strategy, ODCStrategy) and strategy.communication != "collective"
 
 
+def _group_size(strategy: Any) -> int:
+    """The number of ranks that compute one sample together."""
+    return strategy.options.group_size if isinstance(strategy, ODCStrategy) else 1
+
+
 def _meets_all(strategy: Any) -> bool:
     """Whether every collective is one of all ranks: no tensor parallelism, no hybrid sharding."""
     if isinstance(strategy, ModelParallelStrategy):
         return strategy.device_mesh["data_parallel"].size() == dist.get_world_size()
-    if isinstance(strategy, ODCStrategy) and strategy.options.group_size > 1:
-        return False
-    return not (isinstance(strategy, FSDPStrategy) and "HYBRID" in strategy.sharding_strategy.name)
+    is_hybrid = isinstance(strategy, FSDPStrategy) and "HYBRID" in strategy.sharding_strategy.name
+    return _group_size(strategy) == 1 and not is_hybrid
 
 
 def _channel_for(trainer: pl.Trainer) -> Channel:
     if trainer.world_size == 1:
         return Channel()
-    if _on_demand(trainer.strategy):
+    if _on_demand(trainer.strategy) and _group_size(trainer.strategy) == 1:
         return NoteChannel(cast(ODCStrategy, trainer.strategy).engine)
     if not isinstance(trainer.strategy, ODCStrategy) and not (
         dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
@@ -172,6 +177,7 @@ class IdleMeasurement:
         self._stream_waits = None if stream is None else StreamWaits(stream)
         self.watch = watch_for(trainer, module, self._stream_waits, self._channel)
         self.recent, self.epoch = IdleSummary(), IdleSummary()  # steps since they were last taken
+        self._group_size = _group_size(strategy)
         self._comparable = True
         self._global_step = trainer.global_step
         self._steps: deque[int] = deque()  # the numbers of steps whose rounds have not come
@@ -211,6 +217,7 @@ class IdleMeasurement:
     def end_batch(self, global_step: int) -> bool:
         """A Lightning batch ends; returns whether an optimizer step ends with it."""
         self._in_batch = False
+        self.watch.end_batch()
         if global_step == self._global_step:
             return False
         self._global_step = global_step
@@ -256,17 +263,17 @@ class IdleMeasurement:
     def take_recent(self, per_rank: bool) -> dict[str, float]:
         """The values over the steps since the last call."""
         summary, self.recent = self.recent, IdleSummary()
-        return summary.values(self.complete, per_rank)
+        return summary.values(self.complete, per_rank, self._group_size)
 
     def take_epoch(self, per_rank: bool) -> dict[str, float]:
         """The values over the steps since the last call, which is one epoch ago."""
         summary, self.epoch = self.epoch, IdleSummary()
-        return summary.values(self.complete, per_rank)
+        return summary.values(self.complete, per_rank, self._group_size)
 
     def _add(self, rounds: list[Round]) -> Iterator[int]:
         for numbers in rounds:
             ranks = [StepNumbers.from_floats(of_rank) for of_rank in numbers]
-            self._comparable = resolve(ranks, self._common_clock) and self._comparable
+            self._comparable = resolve(ranks, self._common_clock, self._group_size) and self._comparable
             self.recent.add(ranks)
             self.epoch.add(ranks)
             yield self._steps.popleft()

@@ -28,7 +28,8 @@ class DeviceIdleMonitor(Callback):
     - ``idle/fraction``, ``idle/worst_fraction``, ``idle/worst_rank``: waiting as a part of the time, over all ranks,
       and for the rank that waited most;
     - ``idle/<cause>_seconds``: ``read``, ``lock``, ``settle``, ``lockstep``, ``network``, ``collective``,
-      ``broadcast``, ``data``;
+      ``within_group``, ``broadcast``, ``data``;
+    - ``idle/within_group_fraction``: the part of ``idle/fraction`` in collectives of ranks that compute one sample;
     - ``busy_seconds``, ``step_seconds``; ``imbalance``, the busiest rank's busy time over the mean;
     - ``gpu/<part>_seconds``: ``kernel``, ``collective``, ``empty``, if steps on GPUs are profiled;
     - ``microbatches`` of all ranks in a step, ``samples_per_second``, ``tokens_per_second``;

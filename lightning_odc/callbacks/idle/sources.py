@@ -19,20 +19,21 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.profilers import Profiler
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_odc._compat import comms_of
+from lightning_odc import _compat
 from lightning_odc._compat_lightning import FETCH_ACTION
 from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, Passage
 from lightning_odc.engine.base import Engine
+from lightning_odc.engine.mates import Mates
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.waiting import Cause
 
@@ -108,6 +109,9 @@ class Watch:
 
     def begin_batch(self) -> None:
         """A Lightning batch begins."""
+
+    def end_batch(self) -> None:
+        """A Lightning batch has ended."""
 
     def before_backward(self) -> None:
         """Lightning's backward pass begins."""
@@ -232,6 +236,70 @@ class StreamWatch(_ListeningWatch):
             self._waits.leave()
 
 
+class GroupWatch(Watch, _compat.TorchDispatchMode):  # type: ignore[misc]
+    """``ODCStrategy`` with groups, on CPUs: the engine counts waits between groups, and operators show those within."""
+
+    # A rank has come when it begins a collective. It waits in ``wait_tensor``, which may be later; of the functions of
+    # ``torch.distributed``, at once. How long it waits after ``async_op=True``, or for a message, no operator shows.
+
+    supports_higher_order_operators = True  # passes them on
+
+    def __init__(self, engine: Engine, mates: Mates) -> None:
+        Watch.__init__(self, complete=True, engine=engine)
+        _compat.TorchDispatchMode.__init__(self)
+        self._mates = mates
+        self._batch = ExitStack()
+        self._begun: dict[int, list[int]] = {}  # moments of a collective, by the memory of its result
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compile as without this mode."""
+        return True
+
+    def begin_batch(self) -> None:
+        self._batch.enter_context(self)
+
+    def end_batch(self) -> None:
+        self._batch.close()
+
+    release = end_batch
+
+    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
+        return [Passage(entered, left, entered - begun) for begun, entered, left in taken if self.complete]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # around a tensor, as DTensor: it calls collectives itself
+        begin = time.monotonic_ns()
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            moments = self._begun.pop(args[0].untyped_storage().data_ptr(), [])
+            moments[1:] = begin, time.monotonic_ns()
+        elif func.namespace in ("c10d", "_c10d_functional"):
+            names = [argument.name for argument in func._schema.arguments]
+            self._meet(begin, dict(zip(names, args, strict=False)), result)
+        return result
+
+    def _meet(self, begin: int, given: dict[str, Any], result: Any) -> None:
+        """Note a collective of the group."""
+        name, boxed = given.get("group_name"), given.get("process_group")
+        if name is None and boxed is None:
+            return
+        group = _compat.group_named(name) if boxed is None else dist.ProcessGroup.unbox(boxed)
+        if dist.get_process_group_ranks(group) != self._mates.ranks:
+            return
+        moments = [begin] * 3
+        self._meetings.append(moments)
+        if name is not None:
+            first = result if isinstance(result, Tensor) else result[0]
+            self._begun[first.untyped_storage().data_ptr()] = moments
+        elif not given.get("async_op", True):
+            dist.Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
+            moments[2] = time.monotonic_ns()
+        elif group.group_name != self._mates.name:
+            self.complete, self.why = False, "asynchronous collectives within a group"
+
+
 class ShardedWatch(Watch):
     """``ModelParallelStrategy`` on CPUs: the comm objects of the modules that the user gave to ``fully_shard``."""
 
@@ -244,7 +312,7 @@ class ShardedWatch(Watch):
         for module in model.modules():
             if not isinstance(module, FSDPModule):
                 continue
-            comms = comms_of(module)
+            comms = _compat.comms_of(module)
             if comms is None:
                 self.complete = False
                 continue

@@ -16,7 +16,7 @@ UNKNOWN = math.nan
 
 
 class IdleCause(StrEnum):
-    """Why a device was idle: the engine's causes, and three that only a monitor sees."""
+    """Why a device was idle: the engine's causes, and four that only a monitor sees."""
 
     READ = Cause.READ
     LOCK = Cause.LOCK
@@ -24,6 +24,7 @@ class IdleCause(StrEnum):
     LOCKSTEP = Cause.LOCKSTEP
     NETWORK = Cause.NETWORK
     COLLECTIVE = "collective"
+    WITHIN_GROUP = "within_group"  # inside collectives of the ranks that compute one sample together
     BROADCAST = "broadcast"
     DATA = "data"
 
@@ -66,7 +67,7 @@ class StepNumbers:
         counts = [len(self.meetings), len(self.broadcasts)]
         waits = [self.waits.get(cause, UNKNOWN) for cause in IdleCause]
         parts = [self.parts.get(part, UNKNOWN) for part in DevicePart]
-        moments = [float(moment) for pair in self.meetings + self.broadcasts for moment in pair]
+        moments = [float(moment) for one in self.meetings + self.broadcasts for moment in one]
         return [*head, *counts, *waits, *parts, *moments]
 
     @classmethod
@@ -76,15 +77,15 @@ class StepNumbers:
         waits = dict(zip(IdleCause, rest, strict=False))
         parts = dict(zip(DevicePart, rest[len(IdleCause) :], strict=False))
         moments = [int(moment) for moment in rest[len(IdleCause) + len(DevicePart) :]]
-        pairs = list(map(Passage, moments[::2], moments[1::2]))
+        passages = list(map(Passage, moments[::3], moments[1::3], moments[2::3]))
         return cls(
             seconds=seconds,
             microbatches=microbatches,
             samples=samples,
             tokens=tokens,
             waits={cause: seconds for cause, seconds in waits.items() if not math.isnan(seconds)},
-            meetings=pairs[: int(met)],
-            broadcasts=pairs[int(met) : int(met + heard)],
+            meetings=passages[: int(met)],
+            broadcasts=passages[int(met) : int(met + heard)],
             seen=bool(seen),
             parts={part: seconds for part, seconds in parts.items() if not math.isnan(seconds)},
         )
@@ -95,8 +96,8 @@ def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) 
     # Without a common clock only durations can be compared. Then the ranks are taken to leave together, so that
     # the one that spent least time inside came last. The error is the time between the first leaving and the last.
     if not common_clock:
-        by_rank = [[Passage(entered - left, 0) for entered, left in own] for own in by_rank]
-    return _waited(by_rank, lambda together: max(entered for entered, _ in together))
+        by_rank = [[Passage(entered - left, 0, *ahead) for entered, left, *ahead in own] for own in by_rank]
+    return _waited(by_rank, lambda together: max(entered - sum(ahead) for entered, _, *ahead in together))
 
 
 def waits_in_broadcasts(by_rank: Sequence[Sequence[Passage]]) -> list[float] | None:
@@ -114,23 +115,30 @@ def _waited(
     waited = [0] * len(by_rank)
     for together in zip(*by_rank, strict=True):
         until = awaited(together)
-        for rank, (entered, left) in enumerate(together):
+        for rank, (entered, left, *_) in enumerate(together):
             waited[rank] += max(min(until, left) - entered, 0)
     return [nanoseconds / 1e9 for nanoseconds in waited]
 
 
-def resolve(ranks: Sequence[StepNumbers], common_clock: bool) -> bool:
+def resolve(ranks: Sequence[StepNumbers], common_clock: bool, group_size: int = 1) -> bool:
     """Replace the meetings, which ranks know alone, by the waits inside; returns whether that was possible."""
-    waited = waits_in_meetings([rank.meetings for rank in ranks], common_clock)
+    cause, size = IdleCause.WITHIN_GROUP, group_size  # of neighbours
+    if group_size == 1:  # all ranks meet
+        cause, size = IdleCause.COLLECTIVE, len(ranks)
+    meetings = [rank.meetings for rank in ranks]
+    waited = [
+        waits_in_meetings(meetings[first : first + size], common_clock)
+        for first in range(0, len(ranks), size)
+    ]
     heard = waits_in_broadcasts([rank.broadcasts for rank in ranks]) if common_clock else None
-    met = any(rank.meetings for rank in ranks)
     for index, rank in enumerate(ranks):
         rank.meetings, rank.broadcasts = [], []
-        if waited is not None and met:
-            rank.waits[IdleCause.COLLECTIVE] = waited[index]
+        of_group = waited[index // size]
+        if of_group is not None and any(meetings):
+            rank.waits[cause] = of_group[index % size]
         if heard is not None and len(ranks) > 1:
             rank.waits[IdleCause.BROADCAST] = heard[index]
-    return waited is not None
+    return None not in waited
 
 
 class _Totals:
@@ -183,7 +191,7 @@ class IdleSummary:
         if all(rank.seen for rank in ranks):
             self._seen.add(ranks)
 
-    def values(self, complete: bool, per_rank: bool) -> dict[str, float]:
+    def values(self, complete: bool, per_rank: bool, group_size: int = 1) -> dict[str, float]:
         """What to log, by name; only what was measured."""
         # If not ``complete``, nothing is said about idle as a whole. Single ranks' names end in ``_rank0``, ...
         whole, seen = self._all, self._seen if self._seen.steps else self._all
@@ -194,7 +202,7 @@ class IdleSummary:
         for cause in IdleCause:
             if any(cause in rank.waits for rank in seen.ranks):
                 values[f"idle/{cause}_seconds"] = seen.mean(rank.waits.get(cause, 0.0) for rank in seen.ranks)
-        values |= _of_ranks(whole, seen, slice(count), complete)
+        values |= _of_ranks(whole, seen, slice(count), complete, group_size)
         values["step_seconds"] = whole.mean(rank.seconds for rank in whole.ranks)
         if complete:
             parts = [idle_fraction(rank.busy, rank.idle) if rank.seconds else 0.0 for rank in seen.ranks]
@@ -207,9 +215,11 @@ class IdleSummary:
         return {name: float(value) for name, value in values.items() if not math.isnan(value)}
 
 
-def _of_ranks(whole: _Totals, seen: _Totals, chosen: slice, complete: bool) -> dict[str, float]:
+def _of_ranks(
+    whole: _Totals, seen: _Totals, chosen: slice, complete: bool, group_size: int = 1
+) -> dict[str, float]:
     """What is said of some of the ranks: of all of them, or of one."""
-    ranks, seen_ranks = whole.ranks[chosen], seen.ranks[chosen]
+    ranks, seen_ranks = whole.ranks[chosen][::group_size], seen.ranks[chosen]  # a group runs a sample once
     seconds = max(rank.seconds for rank in ranks) or UNKNOWN
     values = {
         "microbatches": sum(rank.microbatches for rank in ranks) / whole.steps,
@@ -222,5 +232,8 @@ def _of_ranks(whole: _Totals, seen: _Totals, chosen: slice, complete: bool) -> d
     if complete:
         idle, busy = sum(rank.idle for rank in seen_ranks), sum(rank.busy for rank in seen_ranks)
         values["idle/fraction"] = idle_fraction(busy, idle)
+        if any(IdleCause.WITHIN_GROUP in rank.waits for rank in seen_ranks):
+            within = sum(rank.waits.get(IdleCause.WITHIN_GROUP, 0.0) for rank in seen_ranks)
+            values["idle/within_group_fraction"] = idle_fraction(busy + idle - within, within)
         values["busy_seconds"] = seen.mean(rank.busy for rank in seen_ranks)
     return values

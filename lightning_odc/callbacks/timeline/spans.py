@@ -136,6 +136,7 @@ class Passage(NamedTuple):
 
     entered: int
     left: int
+    ahead: int = 0  # nanoseconds from its coming to the moment from which on it waited for the others
 
 
 def machine() -> str:
