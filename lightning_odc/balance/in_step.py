@@ -9,10 +9,9 @@ ranks before it: the largest load so far of each ``m``. Below the profile, load 
 are also cut evenly, and into single samples.
 
 If the number of ranks does not divide the number of samples, ``n = q * num_ranks + r``, then ``r`` ranks get one more
-than the others. A rank with ``q + 1`` samples has as many microbatches as one with ``q`` only if it puts two together.
-So ``r`` pairs of short samples stay together and count as one; or the shortest samples are cut into runs, of which the
-first ``r`` have one sample more, and the rest is shared out as before. If there are no such pairs, every sample runs
-alone, and the other ranks end with an empty microbatch.
+than the others. The shortest samples are cut into runs, of which the first ``r`` have one sample more, and the rest is
+shared out as before. Ranks with ``q + 1`` samples put two together. If that does not fit, every sample runs alone, and
+the other ranks end with an empty microbatch.
 """
 
 from __future__ import annotations
@@ -35,35 +34,26 @@ _MANY = 256  # samples above which ranks are lined up only
 def in_step(work: Microbatches, lined_up: bool) -> Plan:
     """The microbatches of every rank, equally many; some are empty if they must be. All caps are equal."""
     ranks, (whole, spare) = work.num_ranks, divmod(len(work), work.num_ranks)
-    pairs = work.pairs(spare) if whole else []
-    if spare and not pairs:
-        alone = _deal(work, work.costs.sum(0), np.full(len(work), ranks))
-        samples = np.arange(len(work))  # each in a microbatch of its own
-        return [plan + [[]] * (whole + 1 - len(plan)) for plan in work.in_order(alone, samples, samples)]
-    if not spare:
-        options = list(_options(work, np.full(len(work), ranks), lined_up))
-    else:
-        glued = work.glued(pairs)
-        owners = np.full(len(glued), ranks)
-        owners[np.argsort(-(glued.members >= 0).sum(1), kind="stable")[:ranks]] = np.arange(ranks)
-        options = list(_options(glued, owners, lined_up))
-        for rows in range(min(whole, _MOST_ROWS if len(work) <= _FEW else 1)):
-            first = np.arange(ranks).repeat(rows + (np.arange(ranks) < spare))
-            options += _options(work, np.append(first, np.full(len(work) - len(first), ranks)), lined_up)
-    _, best, bins = min(options, key=itemgetter(0))
+    options: list[tuple[float, list[Bins]]] = []
+    tried = min(whole + 1, _MOST_ROWS if spare and len(work) <= _FEW else 1)
+    for rows in range(tried if whole else 0):
+        first = np.arange(ranks).repeat(rows + (np.arange(ranks) < spare) if spare else 0)
+        options += _options(work, np.append(first, np.full(len(work) - len(first), ranks)), lined_up)
+    if not options:
+        alone, samples = _deal(work, work.costs.sum(0), np.full(len(work), ranks)), np.arange(len(work))
+        return [own + [[]] * (whole + 1 - len(own)) for own in work.in_order(alone, samples, samples)]
+    _, bins = min(options, key=itemgetter(0))
     flat = [
         (rank, place, sample)
         for rank, own in enumerate(bins)
         for place, bin_ in enumerate(own)
         for sample in bin_
     ]
-    return best.in_order(*np.array(flat).T)
+    return work.in_order(*np.array(flat).T)
 
 
-def _options(
-    work: Microbatches, first: Ints, lined_up: bool
-) -> Iterator[tuple[float, Microbatches, list[Bins]]]:
-    """What collectives take for some microbatches of all ranks, the samples, and those; the ranks in ``first`` stay."""
+def _options(work: Microbatches, first: Ints, lined_up: bool) -> Iterator[tuple[float, list[Bins]]]:
+    """What collectives take for some microbatches of all ranks, and those; the ranks in ``first`` stay."""
     dealt = _deal(work, np.arange(len(work)), first)
     lined_up = lined_up and len(work) <= work.most_lined_up
     groupings = [(dealt, work.counts(as_rows(dealt[None], work.num_ranks)))]
@@ -75,7 +65,7 @@ def _options(
         # Each alone, neighbours by cost: where other numbers cost, not those by size.
         alone = _groups(work, _deal(work, work.costs.sum(0), first))
         bins_of_ranks = [[[sample] for sample in group] for group in alone]
-        yield _profile(work, bins_of_ranks), work, bins_of_ranks
+        yield _profile(work, bins_of_ranks), bins_of_ranks
     best = math.inf
     for owners, likely in groupings:
         groups = _groups(work, owners)
@@ -87,7 +77,7 @@ def _options(
         for bins in options:
             total = _profile(work, bins)
             best = min(best, total)
-            yield total, work, bins
+            yield total, bins
 
 
 def _groups(work: Microbatches, owners: Ints) -> Groups:

@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from copy import copy
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +53,7 @@ class Microbatches(ABC):
 
     # Costs are whole numbers, in one row for all ranks if those are equal, else in one row per rank.
     num_ranks: int
-    members: Ints  # [n, 1 or 2] the caller's indices of each sample: one, or two that stay together; -1: none
+    order: Ints  # [n] the caller's indices of the samples
     tokens: Ints  # [n] of each, rising
     costs: Floats  # [1 or num_ranks, n] of each sample alone, without overhead
     parts: Floats  # [1 or num_ranks, n] that each sample adds to a load, as far as it can be said alone
@@ -65,10 +64,10 @@ class Microbatches(ABC):
 
     def __init__(self, num_ranks: int, order: Ints) -> None:
         self.num_ranks = num_ranks
-        self.members = order[:, None]
+        self.order = order
 
     def __len__(self) -> int:
-        return len(self.members)
+        return len(self.order)
 
     def rows(self, ranks: Ints) -> Ints:
         """The rows of the arrays that are about these ranks."""
@@ -98,17 +97,13 @@ class Microbatches(ABC):
         order = np.lexsort((samples, places, ranks))
         ranks, places, samples = ranks[order], places[order], samples[order]
         is_first = np.append(True, (np.diff(ranks) != 0) | (np.diff(places) != 0))
-        begins, bins = np.flatnonzero(is_first), np.cumsum(is_first) - 1
-        indices = self.members[samples, 0]
+        begins, bins, indices = np.flatnonzero(is_first), np.cumsum(is_first) - 1, self.order[samples]
         costs = self.costs_of(ranks[begins], samples, begins)
         falling = np.lexsort((np.minimum.reduceat(indices, begins), -costs, ranks[begins]))
         turns = np.argsort(falling)[bins]  # when the microbatch of each sample has its turn
-        order = np.lexsort((indices, -self.costs[self.rows(ranks), samples], turns))
-        flat = self.members[samples[order]].ravel()
-        flat = flat[flat >= 0].tolist()
-        sizes = sums((self.members[samples] >= 0).sum(1), begins)[falling]
+        flat = indices[np.lexsort((indices, -self.costs[self.rows(ranks), samples], turns))].tolist()
+        ends = np.cumsum(np.diff(begins, append=len(samples))[falling]).tolist()
         plan: Plan = [[] for _ in range(self.num_ranks)]
-        ends = np.cumsum(sizes).tolist()
         for rank, begin, end in zip(ranks[begins][falling].tolist(), [0, *ends], ends, strict=False):
             plan[rank].append(flat[begin:end])
         return plan
@@ -136,33 +131,6 @@ class Microbatches(ABC):
     @abstractmethod
     def counts(self, groups: Ints) -> Sequence[int]:
         """Numbers of microbatches that are worth trying, if all ranks have equally many."""
-
-    @abstractmethod
-    def pairs(self, count: int) -> Bins:
-        """So many disjoint pairs of short samples that fit into one microbatch each; none if there are fewer."""
-
-    def glued(self, pairs: Bins) -> Self:
-        """The same minibatch, with samples that stay together as one."""
-        apart = set(range(len(self))).difference(*pairs)
-        units = sorted([*pairs, *([sample] for sample in apart)], key=lambda unit: (self._size(unit), unit))
-        flat = [sample for unit in units for sample in unit]
-        firsts = np.cumsum([0, *map(len, units[:-1])])
-        glued = copy(self)
-        index = self.members[:, 0].tolist()
-        # The costliest of a pair first, which is the later one.
-        glued.members = np.array(
-            [[index[unit[-1]], index[unit[0]] if len(unit) > 1 else -1] for unit in units]
-        )
-        glued._glue(units, flat, firsts)
-        return glued
-
-    @abstractmethod
-    def _size(self, unit: list[int]) -> int:
-        """The tokens of samples that stay together."""
-
-    @abstractmethod
-    def _glue(self, units: Bins, flat: list[int], firsts: Ints) -> None:
-        """Make the arrays those of units, which begin at ``firsts`` in ``flat``."""
 
 
 def as_rows(owners: Ints, num_ranks: int) -> Ints:

@@ -39,7 +39,7 @@ class Packed(Microbatches):
         kinds = 1 if costs.ranks_equal else self.num_ranks
         self.tokens, self._numbers, self._caps = rows[order, 0], list(rows[order].T), caps[:kinds].T
         overhead, pair = costs.overhead[:kinds], costs.pair[:kinds]
-        samples = np.broadcast_to(costs.samples, (kinds, len(rows)))[:, order]
+        samples = np.broadcast_to(costs.samples[:kinds], (kinds, len(rows)))[:, order]
         self.is_additive = not (overhead.any() or pair.any())
         # The number that fills most microbatches tells how full they are; where pairs cost, it is the first one.
         self._filling = 0 if pair.any() else int(np.argmax(rows.sum(0) / caps.sum(0)))
@@ -202,26 +202,6 @@ class Packed(Microbatches):
             costliest[:] = costliest[::2]
             bins.append(half)
         return bins
-
-    def pairs(self, count: int) -> Bins:
-        if 2 * count > len(self):
-            return []
-        # If any pairs fit, then the shortest with the longest of the shortest, and so on.
-        pairs = [[i, 2 * count - 1 - i] for i in range(count)]
-        shorter, longer = np.arange(count), np.arange(2 * count - 1, count - 1, -1)
-        together = [numbers[shorter] + numbers[longer] for numbers in self._numbers]
-        fit = all((sizes <= cap).all() for sizes, cap in zip(together, self._caps[:, 0], strict=True))
-        return pairs if fit else []
-
-    def _size(self, unit: list[int]) -> int:
-        return int(self.tokens[unit].sum())
-
-    def _glue(self, units: Bins, flat: list[int], firsts: Ints) -> None:
-        across = np.array([pairs_of_tokens(self.tokens[unit].tolist()) for unit in units])
-        pair = np.rint(self._pair[:, None] * across)
-        self.costs, self.parts = (sums(array[:, flat], firsts) + pair for array in (self.costs, self.parts))
-        self._numbers = [sums(numbers[flat], firsts) for numbers in self._numbers]
-        self.tokens, self._lists = self._numbers[0], []
 
     def _list(self) -> None:
         """What `_place` looks up, as lists, which are faster. A sample's numbers are one: each has 64 bits of it."""

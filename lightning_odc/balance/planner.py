@@ -6,7 +6,6 @@ import heapq
 import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
-from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -58,8 +57,8 @@ class Planner:
         cost: what samples cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
         allow_empty: Whether ``"local_sort"`` and ``"lb_micro"`` accept numbers of samples that ``num_ranks`` does not
             divide. Counts of samples then differ by one. A rank with fewer samples than others have microbatches
-            ends with empty ones, which the caller must run with weight zero. ``"lb_micro"`` needs none where enough
-            pairs of samples fit into one microbatch.
+            ends with empty ones, which the caller must run with weight zero. ``"lb_micro"`` needs none where ranks
+            with a sample more can put two together.
         align: Whether ``"lb_micro"`` makes microbatches of different ranks line up: the largest ones meet each other.
             Otherwise each rank spreads its cost evenly over its microbatches, as in the paper.
         collation: what the ``collate_fn`` makes of a microbatch, which decides its tokens and its cost; see
@@ -112,7 +111,13 @@ class Planner:
         """
         array = as_lengths(lengths)
         rows, caps = self._rows_and_caps(array)
-        self.check_feasible(len(array))
+        if not self.allow_empty and self.policy in COLLECTIVE_SAFE and len(array) % self.num_ranks:
+            raise ValueError(
+                f"policy={self.policy!r} gives {self.num_ranks} ranks equally many samples, and {len(array)} cannot be "
+                f"shared so. Write drop_last=True and a minibatch size that is a multiple of {self.num_ranks}, or "
+                'policy="lb_mini" with on-demand communication, or allow_empty=True and run empty microbatches with '
+                "weight zero."
+            )
         costs = MinibatchCosts.of(self._cost, array, self.num_ranks, self.collation)
         if self.policy == "local_sort":
             return self._local_sort(array if array.ndim == 1 else costs.samples[0])
@@ -142,30 +147,10 @@ class Planner:
         caps = as_caps(self.max_tokens, self.num_ranks)
         return rows, check_caps(lengths, rows, caps, self.num_ranks)
 
-    def check_feasible(self, num_samples: int) -> None:
-        """Check what the number of samples alone decides.
-
-        Raises:
-            ValueError: the policy needs equal counts, and that many samples cannot give them.
-        """
-        if self.allow_empty or self.policy not in COLLECTIVE_SAFE or num_samples % self.num_ranks == 0:
-            return
-        raise ValueError(
-            f"policy={self.policy!r} gives {self.num_ranks} ranks equally many samples, and {num_samples} cannot be "
-            f"shared so. Write drop_last=True and a minibatch size that is a multiple of {self.num_ranks}, or "
-            'policy="lb_mini" with on-demand communication, or allow_empty=True and run empty microbatches with weight '
-            "zero."
-        )
-
     def _local_sort(self, lengths: Ints | Floats) -> Plan:
-        ranks = np.arange(len(lengths)) % self.num_ranks
-        order = np.lexsort((-lengths, ranks)).tolist()  # rank by rank, the longest first, ties by index
-        ends = np.cumsum(np.bincount(ranks, minlength=self.num_ranks)).tolist()
-        most = -(-len(lengths) // self.num_ranks)
-        plan: Plan = []
-        for begin, end in pairwise([0, *ends]):
-            plan.append([[sample] for sample in order[begin:end]] + [[] for _ in range(most - (end - begin))])
-        return plan
+        order, ranks = np.argsort(-lengths, kind="stable"), self.num_ranks  # the longest first, ties by index
+        plan = [[[sample] for sample in order[order % ranks == rank].tolist()] for rank in range(ranks)]
+        return [own + [[]] * (len(plan[0]) - len(own)) for own in plan]
 
 
 def plan_minibatch(

@@ -50,10 +50,10 @@ class Tables(Microbatches):
         super().__init__(len(caps), order)
         kinds = 1 if costs.ranks_equal else self.num_ranks
         self.tokens, self._caps = rows[order, 0], caps[:kinds].T
-        self._is_stacked, self._heights = collation.kind == "stacked", np.ones(len(rows), dtype=np.int64)
+        self._is_stacked = collation.kind == "stacked"
         # Samples that are not neighbours may fit together, so no bound follows from the other numbers.
         self._others = list((rows[order, 1:] * (not below)).T)
-        samples, extra = costs.samples[:, order], costs.extra_cost[:, order]
+        samples, extra = costs.samples[:kinds, order], costs.extra_cost[:kinds, order]
         overhead = costs.overhead[:kinds]
         self.scale = grid_scale(float(samples.max() + overhead.max()) * (len(rows) + 1))
         whole = np.floor if below else np.rint
@@ -67,53 +67,45 @@ class Tables(Microbatches):
         self._extra = np.broadcast_to(np.floor(extra * self.scale), (kinds, len(rows)))
         # Of equal plans, the one with fewer microbatches is better, so each costs a grid point more.
         self.overhead = whole(overhead * self.scale) + (not below)
-        self._set_costs()
-
-    def _set_costs(self) -> None:
-        """What follows from the costs of rows: what all samples cost if they are cut together, and samples' parts."""
         self._has_extra = bool(self._extra.any())
-        self.costs = self._row_costs * self._heights + self._extra
-        firsts = self._firsts(int(np.argmax(self._caps[0])), np.arange(len(self))).tolist()
-        ends = np.cumsum(self._heights).tolist()
-        total, self._pool = cut(self._row_costs.min(0).tolist(), firsts, float(self.overhead.min()), ends)
+        self.costs = self._row_costs + self._extra
+        # What all samples cost if they are cut together, and the part of each sample in that.
+        firsts = self._firsts(int(np.argmax(self._caps[0])), np.arange(len(self)))
+        total, self._pool = cut(self._row_costs.min(0), firsts, float(self.overhead.min()))
         self._level = total + float(self._extra.min(0).sum())
-        sizes = [len(table) for table in self._pool]
-        rows = sums(self._heights, np.array([table[0] for table in self._pool]))
+        sizes = np.array([len(table) for table in self._pool])
         longest = self._row_costs[:, [table[-1] for table in self._pool]]
-        share = longest + np.rint(self.overhead[:, None] / rows)
-        self.parts = np.repeat(share, sizes, axis=1) * self._heights + self._extra
+        share = longest + np.rint(self.overhead[:, None] / sizes)
+        self.parts = np.repeat(share, sizes, axis=1) + self._extra
 
     def _firsts(self, row: int, samples: Ints) -> Ints:
         """For each place in ``samples``, which rise, the first one that may share a table with it."""
-        tokens, firsts = self.tokens[samples], np.zeros_like(samples)
-        caps = [self._caps[0, row] // tokens, *self._caps[1:, row]]
-        for numbers, cap in zip((self._heights, *self._others), caps, strict=True):
+        tokens, places = self.tokens[samples], np.arange(len(samples))
+        firsts = places + 1 - self._caps[0, row] // tokens
+        for numbers, cap in zip(self._others, self._caps[1:, row], strict=True):
             ends = np.cumsum(numbers[samples])
             firsts = np.maximum(firsts, np.searchsorted(np.append(0, ends), ends - cap))
         if self._is_stacked:
             firsts = np.maximum(firsts, np.searchsorted(tokens, tokens))
-        return np.minimum(firsts, np.arange(len(samples)))
+        return np.clip(firsts, 0, places)
 
     def bins(self, ranks: Ints, groups: Ints) -> tuple[Floats, Ints]:
         """``least[p, i]``: the least cost of the first ``i`` samples, as in the example above, of all sets at once."""
         rows, lines = self.rows(ranks), np.arange(len(groups))
         real, known = groups < len(self), groups % len(self)
         costs, tokens = self._row_costs[rows[:, None], known], self.tokens[known]
-        numbers = [self._heights[known], *(own[known] for own in self._others)]
-        caps = [self._caps[0, rows, None] // tokens, *self._caps[1:, rows, None]]
-        caps = [
-            np.maximum(cap, own) for cap, own in zip(caps, numbers, strict=True)
-        ]  # one alone is never refused
-        before = [np.zeros((len(groups), groups.shape[1] + 1), dtype=np.int64) for _ in caps]
-        for begins, own in zip(before, numbers, strict=True):
-            np.cumsum(own, axis=1, out=begins[:, 1:])
-        least, cuts = np.zeros(before[0].shape), np.zeros_like(groups)
+        heights = np.maximum(self._caps[0, rows, None] // tokens, 1)  # one alone is never refused
+        others = [own[known] for own in self._others]
+        caps = [np.maximum(cap[rows, None], own) for cap, own in zip(self._caps[1:], others, strict=True)]
+        before = [np.cumsum(own, axis=1) - own for own in others]
+        least, cuts = np.zeros((len(groups), groups.shape[1] + 1)), np.zeros_like(groups)
         for last in range(groups.shape[1]):
-            heights = before[0][:, last + 1, None] - before[0][:, : last + 1]
-            total = heights * costs[:, last, None] + least[:, : last + 1]
-            total[heights > caps[0][:, last, None]] = np.inf
-            for begins, cap in zip(before[1:], caps[1:], strict=True):
-                total[begins[:, last + 1, None] - begins[:, : last + 1] > cap[:, last, None]] = np.inf
+            rising = np.arange(last + 1, 0, -1)
+            total = rising * costs[:, last, None] + least[:, : last + 1]
+            total[rising > heights[:, last, None]] = np.inf
+            for own, begins, cap in zip(others, before, caps, strict=True):
+                ends = (begins + own)[:, last, None]
+                total[ends - begins[:, : last + 1] > cap[:, last, None]] = np.inf
             if self._is_stacked:
                 total[tokens[:, : last + 1] != tokens[:, last, None]] = np.inf
             cuts[:, last] = begin = total.argmin(1)
@@ -130,10 +122,10 @@ class Tables(Microbatches):
     def costs_of(self, ranks: Ints, samples: Ints, begins: Ints) -> Floats:
         rows, counts = self.rows(ranks), np.diff(begins, append=len(samples))
         longest = self._row_costs[rows, samples[begins + counts - 1]]
-        found = sums(self._heights[samples], begins) * longest + self.overhead[rows]
-        return (
-            found + sums(self._extra[np.repeat(rows, counts), samples], begins) if self._has_extra else found
-        )
+        found = counts * longest + self.overhead[rows]
+        if not self._has_extra:
+            return found
+        return found + sums(self._extra[np.repeat(rows, counts), samples], begins)
 
     def bound(self) -> float:
         filled = self.tokens / np.maximum(self._caps[0, :, None], self.tokens)
@@ -174,8 +166,7 @@ class Tables(Microbatches):
         rows, samples = self.rows(np.arange(len(groups))), np.array(groups)
         firsts = np.max([self._firsts(row, group) for row, group in zip(rows, samples, strict=True)], axis=0)
         costs = self._row_costs[rows[:, None], samples].max(0)
-        ends = np.cumsum(self._heights[samples].max(0))
-        _, tables = cut(costs.tolist(), firsts.tolist(), float(self.overhead.max()), ends.tolist())
+        _, tables = cut(costs, firsts, float(self.overhead.max()))
         yield [[[group[place] for place in table] for table in tables] for group in groups]
 
     def along(self, rank: int, samples: list[int], profile: list[float]) -> tuple[Bins, list[float]] | None:
@@ -183,12 +174,11 @@ class Tables(Microbatches):
         # In each turn one more table, of samples ``j .. i - 1``, is put on the next entry of the profile.
         row, count = rank if len(self.costs) > 1 else 0, len(samples)
         falling = np.array(samples[::-1])
-        rows = np.append(0, np.cumsum(self._heights[falling]))
+        places = np.arange(count + 1)
         extra = np.append(0.0, np.cumsum(self._extra[row, falling]))
-        costs = (rows - rows[:-1, None]) * self._row_costs[row, falling, None]  # [j, i]
+        costs = (places - places[:-1, None]) * self._row_costs[row, falling, None]  # [j, i]
         costs = costs + extra - extra[:-1, None] + self.overhead[row]
         ends = count - self._firsts(row, falling[::-1])[::-1]  # [j] the last sample that fits
-        places = np.arange(count + 1)
         fits = (places > places[:-1, None]) & (places <= ends[:, None])
         costs = np.where(fits, costs, np.inf)
         least, begins = np.where(places, np.inf, 0.0), []
@@ -207,51 +197,25 @@ class Tables(Microbatches):
             found.sort(key=lambda one: -one[0])
         return [bin_ for _, bin_ in found], [load for load, _ in found]
 
-    def pairs(self, count: int) -> Bins:
-        """Neighbours, so that they pad little."""
-        pairs: Bins = []
-        sample = 0
-        while sample + 1 < len(self) and len(pairs) < count:
-            if not self._firsts(0, np.array([sample, sample + 1])).any():
-                pairs.append([sample, sample + 1])
-                sample += 1
-            sample += 1
-        return pairs if len(pairs) == count else []
 
-    def _size(self, unit: list[int]) -> int:
-        return int(self.tokens[unit].max())
+def cut(costs: Floats, firsts: Ints, overhead: float) -> tuple[float, list[range]]:
+    """Consecutive tables of least total cost: the cost, and the places of the samples of each table.
 
-    def _glue(self, units: Bins, flat: list[int], firsts: Ints) -> None:
-        self.tokens = np.maximum.reduceat(self.tokens[flat], firsts)
-        self._heights, *self._others = (sums(own[flat], firsts) for own in (self._heights, *self._others))
-        self._row_costs = np.maximum.reduceat(self._row_costs[:, flat], firsts, axis=1)
-        self._extra = sums(self._extra[:, flat], firsts)
-        self._set_costs()
-
-
-def cut(
-    costs: Sequence[float],  # [n] of a row as long as each sample, rising
-    firsts: Sequence[
-        int
-    ],  # [n] the first sample that may share a table with each, where that is the longest; rising
-    overhead: float,  # of a table
-    ends: Sequence[int],  # [n] how many rows the samples up to each one have together
-) -> tuple[float, list[range]]:
-    """Consecutive tables of least total cost: the cost, and the places of the samples of each table."""
+    Of each sample ``[n]``: what a row as long costs, and the first sample that may share a table with it; both rise.
+    """
     # If a table may begin at either of two samples, the later one is better from some sample on, and stays better: rows
     # only get longer, and it has fewer of them. So beginnings are queued with the samples from which they are better,
     # and one that another overtakes before that is dropped. That takes about as long as sorting.
-    before = [0, *ends]
+    of_rows, rising = costs.tolist(), firsts.tolist()
     least, begins = [0.0], list[int]()  # [n + 1] cost of the samples before each, [n]
     queue, times, head = list[int](), list[int](), 0  # beginnings, and the sample from which each is the best
-    for here, cost in enumerate(costs):
+    for here, cost in enumerate(of_rows):
         time = here
         while len(queue) > head:
             last = queue[-1]
-            saved = (least[here] - least[last]) / (before[here] - before[last])
-            time = bisect_right(costs, saved, here)
-            if time > here and firsts[time - 1] > last:
-                time = bisect_right(firsts, last, here)
+            time = bisect_right(of_rows, (least[here] - least[last]) / (here - last), here)
+            if time > here and rising[time - 1] > last:
+                time = bisect_right(rising, last, here)
             if time > times[-1] and time > here:
                 break
             time = here
@@ -262,7 +226,7 @@ def cut(
         while len(queue) > head + 1 and times[head + 1] <= here:
             head += 1
         begins.append(queue[head])
-        least.append(least[queue[head]] + (before[here + 1] - before[queue[head]]) * cost + overhead)
+        least.append(least[queue[head]] + (here + 1 - queue[head]) * cost + overhead)
     tables, end = list[range](), len(begins)
     while end:
         tables.append(range(begins[end - 1], end))

@@ -178,16 +178,6 @@ def learnt(rows: Any) -> FittedCost:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"lengths": [(5, 3), (4,)]}, r"sample 0 has 2, and sample 1 has 1: length_fn=lambda sample: \(len"),
-    ({"lengths": [(), ()]}, r"a row of 2 to 8, and every row has 0"),
-    ({"lengths": [range(9), range(9)]}, r"every row has 9 numbers"),
-    (
-        {"lengths": [(5, 3), (4, -1)]},
-        r"sample 1 has length \(4, -1\).*only the numbers after the first may be 0",
-    ),
-    ({"lengths": [(5, 3), (0, 4)]}, r"sample 1 has length \(0, 4\).*put first what every sample has"),
-    ({"lengths": [(5, 3), (4, float("nan"))]}, r"sample 1 has length \(4, nan\)"),
-    ({"lengths": [(5, 3), (4, 1.5)]}, r"sample 1 has length \(4, 1.5\)"),
     ({"max_tokens": 9}, r"2 numbers each, and max_tokens=9 caps 1: .*max_tokens=\(9, 3\)"),
     ({"max_tokens": [(9, 9), 9]}, r"another number of caps on one rank.*max_tokens=\[\(9, 9\), \(9, 9\)\]"),
     ({"max_tokens": (9, 0)}, r"max_tokens must be a whole number of at least 1, got 0"),

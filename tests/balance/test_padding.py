@@ -46,9 +46,13 @@ def test_a_microbatch_is_empty_only_where_it_must_be(lengths, ranks, room, kind,
     options: dict[str, Any] = {"cost": cost_named(cost, ranks), "allow_empty": True, "collation": collation}
     plan = plan_minibatch(lengths, ranks, cap, "lb_micro", **options)
     # Pairing the shortest with the longest of them makes the longest pair as short as it can be.
-    pairs = zip(sorted(lengths)[:more], sorted(lengths)[: 2 * more][::-1], strict=False)
-    fit = len(lengths) > ranks and all(collation.tokens([*pair]) <= cap for pair in pairs)
-    assert all(own for rank in plan for own in rank) == (not more or fit)
+    short, is_full = sorted(lengths)[: 2 * more], all(own for rank in plan for own in rank)
+    enough = len(lengths) > ranks
+    assert not is_full or not more or enough
+    assert not is_full or all(
+        collation.tokens([*pair]) <= cap for pair in zip(short[:more], short[::-1], strict=False)
+    )
+    assert is_full or not enough or collation.tokens(short[-2:]) > cap, "any two of the short ones fit"
 
 
 def ways_to_pack(items: list[int]) -> Iterator[list[list[int]]]:

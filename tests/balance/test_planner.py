@@ -203,12 +203,7 @@ def test_knowing_of_dense_attention_does_not_hurt(lengths, ranks, policy, consta
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"lengths": [5, 0, 3]}, r"sample 1 has length 0 .*leave empty samples out"),
-    ({"lengths": [5.0, float("nan")]}, r"sample 1 has length nan"),
-    ({"lengths": [5.5, 3]}, r"sample 0 has length 5.5"),
-    ({"lengths": [5, 1e21]}, r"sample 1 has length 1e\+21 .*, below 2\*\*40"),
-    ({"lengths": [[[5, 3]]]}, r"shape \[1, 1, 2\]: lengths=\[812"),
     ({"lengths": []}, r"at least one sample"),
-    ({"lengths": ["a", "b"]}, r"lengths=\[len\(x\) for x in samples\]"),
     ({"max_tokens": 4}, r"sample 0 has 5 tokens, more than max_tokens=4.*write max_tokens=5"),
     ({"max_tokens": 0}, r"max_tokens must be a whole number of at least 1"),
     ({"num_ranks": 0}, r"num_ranks must be a whole number of at least 1, got 0: num_ranks=8"),

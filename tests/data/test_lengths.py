@@ -160,6 +160,7 @@ def test_wrong_lengths_are_named():
         ([3, 0, 4], "sample 1 has length 0"),
         ([3, -1, 0], r"sample 1 has length -1 \(2 such samples"),
         ([3, 2.5, 4], "sample 1 has length 2.5"),
+        ([3, float("nan"), 1e21], r"sample 1 has length nan \(2 such samples"),
         ([3, 4, 2**40], r"sample 2 has length 1.09951e\+12"),
         ([3, 4, 10**400], "one number per sample"),
         ([3, 4], "lengths has 2 entries, but the data set has 3 samples"),
@@ -176,6 +177,7 @@ def test_wrong_lengths_are_named():
         ),
         ([(3, 1), (4, 1), (0, 2)], r"sample 2 has length \(0, 2\).*put first what every sample has"),
         ([(3, 1), (4, float("nan")), (5, 2)], r"sample 1 has length \(4, nan\)"),
+        ([range(9)] * 3, "every row has 9 numbers"),
     ]
     assert_refused(lambda lengths: as_lengths(lengths, count=3), cases)
 
