@@ -21,7 +21,7 @@ LINES = {
     "": 2736,
     "benchmarks": 11650,
     "advisor": 620,
-    "balance": 3050,
+    "balance": 2940,
     "bench": 2080,
     "callbacks": 2290,
     "data": 3300,
