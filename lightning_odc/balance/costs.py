@@ -49,8 +49,8 @@ class MinibatchCosts:
     @property
     def ranks_equal(self) -> bool:
         """Whether a microbatch costs the same on every rank."""
-        per_rank = (self.samples, self.overhead, self.pair)
-        return all(bool((cost == cost[0]).all()) for cost in per_rank)
+        per_rank = (self.overhead, self.pair)
+        return len(self.samples) == 1 and all(bool((cost == cost[0]).all()) for cost in per_rank)
 
     def average(self) -> MinibatchCosts:
         """The mean over ranks, as the costs of one rank."""

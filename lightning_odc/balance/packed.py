@@ -39,7 +39,7 @@ class Packed(Microbatches):
         kinds = 1 if costs.ranks_equal else self.num_ranks
         self.tokens, self._numbers, self._caps = rows[order, 0], list(rows[order].T), caps[:kinds].T
         overhead, pair = costs.overhead[:kinds], costs.pair[:kinds]
-        samples = np.broadcast_to(costs.samples[:kinds], (kinds, len(rows)))[:, order]
+        samples = np.broadcast_to(costs.samples, (kinds, len(rows)))[:, order]
         self.is_additive = not (overhead.any() or pair.any())
         # The number that fills most microbatches tells how full they are; where pairs cost, it is the first one.
         self._filling = 0 if pair.any() else int(np.argmax(rows.sum(0) / caps.sum(0)))

@@ -53,7 +53,7 @@ class Tables(Microbatches):
         self._is_stacked = collation.kind == "stacked"
         # Samples that are not neighbours may fit together, so no bound follows from the other numbers.
         self._others = list((rows[order, 1:] * (not below)).T)
-        samples, extra = costs.samples[:kinds, order], costs.extra_cost[:kinds, order]
+        samples, extra = costs.samples[:, order], costs.extra_cost[:, order]
         overhead = costs.overhead[:kinds]
         self.scale = grid_scale(float(samples.max() + overhead.max()) * (len(rows) + 1))
         whole = np.floor if below else np.rint

@@ -351,7 +351,9 @@ class MinibatchPlan:
         else:
             positions = planner.plan(lengths)
             costs = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
-            if learnt is None and costs.ranks_equal and not isinstance(planner.max_tokens, list):
+            by_rank = (costs.samples, costs.overhead, costs.pair)
+            is_equal = all(bool((values == values[0]).all()) for values in by_rank)
+            if learnt is None and is_equal and not isinstance(planner.max_tokens, list):
                 first = turn % planner.num_ranks  # see Note [Ranks take turns]
                 positions = positions[first:] + positions[:first]
         counts = options.sample_weights(lengths)
