@@ -154,10 +154,6 @@ def _margins(m: Losses, b: Any) -> Tensor:
     return m.log_probabilities(b["input_ids"]) - m.log_probabilities(b["rejected"])
 
 
-def _pairs(m: Losses, b: Any) -> Tensor:
-    return -F.logsigmoid(0.1 * _margins(m, b)).mean()
-
-
 def _referenced(m: Losses, b: Any) -> Tensor:
     """Of a policy that begins as its reference: all losses are log 2."""
     with torch.no_grad():
@@ -245,10 +241,6 @@ def _rare_weights(m: Losses, b: Any) -> Tensor:
     return F.cross_entropy(m.classes(m.pooled(b))[:, :2], b["rare"], weight=weight)
 
 
-def _class_weights(m: Losses, b: Any) -> Tensor:
-    return _classes(m, b, weight=torch.arange(1.0, 5.0).to(m.mix.weight))
-
-
 def _padded_mean(m: Losses, b: Any) -> Tensor:
     return F.mse_loss(m.classes(m.states(b["input_ids"]).mean(1)), b["target"])
 
@@ -293,7 +285,7 @@ _KINDS: dict[str, tuple[str, Callable[[Losses, Any], Any]]] = {
     "regression": ("samples", _regression),
     "series": ("samples", _series),
     "means of sequences": ("samples", _sequence_means),
-    "preference pairs": ("samples", _pairs),
+    "preference pairs": ("samples", lambda m, b: -F.logsigmoid(0.1 * _margins(m, b)).mean()),
     "reward pairs": ("samples", _rewards),
     "several tasks": ("samples", _several_tasks),
     "ctc": ("samples", _ctc),
@@ -303,7 +295,7 @@ _KINDS: dict[str, tuple[str, Callable[[Losses, Any], Any]]] = {
     "sum": ("sum", lambda m, b: _classes(m, b, reduction="sum")),
     "noise": ("samples", _noise_predicted),
     "dropout": ("labels", _dropout),
-    "class weights": ("whole", _class_weights),
+    "class weights": ("whole", lambda m, b: _classes(m, b, weight=torch.arange(1.0, 5.0).to(m.mix.weight))),
     "contrastive": ("whole", _contrastive),
     "ranked pairs": ("whole", _ranked),
     "batch norm": ("whole", _classes),
