@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-import warnings
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +39,7 @@ from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.minibatch import sample_count, token_count
 from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.engine.peers import Word
-from tests.support.modules import Memory, TokenModule, loader, trainer
+from tests.support.modules import Memory, TokenModule, loader, trainer, warned
 from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 
 SLEEPS = [
@@ -302,15 +301,11 @@ def test_waiting_that_cannot_be_seen_is_not_guessed(rank, kind, says, is_known):
     if kind == "tensor parallel":
         module = Sharded("mean")
         strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=2)
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        patch("torch.distributed.is_gloo_available", lambda: kind != "no gloo"),
-    ):
-        warnings.simplefilter("always")
+    with warned() as caught, patch("torch.distributed.is_gloo_available", lambda: kind != "no gloo"):
         fitting = trainer(2, callbacks=[monitor], strategy=strategy, logger=Memory())
         fitting.fit(module, loader([microbatch(0)] * STEPS))
     assert (fitting.global_step, monitor.complete) == (STEPS, False)
-    said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
+    said = [one for one in caught if "DeviceIdleMonitor" in one]
     assert len(said) == (rank == 0)
     assert rank or f"DeviceIdleMonitor {says}" in said[0]
     last = set(monitor.last_step)

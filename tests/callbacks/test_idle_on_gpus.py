@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -32,7 +31,7 @@ from lightning_odc.engine.tracing import Fanout, Tracer
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import WaitTimeoutError
 from tests.callbacks.test_idle import MS, SCALES, SLACK, STEPS, errors_of, fit, one_process
-from tests.support.modules import Memory
+from tests.support.modules import Memory, warned
 from tests.support.ranks import run_ranks
 
 
@@ -424,10 +423,9 @@ def _sampled(rank: int, fails_on: int | None = None) -> Any:
     measurement.compute_stream = lambda device: stream  # type: ignore[assignment, return-value]
     measurement.CudaProfile = profile  # type: ignore[assignment, misc]
     torch.distributed.get_backend_config = lambda: "cuda:nccl"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warned() as caught:
         monitor, memory = fit(rank, "collective", 2, 1)
-    said = [str(warning.message) for warning in caught if "DeviceIdleMonitor" in str(warning.message)]
+    said = [one for one in caught if "DeviceIdleMonitor" in one]
     return memory.rows, monitor.complete, monitor.last_epoch, said
 
 

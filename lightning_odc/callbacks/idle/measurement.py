@@ -260,14 +260,8 @@ class IdleMeasurement:
         for handle in self._calls:
             handle.remove()
 
-    def take_recent(self, per_rank: bool) -> dict[str, float]:
-        """The values over the steps since the last call."""
-        summary, self.recent = self.recent, IdleSummary()
-        return summary.values(self.complete, per_rank, self._group_size)
-
-    def take_epoch(self, per_rank: bool) -> dict[str, float]:
-        """The values over the steps since the last call, which is one epoch ago."""
-        summary, self.epoch = self.epoch, IdleSummary()
+    def values(self, summary: IdleSummary, per_rank: bool) -> dict[str, float]:
+        """What `recent` or `epoch` amounts to."""
         return summary.values(self.complete, per_rank, self._group_size)
 
     def _add(self, rounds: list[Round]) -> Iterator[int]:

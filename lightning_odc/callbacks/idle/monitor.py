@@ -12,6 +12,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_odc.callbacks.idle.measurement import IdleMeasurement
+from lightning_odc.callbacks.idle.summary import IdleSummary
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.errors import ODCError
 
@@ -117,15 +118,13 @@ class DeviceIdleMonitor(Callback):
         with self._harmless(trainer):
             measurement.pause()
             self._log_steps(trainer, measurement, measurement.finish())
-            values = {**measurement.take_epoch(self.per_rank), **_memory_values(trainer)}
+            epoch, measurement.epoch = measurement.epoch, IdleSummary()
+            values = measurement.values(epoch, self.per_rank) | _memory_values(trainer)
             self.last_epoch = {f"{name}_epoch": value for name, value in values.items()}
             self._write(trainer, {**self.last_epoch, "epoch": trainer.current_epoch}, trainer.global_step - 1)
             if not trainer.loggers:
                 said = ", ".join(f"{name} {values[name]:.4g}" for name in _SAID if name in values)
                 rank_zero_info(f"DeviceIdleMonitor, epoch {trainer.current_epoch}: {said}")
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._release(trainer)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -142,7 +141,8 @@ class DeviceIdleMonitor(Callback):
         for step in steps:
             if interval and measurement.recent.steps >= interval:
                 self._look_for_gaps(trainer)
-                self.last_step = {**measurement.take_recent(self.per_rank), **_memory_values(trainer)}
+                recent, measurement.recent = measurement.recent, IdleSummary()
+                self.last_step = measurement.values(recent, self.per_rank) | _memory_values(trainer)
                 self._write(trainer, self.last_step, step)
                 logged = True
         return logged

@@ -12,10 +12,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 from lightning_odc.engine.tracing import Span
+from lightning_odc.engine.transports.host import boot_id
 from lightning_odc.metrics import idle_fraction
 
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "exchange"})
@@ -128,8 +128,6 @@ def covered(stretches: Iterable[tuple[int, int]]) -> int:
 
 # -- clocks ---------------------------------------------------------------------------------------------------
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
 
 class Passage(NamedTuple):
     """The moments at which a rank entered and left an exchange or a collective, in nanoseconds of its own clock."""
@@ -142,6 +140,6 @@ class Passage(NamedTuple):
 def machine() -> str:
     """An id that all processes share that have the same monotonic clock, containers included."""
     try:
-        return _BOOT_ID.read_text().strip()
+        return boot_id()
     except OSError:
         return socket.gethostname()
