@@ -19,15 +19,15 @@ FILES = {
 #: What leaves the package for `benchmarks/` counts there.
 LINES = {
     "": 2736,
-    "benchmarks": 11650,
+    "benchmarks": 11630,
     "advisor": 620,
     "balance": 2940,
     "bench": 2080,
-    "callbacks": 2290,
+    "callbacks": 2280,
     "data": 3300,
     "engine": 6548,
     "rl": 1050,
-    "sharding": 1210,
+    "sharding": 1205,
     "strategy": 4420,
 }
 
