@@ -182,8 +182,7 @@ class CollectiveEngine(Engine):
         self.publish()
 
     def reshard(self) -> None:
-        for module in fsdp_modules(self._model):
-            module.reshard()
+        reset_units(self._model)
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
         with self.traced("exchange"):

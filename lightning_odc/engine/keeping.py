@@ -343,8 +343,17 @@ def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[N
     # Looks at classes and at what was set on a module, so that no property runs and no wrapper passes it on.
     methods = [(m, vars(m).get("generate", getattr(type(m), "generate", None))) for m in model.modules()]
     found = [module for module, method in methods if callable(method)]
+
+    def within(method: Any) -> Callable[..., Any]:
+        @wraps(method)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            with gathered():
+                return method(*args, **kwargs)
+
+        return generate
+
     replaced = {module: vars(module).get("generate") for module in found}
-    made = {module: _within(gathered, cast(Any, module).generate) for module in found}
+    made = {module: within(cast(Any, module).generate) for module in found}
     with _compat.generating_alone(found):
         for module, generate in made.items():
             cast(Any, module).generate = generate
@@ -356,12 +365,3 @@ def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[N
                     del module.generate
                     if before is not None:
                         cast(Any, module).generate = before
-
-
-def _within(gathered: Callable[[], AbstractContextManager[None]], method: Any) -> Callable[..., Any]:
-    @wraps(method)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        with gathered():
-            return method(*args, **kwargs)
-
-    return generate

@@ -114,7 +114,7 @@ class Placeholders:
         self._sums = sums
         self._protocol = protocol
         self._slots = [slot for unit in units for slot in unit.slots]
-        self._laid: dict[ParamSlot, Placeholder] = {}
+        self.laid: dict[ParamSlot, Placeholder] = {}
         self._own: set[ParamSlot] = set()  # what this rank comes to a meeting for, to drop it
         protocol.drop_together = self._drop_together
 
@@ -128,22 +128,22 @@ class Placeholders:
                 grad.__class__ = Placeholder
                 grad.parameter_name = slot.name
             grad.zeroed = False
-            self._laid[slot] = grad
+            self.laid[slot] = grad
 
     def forget(self) -> None:
         """Forget what was emptied so far: Lightning empties gradients before the last backward pass of a minibatch."""
-        self._laid.clear()  # the objects keep their class: `lay` finds them, since the parameters are in use
+        self.laid.clear()  # the objects keep their class: `lay` finds them, since the parameters are in use
 
     def lift(self) -> None:
         """Turn placeholders back into zeros; those that were set to ``None`` are forgotten."""
-        for placeholder in self._laid.values():
+        for placeholder in self.laid.values():
             placeholder.__class__ = DTensor  # type: ignore[assignment]
-        self._laid.clear()
+        self.laid.clear()
 
     def emptied(self) -> set[ParamSlot]:
         """The parameters of which the user emptied the gradient."""
         gone = set()
-        for slot, placeholder in self._laid.items():
+        for slot, placeholder in self.laid.items():
             grad = slot.home.grad
             if grad is None or placeholder.zeroed:
                 gone.add(slot)
@@ -154,15 +154,6 @@ class Placeholders:
                     "`self.trainer.strategy.settle_gradients()`."
                 )
         return gone
-
-    def check_not_laid(self, slots: Iterable[ParamSlot]) -> None:
-        """Refuse a second backward pass that the engine does not know."""
-        for slot in slots:
-            if slot in self._laid:
-                raise ODCError(
-                    "Several backward passes in one optimizer step must go through Lightning: write "
-                    "`self.manual_backward(loss)` instead of `loss.backward()`."
-                )
 
     def drop_emptied(self) -> None:
         """Drop what the user emptied on this rank, if anything."""
@@ -182,7 +173,7 @@ class Placeholders:
 
     def _drop_together(self, named: Sequence[str], came_for: str) -> None:
         """All ranks have met, some of them to drop gradients."""
-        laid = self._laid.keys()
+        laid = self.laid.keys()
         theirs = set(compress(self._slots, any_flags(named, len(self._slots))))
         own = self._own | self.emptied()
         left = [slot.name for slot in self._slots if slot in theirs & laid - own]

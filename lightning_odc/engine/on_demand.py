@@ -212,7 +212,11 @@ class OnDemandEngine(Engine):
         """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of the fresh parameters]``."""
         if not self._in_backward:  # a pass of the user's own: was a gradient emptied?
             self.ran_outside = True
-            self._placeholders.check_not_laid(unit.fresh)
+            if self._placeholders.laid.keys() & unit.fresh.keys():
+                raise ODCError(
+                    "Several backward passes in one optimizer step must go through Lightning: write "
+                    "`self.manual_backward(loss)` instead of `loss.backward()`."
+                )
         for shard in _compat.with_gradient_hooks(slot.home for slot in unit.fresh):
             self._late_hooks.hold(shard)  # they are called when the step settles
         assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
@@ -232,7 +236,14 @@ class OnDemandEngine(Engine):
     def begin_batch(self, **options: bool) -> None:
         super().begin_batch(**options)
         if any(not slot.hooked and slot.current.requires_grad for unit in self._units for slot in unit.slots):
-            self._reattach()
+            # Parameters were unfrozen: the accumulators need another layout.
+            if any(self.exchange("unfreeze parameters", any(unit.used for unit in self._units))):
+                raise ODCError(
+                    "Parameters were unfrozen between two batches of one optimizer step. Unfreeze them before the "
+                    "first of its batches, on all ranks, for example in `on_train_epoch_start`."
+                )
+            self.close()
+            self.attach(self._model, gradients=self._gradients)
 
     def discard(self) -> None:
         self._additions.end_backward()
@@ -497,13 +508,3 @@ class OnDemandEngine(Engine):
             unit.match_frozen()
             self._staleness.before_reshard(unit)
             unit.modules[0].reshard()
-
-    def _reattach(self) -> None:
-        """Parameters were unfrozen: the accumulators need another layout. All ranks together."""
-        if any(self.exchange("unfreeze parameters", any(unit.used for unit in self._units))):
-            raise ODCError(
-                "Parameters were unfrozen between two batches of one optimizer step. Unfreeze them before the first of "
-                "its batches, on all ranks, for example in `on_train_epoch_start`."
-            )
-        self.close()
-        self.attach(self._model, gradients=self._gradients)

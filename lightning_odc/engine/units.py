@@ -332,8 +332,9 @@ def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[Pa
             if isinstance(parameter, DTensor) and id(parameter) not in seen:
                 seen.add(id(parameter))
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                numel = _padded_numel(parameter)
-                slots.append(ParamSlot(name, module, attribute, numel, compute_dtype=parameter.dtype))
+                (mesh_dim, dim), shape = _placement_of(parameter), shape_of(parameter)
+                shape[dim] = math.ceil(shape[dim] / parameter.device_mesh.size(mesh_dim))  # padded
+                slots.append(ParamSlot(name, module, attribute, math.prod(shape), parameter.dtype))
     return slots
 
 
@@ -370,10 +371,3 @@ def shape_of(parameter: DTensor) -> list[int]:
             left = shape[placement.dim] - size * mesh.get_local_rank(mesh_dim)
             shape[placement.dim] = max(min(size, left), 0)
     return shape
-
-
-def _padded_numel(parameter: DTensor) -> int:
-    mesh_dim, dim = _placement_of(parameter)
-    shape = shape_of(parameter)
-    shape[dim] = math.ceil(shape[dim] / parameter.device_mesh.size(mesh_dim))
-    return math.prod(shape)

@@ -216,7 +216,7 @@ def dropped(laid: set[int], emptied: set[int], others: list[str], came_for: str)
     protocol: Any = SimpleNamespace(windows=[window], meet=lambda kind, item=None: None)
     parts: list[Any] = [[unit], [held], protocol]
     placeholders: Any = Placeholders(*parts)
-    placeholders._laid = {slots[number]: slots[number].home.grad for number in laid}
+    placeholders.laid = {slots[number]: slots[number].home.grad for number in laid}
     placeholders.lift = lambda: None
     protocol.drop_together(others, came_for)
     assert cleared == forgotten, "nor does it add later what it dropped"
