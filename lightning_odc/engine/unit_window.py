@@ -129,13 +129,10 @@ class UnitWindow:
         own_first = [(rank + step) % self._world_size for step in range(self._world_size)]
         self._word = Word.COUNT + index
         self._is_small = not transport.runs_ahead and self.owners * spec.shard_bytes <= _SMALL
-        by_window = [
-            transport.shard(owner, index).view(state.nodes, spec.shard_numel).unbind()
-            for owner in range(self._world_size)
-        ]
-        # what this rank's window holds, shape ``[nodes, shard_numel]``
-        self.shards = transport.shard(rank, index).view(state.nodes, spec.shard_numel)
-        self.own_shard = by_window[rank][state.node]  # this rank's row of it
+        windows = [transport.shard(owner, index) for owner in range(self._world_size)]
+        by_window = [shards.view(state.nodes, spec.shard_numel) for shards in windows]
+        self.shards = by_window[rank]  # what this rank's window holds, ``[nodes, shard_numel]``
+        self.own_shard = self.shards[state.node]
         self._shards = [shard for shards in zip(*by_window, strict=True) for shard in shards]
         # Window 0 with [s0] at 0 and [s2] at 2 * shard_numel; then the own one with [s3] alone, since s1 is here.
         self._published = []
@@ -157,7 +154,6 @@ class UnitWindow:
             for owner in own_first
         ]
         self._sums = [transport.accumulator(rank, index, source) for source in range(sources)]
-        self.own_accumulator = self._sums[source]  # where this rank adds what its own window takes
 
     def publish(self, edited: bool = True) -> None:
         """Make `own_shard` readable as the current version. ``edited``: more than what is trained may have changed."""

@@ -120,7 +120,7 @@ for microbatch in (1, 2, 3):
     rank1.windows[0].accumulate(gradient.view(-1), whole)
 
 for rank in (rank0, rank1):
-    print("in its accumulator:", rank.windows[0].own_accumulator.tolist())
+    print("in its accumulator:", rank.windows[0].summed().tolist())
 
 # %% [markdown]
 # With a reduce-scatter, three microbatches on rank 1 would have needed three on rank 0, or the job would hang.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from typing import Any
 
@@ -70,16 +69,6 @@ def test_a_thief_that_comes_too_late_helps_the_next_peer():
     idle._transport.lock = late  # type: ignore[method-assign]
     assert idle.steal() == (2, 2)
     assert second.take() == 0
-
-
-def test_a_peer_that_has_not_begun_is_waited_for_and_then_helped():
-    (_, protocols), costs = opened(), [[], [1.0, 1.0]]
-    early = WorkQueues(protocols[0], 2, costs)
-    WorkQueues(protocols[1], 1, costs)  # of the minibatch before
-    timer = threading.Timer(0.2, lambda: WorkQueues(protocols[1], 2, costs))
-    timer.start()
-    assert early.steal() == (1, 1)
-    timer.join()
 
 
 def test_too_many_microbatches_and_a_fixed_order_of_sums_are_refused():

@@ -116,13 +116,6 @@ def test_one_that_fails_is_told_with_its_reason(three):
     assert three[0].trouble().startswith(told), "before one that followed"
 
 
-def test_one_that_dies(three):
-    three[2]._peers[0]._socket.close()
-    eventually(lambda: bool(three[0].trouble()))
-    died = "Rank 2 (127.0.0.1) ended without a word (killed, out of memory, or crashed)."
-    assert three[0].trouble() == died
-
-
 def test_strangers_are_turned_away(monkeypatch):
     ports: list[int] = []
     listen = link_module._listen

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -68,10 +70,27 @@ def zeros_of(transport: Transport, unit: int) -> torch.Tensor:
     return torch.zeros_like(transport.shard(transport.rank, unit))
 
 
-def windows_start_at_zero_and_apart(
-    transport: Transport, meet: Callable[[Any], list[Any]]
-) -> list[list[float]]:
-    transport.open(SPEC)
+def on_windows(sources: int = 1) -> Callable[[Scenario], Scenario]:
+    """Windows are open in a scenario. They are closed when all ranks are done, which may be said twice."""
+
+    def around(scenario: Scenario) -> Scenario:
+        @wraps(scenario)
+        def run(transport: Transport, meet: Callable[[Any], list[Any]]) -> Any:
+            transport.open(replace(SPEC, sources=sources))
+            meet(None)
+            found = scenario(transport, meet)
+            meet(None)
+            transport.close()
+            transport.close()
+            return found
+
+        return run
+
+    return around
+
+
+@on_windows()
+def windows_start_at_zero_and_apart(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[float]:
     mine = transport.rank
     zeros = [
         transport.shard(owner, unit).abs().sum().item()
@@ -96,14 +115,11 @@ def windows_start_at_zero_and_apart(
             settle(transport)
             assert copy.unique().numel() == 1
             out.append(copy[0].item())
-    meet(None)
-    transport.close()
-    transport.close()
     return out
 
 
+@on_windows()
 def words_and_mailboxes(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
-    transport.open(SPEC)
     for value in (1, -1, 2**63 - 1, -(2**63)):
         transport.store(3, value)
         assert transport.load(transport.rank, 3) == value
@@ -114,21 +130,17 @@ def words_and_mailboxes(transport: Transport, meet: Callable[[Any], list[Any]]) 
     with pytest.raises(ValueError, match="does not fit the mailbox"):
         transport.post(1, b"x" * 101)
     meet(None)
-    seen = [
+    return [
         (transport.load(o, 7), transport.load(o, 6), transport.fetch(o, 0), transport.fetch(o, 1))
         for o in range(transport.world_size)
     ]
-    meet(None)
-    transport.close()
-    return seen
 
 
 ROUNDS = 300
 
 
+@on_windows()
 def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[float]:
-    transport.open(SPEC)
-    meet(None)
     chunk = torch.ones_like(zeros_of(transport, 2))
     for _ in range(ROUNDS):
         if not transport.needs_locks:
@@ -144,14 +156,11 @@ def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[A
     meet(None)
     total = transport.accumulator(transport.rank, 2).unique().tolist()
     assert transport.dead_peers() == []
-    meet(None)
-    transport.close()
     return total
 
 
+@on_windows()
 def locks_exclude(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[bool]:
-    transport.open(SPEC)
-    meet(None)
     lock = transport.lock(0, 0)
     others = [transport.lock(0, 2), transport.lock(1, 0), transport.lock(0, len(SPEC.units))]
     first = lock.take() if transport.rank == 0 else None
@@ -162,14 +171,11 @@ def locks_exclude(transport: Transport, meet: Callable[[Any], list[Any]]) -> lis
         lock.give()
     meet(None)
     third = lock.take() if transport.rank else None
-    meet(None)
-    transport.close()
     return [first, *second, third]
 
 
+@on_windows(sources=2)
 def adds_land_in_parts(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
-    transport.open(WindowSpec(units=SPEC.units, words=1, sources=2))
-    meet(None)
     chunk = zeros_of(transport, 0)[:3] + torch.tensor([1.0, 2.0, 3.0]).to(zeros_of(transport, 0))
     for target, part in ((2, chunk[:1]), (0, chunk[2:])):
         if transport.needs_locks:
@@ -179,15 +185,11 @@ def adds_land_in_parts(transport: Transport, meet: Callable[[Any], list[Any]]) -
             transport.add_rows(0, transport.rank, target, rows)
     settle(transport)
     meet(None)
-    seen = [transport.accumulator(o, 0, s).tolist() for o in range(2) for s in range(2)]
-    meet(None)
-    transport.close()
-    return seen
+    return [transport.accumulator(o, 0, s).tolist() for o in range(2) for s in range(2)]
 
 
+@on_windows()
 def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], list[Any]]) -> int:
-    transport.open(SPEC)
-    meet(None)
     shard, seen = transport.shard(0, 2), 0
     deadline = time.monotonic() + 30
     for version in range(1, 400):
@@ -207,8 +209,6 @@ def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], l
             assert copy.unique().tolist() == [version], "stale or torn"
             seen += 1
             transport.store(1, version)
-    meet(None)
-    transport.close()
     return seen
 
 
