@@ -25,7 +25,7 @@ LINES = {
     "bench": 2080,
     "callbacks": 2280,
     "data": 3300,
-    "engine": 6510,
+    "engine": 6530,
     "rl": 1050,
     "sharding": 1205,
     "strategy": 4420,
