@@ -23,7 +23,7 @@ LINES = {
     "advisor": 620,
     "balance": 2940,
     "bench": 2080,
-    "callbacks": 2280,
+    "callbacks": 2284,
     "data": 3300,
     "engine": 6530,
     "rl": 1050,

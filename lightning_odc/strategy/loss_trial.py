@@ -313,6 +313,8 @@ _WRITES = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itrued
 class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
     """Notes whether code in this context calls a collective, beside those of the engine and of ``fully_shard``."""
 
+    supports_higher_order_operators = True  # passes them on
+
     def __init__(self) -> None:
         super().__init__()
         self.heard = False

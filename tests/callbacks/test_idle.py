@@ -225,6 +225,27 @@ def test_evaluation_does_not_count():
         assert sum(row[name] for row in memory.steps) + STEPS * seconds < elapsed
 
 
+class Evaluating(Sharded):
+    """Rank 1 comes late to the collectives of evaluation."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        time.sleep(self.global_rank)
+        self.net(batch)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", ["collective", "model_parallel"])
+def test_waits_in_collectives_of_evaluation_do_not_count(rank, kind):
+    sharding = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    options = {"strategy": sharding} if kind == "model_parallel" else {"communication": kind}
+    options |= {"val_check_interval": 1, "num_sanity_val_steps": 0, "logger": (memory := Memory())}
+    batches = [microbatch(0)] * STEPS
+    fitting = trainer(2, callbacks=[DeviceIdleMonitor(every_n_steps=1)], **options)
+    fitting.fit(Evaluating("mean"), loader(batches), loader(batches[:1]))
+    if rank == 0:  # in each evaluation it waits for a second, half a second in the mean of both ranks
+        assert min(row["idle/collective_seconds"] for row in memory.steps[1:]) < 0.25
+
+
 def test_steps_between_logged_rows_are_not_lost():
     memory = Memory()
     monitor = DeviceIdleMonitor(every_n_steps=2, per_rank=False)

@@ -17,10 +17,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_odc.data.weighting import Counter, Rule, Tried, Verdict, decide
+from lightning_odc.strategy.loss_trial import CollectiveListener
 from tests.support import losses
 from tests.support.fits import fit, largest_difference
 from tests.support.losses import COUNTS, KINDS, LENGTHS, Losses, collate, samples
@@ -142,6 +144,14 @@ def test_the_trial_leaves_no_trace(rank, tmp_path):
     if rank == 0:
         events = EventAccumulator(str(tmp_path / "0")).Reload()
         assert len(events.Scalars("raw")) == module.steps_run
+
+
+def test_listening_lets_attention_of_a_pattern_run():
+    """It is an operator of higher order, which torch lets no mode pass that does not say that it may."""
+    query = torch.ones(1, 2, 16, 16)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"), CollectiveListener() as listener:
+        assert flex_attention(query, query, query).shape == query.shape
+    assert not listener.heard
 
 
 def test_what_the_rules_explain():

@@ -233,6 +233,7 @@ class IdleMeasurement:
     def pause(self) -> None:
         """What comes now is not training; the next fetching of a training batch is. All ranks together."""
         self._meter.pause()
+        self.watch.counting = False
         if self._stream_waits is not None:
             self._stream_waits.counting = False
         self.watch.interrupt()
@@ -292,6 +293,7 @@ class IdleMeasurement:
 
     def _resume(self) -> None:
         self._meter.resume()
+        self.watch.counting = True
         if self._stream_waits is not None:
             self._stream_waits.counting = True
 

@@ -98,6 +98,7 @@ class StreamWaits:
 class Watch:
     """Sees waiting for other ranks: what the engine has counted, which under some strategies is nothing."""
 
+    counting = False  # whether collectives count now: those of training
     samples = False  # it sees single steps only, those in whose numbers `end_step` sets ``seen``
 
     def __init__(self, complete: bool, engine: Engine | None = None, why: str = "") -> None:
@@ -216,7 +217,7 @@ class CollectiveWatch(_ListeningWatch):
     """``ODCStrategy(communication="collective")``: the engine traces every collective of its own."""
 
     def record(self, kind: str, begin: int, **details: Any) -> None:
-        if kind in COLLECTIVES:
+        if kind in COLLECTIVES and self.counting:
             self._meetings.append(Passage(begin, time.monotonic_ns()))
 
 
@@ -328,10 +329,10 @@ class ShardedWatch(Watch):
         self._originals.clear()
 
     def _meet(self, passage: Passage, group: Any) -> None:
-        if dist.get_world_size(group) == dist.get_world_size():
-            self._meetings.append(passage)
-        else:
+        if dist.get_world_size(group) != dist.get_world_size():
             self.complete = False
+        elif self.counting:
+            self._meetings.append(passage)
 
 
 class TimedComm:
