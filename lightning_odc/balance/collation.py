@@ -68,11 +68,7 @@ class Collation:
         return self.kind in ("padded", "stacked")
 
     def row_lengths(self, lengths: Any) -> Ints:
-        """``[n]`` tokens that each sample has if it is alone in its microbatch; ``[n, d]`` of rows of numbers.
-
-        Args:
-            lengths: ``[n]`` tokens of the samples, or ``[n, d]`` numbers.
-        """
+        """``[n]`` tokens that each sample has if it is alone in its microbatch; ``[n, d]`` of rows of numbers."""
         array = np.asarray(lengths, dtype=np.int64)
         if array.ndim == 2:
             return np.column_stack([self.row_lengths(array[:, 0]), array[:, 1:]])
@@ -81,12 +77,7 @@ class Collation:
         return array if self.multiple == 1 else -(-array // self.multiple) * self.multiple
 
     def rows(self, lengths: Any) -> list[Any]:
-        """``[n]`` tokens of the rows, or of the segments of the one row, that the samples of one microbatch become.
-
-        Args:
-            lengths: ``[n]`` tokens of the samples of the microbatch, or ``[n, d]`` numbers; then so is what is
-                returned.
-        """
+        """``[n]`` tokens of the rows, or segments of the one row, that samples together become; of rows, ``[n, d]``."""
         own = np.array(self.row_lengths(lengths))
         tokens = first_number(own)
         if self.is_table and len(own):

@@ -225,15 +225,10 @@ class FunctionCost:
 
 @dataclass(frozen=True)
 class SpeedCost:
-    """Another cost on ranks of different speeds.
+    """Another cost on ranks of different speeds."""
 
-    Attributes:
-        cost: The cost at speed 1.
-        speeds: one per rank; a rank of speed 0.5 takes twice as long.
-    """
-
-    cost: Cost
-    speeds: tuple[float, ...]
+    cost: Cost  # at speed 1
+    speeds: tuple[float, ...]  # one per rank; a rank of speed 0.5 takes twice as long
 
     def samples(self, lengths: Floats) -> Floats:
         return self.cost.samples(lengths) / np.array(self.speeds)[:, None]

@@ -96,9 +96,8 @@ class LearntCost:
         _check_width(known.shape[1] - 2, lengths, is_fitted=known.shape[1] > 3)
         square, *linear = _widened(known, len(numbers) + 2).T[:-1, :, None]
         costs = square * numbers[0] * numbers[0]
-        for each, number in zip(
-            linear, numbers, strict=True
-        ):  # a product of matrices would round by the processor
+        # A product of matrices would round by the processor.
+        for each, number in zip(linear, numbers, strict=True):
             costs = costs + each * number
         return costs
 
@@ -192,11 +191,7 @@ class FittedCost:
         return array
 
     def take(self, learnt: LearntCost) -> None:
-        """Use what this cost has learnt on another rank.
-
-        Args:
-            learnt: The other one's :meth:`snapshot`.
-        """
+        """Use what this cost has learnt on another rank, its :meth:`snapshot`."""
         ranks = np.array(learnt.coefficients)
         fit = _Fit(learnt.dense, ranks * _units(ranks.shape[1]))
         fit.is_fitted = True
@@ -362,12 +357,10 @@ class _Fit:
             shape = fit_near(together, matched, _PRIOR_WORTH * typical, near)
             energy = np.einsum("i,rij,j->r", shape, products, shape)
             slowness = (targets @ shape + _OTHERS_WORTH) / (energy + _OTHERS_WORTH)
-        self.ranks = np.array(
-            [
-                fit_near(products[rank], targets[rank], _OTHERS_WORTH * typical / factor**2, factor * shape)
-                for rank, factor in enumerate(slowness)
-            ]
-        )
+        self.ranks = np.empty_like(self.ranks)  # the prior is a view of the first ones
+        for rank, factor in enumerate(slowness):
+            near, pulls = factor * shape, _OTHERS_WORTH * typical / factor**2
+            self.ranks[rank] = fit_near(products[rank], targets[rank], pulls, near)
         self.is_fitted = True
 
     def state_dict(self) -> dict[str, Any]:

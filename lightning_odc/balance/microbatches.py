@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,15 +37,10 @@ Groups = list[list[int]]
 """The samples of every rank, numbered as in `Microbatches`."""
 
 
-class Pieces(NamedTuple):
-    """Samples that are shared out together, and what each piece costs as far as it can be said alone."""
-
-    sizes: Ints  # how many samples, one after another, each piece has
-    costs: Floats  # [1 or num_ranks, pieces] whole numbers
-
-    def owners(self, owners: Ints) -> Ints:
-        """The rank of each sample, from that of each piece."""
-        return np.repeat(owners, self.sizes)
+Pieces = tuple[Ints, Floats]
+"""Samples that are shared out together: how many, one after another, each piece has; and what a piece costs, as far as
+it can be said alone, ``[1 or num_ranks, pieces]`` whole numbers.
+"""
 
 
 class Microbatches(ABC):

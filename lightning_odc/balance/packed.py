@@ -48,7 +48,10 @@ class Packed(Microbatches):
         self._full = np.where(
             pair > 0, np.minimum(most, np.sqrt(2 * overhead / np.where(pair > 0, pair, 1))), most
         )
-        bins = _parts_of_full_bins(sizes, self._full[:, None], overhead[:, None], pair[:, None])
+        # What each sample adds to microbatches that are filled as far as it pays; beyond, pairs cost more.
+        full = self._full[:, None]
+        bins = overhead[:, None] * sizes / np.maximum(full, 1.0) + pair[:, None] * sizes * (full - sizes) / 2
+        bins = np.where(sizes >= full, overhead[:, None], bins)
         self.scale = grid_scale(float(samples.max() + max(bins.max(), overhead.max())) * (len(rows) + 1))
         self.costs, self.overhead = np.rint(samples * self.scale), np.rint(overhead * self.scale)
         self.parts = np.rint((samples + bins) * self.scale)
@@ -66,7 +69,7 @@ class Packed(Microbatches):
         """Single samples; with their parts of microbatches that are full, or three quarters full, or without."""
         for filling in (1.0,) if self.is_additive or len(self) > FEW_SAMPLES else (1.0, 0.75, math.inf):
             costs = self.costs + np.rint((self.parts - self.costs) / filling)
-            yield Pieces(np.ones(len(self), dtype=np.int64), costs)
+            yield np.ones(len(self), dtype=np.int64), costs
 
     def costs_of(self, ranks: Ints, samples: Ints, begins: Ints) -> Floats:
         rows, counts = self.rows(ranks), np.diff(begins, append=len(samples))
@@ -260,9 +263,3 @@ def _fill(
     most = np.where(np.isfinite(filled), np.abs(filled), 0.0).max(1)
     fit = np.all([most <= caps[filling], *((room >= 0).all(1) for room in rooms)], axis=0)
     return places, across, fit
-
-
-def _parts_of_full_bins(sizes: Ints, full: Floats, overhead: Floats, pair: Floats) -> Floats:
-    """What each sample adds to the cost of microbatches that are filled as far as it pays; beyond, pairs cost more."""
-    parts = overhead * sizes / np.maximum(full, 1.0) + pair * sizes * (full - sizes) / 2
-    return np.where(sizes >= full, overhead, parts)

@@ -129,14 +129,7 @@ class Planner:
         return work.plan(share_out(work))
 
     def capped_for(self, lengths: Any) -> Planner:
-        """This planner with the caps that ``max_tokens=None`` means for these samples.
-
-        Args:
-            lengths: ``[n]`` tokens of all samples that will be planned.
-
-        Raises:
-            ValueError: a sample that is above ``max_tokens``, on every rank.
-        """
+        """This planner with the caps that ``max_tokens=None`` means for all samples that will be planned."""
         caps = self._rows_and_caps(as_lengths(lengths))[1]
         most = tuple(caps[0].tolist()) if caps.ndim == 2 else int(caps[0])
         return replace(self, max_tokens=most) if self.max_tokens is None else self

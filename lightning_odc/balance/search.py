@@ -78,20 +78,20 @@ def share_out(work: Microbatches) -> Ints:
     # loads afterwards.
     few, ranks, bound = len(work) <= FEW_SAMPLES, work.num_ranks, work.bound()
     good_enough = bound * (1 + (TOLERANCE if few or work.is_additive else _TOLERANCE))
-    divisions = [(pieces, longest_first(pieces.costs, ranks)) for pieces in work.divisions()]
+    divisions = [(sizes, costs, longest_first(costs, ranks)) for sizes, costs in work.divisions()]
     if not few and divisions[1:]:
-        divisions = [min(divisions, key=lambda division: _largest_sum(division[0].costs, division[1]))]
+        divisions = [min(divisions, key=lambda division: _largest_sum(*division[1:]))]
     starts: list[Ints] = []
-    for pieces, start in divisions:
+    for sizes, costs, start in divisions:
         # Samples that cost more or less than their parts are exchanged below, which is enough for many ranks.
-        if work.is_additive or (not few and (ranks <= _FEW_RANKS or pieces.sizes.max() > 1)):
-            start = partition(pieces.costs, start, ranks, bound, good_enough)
-        starts.append(pieces.owners(start))
+        if work.is_additive or (not few and (ranks <= _FEW_RANKS or sizes.max() > 1)):
+            start = partition(costs, start, ranks, bound, good_enough)
+        starts.append(np.repeat(start, sizes))
     if work.is_additive or ranks == 1:
         return starts[0]
-    if few:
-        shaken = range(1, _STARTS_OF_FEW // len(work))
-        starts += [d.owners(longest_first(_shaken(d.costs, i), ranks)) for d, _ in divisions for i in shaken]
+    for sizes, costs, _ in divisions if few else ():
+        shaken = (_shaken(costs, index) for index in range(1, _STARTS_OF_FEW // len(work)))
+        starts += [np.repeat(longest_first(moved, ranks), sizes) for moved in shaken]
     search = Search(work.parts, starts, ranks, work.loads)
     turns = _TURNS_OF_MANY if ranks > _FEW_RANKS else _TURNS_ON_FEW_RANKS
     search.run(good_enough, _TURNS if few else turns)

@@ -136,15 +136,15 @@ class Tables(Microbatches):
 
     def divisions(self) -> Iterator[Pieces]:
         """The tables of all samples cut together, whole, and in parts that cost little of a rank's load."""
-        whole = self._pieces(np.array([table[0] for table in self._pool]))
-        costs, ends = whole.costs.min(0), np.cumsum(whole.sizes)
+        sizes, costs_of = self._pieces(np.array([table[0] for table in self._pool]))
+        costs, ends = costs_of.min(0), np.cumsum(sizes)
         limit, tried = self.bound(), 0
         for share in (math.inf, 1.0, 0.5, 0.25):
-            counts = np.clip(np.ceil(costs / (share * limit)).astype(np.int64), 1, whole.sizes)
+            counts = np.clip(np.ceil(costs / (share * limit)).astype(np.int64), 1, sizes)
             if (count := int(counts.sum())) > tried:
                 tried = count
                 part = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)
-                first, size = np.repeat(ends - whole.sizes, counts), np.repeat(whole.sizes, counts)
+                first, size = np.repeat(ends - sizes, counts), np.repeat(sizes, counts)
                 yield self._pieces(first + size * part // np.repeat(counts, counts))
         if tried < len(self):
             yield self._pieces(np.arange(len(self)))
@@ -153,7 +153,7 @@ class Tables(Microbatches):
         """All samples in tables that begin at these ones."""
         samples, count = np.arange(len(self)), len(begins)
         by_rank = [self.costs_of(np.full(count, rank), samples, begins) for rank in range(len(self.costs))]
-        return Pieces(np.diff(begins, append=len(self)), np.array(by_rank))
+        return np.diff(begins, append=len(self)), np.array(by_rank)
 
     def counts(self, groups: Ints) -> Sequence[int]:
         likely = int(self.bins(np.arange(len(groups)), groups)[1].max()) + 1
@@ -179,8 +179,7 @@ class Tables(Microbatches):
         costs = (places - places[:-1, None]) * self._row_costs[row, falling, None]  # [j, i]
         costs = costs + extra - extra[:-1, None] + self.overhead[row]
         ends = count - self._firsts(row, falling[::-1])[::-1]  # [j] the last sample that fits
-        fits = (places > places[:-1, None]) & (places <= ends[:, None])
-        costs = np.where(fits, costs, np.inf)
+        costs = np.where((places > places[:-1, None]) & (places <= ends[:, None]), costs, np.inf)
         least, begins = np.where(places, np.inf, 0.0), []
         for limit in profile:
             total = least[:-1, None] + np.maximum(costs, limit)

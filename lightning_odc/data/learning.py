@@ -185,7 +185,7 @@ class DelayedCap(History["int | list[int]"]):
         cap = state["cap"]
         if len(cap["caps"]) != len(self.caps):
             raise ValueError(f"it is of {len(cap['caps'])} ranks, and there are {len(self.caps)}.")
-        if cap.get("rises", False) or cap["first"] != self._first:
+        if cap["first"] != self._first:
             raise ValueError(f"it began with {cap['first']} (by rank), and now max_tokens is {self._first}.")
         self.caps, self.ran_out = list(cap["caps"]), cap["ran_out"]
         self.begun, self.known = state["begun"], [(last, value) for last, value in state["known"]]

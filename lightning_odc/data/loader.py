@@ -284,10 +284,7 @@ class BalancedDataLoader:
 
     @property
     def max_tokens(self) -> Caps:
-        """The most tokens in a microbatch, or a list by rank; ``None``: the longest sample of a minibatch.
-
-        A cap is a tuple where samples have rows of numbers.
-        """
+        """The most tokens in a microbatch, or a list by rank, as given; ``None``: the longest sample of a minibatch."""
         return self._prepare().max_tokens
 
     @property
@@ -424,19 +421,13 @@ class BalancedDataLoader:
         return SimpleNamespace(sampler=self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the last yielded minibatch (not of those read ahead), and the learnt costs.
-
-        Plain numbers and text, the same on all ranks.
-        """
+        """The position of the last yielded minibatch (not of those read ahead), and what was learnt."""
         order = self._prepare().order if self._progress.latest.started else None
         learnt = {} if self._reading is None else self._reading.learning.state_dict()
         return {**self._progress.state(order), **learnt}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Begin the next pass where the state was taken.
-
-        The state is compared with the data set and the settings when the pass begins.
-        """
+        """Begin the next pass where the state was taken; it is compared with data and settings when the pass begins."""
         state = dict(state_dict)
         learnt: dict[str, Any] = {name: state.pop(name) for name in ("learning", "memory") if name in state}
         self._progress.load(state)

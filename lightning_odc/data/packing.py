@@ -106,10 +106,7 @@ class PackingCollator:
         self.collate_fn = None if collate_fn is default_collate else collate_fn
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """Pack samples.
-
-        Args:
-            samples: One or more samples, as the data set yields them.
+        """Pack one or more samples, as the data set yields them.
 
         Returns:
             ``input_ids``, ``labels`` and ``position_ids``, all ``[1, T]`` int64, as in `PackedBatch`;

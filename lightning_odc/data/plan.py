@@ -241,7 +241,6 @@ class EpochPlan:
     ) -> None:
         self.lengths = lengths
         self.options = options
-        self.collation = info.collation
         self.num_replicas = num_replicas
         self.samples_per_minibatch = options.minibatch_size * num_replicas
         if len(lengths) < num_replicas:
@@ -297,7 +296,7 @@ class EpochPlan:
         if self.lengths.values.ndim > 1 or cap is None:
             return None
         caps = cap if isinstance(cap, int) else cast(list[int], list(cap))
-        longest = int(self.collation.row_lengths(self.lengths.values).max())
+        longest = int(self.planner.collation.row_lengths(self.lengths.values).max())
         return DelayedCap(self.num_replicas, caps, longest)
 
     def plan(
@@ -318,7 +317,7 @@ class EpochPlan:
         flat = [microbatch for rank in plan.microbatches for microbatch in rank]
         lengths = [self.lengths.values[microbatch] for microbatch in flat]
         cost = self.planner.cost if learnt is None else learnt
-        costs = average_costs(lengths, cost, self.num_replicas, collation=self.collation)
+        costs = average_costs(lengths, cost, self.num_replicas, collation=self.planner.collation)
         scale = float(sum(first_number(sizes).sum() for sizes in lengths)) / sum(costs)
         scaled = iter(costs)
         return [[next(scaled) * scale for _ in rank] for rank in plan.microbatches]

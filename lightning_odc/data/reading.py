@@ -168,7 +168,7 @@ class MapReading:
 
     def _detail(self, epoch: int, indices: list[int]) -> Detail:
         options = self.epochs.options
-        lengths = self.epochs.collation.rows(self.epochs.lengths.of(indices))
+        lengths = self.epochs.planner.collation.rows(self.epochs.lengths.of(indices))
         # Nothing may cut what stays whole.
         samples = None if options.whole else Samples(indices, partial(self._part, epoch, indices))
         return Detail(lengths, (options.seed, epoch, indices[0], 1), samples)

@@ -16,7 +16,6 @@ from lightning_odc.balance.arrays import as_lengths
 from lightning_odc.data import lengths as lengths_module
 from lightning_odc.data.lengths import (
     LengthsUnknownError,
-    check_longest,
     digest_of,
     find_lengths,
     measure,
@@ -228,24 +227,6 @@ def test_a_length_function_may_return_a_row_of_numbers():
     assert single.values.ndim == 1
 
 
-PLAIN, PAIRS = np.array([3, 9, 4]), np.array([(3, 1), (9, 4)])
-
-
-def test_a_sample_that_fits_no_microbatch_is_named():
-    for lengths, caps in (
-        *((PLAIN, caps) for caps in (9, None, [9, 2])),
-        *((PAIRS, caps) for caps in ((9, 4), [(9, 4), (2, 2)])),
-    ):
-        check_longest(lengths, caps)
-    cases = [
-        ((PLAIN, 8), r"sample 1 has 9 tokens, more than max_tokens=8.*write max_tokens=9"),
-        ((PAIRS, 9), r"max_tokens=9 caps 1: .*max_tokens=\(9, 4\)"),
-        ((PAIRS, (9, 3)), r"sample 1 has \(9, 4\), more than max_tokens=\(9, 3\)"),
-        ((PLAIN, (9, 4)), r"Write max_tokens=9; one cap for each rank is a list, max_tokens=\[9, 4\]"),
-    ]
-    assert_refused(lambda case: check_longest(*case), cases)
-
-
 class Hoards:
     """Keeps every sample that was read, and is told by a test how much memory is left then."""
 
@@ -274,12 +255,3 @@ def test_a_look_at_all_samples_ends_before_the_kernel_ends_it(monkeypatch):
     assert 10 < scanned < 20, "of 100, when 64 MiB were left"
     assert f"the lengths of samples that are still to be looked at ({100 - scanned} of 100) need 0.06" in said
     assert "a test allows 0.12 GiB. To go on, allow more, or let the data set keep no samples" in said
-
-
-def test_lengths_alone_may_be_too_many(monkeypatch):
-    monkeypatch.setattr(host_memory, "rooms", lambda: [Room(2**30, "a test", "allow more")])
-    data = Hoards()
-    monkeypatch.setattr(Hoards, "__len__", lambda self: 2**25)
-    with pytest.raises(MemoryError, match=r"\(33554432 of 33554432\) need 2.06 GiB, but 1.00 GiB are free"):
-        find_lengths(data)
-    assert data.read == []
