@@ -25,7 +25,7 @@ LINES = {
     "bench": 2080,
     "callbacks": 2284,
     "data": 3290,
-    "engine": 6530,
+    "engine": 6535,
     "rl": 1050,
     "sharding": 1205,
     "strategy": 4420,

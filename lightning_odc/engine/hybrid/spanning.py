@@ -22,12 +22,13 @@ all replicas take the same optimizer step, so parameters need not be sent. Two n
     sum over the column       [3, 3]       [12, 12]     [3, 3]       [12, 12]     of all microbatches
     optimizer step on         numbers 0, 1 numbers 2, 3 numbers 0, 1 numbers 2, 3
 
-Replicas begin equal, because the first node sends its values to the others when the engine attaches, and whenever
-parameters are published outside a step.
+Replicas begin equal, because the first node sends its values to the others when the engine attaches. When parameters
+are published outside a step, ranks compare checksums of them.
 """
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,6 +54,7 @@ from lightning_odc.errors import PeerFailedError
 _Answer = TypeVar("_Answer")
 #: More collectives at once would not be faster, and each needs memory for what it receives.
 _UNDER_WAY = 2
+_WIDTHS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -316,15 +318,24 @@ class HybridEngine(SpanningEngine):
 
     def refresh(self) -> None:
         self.reshard()
-        self.exchange("publish parameters", None)
-        self._level()
+        by_rank = self.exchange("publish parameters", sum(map(_checksum, self._shards())))
+        if len({by_rank[rank] for rank in self._layout.column}) > 1:
+            warnings.warn(
+                "Parameters differed between nodes, and now have the values of the node of rank 0 everywhere. Change "
+                "parameters on all ranks of all nodes in the same way.",
+                stacklevel=2,
+            )
+            self._group.level(self._shards())
         self.publish()
 
     def _before_publishing(self) -> None:
         super()._before_publishing()
-        self._level()
+        self._group.level(self._shards())
 
-    @torch.no_grad()
-    def _level(self) -> None:
-        """Give all replicas the values of the first node."""
-        self._group.level(slot.local for unit in self._units for slot in unit.slots)
+    def _shards(self) -> list[Tensor]:
+        return [slot.local for unit in self._units for slot in unit.slots]
+
+
+def _checksum(shard: Tensor) -> int:
+    """A number that (nearly always) differs if the bits of two shards do."""
+    return int(shard.contiguous().view(-1).view(_WIDTHS[shard.element_size()]).sum(dtype=torch.int64))

@@ -56,16 +56,12 @@ def _what_torch_has(facts: Sequence[DeviceFacts]) -> Iterator[str]:
                 f"rank {rank} has an AMD GPU ({own.name}). This transport needs an NVIDIA GPU: it was never tried on "
                 "an AMD GPU."
             )
-        if own.backend is None:
-            yield (
-                f"the torch of rank {rank} ({own.stack}) has no symmetric memory for GPUs: install a build of torch "
-                "2.9 or newer with CUDA, and a driver that this CUDA works with."
-            )
         if own.backend != "CUDA":
+            has = f"symmetric memory by {own.backend}" if own.backend else "no symmetric memory"
             yield (
-                f"symmetric memory of rank {rank} is provided by {own.backend}, and this transport needs torch's own, "
-                '"CUDA": unset the environment variable TORCH_SYMMMEM (or set TORCH_SYMMMEM=CUDA), and do not choose '
-                "another backend before the trainer runs."
+                f"the torch of rank {rank} ({own.stack}) has {has}, and this transport needs torch's own, "
+                '"CUDA": install torch 2.9 or newer with CUDA and a driver for it, and unset the environment variable '
+                "TORCH_SYMMMEM."
             )
         if folders[rank] != folders[0]:
             yield (

@@ -23,7 +23,7 @@ from tests.strategy.test_balance import Padded, plain, reference
 from tests.strategy.test_parity import STEPS, minibatch
 from tests.support.fits import assert_same, before_step, doing, numbers, one_process
 from tests.support.models import Block, full_parameters, summed_loss, token_batches
-from tests.support.modules import TokenModule, loader, trainer
+from tests.support.modules import TokenModule, loader, trainer, warned
 from tests.support.nodes import as_nodes
 from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 
@@ -93,7 +93,9 @@ def _fit(
     validation = loader(token_batches([4] * (rank + 1), seed=rank))  # another number of batches on every rank
     evaluated = options.get("communication") != "collective"
     t = trainer_on(rank, way, **options)
-    t.fit(module, shares(rank, way, counts=counts), validation if evaluated else None)
+    with warned() as caught:
+        t.fit(module, shares(rank, way, counts=counts), validation if evaluated else None)
+    assert not [w for w in caught if "differed between nodes" in w], "equal without help"
     return {**module.found, "norms": [float(n) for n in norms if n is not None]}
 
 
@@ -390,11 +392,12 @@ def edit(own: Any) -> None:
     with torch.no_grad():
         if own.global_rank >= 2:
             own.net.head.weight += 1.0
-    own.trainer.strategy.publish_parameters()
+    with pytest.warns(UserWarning, match="Parameters differed between nodes"):
+        own.trainer.strategy.publish_parameters()
 
 
 @on_ranks(4)
-def test_what_is_changed_on_one_node_only_is_undone(rank):
+def test_what_is_changed_on_one_node_only_is_found_and_undone(rank):
     module = doing(items(), on_train_batch_end=edit)
     found = _trained(rank, "replicas", module, shares(rank, "replicas"), max_steps=1)
     assert_equal_on_all_ranks(found)

@@ -70,7 +70,12 @@ REFUSED: list[tuple[DeviceFacts, DeviceFacts, str, str]] = [
         "which is /tmp for rank 0 and /job/7 for rank 1: set TMPDIR to the same folder",
     ),
     (facts(), other(is_rocm=True, name="AMD MI300X"), "", "rank 1 has an AMD GPU (AMD MI300X)"),
-    (facts(), other(backend=None, stack="torch 2.9.0"), "", "the torch of rank 1 (torch 2.9.0) has no"),
+    (
+        facts(),
+        other(backend=None, stack="torch 2.9.0"),
+        "",
+        "rank 1 (torch 2.9.0) has no symmetric memory",
+    ),
     (facts(), other(backend="NVSHMEM"), "", "by NVSHMEM, and this transport needs torch's own"),
 ]
 
