@@ -98,7 +98,15 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         return (module, [self.setup_optimizer(optimizer) for optimizer in optimizers], *args)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        self._check_setup()
+        if self._attached is not None:
+            raise ValueError(
+                'Fabric(strategy="odc") trains one model: put the parts into one nn.Module, or run `teardown()` of '
+                "the strategy before the next one."
+            )
+        if str(self.precision.precision).startswith("16-"):
+            raise ValueError(
+                f'Fabric(strategy="odc", precision="{self.precision.precision}") is not supported: use "bf16-mixed".'
+            )
         with self._names.recorded(module):
             self.model = super().setup_module(module)
         self._attach(self.model)
@@ -112,17 +120,6 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             )
         self._names.follow(self.model, [optimizer])
         return super().setup_optimizer(optimizer)
-
-    def _check_setup(self) -> None:
-        if self._attached is not None:
-            raise ValueError(
-                'Fabric(strategy="odc") trains one model: put the parts into one nn.Module, or run `teardown()` of '
-                "the strategy before the next one."
-            )
-        if str(self.precision.precision).startswith("16-"):
-            raise ValueError(
-                f'Fabric(strategy="odc", precision="{self.precision.precision}") is not supported: use "bf16-mixed".'
-            )
 
     def _shard(self, module: nn.Module, _: DeviceMesh) -> nn.Module:
         groups, mesh = self._mesh_of_groups, mesh_for(self.root_device.type, self.world_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, cast
@@ -17,7 +18,7 @@ from lightning_odc.engine.mates import Mates
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.sharding.nodes import check_groups, check_rows, gloo_checked, layout_of
-from lightning_odc.strategy.launcher import interactive_launcher, part_of_the_cores
+from lightning_odc.strategy.launcher import ForkLauncher, part_of_the_cores
 from lightning_odc.strategy.options import Options
 
 
@@ -74,8 +75,12 @@ class AttachingStrategy:
         return cast(str, self.root_device.type)
 
     def _configure_launcher(self: Any) -> None:
-        self._launcher = interactive_launcher(self)
-        if self._launcher is None:
+        # A notebook's kernel, IPython, or `python -i`, under which a script has no prompt yet.
+        is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+        if is_interactive and not self.cluster_environment.creates_processes_externally:
+            self._launcher = ForkLauncher(self)
+        else:
+            self._launcher = None
             cast(Any, super())._configure_launcher()
 
     def setup_environment(self: Any) -> None:

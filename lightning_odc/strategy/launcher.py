@@ -54,14 +54,6 @@ def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def interactive_launcher(strategy: Any) -> ForkLauncher | None:
-    """The launcher for an interactive Python: a notebook's kernel, IPython, ``python -i``; else ``None``."""
-    # A script under `python -i` has no prompt yet.
-    is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-    forks = is_interactive and not strategy.cluster_environment.creates_processes_externally
-    return ForkLauncher(strategy) if forks else None
-
-
 class ForkLauncher(_compat_lightning.Launcher):
     """Runs a function on all ranks of this machine, in processes forked from this one."""
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
 from typing import Any, cast
@@ -400,8 +400,13 @@ class TrainingData:
         return f"all samples that were looked at ({count}) are equally long." if count else ""
 
     def _reads_one_stream(self, dataset: Any) -> bool:
-        """Whether all ranks begin with the same samples; see Note [One stream on all ranks]."""
-        digest = beginning(dataset, self._options.length_fn or measure)
+        """Whether it can be read twice, and all ranks begin with the same samples: Note [One stream on all ranks]."""
+        digest, length_of = None, self._options.length_fn or measure
+        with isolated_rng():
+            seed_rng(0)
+            samples = iter(dataset)
+            if samples is not dataset and samples is not iter(dataset):
+                digest = digest_of([(length_of(sample), digest_of(sample)) for sample in islice(samples, 8)])
         digests: list[Any] = [digest if self._world_size == 1 else None]
         if self._engine is not None:
             digests = self._engine.exchange("compare the streams of all ranks", digest)
@@ -450,16 +455,6 @@ def prepares_workers(dataloader: Any) -> bool:
     function = getattr(dataloader, "worker_init_fn", None)
     of_lightning = getattr(function, "func", function) is pl_worker_init_function
     return bool(getattr(dataloader, "num_workers", 0)) and function is not None and not of_lightning
-
-
-def beginning(dataset: Any, length_of: Callable[[Any], Any]) -> str | None:
-    """Text that differs where streams begin with different samples; ``None`` for one that can be read only once."""
-    with isolated_rng():
-        seed_rng(0)
-        samples = iter(dataset)
-        if samples is dataset or samples is iter(dataset):
-            return None
-        return digest_of([(length_of(sample), digest_of(sample)) for sample in islice(samples, 8)])
 
 
 # -- three lines at the start of a fit -------------------------------------------------------------------
