@@ -170,18 +170,6 @@ def test_a_killed_rank_stops_the_others_which_say_whether_memory_ran_out(tmp_pat
     assert [said in found for said in words] == [is_counted] * 2
 
 
-def _stalls(rank: int) -> None:
-    fit(acting(rank, partial(time.sleep, 4), at=0), batches(1, [5]), timeout=timedelta(seconds=2))
-
-
-def test_a_stalled_rank_is_given_up_at_the_timeout():
-    waiting, stalled = try_ranks(_stalls, timeout=60)
-    assert "WaitTimeoutError: Gave up after 2 s of waiting for rank 1" in waiting.error
-    assert "rank 1 (process " in waiting.error
-    assert "microbatch 1, computing" in waiting.error
-    assert "PeerFailedError: Rank 0 failed" in stalled.error or "WaitTimeoutError" in stalled.error
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("later", [False, True])
 def test_windows_that_do_not_fit_are_told_to_every_rank(rank, later):
