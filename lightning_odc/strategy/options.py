@@ -105,8 +105,8 @@ class Options:
         if self.balance is not None:
             check_choice("balance", self.balance, ("auto", *POLICIES))
             if self.balance != "auto":  # which is chosen so that it can run
-                _check_policy("balance", self.balance, self.communication, self.deterministic)
-            _check_cost(self.cost, self.communication, self.deterministic)
+                self._check_policy("balance", self.balance)
+            self._check_cost(self.cost)
         # Refuses options that no loader would take.
         policy = self.balance if self.balance not in (None, "auto") else "lb_mini"
         BatchOptions(1, self.max_tokens, policy, self.cost, self.weighting)
@@ -115,6 +115,43 @@ class Options:
             rank_zero_warn(
                 f"ODCStrategy(balance=None, {names}) balances nothing, so {names} has no effect: write "
                 f"ODCStrategy({names}). Pass arguments of your own BalancedDataLoader to the loader."
+            )
+
+    def check_loader(self, loader: BatchOptions, world_size: int) -> None:
+        """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
+        self._check_cost(loader.cost)
+        if world_size > 1:
+            self._check_policy("policy", loader.policy)
+
+    def _check_policy(self, argument: str, policy: str) -> None:
+        if self.communication != "on_demand" and policy not in COLLECTIVE_SAFE:
+            raise ValueError(
+                f'{argument}="{policy}" gives ranks different numbers of microbatches, which '
+                f'ODCStrategy(communication="{self.communication}") cannot run: use communication="on_demand", or '
+                f'{argument}="lb_micro".'
+            )
+        if self.deterministic and policy == "steal":
+            raise ValueError(
+                f'{argument}="steal" and ODCStrategy(deterministic=True) contradict each other: who ran a microbatch '
+                f'decides the order of sums, and stealing decides it by time. Use {argument}="lb_mini" with '
+                "deterministic=True (the same plan without stealing), or drop deterministic=True."
+            )
+
+    def _check_cost(self, cost: Any) -> None:
+        """Refuse to learn from times that cannot be measured, or where runs must repeat."""
+        if not (isinstance(cost, FittedCost) or (isinstance(cost, str) and cost == "fitted")):
+            return
+        if self.communication == "collective":
+            raise ValueError(
+                f'cost={cost!r} learns from how long ranks work, and in communication="collective" waiting for others '
+                'cannot be told from work: use communication="on_demand" (or "lockstep"), cost="auto", or '
+                "cost=fitted.snapshot() of a FittedCost that has learnt before."
+            )
+        if self.deterministic:
+            raise ValueError(
+                f"cost={cost!r} places samples by measured times, which no run repeats, and deterministic=True "
+                "promises that runs are bit-equal: use deterministic=False, or cost=fitted.snapshot() of a FittedCost "
+                "that has learnt before."
             )
 
     def _given(self, *names: str) -> dict[str, Any]:
@@ -164,46 +201,6 @@ def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> No
             'ODCStrategy(state_dict_type="sharded") lets every rank write its shards, and '
             f"{type(checkpoint_io).__name__} would not be used. Leave the plugin out, or "
             'write ODCStrategy(state_dict_type="full").'
-        )
-
-
-def check_loader(options: BatchOptions, communication: str, deterministic: bool, world_size: int) -> None:
-    """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
-    _check_cost(options.cost, communication, deterministic)
-    if world_size > 1:
-        _check_policy("policy", options.policy, communication, deterministic)
-
-
-def _check_policy(argument: str, policy: str, communication: str, deterministic: bool) -> None:
-    if communication != "on_demand" and policy not in COLLECTIVE_SAFE:
-        raise ValueError(
-            f'{argument}="{policy}" gives ranks different numbers of microbatches, which '
-            f'ODCStrategy(communication="{communication}") cannot run: use communication="on_demand", or '
-            f'{argument}="lb_micro".'
-        )
-    if deterministic and policy == "steal":
-        raise ValueError(
-            f'{argument}="steal" and ODCStrategy(deterministic=True) contradict each other: who ran a microbatch '
-            f'decides the order of sums, and stealing decides it by time. Use {argument}="lb_mini" with '
-            "deterministic=True (the same plan without stealing), or drop deterministic=True."
-        )
-
-
-def _check_cost(cost: Any, communication: str, deterministic: bool) -> None:
-    """Refuse to learn from times that cannot be measured, or where runs must repeat."""
-    if not (isinstance(cost, FittedCost) or (isinstance(cost, str) and cost == "fitted")):
-        return
-    if communication == "collective":
-        raise ValueError(
-            f'cost={cost!r} learns from how long ranks work, and in communication="collective" waiting for others '
-            'cannot be told from work: use communication="on_demand" (or "lockstep"), cost="auto", or '
-            "cost=fitted.snapshot() of a FittedCost that has learnt before."
-        )
-    if deterministic:
-        raise ValueError(
-            f"cost={cost!r} places samples by measured times, which no run repeats, and deterministic=True promises "
-            "that runs are bit-equal: use deterministic=False, or cost=fitted.snapshot() of a FittedCost that has "
-            "learnt before."
         )
 
 

@@ -48,7 +48,7 @@ from lightning_odc.engine.base import Engine
 from lightning_odc.errors import DisagreementError
 from lightning_odc.strategy import model_facts
 from lightning_odc.strategy.model_facts import ModelCost, causal_model, cost_of_model
-from lightning_odc.strategy.options import OF_LOADER, check_loader
+from lightning_odc.strategy.options import OF_LOADER
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import Training
 
@@ -166,7 +166,7 @@ class TrainingData:
             loader = self._balanced(dataloader)
         if not isinstance(loader, BalancedDataLoader):
             return loader
-        check_loader(loader.options, options.communication, options.deterministic, self._world_size)
+        options.check_loader(loader.options, self._world_size)
         self._adapt(loader)
         if loader is not dataloader:
             if self._gains_nothing(loader):
