@@ -28,7 +28,7 @@ LINES = {
     "engine": 6535,
     "rl": 1050,
     "sharding": 1205,
-    "strategy": 4420,
+    "strategy": 4410,
 }
 
 
