@@ -278,21 +278,23 @@ def test_each_mistake_has_one_clear_error_on_every_rank(rank, name):
 
 COLLECTIVE = {"communication": "collective"}
 UNEQUAL = 'policy="lb_mini" gives ranks different.*use communication="on_demand", or policy="lb_micro"'
-#: A loader's own policy, options of the strategy, and what is said.
-EXPLICIT: list[tuple[str, dict[str, Any], str]] = [
-    ("lb_mini", COLLECTIVE, UNEQUAL),
-    ("steal", {"communication": "lockstep"}, 'policy="steal" gives ranks different numbers'),
-    ("steal", {"deterministic": True}, 'Use policy="lb_mini" with deterministic=True'),
+STEAL, LEARNS = {"policy": "steal"}, {"policy": "lb_micro", "cost": "fitted"}
+#: A loader's own options, those of the strategy, and what is said.
+EXPLICIT: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({"policy": "lb_mini"}, COLLECTIVE, UNEQUAL),
+    (STEAL, {"communication": "lockstep"}, 'policy="steal" gives ranks different numbers'),
+    (STEAL, {"deterministic": True}, 'Use policy="lb_mini" with deterministic=True'),
+    (LEARNS, COLLECTIVE, "cannot be told from work"),
 ]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("policy", "options", "message"), EXPLICIT)
-def test_an_explicit_loader_that_the_strategy_cannot_run(rank, policy, options, message):
+@pytest.mark.parametrize(("own", "options", "message"), EXPLICIT)
+def test_an_explicit_loader_that_the_strategy_cannot_run(rank, own, options, message):
     """Refused before training, which would run until ranks have unequal counts, or until one steals."""
     module = Padded()
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        fit(module, BalancedDataLoader(SAMPLES, minibatch_size=4, policy=policy, collate_fn=pad), **options)
+        fit(module, BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad, **own), **options)
     assert module.sizes == []
 
 

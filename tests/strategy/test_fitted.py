@@ -14,7 +14,7 @@ from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.balance import FittedCost, quadratic
 from lightning_odc.strategy.microbatch import Measurements
 from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
-from tests.support.fits import assert_same, before_step, failure, fit
+from tests.support.fits import assert_same, before_step, fit
 from tests.support.models import full_parameters, token_batches
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
@@ -111,14 +111,6 @@ def test_where_nothing_can_be_learnt(options, message):
     ODCStrategy(cost=FittedCost(2).snapshot(), **options)
     with pytest.warns(UserWarning, match="so cost=... has no effect"):
         ODCStrategy(cost="fitted", **{**options, "balance": None})
-
-
-@on_ranks(1)
-def test_an_explicit_loader_over_collectives_cannot_learn_either(rank):
-    own = BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_micro", cost="fitted", collate_fn=pad)
-    message = failure(Padded(), own, 1, communication="collective")
-    assert "ValueError" in message
-    assert "cannot be told from work" in message
 
 
 def draw(rank: int, policy: str, slow_rank: int, seed: int) -> list[dict[int, list[float]]]:
