@@ -141,9 +141,10 @@ class Planner:
         return rows, check_caps(lengths, rows, caps, self.num_ranks)
 
     def _local_sort(self, lengths: Ints | Floats) -> Plan:
-        order, ranks = np.argsort(-lengths, kind="stable"), self.num_ranks  # the longest first, ties by index
-        plan = [[[sample] for sample in order[order % ranks == rank].tolist()] for rank in range(ranks)]
-        return [own + [[]] * (len(plan[0]) - len(own)) for own in plan]
+        ranks, most = np.arange(len(lengths)) % self.num_ranks, -(-len(lengths) // self.num_ranks)
+        order = np.lexsort((-lengths, ranks))  # rank by rank, the longest first, ties by index
+        parts = np.split(order, np.cumsum(np.bincount(ranks, minlength=self.num_ranks))[:-1])
+        return [[[sample] for sample in own.tolist()] + [[]] * (most - len(own)) for own in parts]
 
 
 def plan_minibatch(
