@@ -1,8 +1,8 @@
 """Tensor-parallel groups of ranks: what on demand between them saves, and what groups for long samples alone would.
 
-``python -m benchmarks.groups`` trains one Llama on 4 CPU ranks as 2 groups of 2, in three ways, in turns: Lightning's
-``ModelParallelStrategy``, this package's batches under collectives, and ``ODCStrategy(tensor_parallel_size=2)``. Waits
-are the evidence, since 4 ranks share the cores: how long a rank waits for the other group.
+``python -m benchmarks.groups`` trains one Llama on 4 CPU ranks as 2 groups of 2, in turns: with Lightning's
+``ModelParallelStrategy``, this package's batches under collectives, and ``ODCStrategy(tensor_parallel_size=2)``, with a
+monitor and without. Waits are the evidence, since 4 ranks share the cores: how long a rank waits for the other group.
 
 ``python -m benchmarks.groups --plans`` plans minibatches for devices of which some work in pairs. A pair computes a
 sample ``--speed`` times as fast as one device. The planner knows the speed of every place, so long samples go to pairs.
@@ -34,11 +34,13 @@ from lightning_odc.balance import plan_minibatch, quadratic, with_speeds
 from lightning_odc.balance.evaluate import on_demand_cost
 from lightning_odc.bench.lengths import find_samples
 from lightning_odc.bench.processes import Ranks
+from lightning_odc.callbacks import DeviceIdleMonitor
 from lightning_odc.callbacks.idle.sources import TimedComm
 from lightning_odc.callbacks.timeline.spans import Passage
 from lightning_odc.console import markdown
 
 GROUPS, SIZE, EACH = 2, 2, 8
+WITHIN = "idle/within_group_fraction_epoch"
 PLAN: dict[str, ParallelStyle] = {
     **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
     "self_attn.o_proj": RowwiseParallel(),
@@ -48,9 +50,10 @@ PLAN: dict[str, ParallelStyle] = {
 STRATEGIES: dict[str, Any] = {
     "`ModelParallelStrategy(2, 2)`": None,
     '`ODCStrategy(tensor_parallel_size=2, communication="collective")`': {"communication": "collective"},
+    "the last row, and `DeviceIdleMonitor`": {},
     "`ODCStrategy(tensor_parallel_size=2)`": {},
 }
-ODC = [*STRATEGIES][-1]
+*_, MONITORED, ODC = STRATEGIES
 
 
 class DividedModel(LanguageModel):
@@ -85,31 +88,32 @@ class Passages(pl.Callback):
 
 
 def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
-    """Train in one of the three ways on this rank."""
+    """Train in one of the ways on this rank."""
     pl.seed_everything(0, verbose=False)
     options = STRATEGIES[name]
     strategy: Any = ModelParallelStrategy(GROUPS, SIZE)
     if options is not None:
         strategy = ODCStrategy(tensor_parallel_size=SIZE, hang_report_after=None, **options)
-    watch, passages = Watch(), Passages()
+    watch, passages, monitor = Watch(), Passages(), DeviceIdleMonitor(per_rank=False)
+    more: dict[str, list[pl.Callback]] = {ODC: [], MONITORED: [monitor]}
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=world_size,
         max_epochs=1 + epochs,
-        callbacks=[watch] if name == ODC else [watch, passages],
+        callbacks=[watch, *more.get(name, [passages])],
         **QUIET,
     )
     waits: list[float] = []
     module = DividedModel()
-    if name == ODC:
+    if name in more:
         module.on_train_epoch_start = lambda: waits.append(sum(strategy.engine.waits.values()))  # type: ignore[method-assign]
         module.on_train_end = module.on_train_epoch_start  # type: ignore[method-assign]
     trainer.fit(module, DataLoader(Texts(), EACH, shuffle=True, collate_fn=pad))
-    waited = waits[-1] - waits[1] if name == ODC else None
-    return SimpleNamespace(
-        seconds=watch.seconds[1:], tokens=watch.tokens, waited=waited, passages=passages.found
-    )
+    waited = waits[-1] - waits[1] if name in more else None
+    result = SimpleNamespace(seconds=watch.seconds[1:], tokens=watch.tokens, waited=waited)
+    result.passages, result.within = passages.found, monitor.last_epoch.get(WITHIN)
+    return result
 
 
 def waited(results: list[SimpleNamespace]) -> list[float]:
@@ -127,16 +131,18 @@ def waited(results: list[SimpleNamespace]) -> list[float]:
 
 
 def measure(rounds: int, epochs: int) -> None:
-    """Print the table of the three ways."""
+    """Print the table of the ways, and what the monitor saw within groups."""
     seconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     idle: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     tokens: dict[str, int] = {}
+    within: list[float] = []
     with Ranks(GROUPS * SIZE, preload=["lightning_odc.bench.models"]) as ranks:
         for _ in range(rounds):
             for name in STRATEGIES:
                 results = ranks.call(fit, name, epochs)
                 seconds[name] += [max(by_rank) for by_rank in zip(*(r.seconds for r in results), strict=True)]
                 idle[name].append(statistics.mean(waited(results)) / sum(results[0].seconds))
+                within += [results[0].within] if name == MONITORED else []
                 tokens[name] = sum(result.tokens for result in results[::SIZE])
     rows = []
     for name in STRATEGIES:
@@ -148,6 +154,10 @@ def measure(rounds: int, epochs: int) -> None:
         markdown(
             ("strategy", "waiting for the other group", "time over the last row's", "computed tokens"), rows
         )
+    )
+
+    print(
+        f"Within groups, ranks wait {statistics.median(within):.0%} [{min(within):.0%}, {max(within):.0%}]."
     )
 
 

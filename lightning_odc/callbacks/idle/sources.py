@@ -345,10 +345,10 @@ class TimedComm:
     def allocate(self, *args: Any, **kwargs: Any) -> Any:
         return self.comm.allocate(*args, **kwargs)
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, **options: Any) -> Any:
         begin = time.monotonic_ns()
         try:
-            return self.comm(output_tensor, input_tensor, group, *args, **kwargs)
+            return self.comm(output_tensor, input_tensor, group=group, **options)
         finally:
             self._meet(Passage(begin, time.monotonic_ns()), group)
 
