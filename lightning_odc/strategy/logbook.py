@@ -38,6 +38,8 @@ def total_of(values: Iterable[float]) -> float:
         return sum(values)
 
 
+#: Of ``self.log``, behind the name and the value.
+_ARGUMENTS = [*inspect.signature(LightningModule.log).parameters][3:]
 REDUCTIONS: dict[str, Any] = {"mean": total_of, "sum": total_of, "min": min, "max": max}
 
 
@@ -179,14 +181,13 @@ class LogBook:
     def recording(self, module: LightningModule) -> Iterator[None]:
         """Record ``module.log`` (and so ``log_dict``) of this one module object."""
         log, signature = module.log, inspect.signature(module.log)
-        names = [*inspect.signature(LightningModule.log).parameters][3:]  # behind self, name and value
 
         def record(name: str, value: Any, *args: Any, **options: Any) -> None:
             is_value = isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1)
             if not is_value and not isinstance(value, Metric):
                 log(name, value, *args, **options)  # which refuses it
                 return
-            options |= zip(names, args, strict=False)
+            options |= zip(_ARGUMENTS, args, strict=False)
             signature.bind(name, value, **options)  # refuses a word that it does not know
             self._record(name, value, options, module)
 
