@@ -251,6 +251,7 @@ WRONG: list[tuple[Any, str]] = [
         lambda: plan_minibatch([5, 4, 3, 2], 2, [4, 3]),
         r"sample 0 has 5 tokens, more than max_tokens=\[4, 3\] on every rank.*write max_tokens=\[5, 3\]",
     ),
+    (lambda: plan_minibatch([9, 4], 2, [3, 8]), r"write max_tokens=\[3, 9\]"),
     (lambda: plan_minibatch([5, 4], 2, [5, 0]), r"max_tokens must be a whole number of at least 1, got 0"),
     (
         lambda: plan_minibatch([5, 4, 3, 2], 2, [5, 6], "lb_micro"),
