@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
+    always_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
@@ -154,6 +155,12 @@ def test_adversarial_networks_of_plain_layers_are_trained_as_under_ddp(rank):
 def test_policies_select_what_they_select_under_fsdp(policy):
     model = Net()
     assert names(model, wrap_targets(model, policy)) == BLOCKS
+
+
+def test_a_policy_that_takes_everything_leaves_out_what_has_no_parameters_left():
+    model = Net()
+    holders = [name for name, module in model.named_modules() if [*module.parameters(recurse=False)]]
+    assert names(model, wrap_targets(model, always_wrap_policy)) == sorted(holders)
 
 
 def test_nested_targets_come_innermost_first():
