@@ -263,7 +263,7 @@ class GroupWatch(Watch, _compat.TorchDispatchMode):  # type: ignore[misc]
     def end_batch(self) -> None:
         self._batch.close()
 
-    release = end_batch
+    interrupt = release = end_batch  # a batch that is left out has no end
 
     def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
         return [Passage(entered, left, entered - begun) for begun, entered, left in taken if self.complete]
