@@ -59,12 +59,12 @@ def selected_by(policy: Any, root: nn.Module) -> list[nn.Module]:
         return list(policy._run_policy(root, set(), {}))
     chosen: dict[nn.Module, nn.Module] = {}
 
-    def shall(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        # Nothing is left for a list of units, which cannot be one, or for a module without parameters.
-        return nonwrapped_numel > 0 and policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+    def asked(nonwrapped_numel: int, **about: Any) -> bool:
+        # No parameter is left for a list of units, which cannot be one itself.
+        return nonwrapped_numel > 0 and policy(nonwrapped_numel=nonwrapped_numel, **about)
 
     # It puts what the third argument returns in the place of a module (torch 2.9 to 2.13).
-    _recursive_wrap(root, shall, lambda module: chosen.setdefault(module, module), set(), set())
+    _recursive_wrap(root, asked, lambda module: chosen.setdefault(module, module), set(), set())
     return list(chosen)
 
 

@@ -413,7 +413,8 @@ class Training:
 
     def end_epoch(self) -> None:
         """Refuse a first epoch in which hooks of parameters waited for a step that never came."""
-        if self._has_settled:
+        # Under automatic optimization, Lightning steps, if there is a batch at all.
+        if self._has_settled or self._module.automatic_optimization:
             return
         self._engine.reshard()
         if any(map(_compat.gradient_hooks_of, self._module.parameters())):

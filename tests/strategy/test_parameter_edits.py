@@ -373,6 +373,14 @@ def test_training_without_an_optimizer_of_lightning_is_resumed(rank, kind, tmp_p
     assert (first.global_step, again.global_step) == (4, 8)
 
 
+@on_ranks(2)
+def test_no_hook_waits_in_an_epoch_without_batches(rank):
+    module = Sgd()
+    module.on_train_batch_start = lambda *_: -1 if module.current_epoch == 0 else None
+    fits.fit(module, BATCHES[rank], callbacks=[norms := Norms()], max_epochs=2)
+    assert_seen_once_per_step(norms, 4)
+
+
 class StepsLightningsOptimizers(StepsInHooksByHand):
     def configure_optimizers(self) -> Any:
         for index, parameter in enumerate(self.parameters()):
