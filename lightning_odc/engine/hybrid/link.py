@@ -32,7 +32,7 @@ _DIGEST_BYTES = 32
 _RANK_BYTES = 8
 _PATIENCE = 60.0  # seconds to connect in
 _ATTEMPT = 10.0  # seconds for one address
-_GREETING = 5.0  # seconds for what a connection says first
+_GREETING = 2.0  # seconds for what a connection says first; several strangers must fit into an attempt
 _CHUNK = 1 << 16
 _LONGEST = 1 << 28  # bytes of a message
 _PROBES = 4
@@ -201,7 +201,7 @@ class ReplicaLink:
         return [answer for answer, _ in answers]
 
     def _accept_all(self, listener: socket.socket, secret: bytes) -> None:
-        """Greet all that connect, one after the other. A silent stranger is not waited for any longer than 5 s."""
+        """Greet all that connect, one after the other. A silent stranger is not waited for any longer than 2 s."""
         end = time.monotonic() + _PATIENCE
         while missing := [rank for rank in self.ranks[1:] if rank not in self._peers]:
             listener.settimeout(max(end - time.monotonic(), 0.001))
