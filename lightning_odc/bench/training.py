@@ -130,6 +130,7 @@ class MinibatchRecorder(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._watch = watch_for(trainer, pl_module, waits=None)  # what the host sees
+        self._watch.counting = True  # there is nothing but training
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._close(trainer, time.monotonic())
