@@ -9,8 +9,20 @@ from benchmarks.pictures.canvas import SMALL, WIDTH, Axis, Canvas, bars
 from benchmarks.pictures.charts import Load
 
 _TITLES = {"collective": "Collectives", "on_demand": "On demand", "balanced": "On demand, balanced"}
-_ROLES = {"forward": "forward", "backward": "backward", "optimizer": "optimizer", "wait": "idle"}
-_LEGEND = {"waiting": "idle", "forward": "forward", "backward": "backward", "optimizer": "optimizer"}
+_ROLES = {
+    "forward": "forward",
+    "backward": "backward",
+    "optimizer": "optimizer",
+    "bytes": "read",
+    "wait": "idle",
+}
+_LEGEND = {
+    "waiting": "idle",
+    "forward": "forward",
+    "backward": "backward",
+    "bytes": "read",
+    "optimizer": "optimizer",
+}
 _LEFT, _ROW, _BAR = 52.0, 26.0, 21.0
 
 
@@ -21,7 +33,7 @@ def hero(load: Load) -> Canvas:
     block = 38 + _ROW * ranks
     bottom = 2 + block * len(modes)
     longest = max(mode["seconds"] for mode in modes.values())
-    canvas = Canvas("One optimizer step on two ranks, three times: grey is waiting", bottom + 66)
+    canvas = Canvas("One optimizer step on two ranks, three times: grey is waiting", bottom + 50)
     axis = Axis(0, longest, left=_LEFT, right=WIDTH - 4)
     for place, (name, mode) in enumerate(modes.items()):
         top = 2 + block * place
@@ -29,7 +41,6 @@ def hero(load: Load) -> Canvas:
         _draw_step(canvas, axis, top, mode)
     axis.draw(canvas, {second: f"{second} s" for second in range(int(longest) + 1)}, (bottom, bottom + 5))
     canvas.legend(bottom + 42, _LEGEND, left=_LEFT)
-    canvas.text(_LEFT, bottom + 60, "Blue holds moving bytes, too.", role="soft", size=SMALL)
     return canvas
 
 

@@ -9,7 +9,7 @@
 # - how it grows with the skew of the lengths and with the number of devices.
 #
 # **It needs** Linux, two CPU cores and about two minutes. No GPU, no network. In a clone of the repository,
-# `make lab` installs everything and opens the notebooks. (On a machine with GPUs, set `DEVICE = "cuda"` below.)
+# `make lab` installs everything and opens the notebooks. (On a machine with two GPUs, set `ACCELERATOR = "gpu"` below.)
 # You should know what a training loop in PyTorch looks like. You need not know how sharding works.
 #
 # Some cells are folded. They import, print or draw. Click on one to read it.
@@ -27,7 +27,6 @@ if find_spec("support") is None:  # the folder beside the notebooks
 
 from support import pictures, replay, texts
 from support.dealing import DealtTexts, deal_minibatches
-from support.devices import ranks_on
 from support.display import (
     QUIET,
     mean_of_log,
@@ -56,9 +55,7 @@ from lightning_odc.callbacks import (
     load_timeline,
 )
 
-# "cuda": a GPU for each of two ranks, or one for both (which shows that it works,
-# not how fast)
-DEVICE = "cpu"
+ACCELERATOR = "cpu"  # "gpu": one for each of two ranks
 
 # %% [markdown]
 # ## Real texts are uneven
@@ -143,16 +140,24 @@ for number, minibatch in enumerate(plan[:2]):
 # has its long text first, rank 1 last. Both have 10 seconds of work in total.
 
 # %%
-# seconds per microbatch, spread over the layers
-work = replay.layered([[8, 1, 1], [1, 1, 8]], layers=4)
+# seconds of the three microbatches of each rank, spread evenly over four layers
+microbatches = [[8, 1, 1], [1, 1, 8]]
+seconds = np.repeat(np.array(microbatches)[:, :, None] / 4, 4, axis=2)
+# ... so this is seconds[rank, microbatch, layer]
 
-collective = replay.replay(work, meeting="layer")
-once = replay.replay(work, meeting="minibatch")
+every_layer = seconds.max(axis=0).sum()  # the slowest rank, at each meeting
+once = seconds.sum(axis=(1, 2)).max()  # the rank with the most work
+print(f"meet at every layer: {every_layer:.0f} s; meet once: {once:.0f} s")
 
 # %% Draw the two replays tags=["hide-input"]
+work = replay.layered(microbatches, layers=4)
 show(
     pictures.replays_figure(
-        {"meet at every layer": collective, "meet once": once}, "seconds"
+        {
+            "meet at every layer": replay.replay(work, meeting="layer"),
+            "meet once": replay.replay(work, meeting="minibatch"),
+        },
+        "seconds",
     ),
     "Two diagrams on one time axis. Meeting at every layer, rank 1 waits at each "
     "layer of the first microbatch and rank 0 at each layer of the last one. "
@@ -164,16 +169,9 @@ show(
 # next layer: rank 0 is not there yet. In the last microbatch the roles are swapped. Most of the time one rank
 # waits, although both have the same amount of work.
 #
-# As a formula, with `T[m, d, l]` for the time of rank `d` in layer `l` of its microbatch `m`:
-#
-# ```text
-# meet at every layer:   sum over m   sum over l   max over d   T[m, d, l]
-# meet once:             max over d   sum over m   sum over l   T[m, d, l]
-# ```
-#
-# The maximum of sums is never larger than the sum of maxima. The difference is idle time. It does not depend on
-# how much work there is. It depends on *when the ranks meet*. (The first formula is equation 1 of
-# [arXiv 2601.19362](https://arxiv.org/abs/2601.19362).)
+# The two lines that computed the seconds are the whole idea: a sum of maxima, and a maximum of sums. The maximum of
+# sums is never larger. The difference is idle time. It does not depend on how much work there is. It depends on
+# *when the ranks meet*. (The sum of maxima is equation 1 of [arXiv 2601.19362](https://arxiv.org/abs/2601.19362).)
 #
 # Do they have to meet at every layer? A slice of parameters does not change until the optimizer step. So a rank
 # can *read* it when it needs it, without asking. And a gradient can be *added* to its owner's sum at any time
@@ -187,15 +185,16 @@ show(
 # Let us train a small Llama with random weights on the minibatches from above, sharded over two processes. First
 # with the collectives that PyTorch uses (`communication="collective"` is stock `fully_shard`), then with
 # on-demand communication. `DeviceIdleMonitor` logs how long the ranks wait. `TimelineRecorder` writes down what
-# every rank does when. (`ranks_on("cpu", strategy)` stands for `accelerator="cpu", devices=2,
-# strategy=strategy`.)
+# every rank does when.
 
 
 # %%
-def train(name, strategy, model, data, device=DEVICE):
+def train(name, strategy, model, data, accelerator=ACCELERATOR):
     """Train on four minibatches, and watch all of them but the first."""
     trainer = Trainer(
-        **ranks_on(device, strategy),
+        strategy=strategy,
+        accelerator=accelerator,
+        devices=2,
         max_epochs=1,
         use_distributed_sampler=False,  # the data module deals out the texts itself
         log_every_n_steps=1,
@@ -314,9 +313,13 @@ def costs_of(skew, minibatch):
 
 def expected_idle(skew, plan, meeting):
     """The idle fraction of a plan's minibatches, if only computing took time."""
-    return replay.average_idle(
-        [costs_of(skew, minibatch) for minibatch in plan], meeting
-    )
+    costs = np.array([costs_of(skew, minibatch) for minibatch in plan])
+    _, ranks, _ = costs.shape  # costs[minibatch, rank, microbatch]
+    if meeting == "layer":
+        times = costs.max(axis=1).sum(axis=1)
+    else:
+        times = costs.sum(axis=2).max(axis=1)
+    return 1 - costs.sum() / (ranks * times.sum())
 
 
 SKEWS = [0, 0.25, 0.5, 0.75, 1, 1.25]
@@ -429,7 +432,7 @@ for skew in PLACES:
             ),
             AsleepModel(),
             data_at(skew),
-            device="cpu",  # sleeping needs no GPU
+            accelerator="cpu",  # sleeping needs no GPU
         )
 
 # %% Draw theory and measurement tags=["hide-input"]

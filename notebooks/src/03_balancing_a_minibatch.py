@@ -102,13 +102,27 @@ except ValueError as error:
 
 
 # %%
+def duration(costs, meeting):
+    """The time of a minibatch, from costs[rank][microbatch]."""
+    if meeting == "microbatch":  # each time, all wait for the largest
+        return sum(map(max, zip(*costs, strict=True)))
+    return max(map(sum, costs))  # all wait for the rank with the most
+
+
+def idle_fraction(minibatches, meeting="minibatch"):
+    """Waiting as a part of all ranks' time."""
+    busy = sum(sum(map(sum, costs)) for costs in minibatches)
+    times = sum(len(costs) * duration(costs, meeting) for costs in minibatches)
+    return 1 - busy / times
+
+
+# %% Draw four ways tags=["hide-input"]
 def as_replay(policy, meeting):
     plan = balance.plan_minibatch(minibatch, 4, MAX_TOKENS, policy)
     costs = balance.microbatch_costs(plan, minibatch)
     return replay.replay(replay.layered(costs, layers=1, passes=1), meeting)
 
 
-# %% Draw four ways tags=["hide-input"]
 show(
     pictures.replays_figure(
         {
@@ -173,7 +187,7 @@ def idle(policy, ranks, meeting):
         ]
         plan = balance.plan_minibatch(own, ranks, int(lengths.max()), policy)
         costs.append(balance.microbatch_costs(plan, own))
-    return replay.average_idle(costs, meeting)
+    return idle_fraction(costs, meeting)
 
 
 rows = []
@@ -239,12 +253,11 @@ for regroup, title in (
     (8, "lb_mini, regrouped over 8 minibatches"),
 ):
     left = [
-        replay.average_idle(
+        idle_fraction(
             [
                 balance.microbatch_costs(plan, lengths)
                 for plan in minibatches(8, per_rank, 24, regroup)
-            ],
-            "minibatch",
+            ]
         )
         for per_rank in PER_RANK
     ]
@@ -299,7 +312,7 @@ for planned, cost in COSTS.items():
             balance.microbatch_costs(plan, own, truth)
             for plan, own in zip(plans, sets, strict=True)
         ]
-        left.append(f"{replay.average_idle(costs, 'minibatch'):.1%}")
+        left.append(f"{idle_fraction(costs):.1%}")
     rows.append([f"planned with {planned}", *left])
 print_table(["idle, if the truth is ...", *COSTS], rows)
 
@@ -349,7 +362,7 @@ for own in np.split(balance.epoch_order(len(lengths), 1, 0)[: 40 * 24], 24):
     ):
         plan = balance.plan_minibatch(own, 4, int(lengths.max()), cost=cost)
         costs = balance.microbatch_costs(plan, own, truth)
-        left[name].append(replay.average_idle([costs], "minibatch"))
+        left[name].append(idle_fraction([costs]))
     fitted.observe(
         (rank, own[microbatch].tolist(), seconds * noise.gauss(1, 0.05))
         for rank, (microbatches, row) in enumerate(zip(plan, costs, strict=True))
@@ -490,7 +503,7 @@ print_table(
 # for copies in range(1, 60):
 #     more = giant[:1] + giant[1:] * copies
 #     costs = balance.microbatch_costs(balance.plan_minibatch(more, 4), more)
-#     if replay.average_idle([costs], "minibatch") < 0.005:
+#     if idle_fraction([costs]) < 0.005:
 #         break
 # print(copies)
 # ```

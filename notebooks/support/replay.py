@@ -90,9 +90,3 @@ def idle_fraction(pieces: Sequence[Piece]) -> float:
     """Waiting as a part of all ranks' time."""
     idle = sum(piece.end - piece.begin for piece in pieces if piece.idle)
     return idle / sum(piece.end - piece.begin for piece in pieces)
-
-
-def average_idle(minibatches: Sequence[Sequence[Sequence[float]]], meeting: SyncPoint) -> float:
-    """The idle fraction of several minibatches, ``costs[minibatch][rank][microbatch]``, one after the other."""
-    pieces = [piece for costs in minibatches for piece in replay(layered(costs, layers=1, passes=1), meeting)]
-    return idle_fraction(pieces)

@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 
 
 from benchmarks import generate, rl, traffic
-from benchmarks.hero import summary
+from benchmarks.hero import minibatches
 from benchmarks.hosts import why_no_limit, why_not
 from benchmarks.hybrid import copies, primitives
 from benchmarks.idle.truth import expected
@@ -117,7 +117,7 @@ def test_a_step_begins_with_its_first_rank_and_idle_is_a_share_of_all_ranks() ->
         0, "here", spans("minibatch", (10, 60)) + spans("wait", (20, 30), (31, 40), (70, 80))
     )
     busy = RankTimeline(1, "here", spans("minibatch", (20, 110)) + spans("forward", (20, 50)))
-    step = summary(Timeline([waiting, busy], 2))
+    (step,) = minibatches(Timeline([waiting, busy], 2))
     assert step["seconds"] == pytest.approx(0.1)
     assert step["idle"] == pytest.approx((10 + 9 + 10) / 200)
     assert step["ranks"][0]["wait"] == [10.0, 30.0, 60.0, 70.0]

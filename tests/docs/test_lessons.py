@@ -2,20 +2,14 @@
 
 import json
 import math
-import os
 import shutil
 import subprocess
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_odc import ODCStrategy
-from lightning_odc.bench.processes import Placement
-from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
-from notebooks.support import devices, sliders, strokes
+from notebooks.support import sliders, strokes
 from notebooks.support.dealing import deal_minibatches
 from notebooks.support.display import mean_of_log, read_log
 from notebooks.support.interleavings import PROTOCOL, WITH_LOCKS, explore, microbatches, swapped, without
@@ -162,17 +156,3 @@ def test_order_changes_the_order_alone_and_the_seed_everything():
     assert as_sets(deal()) == as_sets(deal(longest_first=False)) != as_sets(deal(seed=1))
     with pytest.raises(ValueError, match="2 ranks x 3 samples is more than the 5"):
         deal_minibatches([1] * 5, ranks=2, samples_per_rank=3, minibatches=1, seed=0)
-
-
-def test_ranks_that_share_a_gpu_get_it_from_their_strategy(monkeypatch):
-    assert devices.ranks_on("cpu", "odc") == {"accelerator": "cpu", "devices": 2, "strategy": "odc"}
-    monkeypatch.setattr(devices, "place", lambda device, ranks: Placement(ranks, gpus=1))
-    for name, kind in (("odc", ODCStrategy), ("ddp_notebook", DDPStrategy)):
-        monkeypatch.setenv(OVERLAP_VARIABLE, "")
-        told = devices.ranks_on("cuda", name)
-        strategy = told.pop("strategy")
-        assert told == {"accelerator": "gpu"}  # with "devices", Lightning would count GPUs
-        assert isinstance(strategy, kind)
-        assert strategy.parallel_devices == [torch.device("cuda", 0)] * 2
-        assert strategy.process_group_backend == "cpu:gloo,cuda:gloo"
-        assert os.environ[OVERLAP_VARIABLE] == "1"
