@@ -402,6 +402,8 @@ def fit(
         max_epochs=1 + epochs,
         accumulate_grad_batches=1 if row.loader == "planned" else EACH // row.batch,
         use_distributed_sampler=not row.loader,
+        # planned, the number of microbatches changes from epoch to epoch
+        reload_dataloaders_every_n_epochs=int(row.loader == "planned"),
         callbacks=[watch],
         plugins=[LightningEnvironment()],
         logger=False,

@@ -244,6 +244,14 @@ def test_unequal_minibatches_under_collectives_step_where_they_end(rank, kind):
     assert_same(full_parameters(module), reference())
 
 
+@on_ranks(2)
+def test_an_epoch_that_ends_inside_a_minibatch_is_told(rank):
+    t = trainer(2, strategy="ddp", max_epochs=EPOCHS)
+    with pytest.warns(UserWarning, match="reload_dataloaders_every_n_epochs=1"):
+        t.fit(SteppingRows(), loader(rank, 2, policy="lb_micro", max_tokens=16, unroll=True))
+    assert t.global_step < STEPS * EPOCHS
+
+
 @on_ranks(1)
 def test_a_strategy_that_does_not_know_minibatches_says_so(rank):
     with pytest.raises(TypeError, match="must be unrolled by a strategy that knows it"):
