@@ -484,16 +484,16 @@ def main(arguments: list[str] | None = None) -> None:
     for name in options.projects:
         measured = _measure(name, options)
         found[name if options.ranks == 2 else f"{name}-{options.ranks}"] = measured
-        print(f"\n{PROJECTS[name].title}\n\n{_table(PROJECTS[name], measured)}\n", flush=True)
+        print(f"\n{PROJECTS[name].title}\n\n{_table(name, measured).markdown()}\n", flush=True)
         print(next(one["said"] for one in measured if one["row"] == ODC.text), flush=True)
     if options.write:
         found = json.loads(DATA.read_text()) | found
         write_json(DATA, found)
-        pages = [ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "results.md"]
-        for page in pages:
-            write_into(
-                [page], [table for table in tables(found) if f"table: {table.name} " in page.read_text()]
-            )
+        made = [*tables(found), *(_table(name, measured) for name, measured in found.items())]
+        for page in (
+            ROOT / one for one in ("README.md", "docs/index.md", "docs/results.md", "docs/data/one-line.md")
+        ):
+            write_into([page], [table for table in made if f"table: {table.name} " in page.read_text()])
 
 
 def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -530,7 +530,7 @@ def over(measured: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """The short one of the first screen, and that of the results, where all runs stand side by side."""
+    """The short one of the first screen, and that of the results, where the runs stand side by side."""
     ratios = {name: over(found[name]) for name in ("padding", "padding-4", "equal") if name in found}
     tokens = {one["row"]: f"{one['tokens']:,}" for one in found["padding"]}
     heads = (
@@ -552,24 +552,23 @@ def tables(found: dict[str, Any]) -> list[Table]:
     ]
 
 
-def _table(project: Project, measured: Sequence[dict[str, Any]]) -> str:
-    ratios = over(measured)
+def _table(name: str, measured: Sequence[dict[str, Any]]) -> Table:
+    """All that was measured of a project."""
+    project, ratios = PROJECTS[name.partition("-")[0]], over(measured)
     longest = max(tokens_of(project.collate([sample])) for sample in project.data())
     rows = [
-        (
+        [
             one["row"],
             f"{statistics.median(one['seconds']):.2f} [{min(one['seconds']):.2f}, {max(one['seconds']):.2f}]",
             ratios[one["row"]],
             f"{one['tokens']:,}",
             f"{one['largest'] / longest:.2f}",
-            str(one["steps"]),
-        )
+        ]
         for one in measured
     ]
     head = ("what the user writes", "s per epoch, median [least, most]", 'time over `"odc"`, batch 8')
-    return markdown(
-        (*head, "computed tokens", "largest microbatch / longest sample", "optimizer steps"), rows
-    )
+    columns = map(Column, (*head, "computed tokens", "largest microbatch / longest sample"))
+    return Table(f"one-line-{name}", project.title, [*columns], rows)
 
 
 if __name__ == "__main__":

@@ -185,7 +185,7 @@ class DemoOptions:
     model: str = option(
         "demo", "layers x width of the model, as in 4x256, or another that bench knows", letter="M"
     )
-    minibatches: int = option(8, "timed minibatches per repetition; an untimed one runs first", least=1)
+    minibatches: int = option(5, "timed minibatches per repetition; an untimed one runs first", least=1)
     repetitions: int = option(3, "how often each mode trains the same minibatches; modes take turns", least=1)
     samples_per_rank: int = option(8, "samples of each rank in a minibatch", least=1)
     max_length: int = option(

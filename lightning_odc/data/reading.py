@@ -469,7 +469,7 @@ class Progress:
         """Begin the next pass at the start of ``epoch``; inside it, if a loaded position waits for that very epoch."""
         if self._next is None and self.latest.microbatches and epoch > self.latest.epoch:
             warnings.warn(
-                f"Epoch {self.latest.epoch} ended inside a minibatch, so an optimizer step is missing. With unroll=True "
+                f"Epoch {self.latest.epoch} ended inside a minibatch, without its optimizer step. With unroll=True "
                 "every epoch has its own number of microbatches: write Trainer(reload_dataloaders_every_n_epochs=1).",
                 stacklevel=2,
             )
