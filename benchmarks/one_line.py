@@ -544,7 +544,11 @@ def tables(found: dict[str, Any]) -> list[Table]:
         if row in ratios["padding"]
     ]
     titles = {"padding": "2 ranks", "padding-4": "4 ranks", "equal": "2 ranks, equal lengths"}
-    wide = [[row, *(ratios[name].get(row, "") for name in ratios), tokens[row]] for row in tokens]
+    wide = [
+        [row, *(ratios[name].get(row, "") for name in ratios), tokens[row]]
+        for row in tokens
+        if not row.startswith("by hand")
+    ]
     wide_heads = ("what the user writes", *(titles[name] for name in ratios), "computed tokens")
     return [
         Table("staircase", "First screen", [*map(Column, heads)], short),

@@ -246,10 +246,17 @@ def test_unequal_minibatches_under_collectives_step_where_they_end(rank, kind):
 
 @on_ranks(2)
 def test_an_epoch_that_ends_inside_a_minibatch_is_told(rank):
-    t = trainer(2, strategy="ddp", max_epochs=EPOCHS)
-    with pytest.warns(UserWarning, match="reload_dataloaders_every_n_epochs=1"):
-        t.fit(SteppingRows(), loader(rank, 2, policy="lb_micro", max_tokens=16, unroll=True))
-    assert t.global_step < STEPS * EPOCHS
+    t = trainer(2, strategy="ddp", max_epochs=3)
+    data = loader(rank, 2, policy="lb_micro", max_tokens=16, unroll=True, seed=6)
+    first = len(data)
+    data.set_epoch(1)
+    assert len(data) > first, (
+        "Lightning asks for the length once, and leaves out the rest of the second epoch"
+    )
+    data.set_epoch(0)
+    with pytest.warns(UserWarning, match="Epoch 1 ended inside .*reload_dataloaders_every_n_epochs=1"):
+        t.fit(SteppingRows(), data)
+    assert t.global_step < STEPS * 3
 
 
 @on_ranks(1)
