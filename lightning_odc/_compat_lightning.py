@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import importlib
+import importlib.util
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning_utilities.core import rank_zero
 from torch import nn
 
 # Typed as Any: Lightning does not export these names, which is why they are here.
@@ -129,6 +131,22 @@ def set_process_group_backend(strategy: Any, backend: str) -> None:
     strategy._process_group_backend = backend
     if "nccl" in backend:
         atexit.register(_lightning_distributed._destroy_dist_connection)
+
+
+def other_strategy_registry() -> Any | None:
+    """The registry of the separate ``pytorch_lightning`` package, if that is installed."""
+    # Why: ``pytorch_lightning.Trainer`` looks names up in a registry of its own, so ``"odc"`` must be there to explain
+    # itself. Importing the package after ``lightning`` costs less than 0.1 s.
+    if importlib.util.find_spec("pytorch_lightning") is None:
+        return None
+    log = rank_zero.log  # the import would turn it to its own logger in the whole process
+    try:
+        from pytorch_lightning.strategies import StrategyRegistry
+    except Exception:
+        return None  # a broken or foreign installation is none of our business
+    finally:
+        rank_zero.log = log
+    return StrategyRegistry
 
 
 def count_batch_once(trainer: Trainer) -> None:

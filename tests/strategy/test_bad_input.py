@@ -409,3 +409,12 @@ def test_what_these_messages_say_is_right(rank):
     # Gradients of two equal ranks, whose mean is exact, and a penalty added last.
     expected = one_process(Advised(), [[batch] for batch in token_batches([6, 6])])
     assert_same(full_parameters(alone), expected)
+
+
+def test_pytorch_lightnings_trainer_explains_itself():
+    other = pytest.importorskip("pytorch_lightning")
+    for name in ("odc", "odc_plain"):
+        with pytest.raises(TypeError, match=rf'(?s)"{name}".*import LightningModule, Trainer\ninstead'):
+            other.Trainer(strategy=name, accelerator="cpu", devices=1)
+    with pytest.raises(Exception, match=r"for lightning\.pytorch\.Trainer"):
+        other.Trainer(strategy=ODCStrategy(), accelerator="cpu", devices=1)
