@@ -169,7 +169,7 @@ def check_caps(lengths: Ints, rows: Ints, max_tokens: KnownCaps, num_ranks: int)
     if rows.ndim == 1 and own != lengths[index]:
         has = f"{has}, {'padded' if own > lengths[index] else 'cut'} to {own}"
     enough, fitting = by_rank.copy(), (numbers[index] <= by_rank).sum(1)
-    rank = int(np.lexsort((-by_rank.sum(1), -fitting))[0])  # where most fits, the largest cap
+    rank = int(np.lexsort((-by_rank[:, 0], -fitting))[0])  # where most fits, the largest cap
     enough[rank] = np.maximum(enough[rank], numbers[~fits].max(0))
     line = [cap[0] if rows.ndim == 1 else tuple(cap) for cap in enough.tolist()]
     raise ValueError(
