@@ -38,11 +38,13 @@ def as_lengths(lengths: Any, name: str = "lengths", count: int | None = None) ->
     There must be ``count`` of them, by default any number but none.
     """
     try:
+        if np.asarray(lengths).dtype.kind in "bUS":  # numpy would make numbers of them
+            raise TypeError("text and truth values are no numbers.")
         array = np.asarray(lengths, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
         widths = [width(row) or 1 for row in lengths] if width(lengths) else []
         other = next((index for index, own in enumerate(widths) if own != widths[0]), None)
-        why = f"lengths=[len(x) for x in samples]. numpy says: {error}"
+        why = f"lengths=[len(x) for x in samples]. {error}"
         if other is not None:
             why = f"sample 0 has {widths[0]}, and sample {other} has {widths[other]}: {_ROW_LINE}."
         raise ValueError(

@@ -52,10 +52,10 @@ class CollectiveEngine(Engine):
         return self._world_size
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
-        self._model = model
-        self.reshard()
+        reset_units(model)
         self._units = find_units(model)
         self._root = RootUnit(self._units, model)
+        self._model = model
         self._scalars.attach(model, self._rendezvous)
         self._find_shards()
         gather = StockComm(all_gather, partial(self.traced, "all_gather"))

@@ -148,7 +148,7 @@ class OnDemandEngine(Engine):
         comms = [GatherComm(partial(self._gather, unit, window)) for unit, window in pairs]
         for (unit, window), comm in zip(pairs, comms, strict=True):
             set_comms(unit.modules, comm, AccumulateComm(partial(self._accumulate, unit, window)))
-        # 5. What looks at passes of the model, with hooks on it: last, so that they find everything in its place.
+        # 5. What looks at passes of the model, with hooks on it, finds everything in its place.
         self.keeping.attach(self._units, comms, [] if self._lockstep else self._sums)
         self._on_close.callback(self.keeping.release)
         groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}

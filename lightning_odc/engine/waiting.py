@@ -8,6 +8,7 @@ for long.
 from __future__ import annotations
 
 import faulthandler
+import os
 import sys
 import threading
 import time
@@ -155,12 +156,13 @@ class HangReport:
         if self.path is not None:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                with open(self.path, "a") as file:
+                # A pipe without a reader is an error, and not a wait.
+                how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
+                with os.fdopen(os.open(self.path, how, 0o666), "a") as file:
                     file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
                     file.flush()
-                    faulthandler.dump_traceback(
-                        file
-                    )  # of all threads: on GPUs backward passes have their own
+                    # Of all threads: on GPUs backward passes have their own.
+                    faulthandler.dump_traceback(file)
                 note = f"Also in {self.path}, with the Python stack."
             except OSError as error:
                 note = f"(It could not be written to {self.path}: {error.strerror or error}.)"

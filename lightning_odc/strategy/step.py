@@ -90,8 +90,9 @@ class _Batch:
         weight = torch.as_tensor(self.weight, device=self.device, dtype=total.dtype)
         mean = torch.where(weight > 0, total / weight, torch.zeros_like(total))
         loss = torch.zeros((), device=self.device, requires_grad=True) if item is None else item.loss.sum()
-        # The gradient of the loss, under the value of the mean.
-        return {"loss": loss - loss.detach() + mean, **self.extras}
+        loss = loss.to(torch.promote_types(loss.dtype, mean.dtype), copy=True)
+        loss.detach().copy_(mean.reshape(()))  # the gradient of the loss, under the value of the mean
+        return {"loss": loss, **self.extras}
 
 
 def call_step(strategy: ShardedStrategy, name: str, *args: Any, **kwargs: Any) -> Any:

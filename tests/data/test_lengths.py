@@ -165,6 +165,8 @@ def test_wrong_lengths_are_named():
         ([3, 4], "lengths has 2 entries, but the data set has 3 samples"),
         ([[[3, 4]]], r"shape \[1, 1, 2\]"),
         (["a", "b", "c"], r"lengths=\[len\(x\) for x in samples\]"),
+        (["3", "4", "5"], "text and truth values are no numbers"),
+        ([True, True, True], "text and truth values are no numbers"),
         ([[1], [2, 3], [4]], "sample 0 has 1, and sample 1 has 2: length_fn="),
         (7, "one number per sample"),
         # rows of numbers
