@@ -116,12 +116,19 @@ def test_a_step_begins_with_its_first_rank_and_idle_is_a_share_of_all_ranks() ->
     waiting = RankTimeline(
         0, "here", spans("minibatch", (10, 60)) + spans("wait", (20, 30), (31, 40), (70, 80))
     )
-    busy = RankTimeline(1, "here", spans("minibatch", (20, 110)) + spans("forward", (20, 50)))
+    moved = spans("read", (25, 30)) + spans("add", (31, 40))
+    busy = RankTimeline(1, "here", spans("minibatch", (20, 110)) + spans("forward", (20, 50)) + moved)
     (step,) = minibatches(Timeline([waiting, busy], 2))
     assert step["seconds"] == pytest.approx(0.1)
     assert step["idle"] == pytest.approx((10 + 9 + 10) / 200)
     assert step["ranks"][0]["wait"] == [10.0, 30.0, 60.0, 70.0]
-    assert step["ranks"][1] == {"forward": [10.0, 40.0], "backward": [], "optimizer": [], "wait": []}
+    assert step["ranks"][1] == {
+        "forward": [10.0, 40.0],
+        "backward": [],
+        "optimizer": [],
+        "wait": [],
+        "bytes": [15.0, 30.0],  # the read and the add, joined
+    }
 
 
 @pytest.mark.timeout(400)  # two groups of processes that import everything
