@@ -28,7 +28,7 @@ from rich.progress import track
 
 from benchmarks import command
 from benchmarks.tables import quartiles
-from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
+from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, RankProcesses, check_memory
 from lightning_odc.bench.report import machine
 from lightning_odc.console import OptionError, check_options, markdown, option, prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
@@ -139,10 +139,13 @@ def time_unit(rank: int, world_size: int, unit_bytes: int, rounds: int, skew: fl
 
 
 def _jobs(protocol: Protocol, rank: int, world_size: int, numel: int) -> dict[str, Callable[[], Any]]:
-    gathered, chunks = torch.zeros(world_size, numel), torch.ones(world_size, numel)
-    reduced, whole = torch.zeros(numel), torch.ones(world_size, numel)
+    gathered = torch.zeros(world_size, numel)
+    chunks = torch.ones(world_size, numel)
+    reduced = torch.zeros(numel)
+    whole = torch.ones(world_size, numel)
     peers = [peer for peer in range(world_size) if peer != rank] or [0]
-    window, segment = protocol.windows[0], [Segment(0, 0, numel)]
+    window = protocol.windows[0]
+    segment = [Segment(0, 0, numel)]
 
     def copy() -> None:
         for peer in peers:
@@ -202,7 +205,8 @@ def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[
     rounds = {
         name: [combine(of) for of in zip(*(r[name] for r in by_rank), strict=True)] for name in by_rank[0]
     }
-    world_size, results = len(by_rank), []
+    world_size = len(by_rank)
+    results = []
     copied = unit_bytes * max(world_size - 1, 1) / world_size
     moved = {"copy_": copied, "add_": unit_bytes, "accumulate": unit_bytes, "settle": unit_bytes / world_size}
     moved["gather"] = unit_bytes * (world_size - 1) / world_size
@@ -268,8 +272,9 @@ def run_comm(options: CommOptions) -> int:
     load = os.getloadavg()[0]
     with CutShort() as cut:
         for world_size in options.ranks:
-            with Ranks(world_size, ["benchmarks.comm"]) as processes:
-                title, errors = f"{world_size} rank(s)", Console(stderr=True)
+            with RankProcesses(world_size, ["benchmarks.comm"]) as processes:
+                title = f"{world_size} rank(s)"
+                errors = Console(stderr=True)
                 for size in track(
                     options.unit_bytes, title, console=errors, transient=True, auto_refresh=False
                 ):

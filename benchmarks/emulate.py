@@ -34,7 +34,7 @@ from benchmarks import command
 from lightning_odc.balance import PolynomialCost, transformer, with_speeds
 from lightning_odc.balance.costs import Cost, pair_of, resolve_cost
 from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
-from lightning_odc.bench.lengths import Samples
+from lightning_odc.bench.lengths import TokenSamples
 from lightning_odc.bench.models import BenchModule, configuration
 from lightning_odc.bench.options import (
     AUTO,
@@ -50,7 +50,6 @@ from lightning_odc.bench.results import WARM_UP, Row
 from lightning_odc.bench.training import check, train_all
 from lightning_odc.bench.workload import Workload
 from lightning_odc.console import OptionError, option, prepare_output
-from lightning_odc.data.plan import RunInfo
 from notebooks.support.sleeping import SleepingLayer, SleepingModel
 
 FITTED = {
@@ -59,7 +58,8 @@ FITTED = {
 }
 """What the paper's code fitted to its models' microbatches, arXiv 2601.19362."""
 OVERHEAD_FRACTION = 0.02
-SHORTEST_MINIBATCH, LONGEST_MINIBATCH = 1.0, 20.0
+SHORTEST_MINIBATCH = 1.0
+LONGEST_MINIBATCH = 20.0
 MOST_RANKS = 64
 _SILENT_MINIBATCHES = 2
 
@@ -121,10 +121,10 @@ class EmulatedWorkload(Workload):
             self.max_tokens = int(options.packing_ratio * self.longest)
 
     @property
-    def samples(self) -> Samples:
+    def samples(self) -> TokenSamples:
         found = super().samples
         values = found.lengths
-        return Samples(values, found.source, lambda index: torch.tensor([values[index]]))
+        return TokenSamples(values, found.source, lambda index: torch.tensor([values[index]]))
 
     @property
     def cost(self) -> Cost:
@@ -137,7 +137,8 @@ class EmulatedWorkload(Workload):
 
     def collate(self, samples: Sequence[Tensor]) -> Tensor:
         """A microbatch of samples, whose one element is their length: ``[tokens, seconds]``, float64."""
-        lengths, cost = np.array([float(sample[0]) for sample in samples]), self.cost
+        lengths = np.array([float(sample[0]) for sample in samples])
+        cost = self.cost
         pairs = (lengths.sum() ** 2 - (lengths**2).sum()) / 2
         total = cost.samples(lengths).sum() + cost.overhead.mean() + pair_of(cost).mean() * pairs
         return torch.tensor(
@@ -165,7 +166,8 @@ class EmulatedWorkload(Workload):
         speeds = [1.0] * (self.options.ranks - 1) + [1 / self.options.slow_rank]
         meets = combination.communication in ("collective", "lockstep") and combination.policy in EQUAL_COUNTS
         evaluate = collective_cost if meets else on_demand_cost
-        loader, cost = self.loader(combination, 0), with_speeds(self.cost, speeds)
+        loader = self.loader(combination, 0)
+        cost = with_speeds(self.cost, speeds)
         plans = [loader.plan(step % len(loader), epoch=step // len(loader)) for step in range(count)]
         return [evaluate(plan.microbatches, self.samples.lengths, cost) for plan in plans]
 
@@ -200,7 +202,8 @@ class KnownCost(Callback):
         loader: Any = trainer.train_dataloader
         strategy: Any = trainer.strategy
         measured = strategy.communication != "collective"
-        loader.adapt(RunInfo(self._cost, dense=bool(np.any(pair_of(self._cost))), measured=measured))
+        dense = bool(np.any(pair_of(self._cost)))
+        loader.adapt(replace(loader.info, prior=self._cost, dense=dense, measured=measured))
 
 
 class EmulatedOutcome(Outcome):

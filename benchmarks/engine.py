@@ -34,13 +34,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks import command
 from lightning_odc._compat import comms_of
-from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, Ranks, check_memory
+from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, RankProcesses, check_memory
 from lightning_odc.bench.report import machine
 from lightning_odc.bench.results import Interval, bootstrap, median_interval
 from lightning_odc.console import OptionError, check_options, markdown, option, prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import StockComm, set_comms
-from lightning_odc.engine.keeping import HostMemory, Keeping
+from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.transports.base import UnitSpec
@@ -132,7 +132,7 @@ def engine_python(
         lambda: SharedMemoryTransport(rank, world_size, rendezvous),
         rendezvous,
         timeout=60,
-        keeping=Keeping(2**30 if keeps else 0, HostMemory(world_size)),
+        gather_cache=GatherCache(2**30 if keeps else 0, HostMemory(world_size)),
     )
     engine.attach(model)
     clocks = {part: _Clock() for part in _PARTS}
@@ -206,7 +206,8 @@ def busy_owner(rank: int, world_size: int, mib: int, rounds: int) -> dict[str, l
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     protocol = Protocol(SharedMemoryTransport(rank, world_size, rendezvous), [spec], timeout=60)
     protocol.open()
-    own, gradients = torch.zeros(numel), torch.ones(numel)
+    own = torch.zeros(numel)
+    gradients = torch.ones(numel)
     seconds: dict[str, list[Spent]] = {name: [] for name in WORK}
     for number in range(rounds + 1):
         for turn, name in enumerate(WORK):
@@ -226,8 +227,10 @@ def busy_owner(rank: int, world_size: int, mib: int, rounds: int) -> dict[str, l
 
 
 def _work() -> Spent:
-    left, right = torch.ones(768, 768), torch.ones(768, 768)
-    begin, processor = time.perf_counter(), time.thread_time()
+    left = torch.ones(768, 768)
+    right = torch.ones(768, 768)
+    begin = time.perf_counter()
+    processor = time.thread_time()
     for _ in range(12):
         left = left @ right / 768
     return time.perf_counter() - begin, time.thread_time() - processor
@@ -236,7 +239,8 @@ def _work() -> Spent:
 def _disturb(protocol: Protocol, name: str, until: int, own: Tensor, gradients: Tensor) -> None:
     """Do what peers do until rank 0 says that it is done."""
     transport = protocol.transport
-    accumulator, lock = transport.accumulator(0, 0), transport.lock(0, 0)
+    accumulator = transport.accumulator(0, 0)
+    lock = transport.lock(0, 0)
     while transport.load(0, 0) < until:
         if name == WORK[0]:
             time.sleep(0.001)
@@ -255,7 +259,8 @@ def run_engine(options: EngineOptions) -> int:
     Raises:
         OptionError: the output folder cannot be written to, or memory does not suffice.
     """
-    peers, mib = max(options.peers), options.mib
+    peers = max(options.peers)
+    mib = options.mib
     # On every rank a window with a shard and an accumulator, and two tensors of the same size.
     needed = (peers + 1) * (4 * mib * 2**20 + PROCESS_BYTES)
     check_memory(needed, f"{peers} peers that add {mib} MiB", "fewer --peers or a smaller --mib")
@@ -264,14 +269,14 @@ def run_engine(options: EngineOptions) -> int:
     found: dict[str, Any] = {"python": []}
     with CutShort() as cut:
         for world_size in _RANKS:
-            with Ranks(world_size, ["benchmarks.engine"]) as ranks:
+            with RankProcesses(world_size, ["benchmarks.engine"]) as ranks:
                 for parameters, keeps in itertools.product(_PARAMETERS, (True, False)):
                     taken = ranks.call(engine_python, parameters, keeps, options.rounds)
                     found["python"].append(_python_row(world_size, parameters, keeps, taken))
         print(f"The engine's own Python:\n{python_table(found['python'])}\n", flush=True)
         found["busy owner"] = []
         for peers in options.peers:
-            with Ranks(peers + 1, ["benchmarks.engine"]) as ranks:
+            with RankProcesses(peers + 1, ["benchmarks.engine"]) as ranks:
                 seconds = ranks.call(busy_owner, options.mib, options.rounds)[0]
             found["busy owner"].append({"peers": peers, **_slower(seconds)})
     print(table(found.get("busy owner", [])))

@@ -20,23 +20,35 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import parser_of
-from benchmarks.tables import Column, Table, put_into, spread
+from benchmarks.tables import Column, Table, spread, write_into
 from lightning_odc.files import write_json
 from tests.docs.blocks import ROOT, blocks
 
 PAGE = ROOT / "docs" / "full-gain.md"
-SINGLE, PLANNED = "single", "plan"
-"""No steps: one text at a time under DDP, for comparison; and DDP with planned batches, instead of the switch."""
+FIRST_SCREENS = (ROOT / "README.md", ROOT / "docs" / "index.md")
+DATA = ROOT / "docs" / "data" / "full-gain.json"
+SHARDED = "fsdp"
+SINGLE = "single"
+PLANNED = "plan"
+"""No steps: collectives and one text at a time, for comparison; and DDP with planned batches, instead of the switch."""
 WRITTEN = {
     "measure": '`strategy="ddp"`',
-    SINGLE: "`batch_size=1`, `accumulate_grad_batches=8`",
+    SHARDED: 'FSDP: `ODCStrategy(communication="collective", balance=None)`',
+    SINGLE: '`"ddp"`, one text at a time: `batch_size=1`, `accumulate_grad_batches=8`',
     "switch": '`strategy="odc"`',
-    "pack": "`packing=True`",
-    PLANNED: '`"ddp"`, `BalancedDataLoader(...)`',
+    "pack": '`"odc"` with `packing=True`',
+    PLANNED: '`"ddp"`, planned by this package: `BalancedDataLoader`',
     "nodes": "`num_nodes=2`",
 }
 """What the user writes in each step."""
 TIMED = tuple(WRITTEN)[:-1]
+_SHARDED = """\
++from lightning_odc import ODCStrategy
+ from lightning_odc.callbacks import DeviceIdleMonitor
+@@
+-        strategy="ddp",
++        strategy=ODCStrategy(communication="collective", balance=None),
+"""
 _SINGLE = """\
 -    loader = DataLoader(Functions(), batch_size=4, shuffle=True, collate_fn=pad)
 +    loader = DataLoader(Functions(), batch_size=1, shuffle=True, collate_fn=pad)
@@ -45,7 +57,7 @@ _SINGLE = """\
 +        accumulate_grad_batches=8,
 """
 _SAID = re.compile(
-    r"epoch 1: (?:idle/fraction ([-\d.e]+), )?samples_per_second ([\d.e+]+), tokens_per_second ([\d.e+]+)"
+    r"epoch 1(?:, \w+)?: (?:idle/fraction ([-\d.e]+), )?samples_per_second ([\d.e+]+), tokens_per_second ([\d.e+]+)"
 )
 
 
@@ -55,9 +67,12 @@ def programs(page: Path = PAGE) -> dict[str, str]:
     script = next(block.text for block in found if block.is_program)
     *steps, planned = [block.text for block in found if block.language == "diff"]
     after = {}
-    for step, diff in zip([step for step in WRITTEN if step not in (SINGLE, PLANNED)], steps, strict=True):
-        after[step] = script = patched(script, diff)
-    after |= {SINGLE: patched(after["measure"], _SINGLE), PLANNED: patched(after["measure"], planned)}
+    beside = {SHARDED: _SHARDED, SINGLE: _SINGLE, PLANNED: planned}
+    for step, diff in zip([step for step in WRITTEN if step not in beside], steps, strict=True):
+        script = patched(script, diff)
+        after[step] = script
+    for step, diff in beside.items():
+        after[step] = patched(after["measure"], diff)
     return {step: after[step] for step in WRITTEN}
 
 
@@ -131,37 +146,52 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"rounds": rounds, "steps": steps}
 
 
-def table(measured: dict[str, Any]) -> Table:
-    """What the page shows."""
-    heads = ("step", "you write", "s per epoch", "waiting", "padding", "times as fast as step 1")
+def tables(measured: dict[str, Any]) -> list[Table]:
+    """What the page shows, and the first screens: the same run."""
     first = measured["steps"][TIMED[0]]["seconds"]
-    rows, numbers = [], itertools.count(1)
+    whole = []
+    short = []
+    numbers = itertools.count(1)
     for step, row in measured["steps"].items():
-        name = {SINGLE: "for comparison", PLANNED: "or: plan"}.get(step) or f"{next(numbers)}. {step}"
+        if step in (SHARDED, SINGLE):
+            name = "for comparison"
+        elif step == PLANNED:
+            name = "or: plan"
+        else:
+            name = f"{next(numbers)}. {step}"
         ratios = [before / seconds for before, seconds in zip(first, row["seconds"], strict=True)]
-        shares = [
-            f"{100 * max(statistics.median(row[name]), 0):.1f} %" if row[name] else "not measured"
-            for name in ("waiting", "padding")
-        ]
-        rows.append([name, WRITTEN[step], spread(row["seconds"]), *shares, spread(ratios)])
-    return Table("full-gain", "From a plain project to the full gain", [*map(Column, heads)], rows)
+        shares = []
+        for kind in ("waiting", "padding"):
+            share = "not measured"
+            if row[kind]:
+                share = f"{100 * max(statistics.median(row[kind]), 0):.1f} %"
+            shares.append(share)
+        whole.append([name, WRITTEN[step], spread(row["seconds"]), *shares, spread(ratios)])
+        short.append([WRITTEN[step], spread(row["seconds"]), *shares])
+    seconds = f"seconds per epoch: median [least, most] of {measured['rounds']}"
+    heads = ("step", "you write", seconds, "waiting", "padding", "times as fast as step 1")
+    told = ("the same training on 2 CPU processes", seconds, "waiting", "padding")
+    return [
+        Table("full-gain", "From a plain project to the full gain", [*map(Column, heads)], whole),
+        Table("staircase", "First screen", [*map(Column, told)], short),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.full_gain``."""
     parser = parser_of("full_gain", __doc__)
     parser.add_argument("--rounds", type=int, metavar="N", default=5, help="how often each program runs")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="also put the table into its place there")
+    parser.add_argument("--write", action="store_true", help="also into docs/data and the pages that show it")
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     measured = measure(options.rounds)
-    found = table(measured)
-    if options.json:
-        write_json(options.json, measured)
-    if options.page:
-        options.page.write_text(put_into(options.page.read_text(), [found]))
-    print(f"{found.markdown()}\n\n{(time.monotonic() - begin) / 60:.1f} minutes")
+    whole, short = tables(measured)
+    if options.write:
+        write_json(DATA, measured)
+        write_into([PAGE], [whole])
+        for page in FIRST_SCREENS:
+            write_into([page], [short])
+    print(f"{whole.markdown()}\n\n{(time.monotonic() - begin) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":

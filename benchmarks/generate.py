@@ -24,7 +24,7 @@ from lightning_odc.bench.processes import run_ranks
 from lightning_odc.console import markdown
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
-from lightning_odc.engine.keeping import HostMemory, Keeping
+from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.files import write_json
@@ -59,7 +59,7 @@ class Sampler:
                 lambda: SharedMemoryTransport(rank, world_size, rendezvous),
                 rendezvous,
                 timeout=120,
-                keeping=Keeping("auto" if way == "gathered" else 0, HostMemory(world_size)),
+                gather_cache=GatherCache("auto" if way == "gathered" else 0, HostMemory(world_size)),
             )
         self.engine.attach(self.model, gradients=False)
 

@@ -27,19 +27,22 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader
 
 from benchmarks.command import QUIET, parser_of
-from benchmarks.one_line import LanguageModel, Texts, Watch, pad
+from benchmarks.one_line import Watch
+from benchmarks.projects import LanguageModel, Texts, pad
 from lightning_odc import ODCStrategy
 from lightning_odc._compat import comms_of
 from lightning_odc.balance import plan_minibatch, quadratic, with_speeds
 from lightning_odc.balance.evaluate import on_demand_cost
 from lightning_odc.bench.lengths import find_samples
-from lightning_odc.bench.processes import Ranks
+from lightning_odc.bench.processes import RankProcesses
 from lightning_odc.callbacks import DeviceIdleMonitor
 from lightning_odc.callbacks.idle.sources import TimedComm
 from lightning_odc.callbacks.timeline.spans import Passage
 from lightning_odc.console import markdown
 
-GROUPS, SIZE, EACH = 2, 2, 8
+GROUPS = 2
+SIZE = 2
+EACH = 8
 WITHIN = "idle/within_group_fraction_epoch"
 PLAN: dict[str, ParallelStyle] = {
     **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
@@ -94,7 +97,9 @@ def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
     strategy: Any = ModelParallelStrategy(GROUPS, SIZE)
     if options is not None:
         strategy = ODCStrategy(tensor_parallel_size=SIZE, hang_report_after=None, **options)
-    watch, passages, monitor = Watch(), Passages(), DeviceIdleMonitor(per_rank=False)
+    watch = Watch()
+    passages = Passages()
+    monitor = DeviceIdleMonitor(per_rank=False)
     more: dict[str, list[pl.Callback]] = {ODC: [], MONITORED: [monitor]}
     trainer = pl.Trainer(
         strategy=strategy,
@@ -112,7 +117,8 @@ def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
     trainer.fit(module, DataLoader(Texts(), EACH, shuffle=True, collate_fn=pad))
     waited = waits[-1] - waits[1] if name in more else None
     result = SimpleNamespace(seconds=watch.seconds[1:], tokens=watch.tokens, waited=waited)
-    result.passages, result.within = passages.found, monitor.last_epoch.get(WITHIN)
+    result.passages = passages.found
+    result.within = monitor.last_epoch.get(WITHIN)
     return result
 
 
@@ -136,7 +142,7 @@ def measure(rounds: int, epochs: int) -> None:
     idle: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     tokens: dict[str, int] = {}
     within: list[float] = []
-    with Ranks(GROUPS * SIZE, preload=["lightning_odc.bench.models"]) as ranks:
+    with RankProcesses(GROUPS * SIZE, preload=["lightning_odc.bench.models"]) as ranks:
         for _ in range(rounds):
             for name in STRATEGIES:
                 results = ranks.call(fit, name, epochs)
@@ -179,7 +185,8 @@ def plans(devices: int, speed: float, minibatches: int) -> None:
                     for pairs in range(devices // 2 + 1)
                 ]
             )
-            fixed, free = times.mean(1), times.min(0)
+            fixed = times.mean(1)
+            free = times.min(0)
             best = int(fixed.argmin())
             cells = (fixed[0], fixed[-1], fixed[best], free.mean(), fixed[0] / free.mean())
             rows.append(

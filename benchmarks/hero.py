@@ -62,7 +62,8 @@ def main(arguments: list[str] | None = None) -> None:
             max_length=chosen.max_length,
             repetitions=1,
         )
-        steps, outcome = (WARM_UP, WARM_UP + chosen.minibatches - 1), Outcome(Workload(options))
+        steps = (WARM_UP, WARM_UP + chosen.minibatches - 1)
+        outcome = Outcome(Workload(options))
         code = run_train(outcome, lambda run, _: [TimelineRecorder(Path(folder, str(run)), steps)])
         if code or not outcome.losses_agree:
             raise SystemExit("a rank failed, or the losses of the modes differ: nothing is written")
@@ -94,7 +95,8 @@ def minibatches(timeline: Timeline) -> list[dict[str, Any]]:
     """
     found = []
     for spans in zip(*(rank.of("minibatch") for rank in timeline.ranks), strict=True):
-        begin, end = min(span.begin for span in spans), max(span.end for span in spans)
+        begin = min(span.begin for span in spans)
+        end = max(span.end for span in spans)
         waits = [covered_by(rank.of("wait"), begin, end) for rank in timeline.ranks]
         idle = sum(last - first for rank in waits for first, last in rank)
         found.append(
@@ -123,7 +125,8 @@ def covered_by(spans: Iterable[Span], begin: int, end: int, joined: int = 0) -> 
     """
     found: list[tuple[int, int]] = []
     for span in sorted(spans, key=lambda span: span.begin):
-        first, last = max(span.begin, begin), min(span.end, end)
+        first = max(span.begin, begin)
+        last = min(span.end, end)
         if last <= first:
             continue
         if found and first <= found[-1][1] + joined:

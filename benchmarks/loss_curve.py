@@ -19,7 +19,8 @@ from lightning_odc.bench.workload import Workload
 from lightning_odc.console import OptionError
 from lightning_odc.files import write_json
 
-RANKS, SAMPLES = 2, 4
+RANKS = 2
+SAMPLES = 4
 """Ranks, and samples of an optimizer step, on all ranks."""
 MODES = {
     "collective": Combination("collective", SHUFFLED),
@@ -64,7 +65,8 @@ def train(modes: dict[str, Combination], ranks: int, steps: int, max_length: int
 def train_alone(steps: int, max_length: int) -> list[float]:
     """The same of one process, in plain PyTorch."""
     workload = _workload(MODES, 1, steps, max_length)
-    module, losses = workload.module(0), []
+    module = workload.module(0)
+    losses = []
     optimizer = module.configure_optimizers()
     for minibatch in islice(workload.loader(MODES["on demand"], 0), steps):
         summed, counts = zip(*map(module.compute, minibatch), strict=True)

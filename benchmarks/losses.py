@@ -23,20 +23,23 @@ from torch.utils.data import DataLoader
 
 from benchmarks.command import QUIET, parser_of
 from lightning_odc import ODCStrategy
-from lightning_odc.bench.processes import Ranks
+from lightning_odc.bench.processes import RankProcesses
 from lightning_odc.console import markdown
 from lightning_odc.files import write_json
 from tests.support.losses import KINDS, RANDOM, STATEFUL, Losses, collate, dealt, meant, samples
 from tests.support.models import full_parameters
 
-BATCH, ACCUMULATED, WORLD = 4, 2, 2
+BATCH = 4
+ACCUMULATED = 2
+WORLD = 2
 
 
 class Clock(pl.Callback):
     """Times what the strategy does before the first batch: mostly the trial."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.began, self.ran = time.monotonic(), pl_module.steps_run
+        self.began = time.monotonic()
+        self.ran = pl_module.steps_run
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self.seconds = time.monotonic() - self.began
@@ -44,7 +47,8 @@ class Clock(pl.Callback):
 
 def fit(_rank: int, _world_size: int, kind: str, name: str) -> tuple[dict[str, Any], float, str]:
     """Parameters after a step of one strategy, seconds before the first batch, and what microbatches counted."""
-    module, clock = Losses(kind).double(), Clock()
+    module = Losses(kind).double()
+    clock = Clock()
     strategy: Any = ODCStrategy(hang_report_after=None, balance="auto")  # as "odc", in version 0.1, too
     trainer = pl.Trainer(
         strategy="ddp_find_unused_parameters_true" if name == "ddp" else strategy,
@@ -81,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     found: dict[str, Any] = {}
     batches = dealt(samples(), WORLD, BATCH)
-    with Ranks(WORLD, preload=["transformers"]) as ranks:
+    with RankProcesses(WORLD, preload=["transformers"]) as ranks:
         for kind in KINDS:
             before = dict(Losses(kind).double().named_parameters())
             expected = meant(kind, batches, WORLD)

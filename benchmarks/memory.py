@@ -20,7 +20,7 @@ from lightning_odc.bench.processes import run_ranks
 from lightning_odc.console import markdown
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
-from lightning_odc.engine.keeping import HostMemory, Keeping
+from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
@@ -74,12 +74,14 @@ def status_bytes(field: str) -> int:
 
 def window_pages() -> int:
     """Bytes of this process's window that the kernel backs with pages (each mapping has its owner's name once)."""
-    total, name = 0, ""
+    total = 0
+    name = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if "memfd:lightning-odc" in line:
             name = line
         elif line.startswith("Rss:") and name:
-            total, name = total + int(line.split()[1]) * 1024, ""
+            total += int(line.split()[1]) * 1024
+            name = ""
     return total
 
 
@@ -98,13 +100,13 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
     policy = precision_policy(torch.bfloat16 if bf16 else None, torch.float32 if bf16 else None, on_demand)
     shard_model(model, mesh_for("cpu", world_size), mixed_precision=policy)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
-    keeping = Keeping("auto" if "kept" in run else 0, HostMemory(world_size))
+    cache = GatherCache("auto" if "kept" in run else 0, HostMemory(world_size))
     engine: Engine = (
         OnDemandEngine(
             lambda: SharedMemoryTransport(rank, world_size, rendezvous),
             rendezvous,
             timeout=60,
-            keeping=keeping,
+            gather_cache=cache,
             **RUNS[run],
         )
         if on_demand
@@ -132,7 +134,7 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
         else 0,
         "window": engine.window_bytes,
         "pages": window_pages() // world_size,
-        "kept": keeping.bytes,
+        "kept": cache.bytes,
         "peak": peak,
         "sharded": parameters // world_size * 16,
     }

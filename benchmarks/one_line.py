@@ -27,160 +27,35 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, Dataset
-from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
+from torch.utils.data import DataLoader
 
+from benchmarks.projects import (
+    LONGEST,
+    Classifier,
+    LanguageModel,
+    Regression,
+    Series,
+    Texts,
+    Toy,
+    pad,
+    pad_series,
+)
 from benchmarks.tables import Column, Table, write_into
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import transformer
-from lightning_odc.bench.corpus import BOS, read_corpus
 from lightning_odc.bench.models import byte_llama
-from lightning_odc.bench.processes import Ranks
+from lightning_odc.bench.processes import RankProcesses
 from lightning_odc.console import markdown
 from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.engine.tracing import Span, Tracer
 from lightning_odc.files import write_json
 
-LONGEST, SAMPLES, PER_STEP = 1024, 64, 16
+PER_STEP = 16
 EACH = PER_STEP // 2  # samples of a rank in a step
-IGNORED = -100
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data" / "one-line.json"
 #: What the engine does in a step, in the order of a table.
 SPLIT = ("read", "add", "settle", "wait", "optimizer", "publish")
-
-
-# -- Three projects, as a user has them ------------------------------------------------------------------------
-
-
-class Texts(Dataset[dict[str, list[int]]]):
-    """Functions of the standard library as tokens; or pieces of equal length of them."""
-
-    def __init__(self, equal: bool = False) -> None:
-        samples = read_corpus(LONGEST).samples
-        every = len(samples) // SAMPLES
-        self.samples = [[BOS, *text] for text in samples[::every][:SAMPLES]]
-        if equal:
-            stream = [token for sample in self.samples for token in sample]
-            size = len(stream) // SAMPLES
-            self.samples = [stream[i * size : (i + 1) * size] for i in range(SAMPLES)]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return {"input_ids": self.samples[index]}
-
-
-def pad(samples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """What the usual collator of a causal model does."""
-    rows = [torch.tensor(sample["input_ids"]) for sample in samples]
-    return {
-        "input_ids": pad_sequence(rows, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
-        "labels": pad_sequence(rows, batch_first=True, padding_value=IGNORED),
-    }
-
-
-class LanguageModel(pl.LightningModule):
-    """A Llama of 3 million parameters that reads bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = LlamaForCausalLM(byte_llama(4, 256, LONGEST))
-
-    def training_step(self, batch: dict[str, Tensor]) -> Any:
-        return self.model(**batch).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class Series(Dataset[tuple[Tensor, Tensor]]):
-    """Ragged series of eight numbers per step, as long as the texts, each with a number to predict."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.samples = [torch.randn(len(text), 8, generator=generator) for text in Texts().samples]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.samples[index], self.samples[index].mean()
-
-
-def pad_series(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Series, the mask of their padding, and what to predict."""
-    rows = pad_sequence([row for row, _ in samples], batch_first=True)
-    lengths = torch.tensor([len(row) for row, _ in samples])
-    return rows, torch.arange(rows.size(1)) >= lengths[:, None], torch.stack([value for _, value in samples])
-
-
-class Regression(pl.LightningModule):
-    """A transformer encoder over a series, and a mean over its steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(8, 128)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(4)
-        )
-        self.leave = nn.Linear(128, 1)
-
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        x, is_padding, target = batch
-        hidden = self.enter(x)
-        for layer in self.layers:
-            hidden = layer(hidden, src_key_padding_mask=is_padding)
-        kept = (~is_padding)[..., None]
-        mean = (hidden * kept).sum(1) / kept.sum(1)
-        return functional.mse_loss(self.leave(mean)[:, 0], target)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-class Classifier(pl.LightningModule):
-    """A BERT of 2 million parameters that says whether a text has more than so many lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = {
-            "hidden_size": 192,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "intermediate_size": 768,
-        }
-        config = BertConfig(vocab_size=257, max_position_embeddings=LONGEST + 1, **sizes)
-        self.model = BertForSequenceClassification(config)
-
-    def training_step(self, batch: dict[str, Tensor]) -> Any:
-        labels = ((batch["input_ids"] == ord("\n")).sum(1) > 10).long()
-        return self.model(batch["input_ids"], batch["attention_mask"], labels=labels).loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-
-class Toy(pl.LightningModule):
-    """17 thousand parameters, for which no strategy is needed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Embedding(257, 64), nn.Linear(64, 64), nn.Linear(64, 257))
-
-    def training_step(self, batch: dict[str, Tensor]) -> Any:
-        return functional.cross_entropy(self.net(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
-# -- What is compared ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -227,23 +102,15 @@ ODC = Row('`"odc"`, batch 8', {})
 DDP = Row('`"ddp"`, batch 8', "ddp")
 SINGLE = Row('`"ddp"`, batch 1, accumulate 8', "ddp", 1)
 PLANNED = Row('`"ddp"`, batches planned', "ddp", 1, "planned")
-BOUND = Row("no communication: the bound", "alone", 1, "planned")
+SILENT = Row("no communication, DDP's plan", "alone", 1, "planned")
 USUAL = (DDP, SINGLE, COLLECTIVE, PLAIN, ODC, Row('`"odc"`, batch 1, accumulate 8', {}, 1))
 TEXTS = (
     COLLECTIVE,
     Row('`communication="collective"`, grouped by length', COLLECTIVE.strategy, EACH, "grouped"),
     *(LEVEL, PLAIN, ODC, USUAL[-1], DDP),
     Row('`"ddp"`, grouped by length', "ddp", EACH, "grouped"),
-    *(SINGLE, PLANNED, BOUND),
+    *(SINGLE, PLANNED, SILENT),
 )
-FIRST_SCREEN = {
-    COLLECTIVE.text: 'FSDP (`communication="collective"`), batches as they come',
-    LEVEL.text: "FSDP, balanced by this package",
-    SINGLE.text: "DDP, one text at a time",
-    ODC.text: '**`strategy="odc"`**',
-    PLANNED.text: "DDP, planned by this package",
-    BOUND.text: "no communication at all: the bound",
-}
 DENSE = transformer(byte_llama(4, 256, LONGEST), dense=True)
 
 
@@ -299,7 +166,8 @@ def _nothing(_: Any, bucket: Any) -> Any:
 
 def stepping_by_hand(module: Any) -> Any:
     """The module over a planned loader under DDP, as the documentation has it: it steps once per minibatch."""
-    step, count = module.training_step, 0
+    step = module.training_step
+    count = 0
 
     def training_step(microbatch: Microbatch) -> None:
         nonlocal count
@@ -311,7 +179,8 @@ def stepping_by_hand(module: Any) -> Any:
             for parameter in module.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= count
-            count, optimizer = 0, module.optimizers()
+            count = 0
+            optimizer = module.optimizers()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -413,12 +282,13 @@ def fit(
     )
     module = stepping_by_hand(chosen.module()) if row.loader == "planned" else chosen.module()
     said = io.StringIO()
-    handler, log = logging.StreamHandler(said), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    handler = logging.StreamHandler(said)
+    log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     log.addHandler(handler)
     with contextlib.redirect_stderr(said):
         trainer.fit(module, loader_of(chosen, row, rank, world_size))
     log.removeHandler(handler)
-    begins = ("Chosen", "Expected", "Note", "Measured", "Samples have", "strategy=")
+    begins = ("Plan", "Expected", "Note", "Measured", "Samples have", "strategy=")
     lines = [line for line in dict.fromkeys(said.getvalue().splitlines()) if line.startswith(begins)]
     counted = SimpleNamespace(
         start=watch.start,
@@ -450,7 +320,7 @@ def print_split(name: str, options: argparse.Namespace) -> None:
     """What the engine does in a step of the row `ODC`, as a table."""
     number = [row.text for row in PROJECTS[name].rows].index(ODC.text)
     rows = []
-    with Ranks(options.ranks, preload=["lightning_odc.bench.models"]) as ranks:
+    with RankProcesses(options.ranks, preload=["lightning_odc.bench.models"]) as ranks:
         for _ in range(options.rounds):
             for rank, (found, _) in enumerate(ranks.call(fit, name, number, options.epochs, True)):
                 steps = found.steps * options.epochs / (1 + options.epochs)
@@ -490,9 +360,7 @@ def main(arguments: list[str] | None = None) -> None:
         found = json.loads(DATA.read_text()) | found
         write_json(DATA, found)
         made = [*tables(found), *(_table(name, measured) for name, measured in found.items())]
-        for page in (
-            ROOT / one for one in ("README.md", "docs/index.md", "docs/results.md", "docs/data/one-line.md")
-        ):
+        for page in (ROOT / one for one in ("docs/results.md", "docs/data/one-line.md")):
             write_into([page], [table for table in made if f"table: {table.name} " in page.read_text()])
 
 
@@ -502,7 +370,7 @@ def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     measured: list[dict[str, Any]] = [
         {"row": row.text, "seconds": [], "tokens": 0, "largest": 0} for row in rows
     ]
-    with Ranks(options.ranks, preload=["lightning_odc.bench.models"]) as ranks:
+    with RankProcesses(options.ranks, preload=["lightning_odc.bench.models"]) as ranks:
         for _ in range(options.rounds):
             for row, one in zip(rows, measured, strict=True):
                 results = ranks.call(fit, name, PROJECTS[name].rows.index(row), options.epochs)
@@ -530,19 +398,9 @@ def over(measured: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
-    """The short one of the first screen, and that of the results, where the runs stand side by side."""
+    """That of the results, where the runs stand side by side."""
     ratios = {name: over(found[name]) for name in ("padding", "padding-4", "equal") if name in found}
     tokens = {one["row"]: f"{one['tokens']:,}" for one in found["padding"]}
-    heads = (
-        "the same training on 2 CPU processes, texts that a `collate_fn` pads",
-        "time",
-        "computed tokens",
-    )
-    short = [
-        [said, ratios["padding"][row], tokens[row]]
-        for row, said in FIRST_SCREEN.items()
-        if row in ratios["padding"]
-    ]
     titles = {"padding": "2 ranks", "padding-4": "4 ranks", "equal": "2 ranks, equal lengths"}
     wide = [
         [row, *(ratios[name].get(row, "") for name in ratios), tokens[row]]
@@ -550,15 +408,13 @@ def tables(found: dict[str, Any]) -> list[Table]:
         if not row.startswith("by hand")
     ]
     wide_heads = ("what the user writes", *(titles[name] for name in ratios), "computed tokens")
-    return [
-        Table("staircase", "First screen", [*map(Column, heads)], short),
-        Table("one-line", "One line", [*map(Column, wide_heads)], wide),
-    ]
+    return [Table("one-line", "One line", [*map(Column, wide_heads)], wide)]
 
 
 def _table(name: str, measured: Sequence[dict[str, Any]]) -> Table:
     """All that was measured of a project."""
-    project, ratios = PROJECTS[name.partition("-")[0]], over(measured)
+    project = PROJECTS[name.partition("-")[0]]
+    ratios = over(measured)
     longest = max(tokens_of(project.collate([sample])) for sample in project.data())
     rows = [
         [

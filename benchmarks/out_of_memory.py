@@ -61,7 +61,8 @@ class Model(pl.LightningModule):
     def __init__(self, width: int, fails: bool) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(width) for _ in range(6))
-        self.fails, self.runs_out = fails, False
+        self.fails = fails
+        self.runs_out = False
         self.seconds: list[float] = []
         self.begin = 0.0
 

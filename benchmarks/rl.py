@@ -37,11 +37,15 @@ from lightning_odc.bench.processes import run_ranks
 from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.files import write_json
 
-COLLECTIVE, ON_DEMAND, STEALING = "collective", "on demand", "on demand, stealing"
+COLLECTIVE = "collective"
+ON_DEMAND = "on demand"
+STEALING = "on demand, stealing"
 VARIANTS = (COLLECTIVE, ON_DEMAND, STEALING)
 LENGTHS = ("lognormal 0.8", "aime")
-_SIGMA, _CUT = 0.8, 8  # of the lognormal; its longest response, in means
-_PROMPT, _BACKWARD = 8, 2.0  # tokens; a backward pass, in forward passes
+_SIGMA = 0.8  # of the lognormal
+_CUT = 8  # its longest response, in means
+_PROMPT = 8  # tokens
+_BACKWARD = 2.0  # a backward pass, in forward passes
 
 
 class Pace:
@@ -134,7 +138,9 @@ class Job:
     def iterate(self, prompts: list[dict[str, Any]], step: bool = True) -> Tick:
         """Sample, exchange, score and update; without ``step``, up to the gradients."""
         self.strategy.engine.exchange("all are here", None)
-        begin, passes, learning = time.monotonic(), self.pace.passes, self.pace.learning
+        begin = time.monotonic()
+        passes = self.pace.passes
+        learning = self.pace.learning
         own, needed = self._sample(prompts)
         self.rollouts = rl.exchange(self.fabric, own, max_tokens=self._most_tokens)
         sampled = time.monotonic()
@@ -153,7 +159,8 @@ class Job:
 
     def _sample(self, prompts: list[dict[str, Any]]) -> tuple[list[rl.Rollout], int]:
         """This rank's roll-outs, and how many forward passes these needed."""
-        own, needed = [], 0
+        own = []
+        needed = 0
         self.pace.sampling = True
         for index, prompt in self._claims(prompts):
             own += self._respond(index, prompt)
@@ -209,7 +216,8 @@ class Job:
         for turn in range(self.fabric.world_size):
             self.strategy.engine.exchange("one after another", None)
             if turn == self.fabric.global_rank:
-                begin, passes = time.monotonic(), self.pace.passes
+                begin = time.monotonic()
+                passes = self.pace.passes
                 self._sample(prompts[:2])
                 seconds = (time.monotonic() - begin) / (self.pace.passes - passes)
         self.strategy.engine.exchange("all were alone", None)
@@ -220,7 +228,9 @@ def make_model(options: dict[str, Any]) -> LlamaForCausalLM:
     """The same small Llama every time."""
     torch.manual_seed(0)
     config = byte_llama(2, options["width"], _PROMPT + _CUT * options["mean"])
-    config.use_cache, config.eos_token_id, config.pad_token_id = True, None, 0
+    config.use_cache = True
+    config.eos_token_id = None
+    config.pad_token_id = 0
     return LlamaForCausalLM(config)
 
 
@@ -228,7 +238,8 @@ def make_prompts(
     rank: int, world_size: int, name: str, number: int, options: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """The prompts of a rank in one iteration, with the lengths of the responses to each: ``[group]``."""
-    count, group = options["prompts"], options["group"]
+    count = options["prompts"]
+    group = options["group"]
     drawn = draw_lengths(name, world_size * count * group, options["mean"], number)
     lengths = drawn.reshape(world_size, count, group)[rank].tolist()
     generator = torch.Generator().manual_seed(1000 * number + rank)
@@ -328,8 +339,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     parser.add_argument("--page", type=Path, metavar="FILE", help="also put the table into its place there")
     options = vars(parser.parse_args(arguments))
-    path, page = options.pop("json"), options.pop("page")
-    begin, rows = time.monotonic(), []
+    path = options.pop("json")
+    page = options.pop("page")
+    begin = time.monotonic()
+    rows = []
     for ranks in options["ranks"]:
         for name in options["lengths"]:
             rows += rows_of(ranks, name, run_ranks(measure, ranks, name, options))

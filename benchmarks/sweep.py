@@ -154,9 +154,11 @@ def settings(options: SweepOptions) -> list[tuple[str, Any, EmulatedOptions]]:
 def cell(sweep: str, value: Any, outcome: EmulatedOutcome) -> Cell:
     """What one setting measured."""
     rows = {row.combination: row for row in outcome.rows}
-    best, slow = rows[BEST], rows[BASELINE]
+    best = rows[BEST]
+    slow = rows[BASELINE]
     assert best.speed_up is not None
-    workload, own = outcome.workload, outcome.efficiency
+    workload = outcome.workload
+    own = outcome.efficiency
     long = [sum(workload.bounds(one, ARITHMETIC)) for one in (BASELINE, BEST)]
     return Cell(
         sweep=sweep,

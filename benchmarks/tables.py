@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,11 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 def _is_unknown(value: Any) -> bool:
     return isinstance(value, float) and math.isnan(value)
+
+
+def of_cells(rows: Sequence[Mapping[str, object]]) -> str:
+    """A table as Markdown, of rows that map every head to the cell below it."""
+    return markdown(list(rows[0]), [list(row.values()) for row in rows])
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,8 @@ def put_into(page: str, tables: Sequence[Table]) -> str:
         ValueError: the page has no place for one.
     """
     for table in tables:
-        begin, end = _LINE.format("table", table.name), _LINE.format("end of table", table.name)
+        begin = _LINE.format("table", table.name)
+        end = _LINE.format("end of table", table.name)
         place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
         if not place.search(page):
             raise ValueError(f"the page has no place for {table.name!r}: put {begin} and {end} into it.")

@@ -23,7 +23,7 @@ from lightning_odc.bench.processes import run_ranks
 from lightning_odc.console import markdown
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
-from lightning_odc.engine.keeping import HostMemory, Keeping
+from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.files import write_json
@@ -59,7 +59,7 @@ class Job:
                 lambda: SharedMemoryTransport(rank, world_size, rendezvous),
                 rendezvous,
                 timeout=120,
-                keeping=Keeping("auto" if engine == "kept" else 0, HostMemory(world_size)),
+                gather_cache=GatherCache("auto" if engine == "kept" else 0, HostMemory(world_size)),
             )
         self.engine.attach(model)
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -67,7 +67,8 @@ class Job:
 
     def train(self, microbatches: list[Tensor]) -> tuple[float, int, int, int]:
         """Train one minibatch; returns its seconds, shards read, bytes read, and bytes added."""
-        before, begin = self.engine.traffic, time.monotonic()
+        before = self.engine.traffic
+        begin = time.monotonic()
         self.optimizer.zero_grad()
         for index, tokens in enumerate(microbatches):
             self.engine.begin_microbatch(index)
@@ -79,7 +80,8 @@ class Job:
         self.engine.settle([])
         self.optimizer.step()
         self.engine.publish()
-        after, seconds = self.engine.traffic, time.monotonic() - begin
+        after = self.engine.traffic
+        seconds = time.monotonic() - begin
         added = after.bytes_added - before.bytes_added
         return seconds, after.reads - before.reads, after.bytes_read - before.bytes_read, added
 
@@ -155,7 +157,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _cells(one: dict[str, Any]) -> list[str]:
     low, middle, high = one["kept / freed"]
-    freed, kept = one["freed"], one["kept"]
+    freed = one["freed"]
+    kept = one["kept"]
     return [
         str(one["ranks"]),
         one["training"],

@@ -9,9 +9,12 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import importlib.util
+import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -36,21 +39,42 @@ TorchDispatchMode: Any = importlib.import_module("torch.utils._python_dispatch")
 #: The process group that has a name (torch 2.9 to 2.15). Why: functional collectives have the name alone.
 group_named: Any = importlib.import_module("torch.distributed.distributed_c10d")._resolve_process_group
 
+#: What ``torch.distributions`` draws Gamma, Beta and Dirichlet numbers with; torch has no public names for them.
+standard_gamma: Any = torch._standard_gamma
+sample_dirichlet: Any = torch._sample_dirichlet
+#: The argument of ``F.fractional_max_pool2d`` and its like that says where to pool, instead of places that are drawn.
+POOLING_PLACES = "_random_samples"
+#: Module and name of the function with which torch pickles a ``torch.layout``: in the index of a sharded checkpoint.
+LAYOUT_READER = ("torch.serialization", "_get_layout")
+#: The module in which ``fully_shard`` casts what a unit gets and returns (torch 2.9 to 2.13).
+CASTS_INPUTS = "torch.distributed.fsdp._fully_shard._fsdp_common"
 #: The mark that ``fully_shard`` leaves on modules (torch 2.9 to 2.13).
 _MANAGED = "_is_fsdp_managed_module"
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+#: Logs that a function has as many graphs as it may have, in words with this one (torch 2.9 to 2.13).
+COMPILER_LOGGER = "torch._dynamo.convert_frame"
+_LIMIT = "recompile_limit"
+
+
+def default_store() -> Any:
+    """The store by which the ranks of the process group have found each other."""
+    # Why: torch has no public name for it. It lives as long as the group, and needs none of the connections of that.
+    return importlib.import_module("torch.distributed.distributed_c10d")._get_default_store()
+
+
+def keep_name(module: nn.Module) -> None:
+    """Let a module tell its name as before, when ``fully_shard`` has renamed its class (torch 2.9 to 2.13)."""
+    vars(module)["_get_name"] = partial(str, module._get_name())
 
 
 def reset_of(module: nn.Module) -> Callable[[], None] | None:
     """The method that gives a module's own parameters their first values, if it has one."""
     # Why: most layers of torch call it ``reset_parameters``, but ``MultiheadAttention`` has it with an underscore only.
-    method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return method if callable(method) else None
-
-
-def is_policy(policy: Any) -> bool:
-    """Whether this is one of torch's policy objects, which have a common class without a public name."""
-    return hasattr(policy, "_run_policy")
+    public = getattr(module, "reset_parameters", None)
+    method = public or getattr(module, "_reset_parameters", None)
+    if not callable(method):
+        return None
+    return method
 
 
 def selected_by(policy: Any, root: nn.Module) -> list[nn.Module]:
@@ -95,16 +119,19 @@ def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:
     # Why: ``set_custom_all_gather`` replaces what is there, and there is no public way to look at it before, which one
     # needs to put something around it and to put it back.
     groups = _groups_of(module)
-    return (groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm) if len(groups) == 1 else None
+    if len(groups) != 1:
+        return None
+    return groups[0]._all_gather_comm, groups[0]._reduce_scatter_comm
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)  # torch >= 2.12
-    if groups is None:
-        only = state._fsdp_param_group
-        groups = [] if only is None else [only]
-    return list(groups)
+    if groups is not None:
+        return list(groups)
+    if state._fsdp_param_group is None:
+        return []
+    return [state._fsdp_param_group]
 
 
 def forward_order(root: FSDPModule) -> list[Any]:
@@ -112,9 +139,8 @@ def forward_order(root: FSDPModule) -> list[Any]:
     # Why: a microbatch that runs again in parts must run every unit as often as before, and a hook of ours on every
     # unit would be one more graph break under `torch.compile`. `fully_shard` keeps this list for its prefetching (torch
     # 2.9 to 2.13) and empties it behind a backward pass.
-    order: list[Any] = getattr(
-        root._get_fsdp_state()._comm_ctx, "post_forward_order", []
-    )  # before the first run
+    context = root._get_fsdp_state()._comm_ctx
+    order: list[Any] = getattr(context, "post_forward_order", [])  # it has none before the first run
     return order
 
 
@@ -149,7 +175,11 @@ def reshards_after_forward(module: FSDPModule) -> bool | None:
     # Why: ``set_reshard_after_forward`` replaces what is there, and there is no public way to look at it before.
     (group, *_) = _groups_of(module)
     after = group.post_forward_mesh_info
-    return None if after is not None and after != group.mesh_info else after is not None
+    if after is None:
+        return False
+    if after != group.mesh_info:
+        return None
+    return True
 
 
 def keeps_gradients(module: FSDPModule) -> bool:
@@ -171,7 +201,9 @@ def gradient_hooks_of(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tens
     """What ``register_post_accumulate_grad_hook`` has registered, by the key of its handle; the dict itself, if any."""
     # Why: ``fully_shard`` calls these hooks itself, before the gradient is complete, and nothing public lists them.
     hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._post_accumulate_grad_hooks
-    return {} if hooks is None else hooks
+    if hooks is None:
+        return {}
+    return hooks
 
 
 def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -194,6 +226,16 @@ def precision_of(module: FSDPModule) -> MixedPrecisionPolicy:
     return policy
 
 
+def set_precision(module: FSDPModule, policy: MixedPrecisionPolicy) -> None:
+    """Let a module compute and reduce in other dtypes than it was sharded with."""
+    # Why: which engine can run shows on the sharded model, and under collectives gradients are summed in fp32. Nothing
+    # public changes a policy later (torch 2.9 to 2.13).
+    module._get_fsdp_state()._mp_policy = policy
+    for group in _groups_of(module):
+        group.mp_policy = policy
+        group._init_mp_dtypes()
+
+
 @contextmanager
 def generating_alone(models: Iterable[nn.Module]) -> Iterator[None]:
     """Let ``generate`` of Hugging Face models end on each rank by itself, unless ``synced_gpus=True`` is written."""
@@ -211,11 +253,42 @@ def generating_alone(models: Iterable[nn.Module]) -> Iterator[None]:
             setattr(module, _MANAGED, True)
 
 
+@contextmanager
+def compiled_for_all_shapes() -> Iterator[None]:
+    """Compile what is compiled here for all sizes at once, as ``dynamic=True`` does, and warn at torch's limit."""
+    # Why: microbatches differ in rows and in tokens. torch makes dimensions dynamic one by one, with a graph for each
+    # step on the way, and meets its limit. `torch.compiler.config` has this option in newer versions only, and nothing
+    # public tells of the limit (torch 2.9 to 2.13). Lightning has imported the compiler, which takes a second.
+    dynamo: Any = importlib.import_module("torch._dynamo")
+
+    def watch(record: logging.LogRecord) -> bool:
+        if _LIMIT in record.getMessage():
+            limit = dynamo.config.recompile_limit
+            warnings.warn(
+                f"torch has compiled a function {limit} times, which is its limit: other kinds of microbatches run "
+                "uncompiled from now on. For fewer kinds, write `model.config.use_cache = False` (a cache of Hugging "
+                "Face makes every layer another kind) and pad with `pad_to_multiple_of=8` (where nothing is padded, "
+                f"there is no mask). Or raise the limit: `torch._dynamo.config.recompile_limit = {4 * limit}`.",
+                stacklevel=2,
+            )
+        return True
+
+    logger = logging.getLogger(COMPILER_LOGGER)
+    logger.addFilter(watch)
+    try:
+        with dynamo.config.patch(assume_static_by_default=False):
+            yield
+    finally:
+        logger.removeFilter(watch)
+
+
 def attention_of(config: Any) -> str | None:
     """The attention implementation that a configuration of Hugging Face's names: ``"sdpa"``, ``"eager"``, ..."""
     # Why: ``attn_implementation=`` is how it is set, and nothing public reads it (transformers 4.36 to 5.23).
     name = getattr(config, "_attn_implementation", None)
-    return name if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    return name
 
 
 def symmetric_backend(device: torch.device) -> str | None:
@@ -249,8 +322,10 @@ def symmetric_rendezvous(own: torch.Tensor, group: Any, patience: float) -> Any:
         return _symmetric_memory().rendezvous(own, group)
     finally:
         faulthandler.cancel_dump_traceback_later()
-        os.environ.pop(_NO_MULTICAST)
-        os.environ |= {} if before is None else {_NO_MULTICAST: before}
+        if before is None:
+            del os.environ[_NO_MULTICAST]
+        else:
+            os.environ[_NO_MULTICAST] = before
 
 
 def profiler_is_running() -> bool:
@@ -263,7 +338,9 @@ def profiler_is_running() -> bool:
 def cuda_driver_version() -> str:
     """Which CUDA the installed driver knows, as in ``12.8``."""
     # Why: the message for a driver that is too old has to say which one it is.
-    number = int(torch._C._cuda_getDriverVersion()) if hasattr(torch._C, "_cuda_getDriverVersion") else 0
+    number = 0
+    if hasattr(torch._C, "_cuda_getDriverVersion"):
+        number = int(torch._C._cuda_getDriverVersion())
     return f"{number // 1000}.{number % 1000 // 10}"
 
 

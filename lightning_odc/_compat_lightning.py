@@ -10,15 +10,18 @@ import atexit
 import importlib
 import importlib.util
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from lightning_utilities.core import rank_zero
 from torch import nn
 
@@ -27,11 +30,13 @@ _lightning_distributed: Any = importlib.import_module("lightning.fabric.utilitie
 _lightning_fsdp: Any = importlib.import_module("lightning.fabric.strategies.fsdp")
 _lightning_redirection: Any = importlib.import_module("lightning.pytorch.strategies.strategy")
 _lightning_call: Any = importlib.import_module("lightning.pytorch.trainer.call")
-_lightning_training: Any = importlib.import_module("lightning.pytorch.loops.training_epoch_loop")
 _lightning_signals: Any = importlib.import_module("lightning.pytorch.trainer.connectors.signal_connector")
 
 #: What a strategy's launcher must be, for the Trainer and for Fabric.
 Launcher = _Launcher
+
+#: What the values of an epoch are logged into, by hook and name. Why: those of an evaluation become those of all ranks.
+Results = _ResultCollection
 
 #: Calls a method of a module as if it were ``forward``: ``call_as_forward(wrapper, module, name, *args, **kwargs)``.
 #: Why: ``fully_shard`` has its hooks on ``__call__``, and a strategy runs ``training_step`` and its like.
@@ -41,8 +46,18 @@ METADATA_FILENAME: str = _lightning_fsdp._METADATA_FILENAME
 #: How the name of the action ends under which Lightning's training loop profiles the fetching of a batch.
 FETCH_ACTION = ".train_dataloader_next"
 
-#: Whether Lightning's training loop broadcasts one number from rank 0 before every batch (2.6 does, 2.5 does not).
-BROADCASTS_BEFORE_BATCHES = hasattr(_lightning_training._TrainingEpochLoop, "_broadcast_sigterm_tensor")
+
+def asked_weights_only(path: Any) -> bool | None:
+    """The argument ``weights_only`` of the ``trainer.fit(ckpt_path=path)`` (or ``validate``, ...) that runs now."""
+    # Why: Lightning 2.6 hands it only to strategies that load a checkpoint before the model is sharded.
+    frame = sys._getframe(1)
+    run = Trainer._run.__code__
+    while frame.f_back is not None and frame.f_code is not run:
+        frame = frame.f_back
+    arguments = frame.f_locals
+    if frame.f_code is not run or arguments["ckpt_path"] != path:
+        return None
+    return arguments.get("weights_only")  # Lightning 2.5 has no such argument
 
 
 @contextmanager
@@ -58,22 +73,65 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
         module._current_fx_name = before
 
 
+def hook_of(module: LightningModule) -> str:
+    """The hook that Lightning calls now, of the module or a callback; empty outside of any."""
+    # Why: what ``self.all_gather`` may return depends on whether it is called in a step.
+    return module._current_fx_name or ""
+
+
 @contextmanager
-def before_transfer(module: LightningModule, kind: type) -> Iterator[Callable[[Any, int], Any]]:
-    """Let the loops leave out ``on_before_batch_transfer`` for batches of a kind; yields what calls the hook."""
+def without_broadcasts(trainer: Trainer) -> Iterator[None]:
+    """Let the training loop leave out what it broadcasts from rank 0 before every batch."""
+    # Why: Lightning 2.6 tells the ranks of SIGTERM there. A rank that waits there for one that has failed or left the
+    # epoch is not told, and collectives that save a checkpoint afterwards would meet the broadcast instead.
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop._broadcast_sigterm_tensor = lambda: None
+    try:
+        yield
+    finally:
+        del loop._broadcast_sigterm_tensor
+
+
+@contextmanager
+def after_closures(plugin: Precision, act: Callable[[], None]) -> Iterator[None]:
+    """Call ``act`` when nothing stands before a step but the optimizer's own."""
+    # Why: the last hooks before a step, and clipping, run in a method of the precision plugin. After it there is none.
+    held: Any = plugin
+    call = held._after_closure
+
+    def after_closure(*args: Any) -> None:
+        call(*args)
+        act()
+
+    held._after_closure = after_closure
+    try:
+        yield
+    finally:
+        del held._after_closure
+
+
+@contextmanager
+def before_transfer(
+    module: LightningModule, is_left_out: Callable[[Any], bool]
+) -> Iterator[Callable[[Any, int], Any]]:
+    """Let the loops leave out ``on_before_batch_transfer`` for some batches; yields what calls the hook."""
     # Why: the loops (lightning 2.5.0 to 2.6.6) call the hook, of the module or of its data module, with a whole batch
     # before the strategy sees it. What takes its place can be pickled, since data workers may hold the module.
     held: Any = module
     call = held._on_before_batch_transfer
-    held._on_before_batch_transfer = partial(_unless, kind, call)
+    held._on_before_batch_transfer = partial(_unless, is_left_out, call)
     try:
         yield call
     finally:
         vars(module).pop("_on_before_batch_transfer", None)
 
 
-def _unless(kind: type, call: Callable[..., Any], batch: Any, dataloader_idx: int = 0) -> Any:
-    return batch if isinstance(batch, kind) else call(batch, dataloader_idx)
+def _unless(
+    is_left_out: Callable[[Any], bool], call: Callable[..., Any], batch: Any, dataloader_idx: int = 0
+) -> Any:
+    if is_left_out(batch):
+        return batch
+    return call(batch, dataloader_idx)
 
 
 def call_and_clean_up(trainer: Trainer, function: Callable[[], Any]) -> Any:
@@ -89,10 +147,25 @@ def load_loader_states(trainer: Trainer) -> None:
     cast(Any, trainer.fit_loop)._load_combined_loader_states()
 
 
+def step_schedulers(trainer: Trainer) -> None:
+    """Let the schedulers make the step that follows the optimizer's at the batch where the loops are."""
+    # Why: a checkpoint may come between the two, and Lightning makes both in one method, with the batch.
+    loop: Any = trainer.fit_loop.epoch_loop
+    loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+    if loop._num_ready_batches_reached():
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+
 def set_device_mesh(module: LightningModule, mesh: Any) -> None:
     """Set what ``self.device_mesh`` is in ``configure_model``."""
     # Why: the property of Lightning (2.4 to 2.6.6) cannot be set; its ``ModelParallelStrategy`` writes this, too.
     module._device_mesh = mesh
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The list that a trainer runs, in order; changing it changes what is run."""
+    # Why: ``trainer.callbacks`` is public, but another object sets it, so Lightning's annotations do not have it.
+    return cast(Any, trainer).callbacks
 
 
 def deals_out(trainer: Trainer) -> bool:
@@ -158,7 +231,7 @@ def count_batch_once(trainer: Trainer) -> None:
 
 
 @contextmanager
-def before_epoch_values(trainer: Trainer, act: Callable[[Any], None]) -> Iterator[None]:
+def before_epoch_values(trainer: Trainer, act: Callable[[Results], None]) -> Iterator[None]:
     """Call ``act`` with the results of the current evaluation after its last batch, on every rank."""
     # Why: Lightning computes the epoch's values loader by loader, and name by name as this rank logged them, each by a
     # collective. There is no hook before that. In this context it computes all of them together, after ``act``.
@@ -168,8 +241,10 @@ def before_epoch_values(trainer: Trainer, act: Callable[[Any], None]) -> Iterato
     def on_run_end() -> Any:
         connector.epoch_end_reached()
         act(loop._results)
-        is_several = loop._is_sequential and loop.num_dataloaders > 1
-        for index in range(loop.num_dataloaders) if is_several else [None]:
+        indices: list[int | None] = [None]
+        if loop._is_sequential and loop.num_dataloaders > 1:
+            indices = list(range(loop.num_dataloaders))
+        for index in indices:
             loop._results.dataloader_idx = index
             loop._logged_outputs.append(connector.update_eval_epoch_metrics())
         return type(loop).on_run_end(loop)

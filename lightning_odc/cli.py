@@ -45,8 +45,11 @@ examples:
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, which names the closest thing that it knows."""
 
+    given: Sequence[str] = ()  # the words that it parses
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown options here: the parser of the whole line does not know those of a command."""
+        self.given = list(args or ())
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -55,6 +58,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End the program with one line."""
         options = re.findall(r"--[a-z][a-z-]*", self.format_usage())
+        words = [word.partition("=")[0] for word in self.given if word.startswith("--")]
+        unknown = [word for word in words if not any(option.startswith(word) for option in options)]
+        if unknown and "are required" in message:  # a slip is why something is missing
+            message = f"unrecognized arguments: {' '.join(unknown)}"
         complain(f"{message}{_suggestion(message, options)} (see {self.prog} --help)")
         self.exit(BAD_USAGE)
 
@@ -78,18 +85,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``lightning-odc`` and of ``python -m lightning_odc``; returns the exit code."""
     # It is 1 if the demo's losses disagree, a rank failed, or the doctor found an error; 2 for options that
     # cannot work; 130 after Ctrl-C; otherwise 0.
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
     parser = _build_parser()
-    if not given:
+    if not arguments:
         print(parser.format_help(), end="")
         return 0
-    parsed = vars(parser.parse_args(given))
+    parsed = vars(parser.parse_args(arguments))
     if "command" not in parsed:
         parser.error("the following arguments are required: command")
     command: _Command = parsed["command"]
     form = Form(json=parsed["json"], quiet=parsed["quiet"])
     try:
-        options = None if command.options is None else read_options(command.options, parsed)
+        options: Any = None
+        if command.options is not None:
+            options = read_options(command.options, parsed)
         if command.needs_extra:
             check_extra_packages(command.needs_extra)
         say_first(form)  # the heavy imports wait until the options are right
@@ -107,7 +117,8 @@ def _doctor(_: None, form: Form) -> int:
     findings = doctor.examine(doctor.look())
     is_ok = all(finding.level != "error" for finding in findings)
     if form.json:
-        print(json.dumps({"ok": is_ok, "findings": [asdict(finding) for finding in findings]}, indent=2))
+        records = [asdict(finding) for finding in findings]
+        print(json.dumps({"ok": is_ok, "findings": records}, indent=2))
         return int(not is_ok)
     for finding in findings:
         if finding.level != "ok" or not form.quiet:
@@ -125,8 +136,10 @@ def _advise(options: AdviseOptions, form: Form) -> int:
     advice = Advice.on(parse_inputs(options))
     if form.json:
         print(json.dumps(advice.as_dict(), indent=2))
+    elif form.quiet:
+        print(advice.line)
     else:
-        print(advice.line if form.quiet else advice)
+        print(advice)
     return 0
 
 
@@ -163,34 +176,43 @@ COMMANDS = {
     "doctor": _Command(
         _doctor,
         None,
-        "print warnings and errors only",
-        "check this machine; say what to do",
-        "Check what the strategy needs: kernel, memory, network, versions, GPUs. Exit code 1 if there is an error.",
+        quiet="print warnings and errors only",
+        help="check this machine; say what to do",
+        description=(
+            "Check what the strategy needs: kernel, memory, network, versions, GPUs. Exit code 1 if there is an error."
+        ),
     ),
     "advise": _Command(
         _advise,
         AdviseOptions,
-        "print the Trainer to write, and nothing else",
-        "say what balancing would gain on your lengths and model, and which Trainer to write; trains nothing",
-        "Say from lengths alone how long ranks would wait for each other, before and after balancing, what a rank "
-        "needs in memory, and which Trainer to write. If it would not help, the first line says so.",
+        quiet="print the Trainer to write, and nothing else",
+        help="say what balancing would gain on your lengths and model, and which Trainer to write; trains nothing",
+        description=(
+            "Say from lengths alone how long ranks would wait for each other, before and after balancing, what a rank "
+            "needs in memory, and which Trainer to write. If it would not help, the first line says so."
+        ),
     ),
     "demo": _Command(
         _demo,
         DemoOptions,
-        "print errors only; the files are written",
-        "train one model on real text with collectives, on demand and balanced, and compare",
-        "Train the same small language model on the same minibatches of Python source: with collectives, on demand, "
-        'and on demand with balanced minibatches (strategy="odc"). Show times, losses, the speed-up and its causes.',
+        quiet="print errors only; the files are written",
+        help="train one model on real text with collectives, on demand and balanced, and compare",
+        description=(
+            "Train the same small language model on the same minibatches of Python source: with collectives, on "
+            'demand, and on demand with balanced minibatches (strategy="odc"). Show times, losses, the '
+            "speed-up and its causes."
+        ),
         needs_extra="demo",
     ),
     "bench": _Command(
         _bench,
         TrainOptions,
-        "print errors only; the files are written",
-        "measure your model and data under every way to communicate and to balance",
-        "Train one model on the same minibatches under combinations of communication and balancing, which take turns. "
-        "Show times with confidence intervals, speed-ups split into causes, idle time and memory.",
+        quiet="print errors only; the files are written",
+        help="measure your model and data under every way to communicate and to balance",
+        description=(
+            "Train one model on the same minibatches under combinations of communication and balancing, which take "
+            "turns. Show times with confidence intervals, speed-ups split into causes, idle time and memory."
+        ),
         needs_extra="benchmark",
     ),
 }
@@ -200,7 +222,7 @@ def _build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = _Parser(
         prog=PROGRAM,
-        description="On-demand, one-sided parameter sharding for Lightning.",
+        description=("On-demand, one-sided parameter sharding for Lightning."),
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

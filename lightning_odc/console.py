@@ -19,6 +19,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from lightning_odc.arguments import allows, examples
 from lightning_odc.files import check_directory
 
 PROGRAM = "lightning-odc"
@@ -49,20 +50,30 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """Add a flag for each field of a dataclass: a switch for a ``bool``, several values for a ``tuple``."""
     hints = get_type_hints(options)
     for entry in _fields(options):
-        inner = (hints[entry.name], *get_args(hints[entry.name]))
+        whole = hints[entry.name]
+        inner = (whole, *get_args(whole))
         text = entry.metadata["help"]
         if bool in inner:
             parser.add_argument(flag(entry.name), action="store_true", help=text)
             continue
-        if entry.default not in (MISSING, None):
-            several = isinstance(entry.default, tuple)
-            text += f" (default: {' '.join(map(str, entry.default)) if several else entry.default})"
+        default = entry.default
+        is_required = default is MISSING
+        if is_required:
+            default = None
+        if default is not None:
+            shown = default
+            if isinstance(default, tuple):
+                shown = " ".join(map(str, default))
+            text += f" (default: {shown})"
+        nargs = None
+        if any(get_origin(hint) is tuple for hint in inner):
+            nargs = "+"
         parser.add_argument(
             flag(entry.name),
             type=next((kind for kind in (int, float, Path) if kind in inner), str),
-            nargs="+" if any(get_origin(hint) is tuple for hint in inner) else None,
-            default=None if entry.default is MISSING else entry.default,
-            required=entry.default is MISSING,
+            nargs=nargs,
+            default=default,
+            required=is_required,
             metavar=entry.metadata["letter"],
             help=text.replace("%", "%%"),
         )
@@ -76,13 +87,19 @@ def read_options(options: type[Options], parsed: Mapping[str, Any]) -> Options:
 
 
 def check_options(options: Any) -> None:
-    """Refuse numbers that are too small or not whole, and names that are unknown."""
+    """Refuse values of a wrong type, numbers that are too small, and names that are unknown."""
+    hints = get_type_hints(type(options))
     for entry in _fields(options):
-        value, least = getattr(options, entry.name), entry.metadata["least"]
-        is_whole, choices = "int" in entry.type, entry.metadata["choices"]  # types are texts here
-        for item in value if isinstance(value, tuple) else () if value is None else (value,):
-            if is_whole and type(item) is not int:
-                raise OptionError(f"{flag(entry.name)} {item}: use a whole number, {least} or more")
+        least = entry.metadata["least"]
+        choices = entry.metadata["choices"]
+        items = getattr(options, entry.name)
+        if not allows(hints[entry.name], items):
+            raise OptionError(f"{flag(entry.name)} {items}: use {examples(hints[entry.name])}")
+        if items is None:
+            continue
+        if not isinstance(items, tuple):
+            items = (items,)
+        for item in items:
             if least is not None and item < least:
                 raise OptionError(f"{flag(entry.name)} {item:g}: use {least:g} or more")
             if choices and item not in choices:
@@ -98,7 +115,9 @@ def _fields(options: Any) -> list[Field[Any]]:
 def did_you_mean(word: str, known: Iterable[str], program: str = "") -> str:
     """The end of a message: the closest name that is known; empty if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
-    return f": did you mean {program}{close[0]}?" if close else ""
+    if not close:
+        return ""
+    return f": did you mean {program}{close[0]}?"
 
 
 def flag(name: str) -> str:
@@ -115,7 +134,8 @@ def check_extra_packages(command: str) -> None:
 
 def prepare_output(folder: Path) -> None:
     """Create the output folder and write to it once, so that a long run does not end in an error."""
-    if trouble := check_directory(folder):
+    trouble = check_directory(folder)
+    if trouble:
         raise OptionError(f"--output {folder}: {trouble}")
 
 
@@ -129,8 +149,11 @@ class Form:
 
 def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """A table, one line per row; every cell is written with ``str``."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+    lines = []
+    for row in [head, ["---"] * len(head), *rows]:
+        cells = " | ".join(map(str, row))
+        lines.append(f"| {cells} |")
+    return "\n".join(lines)
 
 
 def complain(message: str) -> None:
@@ -146,7 +169,8 @@ def say_first(form: Form) -> None:
 
 def run_written(form: Form, run: Callable[[], int], document: Callable[[], str]) -> int:
     """Run a command that prints text and has a JSON document, or none, and show what is asked for; its exit code."""
-    text, errors = io.StringIO(), io.StringIO()
+    text = io.StringIO()
+    errors = io.StringIO()
     with contextlib.ExitStack() as stack:
         if form.json or form.quiet:
             stack.enter_context(contextlib.redirect_stdout(text))
@@ -156,5 +180,8 @@ def run_written(form: Form, run: Callable[[], int], document: Callable[[], str])
     if code and form.quiet:
         sys.stderr.write(errors.getvalue())
     if form.json:
-        print(document().rstrip() or json.dumps({"error": text.getvalue(), "exit_code": code}))
+        answer = document().rstrip()
+        if not answer:
+            answer = json.dumps({"error": text.getvalue(), "exit_code": code})
+        print(answer)
     return code

@@ -48,7 +48,9 @@ class Finding:
     def text(self) -> str:
         """The text for people: a line, and below it what to do."""
         line = f"{self.level:<8} {self.topic}: {self.message}"
-        return f"{line}\n         -> {self.remedy}" if self.remedy else line
+        if not self.remedy:
+            return line
+        return f"{line}\n         -> {self.remedy}"
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,20 @@ def look() -> Machine:
     """The facts of this machine. Imports torch and Lightning, which takes some seconds."""
     # This module imports all of torch and Lightning that the package needs.
     import_trouble = trouble_of(lambda: import_module("lightning_odc.strategy.odc"))
-    devices, nccl = ((), False) if import_trouble else _find_gpus()
-    versions, shm = {}, None
+    devices: Sequence[DeviceFacts] = ()
+    nccl = False
+    if not import_trouble:
+        devices, nccl = _find_gpus()
+    trouble = {}
+    for name, probe in PROBES.items():
+        said = trouble_of(probe.run)
+        if said:
+            trouble[name] = said
+    versions = {}
     for package in (*BOUNDS, "triton"):
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
+    shm = None
     with suppress(OSError):
         shm = shutil.disk_usage("/dev/shm").free
     return Machine(
@@ -89,7 +100,7 @@ def look() -> Machine:
         kernel=platform.release(),
         processor=platform.machine(),
         python=platform.python_version(),
-        trouble={name: said for name, probe in PROBES.items() if (said := trouble_of(probe.run))},
+        trouble=trouble,
         memory=rooms(),
         shm=shm,
         versions=versions,
@@ -105,8 +116,11 @@ def trouble_of(probe: Callable[[], Any]) -> str:
     try:
         probe()
     except Exception as error:  # whatever it is, it is what the user wants to know
+        kind = type(error).__name__
         said = " ".join(str(error).split())
-        return f"{type(error).__name__}: {said}" if said else type(error).__name__
+        if said:
+            return f"{kind}: {said}"
+        return kind
     return ""
 
 
@@ -116,8 +130,11 @@ def _find_gpus() -> tuple[Sequence[DeviceFacts], bool]:
 
     from lightning_odc.engine.transports.cuda import SymmetricDevice
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    facts = [SymmetricDevice(torch.device("cuda", index), None).facts() for index in range(count)]
+    facts = []
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            device = SymmetricDevice(torch.device("cuda", index), None)
+            facts.append(device.facts())
     return facts, torch.distributed.is_nccl_available()
 
 
@@ -145,7 +162,8 @@ def _try_window_of_other() -> None:
         command = [sys.executable, "-I", "-S", "-c", _OPEN, f"/proc/{os.getpid()}/fd/{fd}"]
         done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     if done.returncode:
-        raise OSError((done.stderr.strip().splitlines() or ["it ended without a word"])[-1])
+        lines = done.stderr.strip().splitlines() or ["it ended without a word"]
+        raise OSError(lines[-1])
 
 
 def _try_lock() -> None:
@@ -223,13 +241,20 @@ def examine(machine: Machine) -> list[Finding]:
     found += _check_probes("kernel", KERNEL_PROBES, machine.trouble)
     found += _check_limits(machine)
     found += _check_probes("network", NETWORK_PROBES, machine.trouble)
-    return found if machine.import_trouble else [*found, *_check_gpus(machine)]
+    if not machine.import_trouble:
+        found += _check_gpus(machine)
+    return found
 
 
 def summary(findings: Sequence[Finding]) -> str:
     """One line over all findings."""
-    counts = {level: sum(one.level == level for one in findings) for level in ("error", "warning")}
-    said = [f"{count} {level}{'s' * (count > 1)}" for level, count in counts.items() if count]
+    said = []
+    for level in ("error", "warning"):
+        count = sum(finding.level == level for finding in findings)
+        if count == 1:
+            said.append(f"1 {level}")
+        elif count:
+            said.append(f"{count} {level}s")
     if not said:
         return f"Everything is fine: {len(findings)} checks."
     return f"{' and '.join(said)} in {len(findings)} checks."
@@ -237,12 +262,16 @@ def summary(findings: Sequence[Finding]) -> str:
 
 def _check_version(package: str, found: str | None) -> Finding:
     """A package that is there, and new enough."""
-    oldest, is_extra = BOUNDS[package], package == "transformers"
-    level: Level = "warning" if is_extra else "error"
+    oldest = BOUNDS[package]
+    level: Level = "error"
+    missing = "is not installed"
+    remedy = f"pip install --upgrade {package}"
+    if package == "transformers":  # an extra
+        level = "warning"
+        missing += ": no packing of Hugging Face models, no demo, no bench"
+        remedy = 'pip install "lightning-odc[demo]"'
     if found is None:
-        lacking = ": no packing of Hugging Face models, no demo, no bench" if is_extra else ""
-        remedy = 'pip install "lightning-odc[demo]"' if is_extra else f"pip install --upgrade {package}"
-        return Finding(package, level, f"is not installed{lacking}", remedy)
+        return Finding(package, level, missing, remedy)
     if _release(found) < _release(oldest):
         remedy = f'pip install --upgrade "{package}>={oldest}"'
         return Finding(package, level, f"{found} is older than {oldest}", remedy)
@@ -252,13 +281,17 @@ def _check_version(package: str, found: str | None) -> Finding:
 def _release(version: str) -> tuple[int, ...]:
     """The numbers of a version: ``"2.13.0+cu130"`` is ``(2, 13, 0)``."""
     found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found[0].split(".")) if found else ()
+    if found is None:
+        return ()
+    return tuple(map(int, found[0].split(".")))
 
 
 def _check_probes(topic: str, probes: Mapping[str, Probe], trouble: Mapping[str, str]) -> list[Finding]:
     """A finding for each probe that failed; one for all of them where none did."""
-    failed = [name for name in probes if name in trouble]
-    found = [Finding(name, probes[name].level, trouble[name], probes[name].remedy) for name in failed]
+    found = []
+    for name, probe in probes.items():
+        if name in trouble:
+            found.append(Finding(name, probe.level, trouble[name], probe.remedy))
     return found or [Finding(topic, "ok", ", ".join(probes))]
 
 
@@ -267,11 +300,15 @@ def _check_limits(machine: Machine) -> Iterator[Finding]:
     if machine.memory:
         room = min(machine.memory, key=lambda room: room.size)
         said = f"{gib(room.size)} GiB are left: {room.limit}"
-        remedy = f"{room.remedy}: a rank alone takes about 0.5 GiB"
-        is_little = room.size < LITTLE_MEMORY
-        yield Finding("memory", "warning" if is_little else "ok", said, remedy if is_little else "")
+        if room.size < LITTLE_MEMORY:
+            remedy = f"{room.remedy}: a rank alone takes about 0.5 GiB"
+            yield Finding("memory", "warning", said, remedy)
+        else:
+            yield Finding("memory", "ok", said)
     if machine.shm is None or machine.shm < LITTLE_SHM:
-        size = "does not exist" if machine.shm is None else f"has {gib(machine.shm)} GiB left"
+        size = "does not exist"
+        if machine.shm is not None:
+            size = f"has {gib(machine.shm)} GiB left"
         said = f"it {size}; windows do not need it, but DataLoader workers pass batches through it"
         remedy = "docker run --shm-size=8g or --ipc=host, or DataLoader(num_workers=0)"
         yield Finding("/dev/shm", "warning", said, remedy)
@@ -292,11 +329,13 @@ def _check_gpus(machine: Machine) -> Iterator[Finding]:
     if not devices:
         yield Finding("GPUs", "ok", "none: ranks are processes on the CPU")
         return
-    names = ", ".join(sorted({one.name for one in devices}))
-    yield Finding("GPUs", "ok", f"{len(devices)} ({names}); {devices[0].stack}; no GPU has run this code yet")
+    names = ", ".join(sorted({device.name for device in devices}))
+    stack = devices[0].stack
+    yield Finding("GPUs", "ok", f"{len(devices)} ({names}); {stack}; no GPU has run this code yet")
     try:
         preflight.check(devices, WindowSpec(units=(), words=0))
-        if reason := preflight.why_not_atomic(devices):
+        reason = preflight.why_not_atomic(devices)
+        if reason:
             remedy = "nothing to do; GPUs joined by NVLink would need less"
             yield Finding("GPU atomics", "warning", f"{reason}: {more_memory}", remedy)
         elif len(devices) > 1:

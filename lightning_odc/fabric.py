@@ -4,25 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from lightning_odc.attached import DEFAULT_TIMEOUT, clip
+from lightning_odc.arguments import Count, checked
 from lightning_odc.engine.advice import refuse_optimizers
+from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, FloatDtype, MemorySize, Timeout
 from lightning_odc.sharding.nodes import check_shards
 from lightning_odc.sharding.optimizers import ParameterNames
-from lightning_odc.sharding.wrapping import mesh_for, shard_model
+from lightning_odc.sharding.stepping import clip
+from lightning_odc.sharding.untrusted import reads_weights_only, refuse_code
+from lightning_odc.sharding.wrapping import WrapPolicy, mesh_for, shard_model
 from lightning_odc.strategy import options
 from lightning_odc.strategy.attaching import AttachingStrategy
+from lightning_odc.strategy.groups import Groups
+from lightning_odc.strategy.launcher import fork_launcher
 
 
+@checked
 class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
     """Fully sharded training with on-demand communication in ``Fabric(strategy="odc")``.
 
@@ -52,17 +57,15 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         self,
         *,
         communication: Literal["on_demand", "collective"] = "on_demand",
-        auto_wrap_policy: Any = None,
+        auto_wrap_policy: WrapPolicy | None = None,
         deterministic: bool = False,
-        accumulator_dtype: torch.dtype | None = None,
-        keep_gathered: int | str = "auto",
+        accumulator_dtype: FloatDtype | None = None,
+        keep_gathered: MemorySize = "auto",
         state_dict_type: Literal["full", "sharded"] = "full",
-        tensor_parallel_size: int = 1,
-        process_group_backend: str | None = None,
-        timeout: timedelta = DEFAULT_TIMEOUT,
+        tensor_parallel_size: Count = 1,
+        process_group_backend: options.Backend | None = None,
+        timeout: Timeout = DEFAULT_TIMEOUT,
     ) -> None:
-        options.check_choice("communication", communication, ("on_demand", "collective"))
-        options.check_choice("state_dict_type", state_dict_type, options.STATE_DICT_TYPES)
         self.options = options.Options(
             communication=communication,
             deterministic=deterministic,
@@ -78,7 +81,9 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         )
         self.auto_wrap_policy = auto_wrap_policy
         self.timeout = timeout
-        self._backward_sync_control: Any = _Accumulation()
+        self._groups = Groups(self.options, self)
+        self._accumulation = _Accumulation()
+        self._backward_sync_control: Any = self._accumulation  # its annotation is a private class
         self.model: nn.Module | None = None
         self._names = ParameterNames()
         self._on_teardown = ExitStack()
@@ -86,13 +91,22 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh ``("data_parallel", "tensor_parallel")``."""
-        return self._mesh_of_groups or super().device_mesh
+        return self._groups.mesh or super().device_mesh
 
     # -- setting up ---------------------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        with self._starting(self.root_device.type):
+            super().setup_environment()
+
+    def _configure_launcher(self) -> None:
+        self._launcher = fork_launcher(self)
+        if self._launcher is None:
+            super()._configure_launcher()
+
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
         """Shard the model, and let the optimizers step on its shards instead of the parameters they were made with."""
-        if self._on_demand:
+        if self._groups.on_demand:
             refuse_optimizers(optimizers)
         module = self.setup_module(module)
         return (module, [self.setup_optimizer(optimizer) for optimizer in optimizers], *args)
@@ -122,21 +136,22 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def _shard(self, module: nn.Module, _: DeviceMesh) -> nn.Module:
-        groups, mesh = self._mesh_of_groups, mesh_for(self.root_device.type, self.world_size)
-        mesh = mesh if groups is None else groups["data_parallel"]
+        mesh = self._groups.data_parallel or mesh_for(self.root_device.type, self.world_size)
         shard_model(
             module,
             mesh,
             wrap_policy=self.auto_wrap_policy,
             mixed_precision=MixedPrecisionPolicy(),  # autocast is Fabric's
         )
-        check_shards(module, mesh, groups)
+        check_shards(module, mesh, self._groups.mesh)
         return module
 
     def teardown(self) -> None:
         """Release what the engine holds; all ranks together, after the last use of the model. Idempotent."""
         self._on_teardown.close()
-        attached, self._attached, self.model = self._attached, None, None
+        attached = self._attached
+        self._attached = None
+        self.model = None
         if attached is not None:
             attached.close()
 
@@ -146,9 +161,9 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         self,
         tensor: Tensor,
         module: nn.Module | None,
-        *args: Any,
+        *args: object,
         num_items: float | Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Backpropagate the loss of one microbatch.
 
@@ -159,23 +174,26 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             num_items: The number of items that the loss is a sum over.
             **kwargs: The same as in Fabric.
         """
-        with self.attached.backward(num_items, more=self._backward_sync_control.goes_on):
+        with self.attached.backward(num_items, more=self._accumulation.goes_on):
             super().backward(tensor, module, *args, **kwargs)
 
     def settle_gradients(self) -> None:
         """Complete the gradients in ``.grad``, all ranks together. Clipping and the optimizer step do it themselves."""
         self.attached.settle()
 
-    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        def settled_closure() -> Any:
-            result = None if closure is None else closure()
-            self.settle_gradients()
-            return result
-
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], object] | None = None, **kwargs: object
+    ) -> object:
         with self.attached.stepping(optimizer):
             if closure is None:
                 self.settle_gradients()
                 return super().optimizer_step(optimizer, **kwargs)
+
+            def settled_closure() -> object:
+                result = closure()
+                self.settle_gradients()
+                return result
+
             return super().optimizer_step(optimizer, closure=settled_closure, **kwargs)
 
     def clip_gradients_norm(
@@ -195,8 +213,10 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        rest = super().load_checkpoint(*args, **kwargs)
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if Path(path).is_dir() and reads_weights_only(kwargs.get("weights_only")):
+            refuse_code(Path(path))
+        rest = super().load_checkpoint(path, *args, **kwargs)
         self.publish_parameters()
         return rest
 

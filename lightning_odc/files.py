@@ -6,6 +6,7 @@ import json
 import math
 import os
 import secrets
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -48,14 +49,30 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
-        error.add_note(f"{path} was not written. An earlier file of that name is unchanged.")
+        error.add_note(not_written(path))
         raise
+
+
+def not_written(path: Path) -> str:
+    """What to add to an error."""
+    return f"{path} was not written. An earlier file of that name is unchanged."
+
+
+def why_no_room(folder: Path) -> OSError | None:
+    """The error with which a folder has no room for a file of 16 MiB; ``None`` if it has."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, 2**24)
+    except OSError as error:
+        return error
+    return None
 
 
 def _open_nameless(folder: Path) -> BinaryIO | None:
     """A new file in no directory, on the file system of ``folder``; ``None`` where there is no such thing."""
     try:
-        return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666), "wb")
+        flags = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
+        return os.fdopen(os.open(folder, flags, 0o666), "wb")
     except (OSError, AttributeError):
         return None
 
@@ -75,4 +92,6 @@ def _finite(value: Any) -> Any:
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

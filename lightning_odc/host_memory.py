@@ -59,13 +59,16 @@ def rooms(root: Path | None = None) -> list[Room]:
     root = root or ROOT
     found: list[Room] = []
     with contextlib.suppress(OSError):  # this is not Linux
-        meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-        free, limit = (
-            int(meminfo["MemAvailable"].split()[0]),
-            "this host has no more (MemAvailable of /proc/meminfo)",
-        )
-        found.append(Room(free * 1024, limit, "end what else runs on it"))
-    return [*found, *filter(None, map(_room_of_group, _control_groups(root)))]
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        meminfo = dict(line.split(":") for line in lines)
+        kib = int(meminfo["MemAvailable"].split()[0])
+        limit = "this host has no more (MemAvailable of /proc/meminfo)"
+        found.append(Room(kib * 1024, limit, "end what else runs on it"))
+    for group in _control_groups(root):
+        room = _room_of_group(group)
+        if room is not None:
+            found.append(room)
+    return found
 
 
 def available(processes: int = 1) -> int:
@@ -103,8 +106,12 @@ class Kills:
         for (name, is_own), count in _kills(self._root):  # the closest to this process first
             ended = count - self._before.get((name, is_own), count)
             if ended > 0:
-                processes = "1 process" if ended == 1 else f"{ended} processes"
-                sure = "it ran" if is_own else "it probably ran"
+                processes = f"{ended} processes"
+                if ended == 1:
+                    processes = "1 process"
+                sure = "it probably ran"
+                if is_own:
+                    sure = "it ran"
                 return (
                     f"The kernel's out-of-memory killer has ended {processes} of {name} since this run began: {sure} "
                     "out of host memory (not of a GPU's). Use fewer data workers, smaller batches or a smaller "
@@ -116,22 +123,28 @@ class Kills:
 def _kills(root: Path) -> Iterator[tuple[tuple[str, bool], int]]:
     """Name and whether it is this process's own group, and processes ended in it; the host last."""
     for group in reversed(list(_control_groups(root))):
-        if (count := _fields(group.folder / "memory.events").get("oom_kill")) is not None:
+        count = _fields(group.folder / "memory.events").get("oom_kill")
+        if count is not None:
             yield (group.name, group.is_own), count
-    if (count := _fields(root / "proc/vmstat").get("oom_kill")) is not None:
+    count = _fields(root / "proc/vmstat").get("oom_kill")
+    if count is not None:
         yield ("this host", False), count
 
 
 def _room_of_group(group: _Group) -> Room | None:
-    sizes = {name: _number(group.folder / name) for name in ("memory.max", "memory.high")}
-    limits = [(size, name) for name, size in sizes.items() if size is not None]
+    limits = []
+    for name in ("memory.max", "memory.high"):
+        size = _number(group.folder / name)
+        if size is not None:
+            limits.append((size, name))
     used = _number(group.folder / "memory.current")
     if not limits or used is None:
         return None
     limit, name = min(limits)
     stat = _fields(group.folder / "memory.stat")
     reclaimable = stat.get("inactive_file", 0) + stat.get("active_file", 0) // 2
-    free = min(max(limit - used + reclaimable, 0), limit)
+    free = max(limit - used + reclaimable, 0)
+    free = min(free, limit)
     return Room(free, f"{group.name} allows {gib(limit)} GiB ({name})", _RAISE_GROUP)
 
 
@@ -166,5 +179,6 @@ def _control_groups(root: Path) -> Iterator[_Group]:
         if ".." in parts or not top.joinpath(*parts).is_dir():
             parts = []  # the group lies outside of what this container shows
         for depth in range(len(parts) + 1):
-            name = f"control group /{'/'.join(parts[:depth])}"
-            yield _Group(top.joinpath(*parts[:depth]), name, is_own=depth == len(parts))
+            above = parts[:depth]
+            name = f"control group /{'/'.join(above)}"
+            yield _Group(top.joinpath(*above), name, is_own=depth == len(parts))

@@ -55,7 +55,8 @@ class IdleFraction(Metric):
         Raises:
             ValueError: A time is negative or not finite.
         """
-        busy, idle = _seconds("busy_seconds", busy_seconds), _seconds("idle_seconds", idle_seconds)
+        busy = _seconds("busy_seconds", busy_seconds)
+        idle = _seconds("idle_seconds", idle_seconds)
         self.busy += busy
         self.idle += idle
 
@@ -118,8 +119,12 @@ def load_imbalance(busy: Tensor) -> Tensor:
     Args:
         busy: Seconds, ``[ranks, steps]``, or ``[steps]`` of the only rank.
     """
-    table = busy if busy.ndim == 2 else busy[None]
-    return table.new_tensor(imbalance(float(table.amax(dim=0).sum()), float(table.mean(dim=0).sum())))
+    table = busy
+    if busy.ndim != 2:
+        table = busy[None]
+    slowest = float(table.amax(dim=0).sum())
+    mean = float(table.mean(dim=0).sum())
+    return table.new_tensor(imbalance(slowest, mean))
 
 
 def imbalance(slowest: float, mean: float) -> float:
@@ -129,7 +134,9 @@ def imbalance(slowest: float, mean: float) -> float:
         slowest: Busy seconds of the slowest rank of every step.
         mean: Busy seconds of an average rank.
     """
-    return slowest / mean if mean else math.nan
+    if not mean:
+        return math.nan
+    return slowest / mean
 
 
 def idle_fraction(busy: float, idle: float) -> float:
@@ -139,7 +146,10 @@ def idle_fraction(busy: float, idle: float) -> float:
         busy: Seconds of computing, or of moving own bytes.
         idle: Seconds of waiting.
     """
-    return idle / (busy + idle) if busy + idle else math.nan
+    time = busy + idle
+    if not time:
+        return math.nan
+    return idle / time
 
 
 def _gather_padded(values: Tensor, group: Any = None) -> list[Tensor]:
@@ -150,7 +160,9 @@ def _gather_padded(values: Tensor, group: Any = None) -> list[Tensor]:
 
 
 def _seconds(name: str, value: Seconds) -> float:
-    seconds = float(value.detach().double().sum() if isinstance(value, Tensor) else value)
+    if isinstance(value, Tensor):
+        value = value.detach().double().sum()
+    seconds = float(value)
     if not 0 <= seconds < math.inf:
         raise ValueError(f"{name} must be a number of at least 0, got {seconds}")
     return seconds

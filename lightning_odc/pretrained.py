@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_odc.arguments import Count, checked
 from lightning_odc.files import replacing, write_json
 
 _INDEX = "model.safetensors.index.json"
 
 
+@checked
 def save_pretrained(
     model: nn.Module,
     parameters: Iterable[tuple[str, Tensor]],
     directory: str | Path,
-    max_file_bytes: int = 5_000_000_000,
+    max_file_bytes: Count = 5_000_000_000,
 ) -> None:
     """Write a directory for ``from_pretrained``, on one rank alone.
 
@@ -37,7 +40,8 @@ def save_pretrained(
     directory.mkdir(parents=True, exist_ok=True)
     written: dict[Path, list[str]] = {}  # files, and which tensors are in them
     part: dict[str, Tensor] = {}
-    total = size = 0
+    total = 0
+    size = 0  # of `part`
 
     def close_file() -> None:
         nonlocal size
@@ -48,14 +52,14 @@ def save_pretrained(
         part.clear()
         size = 0
 
-    known = dict.fromkeys(name for name, _ in model.named_parameters(remove_duplicate=False))
-    buffers = ((name, value) for name, value in model.state_dict().items() if name not in known)
-    for source in (parameters, buffers):
-        for name, value in source:
-            if part and size + value.nbytes > max_file_bytes:
-                close_file()
-            part[name] = value.detach().cpu().contiguous()
-            size, total = size + value.nbytes, total + value.nbytes
+    known = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = [(name, value) for name, value in model.state_dict().items() if name not in known]
+    for name, value in chain(parameters, buffers):
+        if part and size + value.nbytes > max_file_bytes:
+            close_file()
+        part[name] = value.detach().cpu().contiguous()
+        size += value.nbytes
+        total += value.nbytes
     close_file()
     _finish(directory, written, total)
     described: Any = model
@@ -73,8 +77,9 @@ def _finish(directory: Path, written: dict[Path, list[str]], total: int) -> None
     for path, name in zip(written, final, strict=True):
         path.replace(directory / name)
     if count > 1:
-        pairs = zip(final, written.values(), strict=True)
-        weight_map = {name: file for file, inside in pairs for name in inside}
+        weight_map = {}
+        for file, names in zip(final, written.values(), strict=True):
+            weight_map.update(dict.fromkeys(names, file))
         write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         (directory / "model.safetensors").unlink(missing_ok=True)  # `from_pretrained` would take it first
     for old in directory.glob("model-*-of-*.safetensors"):

@@ -67,6 +67,7 @@ WRONG = [
     ("docter", ": did you mean lightning-odc doctor?"),
     ("bench sweep", "invalid choice: 'sweep'"),
     ("bench train --repetition=3 --model-size 7b", "did you mean --model?"),
+    ("advise --lenghts longalign --model 7b", "did you mean --lengths?"),
 ]
 
 

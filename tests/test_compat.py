@@ -22,6 +22,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch import nn
@@ -34,6 +35,12 @@ NAMES: list[tuple[Any, str]] = [
     (_compat_lightning._lightning_fsdp, "_setup_activation_checkpointing _distributed_checkpoint_save"),
     (_compat_lightning._lightning_fsdp, "_is_sharded_checkpoint"),
     (_compat_lightning._lightning_call, "_call_and_handle_interrupt"),
+    (_TrainingEpochLoop, "_num_ready_batches_reached update_lr_schedulers"),
+    (Precision, "_after_closure"),
+    (torch.distributed.distributed_c10d, "_get_default_store"),
+    (importlib.import_module(_compat.CASTS_INPUTS), "_cast_fp_tensor"),
+    (importlib.import_module(_compat.COMPILER_LOGGER), "exceeds_recompile_limit"),
+    (importlib.import_module("torch._dynamo.config"), "patch assume_static_by_default recompile_limit"),
     (_EvaluationLoop, "_store_dataloader_outputs on_run_end num_dataloaders _is_sequential"),
     (_LoggerConnector, "epoch_end_reached update_eval_epoch_metrics"),
     (FSDPStrategy(), "_configure_launcher _launcher"),
@@ -61,7 +68,7 @@ def test_names_exist_with_the_expected_arguments():
     source = inspect.getsource(_TrainingEpochLoop._on_before_fetch)
     assert f'{_compat_lightning.FETCH_ACTION}")' in source, "the fetching of batches is still profiled"
     version = tuple(map(int, lightning.__version__.split(".")[:2]))
-    assert (version >= (2, 6)) == _compat_lightning.BROADCASTS_BEFORE_BATCHES
+    assert (version >= (2, 6)) == hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
     assert torch.autograd.DeviceType.CUDA.name == torch.profiler.ProfilerActivity.CUDA.name == "CUDA"
     assert torch.cuda.Stream.__hash__ is not None
     assert not _compat.profiler_is_running()
@@ -74,9 +81,13 @@ class Transferred(LightningModule):
         return [*batch, dataloader_idx]
 
 
+def is_tuple(batch: Any) -> bool:
+    return isinstance(batch, tuple)
+
+
 def test_a_kind_of_batch_is_left_to_the_strategy():
     module = Transferred()
-    with _compat_lightning.before_transfer(module, tuple) as call:
+    with _compat_lightning.before_transfer(module, is_tuple) as call:
         pickle.dumps(module)
         assert module._on_before_batch_transfer((1,)) == (1,)
         assert module._on_before_batch_transfer([1]) == call((1,), 0) == [1, 0]

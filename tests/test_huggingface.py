@@ -6,6 +6,7 @@ The tolerance of parity is derived in ``tests/strategy/test_parity.py``.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import re
 import signal
@@ -17,21 +18,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 
 pytest.importorskip("accelerate")
 
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.distributed import DistributedConfig
 
+from lightning_odc import attach
 from lightning_odc.huggingface import ODCTrainerMixin
-from tests.docs.blocks import ROOT, blocks
 from tests.strategy.test_models import causal_lm
 from tests.strategy.test_parity import assert_same
 from tests.support.models import full_parameters
+from tests.support.modules import warned
 
-PAGE = ROOT / "docs" / "without-the-trainer.md"
 #: Optimizer steps of 8 samples. The long one fills a rank, and the other rank runs the short ones.
 LENGTHS = [20, 8, 9, 7, 8, 9, 8, 7, 8, 7, 19, 9, 8, 6, 7, 9]
 LONGEST = 20
@@ -190,6 +192,130 @@ def test_saving_resuming_and_evaluating_go_on_working(rank, tmp_path):
         assert_same(full_parameters(AutoModelForCausalLM.from_pretrained(saved)), found)
 
 
+@on_ranks(2)
+def test_what_is_found_chosen_and_expected_is_said_and_how_long_ranks_waited_is_logged(rank, tmp_path):
+    made = balanced(str(tmp_path))
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        made.train()
+    lines = [line for line in said.getvalue().splitlines() if not line.startswith("{")]
+    if rank == 0:
+        assert lines[0].startswith("Found: 16 samples from 6 to 20 tokens")
+        assert lines[-1].startswith("Measured: the first epoch took ")
+        assert [line.startswith("Expected padding: ") for line in lines].count(True) == 1
+    else:
+        assert lines == []
+    rows = [row for row in made.state.log_history if "idle/fraction" in row]
+    assert [row["step"] for row in rows] == [3, 4]  # the row after the first epoch, and that of the end
+    assert all(0 < row["idle/fraction"] < 1 for row in rows)
+
+
+class CouplesLater(Trainer):
+    """From some step on, the loss compares the samples of a batch."""
+
+    since = 9
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        outputs = model(**inputs)
+        if self.state.global_step < self.since:
+            return outputs.loss
+        return outputs.loss + outputs.logits.mean(1).var(0, correction=0).sum()
+
+
+class Recorded(ODCTrainerMixin, CouplesLater):
+    """Keeps, for every batch, whether it was planned, and its samples."""
+
+    def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+        batches = [one.batch for one in inputs] if isinstance(inputs, list) else [inputs]
+        rows = [row[row > 0].tolist() for batch in batches for row in batch["input_ids"]]
+        self.record.append((isinstance(inputs, list), rows))
+        return super().training_step(model, inputs, *args)
+
+
+@on_ranks(2)
+def test_a_loss_that_couples_samples_later_is_found_and_batches_stay_whole_from_then_on(rank, tmp_path):
+    """It is found in step 10, the third one of the second epoch. The third epoch has the batches of ``Trainer``."""
+    options = {"gradient_accumulation_steps": 1, "num_train_epochs": 3}
+    made = Recorded(new_model(), arguments(str(tmp_path), **options), padded, train_dataset=samples() * 2)
+    made.record = []
+    with warned() as said:
+        made.train()
+    assert ["in step 10, " in text for text in said if "stay whole" in text] == [True] * (rank == 0)
+    assert [planned for planned, _ in made.record] == [True] * 11 + [False] * 13
+    by_rank = of_all_ranks([rows for _, rows in made.record])
+    for first in (0, 8, 16):
+        epoch = [row for batches in by_rank for rows in batches[first : first + 8] for row in rows]
+        assert sorted(epoch) == sorted(sample["input_ids"] for sample in samples() * 2)
+    assert all(len(rows) == 2 for batches in by_rank for rows in batches[11:])
+    first, second = of_all_ranks(full_parameters(made.model))
+    assert_same(first, second)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@on_ranks(2)
+def test_samples_are_shared_out_under_mixed_precision_and_with_compiled_layers(rank, tmp_path, compiled):
+    """The loss is tried in float64, also where units get and return 16 bits."""
+    made = balanced(str(tmp_path), bf16=True)
+    for layer in made.model.model.layers:
+        if compiled:
+            layer.compile(backend="aot_eager")
+    with warned() as said:
+        made.train()
+    assert [text for text in said if "stay whole" in text] == []
+    assert made.counts[::2] == [0] * 4
+    first, second = of_all_ranks(made.counts)
+    assert first != second
+
+
+def sharded_by_transformers(folder: Any) -> Any:
+    """A model of which every rank has loaded its shards."""
+    new_model().save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+
+
+def _attach(rank: int, folder: str) -> tuple[dict[str, Tensor], int]:
+    """A step in which one rank runs a sample, and the other one three."""
+    model = sharded_by_transformers(f"{folder}/{rank}")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    share = samples()[:1] if rank == 0 else samples()[1:4]
+    with attach(model) as odc:
+        for sample in share:
+            batch = padded([sample])
+            count = int((batch["labels"][:, 1:] != -100).sum())
+            with odc.backward(weight=count):
+                (model(**batch).loss * count).backward()
+        odc.step(optimizer)
+        return full_parameters(model), odc.engine.traffic.reads
+
+
+def test_a_model_that_transformers_has_sharded_is_attached(tmp_path):
+    reference = new_model()
+    reference(**padded(samples()[:4])).loss.backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    for parameters, reads in run_ranks(_attach, str(tmp_path)):
+        assert_same(parameters, full_parameters(reference))
+        assert reads > 0
+
+
+def _train_sharded(rank: int, folder: str) -> tuple[dict[str, Tensor], list[Any], list[int]]:
+    model = sharded_by_transformers(f"{folder}/{rank}")
+    options = {"fsdp": None, "train_sampling_strategy": "sequential"}
+    made = Balanced(model, arguments(folder, **options), padded, train_dataset=samples())
+    made.counts = []
+    made.train()
+    return full_parameters(made.model), made.state.log_history, made.counts
+
+
+def test_a_model_that_transformers_has_sharded_needs_no_fsdp_in_the_arguments(tmp_path):
+    expected, norms, losses = one_process()
+    for parameters, history, counts in run_ranks(_train_sharded, str(tmp_path)):
+        logged = [row for row in history if "loss" in row]
+        assert counts[::2] == [0] * 4
+        assert_same(parameters, expected)
+        assert [row["grad_norm"] for row in logged] == pytest.approx(norms, rel=1e-5)
+        assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
+
+
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Sample]:
         return iter(samples())
@@ -200,25 +326,56 @@ def test_what_does_not_work_is_refused_with_the_line_to_write(rank, tmp_path):
     for words, options in {
         "fsdp=True": {"fsdp": None},
         "bf16=True": {"fp16": True},
+        "layer.compile": {"torch_compile": True},
         'leave it at "no"': {"include_num_input_tokens_seen": "all"},
     }.items():
         with pytest.raises(ValueError, match=words):
             balanced(str(tmp_path), **options)
-    streamed = balanced(str(tmp_path), max_steps=1)
-    streamed.train_dataset = Stream()
-    with pytest.raises(ValueError, match="cannot be planned"):
-        streamed.train()
+    with pytest.raises(ValueError, match="eval_on_start=True"):
+        balanced(str(tmp_path)).evaluate()
+    generating = arguments(str(tmp_path))
+    generating.num_generations = 2  # as TRL's
+    with pytest.raises(ValueError, match=r"generates .* docs/rl\.md"):
+        Balanced(new_model(), generating, padded, train_dataset=samples())
 
 
+class Unmeasured(Dataset[Any]):
+    """Says nothing of how long its samples are."""
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"a": samples()[index]["input_ids"], "b": [0]}
+
+
+def of_unmeasured(batch: list[Any]) -> dict[str, Tensor]:
+    """Neither does a batch of one tell."""
+    assert len(batch) > 1
+    return padded([{"input_ids": sample["a"]} for sample in batch])
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate", "reason"),
+    [
+        (Stream(), padded, "a stream cannot be planned"),
+        (Unmeasured(), of_unmeasured, "is not known"),
+    ],
+)
 @on_ranks(2)
-def test_the_script_of_the_page_runs_on_two_ranks(rank, tmp_path):
-    script = next(block for block in blocks(PAGE) if "ODCTrainerMixin, " in block.text)
-    namespace: dict[str, Any] = {}
-    with contextlib.chdir(tmp_path):
-        exec(compile(script.text, str(PAGE), "exec"), namespace)
-    parameters = namespace["trainer"].model.parameters()
-    first, second = of_all_ranks(sum(p.full_tensor().sum().item() for p in parameters))
-    assert first == second
+def test_data_that_cannot_be_planned_trains_with_the_batches_of_trainer(
+    rank, tmp_path, dataset, collate, reason
+):
+    # Else Accelerate lets rank 0 read for all, and refuses batches of unequal sizes.
+    options = {"max_steps": 2, "accelerator_config": {"dispatch_batches": False}}
+    made = Balanced(new_model(), arguments(str(tmp_path), **options), collate, train_dataset=dataset)
+    made.counts = []
+    with warned() as said:
+        made.train()
+    assert [reason in text for text in said if "stay whole" in text] == [True] * (rank == 0)
+    assert len(made.counts) == 4
+    first, second = of_all_ranks(full_parameters(made.model))
+    assert_same(first, second)
 
 
 class Killed(TrainerCallback):

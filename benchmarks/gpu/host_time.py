@@ -36,16 +36,17 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_odc._compat import comms_of
-from lightning_odc.bench.processes import Placement, RankFailedError, Ranks, place
+from lightning_odc.bench.processes import Placement, RankFailedError, RankProcesses, place
 from lightning_odc.bench.results import median_interval
 from lightning_odc.engine.collective import process_group_rendezvous, single_process
 from lightning_odc.engine.comm import all_gather, reduce_scatter, set_comms
-from lightning_odc.engine.keeping import HostMemory, Keeping
+from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports import make_transport
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
-ROUNDS, MICROBATCHES = 15, 4
+ROUNDS = 15
+MICROBATCHES = 4
 SECONDS = 90.0  # the longest a round may take; in the first one, which is not counted, models are made
 
 
@@ -137,10 +138,10 @@ class Setting:
             return "needs two GPUs: NCCL refuses ranks that share one"
         return ""
 
-    def start(self) -> Ranks:
+    def start(self) -> RankProcesses:
         """Its processes."""
         backend = self.placement.backend if self.way in (Way.ALONE, Way.STOCK, Way.COPY_ENGINE) else "gloo"
-        return Ranks(self.placement.ranks, [__name__], partial(_prepare, self), backend)
+        return RankProcesses(self.placement.ranks, [__name__], partial(_prepare, self), backend)
 
 
 def settings(shape: Shape, device: str = "cuda") -> list[Setting]:
@@ -184,7 +185,7 @@ def compare(shape: Shape, device: str = "cuda") -> dict[str, Any]:
 
 
 def _round(
-    number: int, running: dict[Setting, Ranks], missing: dict[Setting, str]
+    number: int, running: dict[Setting, RankProcesses], missing: dict[Setting, str]
 ) -> dict[Setting, dict[str, float]]:
     """The times of every setting, in another order in every round. One that fails leaves ``running``."""
     begin = number % max(len(running), 1)
@@ -199,7 +200,7 @@ def _round(
     return found
 
 
-def _call(ranks: Ranks, function: Callable[..., Any], setting: Setting) -> dict[str, float]:
+def _call(ranks: RankProcesses, function: Callable[..., Any], setting: Setting) -> dict[str, float]:
     """The means over the ranks of what they return. Ranks that take too long are ended."""
     late = threading.Event()
 
@@ -287,7 +288,9 @@ class Subject:
     """
 
     def __init__(self, setting: Setting, rank: int) -> None:
-        way, shape, world = setting.way, setting.shape, setting.world
+        way = setting.way
+        shape = setting.shape
+        world = setting.world
         torch.set_num_threads(1)  # in a rehearsal; on a GPU the host computes nothing
         self._device = setting.placement.devices[rank]
         alone = _pretend(setting) if way in (Way.FAKE, Way.SELF) else None
@@ -317,7 +320,8 @@ class Subject:
     def run(self) -> dict[str, float]:
         """Run the microbatches of a minibatch; returns times, as `time_block` names them."""
         self._synchronize()
-        self._clock.seconds, self._clock.calls = 0.0, 0
+        self._clock.seconds = 0.0
+        self._clock.calls = 0
         begin = time.perf_counter()
         for index in range(MICROBATCHES):
             loss = self._model(self._batch).float().square().mean()
@@ -396,7 +400,7 @@ def _attached(
         lambda: make_transport(device, rank, setting.world, meet, dist.group.WORLD),
         meet,
         timeout=SECONDS,
-        keeping=Keeping(budget, HostMemory(setting.world)),
+        gather_cache=GatherCache(budget, HostMemory(setting.world)),
     )
     engine.attach(model)
     return engine
@@ -410,7 +414,8 @@ class Clock:
     """Adds up seconds and calls."""
 
     def __init__(self) -> None:
-        self.seconds, self.calls = 0.0, 0
+        self.seconds = 0.0
+        self.calls = 0
 
 
 class Timed:
@@ -423,7 +428,8 @@ class Timed:
 
     def __init__(self, comm: Any, clock: Clock) -> None:
         self.allocate = comm.allocate  # copy engines need memory of their own
-        self._comm, self._clock = comm, clock
+        self._comm = comm
+        self._clock = clock
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the comm object."""
@@ -446,12 +452,14 @@ class WithItself:
 
     def __init__(self, comm: Any, collective: Callable[..., Any], group: Any) -> None:
         self.allocate = comm.allocate
-        self._collective, self._group = collective, group
+        self._collective = collective
+        self._group = group
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False, **options: Any
     ) -> Any:
         """Call the collective."""
         numel = min(output_tensor.numel(), input_tensor.numel())
-        own, given = output_tensor.view(-1)[:numel], input_tensor.view(-1)[:numel]
+        own = output_tensor.view(-1)[:numel]
+        given = input_tensor.view(-1)[:numel]
         return self._collective(own, given, group=self._group, async_op=async_op, **options)

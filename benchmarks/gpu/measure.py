@@ -27,9 +27,11 @@ from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
 MIB = 2**20
-_WARM_UP, _ROUNDS = 3, 15
+_WARM_UP = 3
+_ROUNDS = 15
 _READS = 20
-_STEPS, _MICROBATCHES = 5, 3
+_STEPS = 5
+_MICROBATCHES = 3
 _SYNCHRONIZING = "Synchronize"  # cudaStreamSynchronize, cudaEventSynchronize, cudaDeviceSynchronize
 _MARK = "odc minibatch"
 #: All shards together, and all accumulators, are larger than the second-level cache of any GPU (60 MB on an H200): no
@@ -44,7 +46,8 @@ def measure(rank: int, world_size: int, mib: list[int]) -> dict[str, Any]:
     """Everything about one rank; the process group is up."""
     placement = place("cuda", world_size)
     placement.enter(rank)
-    device, shared = placement.devices[rank], placement.shares
+    device = placement.devices[rank]
+    shared = placement.shares
     meet = process_group_rendezvous(dist.group.WORLD)
 
     def fresh() -> Transport:
@@ -128,7 +131,8 @@ def _time_size(
 
 def _jobs(transport: Transport, units: int, peer_device: torch.device | None) -> dict[str, Callable[[], Any]]:
     """Every job moves or adds one whole fp32 shard, of another unit in every round; to all, one for each owner."""
-    world, own = transport.world_size, transport.rank
+    world = transport.world_size
+    own = transport.rank
     peer = (own + 1) % world
     like = transport.shard(own, 0)
     here, there = (torch.zeros(units, like.numel(), device=like.device) for _ in range(2))
@@ -199,7 +203,8 @@ def _read_profiled(transport: Transport, numel: int) -> dict[str, float]:
 def _beside_a_product(transport: Transport, numel: int) -> dict[str, float]:
     """A copy by the multiprocessors would slow a matrix product down that keeps all of them busy."""
     left = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    out, side = torch.empty(numel, device="cuda"), torch.cuda.Stream()
+    out = torch.empty(numel, device="cuda")
+    side = torch.cuda.Stream()
     shards = [transport.shard((transport.rank + 1) % transport.world_size, 0)]
 
     def product() -> None:

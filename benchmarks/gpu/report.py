@@ -85,7 +85,8 @@ def fractions(entry: dict[str, Any], by_rank: list[dict[str, Any]], how: str) ->
         how: ``"together"`` or ``"alone"``.
     """
     slowest = {name: max(one[how][name] for one in by_rank) for name in entry[how]}
-    size, world = entry["mib"] * 2**20, len(by_rank)
+    size = entry["mib"] * 2**20
+    world = len(by_rank)
     plain = slowest.get("copy over the link", slowest["copy"])
     return {
         "read GiB/s": size / slowest["read from a peer"] / 2**30,
@@ -146,7 +147,8 @@ def _size_table(run: dict[str, Any]) -> str:
 
 
 def _profile_lines(run: dict[str, Any]) -> str:
-    reading, waits = run["reading"], run["waits"]
+    reading = run["reading"]
+    waits = run["waits"]
     slower = reading["product milliseconds beside reads"] / reading["product milliseconds"] - 1
     return (
         f"- {reading['reads']:.0f} reads were {reading['copies']:.0f} copies "
@@ -163,7 +165,8 @@ def sweep_tables(sweep: dict[str, Any]) -> str:
     """The kernel's sweep: alone, and beside a matrix product."""
     if "missing" in sweep:
         return f"The kernel was not swept: {sweep['missing']}."
-    alone, default = sweep["alone"], sweep["default"]
+    alone = sweep["alone"]
+    default = sweep["default"]
     blocks = sorted({entry["block"] for entry in alone})
     rows = []
     for key in dict.fromkeys((e["dtype"], e["aligned"], e["programs"]) for e in alone):
@@ -233,7 +236,8 @@ def _host_row(row: dict[str, Any], columns: int) -> list[str]:
     named = [row["way"], str(row["world"])]
     if "missing" in row:
         return [*named, f"not measured: {row['missing']}", *[""] * (columns - 3)]
-    micro, milli = "{1:.1f} us [{0:.1f}, {2:.1f}]", "{1:.2f} ms [{0:.2f}, {2:.2f}]"
+    micro = "{1:.1f} us [{0:.1f}, {2:.1f}]"
+    milli = "{1:.2f} ms [{0:.2f}, {2:.2f}]"
     forms = {"host us": micro, "comm us": micro, "minibatch us": micro, "host ms": milli, "device ms": milli}
     return [*named, *(form.format(*row[name]) for name, form in forms.items())]
 

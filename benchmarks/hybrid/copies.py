@@ -35,24 +35,30 @@ from torch.distributed.tensor import DTensor
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts
 from benchmarks.hybrid.replicas import LAYERS, Layer, prepare
 from benchmarks.tables import spread
-from lightning_odc.bench.processes import Ranks
+from lightning_odc.bench.processes import RankProcesses
 from lightning_odc.console import markdown
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
+from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.hybrid.copies import CopiesEngine
 from lightning_odc.engine.hybrid.link import ReplicaLink
 from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout
-from lightning_odc.engine.keeping import HostMemory, Keeping
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.files import write_json
 from lightning_odc.sharding.nodes import layout_of, mesh_of
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 
-STOCK, HYBRID, FULL, FULL_BF16 = "stock", "HYBRID_SHARD", "FULL_SHARD", "FULL_SHARD, bf16 sums"
+STOCK = "stock"
+HYBRID = "HYBRID_SHARD"
+FULL = "FULL_SHARD"
+FULL_BF16 = "FULL_SHARD, bf16 sums"
 VARIANTS = (STOCK, HYBRID, FULL, FULL_BF16)
-FP32, BF16 = 4, 2  # bytes
+FP32 = 4  # bytes
+BF16 = 2
 PER_HOST = 2
-_TIMEOUT, _SILENCE, _STALL = 120.0, 20.0, timedelta(seconds=60)
+_TIMEOUT = 120.0
+_SILENCE = 20.0
+_STALL = timedelta(seconds=60)
 MIB = 2**20
 _MAILBOXES = 3 * 64 * 2**10  # bytes of a window, whatever the model
 
@@ -159,12 +165,13 @@ def _engine_of(variant: str, layout: Layout, address: str) -> tuple[Engine, Devi
         return CollectiveEngine(layout.world_size, everybody), mesh
     row_mesh = mesh_of(layout, "cpu")["shard"]
     row = process_group_rendezvous(row_mesh.get_group())
-    rank, place = layout.rank, layout.row.index(layout.rank)
+    rank = layout.rank
+    place = layout.row.index(layout.rank)
     options: dict[str, Any] = {
         "layout": layout,
         "make_link": lambda: ReplicaLink(rank, layout.column, everybody, address, layout.main_row, _SILENCE),
         "timeout": _TIMEOUT,
-        "keeping": Keeping("auto", HostMemory(layout.world_size)),  # all hosts share this machine's
+        "gather_cache": GatherCache("auto", HostMemory(layout.world_size)),  # all hosts share this machine's
         "accumulator_dtype": torch.bfloat16 if variant == FULL_BF16 else None,
     }
     transport = partial(SharedMemoryTransport, place, PER_HOST, row, layout.row)
@@ -320,7 +327,7 @@ def _measure_all(options: dict[str, Any], path: Path | None) -> list[dict[str, A
     for count in options["hosts"]:
         with (
             several_hosts(count) as hosts,
-            Ranks(PER_HOST * count, preload=[__name__], prepare=partial(prepare, hosts)) as ranks,
+            RankProcesses(PER_HOST * count, preload=[__name__], prepare=partial(prepare, hosts)) as ranks,
         ):
             for cell in cells([count], _speeds(hosts, options["mbit"]), options["microbatches"]):
                 begin = time.monotonic()

@@ -42,15 +42,17 @@ import torch.distributed as dist
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts, why_no_limit
 from benchmarks.hybrid.copies import FP32, PER_HOST, STOCK, Cell, Job, parser_of
 from benchmarks.hybrid.replicas import Layer, prepare
-from lightning_odc.bench.processes import Ranks
+from lightning_odc.bench.processes import RankProcesses
 from lightning_odc.console import markdown
 from lightning_odc.engine.comm import all_gather, reduce_scatter
 from lightning_odc.engine.hybrid.spanning import ColumnGroup
 from lightning_odc.files import write_json
 from lightning_odc.sharding.nodes import layout_of
 
-GATHER, SCATTER = "all-gather", "reduce-scatter"
-COLUMN_GATHER, COLUMN_EXCHANGE = "column's all-gather", "column's exchange"
+GATHER = "all-gather"
+SCATTER = "reduce-scatter"
+COLUMN_GATHER = "column's all-gather"
+COLUMN_EXCHANGE = "column's exchange"
 PARTS = (0.25, 1, 4)
 """Sizes, as parts of a unit."""
 _STALL = timedelta(seconds=60)
@@ -78,7 +80,8 @@ def measure(rank: int, world_size: int, sizes: list[int], repetitions: int) -> S
             dist.barrier()
             sent = bytes_sent()
             dist.barrier()
-            processor, begin = time.process_time(), time.monotonic()
+            processor = time.process_time()
+            begin = time.monotonic()
             call()
             sample = time.monotonic() - begin, time.process_time() - processor
             dist.barrier()
@@ -205,11 +208,12 @@ def _measure_all(options: dict[str, Any]) -> tuple[list[dict[str, Any]], list[di
     rows: list[dict[str, Any]] = []
     training: list[dict[str, Any]] = []
     sizes = [int(part * unit_bytes(options["width"])) for part in PARTS]
-    computing, repetitions = options["seconds"], options["repetitions"]
+    computing = options["seconds"]
+    repetitions = options["repetitions"]
     for count in options["hosts"]:
         with (
             several_hosts(count) as hosts,
-            Ranks(PER_HOST * count, preload=[__name__], prepare=partial(prepare, hosts)) as ranks,
+            RankProcesses(PER_HOST * count, preload=[__name__], prepare=partial(prepare, hosts)) as ranks,
         ):
             links = [Cell(count, mbit or None, 1) for mbit in options["mbit"]]
             samples: dict[Cell, list[Samples]] = {cell: [{} for _ in ranks.pids] for cell in links}

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from benchmarks.command import QUIET, parser_of
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts
 from lightning_odc import BalancedDataLoader, ODCStrategy
-from lightning_odc.balance import PolynomialCost
+from lightning_odc.balance import Policy, PolynomialCost
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.console import markdown
 from notebooks.support.sleeping import Pause
@@ -42,7 +42,7 @@ class Variant(NamedTuple):
 
     name: str
     communication: str
-    policy: str
+    policy: Policy
     one_sum: bool = False
 
 

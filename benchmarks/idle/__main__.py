@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.command import parser_of
 from benchmarks.idle import overhead, truth
+from benchmarks.tables import of_cells
 
 PARTS = ("truth", "overhead")
 
@@ -27,12 +28,14 @@ def main(arguments: list[str] | None = None) -> None:
     results: dict[str, Any] = {}
     if "truth" in parts:
         results["truth"] = truth.run(options.truth_ranks, options.truth_modes, options.sleep, options.steps)
-        print(f"Scripted sleeps:\n\n{truth.table(results['truth'])}\n")
+        rows = [truth.cells(row) for row in results["truth"]]
+        print(f"Scripted sleeps:\n\n{of_cells(rows)}\n")
     if "overhead" in parts:
         names = ("modes", "minibatches", "samples_per_rank", "repetitions", "max_length")
         training = {name: getattr(options, name) for name in names}
         results["overhead"] = overhead.run(options.ranks, **training)
-        print(f"Overhead:\n\n{overhead.table(results['overhead'])}\n")
+        rows = [overhead.cells(row) for row in results["overhead"]]
+        print(f"Overhead:\n\n{of_cells(rows)}\n")
     if options.json:
         shown = {key: value for key, value in vars(options).items() if key != "json"}
         options.json.write_text(json.dumps({"options": shown, **results}, indent=2) + "\n")

@@ -25,7 +25,6 @@ from lightning_odc.bench.results import WARM_UP, MinibatchRecord
 from lightning_odc.bench.training import fit
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
-from lightning_odc.console import markdown
 
 VARIANTS = ("nothing", "monitor", "recorder off", "recorder on")
 _NEVER = (10**9, 10**9)
@@ -166,26 +165,20 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
     return summarize(run_ranks(measure, world_size, options))
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    head = (
-        "communication",
-        "with",
-        "s/minibatch",
-        "cost, median [quartiles]",
-        "processor time",
-        "pairs",
-        "own code",
-    )
-    return markdown(head, map(_cells, rows))
-
-
-def _cells(row: dict[str, Any]) -> list[Any]:
-    costs = [_cost(row["costs_quartiles"]), _cost(row["cpu_costs_quartiles"])]
-    own = f"{100 * row['own_share']:z.3f} %"
-    if row["variant"] == "nothing":
-        costs, own = ["-", "-"], "-"
-    return [row["communication"], row["variant"], f"{row['seconds']:.4f}", *costs, len(row["costs"]), own]
+def cells(row: dict[str, Any]) -> dict[str, object]:
+    """A row as it is printed, by the heads of its columns."""
+    printed = {
+        "communication": row["communication"],
+        "with": row["variant"],
+        "s/minibatch": f"{row['seconds']:.4f}",
+        "cost, median [quartiles]": _cost(row["costs_quartiles"]),
+        "processor time": _cost(row["cpu_costs_quartiles"]),
+        "pairs": len(row["costs"]),
+        "own code": f"{100 * row['own_share']:z.3f} %",
+    }
+    if row["variant"] == "nothing":  # with which the others are compared
+        printed |= {"cost, median [quartiles]": "-", "processor time": "-", "own code": "-"}
+    return printed
 
 
 def _cost(three: Sequence[float]) -> str:

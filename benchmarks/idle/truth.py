@@ -18,7 +18,6 @@ from torch.utils.data import DataLoader
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.callbacks import DeviceIdleMonitor
-from lightning_odc.console import markdown
 
 MODES = ("on_demand", "lockstep", "collective", "ddp", "model_parallel")
 EVEN = [[2.0, 1.0]] * 4
@@ -177,25 +176,18 @@ def _measure_all(
     return [measure(rank, world_size, mode, sleeps, steps) for mode, _, sleeps in cases]
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as Markdown."""
-    head = (
-        "ranks",
-        "mode",
-        "script",
-        "waiting by arithmetic",
-        "reported, median [all steps]",
-        "error",
-        "of the step",
-    )
-    return markdown(head, map(_cells, rows))
-
-
-def _cells(row: dict[str, Any]) -> list[Any]:
+def cells(row: dict[str, Any]) -> dict[str, object]:
+    """A row as it is printed, by the heads of its columns."""
     every = row["reported_steps"]
-    return [
-        *(row["ranks"], row["mode"], row["script"], f"{row['arithmetic']:.4f} s"),
-        f"{row['reported']:.4f} s [{min(every):.4f}, {max(every):.4f}]",
-        "-" if row["relative_error"] is None else f"{100 * row['relative_error']:+.2f} %",
-        f"{100 * row['error_of_step']:+.2f} %",
-    ]
+    error = "-"
+    if row["relative_error"] is not None:
+        error = f"{100 * row['relative_error']:+.2f} %"
+    return {
+        "ranks": row["ranks"],
+        "mode": row["mode"],
+        "script": row["script"],
+        "waiting by arithmetic": f"{row['arithmetic']:.4f} s",
+        "reported, median [all steps]": f"{row['reported']:.4f} s [{min(every):.4f}, {max(every):.4f}]",
+        "error": error,
+        "of the step": f"{100 * row['error_of_step']:+.2f} %",
+    }

@@ -13,7 +13,8 @@ WIDTH = 440.0
 """Units from left to right: few, so that text is still large enough on a phone."""
 SCALE = 1.2
 """Pixels of a unit where there is room."""
-TEXT, SMALL = 14.0, 12.5
+TEXT = 14.0
+SMALL = 12.5
 """Sizes of text in units."""
 
 LIGHT = {
@@ -43,7 +44,8 @@ DARK = {role: palette.DARK.get(colour, colour) for role, colour in LIGHT.items()
 """The same on a dark screen."""
 
 _FONT = "-apple-system,BlinkMacSystemFont,Segoe UI,Helvetica,Arial,sans-serif"
-_PLAIN, _BOLD = 0.56, 0.61  # mean width of a letter, in sizes
+_PLAIN = 0.56  # mean width of a letter, in sizes
+_BOLD = 0.61
 
 
 def number(value: float) -> str:
@@ -143,7 +145,8 @@ class Canvas:
         if arrow:
             (x0, y0), (x1, y1) = points[-2:]
             length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
-            along, across = ((x1 - x0) / length, (y1 - y0) / length), ((y0 - y1) / length, (x1 - x0) / length)
+            along = ((x1 - x0) / length, (y1 - y0) / length)
+            across = ((y0 - y1) / length, (x1 - x0) / length)
             base = (x1 - 8 * along[0], y1 - 8 * along[1])
             sides = [(base[0] + side * 4 * across[0], base[1] + side * 4 * across[1]) for side in (1, -1)]
             points = [*points[:-1], base]
@@ -177,7 +180,8 @@ class Canvas:
             f".{role}{{fill:{theme[role]}}}" if kind == "fill" else f".{role}-line{{stroke:{theme[role]}}}"
             for kind, role in sorted(self._rules)
         )
-        width, height = number(WIDTH), number(self.height)
+        width = number(WIDTH)
+        height = number(self.height)
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{round(WIDTH * SCALE)}" '
             f'height="{round(self.height * SCALE)}" viewBox="0 0 {width} {height}" '

@@ -14,8 +14,10 @@ Load = Callable[[str], Any]
 Interval = Sequence[float]
 """Low end, value, high end."""
 
-_PLAIN_COLLECTIVE, _PLAIN_BALANCED = '`communication="collective"`, batch 8', '`"odc"`, batch 8'
-_HEADING, _ROW = 30.0, 36.0
+_PLAIN_COLLECTIVE = '`communication="collective"`, batch 8'
+_PLAIN_BALANCED = '`"odc"`, batch 8'
+_HEADING = 30.0
+_ROW = 36.0
 
 
 class Group(NamedTuple):
@@ -73,7 +75,8 @@ def paired(rows: Sequence[dict[str, Any]]) -> Interval:
     For example, collectives with 4 and 6 s and balanced with 2 and 2 s: 2.5, between 2 and 3.
     """
     seconds = {row["row"]: row["seconds"] for row in rows}
-    slow, fast = seconds[_PLAIN_COLLECTIVE], seconds[_PLAIN_BALANCED]
+    slow = seconds[_PLAIN_COLLECTIVE]
+    fast = seconds[_PLAIN_BALANCED]
     ratios = [one / other for one, other in zip(slow, fast, strict=True)]
     return min(ratios), statistics.median(ratios), max(ratios)
 
@@ -118,7 +121,8 @@ def _bottom(groups: Sequence[Group]) -> float:
 
 def _rows(canvas: Canvas, groups: Sequence[Group]) -> list[tuple[float, str, Interval]]:
     """The baselines of all labels, from the top down; writes the headings on the way."""
-    found, y = [], 6.0
+    found = []
+    y = 6.0
     for group in groups:
         canvas.box(0, y + 4, WIDTH, 20, "panel")
         canvas.text(6, y + 18.5, group.heading, size=SMALL, bold=True)
@@ -233,7 +237,8 @@ def causes(load: Load) -> Canvas:
 def _product(canvas: Canvas, axis: Axis, y: float, label: str, split: dict[str, float]) -> None:
     total = 1.0
     for cause, factor in split.items():
-        left, right = axis(total), axis(total * factor)
+        left = axis(total)
+        right = axis(total * factor)
         canvas.box(left, y + 6, right - left, 18, _CAUSES[cause], edge="paper")
         canvas.text((left + right) / 2, y + 37, f"{factor:.2f}", role="soft", size=SMALL, anchor="middle")
         total *= factor
@@ -282,7 +287,8 @@ _ALONE = "one process"
 def loss_curve(load: Load) -> Canvas:
     """All losses on one another, and below them how far each is from that of one process."""
     losses: dict[str, list[float]] = load("loss-curve")["losses"]
-    alone, steps = losses[_ALONE], len(losses[_ALONE])
+    alone = losses[_ALONE]
+    steps = len(losses[_ALONE])
     canvas = Canvas("Losses of all modes lie on one another", 396)
     x = Axis(0, steps, left=44)
     _losses(canvas, x, losses, alone)
@@ -313,7 +319,8 @@ def _marks(steps: int) -> range:
 
 def _differences(canvas: Canvas, x: Axis, losses: dict[str, list[float]], alone: Sequence[float]) -> None:
     """Draw differences on a scale of powers of ten. Those below the last power are on its line."""
-    top, bottom = 252.0, 360.0
+    top = 252.0
+    bottom = 360.0
     largest = largest_difference(losses)
     powers = range(-8, -5 + 2 * max(ceil((log10(largest) + 6) / 2), 0))
     y = Axis(powers[0], powers[-1], left=bottom, right=top)

@@ -70,7 +70,8 @@ def windows(_: Load) -> Canvas:
     )
     canvas.text(WIDTH / 2, 324, "rank 0: its gradient of the unit", size=SMALL, bold=True, anchor="middle")
     for owner, role in enumerate(_OWNERS):
-        chunk, window = 127.0 + 62 * owner, 154.0 * owner
+        chunk = 127.0 + 62 * owner
+        window = 154.0 * owner
         canvas.box(chunk, 24, 62, 26, role, edge="paper")
         canvas.box(chunk, 284, 62, 26, role, edge="paper")
         canvas.box(window, 112, 132, 110, "panel", edge="grid", rounded=6)
@@ -202,7 +203,8 @@ _QUESTIONS = (
 def settings(_: Load) -> Canvas:
     """Four questions that lead to a strategy."""
     canvas = Canvas("Four questions, and the settings that they lead to", 396)
-    middle, right = 88.0, 336.0
+    middle = 88.0
+    right = 336.0
     for place, (question, answer, is_end) in enumerate(_QUESTIONS):
         y = 2.0 + 88 * place
         canvas.box(0, y, 2 * middle, 46, "panel", edge="grid", rounded=6)

@@ -7,19 +7,22 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from benchmarks.full_gain import SINGLE
+from benchmarks.full_gain import PLANNED, SHARDED, SINGLE
 from benchmarks.pictures.canvas import SMALL, WIDTH, Axis, Canvas
 from benchmarks.pictures.charts import Load
 
 _STEPS = {
     "measure": 'the script: "ddp"',
-    SINGLE: "one text at a time",
+    SHARDED: "FSDP",
+    SINGLE: '"ddp", one text at a time',
     "switch": 'switched: "odc"',
     "pack": "packed: packing=True",
+    PLANNED: '"ddp", planned (waiting is not measured)',
 }
 _PARTS = {"computing, moving bytes": "backward", "padding": "read", "waiting": "idle"}
 _HOSTS = {"hosts": 2, "mbit": 1000, "microbatches": 4}
-_ROW, _BAR = 46.0, 20.0
+_ROW = 46.0
+_BAR = 20.0
 
 
 class Epoch(NamedTuple):
@@ -48,11 +51,13 @@ class Epoch(NamedTuple):
 
 
 def epochs(load: Load) -> list[Epoch]:
-    """By step, where waiting is measured."""
+    """By step; waiting that is not measured is not drawn."""
     found = []
     for name, label in _STEPS.items():
         row = load("full-gain")["steps"][name]
-        seconds, waiting, padding = (statistics.median(row[key]) for key in ("seconds", "waiting", "padding"))
+        seconds, waiting, padding = [
+            statistics.median(row[key] or [0.0]) for key in ("seconds", "waiting", "padding")
+        ]
         found.append(Epoch(label, seconds, waiting, padding))
     return found
 
@@ -64,7 +69,8 @@ def staircase(load: Load) -> Canvas:
     axis = _axis([row.seconds for row in rows])
     _ticks(canvas, axis, len(rows))
     for place, row in enumerate(rows):
-        top, begin = _label(canvas, place, row.label, f"{row.seconds:.1f} s"), 0.0
+        top = _label(canvas, place, row.label, f"{row.seconds:.2f} s")
+        begin = 0.0
         for seconds, role in zip(row.parts, _PARTS.values(), strict=True):
             canvas.box(axis(begin), top, axis(begin + seconds) - axis(begin), _BAR, role)
             begin += seconds
@@ -75,7 +81,8 @@ def staircase(load: Load) -> Canvas:
 def nodes(load: Load) -> Canvas:
     """Minibatches on two emulated hosts: stock full sharding, and ours."""
     rows = {row["variant"]: row for row in load("node-copies")["rows"] if row.items() >= _HOSTS.items()}
-    stock, ours = rows["stock"]["seconds"], rows["FULL_SHARD"]["seconds"]
+    stock = rows["stock"]["seconds"]
+    ours = rows["FULL_SHARD"]["seconds"]
     canvas = Canvas("Seconds per minibatch on two emulated hosts", 2 * _ROW + 20)
     axis = _axis([*stock, *ours])
     _ticks(canvas, axis, 2)

@@ -23,7 +23,9 @@ _LEGEND = {
     "bytes": "read",
     "optimizer": "optimizer",
 }
-_LEFT, _ROW, _BAR = 52.0, 26.0, 21.0
+_LEFT = 52.0
+_ROW = 26.0
+_BAR = 21.0
 
 
 def hero(load: Load) -> Canvas:

@@ -19,9 +19,14 @@ from lightning_odc.balance import (
 )
 from lightning_odc.balance.arrays import Floats, Ints
 
-_RANKS, _PER_RANK, _CAP, _MINIBATCHES = 8, 8, 65_536, 40
+_RANKS = 8
+_PER_RANK = 8
+_CAP = 65_536
+_MINIBATCHES = 40
 _OVERHEAD = 0.05  # seconds
-_SLOW_RANK, _CLOSE, _FOR_SO_MANY = 3, 0.05, 3
+_SLOW_RANK = 3
+_CLOSE = 0.05
+_FOR_SO_MANY = 3
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ def learn(scenario: Scenario, seed: int, noise: float = 0.03) -> Floats:
         ``[40, 2]``: by how much a minibatch planned with `FittedCost` and with the default cost takes longer than one
         planned with the true cost.
     """
-    rng, fit, rows = np.random.default_rng(seed), FittedCost(_RANKS), []
+    rng = np.random.default_rng(seed)
+    fit = FittedCost(_RANKS)
+    rows = []
     slowness = np.where(np.arange(_RANKS) == _SLOW_RANK, scenario.slowness, 1.0)
     base = PolynomialCost(PAPER_1_5B.quadratic, PAPER_1_5B.linear, _OVERHEAD, scenario.dense)
     for step in range(_MINIBATCHES):
@@ -97,7 +104,8 @@ def needed(excess: Floats, begin: int) -> int:
 def fitted(seeds: int) -> list[Table]:
     """How many minibatches it takes, and how it goes on."""
     runs = {s: np.array([learn(s, seed) for seed in range(seeds)]) for s in SCENARIOS}
-    steps, rows = [], []
+    steps = []
+    rows = []
     for scenario, run in runs.items():
         begin = max(scenario.change_at, 0)
         counts = [needed(own[:, 0], begin) for own in run]

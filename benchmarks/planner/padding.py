@@ -19,8 +19,10 @@ from lightning_odc.balance import (
 from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.costs import MICROBATCH
 
-_RANKS, _PER_RANK = 64, 8
-_COST, _PADDED = quadratic(constant=MICROBATCH), Collation("padded")
+_RANKS = 64
+_PER_RANK = 8
+_COST = quadratic(constant=MICROBATCH)
+_PADDED = Collation("padded")
 
 
 def padding(seeds: int) -> list[Table]:

@@ -76,7 +76,8 @@ def swaps(seeds: int) -> list[Table]:
     for kind in KINDS:
         drawn = [(r, draw_lengths(kind, r, per, seed)) for r, per in _BESIDE_SWAPS for seed in range(seeds)]
         ratios = np.array([_beside_swaps(lengths, num_ranks, cost_for(kind)) for num_ranks, lengths in drawn])
-        better, worse = int((ratios < 1 - 1e-9).sum()), int((ratios > 1 + 1e-9).sum())
+        better = int((ratios < 1 - 1e-9).sum())
+        worse = int((ratios > 1 + 1e-9).sum())
         most = [float(1 - ratios.min()), float(ratios.max() - 1)]
         rows.append([kind, better, len(ratios) - better - worse, worse, *most])
     return [Table("swaps", "Beside Karmarkar-Karp with swaps, 2 to 32 ranks", heads, rows)]
@@ -116,7 +117,8 @@ def oracle(seeds: int) -> list[Table]:
 def _gap(lengths: Ints, num_ranks: int, cost: Any) -> float | None:
     """How far the plan is above the optimum; None where that is not found."""
     own = on_demand_cost(plan_minibatch(lengths, num_ranks, cost=cost), lengths, cost)
-    best, solved = least_cost(lengths, num_ranks, cost), True
+    best = least_cost(lengths, num_ranks, cost)
+    solved = True
     if own > best * (1 + 1e-6):
         best, solved = optimum(lengths, num_ranks, cost)
     return max(own / best - 1, 0.0) if solved else None

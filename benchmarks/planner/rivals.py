@@ -24,11 +24,13 @@ def draw_lengths(kind: str, num_ranks: int, per_rank: int, seed: int) -> Ints:
     ``longalign`` is the lognormal cut at 64K that resembles the data set of that name, ``planted`` can be shared out
     perfectly by tokens, ``thirds`` are near 1/2, 1/3 and 1/6 of 32K tokens, a trap for greedy methods.
     """
-    rng, count = np.random.default_rng([seed, num_ranks, per_rank]), num_ranks * per_rank
+    rng = np.random.default_rng([seed, num_ranks, per_rank])
+    count = num_ranks * per_rank
     if kind == "lognormal":
         lengths = rng.lognormal(np.log(2000), 1, count)
     elif kind == "bimodal":
-        short, long = rng.normal(2000, 300, count), rng.normal(30_000, 3000, count)
+        short = rng.normal(2000, 300, count)
+        long = rng.normal(30_000, 3000, count)
         lengths = np.where(rng.random(count) < 0.8, short, long)
     elif kind == "longalign":
         lengths = rng.lognormal(np.log(16_500) - 0.75**2 / 2, 0.75, 2 * count + 100)
@@ -58,7 +60,8 @@ def karmarkar_karp_with_swaps(costs: Sequence[float], num_ranks: int) -> list[li
     heap = [(-cost, index, [(cost, [index]), *empty]) for index, cost in enumerate(costs)]
     heapq.heapify(heap)
     for age in range(len(costs), 2 * len(costs) - 1):
-        one, other = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+        one = heapq.heappop(heap)[2]
+        other = heapq.heappop(heap)[2]
         both = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
         both.sort(key=lambda group: -group[0])
         heapq.heappush(heap, (both[-1][0] - both[0][0], age, both))
@@ -110,7 +113,8 @@ def optimum(
     from ortools.sat.python import cp_model
 
     costs_of = MinibatchCosts.of(resolve_cost(cost), lengths, num_ranks)
-    samples, overhead = costs_of.samples, costs_of.overhead
+    samples = costs_of.samples
+    overhead = costs_of.overhead
     scale = _GRID / float(samples.mean(0).sum())
     costs = np.broadcast_to(np.floor(samples * scale).astype(int), (num_ranks, len(lengths)))
     problem = _Problem(
@@ -119,7 +123,8 @@ def optimum(
     if len(samples) == 1 and not (overhead != overhead[0]).any():
         problem.let_ranks_be_alike()
     solver = cp_model.CpSolver()
-    solver.parameters.max_deterministic_time, solver.parameters.num_workers = seconds, 1
+    solver.parameters.max_deterministic_time = seconds
+    solver.parameters.num_workers = 1
     status = solver.solve(problem.model)
     return solver.best_objective_bound / scale, status == cp_model.OPTIMAL
 
@@ -137,7 +142,9 @@ class _Problem:
     def __init__(self, lengths: Ints, costs: Ints, overhead: Ints, cap: int) -> None:
         from ortools.sat.python import cp_model
 
-        self._lengths, self._num_ranks, self._cap = lengths.tolist(), len(costs), cap
+        self._lengths = lengths.tolist()
+        self._num_ranks = len(costs)
+        self._cap = cap
         self._bins = range(len(plan_minibatch(lengths, 1, cap)[0]) if overhead.any() else 1)
         self.model: Any = cp_model.CpModel()
         ranks = range(self._num_ranks)

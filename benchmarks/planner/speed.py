@@ -26,7 +26,9 @@ from lightning_odc.balance import (
 )
 from lightning_odc.balance.costs import MICROBATCH
 
-_RANKS, _PER_RANK, _REPEATS = 64, 8, 3
+_RANKS = 64
+_PER_RANK = 8
+_REPEATS = 3
 _EPOCHS = ((64, 512), (256, 2048), (8, 64), (8, 32), (8, 8))
 
 

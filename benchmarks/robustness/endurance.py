@@ -45,7 +45,8 @@ class Shares(IterableDataset[Any]):
     """Makes every share on request, sometimes late."""
 
     def __init__(self, steps: int, rank: int) -> None:
-        self.steps, self.rank = steps, rank
+        self.steps = steps
+        self.rank = rank
 
     def __len__(self) -> int:
         return self.steps
@@ -100,7 +101,8 @@ class Looks(Callback):
 
 def train(rank: int, world_size: int, steps: int) -> Any:
     """One rank; returns its parameters, the looks, and its waits and traffic."""
-    looks, module = Looks(steps), Module()
+    looks = Looks(steps)
+    module = Module()
     fit = trainer(world_size, callbacks=[looks, Reads()])
     fit.fit(module, DataLoader(Shares(steps, rank), batch_size=None))
     assert fit.global_step == steps
@@ -135,7 +137,8 @@ def reference(world_size: int, steps: int) -> dict[str, Tensor]:
 
 def growth(looks: list[dict[str, int]]) -> dict[str, int]:
     """What the last look shows more than the one after a quarter of the steps."""
-    early, late = looks[len(looks) // 4], looks[-1]
+    early = looks[len(looks) // 4]
+    late = looks[-1]
     return {name: late[name] - early[name] for name in late if name != "step"}
 
 

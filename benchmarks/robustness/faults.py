@@ -115,7 +115,9 @@ class Trap(Callback):
     """Strikes once, at the first visit of ``place`` in optimizer step ``STEP`` or later, and notes when."""
 
     def __init__(self, fault: str, place: str, note: Path) -> None:
-        self.fault, self.place, self.note = fault, place, note
+        self.fault = fault
+        self.place = place
+        self.note = note
         self.sprung = False
         self.step = 0
 

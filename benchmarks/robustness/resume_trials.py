@@ -35,7 +35,8 @@ from tests.support.ranks import try_ranks
 
 Kind = Literal["full", "sharded"]
 WORLD_SIZE = 2
-SAMPLES, LONGEST = 48, 24
+SAMPLES = 48
+LONGEST = 24
 PER_STEP = 4 * WORLD_SIZE
 EPOCHS = 4
 PATIENCE = 600  # seconds for one job, on a machine that may be busy
@@ -92,7 +93,9 @@ class KillAt(Callback):
     """Kills this process in its ``microbatch``-th forward or backward pass, and if requested the whole job."""
 
     def __init__(self, microbatch: int, whole_job: bool, folder: Path) -> None:
-        self.left, self.whole_job, self.folder = microbatch, whole_job, folder
+        self.left = microbatch
+        self.whole_job = whole_job
+        self.folder = folder
 
     def on_before_backward(self, *_: Any) -> None:
         self.left -= 1
@@ -157,7 +160,9 @@ class Trial:
 
 def trial(crashes: int, seed: int, kind: Kind = "full") -> Trial:
     """Train with that many crashes at random moments."""
-    rng, found, begin = random.Random(seed), Trial(kind), time.monotonic()
+    rng = random.Random(seed)
+    found = Trial(kind)
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory() as straight, tempfile.TemporaryDirectory() as folder:
         expected = {
             o.result for o in try_ranks(run, straight, kind, None, world_size=WORLD_SIZE, timeout=PATIENCE)
@@ -214,7 +219,8 @@ def main(arguments: list[str] | None = None) -> int:
         results.append(trial(options.per_run, seed=len(results), kind=kind))
         print(json.dumps(asdict(results[-1])), file=sys.stderr, flush=True)
     crashes = sum(len(result.crashes) for result in results)
-    equal, exact = sum(result.equal for result in results), sum(result.samples_exact for result in results)
+    equal = sum(result.equal for result in results)
+    exact = sum(result.samples_exact for result in results)
     print(f"{crashes} crashes in {len(results)} trainings of {STEPS} steps on {WORLD_SIZE} ranks.")
     print(f"Final parameters bit-equal to the uninterrupted run: {equal} of {len(results)} trainings.")
     print(f"Every sample once per epoch: {exact} of {len(results)} trainings.")

@@ -2,99 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
-import numpy as np
 
-from benchmarks.simulate.devices import Device, find_device
-from lightning_odc.balance.arrays import Floats, check_count
+@dataclass(frozen=True)
+class Device:
+    """One device. Bandwidths are in bytes per second and direction, times in seconds.
+
+    Attributes:
+        flops: Floating-point operations per second that training reaches, not the peak.
+        memory: Bytes.
+        memory_bandwidth: Bandwidth between the device and its own memory.
+        link: Bandwidth to the other devices of its node, all of them together.
+        network: Bandwidth to other nodes: its part of what the node has.
+        link_latency: Latency of one read or one addition inside the node.
+        network_latency: Latency of one message to another node.
+        collective_latency: Latency of one hop of a collective inside the node.
+        one_sided_network: The part of `network` that one-sided reads and additions reach (``sharding="flat"``).
+        meeting: Time that the message of one rank takes at the meeting of a minibatch.
+    """
+
+    flops: float
+    memory: float
+    memory_bandwidth: float
+    link: float
+    network: float
+    link_latency: float = 5e-6
+    network_latency: float = 2e-5
+    collective_latency: float = 3e-6
+    one_sided_network: float = 0.3
+    meeting: float = 1e-4
+
+
+H100 = Device(
+    flops=989e12 * 0.40,  # the part that training reaches is an assumption
+    memory=80e9,
+    memory_bandwidth=3350e9,
+    link=450e9,
+    network=50e9,  # one adapter of 400 Gbit/s per GPU
+)
+"""By its data sheet, with dense bf16."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices and how they are connected.
+    """Equal devices in equal nodes.
 
     Attributes:
-        device: What each of them is.
         devices: How many there are.
-        devices_per_node: How many share a node; ``None``: all.
-        slowness: How many times as long each takes: one number, or one per device.
+        devices_per_node: How many share a node.
+        device: What each of them is.
 
     Raises:
-        ValueError: a value out of range.
-
-    Example:
-        >>> Cluster.of("H100", devices=16, devices_per_node=8).nodes
-        2
+        ValueError: the nodes would not be equal.
     """
 
-    device: Device
     devices: int
-    devices_per_node: int | None = None
-    slowness: Sequence[float] | float = 1.0
+    devices_per_node: int = 8
+    device: Device = H100
 
     def __post_init__(self) -> None:
-        check_count("devices", self.devices)
-        own = check_count("devices_per_node", self.row)
-        if self.devices % own:
+        own = self.devices_per_node
+        if self.devices < 1 or own < 1 or self.devices % own:
             raise ValueError(
                 f"{self.devices} devices cannot be nodes of {own}: every node needs the same number of them: "
-                f"devices={-(-self.devices // own) * own}, devices_per_node={own}."
+                "Cluster(devices=16, devices_per_node=8)."
             )
-        slow = np.asarray(self.slowness, dtype=np.float64)
-        if slow.shape not in ((), (self.devices,)) or not ((slow > 0) & np.isfinite(slow)).all():
-            raise ValueError(
-                f"slowness must be one positive number, or one per device, got {self.slowness!r} for {self.devices} "
-                "devices: slowness=[1.0] * 7 + [1.5]."
-            )
-
-    @classmethod
-    def of(
-        cls, device: str | Device, devices: int, devices_per_node: int | None = None, **others: Any
-    ) -> Cluster:
-        """A cluster of a preset.
-
-        Args:
-            device: A name of `DEVICES` in any case, or a `Device`.
-            devices: How many there are.
-            devices_per_node: How many share a node; by default all.
-            others: Fields of `Cluster` or `Device`, for example ``network=12.5e9``.
-
-        Raises:
-            ValueError: an unknown device or field, or a value out of range. The message lists what is accepted.
-        """
-        if isinstance(device, str):
-            device = find_device(device)
-        return cls(device, devices, devices_per_node).but(**others)
-
-    def but(self, **others: Any) -> Cluster:
-        """This cluster with other values: fields of `Cluster` or `Device`, such as ``devices=32, network=25e9``.
-
-        Raises:
-            ValueError: an unknown field, or a value out of range.
-        """
-        own = {field.name for field in fields(Cluster)}
-        parts = {field.name for field in fields(Device)}
-        if unknown := set(others) - own - parts:
-            raise ValueError(
-                f"{sorted(unknown)[0]!r} is not a field of a cluster; its fields are {', '.join(sorted(own | parts))}."
-            )
-        device = replace(others.pop("device", self.device), **{k: v for k, v in others.items() if k in parts})
-        return replace(self, device=device, **{k: v for k, v in others.items() if k in own})
-
-    @property
-    def row(self) -> int:
-        """The number of devices of a node."""
-        return self.devices if self.devices_per_node is None else self.devices_per_node
 
     @property
     def nodes(self) -> int:
         """The number of nodes."""
-        return self.devices // self.row
+        return self.devices // self.devices_per_node
 
-    @property
-    def factors(self) -> Floats:
-        """``[devices]`` how many times as long each takes."""
-        return np.broadcast_to(np.asarray(self.slowness, dtype=np.float64), (self.devices,))
+    def but(self, **others: float) -> Cluster:
+        """This cluster with other numbers of its devices: ``network=25e9``."""
+        return replace(self, device=replace(self.device, **others))

@@ -19,7 +19,6 @@ MOVED = {
     "communication": "idle#communication-modes",
     "ddp": "full-gain#plain-ddp-balanced",
     "host-memory": "robustness#running-out-of-host-memory",
-    "huggingface": "without-the-trainer#hugging-faces-trainer-and-trl",
     "idle-sources": "data/idle-sources",
     "lightning-parity": "compatibility#lightnings-own-tests",
     "limits-models": "models#limits-of-models",
@@ -58,6 +57,7 @@ MOVED = {
     "tested": "compatibility",
     "timelines": "idle#timelines-and-idle-time",
     "transports": "memory-and-traffic#transports",
+    "tutorials": "get-started#tutorials",
 }
 """The name of an old page, and where its text is: a page of the site, and mostly a section of it."""
 
@@ -96,6 +96,7 @@ def write(site: Path) -> None:
         up = "../" * (1 + old.count("/"))
         target = f"{up}{new}/" + (f"#{section}" if section else "")
         folder = site / old
-        folder.mkdir(parents=True)  # an error where a page still has this address
+        folder.mkdir(parents=True, exist_ok=True)
         text = _PAGE.format(old=html.escape(old), new=html.escape(new), target=html.escape(target))
-        (folder / "index.html").write_text(text)
+        with (folder / "index.html").open("x") as file:  # an error where a page still has this address
+            file.write(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from lightning_odc.bench.options import check_lengths
 from lightning_odc.console import OptionError
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.gain import glance
-from lightning_odc.data.lengths import LengthsUnknownError, measure
-from lightning_odc.data.loader import is_stream
+from lightning_odc.data.lengths import LengthsUnknownError
+from lightning_odc.data.model_cost import cost_of_model
+from lightning_odc.data.reader import is_stream
 from lightning_odc.data.rng import isolated_rng, with_own_rng
-from lightning_odc.strategy.model_facts import cost_of_model
 
 DEVICES_PER_NODE = 8
 """The devices of a node, where nothing says how many."""
@@ -70,7 +71,9 @@ class Place:
     @property
     def width(self) -> int:
         """Bytes of a parameter that computes: fp32 on processors, bf16 on GPUs."""
-        return 4 if self.is_cpu else 2
+        if self.is_cpu:
+            return 4
+        return 2
 
     @property
     def per_node(self) -> int:
@@ -94,12 +97,19 @@ class Inputs:
         """Samples of all devices in one optimizer step."""
         return self.minibatch_size * self.place.devices
 
+    @property
+    def batches_per_step(self) -> int:
+        """Batches of a device in one optimizer step."""
+        return math.ceil(self.minibatch_size / self.samples.together)
+
 
 def parse_inputs(options: AdviseOptions, trainer: Any = None, length_fn: Any = None) -> Inputs:
     """Put everything together that a user gave; see `lightning_odc.advise` for the arguments."""
     place = _place(options, trainer)
     if hasattr(options.lengths, "dataset"):
-        batches = 1 if trainer is None else trainer.accumulate_grad_batches
+        batches = 1
+        if trainer is not None:
+            batches = trainer.accumulate_grad_batches
         samples = inspect_loader(options.lengths, batches, length_fn)
     else:
         samples = read_lengths(options.lengths, options.max_length, options.seed)
@@ -116,42 +126,57 @@ def parse_inputs(options: AdviseOptions, trainer: Any = None, length_fn: Any = N
 
 def _place(options: AdviseOptions, trainer: Any) -> Place:
     """What the options say; where they say nothing, the trainer; and without a trainer, one node of 8 H100."""
-    nodes = options.nodes or (1 if trainer is None else trainer.num_nodes)
-    found = DEVICES_PER_NODE * nodes if trainer is None else trainer.num_devices * trainer.num_nodes
-    devices = options.devices or found
+    if trainer is None:
+        nodes = options.nodes or 1
+        devices = options.devices or DEVICES_PER_NODE * nodes
+        device = options.device or "H100"
+    else:
+        nodes = options.nodes or trainer.num_nodes
+        devices = options.devices or trainer.num_devices * trainer.num_nodes
+        device = options.device or "cpu"
     if devices % nodes:
         raise OptionError(
             f"--devices {devices} --nodes {nodes}: all nodes have equally many devices, so write a multiple of {nodes}"
         )
-    if options.device is None and trainer is not None and trainer.strategy.root_device.type == "cuda":
-        known = torch.cuda.get_device_properties(trainer.strategy.root_device)
-        return Place(known.name, devices, nodes, known.total_memory)
-    device = str(options.device or ("H100" if trainer is None else "cpu"))
-    if device.lower() == "cpu":
+    if options.device is None and trainer is not None:
+        found = trainer.strategy.root_device
+        if found.type == "cuda":
+            known = torch.cuda.get_device_properties(found)
+            return Place(known.name, devices, nodes, known.total_memory)
+    name = str(device)
+    gpu = name.upper()
+    if gpu == "CPU":
         return Place("cpu", devices, nodes, host_memory.available(devices // nodes))
-    if device.upper() not in GPU_MEMORY:
-        raise OptionError(f"--device {device!r} is unknown: choose from {', '.join((*GPU_MEMORY, 'cpu'))}")
-    return Place(device.upper(), devices, nodes, GPU_MEMORY[device.upper()])
+    if gpu not in GPU_MEMORY:
+        accepted = ", ".join((*GPU_MEMORY, "cpu"))
+        raise OptionError(f"--device {name!r} is unknown: choose from {accepted}")
+    return Place(gpu, devices, nodes, GPU_MEMORY[gpu])
 
 
 def find_model(given: Any, place: Place) -> Model:
     """Cost and size of a module as it is, or of what `config_of` accepts."""
     if isinstance(given, nn.Module):
-        counts = [(one.numel(), one.requires_grad) for one in given.parameters()]
-        known = cost_of_model(given, "cpu" if place.is_cpu else "cuda")
-        trained = sum(count for count, is_trained in counts if is_trained)
+        device_type = "cuda"
+        if place.is_cpu:
+            device_type = "cpu"
+        known = cost_of_model(given, device_type)
+        parameters = sum(one.numel() for one in given.parameters())
+        trained = sum(one.numel() for one in given.parameters() if one.requires_grad)
         name = f"{type(given).__name__}, {known.source}"
-        return Model(name, known.cost, sum(count for count, _ in counts), trained)
+        return Model(name, known.cost, parameters, trained)
     config, name = config_of(given)
     try:
-        shape, cost = shape_of(config), transformer(config, dense=place.is_cpu)
+        shape = shape_of(config)
+        cost = transformer(config, dense=place.is_cpu)
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise OptionError(
             f"--model {name}: no dense decoder-only transformer ({one_line(error)}). Write {ACCEPTED}"
         ) from error
-    embeddings = shape.head_weights * (1 if shape.tied else 2)
-    parameters = shape.layers * shape.layer_weights + embeddings
-    return Model(name, replace(cost, constant=MICROBATCH * cost.per_token), parameters, parameters)
+    parameters = shape.layers * shape.layer_weights + shape.head_weights
+    if not shape.tied:
+        parameters += shape.head_weights  # of the embeddings
+    cost = replace(cost, constant=MICROBATCH * cost.per_token)
+    return Model(name, cost, parameters, parameters)
 
 
 def read_lengths(given: Any, max_length: int | None = None, seed: int = 0) -> Samples:
@@ -175,10 +200,13 @@ def inspect_loader(dataloader: Any, batches: int, length_fn: Any = None) -> Samp
             "a stream and a batch sampler do not say how long samples are before they are read: pass lengths, "
             "advise([812, 4096, 77], model=...)"
         )
+    most = min(len(dataset), _MOST_SAMPLES)
     try:
-        values, indices = glance(dataloader, min(len(dataset), _MOST_SAMPLES), length_fn or measure)
+        values, indices = glance(dataloader, most, length_fn)
     except Exception as error:
-        known = error if isinstance(error, LengthsUnknownError) else LengthsUnknownError(str(error))
+        known = LengthsUnknownError(str(error))
+        if isinstance(error, LengthsUnknownError):
+            known = error
         said = " ".join(known.reason.split())
         raise OptionError(f"the loader: {said} Pass length_fn={known.length_fn}") from error
     if not len(values):
@@ -188,12 +216,11 @@ def inspect_loader(dataloader: Any, batches: int, length_fn: Any = None) -> Samp
     copied = with_own_rng(dataset)
     with isolated_rng():
         collation = find_collation(dataloader.collate_fn, lambda place: copied[indices[place]], values)
-    how = "could not be recognized, and its batches are taken for packed ones"
-    return Samples(
-        first_number(values),
-        f"{len(values):,} of the loader's {len(dataset):,} samples; the collate_fn "
-        f"{collation.describe() if collation else how}",
-        dataloader.batch_size,
-        dataloader.batch_size * batches,
-        collation or PACKED,
-    )
+    if collation is None:
+        collation = PACKED
+        how = "could not be recognized, and its batches are taken for packed ones"
+    else:
+        how = collation.describe()
+    source = f"{len(values):,} of the loader's {len(dataset):,} samples; the collate_fn {how}"
+    size = dataloader.batch_size
+    return Samples(first_number(values), source, size, size * batches, collation)

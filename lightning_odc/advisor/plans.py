@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -31,28 +30,35 @@ class Plans:
     @classmethod
     def of(cls, inputs: Inputs) -> Plans:
         """Plan some steps of randomly drawn samples, the same ones under both policies."""
-        samples, model, devices = inputs.samples, inputs.model, inputs.place.devices
-        steps = min(len(samples.lengths) // inputs.samples_per_step, _PLANNED_STEPS)
+        samples = inputs.samples
+        cost = inputs.model.cost
+        devices = inputs.place.devices
+        count = len(samples.lengths)
+        steps = min(count // inputs.samples_per_step, _PLANNED_STEPS)
         generator = np.random.default_rng(inputs.seed)
-        drawn = samples.lengths[
-            generator.choice(len(samples.lengths), steps * inputs.samples_per_step, replace=False)
-        ]
-        batches = -(-inputs.minibatch_size // samples.together)
-        gains: dict[str, Gain] = {}
+        chosen = generator.choice(count, steps * inputs.samples_per_step, replace=False)
+        drawn = samples.lengths[chosen]
+
+        gains = []
         for policy in ("lb_micro", "lb_mini"):
-            shape: Any = {"collation": samples.collation, "allow_empty": True}
-            planner = Planner(devices, inputs.max_tokens, policy, model.cost, **shape)
+            planner = Planner(
+                devices, inputs.max_tokens, policy, cost, collation=samples.collation, allow_empty=True
+            )
             capped = planner.capped_for(samples.lengths)
-            gains[policy] = planned_gain(drawn, samples.together, batches, capped)
-        needed, shared, long_steps = 0.0, 0.0, 0
+            gains.append(planned_gain(drawn, samples.together, inputs.batches_per_step, capped))
+        needed = 0.0
+        shared = 0.0
+        long_steps = 0
         for part in np.split(drawn, steps):
             alone = [[[index] for index in range(len(part))]]
-            (costs,) = microbatch_costs(alone, part, model.cost, collation=samples.collation)
-            share, longest = sum(costs) / devices, max(costs)
+            (costs,) = microbatch_costs(alone, part, cost, collation=samples.collation)
+            share = sum(costs) / devices
+            longest = max(costs)
             shared += share
             needed += max(share, longest)
             long_steps += longest > share
-        return cls(gains["lb_micro"], gains["lb_mini"], 1 - shared / needed, long_steps, steps)
+        collective, on_demand = gains
+        return cls(collective, on_demand, 1 - shared / needed, long_steps, steps)
 
     @property
     def over_collectives(self) -> float:
@@ -73,15 +79,12 @@ class Memory:
     @classmethod
     def of(cls, model: Model, place: Place) -> Memory:
         """By the formulas of ``docs/several-nodes.md``; published parameters have the dtype that computes."""
-        shard, trained = model.parameters / place.devices, model.trained / place.devices
-        window = (model.parameters * place.width + model.trained * _FP32) / place.per_node
-        return cls(
-            shard * _FP32,
-            trained * _FP32,
-            trained * _FP32 * _ADAM,
-            window if place.devices > 1 else 0.0,
-            place.memory,
-        )
+        parameters = model.parameters / place.devices * _FP32
+        gradients = model.trained / place.devices * _FP32
+        window = 0.0
+        if place.devices > 1:
+            window = (model.parameters * place.width + model.trained * _FP32) / place.per_node
+        return cls(parameters, gradients, gradients * _ADAM, window, place.memory)
 
     @property
     def states(self) -> float:
@@ -105,10 +108,12 @@ class Traffic:
     @classmethod
     def of(cls, inputs: Inputs) -> Traffic:
         """By the formulas of ``docs/several-nodes.md``."""
-        model, place = inputs.model, inputs.place
-        microbatches = -(-inputs.minibatch_size // inputs.samples.together)
+        model = inputs.model
+        place = inputs.place
+        microbatches = inputs.batches_per_step
         if place.nodes == 1:
             return cls(0.0, 0.0, microbatches)
         on_demand = (place.nodes - 1) / place.nodes * model.trained * (place.width + _FP32)
         gathered = (2 * model.parameters + model.trained) * place.width
-        return cls(on_demand, microbatches * gathered * (place.devices - 1) / place.devices, microbatches)
+        collective = microbatches * gathered * (place.devices - 1) / place.devices
+        return cls(on_demand, collective, microbatches)

@@ -20,6 +20,7 @@ WORTH = 1.03
 """A factor below this one is called none: what a plan leaves out is as large."""
 _GIGA = 1e9
 _LEAST_PART = 0.005
+_MOST_OF_A_DEVICE = 0.5  # for a model that is not sharded; the rest is for activations
 _LITTLE = 0.03
 _TITLE = 17
 
@@ -61,6 +62,15 @@ class Advice:
         return window_fits and self.plans.over_collectives >= WORTH
 
     @property
+    def fits_whole(self) -> bool:
+        """Whether a device can hold the whole model, its gradients and Adam, and has as much left for activations."""
+        return self._whole <= self.memory.limit * _MOST_OF_A_DEVICE
+
+    @property
+    def _whole(self) -> float:
+        return self.memory.states * self.inputs.place.devices
+
+    @property
     def balancing_helps(self) -> bool:
         """Whether balancing for collectives shortens the plan."""
         return self.plans.collective.factor >= WORTH
@@ -76,44 +86,70 @@ class Advice:
         place = self.inputs.place
         if place.devices == 1:
             strategy = '"auto"'
+        elif self._plans_ddp:
+            strategy = '"ddp"'
         elif self.helps:
             strategy = '"odc"'
         elif self.balancing_helps:
             strategy = 'lightning_odc.ODCStrategy(communication="collective", balance="lb_micro")'
+        elif place.is_cpu:
+            strategy = '"ddp"'  # Lightning's FSDP refuses processors
         else:
-            strategy = '"ddp"' if place.is_cpu else '"fsdp"'  # Lightning's FSDP refuses processors
-        nodes = f", num_nodes={place.nodes}" if place.nodes > 1 else ""
-        kind = 'accelerator="cpu"' if place.is_cpu else 'accelerator="gpu"'
-        precision = "" if place.is_cpu else ', precision="bf16-mixed"'
-        imported = "import lightning_odc\n" * ("odc" in strategy)
-        return f"{imported}Trainer({kind}, devices={place.per_node}{nodes}{precision}, strategy={strategy})"
+            strategy = '"fsdp"'
+        kind = "gpu"
+        if place.is_cpu:
+            kind = "cpu"
+        options = [f'accelerator="{kind}"', f"devices={place.per_node}"]
+        if place.nodes > 1:
+            options.append(f"num_nodes={place.nodes}")
+        if not place.is_cpu:
+            options.append('precision="bf16-mixed"')
+        options.append(f"strategy={strategy}")
+        line = f"Trainer({', '.join(options)})"
+        if "odc" in strategy:
+            line = f"import lightning_odc\n{line}"
+        return line
+
+    @property
+    def _plans_ddp(self) -> bool:
+        """Whether planned batches help, and the model needs no sharding."""
+        return self.balancing_helps and self.fits_whole and self.inputs.place.devices > 1
 
     def __str__(self) -> str:
-        verdict, memory = self._verdict(), self.memory
+        parts = [self._verdict(), indent(self.line, "    ")]
+        place = self.inputs.place
         if not self.fits:
+            memory = self.memory
             short = memory.states / max(memory.limit, 1.0)
-            enough = self.inputs.place.devices * 2 ** max(math.ceil(math.log2(short)), 0)
-            verdict = (
+            enough = place.devices * 2 ** max(math.ceil(math.log2(short)), 0)
+            parts[0] = (
                 f"This would not fit: parameters, gradients and Adam take {_gb(memory.states)} per rank, before "
-                f"activations, and a rank has {_gb(memory.limit)}. {enough} devices would hold them.\n{verdict}"
+                f"activations, and a rank has {_gb(memory.limit)}. {enough} devices would hold them.\n{parts[0]}"
             )
-        untried = ""
-        if "lightning_odc" in self.line and not self.inputs.place.is_cpu:
-            untried = "Lightning-ODC's code for GPUs has not run on a GPU yet."
-        rows = "\n".join(f"{title:<{_TITLE}}{text}" for title, text in self._rows())
-        steps = -(-len(self.inputs.samples.lengths) // self.inputs.samples_per_step)
-        limits = (
+        if self._plans_ddp:
+            parts.append(
+                f"The whole model fits on each device: {_gb(self._whole)} of {_gb(self.memory.limit)}, before "
+                'activations. So give DDP planned batches: four edits,\nunder "Plain DDP, balanced" in '
+                'docs/full-gain.md. With strategy="odc" instead, nothing else changes, and the model is sharded.'
+            )
+        if "lightning_odc" in self.line and not place.is_cpu:
+            parts.append("Lightning-ODC's code for GPUs has not run on a GPU yet.")
+        rows = [f"{title:<{_TITLE}}{text}" for title, text in self._rows()]
+        parts.append("\n".join(rows))
+        steps = math.ceil(len(self.inputs.samples.lengths) / self.inputs.samples_per_step)
+        parts.append(
             f"These are plans for {self.plans.steps} of the {steps:,} steps of an epoch. Their time is counted in "
             "FLOPs, without communication.\nTo measure time on this machine: lightning-odc bench train"
         )
-        return "\n\n".join(filter(None, [verdict, indent(self.line, "    "), untried, rows, limits]))
+        return "\n\n".join(parts)
 
     __repr__ = __str__
 
     def _verdict(self) -> str:
         """One or two sentences; that it would not help comes first."""
-        plans, memory = self.plans, self.memory
-        idle, demand = plans.collective.idle, plans.on_demand.balanced_idle
+        plans = self.plans
+        idle = plans.collective.idle
+        demand = plans.on_demand.balanced_idle
         planned = _times_as_fast(plans.on_demand)
         if self.inputs.place.devices == 1:
             return "This would not help: one device has no other to wait for."
@@ -123,7 +159,9 @@ class Advice:
                 f"{planned}, and {plans.over_collectives:.2f} times as fast as the best plan for collectives."
             )
         if plans.over_collectives >= WORTH:
-            states, limit = _gb(memory.states), _gb(memory.limit)
+            memory = self.memory
+            states = _gb(memory.states)
+            limit = _gb(memory.limit)
             why = f"it adds {_gb(memory.window)} per rank to the {states} of the model, too much for {limit}"
         elif self.balancing_helps:
             balanced = plans.collective.balanced_idle
@@ -140,16 +178,20 @@ class Advice:
             if idle < _LITTLE:
                 return f"This would not help: batches take equally long on all ranks, so they {wait}."
             return f"This would not help: ranks {wait}, and no plan leaves much less."
-        balancing = f" Balancing would. {_times_as_fast(plans.collective)}." * self.balancing_helps
-        return f"On-demand communication would not help: {why}.{balancing}"
+        verdict = f"On-demand communication would not help: {why}."
+        if self.balancing_helps:
+            verdict += f" Balancing would. {_times_as_fast(plans.collective)}."
+        return verdict
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         """Titles and lines; a line that goes on has no title."""
-        samples, model, place = self.inputs.samples, self.inputs.model, self.inputs.place
-        plans, memory, traffic = self.plans, self.memory, self.traffic
+        samples = self.inputs.samples
+        lengths = samples.lengths
+        place = self.inputs.place
+        plans = self.plans
         yield "lengths", samples.source
-        ratio = samples.lengths.max() / samples.lengths.mean()
-        yield "", f"{describe_tail(samples.lengths)} ({ratio:.1f} x the mean)"
+        ratio = lengths.max() / lengths.mean()
+        yield "", f"{describe_tail(lengths)} ({ratio:.1f} x the mean)"
         if place.devices > 1:
             yield "ranks wait", f"{plans.collective.idle:>4.0%} of the time as batches come"
             yield "", f"{plans.collective.balanced_idle:>4.0%} balanced for collectives (lb_micro)"
@@ -161,19 +203,25 @@ class Advice:
         if samples.collation.is_table:
             shares = f"{self.gain.padding:.0%} of the computed tokens as batches come"
             yield "padding", f"{shares}, {self.gain.balanced_padding:.0%} balanced"
+        model = self.inputs.model
         yield "model", f"{model.name}, {model.parameters / _GIGA:.3g} B parameters"
+        memory = self.memory
         parts = f"parameters {_gb(memory.parameters)}, gradients {_gb(memory.gradients)}, Adam {_gb(memory.optimizer)}"
         yield "memory per rank", f"{_gb(memory.states)} of {_gb(memory.limit)}, before activations: {parts}"
         if memory.window:
             yield "", f"on demand {_gb(memory.window)} more: published parameters and sums of gradients"
+        devices = f"{place.devices} x {place.device}"
         if place.nodes > 1:
+            traffic = self.traffic
             yield "between nodes", f"a node sends {_gb(traffic.on_demand)} per step on demand"
             repeated = f"({traffic.microbatches} microbatches per step)"
             yield "", f"and {_gb(traffic.collective)} by collectives {repeated}"
-        nodes = f" on {place.nodes} nodes" if place.nodes > 1 else ""
+            devices += f" on {place.nodes} nodes"
         size = self.inputs.minibatch_size
-        each = f"{size} sample{'s' * (size > 1)} per device and step"
-        yield "devices", f"{place.devices} x {place.device}{nodes}; {each}"
+        each = f"{size} samples"
+        if size == 1:
+            each = "1 sample"
+        yield "devices", f"{devices}; {each} per device and step"
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON. Memory and traffic are in bytes; waits are parts of all ranks' time."""
@@ -181,6 +229,7 @@ class Advice:
         return {
             "helps": self.helps,
             "fits": self.fits,
+            "fits_whole": self.fits_whole,
             "trainer": self.line,
             "plans": asdict(self.plans) | {"over_collectives": self.plans.over_collectives},
             "memory": asdict(self.memory),
@@ -242,19 +291,25 @@ def advise(
         )
         return Advice.on(parse_inputs(options, trainer, length_fn))
     except OptionError as error:  # it names options of the command line: "--max-length 0: use 1 or more"
-        said = re.sub(r"--([a-z-]+)( ?)", lambda at: at[1].replace("-", "_") + "=" * len(at[2]), str(error))
+        said = re.sub(r"--([a-z-]+) ", r"--\1=", str(error))
+        said = re.sub(r"--([a-z-]+)", lambda option: option[1].replace("-", "_"), said)
         raise OptionError(said) from error
 
 
 def _times_as_fast(gain: Gain) -> str:
     """The estimate and its baseline, and where padding is a part of it, its two factors."""
+    estimate = f"A planned step is {gain.factor:.2f} times as fast as with batches as they come"
+    if gain.padding == gain.balanced_padding:
+        return estimate
     waiting = (1 - gain.balanced_idle) / (1 - gain.idle)
-    parts = f" ({gain.factor / waiting:.2f} by less padding, times {waiting:.2f} by less waiting)"
-    split = parts * (gain.padding != gain.balanced_padding)
-    return f"A planned step is {gain.factor:.2f} times as fast as with batches as they come{split}"
+    padding = gain.factor / waiting
+    return f"{estimate} ({padding:.2f} by less padding, times {waiting:.2f} by less waiting)"
 
 
 def _gb(size: float) -> str:
     if size < _GIGA / 10:
         return f"{size / 1e6:.3g} MB"
-    return f"{size / _GIGA:,.0f} GB" if size >= 100 * _GIGA else f"{size / _GIGA:.3g} GB"
+    gigabytes = size / _GIGA
+    if gigabytes >= 100:
+        return f"{gigabytes:,.0f} GB"
+    return f"{gigabytes:.3g} GB"

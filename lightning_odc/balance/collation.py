@@ -14,16 +14,17 @@ In a row of numbers, only the first one is padded. The others add up unpadded, i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Ints, check_choice, check_count, first_number
+from lightning_odc.arguments import Count, checked
+from lightning_odc.balance.arrays import Ints, first_number
 
 CollationKind = Literal["packed", "apart", "padded", "stacked"]
-KINDS: tuple[str, ...] = get_args(CollationKind)
 
 
+@checked
 @dataclass(frozen=True)
 class Collation:
     """How samples become a microbatch; see Note [Padding].
@@ -48,14 +49,10 @@ class Collation:
     """
 
     kind: CollationKind = "packed"
-    multiple: int = 1
-    fixed: int | None = None
+    multiple: Count = 1
+    fixed: Count | None = None
 
     def __post_init__(self) -> None:
-        check_choice("kind", self.kind, KINDS)
-        check_count("multiple", self.multiple)
-        if self.fixed is not None:
-            check_count("fixed", self.fixed)
         if not self.is_table and (self.multiple > 1 or self.fixed is not None):
             raise ValueError(
                 f"{self} pads nothing: multiple and fixed are sizes of padded rows. Write "
@@ -74,7 +71,9 @@ class Collation:
             return np.column_stack([self.row_lengths(array[:, 0]), array[:, 1:]])
         if self.fixed is not None:
             return np.full_like(array, self.fixed)
-        return array if self.multiple == 1 else -(-array // self.multiple) * self.multiple
+        if self.multiple == 1:
+            return array
+        return -(-array // self.multiple) * self.multiple
 
     def rows(self, lengths: Any) -> list[Any]:
         """``[n]`` tokens of the rows, or segments of the one row, that samples together become; of rows, ``[n, d]``."""
@@ -96,11 +95,14 @@ class Collation:
             return "keeps samples apart"
         if self.kind == "stacked" and self.fixed is None and self.multiple == 1:
             return "stacks samples of equal length"
-        verb = "pads" if self.kind == "padded" else "stacks samples of equal length, padded"
+        verb = "pads"
+        if self.kind == "stacked":
+            verb = "stacks samples of equal length, padded"
         if self.fixed is not None:
             return f"{verb} to {self.fixed} tokens"
-        rounded = f", a multiple of {self.multiple}" if self.multiple > 1 else ""
-        return f"{verb} to the longest sample{rounded}"
+        if self.multiple == 1:
+            return f"{verb} to the longest sample"
+        return f"{verb} to the longest sample, a multiple of {self.multiple}"
 
 
 PACKED = Collation()

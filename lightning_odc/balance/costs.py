@@ -10,73 +10,96 @@ mask over the whole row, as everywhere on CPUs, and with SDPA on GPUs) attention
 the microbatch: ``(s + t)^2 = s^2 + t^2 + 2 s t``. A cost with ``dense=True`` (by name ``"quadratic_dense"``) contains
 this: every two tokens of different samples in one microbatch cost ``pair``, twice the quadratic term. Then packing is
 faster only if it saves more overhead.
+
+Note [The same plan everywhere]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every rank makes the plan for itself, so a plan may not depend on the processor that makes it. The last bit of a sum of
+floats does: vector units of different widths add in different orders. So the planner works with whole numbers: costs
+are multiplied by a power of two and rounded, such that every sum of them stays far below 2^63 and is exact. Besides
+them it uses only single float operations (which IEEE 754 fixes), stable sorts, first-minimum searches, and raw words of
+a bit generator (which numpy promises never to change).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import astuple, dataclass, replace
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from lightning_odc.arguments import Like, checked
 from lightning_odc.balance.arrays import Floats, Ints, first_and_rest
 from lightning_odc.balance.collation import PACKED, Collation
+
+_LARGEST_SUM_BITS = 48
 
 
 @dataclass(frozen=True, eq=False)
 class MinibatchCosts:
-    """All that a plan of one minibatch can cost."""
+    """All that a plan of one minibatch can cost. `whole` makes integers of the floats."""
 
-    samples: Floats  # [1, n] costs of samples if all ranks are alike in them, else [num_ranks, n]
-    overhead: Floats  # [num_ranks] of every microbatch
+    samples: Any  # [1, n] costs of samples if all ranks are alike in them, else [num_ranks, n]
+    overhead: Any  # [num_ranks] of every microbatch
     pair: Floats  # [num_ranks] of every two tokens of different samples in one microbatch
-    extra_cost: Floats  # the part of ``samples`` that padding does not raise, in the same shape
+    extra_cost: Any  # the part of ``samples`` that padding does not raise, in the same shape
+    scale: float = 1.0  # these numbers per unit of the caller's costs
 
     @classmethod
     def of(cls, cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = PACKED) -> MinibatchCosts:
         """The costs of samples of these lengths, each alone in its microbatch, checked."""
-        # In a row of numbers, padding raises the first one only. So where samples are padded, the cost has two parts.
-        # The cost that the sample would have if its other numbers were the smallest of all grows with padding. The rest
-        # does not.
         rows = collation.row_lengths(lengths)
         samples = _samples(cost, rows, num_ranks)
-        extra = _extra_cost(cost, rows, samples) if rows.ndim == 2 and collation.is_table else 0 * samples
-        pair = pair_of(cost) if collation.kind == "packed" else np.zeros(())
+        extra = 0 * samples
+        if rows.ndim == 2 and collation.is_table:
+            # Padding raises the first number only. So the cost that a sample would have if its other numbers were the
+            # smallest of all grows with padding. The rest, at least nothing and at most all, does not.
+            least = rows.astype(np.float64)
+            least[:, 1:] = least[:, 1:].min(0)
+            padded = np.asarray(cost.samples(least), dtype=np.float64).reshape(samples.shape)
+            extra = samples - np.fmax(0.0, np.fmin(padded, samples))
+        pair = np.zeros(())
+        if collation.kind == "packed":
+            pair = pair_of(cost)
         overhead = _per_rank("overhead", cost.overhead, num_ranks)
         return cls(samples, overhead, _per_rank("pair", pair, num_ranks), extra)
 
-    @property
-    def ranks_equal(self) -> bool:
-        """Whether a microbatch costs the same on every rank."""
-        per_rank = (self.overhead, self.pair)
-        return len(self.samples) == 1 and all(bool((cost == cost[0]).all()) for cost in per_rank)
-
     def average(self) -> MinibatchCosts:
         """The mean over ranks, as the costs of one rank."""
-        per_rank = (self.samples, self.overhead[:, None], self.pair[:, None], self.extra_cost)
-        samples, overhead, pair, extra = (cost.mean(0, keepdims=True) for cost in per_rank)
-        return MinibatchCosts(samples, overhead[0], pair[0], extra)
+        means = [values.mean(0, keepdims=True) for values in astuple(self)[:4]]
+        return MinibatchCosts(*means)
 
     def forbid_unfitting(self, rows: Ints, caps: Ints) -> MinibatchCosts:
-        """The costs on ranks with different caps: too much where a row, ``[n]`` or ``[n, d]``, does not fit."""
+        """The costs on ranks with different caps, ``[num_ranks, d]``: too much where a row ``[n, d]`` does not fit."""
         if (caps == caps[0]).all():
             return self
-        too_large = rows > caps[:, None]  # [num_ranks, n] or [num_ranks, n, d]
-        if rows.ndim == 2:
-            too_large = np.any(too_large, axis=2)
         # More than any plan in which all samples fit. A search for a small largest load that begins with longest first
         # never ends with a sample where it does not fit: a place where it fits always ends earlier.
-        price = 4.0 * len(rows) * float(self.samples.max() + self.overhead.max()) * too_large
+        largest = float(self.samples.max() + self.overhead.max())
+        price = 4.0 * len(rows) * largest * (rows > caps[:, None]).any(2)
         return replace(self, samples=self.samples + price, extra_cost=self.extra_cost + price)
 
+    def whole(self) -> MinibatchCosts:
+        """The costs times a power of two, rounded, in one row if ranks are equal: Note [The same plan everywhere]."""
+        _, count = self.samples.shape
+        of_ranks = np.array([self.overhead, self.pair])
+        kinds = len(self.overhead)
+        if len(self.samples) == 1 and (of_ranks == of_ranks[:, :1]).all():
+            kinds = 1
+        largest_sum = float(self.samples.max() + 2 * self.overhead.max()) * (count + 1)
+        scale = 2.0 ** (_LARGEST_SUM_BITS - math.frexp(largest_sum)[1])
 
-def _extra_cost(cost: Cost, rows: Ints, samples: Floats) -> Floats:
-    """What samples cost beyond the smallest numbers after the first; at least nothing, at most all."""
-    least = rows.astype(np.float64)
-    least[:, 1:] = least[:, 1:].min(0)
-    padded = np.asarray(cost.samples(least), dtype=np.float64).reshape(samples.shape)
-    return samples - np.fmax(0.0, np.fmin(padded, samples))
+        def rounded(values: Floats, *shape: int) -> Ints:
+            return np.broadcast_to(np.rint(values * scale).astype(np.int64), shape)
+
+        return MinibatchCosts(
+            samples=rounded(self.samples, kinds, count),
+            overhead=rounded(self.overhead[:kinds], kinds),
+            pair=self.pair[:kinds] * scale,  # of which a product with whole numbers is rounded
+            extra_cost=rounded(self.extra_cost, kinds, count),
+            scale=scale,
+        )
 
 
 def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
@@ -129,6 +152,9 @@ From the cost that the paper fitted to its 1.5B model, ``1.982122 x^2 + 2.611821
 *Revisiting Parameter Server in LLM Post-Training*, arXiv 2601.19362.
 """
 
+Term = Annotated[float, Like("0.0 (a finite number of at least 0)", lambda value: 0 <= value < math.inf)]
+Speed = Annotated[float, Like("1.0", lambda value: 0 < value < math.inf)]
+
 MICROBATCH = 64.0
 """What a microbatch costs besides its samples by default, in tokens of a short sample: below so many tokens, matrix
 products are no faster. `FittedCost` finds out.
@@ -156,6 +182,7 @@ class Cost(Protocol):
         """What a microbatch costs besides its samples: ``[]`` or ``[num_ranks]``; finite, not negative."""
 
 
+@checked
 @dataclass(frozen=True)
 class PolynomialCost:
     """``quadratic * s^2 + linear * s`` per sample of ``s`` tokens, ``constant`` per microbatch.
@@ -167,17 +194,15 @@ class PolynomialCost:
         dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
     """
 
-    quadratic: float = 0.0
-    linear: float = 1.0
-    constant: float = 0.0
+    quadratic: Term = 0.0
+    linear: Term = 1.0
+    constant: Term = 0.0
     dense: bool = False
 
     def __post_init__(self) -> None:
-        terms = (self.quadratic, self.linear, self.constant)
-        if not all(0 <= term < float("inf") for term in terms) or self.quadratic + self.linear <= 0:
+        if self.quadratic + self.linear <= 0:
             raise ValueError(
-                f"{self} is not a cost: the terms must be finite and not negative, and quadratic or linear positive: "
-                "PolynomialCost(quadratic=2e-5, linear=1.0)."
+                f"{self} is not a cost: quadratic or linear must be positive, as in PolynomialCost(quadratic=2e-5)."
             )
 
     def samples(self, lengths: Floats) -> Floats:
@@ -191,9 +216,12 @@ class PolynomialCost:
     @property
     def pair(self) -> Floats:
         """What every two tokens of different samples in one microbatch cost."""
-        return np.array(2 * self.quadratic if self.dense else 0.0)
+        if not self.dense:
+            return np.zeros(())
+        return np.array(2 * self.quadratic)
 
 
+@checked
 @dataclass(frozen=True)
 class FunctionCost:
     """Any function of the lengths.
@@ -205,7 +233,7 @@ class FunctionCost:
     """
 
     function: Callable[[Floats], Any]
-    constant: float = 0.0
+    constant: Term = 0.0
 
     def samples(self, lengths: Floats) -> Floats:
         costs = np.asarray(self.function(lengths), dtype=np.float64)
@@ -251,7 +279,14 @@ def tokens() -> PolynomialCost:
     return PolynomialCost()
 
 
-def quadratic(crossover: float = CROSSOVER, constant: float = 0.0, dense: bool = False) -> PolynomialCost:
+@checked
+def quadratic(
+    crossover: Annotated[
+        float, Like(f"{CROSSOVER} (a positive number)", lambda value: value > 0)
+    ] = CROSSOVER,
+    constant: Term = 0.0,
+    dense: bool = False,
+) -> PolynomialCost:
     """A sample of ``s`` tokens costs ``s + s^2 / crossover``, in tokens of a short sample.
 
     Args:
@@ -262,23 +297,20 @@ def quadratic(crossover: float = CROSSOVER, constant: float = 0.0, dense: bool =
     Raises:
         ValueError: ``crossover`` is not positive.
     """
-    if not crossover > 0:
-        raise ValueError(f"crossover must be positive, got {crossover}: quadratic(crossover={CROSSOVER}).")
     return PolynomialCost(quadratic=1 / crossover, linear=1.0, constant=constant, dense=dense)
 
 
-def with_speeds(cost: Any, speeds: Sequence[float]) -> SpeedCost:
+@checked
+def with_speeds(
+    cost: Any,
+    speeds: Annotated[Sequence[Speed], Like("[1.0, 0.67] (one per rank)", lambda speeds: len(speeds) > 0)],
+) -> SpeedCost:
     """``cost`` on ranks of these relative speeds: ``with_speeds("quadratic", [1, 1, 1, 0.67])``.
 
     Raises:
         ValueError: a speed is not positive and finite, or ``cost`` is unknown.
     """
-    values = tuple(float(speed) for speed in speeds)
-    if not values or not all(0 < speed < float("inf") for speed in values):
-        raise ValueError(
-            f"speeds must be positive and finite, one per rank, got {list(speeds)}: [1.0, 1.0, 0.67]."
-        )
-    return SpeedCost(resolve_cost(cost), values)
+    return SpeedCost(resolve_cost(cost), tuple(map(float, speeds)))
 
 
 def resolve_cost(cost: Any) -> Cost:

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Caps, Ints, Plan, as_caps, as_lengths, check_caps, first_number
+from lightning_odc.balance.arrays import Caps, Ints, Plan, as_lengths, check_caps, first_number
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens, resolve_cost
-from lightning_odc.balance.packed import Packed
-from lightning_odc.balance.tables import Tables
+from lightning_odc.balance.planner import microbatches_of
 
 
 def microbatch_costs(
@@ -28,10 +27,10 @@ def microbatch_costs(
     """
     array = as_lengths(lengths)
     costs = MinibatchCosts.of(resolve_cost(cost), array, len(plan), collation)
-    return [
-        [_together(costs, rank, microbatch, array[microbatch], collation) for microbatch in microbatches]
-        for rank, microbatches in enumerate(plan)
-    ]
+    found = []
+    for rank, own in enumerate(plan):
+        found.append([_together(costs, rank, members, array[members], collation) for members in own])
+    return found
 
 
 def average_costs(
@@ -47,24 +46,32 @@ def average_costs(
     """
     lengths = np.concatenate(list(microbatches))
     costs = MinibatchCosts.of(resolve_cost(cost), lengths, num_ranks, collation).average()
-    ends = np.cumsum([len(sizes) for sizes in microbatches]).tolist()
-    return [
-        _together(costs, 0, range(end - len(sizes), end), sizes, collation)
-        for end, sizes in zip(ends, microbatches, strict=True)
-    ]
+    found = []
+    begin = 0
+    for sizes in microbatches:
+        end = begin + len(sizes)
+        found.append(_together(costs, 0, range(begin, end), sizes, collation))
+        begin = end
+    return found
 
 
 def _together(
     costs: MinibatchCosts, rank: int, members: Sequence[int], lengths: Ints, collation: Collation
 ) -> float:
     """Cost of one microbatch on a rank, from the costs that its members have alone, and their lengths."""
-    row, overhead, pair = rank % len(costs.samples), float(costs.overhead[rank]), float(costs.pair[rank])
-    alone, extra = costs.samples[row].take(members), costs.extra_cost[row].take(members)
+    row = rank % len(costs.samples)
+    alone = costs.samples[row].take(members)
+    overhead = float(costs.overhead[rank])
     if collation.is_table and len(members):
+        extra = costs.extra_cost[row].take(members)
         longest = int(first_number(collation.row_lengths(lengths)).argmax())
-        return len(members) * float(alone[longest] - extra[longest]) + float(extra.sum()) + overhead
-    across = pairs_of_tokens(first_number(lengths).tolist()) if pair else 0
-    return math.fsum(alone.tolist()) + overhead + pair * across
+        of_rows = len(members) * float(alone[longest] - extra[longest])
+        return of_rows + float(extra.sum()) + overhead
+    found = math.fsum(alone.tolist()) + overhead
+    pair = float(costs.pair[rank])
+    if pair:
+        found += pair * pairs_of_tokens(first_number(lengths).tolist())
+    return found
 
 
 def on_demand_cost(
@@ -83,10 +90,10 @@ def collective_cost(
         ValueError: ranks have different numbers of microbatches, and collectives would hang.
     """
     costs = microbatch_costs(plan, lengths, cost, collation=collation)
-    if len({len(row) for row in costs}) > 1:
+    counts = [len(row) for row in costs]
+    if len(set(counts)) > 1:
         raise ValueError(
-            f"ranks have {[len(row) for row in costs]} microbatches, and collectives need equally many: "
-            'policy="lb_micro".'
+            f'ranks have {counts} microbatches, and collectives need equally many: policy="lb_micro".'
         )
     return sum(max(column) for column in zip(*costs, strict=True))
 
@@ -110,9 +117,7 @@ def least_cost(
     """
     array = as_lengths(lengths)
     rows = collation.row_lengths(array)
-    caps = check_caps(array, rows, as_caps(max_tokens, num_ranks), num_ranks)
+    caps = check_caps(array, rows, max_tokens, num_ranks)
     costs = MinibatchCosts.of(resolve_cost(cost), array, num_ranks, collation)
-    costs = costs.forbid_unfitting(rows, caps)
-    is_table = collation.is_table
-    work = Tables(rows, caps, costs, collation, below=True) if is_table else Packed(rows, caps, costs)
+    work = microbatches_of(rows, caps, costs, collation)
     return work.bound() / work.scale

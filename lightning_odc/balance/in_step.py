@@ -1,154 +1,162 @@
 """Equally many microbatches for every rank, as collectives need them.
 
 Collectives wait for the largest ``m``-th microbatch of all ranks. So ranks get equally many samples, and their
-microbatches line up. The samples are shared out in two ways: *dealt*, neighbours by size to different ranks, so that
-all ranks have alike samples; and *levelled*, so that the ranks' totals are equal. Ranks of equal total can still wait
-for each other in every microbatch: one holds a sample that fills a microbatch alone, another has spread the same cost
-evenly. So ranks line up one after another, those with the costliest samples first, each along the *profile* of the
-ranks before it: the largest load so far of each ``m``. Below the profile, load costs nothing. Small minibatches
-are also cut evenly, and into single samples.
+microbatches line up. The samples are shared out in two ways: *levelled*, so that the ranks' totals are equal; and
+*dealt*, neighbours by cost to different ranks, so that all ranks have alike samples. Ranks of equal total can still
+wait for each other in every microbatch: one holds a sample that fills a microbatch alone, another has spread the same
+cost evenly. So ranks line up one after another, those with the costliest samples first, each along the *profile* of
+the ranks before it: the largest load so far of each ``m``. Below the profile, load costs nothing.
 
+Note [A sample more]
+~~~~~~~~~~~~~~~~~~~~
 If the number of ranks does not divide the number of samples, ``n = q * num_ranks + r``, then ``r`` ranks get one more
-than the others. The shortest samples are cut into runs, of which the first ``r`` have one sample more, and the rest is
-shared out as before. Ranks with ``q + 1`` samples put two together. If that does not fit, every sample runs alone, and
-the other ranks end with an empty microbatch.
+than the others, and must put two together. So the shortest samples are cut into runs, of which the first ``r`` have one
+sample more, and the rest is shared out as before. Example: 7 samples on 3 ranks, numbered by rising size; with runs of
+one, ranks begin with ``[0, 1]``, ``[2]`` and ``[3]``, and each gets one of the samples 4, 5 and 6. If two do not fit
+together, every sample runs alone, and the other ranks end with an empty microbatch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from operator import itemgetter
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats, Ints, Plan
-from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, as_rows, lower_bound
-from lightning_odc.balance.search import Search
+from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, Samples, lower_bound
+from lightning_odc.balance.search import Load, additive, improve, longest_first
 
-_TURNS, _TOLERANCE = 12, 5e-3
-_FEW, _MOST_ROWS = 64, 4
-_MANY = 256  # samples above which ranks are lined up only
-
-
-def in_step(work: Microbatches, lined_up: bool) -> Plan:
-    """The microbatches of every rank, equally many; some are empty if they must be. All caps are equal."""
-    ranks, (whole, spare) = work.num_ranks, divmod(len(work), work.num_ranks)
-    options: list[tuple[float, list[Bins]]] = []
-    tried = min(whole + 1, _MOST_ROWS if spare and len(work) <= _FEW else 1)
-    for rows in range(tried if whole else 0):
-        first = np.arange(ranks).repeat(rows + (np.arange(ranks) < spare) if spare else 0)
-        options += _options(work, np.append(first, np.full(len(work) - len(first), ranks)), lined_up)
-    if not options:
-        alone, samples = _deal(work, work.costs.sum(0), np.full(len(work), ranks)), np.arange(len(work))
-        return [own + [[]] * (whole + 1 - len(own)) for own in work.in_order(alone, samples, samples)]
-    _, bins = min(options, key=itemgetter(0))
-    flat = [
-        (rank, place, sample)
-        for rank, own in enumerate(bins)
-        for place, bin_ in enumerate(own)
-        for sample in bin_
-    ]
-    return work.in_order(*np.array(flat).T)
+_ATTEMPTS = 64
+_TOLERANCE = 5e-3
+_FEW = 64  # samples up to which more is tried
+_MANY = 256  # samples above which less is tried
+_LONGEST_RUN = 3
 
 
-def _options(work: Microbatches, first: Ints, lined_up: bool) -> Iterator[tuple[float, list[Bins]]]:
-    """What collectives take for some microbatches of all ranks, and those; the ranks in ``first`` stay."""
-    dealt = _deal(work, np.arange(len(work)), first)
-    lined_up = lined_up and len(work) <= work.most_lined_up
-    groupings = [(dealt, work.counts(as_rows(dealt[None], work.num_ranks)))]
-    if len(work) <= work.most_lined_up:
-        level = _level(work, first, dealt, max(groupings[0][1]))
-        others = groupings if lined_up else []
-        groupings = [(level, work.counts(as_rows(level[None], work.num_ranks))), *others]
-    if lined_up and len(work) <= _MANY and (first == work.num_ranks).all():
-        # Each alone, neighbours by cost: where other numbers cost, not those by size.
-        alone = _groups(work, _deal(work, work.costs.sum(0), first))
-        bins_of_ranks = [[[sample] for sample in group] for group in alone]
-        yield _profile(work, bins_of_ranks), bins_of_ranks
-    best = math.inf
-    for owners, likely in groupings:
-        groups = _groups(work, owners)
-        counts = [count for count in likely if count <= min(map(len, groups))]
-        found = [_line_up(work, groups, count, best) for count in counts] if lined_up else []
-        options = list(filter(None, found))
-        if (not options and best == math.inf) or len(counts) > 1 or len(work) <= _MANY:
-            options += work.in_step(groups, counts)
-        for bins in options:
-            total = _profile(work, bins)
-            best = min(best, total)
-            yield total, bins
+def in_step(work: Microbatches, lined_up: bool) -> list[Bins]:
+    """The microbatches of every rank; equally many, or each sample alone where that cannot be. All caps are equal."""
+    best: list[Bins] = []
+    least = math.inf
+    aligns = lined_up and (len(work) <= work.most_lined_up or len(work) % work.num_ranks > 0)
+    for groups in _groupings(work, lined_up):
+        fewest = min(map(len, groups))
+        for count in [count for count in work.counts(groups) if count <= fewest]:
+            options: list[list[Bins]] = []
+            if aligns:
+                options.append(_line_up(work, groups, count, least))
+            if not aligns or len(work) <= _MANY:
+                options.append(work.evenly(groups, count))
+            for bins in options:
+                total = _total(work, bins)
+                if total < least:
+                    best = bins
+                    least = total
+            if best and len(work) > _MANY:
+                break
+    if best:
+        return best
+    most = -(-len(work) // work.num_ranks)
+    nothing: Groups = [[] for _ in range(work.num_ranks)]
+    dealt = _dealt(work, nothing, [most] * work.num_ranks, [0] * work.num_ranks)
+    return [[[sample] for sample in group] for group in dealt]
 
 
-def _groups(work: Microbatches, owners: Ints) -> Groups:
-    """The samples of each rank, rising."""
-    rows, nothing = as_rows(owners[None], work.num_ranks).tolist(), len(work)
-    return [[sample for sample in row if sample < nothing] for row in rows]
+def _total(work: Microbatches, bins: list[Bins]) -> float:
+    """The sum of the largest ``m``-th microbatches of all ranks, if each runs them by cost."""
+    if not bins or not all(bins):
+        return math.inf
+    costs = [sorted([work.cost_of(rank, samples) for samples in own]) for rank, own in enumerate(bins)]
+    return sum(map(max, zip(*costs, strict=True)))
 
 
-def _level(work: Microbatches, first: Ints, dealt: Ints, count: int) -> Ints:
-    """Exchange samples until the ranks' totals are equal, if each has so many microbatches."""
-    base = _loads(work, first) + work.overhead * count
-    moving = np.where(first == work.num_ranks, dealt, work.num_ranks)
-    search = Search(work.costs, [moving], work.num_ranks, base=base, equal_counts=True)
-    search.run((lower_bound(work.costs, work.num_ranks) + float(base.min())) * (1 + _TOLERANCE), _TURNS)
-    return np.minimum(first, search.best()[1])
+def _groupings(work: Microbatches, lined_up: bool) -> Iterator[Groups]:
+    """Ways to share the samples out: levelled, dealt, and dealt, then levelled."""
+    whole, spare = divmod(len(work), work.num_ranks)
+    if not whole:
+        return
+    limits = [whole + (rank < spare) for rank in range(work.num_ranks)]
+    load = additive(work.costs, work.num_ranks)
+    is_few = len(work) <= _FEW
+    for short in _short_runs(work, is_few):
+        loads = [load(rank, run) for rank, run in enumerate(short)]
+        dealt = _dealt(work, short, limits, loads)
+        if len(work) <= work.most_lined_up:
+            level = [list(run) for run in short]
+            rest = range(sum(map(len, short)), len(work))
+            longest_first(work.costs, rest, level, loads, limits)
+            yield _levelled(work, short, level, load)
+            if is_few:
+                yield _levelled(work, short, dealt, load)
+        if lined_up or len(work) > work.most_lined_up:
+            yield [sorted(group) for group in dealt]
 
 
-def _loads(work: Microbatches, owners: Ints) -> Floats:
-    """The costs of the samples of each rank."""
-    rows = work.rows(np.minimum(owners, work.num_ranks - 1))
-    costs = work.costs[rows, np.arange(len(work))]
-    return np.bincount(owners, costs, work.num_ranks + 1)[: work.num_ranks].astype(np.float64)
+def _short_runs(work: Microbatches, is_few: bool) -> Iterator[Groups]:
+    """Runs of the shortest samples that ranks begin with, empty if counts are equal; see Note [A sample more]."""
+    whole, spare = divmod(len(work), work.num_ranks)
+    if not spare:
+        yield [[] for _ in range(work.num_ranks)]
+        return
+    lengths: Iterable[int] = (1,)
+    if is_few:
+        lengths = range(min(whole, _LONGEST_RUN) + 1)
+    for length in lengths:
+        sizes = [length + (rank < spare) for rank in range(work.num_ranks)]
+        ends = accumulate(sizes)
+        yield [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _deal(work: Microbatches, sizes: Ints | Floats, owners: Ints) -> Ints:
-    """One of each ``num_ranks`` neighbours by size for every rank: the costliest for the fastest, least loaded one."""
-    ranks, owners = work.num_ranks, owners.copy()
-    rows, means = work.rows(np.arange(ranks)), work.costs.sum(0)
-    slowness, loads = work.costs.sum(1)[rows], _loads(work, owners)
-    falling = np.flatnonzero(owners == ranks)
-    falling = falling[np.argsort(-sizes[falling], kind="stable")]
-    for begin in range(0, len(falling), ranks):
-        samples = falling[begin : begin + ranks]
-        samples = samples[np.argsort(-means[samples], kind="stable")]
-        receivers = np.lexsort((loads, slowness))[: len(samples)]
-        loads[receivers] += work.costs[rows[receivers], samples]
-        owners[samples] = receivers
-    return owners
+def _dealt(work: Microbatches, short: Groups, limits: list[int], loads: list[int]) -> Groups:
+    """One of each ``num_ranks`` neighbours by cost for every rank: the costliest for the fastest, least loaded one."""
+    groups = [list(run) for run in short]
+    loads = [*loads]
+    slowness = work.by_rank(work.costs.sum(1))
+    sums = work.costs.sum(0).tolist()
+    rest = sorted(range(sum(map(len, short)), len(work)), key=work.bulk.__getitem__)
+    while rest:
+        receivers = [rank for rank in range(work.num_ranks) if len(groups[rank]) < limits[rank]]
+        receivers.sort(key=lambda rank: (slowness[rank], loads[rank]))
+        neighbours = sorted(rest[-len(receivers) :], key=sums.__getitem__, reverse=True)
+        del rest[-len(receivers) :]
+        for rank, sample in zip(receivers, neighbours, strict=False):
+            groups[rank].append(sample)
+            loads[rank] += work.costs_of[rank][sample]
+    return groups
 
 
-def _line_up(work: Microbatches, groups: Groups, count: int, limit: float) -> list[Bins] | None:
-    """So many microbatches of every rank; None if its samples do not fit into them, or if the limit is reached."""
+def _levelled(work: Microbatches, short: Groups, groups: Groups, load: Load) -> Groups:
+    """Groups after exchanges of equally many samples that make the ranks' totals equal; the short runs stay."""
+    moving = [group[len(run) :] for run, group in zip(short, groups, strict=True)]
+    enough = lower_bound(work.costs, work.num_ranks) * (1 + _TOLERANCE)
+
+    def load_with(rank: int, samples: Samples) -> int:
+        return load(rank, short[rank] + samples)
+
+    improve(moving, work.costs, load_with, enough, _ATTEMPTS, equal_counts=True)
+    return [sorted(run + group) for run, group in zip(short, moving, strict=True)]
+
+
+def _line_up(work: Microbatches, groups: Groups, count: int, limit: float) -> list[Bins]:
+    """So many microbatches of every rank; none if its samples do not fit into them, or if the limit is reached."""
     lined: list[Bins] = [[] for _ in groups]
-    loads = np.zeros((len(groups), count))
-    profile = [0.0] * count
-    rows, costs = work.rows(np.arange(len(groups))).tolist(), work.costs.tolist()
-    largest = [max([costs[row][sample] for sample in group]) for row, group in zip(rows, groups, strict=True)]
-    for rank in sorted(range(len(groups)), key=largest.__getitem__, reverse=True):
-        found = work.along(rank, groups[rank], profile)
-        if found is None:
-            return None
-        lined[rank], loads[rank] = found
-        profile = list(map(max, profile, found[1]))
-        if sum(profile) > limit:
-            return None
-    largest_of = loads.argmax(0).tolist()
-    for rank in range(len(groups)):  # once more, now that all others are known
-        if rank not in largest_of:  # others are as large everywhere
-            continue
-        others = np.delete(loads, rank, axis=0).max(0, initial=0.0)
+    loads = np.zeros((len(groups), count), dtype=np.int64)
+    costliest = [max([work.costs_of[rank][sample] for sample in group]) for rank, group in enumerate(groups)]
+    order = sorted(range(len(groups)), key=costliest.__getitem__, reverse=True)
+    for rank in order:
+        found = work.along(rank, groups[rank], loads.max(0).tolist())
+        if not found:
+            return []
+        lined[rank] = work.costliest_first(rank, found)
+        loads[rank] = [work.cost_of(rank, samples) for samples in lined[rank]]
+        if loads.max(0).sum() > limit:
+            return []
+    for rank in sorted(set(loads.argmax(0).tolist())):  # once more, now that all others are known
+        others = np.delete(loads, rank, axis=0).max(0, initial=0)
         found = work.along(rank, groups[rank], others.tolist())
-        if found and np.maximum(others, found[1]).sum() < np.maximum(others, loads[rank]).sum():
-            lined[rank], loads[rank] = found
-            largest_of = loads.argmax(0).tolist()
+        again = work.costliest_first(rank, found or lined[rank])
+        costs = [work.cost_of(rank, samples) for samples in again]
+        if np.maximum(others, costs).sum() < loads.max(0).sum():
+            lined[rank] = again
+            loads[rank] = costs
     return lined
-
-
-def _profile(work: Microbatches, bins: list[Bins]) -> float:
-    """The sum of the largest ``m``-th microbatches of all ranks, if each runs the costliest first."""
-    count = len(bins[0])
-    samples = np.array([sample for own in bins for bin_ in own for sample in sorted(bin_)])
-    begins = np.cumsum([0, *(len(bin_) for own in bins for bin_ in own)])[:-1]
-    loads = work.costs_of(np.arange(len(bins)).repeat(count), samples, begins).reshape(-1, count)
-    return float(np.sort(loads, axis=1).max(0).sum())

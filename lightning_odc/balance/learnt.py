@@ -35,11 +35,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Floats, Ints, as_lengths, check_count, first_number
+from lightning_odc.arguments import Count, Like, checked
+from lightning_odc.balance.arrays import Floats, Ints, as_lengths, first_number
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, quadratic
 from lightning_odc.balance.evaluate import microbatch_costs
@@ -114,7 +115,7 @@ class LearntCost:
 
 def _check_width(known: int, lengths: Ints | Floats, is_fitted: bool) -> None:
     """Refuse samples of another number of numbers than a cost has learnt from."""
-    found = 1 if lengths.ndim == 1 else lengths.shape[1]
+    found = len(np.atleast_2d(lengths.T))
     if known != found and is_fitted:
         raise ValueError(
             f"this cost has learnt from samples of {known} numbers each, and these have {found}: begin with a new one, "
@@ -122,6 +123,7 @@ def _check_width(known: int, lengths: Ints | Floats, is_fitted: bool) -> None:
         )
 
 
+@checked
 class FittedCost:
     """Seconds of a microbatch, fitted online for each rank; a `Cost` for the planner.
 
@@ -144,20 +146,21 @@ class FittedCost:
 
     def __init__(
         self,
-        num_ranks: int,
+        num_ranks: Count,
         prior: PolynomialCost | None = None,
-        forgetting: float = 0.98,
+        forgetting: Annotated[
+            float, Like("0.98 (above 0 and at most 1)", lambda value: 0 < value <= 1)
+        ] = 0.98,
         dense: bool | None = None,
     ) -> None:
-        if not 0 < forgetting <= 1:
-            raise ValueError(
-                f"forgetting must be above 0 and at most 1, got {forgetting}: FittedCost(8, forgetting=0.98)."
-            )
-        prior = quadratic(constant=MICROBATCH) if prior is None else prior
+        if prior is None:
+            prior = quadratic(constant=MICROBATCH)
         shape = np.array([prior.quadratic * _UNIT * _UNIT, prior.linear * _UNIT, prior.constant])
-        self.num_ranks = check_count("num_ranks", num_ranks)
+        self.num_ranks = num_ranks
         self.forgetting = forgetting
-        kinds = (True, False) if dense is None else (dense,)
+        kinds = [True, False]
+        if dense is not None:
+            kinds = [dense]
         self._fits = [_Fit(kind, np.tile(shape, (self.num_ranks, 1))) for kind in kinds]
         self._used = 0
 
@@ -264,7 +267,9 @@ class FittedCost:
                 f"the saved FittedCost has {ranks} ranks, this one {self.num_ranks}; the speeds of other ranks say "
                 f"nothing: write FittedCost({self.num_ranks})."
             )
-        self.forgetting, self._used, self._fits = state["forgetting"], state["used"], fits
+        self.forgetting = state["forgetting"]
+        self._used = state["used"]
+        self._fits = fits
 
 
 # -- least squares ----------------------------------------------------------------------------------------
@@ -278,16 +283,18 @@ def _units(count: int) -> Floats:
 def features(lengths: Ints, dense: bool) -> Floats:
     """What coefficients are multiplied with: squared tokens, the sum of each number, and 1, in `_units`."""
     sizes = first_number(lengths).astype(np.float64)
-    squares = sizes.sum() ** 2 if dense else (sizes * sizes).sum()
+    squares = (sizes * sizes).sum()
+    if dense:
+        squares = sizes.sum() ** 2
     terms = np.array([squares, *np.atleast_2d(lengths.T).sum(1), 1.0])
     return terms / _units(len(terms))
 
 
 def _widened(ranks: Floats, count: int) -> Floats:
     """Fits ``[num_ranks, count]`` of more numbers: further ones count like the first one, without the square."""
-    square, linear, constant = ranks[:, :1], ranks[:, 1:-1], ranks[:, -1:]
-    further = [linear[:, :1]] * (count - ranks.shape[1])
-    return np.concatenate([square, linear, *further, constant], 1)
+    linear = ranks[:, 1:2]
+    further = [linear] * (count - ranks.shape[1])
+    return np.concatenate([ranks[:, :-1], *further, ranks[:, -1:]], 1)
 
 
 class _Fit:
@@ -307,7 +314,8 @@ class _Fit:
 
     def _begin(self, ranks: Floats) -> None:
         """Start from these coefficients, in `_units`, without measurements."""
-        self.ranks, self.prior = ranks, ranks[0]
+        self.ranks = ranks
+        self.prior = ranks[0]
         self.sums = np.zeros((len(ranks), ranks.shape[1] + 1, ranks.shape[1] + 1))
 
     def observe(self, measured: Sequence[tuple[int, Ints, float]], forgetting: float) -> None:
@@ -321,7 +329,9 @@ class _Fit:
                 self.mispredicted = _PACKED_ERROR_MEMORY * self.mispredicted + min(abs(error), 1.0)
                 self.predicted = _PACKED_ERROR_MEMORY * self.predicted + 1
             self.sums[rank] *= forgetting
-            weight = self._weight(rank, error) if self.is_fitted else 1.0
+            weight = 1.0
+            if self.is_fitted:
+                weight = self._weight(rank, error)
             self.sums[rank] += weight * np.outer([*row, 1.0], [*row, 1.0])
         heard = {rank for rank, _, _ in measured}
         self.sums[[rank for rank in range(len(self.ranks)) if rank not in heard]] *= _SILENT_FADE
@@ -336,8 +346,10 @@ class _Fit:
         if abs(error) <= kept:
             self.strikes[rank] = 0
             return 1.0
-        side = 1 if error > 0 else -1
-        self.strikes[rank] = self.strikes[rank] + side if self.strikes[rank] * side > 0 else side
+        side = int(np.sign(error))
+        if self.strikes[rank] * side < 0:  # the ones before were on the other side
+            self.strikes[rank] = 0
+        self.strikes[rank] += side
         if abs(self.strikes[rank]) < _STRIKES:
             return (kept / error) ** 2
         self.sums[rank] *= _KEPT_AFTER_CHANGE
@@ -346,8 +358,10 @@ class _Fit:
 
     def _solve(self) -> None:
         """All ranks together near the prior, then each near that fit times its own slowness."""
-        products, targets = self.sums[:, :-1, :-1], self.sums[:, :-1, -1]
-        shape, slowness = self.prior, np.ones(len(self.ranks))
+        products = self.sums[:, :-1, :-1]
+        targets = self.sums[:, :-1, -1]
+        shape = self.prior
+        slowness = np.ones(len(self.ranks))
         for _ in range(2):
             # Rows of a slow rank, times its slowness, are those of a rank of usual speed.
             together = np.einsum("r,rij->ij", slowness**2, products)
@@ -359,7 +373,8 @@ class _Fit:
             slowness = (targets @ shape + _OTHERS_WORTH) / (energy + _OTHERS_WORTH)
         self.ranks = np.empty_like(self.ranks)  # the prior is a view of the first ones
         for rank, factor in enumerate(slowness):
-            near, pulls = factor * shape, _OTHERS_WORTH * typical / factor**2
+            near = factor * shape
+            pulls = _OTHERS_WORTH * typical / factor**2
             self.ranks[rank] = fit_near(products[rank], targets[rank], pulls, near)
         self.is_fitted = True
 
@@ -370,13 +385,16 @@ class _Fit:
     def of_state(cls, state: dict[str, Any]) -> _Fit:
         fit = cls(state["dense"], np.array(state["ranks"]))
         for name, value in state.items():
-            setattr(fit, name, np.array(value) if isinstance(value, list) else value)
+            if isinstance(value, list):
+                value = np.array(value)
+            setattr(fit, name, value)
         return fit
 
 
 def fit_near(products: Floats, targets: Floats, pulls: Floats, near: Floats) -> Floats:
     """Coefficients above 0, ``[k]``, with the least squared error, each drawn to ``near`` by its pull."""
-    matrix, vector = products + np.diag(pulls), targets + pulls * near
+    matrix = products + np.diag(pulls)
+    vector = targets + pulls * near
     free = list(range(len(near)))
     while True:
         found = np.zeros(len(near))
@@ -393,24 +411,25 @@ class AutoCost:
     """A cost that stays as it is until measurements refute it; see Note [When times overrule the model]."""
 
     def __init__(self, num_ranks: int, prior: Cost, dense: bool | None = None) -> None:
-        polynomial = prior.polynomial if isinstance(prior, TransformerCost) else prior
-        self._shape = polynomial if isinstance(polynomial, PolynomialCost) else None
+        self._shape: PolynomialCost | None = None
+        if isinstance(prior, TransformerCost):
+            self._shape = prior.polynomial
+        elif isinstance(prior, PolynomialCost):
+            self._shape = prior
         self.prior = prior
         self.is_refuted = False
         # Rank, lengths and seconds of the latest microbatches, and these seconds over what the prior says.
         self._latest: list[tuple[int, Sequence[Any], float, float]] = []
-        self._begin(num_ranks, dense)
-
-    def _begin(self, num_ranks: int, dense: bool | None) -> None:
         self.fitted = FittedCost(num_ranks, self._shape, dense=dense)
-        self._collation = Collation("apart") if dense is False else PACKED
-
-    def keep_apart(self) -> None:
-        """The samples of a microbatch turned out not to attend to each other, as in the rows of a padded one."""
-        if self.fitted.is_fitted:
+        self._collation = PACKED
+        if dense is False:
             self._collation = Collation("apart")
-        else:
-            self._begin(self.fitted.num_ranks, dense=False)
+
+    def separate_samples(self) -> None:
+        """The samples of a microbatch turned out not to attend to each other, as in the rows of a padded one."""
+        self._collation = Collation("apart")
+        if not self.fitted.is_fitted:
+            self.fitted = FittedCost(self.fitted.num_ranks, self._shape, dense=False)
 
     def observe(self, observations: Iterable[Observation]) -> None:
         """Take in the measurements of one minibatch, as `FittedCost.observe`."""
@@ -428,9 +447,9 @@ class AutoCost:
 
     def _is_wrong(self) -> bool:
         """Whether the prior errs by much on one rank, which is then always late, or by more than the fit."""
-        ranks, ratios = (np.array([one[place] for one in self._latest]) for place in (0, 3))
+        ranks, _, _, ratios = zip(*self._latest, strict=True)
         errors = np.clip(ratios / np.median(ratios) - 1, -1.0, 1.0)  # without outliers
-        of_ranks = (errors[ranks == rank] for rank in range(self.fitted.num_ranks))
+        of_ranks = [errors[np.equal(ranks, rank)] for rank in range(self.fitted.num_ranks)]
         if any(_is_beyond(_SLOW, own, absolute=True) for own in of_ranks):
             return True
         fitted = [seconds / self.fitted.predict(rank, own) - 1 for rank, own, seconds, _ in self._latest]
@@ -443,7 +462,9 @@ class AutoCost:
 
     def snapshot(self) -> LearntCost | None:
         """What was learnt, for plans that are made ahead; ``None`` while the prior holds."""
-        return self.fitted.snapshot() if self.is_refuted else None
+        if not self.is_refuted:
+            return None
+        return self.fitted.snapshot()
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learnt, as numbers, lists and dicts of them."""
@@ -455,7 +476,8 @@ class AutoCost:
         if "fitted" not in state:
             raise ValueError('it is of cost="fitted".')
         self.fitted.load_state_dict(state["fitted"])
-        self.is_refuted, self._latest = state["refuted"], [tuple(one) for one in state["latest"]]
+        self.is_refuted = state["refuted"]
+        self._latest = [tuple(one) for one in state["latest"]]
 
 
 def _is_beyond(limit: float, values: Floats, absolute: bool = False) -> bool:
@@ -464,4 +486,6 @@ def _is_beyond(limit: float, values: Floats, absolute: bool = False) -> bool:
         return False
     mean = float(values.mean())
     is_sure = mean * mean * len(values) > _SURE * _SURE * float(values.var(ddof=1))
-    return is_sure and (abs(mean) if absolute else mean) > limit
+    if absolute:
+        mean = abs(mean)
+    return is_sure and mean > limit

@@ -1,16 +1,7 @@
 """What every kind of microbatch tells the search: a contract with two bodies, `Packed` rows and `Tables`.
 
-The search asks a `Microbatches` two things. What do sets of samples cost their ranks in well-made microbatches? And
-what is each sample's part of that, roughly? Samples are numbered here by rising size. Sets of samples are the rows of
-an array ``[p, k]``: the samples of each, which rise, then the number of all samples, which stands for none.
-
-Note [The same plan everywhere]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Every rank makes the plan for itself, so a plan may not depend on the processor that makes it. The last bit of a sum of
-floats does: vector units of different widths add in different orders. So costs are put on a grid of whole numbers,
-stored in float64 and small enough that every sum the search can form stays below 2^53. Such sums are exact in any
-order. Besides them the planner uses only single float operations (which IEEE 754 fixes), stable sorts, first-minimum
-searches, and raw words of a bit generator (which numpy promises never to change).
+The search asks two things. What do some samples cost a rank in well-made microbatches? And what is each sample's part
+of that, roughly? Samples are numbered here by rising size.
 """
 
 from __future__ import annotations
@@ -24,146 +15,122 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_odc.balance.arrays import Floats, Ints, Plan
+from lightning_odc.balance.costs import MinibatchCosts
 
-FEW_SAMPLES = 32
-"""Samples up to which minibatches are small, so that more is tried."""
+Samples = list[int]
+"""Numbers of samples, which are counted by rising size: 0 is the smallest one."""
 
-_GRID_BITS = 48
+Bins = list[Samples]
+"""The microbatches of a rank."""
 
-Bins = list[list[int]]
-"""Microbatches, each a list of samples numbered as in `Microbatches`."""
+Groups = list[Samples]
+"""The samples of every rank."""
 
-Groups = list[list[int]]
-"""The samples of every rank, numbered as in `Microbatches`."""
-
-
-Pieces = tuple[Ints, Floats]
-"""Samples that are shared out together: how many, one after another, each piece has; and what a piece costs, as far as
-it can be said alone, ``[1 or num_ranks, pieces]`` whole numbers.
+Pieces = tuple[Sequence[Sequence[int]], Ints]
+"""The samples of each piece that is shared out whole; and what pieces cost, ``[1 or num_ranks, pieces]``, as far as it
+can be said alone.
 """
 
 
 class Microbatches(ABC):
-    """The samples of a minibatch, with costs on a grid: Note [The same plan everywhere]."""
+    """The samples of a minibatch, with costs as whole numbers: Note [The same plan everywhere]."""
 
-    # Costs are whole numbers, in one row for all ranks if those are equal, else in one row per rank.
-    num_ranks: int
-    order: Ints  # [n] the caller's indices of the samples
-    tokens: Ints  # [n] of each, rising
-    costs: Floats  # [1 or num_ranks, n] of each sample alone, without overhead
-    parts: Floats  # [1 or num_ranks, n] that each sample adds to a load, as far as it can be said alone
-    overhead: Floats  # [1 or num_ranks] of a microbatch
-    is_additive: bool  # a load is exactly the sum of parts
-    scale: float  # grid points per unit of the caller's costs
-    most_lined_up: int  # samples up to which `along` is fast
+    # Arrays have one row for all ranks if those are equal, else one row per rank.
+    parts: Ints  # [1 or num_ranks, n] that each sample adds to a load, as far as it can be said alone
+    smallest: Ints  # [1 or num_ranks, n] that each sample costs at least, without overhead
+    fills: Floats  # [1 or num_ranks, n] the part of a microbatch that each sample takes at least
+    bulk: Sequence[int]  # of each sample; those of like bulk are dealt out to different ranks
+    is_additive: bool  # a load is the sum of its parts
+    most_lined_up: int  # samples up to which `along` is fast enough
 
-    def __init__(self, num_ranks: int, order: Ints) -> None:
-        self.num_ranks = num_ranks
-        self.order = order
+    def __init__(self, order: Ints, rows: Ints, caps: Ints, costs: MinibatchCosts) -> None:
+        self.num_ranks = len(caps)
+        self.numbers: list[list[int]] = rows[order].T.tolist()  # every number of all samples
+        self.order: list[int] = order.tolist()  # the caller's indices
+        self.scale = costs.scale
+        self.costs = costs.samples[:, order]  # [1 or num_ranks, n] of each sample alone, without overhead
+        self.overhead = costs.overhead  # [1 or num_ranks] of a microbatch
+        self.costs_of: list[list[int]] = self.by_rank(self.costs)
+        self.overhead_of: list[int] = self.by_rank(self.overhead)
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def rows(self, ranks: Ints) -> Ints:
-        """The rows of the arrays that are about these ranks."""
-        return ranks if len(self.costs) > 1 else np.zeros_like(ranks)
-
-    def loads(self, ranks: Ints, groups: Ints) -> Floats:
-        """What ``groups[p, k]`` cost ``ranks[p]`` in their best microbatches, overhead included."""
-        return self.bins(ranks, groups)[0]
+    def by_rank(self, rows: NDArray[Any]) -> list[Any]:
+        """Rows of an array as lists, one for each rank."""
+        return rows.tolist() * (self.num_ranks // len(rows))
 
     @abstractmethod
-    def bins(self, ranks: Ints, groups: Ints) -> tuple[Floats, Ints]:
-        """``[p]`` loads of ``ranks[p]`` with samples ``groups[p, k]``, and ``[p, k]`` the microbatch of each sample."""
+    def cost_of(self, rank: int, samples: Samples) -> int:
+        """What one microbatch costs a rank, overhead included."""
 
     @abstractmethod
-    def costs_of(self, ranks: Ints, samples: Ints, begins: Ints) -> Floats:
-        """What microbatches ``[m]`` of these ranks cost with overhead; each begins at ``begins[m]`` of ``samples``."""
-
-    def plan(self, owners: Ints) -> Plan:
-        """The plan, if ``owners[n]`` is the rank of each sample."""
-        rows = as_rows(owners[None], self.num_ranks)
-        places = self.bins(np.arange(self.num_ranks), rows)[1]
-        ranks, slots = np.nonzero(rows < len(self))
-        return self.in_order(ranks, places[ranks, slots], rows[ranks, slots])
-
-    def in_order(self, ranks: Ints, places: Ints, samples: Ints) -> Plan:
-        """The caller's indices: the costliest microbatch first, in each the costliest sample first."""
-        order = np.lexsort((samples, places, ranks))
-        ranks, places, samples = ranks[order], places[order], samples[order]
-        is_first = np.append(True, (np.diff(ranks) != 0) | (np.diff(places) != 0))
-        begins, bins, indices = np.flatnonzero(is_first), np.cumsum(is_first) - 1, self.order[samples]
-        costs = self.costs_of(ranks[begins], samples, begins)
-        falling = np.lexsort((np.minimum.reduceat(indices, begins), -costs, ranks[begins]))
-        turns = np.argsort(falling)[bins]  # when the microbatch of each sample has its turn
-        flat = indices[np.lexsort((indices, -self.costs[self.rows(ranks), samples], turns))].tolist()
-        ends = np.cumsum(np.diff(begins, append=len(samples))[falling]).tolist()
-        plan: Plan = [[] for _ in range(self.num_ranks)]
-        for rank, begin, end in zip(ranks[begins][falling].tolist(), [0, *ends], ends, strict=False):
-            plan[rank].append(flat[begin:end])
-        return plan
+    def load(self, rank: int, samples: Samples) -> int:
+        """What samples cost a rank in their best microbatches."""
 
     @abstractmethod
-    def bound(self) -> float:
-        """No plan has a largest load below it."""
+    def bins(self, rank: int, samples: Samples) -> Bins:
+        """The best microbatches of samples on a rank."""
 
     @abstractmethod
-    def divisions(self) -> Iterator[Pieces]:
-        """What to share out."""
-
-    @abstractmethod
-    def in_step(self, groups: Groups, counts: Sequence[int]) -> Iterator[list[Bins]]:
-        """Equally many microbatches of each rank that do not depend on the costs of other ranks' samples."""
-
-    @abstractmethod
-    def along(self, rank: int, samples: list[int], profile: list[float]) -> tuple[Bins, list[float]] | None:
-        """As many microbatches as the profile has entries, none empty, that together exceed it little; None: too few.
+    def along(self, rank: int, samples: Samples, profile: list[int]) -> Bins:
+        """As many microbatches as the profile has entries, that together exceed it little; none if they do not fit.
 
         Collectives wait for the largest ``m``-th microbatch. The *profile* has the largest ones of other ranks. Below
-        it, a microbatch costs nothing. The costliest is the first, and the costs are the second list.
+        it, a microbatch costs nothing.
         """
 
     @abstractmethod
-    def counts(self, groups: Ints) -> Sequence[int]:
+    def counts(self, groups: Groups) -> Sequence[int]:
         """Numbers of microbatches that are worth trying, if all ranks have equally many."""
 
+    def evenly(self, groups: Groups, count: int) -> list[Bins]:
+        """So many microbatches of each rank that do not depend on those of other ranks."""
+        return [self.along(rank, group, [0] * count) for rank, group in enumerate(groups)]
 
-def as_rows(owners: Ints, num_ranks: int) -> Ints:
-    """``[c * num_ranks, k]``: the samples of each rank, then ``n``; from ``owners[c, n]``, ``num_ranks`` for none."""
-    count, nothing = owners.shape
-    lines = owners + np.arange(count)[:, None] * (num_ranks + 1)
-    order = np.argsort(lines.ravel(), kind="stable") % nothing
-    sizes = np.bincount(lines.ravel(), minlength=count * (num_ranks + 1))
-    slots = np.arange(max(1, sizes.reshape(count, -1)[:, :-1].max()))
-    places = (np.cumsum(sizes) - sizes)[:, None] + slots
-    rows = np.where(slots < sizes[:, None], order.take(places, mode="clip"), nothing)
-    return rows.reshape(count, num_ranks + 1, -1)[:, :-1].reshape(count * num_ranks, -1)
+    def divisions(self) -> Iterator[Pieces]:
+        """What to share out: each sample alone."""
+        yield [[sample] for sample in range(len(self))], self.parts
+
+    def bound(self) -> float:
+        """No plan has a largest load below it."""
+        overhead = self.overhead[:, None]
+        alone = (self.smallest + overhead).min(0).max()
+        shares = (overhead * self.fills).astype(np.int64)
+        return max(float(alone), lower_bound(self.smallest + shares, self.num_ranks))
+
+    def costliest_first(self, rank: int, bins: Bins) -> Bins:
+        """Microbatches of a rank in the order to run them."""
+        return sorted(bins, key=lambda own: self.cost_of(rank, own), reverse=True)
+
+    def plan(self, bins: list[Bins]) -> Plan:
+        """The caller's indices: the costliest microbatch first, in each the costliest sample first."""
+        plan: Plan = []
+        for rank, microbatches in enumerate(bins):
+            costs = self.costs_of[rank]
+            named = []
+            for samples in microbatches:
+                falling = sorted([(-costs[sample], self.order[sample]) for sample in samples])
+                indices = [index for _, index in falling]
+                named.append((-self.cost_of(rank, samples), min(indices), indices))
+            plan.append([indices for _, _, indices in sorted(named)])
+        return plan
 
 
-def sums(values: NDArray[Any], begins: Ints) -> NDArray[Any]:
-    """The sum of each part of the last axis; parts begin at ``begins``."""
-    return np.add.reduceat(values, begins, axis=-1)
-
-
-def grid_scale(largest_sum: float) -> float:
-    """Grid points per unit such that sums up to this one are exact, a power of two."""
-    return 2.0 ** (_GRID_BITS - math.frexp(largest_sum)[1])
-
-
-def lower_bound(costs: Floats, num_ranks: int) -> float:
-    """No plan has a largest load below this many grid points, if these are what samples cost at least."""
+def lower_bound(costs: Ints, num_ranks: int) -> float:
+    """No plan has a largest load below this, if these are what samples cost at least, ``[1 or num_ranks, n]``."""
     # It is the largest of three bounds. The first is the weighted mean of the loads, with weights that make ranks of
     # different speed equal. The second is the cost of each sample where it is cheapest. The third, for equal ranks, is
     # ``j + 1`` of the first ``j * num_ranks + 1`` samples, since one rank gets that many of them.
     largest = float(costs.min(0).max())
     if len(costs) > 1:
-        slowness = costs.sum(1)
-        weights = (1 / slowness) / math.fsum(1 / slowness)
-        return max(float(np.floor(costs * weights[:, None]).min(0).sum()), largest)
-    falling = -np.sort(-costs[0], kind="stable")
-    totals = np.concatenate([[0.0], np.cumsum(falling)])
-    bound = max(math.ceil(totals[-1] / num_ranks), largest)
+        quickness = 1 / costs.sum(1)
+        weights = quickness / math.fsum(quickness)
+        weighted = np.floor(costs * weights[:, None])
+        return max(largest, float(weighted.min(0).sum()))
+    falling = -np.sort(-costs[0])
+    totals = np.append(0, np.cumsum(falling))
     last = np.arange(num_ranks, len(falling), num_ranks)
-    if len(last):
-        bound = max(bound, float((totals[last + 1] - totals[last - np.arange(1, len(last) + 1)]).max()))
-    return bound
+    count = np.arange(2, len(last) + 2)
+    together = totals[last + 1] - totals[last + 1 - count]
+    return max(largest, math.ceil(totals[-1] / num_ranks), float(together.max(initial=0)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -10,22 +9,22 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from lightning_odc.arguments import Count, Index, checked
 from lightning_odc.balance.arrays import (
     Caps,
-    Floats,
     Ints,
     Plan,
+    as_cap,
     as_caps,
     as_lengths,
     check_caps,
-    check_choice,
-    check_count,
 )
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Cost, MinibatchCosts, resolve_cost
 from lightning_odc.balance.in_step import in_step
+from lightning_odc.balance.microbatches import Microbatches
 from lightning_odc.balance.packed import Packed
-from lightning_odc.balance.search import share_out
+from lightning_odc.balance.search import longest_first, share_out
 from lightning_odc.balance.tables import Tables
 
 Policy = Literal["local_sort", "lb_micro", "lb_mini", "steal"]
@@ -34,6 +33,16 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 COLLECTIVE_SAFE = ("local_sort", "lb_micro")
 
 
+def microbatches_of(rows: Ints, caps: Ints, costs: MinibatchCosts, collation: Collation) -> Microbatches:
+    """The samples of a minibatch, with rows ``[n]`` or ``[n, d]`` and caps ``[num_ranks, d]``."""
+    rows = rows.reshape(len(rows), -1)
+    whole = costs.forbid_unfitting(rows, caps).whole()
+    if collation.is_table:
+        return Tables(rows, caps, whole, collation.kind == "stacked")
+    return Packed(rows, caps, whole)
+
+
+@checked
 @dataclass(frozen=True)
 class Planner:
     """Everything a plan depends on besides the lengths. Plans are functions of these values: no state, no random.
@@ -47,7 +56,7 @@ class Planner:
 
             - ``"local_sort"``: rank ``r`` gets samples ``r``, ``r + num_ranks``, ... and runs each alone, the longest
               first.
-            - ``"lb_micro"``: equal counts of samples, balanced by Karmarkar-Karp and exchanges; then the same number
+            - ``"lb_micro"``: equal counts of samples, shared out longest first and by exchanges; then the same number
               of microbatches on every rank, the costliest first, packed such that the ``m``-th of all ranks are alike.
             - ``"lb_mini"``: the total cost of every rank balanced, whatever the counts; each rank's samples packed
               alone, the costliest microbatch first. Some ranks get nothing if there are fewer samples than ranks.
@@ -68,7 +77,7 @@ class Planner:
         ValueError: An invalid value.
     """
 
-    num_ranks: int
+    num_ranks: Count
     max_tokens: Caps = None
     policy: Policy = "lb_mini"
     cost: Any = "quadratic"
@@ -79,14 +88,9 @@ class Planner:
     _cost: Cost = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_count("num_ranks", self.num_ranks)
-        check_choice("policy", self.policy, POLICIES)
-        if not isinstance(self.collation, Collation):
-            raise ValueError(f"collation={self.collation!r} is unknown: write collation=Collation('padded').")
         caps = as_caps(self.max_tokens, self.num_ranks)
         if isinstance(caps, list) and len(set(caps)) > 1 and self.policy != "lb_mini":
-            columns = np.atleast_2d(np.array(caps).T).min(1).tolist()  # the smallest cap of each number
-            least = tuple(columns) if len(columns) > 1 else columns[0]
+            least = as_cap(np.array(caps).min(0))  # of rows of numbers, the smallest cap of each number
             raise ValueError(
                 f"policy={self.policy!r} lets any rank run any microbatch, and max_tokens={caps} allows some ranks "
                 f'more than others: write policy="lb_mini", or max_tokens={least}.'
@@ -120,31 +124,41 @@ class Planner:
             )
         costs = MinibatchCosts.of(self._cost, array, self.num_ranks, self.collation)
         if self.policy == "local_sort":
-            return self._local_sort(array if array.ndim == 1 else costs.samples[0])
-        costs = costs.forbid_unfitting(rows, caps)
-        is_table, collation = self.collation.is_table, self.collation
-        work = Tables(rows, caps, costs, collation) if is_table else Packed(rows, caps, costs)
+            sizes = array
+            if array.ndim == 2:
+                sizes = costs.samples[0]
+            return _of_equal_counts(self._local_sort(sizes.tolist()))
+        work = microbatches_of(rows, caps, costs, self.collation)
         if self.policy == "lb_micro":
-            return in_step(work, self.align)
-        return work.plan(share_out(work))
+            return _of_equal_counts(work.plan(in_step(work, self.align)))
+        groups = share_out(work)
+        return work.plan([work.bins(rank, samples) for rank, samples in enumerate(groups)])
 
     def capped_for(self, lengths: Any) -> Planner:
         """This planner with the caps that ``max_tokens=None`` means for all samples that will be planned."""
-        caps = self._rows_and_caps(as_lengths(lengths))[1]
-        most = tuple(caps[0].tolist()) if caps.ndim == 2 else int(caps[0])
-        return replace(self, max_tokens=most) if self.max_tokens is None else self
+        _, caps = self._rows_and_caps(as_lengths(lengths))
+        if self.max_tokens is not None:
+            return self
+        return replace(self, max_tokens=tuple(caps[0].tolist()))
 
     def _rows_and_caps(self, lengths: Ints) -> tuple[Ints, Ints]:
-        """``[n]`` tokens of each sample alone, and ``[num_ranks]`` most tokens of a microbatch; or ``[.., d]``."""
+        """``[n]`` tokens of each sample alone, or ``[n, d]``, and ``[num_ranks, d]`` caps of a microbatch."""
         rows = self.collation.row_lengths(lengths)
-        caps = as_caps(self.max_tokens, self.num_ranks)
-        return rows, check_caps(lengths, rows, caps, self.num_ranks)
+        return rows, check_caps(lengths, rows, self.max_tokens, self.num_ranks)
 
-    def _local_sort(self, lengths: Ints | Floats) -> Plan:
-        ranks, most = np.arange(len(lengths)) % self.num_ranks, -(-len(lengths) // self.num_ranks)
-        order = np.lexsort((-lengths, ranks))  # rank by rank, the longest first, ties by index
-        parts = np.split(order, np.cumsum(np.bincount(ranks, minlength=self.num_ranks))[:-1])
-        return [[[sample] for sample in own.tolist()] + [[]] * (most - len(own)) for own in parts]
+    def _local_sort(self, sizes: list[float]) -> Plan:
+        plan: Plan = []
+        for rank in range(self.num_ranks):
+            own = range(rank, len(sizes), self.num_ranks)
+            falling = sorted(own, key=sizes.__getitem__, reverse=True)
+            plan.append([[sample] for sample in falling])
+        return plan
+
+
+def _of_equal_counts(plan: Plan) -> Plan:
+    """The plan with empty microbatches at the end of ranks that have fewer than others."""
+    most = max(map(len, plan))
+    return [own + [[]] * (most - len(own)) for own in plan]
 
 
 def plan_minibatch(
@@ -182,7 +196,7 @@ def plan_minibatch(
         >>> plan_minibatch([900, 500, 400, 100], num_ranks=2, cost="tokens")
         [[[0], [3]], [[1, 2]]]
         >>> plan_minibatch([(60, 0), (10, 50), (40, 0), (10, 40)], 2, max_tokens=(100, 60), cost="tokens")
-        [[[1], [2]], [[0, 3]]]
+        [[[0, 3]], [[1, 2]]]
     """
     planner = Planner(
         num_ranks,
@@ -218,15 +232,13 @@ def permutation(plan: Iterable[Iterable[Iterable[int]]]) -> Ints:
     return back
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int) -> Ints:
+@checked
+def epoch_order(num_samples: Index, seed: Index, epoch: Index) -> Ints:
     """A random order of samples, ``[n]``: the same for equal arguments on any machine and with any version of numpy.
 
     Raises:
         ValueError: ``seed`` or ``epoch`` is negative.
     """
-    for name, value in (("seed", seed), ("epoch", epoch)):
-        if value < 0:
-            raise ValueError(f"{name} must not be negative, got {value}: {name}=0.")
     words = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_samples)
     return np.argsort(words, kind="stable")
 
@@ -255,17 +267,9 @@ def regroup(costs: Any, num_ranks: int, minibatch_size: int) -> list[Ints]:
     tops = min(num_ranks, minibatch_size)
     groups = [falling[i * tops : (i + 1) * tops] for i in range(count)]
     values = array.tolist()
-    heap = [
-        (math.fsum(values[i] for i in group) - num_ranks * values[group[0]], number)
-        for number, group in enumerate(groups)
-    ]
-    heapq.heapify(heap)
-    for sample in falling[count * tops :]:
-        filled, number = heap[0]
-        groups[number].append(sample)
-        if len(groups[number]) == minibatch_size:
-            heapq.heappop(heap)
-        else:
-            heapq.heapreplace(heap, (filled + values[sample], number))
+    # How much of the room beside its largest sample a minibatch has used, below zero.
+    filled = [math.fsum(array[group]) - num_ranks * values[group[0]] for group in groups]
+    longest_first(array[None], falling[count * tops :], groups, filled, [minibatch_size] * count)
     ordered = sorted(sorted(group) for group in groups)
-    return [np.array(group) for group in [*ordered, list(range(whole, len(array)))] if group]
+    rest = list(range(whole, len(array)))
+    return [np.array(group) for group in [*ordered, rest] if group]

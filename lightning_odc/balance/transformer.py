@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from lightning_odc.arguments import checked
 from lightning_odc.balance.arrays import Floats, first_and_rest
-from lightning_odc.balance.costs import MICROBATCH, PolynomialCost
+from lightning_odc.balance.costs import MICROBATCH, PolynomialCost, Term
 
 _FORWARD_AND_BACKWARD = 3  # the backward pass computes two products for each of the forward pass
 _ALIASES = {
@@ -67,7 +68,10 @@ class TransformerCost:
     @property
     def pair(self) -> Floats:
         """A mask hides the pairs from the result, not from the work: both orders count, in windows, too."""
-        return np.array(2 * self.per_pair * (self.full_layers + len(self.windows)) * self.dense)
+        layers = self.full_layers + len(self.windows)
+        if not self.dense:
+            layers = 0
+        return np.array(2 * self.per_pair * layers)
 
     @property
     def polynomial(self) -> PolynomialCost:
@@ -77,8 +81,9 @@ class TransformerCost:
         return PolynomialCost(square, linear, self.constant, self.dense)
 
 
+@checked
 def transformer(
-    config: Any, *, gated_mlp: bool | None = None, constant: float | None = None, dense: bool = False
+    config: Any, *, gated_mlp: bool | None = None, constant: Term | None = None, dense: bool = False
 ) -> TransformerCost:
     """The cost of training the dense decoder-only transformer that a configuration describes.
 
@@ -104,15 +109,18 @@ def transformer(
         28
     """
     shape = shape_of(config, gated_mlp=gated_mlp)
-    per_token = _FORWARD_AND_BACKWARD * 2.0 * (shape.layers * shape.layer_weights + shape.head_weights)
+    weights = shape.layers * shape.layer_weights + shape.head_weights
+    per_token = _FORWARD_AND_BACKWARD * 2.0 * weights
+    if constant is None:
+        constant = 0.0
+        if dense:
+            constant = MICROBATCH * per_token
     return TransformerCost(
         per_token=per_token,
-        per_pair=_FORWARD_AND_BACKWARD
-        * 4.0
-        * shape.queries,  # one product for the scores, one with the values
+        per_pair=_FORWARD_AND_BACKWARD * 4.0 * shape.queries,  # a product for the scores, one with the values
         full_layers=shape.layers - len(shape.windows),
         windows=shape.windows,
-        constant=MICROBATCH * per_token * dense if constant is None else constant,
+        constant=constant,
         dense=dense,
     )
 
@@ -159,19 +167,24 @@ def shape_of(config: Any, *, gated_mlp: bool | None = None) -> TransformerShape:
             f"the configuration lacks {', '.join(missing)}: transformer(model.config), or transformer("
             '{"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}).'
         )
-    hidden, layers, heads = (int(sizes[name]) for name in _REQUIRED)
+    hidden = int(sizes["hidden_size"])
+    layers = int(sizes["layers"])
+    heads = int(sizes["heads"])
     head_dim = int(sizes["head_dim"] or hidden // heads)
     if gated_mlp is None:
         activation = _first(raw, ("hidden_act", "hidden_activation", "activation_function"))
         family = str(raw.get("model_type") or "")
         gated_mlp = family.startswith(_GATED_FAMILIES) or activation in _GATED_ACTIVATIONS
+    matrices = 2
+    if gated_mlp:
+        matrices = 3
     return TransformerShape(
         hidden=hidden,
         layers=layers,
         queries=heads * head_dim,
         keys=int(sizes["key_value_heads"] or heads) * head_dim,
         intermediate=int(sizes["intermediate_size"] or 4 * hidden),
-        matrices=3 if gated_mlp else 2,
+        matrices=matrices,
         vocabulary=int(sizes["vocab_size"] or 0),
         tied=bool(raw.get("tie_word_embeddings", True)),
         windows=_windows(raw, layers),
@@ -180,15 +193,21 @@ def shape_of(config: Any, *, gated_mlp: bool | None = None) -> TransformerShape:
 
 def _mapping(config: Any) -> Mapping[str, Any]:
     """The configuration of the text model as a mapping."""
-    raw = config if isinstance(config, Mapping) else getattr(config, "to_dict", lambda: vars(config))()
-    text = raw.get("text_config")
-    if _first(raw, _ALIASES["hidden_size"]) is None and text is not None:
-        return _mapping(text)
+    raw = config
+    if hasattr(config, "to_dict"):
+        raw = config.to_dict()
+    elif not isinstance(config, Mapping):
+        raw = vars(config)
+    if _first(raw, _ALIASES["hidden_size"]) is None and raw.get("text_config") is not None:
+        return _mapping(raw["text_config"])
     return raw
 
 
 def _first(raw: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((raw[name] for name in names if raw.get(name) is not None), None)
+    for name in names:
+        if raw.get(name) is not None:
+            return raw[name]
+    return None
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -196,8 +215,9 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     window = raw.get("sliding_window")
     kinds = raw.get("layer_types")
     if kinds is None:
-        slides = window and raw.get("use_sliding_window", True)
-        kinds = ["sliding_attention" if slides else "full_attention"] * layers
+        kinds = ["full_attention"] * layers
+        if window and raw.get("use_sliding_window", True):
+            kinds = ["sliding_attention"] * layers
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown or len(kinds) != layers:
         raise ValueError(
@@ -209,4 +229,4 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
         raise ValueError(
             "the configuration has sliding attention but no sliding_window, its width in tokens."
         )
-    return (int(window),) * sliding if window else ()
+    return (int(window or 0),) * sliding

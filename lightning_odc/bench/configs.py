@@ -13,13 +13,20 @@ _SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("intermediate_size", "vocab_size", "model_type"),
 )
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "1.5b": dict(zip(_SIZES, (1536, 28, 12, 2, 8960, 151936, "qwen2"), strict=True)),
-    "7b": dict(zip(_SIZES, (3584, 28, 28, 4, 18944, 152064, "qwen2"), strict=True)),
-    "14b": dict(zip(_SIZES, (5120, 48, 40, 8, 13824, 152064, "qwen2"), strict=True)),
-    "32b": dict(zip(_SIZES, (5120, 64, 40, 8, 27648, 152064, "qwen2"), strict=True)),
-    "8b": dict(zip(_SIZES, (4096, 32, 32, 8, 14336, 128256, "llama"), strict=True)),
-    "70b": dict(zip(_SIZES, (8192, 80, 64, 8, 28672, 128256, "llama"), strict=True)),
+
+
+def _sized(*sizes: int | str) -> Mapping[str, int | str]:
+    """A configuration with these sizes."""
+    return dict(zip(_SIZES, sizes, strict=True))
+
+
+PRESETS: Mapping[str, Mapping[str, int | str]] = {
+    "1.5b": _sized(1536, 28, 12, 2, 8960, 151936, "qwen2"),
+    "7b": _sized(3584, 28, 28, 4, 18944, 152064, "qwen2"),
+    "14b": _sized(5120, 48, 40, 8, 13824, 152064, "qwen2"),
+    "32b": _sized(5120, 64, 40, 8, 27648, 152064, "qwen2"),
+    "8b": _sized(4096, 32, 32, 8, 14336, 128256, "llama"),
+    "70b": _sized(8192, 80, 64, 8, 28672, 128256, "llama"),
 }
 """Shapes of well-known models: Qwen 2.5 (1.5B to 32B), Llama 3 (8B, 70B)."""
 ACCEPTED = (
@@ -34,18 +41,25 @@ def config_of(given: Any, own: Iterable[str] = ()) -> tuple[Any, str]:
     # configuration.
     if isinstance(given, str | Path) and Path(given).exists():
         path = Path(given)
+        file = path
+        if path.is_dir():
+            file = path / "config.json"
         try:
-            found = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+            found = json.loads(file.read_text())
         except (OSError, ValueError) as error:
             raise OptionError(f"--model {path}: not a configuration: {one_line(error)}") from error
         if not isinstance(found, dict):
             kind = type(found).__name__
             raise OptionError(f"--model {path}: not a configuration: it holds a {kind}, not an object")
         return found, str(given)
-    if isinstance(given, Mapping) or hasattr(given, "to_dict"):
-        raw = given if isinstance(given, Mapping) else given.to_dict()
-        return given, str(raw.get("model_type") or "a configuration")
-    name = given.lower() if isinstance(given, str) else ""
+    values = given
+    if hasattr(given, "to_dict"):
+        values = given.to_dict()
+    if isinstance(values, Mapping):
+        return given, str(values.get("model_type") or "a configuration")
+    name = ""
+    if isinstance(given, str):
+        name = given.lower()
     if name in PRESETS:
         return PRESETS[name], name
     try:
@@ -58,5 +72,8 @@ def config_of(given: Any, own: Iterable[str] = ()) -> tuple[Any, str]:
 
 def one_line(error: BaseException) -> str:
     """The start of what an exception says, and its type where that is not much."""
-    text = " ".join(str(error).split())[:300]
-    return text if " " in text else f"{type(error).__name__}: {text}"
+    words = str(error).split()
+    text = " ".join(words)[:300]
+    if " " in text:
+        return text
+    return f"{type(error).__name__}: {text}"

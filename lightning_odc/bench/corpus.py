@@ -72,15 +72,19 @@ def read_samples(max_length: int, *, equal: bool) -> Corpus:
     if not equal:
         return corpus
     text = b"".join(corpus.samples)
-    size = len(text) // len(corpus.samples)
-    pieces = tuple(text[start : start + size] for start in range(0, size * len(corpus.samples), size))
+    count = len(corpus.samples)
+    size = len(text) // count
+    pieces = tuple(text[start : start + size] for start in range(0, size * count, size))
     return replace(corpus, samples=pieces)
 
 
 @functools.cache
 def _definitions(root: Path) -> tuple[bytes, ...]:
     """Everything that can be cut out of the files of a folder."""
-    return tuple(text for path in source_files(root) for text in cut_definitions(path.read_bytes()))
+    found: list[bytes] = []
+    for path in source_files(root):
+        found += cut_definitions(path.read_bytes())
+    return tuple(found)
 
 
 def source_files(root: Path | None = None) -> list[Path]:
@@ -103,7 +107,7 @@ def cut_definitions(source: bytes) -> Iterator[bytes]:
     lines = source.splitlines(keepends=True)
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            first = min(part.lineno for part in [node, *node.decorator_list])
             yield b"".join(lines[first - 1 : node.end_lineno])
 
 

@@ -16,7 +16,7 @@ from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import WARM_UP, Split, splits
 from lightning_odc.bench.training import run_train
 from lightning_odc.bench.workload import Workload
-from lightning_odc.callbacks import TimelineRecorder, draw_timelines, load_timeline
+from lightning_odc.callbacks import Timeline, TimelineRecorder, draw_timelines, load_timeline
 
 NAMES = {combination: mode for mode, combination in MODES.items()}
 TITLES = {"on_demand": "on demand", "balanced": "on demand, balanced"}
@@ -25,7 +25,10 @@ TITLES = {"on_demand": "on demand", "balanced": "on demand, balanced"}
 
 def run_demo(outcome: DemoOutcome) -> int:
     """Train, print, write; returns the exit code, 1 if losses differ by more than rounding explains."""
-    return run_train(outcome, outcome.recorders) or int(not outcome.losses_agree)
+    code = run_train(outcome, outcome.recorders)
+    if code == 0 and not outcome.losses_agree:
+        return 1
+    return code
 
 
 class DemoOutcome(Outcome):
@@ -51,7 +54,7 @@ class DemoOutcome(Outcome):
     @property
     def introduction(self) -> str:
         """What is trained on, and how ranks share it."""
-        options, cores = self.options, available_cores()
+        options = self.options
         corpus = read_samples(self.demo.max_length, equal=self.demo.equal_lengths)
         lines = [
             f"{len(corpus.samples):,} functions and classes of Python {platform.python_version()}'s standard library; "
@@ -60,6 +63,7 @@ class DemoOutcome(Outcome):
             f"minibatch: {self.devices} x {options.samples_per_rank} samples, one per microbatch, the longest first "
             "(balanced: as it chooses)",
         ]
+        cores = available_cores()
         if options.ranks > cores and not self.placement.gpus:
             lines.append(
                 f"{options.ranks} ranks share {cores} cores: a waiting rank lends its core to a busy one, so the times "
@@ -70,37 +74,47 @@ class DemoOutcome(Outcome):
     @property
     def lines(self) -> list[str]:
         lines = super().lines
-        policies = [
-            run.totals[0].policy for run in self.runs if run.combination.policy == AUTO and run.totals
-        ]
-        if policies:
-            lines.append(f'balanced is Trainer(strategy="odc"); it chose policy "{policies[-1]}"')
+        ended = [run for run in self.runs if run.combination.policy == AUTO and run.totals]
+        if ended:
+            policy = ended[-1].totals[0].policy
+            lines.append(f'balanced is Trainer(strategy="odc"); it chose policy "{policy}"')
         return lines
 
     @property
     def gain(self) -> Split | None:
         """The speed-up of the last mode on demand over collectives; None if one of them was not run."""
         found = [split for split in splits(self.runs) if split.slow == MODES["collective"]]
-        best = [split for split in found if split.fast == MODES["balanced"]]
-        return next(iter(best or found), None)
+        for split in found:
+            if split.fast == MODES["balanced"]:
+                return split
+        if found:
+            return found[0]
+        return None
 
     def as_dict(self) -> dict[str, Any]:
         """The content of ``result.json``: that of a benchmark, with what the modes are called, and the gain."""
-        return super().as_dict() | {
-            "config": asdict(self.demo) | {"output": str(self.demo.output)},
-            "modes": {mode: str(MODES[mode]) for mode in self.demo.communication},
-            "gain": None if self.gain is None else self.gain.record(),
-            "timelines": {
-                mode: {"trace": f"timelines/{mode}/timeline.json", "idle_share": one.idle_fraction}
-                for mode, one in self._timelines().items()
-            },
-        }
+        content = super().as_dict()
+        content["config"] = asdict(self.demo) | {"output": str(self.demo.output)}
+        content["modes"] = {mode: str(MODES[mode]) for mode in self.demo.communication}
+        gain = self.gain
+        content["gain"] = None
+        if gain is not None:
+            content["gain"] = gain.record()
+        timelines = {}
+        for mode, timeline in self._timelines().items():
+            trace = f"timelines/{mode}/timeline.json"
+            timelines[mode] = {"trace": trace, "idle_share": timeline.idle_fraction}
+        content["timelines"] = timelines
+        return content
 
-    def _timelines(self) -> dict[str, Any]:
+    def _timelines(self) -> dict[str, Timeline]:
         """Of the modes that came so far."""
-        folder = self.demo.output / "timelines"
-        traces = {mode: folder / mode / "timeline.json" for mode in self.demo.communication}
-        return {mode: load_timeline(trace) for mode, trace in traces.items() if trace.exists()}
+        found = {}
+        for mode in self.demo.communication:
+            trace = self.demo.output / "timelines" / mode / "timeline.json"
+            if trace.exists():
+                found[mode] = load_timeline(trace)
+        return found
 
     def write_files(self) -> None:
         """Write those of a benchmark, and the timelines in one picture."""
@@ -108,8 +122,13 @@ class DemoOutcome(Outcome):
         timelines = self._timelines()
         if not (self.rows and timelines):
             return
-        of_ranks = f" ({self.placement.caption})" if self.placement.caption else ""
-        titled = {f"{TITLES.get(mode, mode)}{of_ranks}": one for mode, one in timelines.items()}
+        of_ranks = ""
+        if self.placement.caption:
+            of_ranks = f" ({self.placement.caption})"
+        titled = {}
+        for mode, timeline in timelines.items():
+            title = TITLES.get(mode, mode)
+            titled[f"{title}{of_ranks}"] = timeline
         draw_timelines(titled, self.demo.output / "timelines.png")
         print(
             f"  timelines.png       every rank in minibatch {self.options.minibatches}, all modes; grey is waiting\n"

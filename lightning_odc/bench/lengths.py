@@ -55,7 +55,7 @@ PUBLISHED = {
 
 
 @dataclass(frozen=True, eq=False)
-class Samples(Sequence[Tensor]):
+class TokenSamples(Sequence[Tensor]):
     """Token ids by index, made when they are asked for."""
 
     lengths: LengthArray  # the lengths of all samples
@@ -71,26 +71,37 @@ class Samples(Sequence[Tensor]):
         if self.text is not None:
             return self.text(int(index))
         generator = torch.Generator().manual_seed(int(index))
-        return torch.randint(self.vocabulary, (int(self.lengths[index]),), generator=generator)
+        length = int(self.lengths[index])
+        return torch.randint(self.vocabulary, (length,), generator=generator)
 
 
-def find_samples(name: str, max_length: int | None, seed: int) -> Samples:
+def find_samples(name: str, max_length: int | None, seed: int) -> TokenSamples:
     """The samples that ``--lengths`` names."""
     # Texts, files and data sets lose what is longer than ``max_length``; named distributions shrink.
     if name in ("stdlib", "equal"):
-        corpus = read_samples(max_length or _TEXT_CAP, equal=name == "equal")
-        what = "equal pieces" if name == "equal" else "functions and classes"
+        is_control = name == "equal"
+        corpus = read_samples(max_length or _TEXT_CAP, equal=is_control)
+        what = "functions and classes"
+        if is_control:
+            what = "equal pieces"
         source = f"{len(corpus.samples)} {what} of the standard library"
         lengths = np.array(corpus.lengths)
-        return Samples(lengths, source, lambda index: encode(corpus.samples[index]), VOCABULARY)
+        return TokenSamples(lengths, source, lambda index: encode(corpus.samples[index]), VOCABULARY)
     if name in PUBLISHED:
-        return Samples(draw(name, _DRAWN, max_length, seed), f"{name}, lognormal by its published statistics")
-    lengths, how = _read(Path(name))
-    kept = lengths[lengths <= max_length] if max_length else lengths
+        lengths = draw(name, _DRAWN, max_length, seed)
+        return TokenSamples(lengths, f"{name}, lognormal by its published statistics")
+    path = Path(name)
+    lengths, how = _read(path)
+    kept = lengths
+    if max_length:
+        kept = lengths[lengths <= max_length]
     if not len(kept):
         raise OptionError(f"--lengths {name}: no sample has at most --max-length {max_length} tokens")
-    left_out = f", {len(lengths) - len(kept)} longer ones left out" if len(kept) < len(lengths) else ""
-    return Samples(kept, f"{len(kept):,} lengths from {Path(name).name}{how}{left_out}")
+    source = f"{len(kept):,} lengths from {path.name}{how}"
+    left_out = len(lengths) - len(kept)
+    if left_out:
+        source += f", {left_out} longer ones left out"
+    return TokenSamples(kept, source)
 
 
 def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> LengthArray:
@@ -99,23 +110,27 @@ def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> Le
     known = PUBLISHED[name]
     normal = statistics.NormalDist(known.location, _SIGMA)
     # Another stream than the loader's shuffle, which would otherwise sort what it is given.
-    below = np.random.default_rng([seed, len(PUBLISHED)]).random(count) * normal.cdf(0.0)
+    generator = np.random.default_rng([seed, len(PUBLISHED)])
+    below = generator.random(count) * normal.cdf(0.0)
     fractions = np.exp([normal.inv_cdf(max(float(value), 1e-12)) for value in below])
-    return np.maximum(np.rint(fractions * (longest or known.longest)), 1).astype(np.int64)
+    lengths = np.rint(fractions * (longest or known.longest))
+    return np.maximum(lengths, 1).astype(np.int64)
 
 
 def tail_of(lengths: ArrayLike) -> dict[str, float]:
     """The figures that describe ``[n]`` lengths."""
     values = np.asarray(lengths)
     median, ninth = np.quantile(values, [0.5, 0.9]).tolist()
-    mean, longest = float(values.mean()), float(values.max())
+    mean = float(values.mean())
+    longest = float(values.max())
     return {"count": len(values), "median": median, "mean": mean, "90%": ninth, "longest": longest}
 
 
 def describe_tail(lengths: ArrayLike) -> str:
     """The same for people."""
-    figures = list(tail_of(lengths).items())[1:]
-    return ", ".join(f"{name} {value:,.0f}" for name, value in figures)
+    figures = tail_of(lengths)
+    del figures["count"]
+    return ", ".join(f"{name} {value:,.0f}" for name, value in figures.items())
 
 
 def _read(path: Path) -> tuple[LengthArray, str]:
@@ -128,18 +143,23 @@ def _read(path: Path) -> tuple[LengthArray, str]:
         elif path.suffix in (".json", ".jsonl"):
             text = path.read_text()
             if path.suffix == ".jsonl":
-                text = f"[{','.join(line for line in text.splitlines() if line.strip())}]"
-            counted = [_length_of(record) for record in json.loads(text)]
-            given = [length for _, length in counted]
-            if any(column == "text" for column, _ in counted):
-                how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
+                records = [line for line in text.splitlines() if line.strip()]
+                text = f"[{','.join(records)}]"
+            given = []
+            for record in json.loads(text):
+                column, length = _length_of(record)
+                given.append(length)
+                if column == "text":
+                    how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
         else:
-            given = [float(word) for word in path.read_text().replace(",", " ").split()]
+            words = path.read_text().replace(",", " ").split()
+            given = [float(word) for word in words]
         lengths = np.asarray(given, dtype=np.float64)
     except (OSError, ValueError, TypeError, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"--lengths {path}: {reason}") from error
-    if lengths.ndim != 1 or not len(lengths) or (lengths < 1).any() or (lengths % 1).any():
+    is_list = lengths.ndim == 1 and len(lengths) > 0
+    if not is_list or (lengths < 1).any() or (lengths % 1).any():
         raise OptionError(f"--lengths {path}: expected whole numbers of at least 1, one per sample")
     if lengths.max() >= LENGTH_LIMIT:
         raise OptionError(
@@ -159,4 +179,6 @@ def _length_of(record: Any) -> tuple[str, float]:
     for column, count in _COLUMNS.items():
         if column in record:
             return column, count(record[column])
-    raise ValueError(f"a record has none of {', '.join(_COLUMNS)}, only {', '.join(sorted(record))}")
+    known = ", ".join(_COLUMNS)
+    there = ", ".join(sorted(record))
+    raise ValueError(f"a record has none of {known}, only {there}")

@@ -37,8 +37,10 @@ SIZES = {"tiny": "2x64", "demo": "4x256", "small": "6x384", "wide": "2x768"}
 def find_config(name: str, max_length: int) -> PretrainedConfig:
     """The configuration of a causal language model."""
     # The name is one of `SIZES`; layers x width of another such model, as in ``4x256``; or what `config_of` knows.
-    if size := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", SIZES.get(name, name)):
-        layers, width = int(size[1]), int(size[2])
+    size = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", SIZES.get(name, name))
+    if size is not None:
+        layers = int(size[1])
+        width = int(size[2])
         if width % HEAD_SIZE:
             raise OptionError(f"--model {name}: the width {width} is not a multiple of {HEAD_SIZE}")
         return byte_llama(layers, width, max_length)
@@ -116,7 +118,8 @@ class BenchModule(LightningModule):
     def take_loss(self) -> tuple[float, int]:
         """``(loss_sum, tokens)`` since the last call, and start again from zero."""
         taken = self.loss_sum, self.tokens
-        self.loss_sum, self.tokens = 0.0, 0
+        self.loss_sum = 0.0
+        self.tokens = 0
         return taken
 
     def configure_optimizers(self) -> Optimizer:
@@ -136,6 +139,7 @@ class CausalModel(BenchModule):
         targets = microbatch["labels"][0, 1:]
         inputs = {name: microbatch[name] for name in ("input_ids", "position_ids")}
         # `use_cache=False`: see Note [Packed samples do not see each other].
-        logits = self.model(**inputs, use_cache=False).logits[0, :-1].float()
+        output = self.model(**inputs, use_cache=False)
+        logits = output.logits[0, :-1].float()
         loss = functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         return loss, int((targets != IGNORE_INDEX).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +30,9 @@ RANKS_PER_CORE = 4
 
 def available_cores() -> int:
     """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Combination(NamedTuple):
@@ -48,7 +50,8 @@ class Combination(NamedTuple):
         """Parse ``communication+policy`` or ``communication+policy+cost``."""
         communication, _, rest = text.partition("+")
         policy, _, cost = rest.partition("+")
-        if communication not in COMMUNICATIONS or policy not in POLICIES or cost not in ("", *COSTS):
+        is_cost = not cost or cost in COSTS
+        if communication not in COMMUNICATIONS or policy not in POLICIES or not is_cost:
             raise OptionError(
                 f"--runs {text!r} is unknown: write communication+policy, with one of {', '.join(COMMUNICATIONS)} and "
                 f"one of {', '.join(POLICIES)}, for example on_demand+lb_mini; if you like, followed by + and one of "
@@ -122,15 +125,16 @@ class TrainOptions:
     seed: int = option(0, "seed of weights, named distributions and the order of samples", least=0)
 
     def __post_init__(self) -> None:
-        check_options(self)
         object.__setattr__(self, "runs", combinations(*map(str, self.runs)))  # they may be given as text
+        check_options(self)
         self.check_ranks()
         if len(set(self.runs)) < len(self.runs):
             raise OptionError("--runs names a combination twice")
-        if any(self.cost_of(run) == "fitted" and run.communication == "collective" for run in self.runs):
-            raise OptionError(
-                "--cost fitted learns from measured times, which collectives do not have: name other --runs"
-            )
+        for run in self.runs:
+            if self.cost_of(run) == "fitted" and run.communication == "collective":
+                raise OptionError(
+                    "--cost fitted learns from measured times, which collectives do not have: name other --runs"
+                )
         check_lengths(self.lengths)
 
     def check_ranks(self) -> None:
@@ -139,7 +143,11 @@ class TrainOptions:
 
     def cost_of(self, combination: Combination) -> str:
         """The cost by which a combination is planned."""
-        return combination.cost or (AUTO if combination.policy == AUTO else self.cost)
+        if combination.cost:
+            return combination.cost
+        if combination.policy == AUTO:
+            return AUTO
+        return self.cost
 
 
 def check_lengths(name: str) -> None:
@@ -154,10 +162,9 @@ def check_lengths(name: str) -> None:
 def check_ranks(flag: str, ranks: int) -> None:
     """Refuse more ranks than make sense on this machine."""
     cores = available_cores()
-    if ranks > RANKS_PER_CORE * cores:
-        raise OptionError(
-            f"{flag} {ranks} is too many for {cores} cores: the most is {RANKS_PER_CORE * cores}"
-        )
+    most = RANKS_PER_CORE * cores
+    if ranks > most:
+        raise OptionError(f"{flag} {ranks} is too many for {cores} cores: the most is {most}")
 
 
 MODES = {
@@ -204,10 +211,19 @@ class DemoOptions:
     @property
     def training(self) -> TrainOptions:
         """The demo as a benchmark."""
-        named = {one.name for one in fields(TrainOptions)}
+        lengths = "stdlib"
+        if self.equal_lengths:
+            lengths = "equal"
         return TrainOptions(
+            output=self.output,
             runs=tuple(MODES[mode] for mode in self.communication),
-            lengths="equal" if self.equal_lengths else "stdlib",
+            model=self.model,
+            lengths=lengths,
             ranks=self.devices,
-            **{name: value for name, value in vars(self).items() if name in named},
+            samples_per_rank=self.samples_per_rank,
+            minibatches=self.minibatches,
+            repetitions=self.repetitions,
+            max_length=self.max_length,
+            device=self.device,
+            seed=self.seed,
         )

@@ -50,13 +50,16 @@ class Placement:
     @property
     def devices(self) -> list[torch.device]:
         """The device of every rank, by rank."""
-        cpu = torch.device("cpu")
-        return [torch.device("cuda", rank % self.gpus) if self.gpus else cpu for rank in range(self.ranks)]
+        if not self.gpus:
+            return [torch.device("cpu")] * self.ranks
+        return [torch.device("cuda", rank % self.gpus) for rank in range(self.ranks)]
 
     @property
     def accelerator(self) -> str:
         """What ``Trainer(accelerator=...)`` calls them."""
-        return "gpu" if self.gpus else "cpu"
+        if self.gpus:
+            return "gpu"
+        return "cpu"
 
     @property
     def shares(self) -> bool:
@@ -68,14 +71,18 @@ class Placement:
         """The backend of the process group. NCCL refuses ranks that share a GPU; gloo moves their bytes by the host."""
         if not self.gpus:
             return "gloo"
-        return "cpu:gloo,cuda:gloo" if self.shares else "cpu:gloo,cuda:nccl"
+        if self.shares:
+            return "cpu:gloo,cuda:gloo"
+        return "cpu:gloo,cuda:nccl"
 
     @property
     def caption(self) -> str:
         """What tables and pictures have to say about times of ranks that share a GPU; else empty."""
         if not self.shares:
             return ""
-        where = "one GPU" if self.gpus == 1 else f"{self.gpus} GPUs"
+        where = f"{self.gpus} GPUs"
+        if self.gpus == 1:
+            where = "one GPU"
         return f"{self.ranks} ranks on {where}: shows that it works, not how fast"
 
     def enter(self, rank: int) -> None:
@@ -118,14 +125,17 @@ class CutShort(AbstractContextManager["CutShort"]):
     """A context that may end early, when a rank fails or at Ctrl-C: its traceback and one line on stderr."""
 
     def __init__(self) -> None:
-        self.code, self.failure = 0, ""  # the exit code; one line
+        self.code = 0  # the exit code
+        self.failure = ""  # what went wrong, in one line
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, RankFailedError):
-            self.code, self.failure = 1, str(error)
+            self.code = 1
+            self.failure = str(error)
             print(error.details, end="", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
-            self.code, self.failure = 130, "interrupted"
+            self.code = 130
+            self.failure = "interrupted"
         if self.code:
             print(f"lightning-odc: {self.failure}; what was measured before is kept", file=sys.stderr)
         return bool(self.code)
@@ -133,11 +143,12 @@ class CutShort(AbstractContextManager["CutShort"]):
 
 def check_memory(needed: int, what: str, instead: str) -> None:
     """Refuse what does not fit into memory."""
-    if short := host_memory.shortage(what, needed, f"use {instead}"):
-        raise OptionError(short)
+    shortage = host_memory.shortage(what, needed, f"use {instead}")
+    if shortage:
+        raise OptionError(shortage)
 
 
-class Ranks:
+class RankProcesses:
     """Processes with a process group that run one function after another, all ranks together."""
 
     # They are forked from a server that has imported everything once, so that many of them start in seconds.
@@ -159,7 +170,7 @@ class Ranks:
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._kills = host_memory.Kills()
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> RankProcesses:
         try:
             self._start()
         except BaseException:  # Ctrl-C while they start
@@ -181,9 +192,13 @@ class Ranks:
         store = f"file://{self._scratch.name}/store"
         for rank in range(self.world_size):
             pipe, theirs = context.Pipe()
-            group = {"backend": self._backend, "rank": rank, "world_size": self.world_size}
-            given = (theirs, group | {"init_method": store}, self._prepare)
-            process = context.Process(target=_rank_main, args=given, daemon=True)
+            group = {
+                "backend": self._backend,
+                "init_method": store,
+                "rank": rank,
+                "world_size": self.world_size,
+            }
+            process = context.Process(target=_rank_main, args=(theirs, group, self._prepare), daemon=True)
             process.start()
             theirs.close()
             self._ranks.append((process, pipe))
@@ -223,8 +238,10 @@ class Ranks:
             with suppress(OSError):  # its end is found below
                 pipe.send((function, arguments, heard is not None))
         results: dict[int, Any] = {}
-        while waiting := [pipe for rank, pipe in enumerate(pipes) if rank not in results]:
-            for rank in map(pipes.index, wait(waiting)):
+        while len(results) < self.world_size:
+            waiting = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+            for ready in wait(waiting):
+                rank = pipes.index(ready)
                 kind, item = self._receive(rank)
                 if kind == "done":
                     results[rank] = item
@@ -239,11 +256,12 @@ class Ranks:
         except (EOFError, OSError):
             process.join(_GRACE_SECONDS)
             code = process.exitcode
-            hint = " (a signal; -9 often means that memory was used up)" if (code or 0) < 0 else ""
-            verdict = self._kills.verdict() if code == -signal.SIGKILL else ""
-            raise RankFailedError(
-                f"rank {number} ended with exit code {code}{hint}. {verdict}".rstrip(". ")
-            ) from None
+            message = f"rank {number} ended with exit code {code}"
+            if (code or 0) < 0:
+                message += " (a signal; -9 often means that memory was used up)"
+            if code == -signal.SIGKILL:
+                message += f". {self._kills.verdict()}"
+            raise RankFailedError(message.rstrip(". ")) from None
         if kind == "failed":
             line, details = item
             # A rank that ended has broken the one that failed: then it is the cause.
@@ -263,7 +281,7 @@ def run_ranks(
     """Call ``function(rank, world_size, *arguments)`` in new processes with a gloo group; returns results by rank."""
     # ``prepare(rank)``, if given, is called before the group is made.
     try:
-        with Ranks(world_size, preload=[function.__module__], prepare=prepare) as ranks:
+        with RankProcesses(world_size, preload=[function.__module__], prepare=prepare) as ranks:
             return ranks.call(function, *arguments)
     except RankFailedError as error:
         raise SystemExit(str(error)) from None
@@ -271,7 +289,8 @@ def run_ranks(
 
 def _rank_main(pipe: Connection, group: dict[str, Any], prepare: Callable[[int], None] | None) -> None:
     """Run jobs until there is none; ``group`` are the arguments of `torch.distributed.init_process_group`."""
-    rank, world_size = group["rank"], group["world_size"]
+    rank = group["rank"]
+    world_size = group["world_size"]
     gc.freeze()  # a full collection would copy the memory that the server shares with all ranks: 0.4 s for each
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -280,18 +299,21 @@ def _rank_main(pipe: Connection, group: dict[str, Any], prepare: Callable[[int],
     torch.set_num_threads(max(available_cores() // world_size, 1))
     os.environ.update({"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(world_size)})
     dist.init_process_group(**group)
-    while (job := pipe.recv()) is not None:
-        function, arguments, telling = job
-        options = {"tell": lambda item: pipe.send(("told", item))} if telling else {}
+    for function, arguments, telling in iter(pipe.recv, None):
+        options: dict[str, Tell] = {}
+        if telling:
+            options["tell"] = lambda item: pipe.send(("told", item))
         # Lightning's hints are for the reader of a training script, which a benchmark is not.
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.ERROR)
         warnings.filterwarnings("ignore")
         try:
-            pipe.send(("done", function(rank, world_size, *arguments, **options)))
+            result = function(rank, world_size, *arguments, **options)
+            pipe.send(("done", result))
         except BaseException as error:
-            line = " ".join(f"{type(error).__name__}: {error}".split())
-            pipe.send(("failed", (line, "".join(traceback.format_exception(error)))))
+            words = f"{type(error).__name__}: {error}".split()
+            details = traceback.format_exception(error)
+            pipe.send(("failed", (" ".join(words), "".join(details))))
     dist.barrier()
     dist.destroy_process_group()
 

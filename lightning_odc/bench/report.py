@@ -85,52 +85,62 @@ class Outcome:
     @property
     def devices(self) -> str:
         """How many devices of which kind."""
-        return f"{self.options.ranks} ranks{' on GPUs' if self.options.device == 'cuda' else ''}"
+        ranks = f"{self.options.ranks} ranks"
+        if self.options.device == "cuda":
+            ranks += " on GPUs"
+        return ranks
 
     @property
     def introduction(self) -> str:
         """What is about to be measured."""
-        options, samples = self.options, self.workload.samples
+        options = self.options
+        samples = self.workload.samples
         return (
             f"model {options.model} on {self.devices}, {options.samples_per_rank} samples per rank and minibatch; "
             f"{samples.source} (tokens: {describe_tail(samples.lengths)}); {options.repetitions} repetitions of "
-            f"{options.minibatches} minibatches, the combinations in turns"
+            f"{options.minibatches} minibatches, the combinations in turns. This takes some minutes; Ctrl-C ends it"
         )
 
     def forecast(self, first: Run) -> str:
         """How long all runs will take, from the first one, of which a timed minibatch has ended."""
-        options, runs = self.options, len(self.options.runs)
+        options = self.options
+        runs = len(options.runs)
         each = first.seconds(0) + options.minibatches * first.seconds(WARM_UP)
         seconds = runs * options.repetitions * each
-        time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+        time = f"{seconds:.0f} s"
+        if seconds >= 100:
+            time = f"{seconds / 60:.0f} minutes"
         return f"About {time}: {runs} runs x {options.repetitions} repetitions x {options.minibatches} minibatches"
 
     def cells(self, row: Row) -> dict[str, str]:
         """All that is known of a row, by head."""
         low, middle, high = row.seconds
-        communication, policy, _ = row.combination
-        cells = {"communication": communication, "policy": policy}
-        if len({self.options.cost_of(run) for run in self.options.runs}) > 1:
+        cells = {"communication": row.combination.communication, "policy": row.combination.policy}
+        costs = {self.options.cost_of(run) for run in self.options.runs}
+        if len(costs) > 1:
             cells["cost"] = self.options.cost_of(row.combination)
-        return cells | {
-            "s/minibatch [95 %]": f"{middle:.3f} [{low:.3f}, {high:.3f}]",
-            "speed-up [95 %]": show_ratio(row.speed_up, row.doubt),
-            "idle": show_percent(row.idle),
-            "over bound": show_percent(row.over_bound),
-            "settle + publish": show_percent(row.settling, 2),
-            "peak memory": _show_mib(row.peak_bytes),
-            "window": _show_mib(row.window_bytes),
-            "read / minibatch": _show_mib(row.bytes_read),
-        }
+        cells["s/minibatch [95 %]"] = f"{middle:.3f} [{low:.3f}, {high:.3f}]"
+        cells["speed-up [95 %]"] = show_ratio(row.speed_up, row.doubt)
+        cells["idle"] = show_percent(row.idle)
+        cells["over bound"] = show_percent(row.over_bound)
+        cells["settle + publish"] = show_percent(row.settling, 2)
+        cells["peak memory"] = _show_mib(row.peak_bytes)
+        cells["window"] = _show_mib(row.window_bytes)
+        cells["read / minibatch"] = _show_mib(row.bytes_read)
+        return cells
 
     @property
     def lines(self) -> list[str]:
         """What follows from the table."""
         lines = [f"- {self.sentence(split)}" for split in splits(self.runs)]
+        verdict = "LOSSES DIFFER"
+        if self.losses_agree:
+            verdict = "losses agree"
         difference = loss_difference(self.runs)
-        verdict = "losses agree" if self.losses_agree else "LOSSES DIFFER"
-        reason = "" if math.isfinite(difference) else " (a loss is NaN or infinite)"
-        lines.append(f"{verdict}: largest relative difference {difference:.1e}{reason}")
+        line = f"{verdict}: largest relative difference {difference:.1e}"
+        if not math.isfinite(difference):
+            line += " (a loss is NaN or infinite)"
+        lines.append(line)
         if self.load > BUSY_LOAD * available_cores():
             lines.append(f"The machine was busy before (load {self.load:.1f}): expect uneven times.")
         if self.cut.failure:
@@ -145,19 +155,21 @@ class Outcome:
         start += show_ratio(split.total)
         if len(split.factors) < 2:
             return start
-        return f"{start} = " + ", times ".join(
-            f"{name} {show_ratio(factor)}" for name, factor in split.factors
-        )
+        factors = [f"{name} {show_ratio(factor)}" for name, factor in split.factors]
+        return f"{start} = {', times '.join(factors)}"
 
     @property
     def text(self) -> str:
         """Table and sentences, as Markdown."""
         if not self.rows:
             return "Nothing was measured."
-        caption = [f"**{self.placement.caption}**", ""] if self.placement.caption else []
+        parts = []
+        if self.placement.caption:
+            parts += [f"**{self.placement.caption}**", ""]
         cells = [self.cells(row) for row in self.rows]
-        rows = markdown(list(cells[0]), [list(row.values()) for row in cells])
-        return "\n".join([*caption, rows, "", *self.lines])
+        rows = [list(row.values()) for row in cells]
+        parts += [markdown(list(cells[0]), rows), ""]
+        return "\n".join(parts + self.lines)
 
     def show(self) -> None:
         """Print sentences, and a table of what fits into 80 columns."""
@@ -167,38 +179,43 @@ class Outcome:
             return
         if self.placement.caption:
             console.print(self.placement.caption, style="yellow")
-        cells = [
-            {
-                "": self.name_of(row.combination),
-                "tokens\n/s": f"{row.tokens / row.total:,.0f}",
-                "s/mini-\nbatch": f"{row.seconds[1]:.3f}",
-                "speed-up [95 %]": show_ratio(row.speed_up, row.doubt, "?", digits=2),
-                "idle": show_percent(row.idle),
-                "over\nbound": show_percent(row.over_bound),
-            }
-            for row in self.rows
-        ]
         drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for name in cells[0]:
-            drawn.add_column(Text(name), justify="right" if name else "left", no_wrap=not name)
-        for row in cells:
-            drawn.add_row(*map(Text, row.values()))
+        drawn.add_column("", no_wrap=True)
+        for name in ("tokens\n/s", "s/mini-\nbatch", "speed-up [95 %]", "idle", "over\nbound"):
+            drawn.add_column(Text(name), justify="right")
+        for row in self.rows:
+            cells = [
+                self.name_of(row.combination),
+                f"{row.tokens / row.total:,.0f}",
+                f"{row.seconds[1]:.3f}",
+                show_ratio(row.speed_up, row.doubt, "?", digits=2),
+                show_percent(row.idle),
+                show_percent(row.over_bound),
+            ]
+            drawn.add_row(*map(Text, cells))
         console.print(drawn)
         for line in self.lines:
-            console.print(line, style="bold red" if line.startswith("LOSSES") else "", markup=False)
+            style = ""
+            if line.startswith("LOSSES"):
+                style = "bold red"
+            console.print(line, style=style, markup=False)
 
     # -- for programs --------------------------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
         """The content of the JSON file, of which `json` is the text."""
-        samples, given = self.workload.samples, asdict(self.options)
-        given |= {"runs": [str(run) for run in self.options.runs], "output": None}
+        samples = self.workload.samples
+        options = asdict(self.options)
+        options["runs"] = [str(run) for run in self.options.runs]
+        options["output"] = None
+        rows = self.rows
+        baseline = baseline_of([row.combination for row in rows])
         return {
-            "options": given,
+            "options": options,
             "caption": self.placement.caption or None,
             "lengths": {"source": samples.source, "tokens": tail_of(samples.lengths)},
-            "baseline": str(baseline_of([row.combination for row in self.rows])),
-            "rows": [row.record() for row in self.rows],
+            "baseline": str(baseline),
+            "rows": [row.record() for row in rows],
             "splits": [split.record() for split in splits(self.runs)],
             "loss_difference": loss_difference(self.runs),
             "cut_short": self.cut.failure or None,
@@ -209,21 +226,25 @@ class Outcome:
     @property
     def json(self) -> str:
         """The JSON file; empty if nothing was measured."""
-        return as_json(self.as_dict()) if self.rows else ""
+        if not self.rows:
+            return ""
+        return as_json(self.as_dict())
 
     def write_files(self) -> None:
         """Write JSON and Markdown into the output folder, if there is one."""
-        folder, name = self.options.output, self.document
+        folder = self.options.output
+        name = self.document
         if folder is None or not self.rows:  # nothing measured replaces no earlier results
             return
         write_whole(folder / f"{name}.json", self.json.encode())
-        write_whole(folder / f"{name}.md", f"{self.introduction}\n\n{self.text}\n".encode())
+        page = f"{self.introduction}\n\n{self.text}\n"
+        write_whole(folder / f"{name}.md", page.encode())
         print(f"files in {folder}/: {name}.json, {name}.md (the whole table)")
 
 
 def machine(load: float, gpus: int = 0) -> dict[str, Any]:
     """What JSON files say about where they come from."""
-    return {
+    facts: dict[str, Any] = {
         "system": platform.platform(),
         "cores": available_cores(),
         "load_before": load,
@@ -232,17 +253,23 @@ def machine(load: float, gpus: int = 0) -> dict[str, Any]:
         "torch": torch.__version__,
         "lightning": lightning.__version__,
         "transformers": transformers.__version__,
-        **({"gpus": [torch.cuda.get_device_name(gpu) for gpu in range(gpus)]} if gpus else {}),
     }
+    if gpus:
+        facts["gpus"] = [torch.cuda.get_device_name(gpu) for gpu in range(gpus)]
+    return facts
 
 
 def show_percent(fraction: float | None, digits: int = 1) -> str:
     """A fraction in percent, or a dash."""
-    return "-" if fraction is None else f"{100 * fraction:z.{digits}f} %"
+    if fraction is None:
+        return "-"
+    return f"{100 * fraction:z.{digits}f} %"
 
 
 def _show_mib(size: int) -> str:
-    return f"{size / MIB:.0f} MiB" if size else "-"
+    if not size:
+        return "-"
+    return f"{size / MIB:.0f} MiB"
 
 
 def show_ratio(
@@ -252,4 +279,7 @@ def show_ratio(
     if ratio is None:
         return "-"
     low, middle, high = (f"{value:.{digits}f}" for value in ratio)
-    return f"{instead if doubt else f'x{middle}'} [{low}, {high}]"
+    shown = f"x{middle}"
+    if doubt:
+        shown = instead
+    return f"{shown} [{low}, {high}]"

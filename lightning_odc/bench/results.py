@@ -108,7 +108,9 @@ class Run:
     def loss(self, index: int) -> float:
         """Mean loss per token over all ranks."""
         of_ranks = self.of(index)
-        return sum(rank.loss_sum for rank in of_ranks) / max(sum(rank.tokens for rank in of_ranks), 1)
+        loss_sum = sum(rank.loss_sum for rank in of_ranks)
+        tokens = sum(rank.tokens for rank in of_ranks)
+        return loss_sum / max(tokens, 1)
 
     def resolve(self, index: int) -> None:
         """Replace the meetings of a minibatch by the waits in them. That needs the records of all ranks."""
@@ -121,12 +123,13 @@ class Run:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
+        every = range(self.count)
         return {
             "combination": str(self.combination),
             "repetition": self.repetition,
-            "seconds": [self.seconds(index) for index in range(self.count)],
-            "idle": [[rank.idle for rank in self.of(index)] for index in range(self.count)],
-            "losses": [self.loss(index) for index in range(self.count)],
+            "seconds": [self.seconds(index) for index in every],
+            "idle": [[rank.idle for rank in self.of(index)] for index in every],
+            "losses": [self.loss(index) for index in every],
             "totals": [asdict(total) for total in self.totals],
         }
 
@@ -169,7 +172,11 @@ class Split:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self) | {"slow": str(self.slow), "fast": str(self.fast), "factors": dict(self.factors)}
+        record = asdict(self)
+        record["slow"] = str(self.slow)
+        record["fast"] = str(self.fast)
+        record["factors"] = dict(self.factors)
+        return record
 
 
 def bootstrap(values: Sequence[Any], statistic: Callable[[Any], Any]) -> Interval:
@@ -179,7 +186,8 @@ def bootstrap(values: Sequence[Any], statistic: Callable[[Any], Any]) -> Interva
     value = float(statistic(array))
     if len(array) < 2:
         return value, value, value
-    drawn = np.random.default_rng(0).integers(len(array), size=(RESAMPLES, len(array)))
+    generator = np.random.default_rng(0)
+    drawn = generator.integers(len(array), size=(RESAMPLES, len(array)))
     low, high = np.quantile(statistic(array[drawn]), [0.025, 0.975])
     return float(low), value, float(high)
 
@@ -194,7 +202,13 @@ def ratio_interval(slow: dict[Key, float], fast: dict[Key, float]) -> Interval |
     pairs = [(slow[key], fast[key]) for key in slow if key in fast]
     if not pairs:
         return None
-    return bootstrap(pairs, lambda drawn: drawn[..., 0].sum(-1) / drawn[..., 1].sum(-1))
+
+    def ratio(drawn: Any) -> Any:
+        of_slow = drawn[..., 0].sum(-1)
+        of_fast = drawn[..., 1].sum(-1)
+        return of_slow / of_fast
+
+    return bootstrap(pairs, ratio)
 
 
 def doubt(slow: dict[Key, float], fast: dict[Key, float]) -> str:
@@ -207,11 +221,16 @@ def doubt(slow: dict[Key, float], fast: dict[Key, float]) -> str:
     if low <= 1 <= high and low < high:
         return f"1 is within its 95 % interval, {low:.3f} to {high:.3f}"
     ratios = []
-    for _, group in itertools.groupby(sorted(slow.keys() & fast.keys()), lambda key: key[0]):
-        keys = list(group)  # of one repetition
-        ratios.append(sum(slow[key] for key in keys) / sum(fast[key] for key in keys))
-    if len(ratios) > 1 and math.log(max(ratios) / min(ratios)) > abs(math.log(middle)):
-        return f"the repetitions differ by more than it: {', '.join(f'x{ratio:.2f}' for ratio in ratios)}"
+    keys = sorted(slow.keys() & fast.keys())
+    for _, group in itertools.groupby(keys, lambda key: key[0]):
+        of_repetition = list(group)
+        of_slow = sum(slow[key] for key in of_repetition)
+        of_fast = sum(fast[key] for key in of_repetition)
+        ratios.append(of_slow / of_fast)
+    noise = math.log(max(ratios) / min(ratios))
+    if noise > abs(math.log(middle)):
+        shown = ", ".join(f"x{ratio:.2f}" for ratio in ratios)
+        return f"the repetitions differ by more than it: {shown}"
     return ""
 
 
@@ -228,43 +247,68 @@ def times(runs: Sequence[Run], combination: Combination) -> dict[Key, float]:
 def baseline_of(combinations: Sequence[Combination]) -> Combination:
     """What speed-ups are over: the paper's baseline if it is there, then ours, any collectives, else the first."""
     order = {PAPERS_OWN: 0, "lb_micro": 1}
-    return min(
-        combinations, key=lambda run: order.get(run.policy, 2) if run.communication == "collective" else 3
-    )
+
+    def place(run: Combination) -> int:
+        if run.communication != "collective":
+            return 3
+        return order.get(run.policy, 2)
+
+    return min(combinations, key=place)
 
 
 def summarize(runs: Sequence[Run], cores: int) -> list[Row]:
     """One row per combination of which something was measured."""
-    measured = [run for run in runs if run.timed]
-    order = list(dict.fromkeys(run.combination for run in measured))
-    if not order:
+    measured: dict[Combination, list[Run]] = {}
+    for run in runs:
+        if run.timed:
+            measured.setdefault(run.combination, []).append(run)
+    if not measured:
         return []
-    slow = times(measured, baseline_of(order))
-    return [_row(each, [run for run in measured if run.combination == each], slow, cores) for each in order]
+    slow = times(runs, baseline_of(list(measured)))
+    return [_row(combination, own, slow, cores) for combination, own in measured.items()]
 
 
 def _row(combination: Combination, runs: list[Run], slow: dict[Key, float], cores: int) -> Row:
     seconds = times(runs, combination)
-    minibatches = [run.of(index) for run in runs for index in run.timed]
-    records = [record for of_ranks in minibatches for record in of_ranks]
-    busiest = sum(max(record.seconds - record.idle for record in of_ranks) for of_ranks in minibatches)
+    records: list[MinibatchRecord] = []
+    busiest = []  # seconds of the busiest rank of every minibatch
+    totals: list[Totals] = []
+    largest = []  # totals of the rank of every run that took most memory
+    for run in runs:
+        for index in run.timed:
+            of_ranks = run.of(index)
+            records += of_ranks
+            busiest.append(max(record.seconds - record.idle for record in of_ranks))
+        if run.totals:
+            totals += run.totals
+            largest.append(max(run.totals, key=lambda total: total.peak_bytes))
     span = sum(seconds.values())
     of_all_ranks = span * len(runs[0].ranks)
-    totals = [total for run in runs for total in run.totals]
-    largest = [max(run.totals, key=lambda total: total.peak_bytes) for run in runs if run.totals]
-    sees_waits = all(total.sees_waits for total in totals)
+    idle = None
+    over_bound = None
+    if all(total.sees_waits for total in totals):
+        idle = sum(record.idle for record in records) / of_all_ranks
+        over_bound = span / sum(busiest) - 1
+    peak_bytes = 0
+    window_bytes = 0
+    if largest:
+        peak_bytes = int(statistics.median(total.peak_bytes for total in largest))
+        window_bytes = largest[0].window_bytes
+    settling = sum(record.settling for record in records)
+    processor = sum(record.processor for record in records)
+    bytes_read = sum(record.bytes_read for record in records)
     return Row(
         combination=combination,
         seconds=median_interval(list(seconds.values())),
         speed_up=ratio_interval(slow, seconds),
         doubt=doubt(slow, seconds),
-        idle=sum(record.idle for record in records) / of_all_ranks if sees_waits else None,
-        over_bound=span / busiest - 1 if sees_waits else None,
-        settling=sum(record.settling for record in records) / of_all_ranks,
-        processor=sum(record.processor for record in records) / (cores * span),
-        peak_bytes=int(statistics.median(total.peak_bytes for total in largest)) if largest else 0,
-        window_bytes=largest[0].window_bytes if largest else 0,
-        bytes_read=sum(record.bytes_read for record in records) // len(records),
+        idle=idle,
+        over_bound=over_bound,
+        settling=settling / of_all_ranks,
+        processor=processor / (cores * span),
+        peak_bytes=peak_bytes,
+        window_bytes=window_bytes,
+        bytes_read=bytes_read // len(records),
         minibatches=len(seconds),
         tokens=sum(record.tokens for record in records),
         total=span,
@@ -273,27 +317,30 @@ def _row(combination: Combination, runs: list[Run], slow: dict[Key, float], core
 
 def splits(runs: Sequence[Run]) -> list[Split]:
     """The speed-up of every on-demand combination over the baseline, as a product of causes."""
-    order = list(dict.fromkeys(run.combination for run in runs if run.timed))
+    seconds = {run.combination: times(runs, run.combination) for run in runs if run.timed}
     found: list[Split] = []
-    for fast in order:
-        slow = baseline_of(order)
+    for fast in seconds:
+        slow = baseline_of(list(seconds))
         if fast == slow or fast.communication != "on_demand":
             continue
-        # The chain slow -> lockstep -> on demand -> fast, with as many of its links as were measured.
-        between = [slow._replace(communication=communication) for communication in ("lockstep", "on_demand")]
-        if slow.communication != "collective":
-            del between[0]
-        chain = [slow, *(link for link in between if link in order and link not in (slow, fast)), fast]
-        seconds = {link: times(runs, link) for link in chain}
         total = ratio_interval(seconds[slow], seconds[fast])
         if total is None:
             continue
-        links = [
-            (_cause(before, after), ratio_interval(seconds[before], seconds[after]))
-            for before, after in itertools.pairwise(chain)
-        ]
-        factors = [(name, factor) for name, factor in links if factor is not None]
-        found.append(Split(slow, fast, total, doubt(seconds[slow], seconds[fast]), factors))
+        # The chain slow -> lockstep -> on demand -> fast, with as many of its links as were measured.
+        chain = [slow]
+        if slow.communication != "on_demand":
+            for communication in ("lockstep", "on_demand"):
+                link = slow._replace(communication=communication)
+                if link in seconds and link not in (slow, fast):
+                    chain.append(link)
+        chain.append(fast)
+        factors = []
+        for before, after in itertools.pairwise(chain):
+            factor = ratio_interval(seconds[before], seconds[after])
+            if factor is not None:
+                factors.append((_cause(before, after), factor))
+        reason = doubt(seconds[slow], seconds[fast])
+        found.append(Split(slow, fast, total, reason, factors))
     return found
 
 
@@ -301,8 +348,14 @@ def _cause(slow: Combination, fast: Combination) -> str:
     """Why one link of the chain is faster than the one before it."""
     if fast.communication == "lockstep":
         return "cheaper bytes"
-    moving = {"on_demand": "", "lockstep": "fewer waits"}.get(slow.communication, "communication")
-    return " and ".join(filter(None, [moving, "balancing" if slow[1:] != fast[1:] else ""]))
+    causes = []
+    if slow.communication == "lockstep":
+        causes.append("fewer waits")
+    elif slow.communication != "on_demand":
+        causes.append("communication")
+    if slow[1:] != fast[1:]:  # policy and cost
+        causes.append("balancing")
+    return " and ".join(causes)
 
 
 def loss_difference(runs: Sequence[Run]) -> float:
@@ -312,7 +365,11 @@ def loss_difference(runs: Sequence[Run]) -> float:
     for run in runs:
         for index in range(run.count):
             losses.setdefault(index, []).append(run.loss(index))
-    if not all(math.isfinite(loss) for of_minibatch in losses.values() for loss in of_minibatch):
-        return math.inf
-    spreads = [(max(them) - min(them)) / max(abs(min(them)), 1e-12) for them in losses.values()]
-    return max(spreads, default=0.0)
+    largest = 0.0
+    for of_minibatch in losses.values():
+        if not all(map(math.isfinite, of_minibatch)):
+            return math.inf
+        low = min(of_minibatch)
+        spread = max(of_minibatch) - low
+        largest = max(largest, spread / max(abs(low), 1e-12))
+    return largest

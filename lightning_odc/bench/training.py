@@ -16,16 +16,19 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from rich.console import Console
 from rich.progress import Progress
+from torch.utils.data import DataLoader
 
 from lightning_odc.bench.models import BenchModule
 from lightning_odc.bench.options import AUTO, Combination
-from lightning_odc.bench.processes import PROCESS_BYTES, Placement, Ranks, Tell, check_memory, place
+from lightning_odc.bench.processes import PROCESS_BYTES, Placement, RankProcesses, Tell, check_memory, place
 from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run, Totals
 from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks.idle.measurement import watch_for
 from lightning_odc.callbacks.idle.sources import Watch
 from lightning_odc.console import OptionError, prepare_output
+from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.host_memory import gib
+from lightning_odc.strategy.decisions import choose_policy
 from lightning_odc.strategy.odc import ODCStrategy
 from lightning_odc.strategy.options import Options
 
@@ -55,7 +58,8 @@ def check(workload: Workload) -> None:
     """What needs to look at devices, models, lengths and memory."""
     options = workload.options
     place(options.device, options.ranks)
-    if options.ranks * options.samples_per_rank > len(workload.samples):
+    samples = options.ranks * options.samples_per_rank
+    if samples > len(workload.samples):
         raise OptionError(
             f"a minibatch of {options.ranks} ranks x {options.samples_per_rank} samples is more than the "
             f"{len(workload.samples)} there are"
@@ -67,16 +71,17 @@ def check(workload: Workload) -> None:
 
 def train_all(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> None:
     """Fill the outcome's runs. A bar shows how many minibatches of all of them have ended."""
-    options, where, workload = outcome.options, outcome.placement, outcome.workload
+    options = outcome.options
+    placement = outcome.placement
     minibatches = (WARM_UP + options.minibatches) * options.repetitions * len(options.runs)
     # Drawn when a minibatch ends, not by a thread that would run beside the measured work.
     progress = Progress(console=Console(stderr=True), auto_refresh=False, transient=True)
-    with progress, Ranks(options.ranks, PRELOAD, where.enter, where.backend) as ranks:
+    with progress, RankProcesses(options.ranks, PRELOAD, placement.enter, placement.backend) as ranks:
         bar = progress.add_task("starting", total=minibatches)
         progress.refresh()
         for repetition, combination in itertools.product(range(options.repetitions), options.runs):
             nothing_yet: list[list[MinibatchRecord]] = [[] for _ in range(options.ranks)]
-            run = Run(combination, repetition, nothing_yet, common_clock=not where.gpus)
+            run = Run(combination, repetition, nothing_yet, common_clock=not placement.gpus)
             outcome.runs.append(run)
             title = f"{outcome.name_of(combination)} {repetition + 1}/{options.repetitions}"
 
@@ -89,8 +94,10 @@ def train_all(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> None
                     if run is outcome.runs[0] and index == WARM_UP:
                         progress.console.print(outcome.forecast(run))
 
-            callbacks = callbacks_of(combination, repetition) if callbacks_of else ()
-            run.totals = ranks.call(fit, workload, combination, callbacks, heard=heard)
+            callbacks: Sequence[Callback] = ()
+            if callbacks_of is not None:
+                callbacks = callbacks_of(combination, repetition)
+            run.totals = ranks.call(fit, outcome.workload, combination, callbacks, heard=heard)
 
 
 # -- on a rank --------------------------------------------------------------------------------------------------------
@@ -108,8 +115,11 @@ def fit(
     """Train one combination on this rank; reports a `MinibatchRecord` after each minibatch."""
     placement = place(workload.options.device, world_size)
     _begin_memory(placement.devices[rank])
-    is_auto = combination.policy == AUTO
-    loader: Any = workload.plain_loader() if is_auto else workload.loader(combination, rank)
+    loader: DataLoader[Any] | BalancedDataLoader
+    if combination.policy == AUTO:
+        loader = workload.plain_loader()
+    else:
+        loader = workload.loader(combination, rank)
     recorder = MinibatchRecorder(tell)
     all_callbacks = [recorder, *callbacks, *workload.callbacks(combination)]
     trainer = make_trainer(workload, combination, placement, all_callbacks)
@@ -150,19 +160,25 @@ class MinibatchRecorder(Callback):
         strategy = cast(ODCStrategy, trainer.strategy)
         self.totals.window_bytes = strategy.engine.window_bytes
         self.totals.traffic = asdict(strategy.engine.traffic)
-        self.totals.policy = cast(Any, trainer.train_dataloader).options.policy
+        self.totals.policy = cast(Any, trainer.train_dataloader).recipe.policy
         self.totals.peak_bytes = _peak_bytes(strategy.root_device)
 
     def _close(self, trainer: Trainer, now: float) -> None:
         """End the running minibatch, if there is one, at ``now``."""
-        done, before = _spent(trainer, now), self._before
-        done.meetings = self._watch.read(self._watch.take_meetings(), wait=True) or []
-        if before is not None:
-            done.loss_sum, done.tokens = self._loss
-            done.waits = {cause: spent - before.waits.get(cause, 0.0) for cause, spent in done.waits.items()}
-            for name in ("seconds", "settling", "processor", "bytes_read"):
-                setattr(done, name, getattr(done, name) - getattr(before, name))
-            self._tell(done)
+        before = self._before
+        done = _spent(trainer, now)
+        meetings = self._watch.take_meetings()
+        done.meetings = self._watch.read(meetings, wait=True) or []
+        if before is None:
+            return
+        done.loss_sum, done.tokens = self._loss
+        for cause in done.waits:
+            done.waits[cause] -= before.waits.get(cause, 0.0)
+        done.seconds -= before.seconds
+        done.settling -= before.settling
+        done.processor -= before.processor
+        done.bytes_read -= before.bytes_read
+        self._tell(done)
 
 
 def _spent(trainer: Trainer, now: float) -> MinibatchRecord:
@@ -188,11 +204,11 @@ def make_trainer(
     if combination.policy == AUTO:
         # What ``strategy="odc"`` chooses, by its name: ``"auto"`` leaves samples of equal length alone, which a
         # control compares.
-        choice = Options(communication=communication).policy(
-            placement.ranks, indexed=True, device_type=placement.devices[0].type
-        )
-        cost, most = workload.planned_cost(combination), workload.max_tokens
-        balancing = {"balance": choice, "cost": cost, "max_tokens": most}
+        options = Options(communication=communication)
+        device_type = placement.devices[0].type
+        choice = choose_policy(options, placement.ranks, indexed=True, device_type=device_type)
+        cost = workload.planned_cost(combination)
+        balancing = {"balance": choice, "cost": cost, "max_tokens": workload.max_tokens}
     units: Any = workload.units
     strategy = ODCStrategy(
         parallel_devices=placement.devices,
@@ -231,6 +247,10 @@ def _peak_bytes(device: torch.device) -> int:
     """Peak of the memory of a GPU, or of this process, without windows and files, which only grow during a run."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    kib = {name: int(status[name].split()[0]) for name in ("VmHWM", "RssShmem", "RssFile") if name in status}
-    return max(kib.get("VmHWM", 0) - kib.get("RssShmem", 0) - kib.get("RssFile", 0), 0) * 1024
+    kib = {"VmHWM": 0, "RssShmem": 0, "RssFile": 0}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, text = line.partition(":")
+        if name in kib:
+            kib[name] = int(text.split()[0])
+    private = kib["VmHWM"] - kib["RssShmem"] - kib["RssFile"]
+    return max(private, 0) * 1024

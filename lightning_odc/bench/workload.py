@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from lightning.pytorch import Callback
@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_odc.balance.arrays import Plan
-from lightning_odc.balance.planner import Planner
+from lightning_odc.balance.costs import Cost
+from lightning_odc.balance.planner import Planner, Policy
 from lightning_odc.balance.transformer import transformer
-from lightning_odc.bench.lengths import Samples, find_samples
+from lightning_odc.bench.lengths import TokenSamples, find_samples
 from lightning_odc.bench.models import BenchModule, CausalModel, count_parameters, find_config
 from lightning_odc.bench.options import AUTO, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
 from lightning_odc.console import OptionError
@@ -43,7 +44,7 @@ class Workload:
         self.options = options  # the options of the benchmark
 
     @property
-    def samples(self) -> Samples:
+    def samples(self) -> TokenSamples:
         """All of them."""
         return _find_samples(self.options.lengths, self.options.max_length, self.options.seed)
 
@@ -52,7 +53,7 @@ class Workload:
         """Tokens of the longest sample."""
         return int(self.samples.lengths.max())
 
-    def planned_cost(self, combination: Combination) -> Any:
+    def planned_cost(self, combination: Combination) -> Cost | str:
         """What plans are made by: the cost that ``--cost`` names."""
         named = self.options.cost_of(combination)
         if named != "model":
@@ -93,17 +94,20 @@ class Workload:
         whole = parameters * 4  # once, before it is sharded
         if options.device == "cuda":
             return whole
-        return parameters * _STATE_BYTES // options.ranks + whole + 3 * 4 * self.longest * (vocabulary or 0)
+        state = parameters * _STATE_BYTES // options.ranks
+        logits = 3 * 4 * self.longest * (vocabulary or 0)
+        return state + whole + logits
 
     def loader(self, combination: Combination, rank: int) -> BalancedDataLoader:
         """The loader of one rank; all combinations have the same minibatches in the same order."""
-        options, samples = self.options, self.samples
+        options = self.options
+        samples = self.samples
         loader = BalancedDataLoader(
             samples,
             lengths=samples.lengths,
             minibatch_size=options.samples_per_rank,
             max_tokens=self.max_tokens or self.longest,
-            policy=_OFFERED.get(combination.policy, combination.policy),
+            policy=cast(Policy, _OFFERED.get(combination.policy, combination.policy)),
             cost=self.planned_cost(combination),
             weighting=self.weighting,
             collate_fn=self.collate,
@@ -151,5 +155,8 @@ class ShuffledPlanner(Planner):
     """Gives each rank every ``num_ranks``-th sample, one per microbatch, in the order in which they come."""
 
     def plan(self, lengths: Any) -> Plan:
-        count = len(lengths)
-        return [[[index] for index in range(rank, count, self.num_ranks)] for rank in range(self.num_ranks)]
+        plan: Plan = []
+        for rank in range(self.num_ranks):
+            own = range(rank, len(lengths), self.num_ranks)
+            plan.append([[index] for index in own])
+        return plan

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from lightning_odc.balance.arrays import first_number
 from lightning_odc.balance.collation import Collation
+from lightning_odc.data.content import Path
 from lightning_odc.data.lengths import LengthArray
-from lightning_odc.data.weighting import parts_in
+from lightning_odc.data.shapes import Shape, Shapes, shapes_of
 
+_TRIED = 9  # samples
 _PADDED = [Collation("padded", 2**power) for power in range(11)]
-
-Shape = tuple[int, ...]
-Path = tuple[Any, ...]
-"""The keys and indices that lead to a tensor in a batch."""
-Shapes = dict[Path, Shape]
-"""The shape of every tensor and list of numbers in a batch."""
 
 
 def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: LengthArray) -> Collation | None:
     """How ``collate_fn`` lays out a microbatch; ``None`` if in none of the known ways, or if it raises."""
     if not len(lengths):
         return None
-    several, lengths = lengths.ndim == 2, first_number(lengths)  # of rows of numbers, the first one tells
+    tokens = first_number(lengths)  # of rows of numbers, the first one tells
 
-    def shapes_of(*indices: int) -> Shapes:
-        # it may change its samples
-        return dict(_walk(collate_fn([deepcopy(sample(index)) for index in indices]), ()))
-
-    # The shapes of the shortest sample, of the longest one and of both together tell:
+    shapes = partial(_shapes, collate_fn, sample)
+    # The shapes of the shortest sample, of the longest one and of both together tell; of those that are not left out:
     #   [10], [17]  ->  (1, 10), (1, 17), together (2, 17)      pads
     #                   (1, 16), (1, 24), together (2, 24)      pads to a multiple of 8
     #                   (1, 32), (1, 32), together (2, 32)      pads to 32
@@ -42,59 +36,103 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
     #                   (1, 10), (1, 17), together (1, 27)      packs
     #                   a list of (10,), (17,)                  keeps apart
     #                   an error                                stacks what is equally long
-    ends = short, long = [int(lengths.argmin()), int(lengths.argmax())]
-    try:
-        alone = shapes_of(short), shapes_of(long)
-    except Exception:  # whatever it is, training will meet it, too
-        return None
-    try:
-        together = shapes_of(short, long)
-    except Exception:
-        with suppress(Exception):
-            shapes_of(short, short)
-            return Collation("stacked")
-        return None
-    if (path := _telling(alone, together, lengths[ends].tolist() if several else None)) is None:
-        parts = [*alone[0].values(), *alone[1].values()]
-        return Collation("apart") if parts and sorted(parts) == sorted(together.values()) else None
-    shapes = alone[0][path], alone[1][path], together[path]
-    axis = _row_axis(*shapes)
+    order = tokens.argsort(kind="stable")
+    tried: list[int] = order[np.linspace(0, len(order) - 1, _TRIED).astype(int)].tolist()
+    short, of_short = _first_kept(tried, shapes)
+    long, of_long = _first_kept(tried[::-1], shapes)
+    together = shapes(short, long)
+    if not together:
+        return Collation("stacked") if shapes(short, short) else None
+    ends = tokens[[short, long]]
+    several = lengths.ndim == 2
+    path = _telling(of_short, of_long, together, ends.tolist() if several else None)
+    if path is None:
+        parts = [*of_short.values(), *of_long.values()]
+        is_apart = bool(parts) and sorted(parts) == sorted(together.values())
+        return Collation("apart") if is_apart else None
+    axis = _row_axis(of_short[path], of_long[path], together[path])
     if axis is None:
         return Collation("packed")
-    cuts = "input_ids" in path or (alone[0] == alone[1] and shapes[0][axis] >= lengths[short])
-    own, (row, long_row, _) = lengths[ends], [shape[axis] for shape in shapes]
-    if row == long_row and own[0] < own[1]:  # all samples are in between
+    row = of_short[path][axis]
+    long_row = of_long[path][axis]
+    if row == long_row and ends[0] < ends[1]:  # all samples are in between
+        cuts = "input_ids" in path or (of_short == of_long and row >= ends[0])
         # Equal rows that are shorter than the long sample are its beginning if `cuts`, else something else.
-        return Collation("padded", fixed=row) if cuts or row >= own[1] else None
-    fitting = [one for one in _PADDED if one.row_lengths(own).tolist() == [row, long_row]] or _PADDED[:1]
+        if cuts or row >= ends[1]:
+            return Collation("padded", fixed=row)
+        return None
+
+    def row_of(index: int) -> int:
+        return shapes(index).get(path, (0, 0))[axis]
+
+    return _padded(tokens, ends, [row, long_row], row_of)
+
+
+def _shapes(collate_fn: Any, sample: Callable[[int], Any], *indices: int) -> Shapes:
+    """Those of a batch of samples; empty if it fails, as of samples that are left out, or holds nothing."""
+    with suppress(Exception):  # whatever it is, training will meet it, too
+        # it may change its samples
+        found = shapes_of(collate_fn([deepcopy(sample(index)) for index in indices]))
+        if any(map(math.prod, found.values())):
+            return found
+    return {}
+
+
+def _first_kept(indices: list[int], shapes: Callable[[int], Shapes]) -> tuple[int, Shapes]:
+    """The first of some samples that is not left out, and the shapes of a batch of it."""
+    for index in indices:
+        found = shapes(index)
+        if found:
+            return index, found
+    return 0, {}
+
+
+def _padded(
+    tokens: LengthArray, ends: LengthArray, rows: list[int], row_of: Callable[[int], int]
+) -> Collation:
+    """The multiple to which samples are padded, of which the shortest and the longest one have these rows."""
+    fitting = [padded for padded in _PADDED if padded.row_lengths(ends).tolist() == rows]
+    if not fitting:
+        return _PADDED[0]
     while len(fitting) > 1:  # try a sample in whose rows the multiples differ
-        differ = np.flatnonzero(fitting[0].row_lengths(lengths) != fitting[-1].row_lengths(lengths))
+        by_first = fitting[0].row_lengths(tokens)
+        by_last = fitting[-1].row_lengths(tokens)
+        differ = np.flatnonzero(by_first != by_last)
         if not len(differ):
             break
-        index = int(differ[0])
-        row = shapes_of(index)[path][axis]
-        fitting = [one for one in fitting if one.tokens([int(lengths[index])]) == row] or fitting[:1]
+        rows = [row_of(index) for index in differ[:_TRIED].tolist()]
+        known = np.flatnonzero(rows)
+        if not len(known):
+            break
+        length = int(tokens[differ[known[0]]])
+        row = rows[known[0]]
+        fitting = [padded for padded in fitting if padded.tokens([length]) == row] or fitting[:1]
     return fitting[0]
 
 
-def _telling(alone: tuple[Shapes, Shapes], together: Shapes, tokens: list[int] | None) -> Path | None:
+def _telling(short: Shapes, long: Shapes, together: Shapes, tokens: list[int] | None) -> Path | None:
     """A tensor that pads or packs: tokens before others, and what differs between the samples before what does not."""
-    common = [path for path in together if path in alone[0] and path in alone[1]]
 
     def rank(path: Path) -> tuple[bool, ...]:
-        short, long = alone[0][path], alone[1][path]
         # Where samples have several numbers, a tensor with the first ones in its shapes goes before all.
-        is_other = tokens is not None and tokens not in map(list, zip(short, long, strict=False))
-        return is_other, "input_ids" not in path, short == long
+        sizes = map(list, zip(short[path], long[path], strict=False))
+        is_other = tokens is not None and tokens not in sizes
+        return is_other, "input_ids" not in path, short[path] == long[path]
 
+    common = [path for path in together if path in short and path in long]
     for path in sorted(common, key=rank):
-        shapes = alone[0][path], alone[1][path], together[path]
-        is_alike = len({len(shape) for shape in shapes}) == 1
-        sizes = list(zip(*shapes, strict=True))[:2] if is_alike else []
-        joins = any(one + other == both and min(one, other) > 1 for one, other, both in sizes)
-        if joins or _row_axis(*shapes) is not None:  # one row holds both samples, or a table does
+        shapes = short[path], long[path], together[path]
+        if _row_axis(*shapes) is not None or _joins(*shapes):
             return path
     return None
+
+
+def _joins(short: Shape, long: Shape, both: Shape) -> bool:
+    """Whether one row holds both samples."""
+    if not len(short) == len(long) == len(both):
+        return False
+    sizes = list(zip(short, long, both, strict=True))[:2]
+    return any(one + other == total and min(one, other) > 1 for one, other, total in sizes)
 
 
 def _row_axis(short: Shape, long: Shape, both: Shape) -> int | None:
@@ -102,19 +140,7 @@ def _row_axis(short: Shape, long: Shape, both: Shape) -> int | None:
     if len(short) == len(long) == len(both) > 1:
         for rows, columns in ((0, 1), (1, 0)):
             is_table = (short[rows], long[rows], both[rows]) == (1, 1, 2)
-            if is_table and both[columns] == max(short[columns], long[columns]) > 1:
+            longest = max(short[columns], long[columns])
+            if is_table and both[columns] == longest > 1:
                 return columns
     return None
-
-
-def _walk(batch: Any, path: Path) -> Iterator[tuple[Path, Shape]]:
-    if isinstance(batch, Tensor):
-        if batch.is_nested:
-            yield from _walk(list(batch.unbind()), path)
-        else:
-            yield path, tuple(batch.shape)
-    elif isinstance(batch, list) and batch and all(isinstance(value, int | float) for value in batch):
-        yield path, (len(batch),)
-    else:
-        for key, part in parts_in(batch):
-            yield from _walk(part, (*path, key))

@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_odc import _compat
 from lightning_odc.data.loader import BalancedDataLoader
-from lightning_odc.data.reading import WorkerOptions
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.reader import WorkerOptions
 
 
 class ChosenSamplesError(ValueError):
@@ -35,7 +36,9 @@ def balanced_from(
             "BalancedDataLoader(dataset, minibatch_size=8, ...), or yield `Minibatch`es yourself."
         )
     # Options not given here are the loader's own. By default no microbatch has more tokens than its largest batch.
-    size, sampler = _batch_size(dataloader), dataloader.sampler
+    batches_of = _batch_sampler(dataloader)
+    size = batches_of.batch_size
+    sampler = batches_of.sampler
     if seed is None and isinstance(sampler, DistributedSampler):
         seed = sampler.seed
     elif seed is None and dataloader.generator is not None:
@@ -45,9 +48,9 @@ def balanced_from(
         dataloader.dataset,
         minibatch_size=size,
         collate_fn=dataloader.collate_fn,
-        shuffle=_shuffles(dataloader, distributed_sampler),
+        shuffle=_shuffles(dataloader, sampler, distributed_sampler),
         seed=seed,
-        drop_last=dataloader.drop_last,
+        drop_last=batches_of.drop_last,
         **workers,
         **options,
     )
@@ -61,29 +64,45 @@ def _plain(dataloader: DataLoader[Any]) -> str:
     return f"DataLoader(dataset, batch_size={dataloader.batch_size or own}, shuffle=True)"
 
 
-def _batch_size(dataloader: DataLoader[Any]) -> int:
-    if dataloader.batch_size is not None:
-        return dataloader.batch_size
-    if dataloader.batch_sampler is None:
+def _class_of(value: Any) -> type:
+    """Its class; of torchdata's samplers, which also keep their place, the class of torch's that they extend."""
+    classes = type(value).__mro__
+    return next(cls for cls in classes if not cls.__module__.startswith("torchdata."))
+
+
+def _batch_sampler(dataloader: DataLoader[Any]) -> Any:
+    """What makes batches of samples as they come; else it is refused."""
+    written_in = type(dataloader).__iter__.__module__
+    if not written_in.startswith(("torch.", "torchdata.")):
+        raise ChosenSamplesError(
+            f"{type(dataloader).__name__}.__iter__ decides which batches there are, and balancing would not call it. "
+            f"Write {_plain(dataloader)}, and change samples in the data set or in the collate_fn."
+        )
+    batch_sampler: Any = dataloader.batch_sampler
+    if batch_sampler is None:
         raise ChosenSamplesError(
             "A DataLoader(batch_size=None) cannot be balanced: its samples are batches already. A "
             "DataLoader(batch_sampler=...) cannot either: it chooses which samples go together, and Lightning "
             f"rebuilds it with batch_size=None for a distributed sampler. Write {_plain(dataloader)}, or yield "
             "`Minibatch`es and leave balancing out."
         )
+    extends = _class_of(batch_sampler)
+    is_of_torchdata = extends is BatchSampler and type(batch_sampler) is not BatchSampler
+    if is_of_torchdata or dataloader.batch_size is not None:
+        return batch_sampler
     raise ChosenSamplesError(
-        f"DataLoader(batch_sampler={type(dataloader.batch_sampler).__name__}(...)) chooses which samples go "
+        f"DataLoader(batch_sampler={type(batch_sampler).__name__}(...)) chooses which samples go "
         f"together, but balancing must choose that. Write {_plain(dataloader)}."
     )
 
 
-def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
+def _shuffles(dataloader: DataLoader[Any], sampler: Any, distributed_sampler: str) -> bool:
     if isinstance(dataloader.dataset, IterableDataset):
         return False
-    sampler: Any = dataloader.sampler
-    if type(sampler) is SequentialSampler:
+    kind = _class_of(sampler)
+    if kind is SequentialSampler:
         return False
-    is_random = type(sampler) is RandomSampler and not sampler.replacement
+    is_random = kind is RandomSampler and not sampler.replacement
     if is_random and sampler.num_samples == len(sampler.data_source):
         return True
     own = _compat.wrapped_sampler(sampler)
@@ -100,11 +119,35 @@ def _shuffles(dataloader: DataLoader[Any], distributed_sampler: str) -> bool:
     )
 
 
+def only(loaders: Any) -> Any:
+    """The loader that a dict, list or tuple holds alone; anything else is returned as it is."""
+    if not isinstance(loaders, dict | list | tuple) or len(loaders) != 1:
+        return loaders
+    [key] = loaders if isinstance(loaders, dict) else [0]
+    return loaders[key]
+
+
+def placed_as(loaders: Any, batch: Any) -> Any:
+    """A batch in the place of the `only` loader, where Lightning puts its batches."""
+    if only(loaders) is loaders:
+        return batch
+    if isinstance(loaders, dict):
+        return dict.fromkeys(loaders, batch)
+    return type(loaders)([batch])
+
+
+def is_minibatch(batch: Any) -> bool:
+    """Whether it is a `Minibatch`, alone or in the place of the `only` loader."""
+    return isinstance(only(batch), Minibatch)
+
+
 def check_single(loaders: Any, balance: str | None) -> None:
     """Refuse several training loaders at once where minibatches are balanced."""
-    if not isinstance(loaders, dict | list | tuple):
+    members = only(loaders)
+    if not isinstance(members, dict | list | tuple):
         return
-    members = list(loaders.values()) if isinstance(loaders, dict) else list(loaders)
+    if isinstance(members, dict):
+        members = list(members.values())
     if any(getattr(loader, "yields_minibatches", False) for loader in members):
         raise ValueError(
             f"Balancing (balance={balance!r}, BalancedDataLoader) works with one training loader, but here are "

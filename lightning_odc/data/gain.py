@@ -10,9 +10,9 @@ import numpy as np
 from torch.utils.data import DataLoader, SequentialSampler, Subset
 
 from lightning_odc.balance import COLLECTIVE_SAFE, Plan, Planner, microbatch_costs
-from lightning_odc.balance.arrays import Floats, as_lengths, first_number
+from lightning_odc.balance.arrays import as_lengths, first_number
 from lightning_odc.balance.collation import Collation
-from lightning_odc.data.lengths import LengthArray, LengthFunction, plain
+from lightning_odc.data.lengths import EQUALLY_LONG, LengthArray, LengthFunction, length_function, plain
 from lightning_odc.data.rng import isolated_rng, with_own_rng
 
 _SECONDS = 0.4
@@ -31,70 +31,133 @@ class Gain:
     factor: float  # the time as batches come, over the time of balanced minibatches
     shortest: int  # tokens of the shortest sample that was looked at; of rows of numbers, by the first one
     longest: int  # tokens of the longest one
+    least_idle: float  # as `idle`, where ranks wait once per optimizer step only
+    padding_alone: float  # as `padding`, with one sample in a batch
+
+    def described(self, samples: int) -> str:
+        """In lines, what is certain, whichever strategy trained before; ``samples`` are those of a rank in a step."""
+        said = (
+            f"Expected padding: {self.balanced_padding:.0%} of the computed tokens; "
+            f"with your batches, {self.padding:.0%}.\n"
+            f"Expected waits: {self.balanced_idle:.0%} of the time; with your batches, at least {self.least_idle:.0%}."
+        )
+        if self.padding_alone < self.padding / 2:
+            said += (
+                f"\nWithout this package, one sample at a time ({samples} accumulated batches of 1) computes "
+                f"{self.padding_alone:.0%} padding."
+            )
+        return said
+
+
+@dataclass
+class _Totals:
+    """What minibatches take, and what they compute."""
+
+    time: float = 0.0
+    least: float = 0.0  # if ranks wait for each other once per minibatch
+    work: float = 0.0  # the mean time that ranks compute
+    computed: int = 0  # tokens, padding included
+    own: int = 0  # tokens without it
+
+    def add(self, plan: Plan, lengths: LengthArray, cost: Any, collation: Collation, meets: bool) -> None:
+        """Count one more minibatch; ``meets``: ranks wait for each other at every microbatch."""
+        costs = microbatch_costs(plan, lengths, cost, collation=collation)
+        busy = [sum(of_rank) for of_rank in costs]
+        self.least += max(busy)
+        self.time += sum(map(max, zip(*costs, strict=True))) if meets else max(busy)
+        self.work += sum(busy) / len(busy)
+        for of_rank in plan:
+            for microbatch in filter(None, of_rank):
+                own = lengths[microbatch]
+                self.computed += collation.tokens(own)
+                self.own += int(first_number(own).sum())
+
+    @property
+    def idle(self) -> float:
+        return 1 - self.work / self.time
+
+    @property
+    def padding(self) -> float:
+        # A collate_fn that cuts computes fewer tokens than there are.
+        return max(1 - self.own / self.computed, 0.0)
 
 
 def planned_gain(
     lengths: LengthArray, batch_size: int, batches: int, planner: Planner, unbalanced: Collation | None = None
 ) -> Gain:
     """Compare batches as they come with balanced minibatches; ``unbalanced`` is the collation of the former."""
-    num_ranks, size = planner.num_ranks, batch_size * batches * planner.num_ranks
+    size = batch_size * batches * planner.num_ranks
     whole = lengths[: len(lengths) // size * size or len(lengths)]
     # As they come, ranks wait at every batch, since Lightning meets there. Balanced, they wait once per optimizer
     # step, or at every microbatch under a policy for collectives.
     meets = planner.policy in COLLECTIVE_SAFE
-    come, balanced = np.zeros(4), np.zeros(4)
-    for part in [whole[first : first + size] for first in range(0, len(whole), size)][:_MOST_MINIBATCHES]:
-        # A distributed sampler gives a rank every `num_ranks`-th sample.
-        by_rank = [range(rank, len(part), num_ranks) for rank in range(num_ranks)]
-        begins = range(0, batch_size * batches, batch_size)
-        dealt = [[list(samples[begin : begin + batch_size]) for begin in begins] for samples in by_rank]
-        come += _facts(dealt, part, planner.cost, unbalanced or planner.collation, meets=True)
-        balanced += _facts(planner.plan(part), part, planner.cost, planner.collation, meets)
-    both = come.tolist(), balanced.tolist()
-    idle, balanced_idle = (1 - work / time for time, work, _, _ in both)
-    # A collate_fn that cuts computes fewer tokens than there are.
-    padding, balanced_padding = (max(1 - own / computed, 0.0) for _, _, computed, own in both)
-    (slow, *_), (time, *_) = both
+    collation = unbalanced or planner.collation
+    as_they_come = _Totals()
+    balanced = _Totals()
+    alone = _Totals()
+    for first in range(0, len(whole), size)[:_MOST_MINIBATCHES]:
+        part = whole[first : first + size]
+        dealt = _dealt(len(part), batch_size, batches, planner.num_ranks)
+        as_they_come.add(dealt, part, planner.cost, collation, meets=True)
+        alone.add([[[sample] for sample in range(len(part))]], part, planner.cost, collation, meets=False)
+        balanced.add(planner.plan(part), part, planner.cost, planner.collation, meets)
     tokens = first_number(lengths)
-    ends = int(tokens.min()), int(tokens.max())
-    return Gain(idle, balanced_idle, padding, balanced_padding, time, slow / time, *ends)
+    return Gain(
+        idle=as_they_come.idle,
+        balanced_idle=balanced.idle,
+        padding=as_they_come.padding,
+        balanced_padding=balanced.padding,
+        balanced=balanced.time,
+        factor=as_they_come.time / balanced.time,
+        shortest=int(tokens.min()),
+        longest=int(tokens.max()),
+        least_idle=1 - as_they_come.work / as_they_come.least,
+        padding_alone=alone.padding,
+    )
 
 
-def _facts(plan: Plan, lengths: LengthArray, cost: Any, collation: Collation, meets: bool) -> Floats:
-    """Of a minibatch: its time, the mean time that ranks compute, and the tokens with and without padding."""
-    costs = microbatch_costs(plan, lengths, cost, collation=collation)
-    busy = [sum(own) for own in costs]
-    time = sum(map(max, zip(*costs, strict=True))) if meets else max(busy)
-    microbatches = [lengths[own] for of_rank in plan for own in of_rank if own]
-    computed = sum(collation.tokens(own) for own in microbatches)
-    own_tokens = sum(first_number(own).sum() for own in microbatches)
-    return np.array([time, sum(busy) / len(busy), computed, own_tokens])
+def _dealt(num_samples: int, batch_size: int, batches: int, num_ranks: int) -> Plan:
+    """The batches of each rank as a distributed sampler deals them out: every ``num_ranks``-th sample."""
+    dealt = []
+    begins = range(0, batch_size * batches, batch_size)
+    for rank in range(num_ranks):
+        samples = list(range(rank, num_samples, num_ranks))
+        dealt.append([samples[begin : begin + batch_size] for begin in begins])
+    return dealt
 
 
-def glance(loader: DataLoader[Any], enough: int, length_of: LengthFunction) -> tuple[LengthArray, list[int]]:
+def glance(
+    loader: DataLoader[Any], enough: int, length_fn: LengthFunction | None = None
+) -> tuple[LengthArray, list[int]]:
     """Lengths and indices of ``enough`` samples in the order they come; fewer where reading takes time, or none."""
     dataset: Any = loader.dataset
-    shuffled = getattr(loader.sampler, "shuffle", not isinstance(loader.sampler, SequentialSampler))
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    shuffled = getattr(sampler, "shuffle", not isinstance(sampler, SequentialSampler))
     count = min(enough, len(dataset))
     generator = np.random.default_rng(0)  # in time that does not grow with the data set
-    order = generator.choice(len(dataset), count, replace=False) if shuffled else np.arange(count)
+    order = np.arange(count)
+    if shuffled:
+        order = generator.choice(len(dataset), count, replace=False)
     indices = order.tolist()
     while isinstance(dataset, Subset):
-        dataset, order = dataset.dataset, np.asarray(dataset.indices)[order]
+        order = np.asarray(dataset.indices)[order]
+        dataset = dataset.dataset
     known = getattr(dataset, "__dict__", {}).get("lengths")  # a property may be anything but cheap
     if known is not None and not callable(known):
         return as_lengths([plain(known[int(index)]) for index in order], count=count), indices
     if loader.num_workers and not isinstance(dataset, list | tuple):
         return as_lengths([], count=0), []
-    lengths = _read(dataset, order.tolist(), length_of)
-    return lengths, indices[: len(lengths)]
-
-
-def _read(dataset: Any, indices: list[int], length_of: LengthFunction) -> LengthArray:
-    end, copied, found = time.monotonic() + _SECONDS, with_own_rng(dataset), list[Any]()
+    end = time.monotonic() + _SECONDS
+    copied = with_own_rng(dataset)
+    found = []
     with isolated_rng():
-        for index in indices:
+        length_of = length_fn or length_function(
+            lambda place: copied[int(order[place])], count, loader.collate_fn
+        )
+        if length_of == EQUALLY_LONG:
+            return np.ones(count, dtype=np.int64), indices
+        for index in order.tolist():
             found.append(plain(length_of(copied[index])))
             if time.monotonic() > end:
                 break
-    return as_lengths(found, count=len(found))
+    return as_lengths(found, count=len(found)), indices[: len(found)]

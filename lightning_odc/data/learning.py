@@ -40,7 +40,7 @@ Known = TypeVar("Known")
 
 _ALL_UP_TO = 32
 _THEN_EACH = 4
-_LEFT = 0.8  # of the tokens that ran out of memory
+_LEFT = 0.8  # of the tokens that ran out of memory: see Note [After running out]
 
 
 class History(Generic[Known]):
@@ -53,8 +53,10 @@ class History(Generic[Known]):
 
     def at(self, number: int) -> Known:
         """What minibatch ``number`` is planned with."""
-        usable = [value for last, value in self.known if last <= number - self.lag]
-        return usable[-1] if usable else self.known[0][1]
+        for last, value in reversed(self.known):
+            if last <= number - self.lag:
+                return value
+        return self.known[0][1]
 
     def begin(self) -> int:
         """The number of the minibatch that is handed out now."""
@@ -65,7 +67,8 @@ class History(Generic[Known]):
         """Record what is known after minibatch ``number``, and drop what no plan will ask for again."""
         self.known.append((number, value))
         old = [index for index, (last, _) in enumerate(self.known) if last <= self.begun - self.lag]
-        del self.known[: old[-1] if old else 0]
+        if old:
+            del self.known[: old[-1]]
 
 
 class DelayedCost(History[LearntCost | None]):
@@ -82,12 +85,14 @@ class DelayedCost(History[LearntCost | None]):
         """What plans are made by now."""
         if isinstance(self.cost, FittedCost):
             return self.cost
-        return self.cost.fitted if self.cost.is_refuted else self.cost.prior
+        if self.cost.is_refuted:
+            return self.cost.fitted
+        return self.cost.prior
 
-    def keep_apart(self) -> None:
-        """See `AutoCost.keep_apart`; a `FittedCost` finds it out."""
+    def separate_samples(self) -> None:
+        """See `AutoCost.separate_samples`; a `FittedCost` finds it out."""
         if isinstance(self.cost, AutoCost):
-            self.cost.keep_apart()
+            self.cost.separate_samples()
 
     def measures(self, number: int) -> bool:
         """Whether minibatch ``number`` is worth the measurement, which makes a GPU finish what it was given."""
@@ -100,7 +105,9 @@ class DelayedCost(History[LearntCost | None]):
         self.cost.observe(self._unfitted)
         self._unfitted = []
         learnt = self.cost.snapshot()
-        return None if learnt is None else [number, learnt.coefficients, learnt.dense]
+        if learnt is None:
+            return None
+        return [number, learnt.coefficients, learnt.dense]
 
     def observe(self, by_rank: Sequence[tuple[Sequence[Measurement], list[Any] | None]]) -> None:
         """Take in what each rank measured in an optimizer step, and what `post` returned there."""
@@ -111,18 +118,18 @@ class DelayedCost(History[LearntCost | None]):
                 if not self._fits:
                     self.cost.take(learnt)
                 self.learn(number, learnt)
-        self._unfitted = [
-            (rank, lengths, seconds)
-            for rank, (measured, _) in enumerate(by_rank)
-            for lengths, seconds in measured
-        ]
+        self._unfitted = []
+        for rank, (measured, _) in enumerate(by_rank):
+            self._unfitted += [(rank, lengths, seconds) for lengths, seconds in measured]
 
     def state_dict(self) -> dict[str, Any]:
         """All that a resumed run needs, as numbers, lists and dicts of them. Rank 0 alone has the sums of the fit."""
-        known = [
-            [last, value and [*map(list, value.coefficients)], value and value.dense]
-            for last, value in self.known
-        ]
+        known: list[list[Any]] = []
+        for last, value in self.known:
+            if value is None:
+                known.append([last, None, None])
+            else:
+                known.append([last, list(map(list, value.coefficients)), value.dense])
         unfitted = [[rank, list(lengths), seconds] for rank, lengths, seconds in self._unfitted]
         return {"begun": self.begun, "learnt": known, "unfitted": unfitted, "cost": self.cost.state_dict()}
 
@@ -131,18 +138,20 @@ class DelayedCost(History[LearntCost | None]):
         self.cost.load_state_dict(state["cost"])
         self.begun = state["begun"]
         self._unfitted = [(rank, lengths, seconds) for rank, lengths, seconds in state["unfitted"]]
-        self.known = [
-            (last, coefficients and LearntCost(tuple(map(tuple, coefficients)), dense))
-            for last, coefficients, dense in state["learnt"]
-        ]
+        self.known = []
+        for last, coefficients, dense in state["learnt"]:
+            learnt = None
+            if coefficients:
+                learnt = LearntCost(tuple(map(tuple, coefficients)), dense)
+            self.known.append((last, learnt))
 
 
 class DelayedCap(History["int | list[int]"]):
     """Caps that fall, equal on all ranks, as each plan may use them; see Note [Plans of what everybody knows]."""
 
     def __init__(self, num_ranks: int, cap: int | Sequence[int], least: int) -> None:
-        self._first = [cap] * num_ranks if isinstance(cap, int) else list(cap)
         self._by_rank = not isinstance(cap, int)
+        self._first = [cap] * num_ranks if isinstance(cap, int) else list(cap)
         self.caps = list(self._first)  # by rank
         self.ran_out = 0  # microbatches
         self._least = least  # tokens of the longest sample, which has to run anyway
@@ -151,25 +160,34 @@ class DelayedCap(History["int | list[int]"]):
     @property
     def value(self) -> int | list[int]:
         """The cap of all ranks; or one for each, where they differ or a list was given."""
-        return list(self.caps) if self._by_rank or len(set(self.caps)) > 1 else self.caps[0]
+        if self._by_rank or len(set(self.caps)) > 1:
+            return list(self.caps)
+        return self.caps[0]
 
     def observe(self, by_rank: Sequence[Sequence[Any] | None]) -> None:
-        """Take in what `Retry.take` returned on each rank in an optimizer step; the same on all ranks."""
-        told = [(rank, *report) for rank, report in enumerate(by_rank) if report is not None]
-        for rank, _, ran_out in told:
+        """Take in what ran out of memory on each rank in a step: the minibatch, and the sizes of microbatches."""
+        numbers = []
+        for rank, report in enumerate(by_rank):
+            if report is None:
+                continue
+            number, ran_out = report
+            numbers.append(number)
             self.ran_out += len(ran_out)
             # Parts that ran out, too, do not count: one sample in all of them may be the reason.
             for tokens, samples in ran_out:
-                if samples == 1:  # no cap helps one that does not fit alone
-                    continue
-                own = self.caps[rank]
-                # Never above `own`: a plan from before the cap fell may run out with more tokens.
-                lower = min(own, max(int(_LEFT * (tokens or own)), 1))
-                if max([lower, *(cap for cap in self.caps if cap != own)]) < self._least:
-                    lower = self._least
-                self.caps = [lower if cap == own else cap for cap in self.caps]
-        if told:
-            self.learn(max(number for _, number, _ in told), self.value)
+                if samples != 1:  # no cap helps one that does not fit alone
+                    self._lower(self.caps[rank], tokens)
+        if numbers:
+            self.learn(max(numbers), self.value)
+
+    def _lower(self, cap: int, tokens: int) -> None:
+        """Lower the cap of all ranks that have this one: so many tokens have run out, or an unknown number, 0."""
+        # Never above the cap: a plan from before it fell may run out with more tokens.
+        lower = min(cap, max(int(_LEFT * (tokens or cap)), 1))
+        others = [other for other in self.caps if other != cap]
+        if max([lower, *others]) < self._least:
+            lower = self._least
+        self.caps = [lower if other == cap else other for other in self.caps]
 
     def values(self) -> dict[str, float]:
         """What to log, by name: see `DeviceIdleMonitor`."""
@@ -187,8 +205,10 @@ class DelayedCap(History["int | list[int]"]):
             raise ValueError(f"it is of {len(cap['caps'])} ranks, and there are {len(self.caps)}.")
         if cap["first"] != self._first:
             raise ValueError(f"it began with {cap['first']} (by rank), and now max_tokens is {self._first}.")
-        self.caps, self.ran_out = list(cap["caps"]), cap["ran_out"]
-        self.begun, self.known = state["begun"], [(last, value) for last, value in state["known"]]
+        self.caps = list(cap["caps"])
+        self.ran_out = cap["ran_out"]
+        self.begun = state["begun"]
+        self.known = [(last, value) for last, value in state["known"]]
 
 
 @dataclass(frozen=True)
@@ -198,22 +218,43 @@ class Learning:
     cost: DelayedCost | None = None  # how long microbatches take
     cap: DelayedCap | None = None  # how much memory they may take
 
+    @property
+    def begun(self) -> int:
+        """Minibatches that were handed out so far."""
+        return max((part.begun for part in self._parts), default=0)
+
+    @property
+    def _parts(self) -> list[DelayedCost | DelayedCap]:
+        return [part for part in (self.cost, self.cap) if part is not None]
+
     def begin(self, lag: int) -> None:
         """A pass begins, whose plans are that many minibatches behind. All count minibatches alike from here on."""
-        parts = [part for part in (self.cost, self.cap) if part is not None]
-        begun = max((part.begun for part in parts), default=0)
-        for part in parts:
-            part.lag, part.begun = lag, begun
+        begun = self.begun
+        for part in self._parts:
+            part.lag = lag
+            part.begun = begun
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs, by name."""
-        state = {} if self.cost is None else {"learning": self.cost.state_dict()}
+    def cost_at(self, number: int) -> LearntCost | None:
+        """The cost that minibatch ``number`` is planned with, if one was learnt."""
+        return None if self.cost is None else self.cost.at(number)
+
+    def cap_at(self, number: int) -> int | list[int] | None:
+        """The cap that minibatch ``number`` is planned with, if caps may fall."""
+        return None if self.cap is None else self.cap.at(number)
+
+    def state_dict(self, under_way: int) -> dict[str, Any]:
+        """All that a resumed run needs, by name; it begins with the minibatches that are ``under_way``."""
+        state = {}
+        if self.cost is not None:
+            state["learning"] = self.cost.state_dict()
         if self.cap is not None and self.cap.ran_out:
             state["memory"] = self.cap.state_dict()
+        for of_part in state.values():
+            of_part["begun"] -= under_way
         return state
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, as far as it fits; else begin again, with a warning."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned, as far as it fits; the rest is taken out of it, with a warning."""
         parts = {"learning": (self.cost, "the cost"), "memory": (self.cap, "max_tokens")}
         for name, (part, what) in parts.items():
             if part is None or name not in state:
@@ -221,4 +262,5 @@ class Learning:
             try:
                 part.load_state_dict(state[name])
             except ValueError as error:
+                del state[name]
                 warnings.warn(f"What {what} had learnt is not taken over: {error}", stacklevel=3)

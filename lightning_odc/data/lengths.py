@@ -2,38 +2,44 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Number
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc import host_memory
-from lightning_odc.balance.arrays import as_caps, as_lengths, check_caps
+from lightning_odc.arguments import Like
+from lightning_odc.balance.arrays import as_lengths, check_caps
 from lightning_odc.data.rng import isolated_rng
+from lightning_odc.data.shapes import ShownLength, are_all_shown
 
 LengthArray = npt.NDArray[np.int64]
 """``[n]``, or ``[n, d]`` where samples have rows of numbers."""
-LengthFunction = Callable[[Any], int | Sequence[int]]
+LengthFunction = Annotated[
+    Callable[[Any], int | Sequence[int]], Like('lambda sample: len(sample["input_ids"])')
+]
 """The length of a sample, or a row of numbers, as many for every sample: ``(text tokens, image patches)``."""
-Source = Literal["given", "attribute", "column", "length_fn", "samples"]
+Source = Literal["given", "attribute", "column", "length_fn", "samples", "collated"]
 
-_DEPTH = 6  # to which the content of a sample is looked at
-
+_LOOKED_AT = 16  # samples that show in which dimensions others may differ
 _ROWS_AT_ONCE = 1000
 _BYTES_OF_A_LENGTH = 64  # a number of Python in a list, and its places in two arrays
 _SPARE_BYTES = 64 * 2**20  # for a sample, and for what else runs
 _LOOK_EVERY_S = 1.0
+EQUALLY_LONG = ShownLength((), None)
+"""Measures samples of which equally large batches are made."""
 _TEACH = (
     "Say how long the samples are:\n"
     "    BalancedDataLoader(dataset, lengths=[12, 7, ...], ...)    # or `dataset.lengths = [12, 7, ...]`\n"
@@ -44,8 +50,8 @@ _TEACH = (
 class LengthsUnknownError(ValueError):
     """The lengths of the samples are unknown, so they cannot be balanced."""
 
-    length_fn = 'lambda sample: len(sample["tokens"])'
-    """The function to write, with a key of the sample if there is one that has a length."""
+    length_fn = "lambda sample: ..."
+    """The function to write, with a part of the sample that has a length, if there is one."""
 
     @property
     def reason(self) -> str:
@@ -59,9 +65,11 @@ class Lengths:
 
     # int64, at least 1 each; or rows of numbers, `[n, d]`, of which the first is at least 1
     values: LengthArray
-    # "given", "attribute" (`dataset.lengths`), "column" (of a Hugging Face data set), "length_fn", or "samples"
-    # (every sample was looked at)
+    # "given", "attribute" (`dataset.lengths`), "column" (of a Hugging Face data set), "length_fn", "samples" (every
+    # sample was looked at), or "collated" (the same, alone in a batch)
     source: Source
+    # what has measured the samples, if it may be done again at any time
+    length_of: LengthFunction | None = field(default=None, compare=False)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -73,65 +81,156 @@ class Lengths:
     @cached_property
     def digest(self) -> str:
         """Short text that differs when a length does."""
-        shape = b"" if self.values.ndim == 1 else repr(self.values.shape).encode()
-        return hashlib.sha256(shape + self.values.astype("<i8").tobytes()).hexdigest()[:12]
+        content = self.values.astype("<i8").tobytes()
+        if self.values.ndim > 1:
+            content = repr(self.values.shape).encode() + content
+        return hashlib.sha256(content).hexdigest()[:12]
 
 
-def find_lengths(dataset: Any, lengths: Any = None, length_fn: LengthFunction | None = None) -> Lengths:
-    """The length of every sample: as given, by ``length_fn``, as the data set knows it, or of every sample itself."""
+def find_lengths(
+    dataset: Any,
+    lengths: Any = None,
+    length_fn: LengthFunction | None = None,
+    collate_fn: Callable[[list[Any]], Any] = list,
+) -> Lengths:
+    """The length of every sample: as given, by ``length_fn``, as the data set knows it, or of every sample itself.
+
+    See `length_function` for the last of these.
+    """
     count = len(dataset)
     if lengths is not None:
         return Lengths(as_lengths(lengths, count=count), "given")
-    # A `Subset` or `ConcatDataset` of data sets that know their lengths knows its own.
-    known = _known(dataset) if length_fn is None else None
-    if known is not None:
-        return Lengths(as_lengths(known.values, f"the data set's {known.source}", count), known.source)
+    if length_fn is None:
+        # A `Subset` or `ConcatDataset` of data sets that know their lengths knows its own.
+        known = _known(dataset)
+        if known is not None:
+            return Lengths(as_lengths(known.values, f"the data set's {known.source}", count), known.source)
     if count == 0:
         return Lengths(np.empty(0, dtype=np.int64), "samples")
-    source: Source = "samples" if length_fn is None else "length_fn"
-    return Lengths(_scan(dataset, length_fn or measure), source)
+    if length_fn is not None:
+        return Lengths(_scan(dataset, length_fn), "length_fn")
+    with isolated_rng():
+        length_of = length_function(dataset.__getitem__, count, collate_fn)
+    if length_of == EQUALLY_LONG:
+        return Lengths(np.ones(count, dtype=np.int64), "collated")
+    if isinstance(length_of, ShownLength) and length_of.collate_fn is not None:
+        return Lengths(_scan_collated(dataset, length_of), "collated")
+    return Lengths(_scan(dataset, length_of), "samples", length_of)
+
+
+def length_function(
+    read: Callable[[int], Any], count: int, collate_fn: Callable[[list[Any]], Any]
+) -> LengthFunction:
+    """What measures samples: their own form; else the one of a batch of each, in the dimensions that differ.
+
+    Args:
+        read: Reads the sample at a position.
+        count: The number of samples.
+        collate_fn: Makes a batch of a list of samples.
+
+    Returns:
+        `measure`, or a `ShownLength`. Several sequences of unequal sizes are added.
+    """
+    samples = [read(place) for place in _looked_at(count)]
+    with suppress(LengthsUnknownError):
+        for sample in samples:
+            measure(sample)
+        if not isinstance(samples[0], tuple):
+            return measure
+        shown = ShownLength((), None).of(samples)
+        if len(shown.sequences) > 1:
+            return shown
+        return measure
+    with suppress(Exception):  # whatever it is, training will meet it, too
+        shown = ShownLength((), collate_fn).of(samples)
+        if shown.sequences:
+            return shown
+        if are_all_shown(collate_fn(copy.deepcopy(samples[:1]))):
+            return EQUALLY_LONG
+    return measure
+
+
+def _looked_at(count: int) -> list[int]:
+    return np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int).tolist()
 
 
 def measure(sample: Any) -> int:
-    """The length of a sample: of its ``"input_ids"``, of itself, or of the first item if it is a tuple."""
+    """The length of a sample: of its ``"input_ids"``, of itself, or of the first item if it is a tuple.
+
+    ``None``, which a ``collate_fn`` leaves out, has 1.
+    """
+    if sample is None:
+        return 1
     first = sample[0] if isinstance(sample, tuple) and sample else sample
+    if _is_series(first):
+        return len(first)
     length = _length(sample)
-    if isinstance(first, Tensor | np.ndarray) and first.ndim == 2:
-        is_floating = first.is_floating_point() if isinstance(first, Tensor) else first.dtype.kind == "f"
-        length = len(first) if is_floating else length  # steps of a series, each with some numbers
     if length is not None:
         return length
-    kind, length_fn = f"a {type(sample).__name__}", LengthsUnknownError.length_fn
+    kind = f"a {type(sample).__name__}"
     if isinstance(sample, Tensor | np.ndarray):
         kind = f"{type(sample).__name__} of shape {list(sample.shape)}"
     elif isinstance(sample, Mapping):
         kind = f"{type(sample).__name__} with keys {list(sample)[:10]}"
-        key = next((name for name in sample if _length(sample[name]) is not None), "tokens")
-        length_fn = f'lambda sample: len(sample["{key}"])'
+    length_fn = f"lambda sample: {_length_in_words(sample)}"
     said = f"The length of a sample that is {kind} is not known. {_TEACH}{length_fn}, ...)"
     error = LengthsUnknownError(said)
     error.length_fn = length_fn
     raise error
 
 
+def _length_in_words(sample: Any) -> str:
+    """The line that gives a length: of the sample, or of the part of it that most looks like a sequence."""
+    parts: dict[str, Any] = {"sample": sample}
+    if isinstance(sample, Mapping):
+        parts = {f"sample[{key!r}]".replace("'", '"'): value for key, value in sample.items()}
+    elif isinstance(sample, tuple):
+        parts = {f"sample[{place}]": value for place, value in enumerate(sample)}
+    known = [name for name, part in parts.items() if _length(part) is not None]
+    sized = [name for name, part in parts.items() if _has_length(part)]
+    for name in known + sized:
+        return f"len({name})"
+    return "..."
+
+
+def _has_length(value: Any) -> bool:
+    try:
+        return len(value) > 0
+    except TypeError:
+        return False
+
+
+def _is_series(value: Any) -> bool:
+    """Whether it is a table of numbers that are no tokens: steps of a series, each with some numbers."""
+    if isinstance(value, Tensor):
+        return value.ndim == 2 and value.is_floating_point()
+    return isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind == "f"
+
+
 def _length(sample: Any) -> int | None:
     if isinstance(sample, Mapping):
         ids: Any = sample.get("input_ids")
         # Tokenizers that return tensors put a batch dimension of one before the tokens.
-        is_batch = isinstance(ids, Tensor | np.ndarray) and ids.ndim == 2 and len(ids) == 1
-        return _length(ids[0] if is_batch else ids)
+        if isinstance(ids, Tensor | np.ndarray) and ids.ndim == 2 and len(ids) == 1:
+            ids = ids[0]
+        return _length(ids)
     if isinstance(sample, Tensor | np.ndarray):
         return len(sample) if sample.ndim == 1 else None
     if not isinstance(sample, Sequence) or isinstance(sample, str | bytes):
         return None
-    if all(isinstance(item, Number) for item in (*sample[:1], *sample[-1:])):
+    ends = (*sample[:1], *sample[-1:])
+    if all(isinstance(item, Number) for item in ends):
         return len(sample)
-    return _length(sample[0]) if isinstance(sample, tuple) else None
+    if isinstance(sample, tuple):
+        return _length(sample[0])
+    return None
 
 
 def plain(length: Any) -> Any:
     """A length as Python has numbers: what a tensor or array holds."""
-    return length.tolist() if isinstance(length, Tensor | np.ndarray) else length
+    if isinstance(length, Tensor | np.ndarray):
+        return length.tolist()
+    return length
 
 
 def check_longest(lengths: LengthArray, max_tokens: Any) -> None:
@@ -139,14 +238,16 @@ def check_longest(lengths: LengthArray, max_tokens: Any) -> None:
     if max_tokens is None or not len(lengths):
         return
     num_ranks = len(max_tokens) if isinstance(max_tokens, list) else 1
-    check_caps(lengths, lengths, as_caps(max_tokens, num_ranks), num_ranks)
+    check_caps(lengths, lengths, max_tokens, num_ranks)
 
 
 def _known(dataset: Any) -> Lengths | None:
     """What the data set says about its lengths without being looked through."""
     if isinstance(dataset, Subset):
         whole = _known(dataset.dataset)
-        return None if whole is None else Lengths(whole.values[np.asarray(dataset.indices)], whole.source)
+        if whole is None:
+            return None
+        return Lengths(whole.values[np.asarray(dataset.indices)], whole.source)
     if isinstance(dataset, ConcatDataset):
         parts = [_known(part) for part in dataset.datasets]
         found = [part for part in parts if part is not None]
@@ -163,7 +264,9 @@ def _known(dataset: Any) -> Lengths | None:
     if attribute is not None and not callable(attribute):
         return Lengths(as_lengths(attribute, "dataset.lengths", len(dataset)), "attribute")
     column = _column(dataset)
-    return None if column is None else Lengths(column, "column")
+    if column is None:
+        return None
+    return Lengths(column, "column")
 
 
 def _column(dataset: Any) -> LengthArray | None:
@@ -177,27 +280,48 @@ def _column(dataset: Any) -> LengthArray | None:
         if _length(dataset.with_format(None)[0]["input_ids"]) is None:
             return None
         # The Arrow form holds the lengths of its lists, so that no list is built.
-        view, parts = dataset.with_format("arrow", columns=["input_ids"]), []
+        view = dataset.with_format("arrow", columns=["input_ids"])
+        parts = []
         for start in range(0, len(dataset), _ROWS_AT_ONCE):
             chunks = view[start : start + _ROWS_AT_ONCE]["input_ids"].chunks
             parts += [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
         return as_lengths(np.concatenate(parts), "column 'input_ids'")
-    name = next((name for name in ("length", "lengths") if name in names), None)
-    if name is None:
-        return None
-    return as_lengths(dataset.with_format(None)[name][:], f"column {name!r}")
+    for name in ("length", "lengths"):
+        if name in names:
+            return as_lengths(dataset.with_format(None)[name][:], f"column {name!r}")
+    return None
+
+
+def _scan_collated(dataset: Any, collated: ShownLength) -> LengthArray:
+    """What ``collated`` measures: by the samples' own shapes if these say the same, since batches take much longer."""
+
+    def differs(places: Iterable[int]) -> bool:
+        return any(own(dataset[place]) != collated(dataset[place]) for place in places)
+
+    with isolated_rng():
+        looked_at = _looked_at(len(dataset))
+        own = ShownLength((), None).of([dataset[place] for place in looked_at])
+        if not own.sequences or differs(looked_at):
+            return _scan(dataset, collated)
+        values = _scan(dataset, own)
+        if differs(values.argsort(kind="stable")[-_LOOKED_AT:].tolist()):  # the longest ones may be cut off
+            return _scan(dataset, collated)
+    return values
 
 
 def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
     """Look at every sample, with a progress bar if it takes more than a moment."""
-    count, next_look, found = len(dataset), -math.inf, []
+    count = len(dataset)
+    next_look = -math.inf
+    found = []
     with isolated_rng():
         for index in tqdm(range(count), desc="Lengths of samples", unit="sample", delay=2, leave=False):
             if time.monotonic() >= next_look:  # raise before the kernel ends this process
                 next_look = time.monotonic() + _LOOK_EVERY_S
+                left = count - index
                 short = host_memory.shortage(
-                    f"the lengths of samples that are still to be looked at ({count - index} of {count})",
-                    (count - index) * _BYTES_OF_A_LENGTH + _SPARE_BYTES,
+                    f"the lengths of samples that are still to be looked at ({left} of {count})",
+                    left * _BYTES_OF_A_LENGTH + _SPARE_BYTES,
                     "let the data set keep no samples that it has read, or say how long they are: "
                     "BalancedDataLoader(dataset, lengths=[12, 7, ...])",
                 )
@@ -205,32 +329,3 @@ def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
                     raise MemoryError(short)
             found.append(plain(length_of(dataset[index])))
     return as_lengths(found, "the samples")
-
-
-def digest_of(sample: Any) -> str:
-    """Text that differs where the content of samples does, as far as that can be seen."""
-    digest = hashlib.sha256()
-    for piece in _pieces(sample, _DEPTH):
-        digest.update(len(piece).to_bytes(8, "little") + piece)
-    return digest.hexdigest()
-
-
-def _pieces(value: Any, depth: int) -> Iterator[bytes]:
-    """The content of a sample as bytes, with the types that hold it."""
-    yield type(value).__qualname__.encode()
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        yield repr(value).encode()
-    elif isinstance(value, Tensor):
-        yield f"{value.dtype} {list(value.shape)}".encode()
-        yield value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        yield f"{value.dtype} {list(value.shape)}".encode()
-        yield value.tobytes()
-    elif depth:
-        if isinstance(value, Sequence | np.ndarray):
-            parts = list(value)
-        else:
-            named = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-            parts = [part for name in sorted(named, key=str) for part in (str(name), named[name])]
-        for part in parts:
-            yield from _pieces(part, depth - 1)

@@ -10,11 +10,9 @@ begins when its first minibatch is asked for.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -23,42 +21,44 @@ from types import SimpleNamespace
 from typing import Any, Literal, Unpack
 
 import torch.distributed as dist
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
+from lightning_odc.arguments import Count, Index, checked
 from lightning_odc.balance.arrays import Caps, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
+from lightning_odc.balance.planner import Policy
+from lightning_odc.data.arguments import check_stream, check_unroll, check_world, did_you_mean
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.lengths import (
+    LengthArray,
     LengthFunction,
     Lengths,
     check_longest,
     find_lengths,
-    measure,
+    length_function,
     plain,
 )
-from lightning_odc.data.minibatch import Microbatch, Minibatch
+from lightning_odc.data.map_schedule import MapSchedule
+from lightning_odc.data.minibatch import Microbatch, Minibatch, Task
 from lightning_odc.data.packing import PackingCollator, packs
-from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, MinibatchPlan, RunInfo, Weighting
-from lightning_odc.data.reading import (
+from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, MinibatchPlan, RunInfo, Weighting, World
+from lightning_odc.data.position import Position, Progress
+from lightning_odc.data.reader import (
     Collate,
-    MapReading,
-    Position,
-    Progress,
     SampleReader,
-    StreamReading,
     WorkerOptions,
-    World,
     check_workers,
+    is_stream,
     named_deaths,
 )
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
-from lightning_odc.data.split import TrialSamples, spread_out
-from lightning_odc.data.weighting import Rule
+from lightning_odc.data.stream_schedule import StreamSchedule
 
-Reading = MapReading | StreamReading
+Schedule = MapSchedule | StreamSchedule
 Packing = bool | Literal["auto"]
 
 
+@checked
 class BalancedDataLoader:
     """Yields this rank's `Minibatch` of every global minibatch. The work is balanced over ranks.
 
@@ -106,6 +106,7 @@ class BalancedDataLoader:
         yields_minibatches: Whether it yields `Minibatch`es, and not `Microbatch`es.
         minibatches_per_step: Number of minibatches per optimizer step; set by ``ODCStrategy`` and used by a cost that
             learns.
+        progress: How far it is; ``ODCStrategy`` says what is done.
 
     Raises:
         ValueError: An invalid value, or values that contradict each other.
@@ -116,23 +117,23 @@ class BalancedDataLoader:
         self,
         dataset: Any,
         *,
-        minibatch_size: int,
+        minibatch_size: Count,
         lengths: Any = None,
         length_fn: LengthFunction | None = None,
         max_tokens: Caps = None,
-        policy: str = "lb_mini",
+        policy: Policy = "lb_mini",
         cost: Any = "auto",
         weighting: Weighting = "auto",
         collate_fn: Collate | None = None,
         packing: Packing = False,
         shuffle: bool = False,
-        seed: int | None = None,
+        seed: Index | None = None,
         drop_last: bool = False,
         unroll: bool = False,
-        window: int | None = None,
+        window: Count | None = None,
         regroup: bool = False,
-        num_replicas: int | None = None,
-        rank: int | None = None,
+        num_replicas: Count | None = None,
+        rank: Index | None = None,
         **workers: Unpack[WorkerOptions],
     ) -> None:
         *named, _ = inspect.signature(type(self)).parameters
@@ -140,37 +141,45 @@ class BalancedDataLoader:
         unknown = [name for name in workers if name not in known]
         if unknown:
             raise TypeError(" ".join(did_you_mean("BalancedDataLoader", name, known) for name in unknown))
-        if packing not in (True, False, "auto"):
-            raise ValueError(f'packing={packing!r} is unknown: write packing=True, False or "auto".')
-        seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-        windows = 1 if window is None else window
-        counted = minibatch_size, max_tokens, policy, cost, weighting
-        self.options = BatchOptions(*counted, shuffle, seed, drop_last, windows, regroup)
-        self.asked_weighting: Weighting = weighting  # that of the options may be what a trial has found
+        if seed is None:
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+        self.options = BatchOptions(
+            minibatch_size=minibatch_size,
+            max_tokens=max_tokens,
+            policy=policy,
+            cost=cost,
+            weighting=weighting,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            window=1 if window is None else window,
+            regroup=regroup,
+        )
+        self.info = NOTHING_KNOWN
+        self.is_stream = is_stream(dataset)
         self.unroll = unroll
         self.yields_minibatches = not unroll
-        self.minibatches_per_step = 1
         self.worker_init_fn = workers.pop("worker_init_fn", None)  # Lightning may put one here
         self.packing: Packing = packing
         self._samples = dataset
         self._given = lengths
         self._length_fn = length_fn
         self._unpacked = collate_fn or default_collate
-        self._packs = packing is True
-        self._packing_asked: tuple[bool, RunInfo] | None = None  # what the choice was made for
         self._world = num_replicas, rank
         self._workers = workers
-        self._progress = Progress()
-        self._info = NOTHING_KNOWN
-        self._reading: Reading | None = None
+        self.progress = Progress()
+        self._schedule: Schedule | None = None
+        self._resumed: dict[str, Any] = {}  # what had been learnt, until the next pass begins
+        self._collations: dict[bool, Collation | None] = {}  # what was found, packed and not
         self._iterator: Iterator[Minibatch] | None = None
         self._instead: Any = None  # another loader, whose batches are yielded
+        self.before_pass: Callable[[], None] | None = None  # what a strategy then finds out
         check_world(num_replicas, rank)
         check_workers(workers)
         if unroll:
-            _check_unroll(self.options)
+            check_unroll(self.options)
         if self.is_stream:
-            _check_stream(window, lengths, self.options, workers.get("num_workers", 0))
+            check_stream(window, lengths, self.options, workers.get("num_workers", 0))
         elif window is not None and not regroup:
             raise ValueError(
                 "window=... is for an IterableDataset, or together with regroup=True; leave it out, this data set can "
@@ -181,87 +190,66 @@ class BalancedDataLoader:
 
     # -- what a strategy finds out ------------------------------------------------------------------------
 
-    def adapt(self, info: RunInfo, begins: bool = True) -> None:
-        """Take over what a strategy knows; the same on all ranks, and before the first minibatch."""
-        self.minibatches_per_step = info.minibatches_per_step
-        cap = None if self._reading is None else self._reading.learning.cap
-        # A fit that begins may be of another model, of whose memory nothing is known.
-        if info != self._info or (begins and cap is not None and cap.ran_out):
-            self._info, self._reading = info, None
+    def adapt(self, info: RunInfo) -> None:
+        """Take over what a strategy knows, from the next minibatch on; on all ranks together, between two steps."""
+        cap = None if self._schedule is None else self._schedule.learning.cap
+        has_run_out = cap is not None and cap.ran_out > 0
+        if info != self.info or (info.fit_begins and has_run_out):
+            if self._schedule is not None and self._iterator is not None and not info.fit_begins:  # in a pass
+                self._resumed = self._schedule.learning.state_dict(under_way=0)
+            self._schedule = None
+        self.info = replace(info, fit_begins=False)
 
-    def share_among(self, num_replicas: int, rank: int) -> None:
-        """Share the data among groups of ranks, of which this rank is in the group ``rank``."""
-        self._world = num_replicas, rank
-
-    def choose_packing(self, keeps_apart: bool) -> bool:
-        """Pack under ``packing="auto"`` if plans then take less time; returns whether samples are packed now."""
-        asked = keeps_apart, self._info
-        if self.packing == "auto" and self._packing_asked != asked:
-            self._packing_asked = asked
-            packed = self._planned_time(packs=True) if keeps_apart else math.inf
-            self._packs = packed < self._planned_time(packs=False)
-            self._reading = None
-        return self._packs
-
-    def _planned_time(self, packs: bool) -> float:
-        """The time of balanced minibatches by their cost; infinity where it is not known, or samples do not pack."""
-        self._packs, self._reading = packs, None
-        try:
-            gain = self.planned_gain(self.options.batches)
-        except ValueError:
-            if not packs:
-                raise
-            return math.inf  # a sample that only fits where the user's own collate_fn cuts it
-        return math.inf if gain is None or (packs and self.collation is None) else gain.balanced
-
-    def count_by(self, rule: Rule | None) -> None:
-        """Let microbatches count what a trial of the loss has found, or as asked; before the first minibatch."""
-        weighting: Any = self.asked_weighting
-        if rule is not None:
-            is_counted = rule.counter is not None or rule.weighting == "num_items"
-            weighting = "token" if is_counted else rule.weighting
-        self._change(weighting=weighting, counter=rule and rule.counter, whole="")
-
-    def keep_whole(self, movable: bool) -> None:
-        """Leave the user's own batches whole, before the first minibatch; ``movable``: ranks may swap them."""
-        policy = self.options.policy if self.options.equal_counts else "lb_micro"
-        self.packing = self._packs = False
-        self._change(policy=policy, whole="movable" if movable else "fixed")
-
-    def _change(self, **changes: Any) -> None:
-        options = replace(self.options, **changes)
-        if options != self.options:
-            self.options, self._reading = options, None
+    def planned_gain(self, info: RunInfo) -> Gain | None:
+        """What plans gain in a run like this, over batches as they come; ``None`` for a stream. It changes nothing."""
+        if self.is_stream:
+            return None
+        schedule = self._prepare() if info == self.info else self._new_schedule(info)
+        assert isinstance(schedule, MapSchedule)
+        size = self.options.samples_per_batch
+        in_order = self.lengths.values[schedule.epochs.order(0)]
+        as_they_come = self._find_collation(self.lengths, packs=False) or PACKED
+        return planned_gain(in_order, size, self.options.batches, schedule.epochs.planner, as_they_come)
 
     def stand_aside(self, loader: Any) -> None:
         """Yield the batches of another loader instead; before the first one."""
-        self._instead, self.yields_minibatches = loader, False
+        self._instead = loader
+        self.yields_minibatches = False
 
-    def trial_samples(self) -> TrialSamples:
-        """What a loss is tried with; the data set stays as it is. refuses a stream that can be read only once."""
+    def peek(self, choose: Callable[[LengthArray], list[int]]) -> tuple[list[Any], LengthArray]:
+        """Samples that are chosen by the lengths of all, and their lengths. The data set stays as it is.
+
+        Of a stream, it is the first minibatches that are chosen from; one that can be read only once is refused.
+        """
         dataset = with_own_rng(self._samples)
         with isolated_rng():
-            if self.is_stream:
-                seed_rng(self.options.seed)
-                stream = iter(dataset)
-                if stream is dataset or stream is iter(dataset):
-                    raise ValueError("the stream can be read only once")
-                read = list(islice(stream, self.options.minibatch_size * 2))
-                lengths = as_lengths([plain((self._length_fn or measure)(sample)) for sample in read])
-                chosen = spread_out(lengths)
-                samples = [read[index] for index in chosen]
-            else:
+            if not self.is_stream:
                 lengths = self.lengths.values
-                chosen = spread_out(lengths)
-                samples = SampleReader(dataset, self._collate, self.options.seed).samples(0, chosen)
-        return TrialSamples(samples, lengths[chosen], self._collate)
+                chosen = choose(lengths)
+                samples = SampleReader(dataset, self.collate, self.options.seed).samples(0, chosen)
+                return samples, lengths[chosen]
+            seed_rng(self.options.seed)
+            stream = iter(dataset)
+            if stream is dataset or stream is iter(dataset):
+                raise ValueError("the stream can be read only once")
+            first = list(islice(stream, self.options.minibatch_size * 2))
+            if self._length_fn is None:  # plans are made by the same
+                self._length_fn = length_function(first.__getitem__, len(first), self._unpacked)
+            lengths = as_lengths([plain(self._length_fn(sample)) for sample in first])
+            chosen = choose(lengths)
+            return [first[index] for index in chosen], lengths[chosen]
 
     # -- what is known before it is read ------------------------------------------------------------------
 
     @property
-    def is_stream(self) -> bool:
-        """Whether samples come one after another, and not by index."""
-        return is_stream(self._samples)
+    def recipe(self) -> BatchOptions:
+        """How samples become minibatches: the options, as it was decided."""
+        return self.options.under(self.info)
+
+    @property
+    def minibatches_per_step(self) -> int:
+        """Number of minibatches per optimizer step."""
+        return self.info.minibatches_per_step
 
     @property
     def learns(self) -> bool:
@@ -273,14 +261,18 @@ class BalancedDataLoader:
         """What plans are made by: as given, or for a cost that learns the `FittedCost` with what was learnt so far."""
         if not (self.options.learns or self.options.is_auto):
             return self.options.cost
-        learning = self._prepare().learning
-        return self._info.first_cost if learning.cost is None else learning.cost.in_use
+        learnt = self._prepare().learning.cost
+        if learnt is None:
+            return self.info.first_cost
+        return learnt.in_use
 
     @property
     def memory_values(self) -> dict[str, float]:
         """What `DeviceIdleMonitor` logs of the memory of microbatches, by name."""
-        cap = None if self._reading is None else self._reading.learning.cap
-        return {} if cap is None else cap.values()
+        cap = None if self._schedule is None else self._schedule.learning.cap
+        if cap is None:
+            return {}
+        return cap.values()
 
     @property
     def max_tokens(self) -> Caps:
@@ -288,50 +280,72 @@ class BalancedDataLoader:
         return self._prepare().max_tokens
 
     @property
+    def collate(self) -> Collate:
+        """What makes a microbatch of samples."""
+        return self._collate(self._packs(self.info))
+
+    @property
     def collation(self) -> Collation | None:
-        """What ``collate_fn`` was found to make of a microbatch; ``None``: not known, and taken for packing."""
-        return self._prepare().collation
+        """What `collate` was found to make of a microbatch; ``None``: not known, and taken for packing."""
+        return self.collation_under(self.info)
+
+    def collation_under(self, info: RunInfo) -> Collation | None:
+        """The same in a run like this."""
+        if self.is_stream:
+            return None
+        return self._find_collation(self.lengths, self._packs(info))
+
+    def _packs(self, info: RunInfo) -> bool:
+        if info.packs is None:
+            return self.packing is True
+        return info.packs
+
+    def _collate(self, packs: bool) -> Collate:
+        if packs:
+            return PackingCollator(self._unpacked)
+        return self._unpacked
+
+    def _find_collation(self, lengths: Lengths, packs: bool) -> Collation | None:
+        if packs not in self._collations:
+            reader = SampleReader(self._samples, self._collate(packs), self.options.seed)
+            self._collations[packs] = reader.collation(lengths.values)
+        return self._collations[packs]
 
     @cached_property
     def lengths(self) -> Lengths:
         """The length of every sample of a map-style data set; found out at the first use."""
-        found = find_lengths(self._samples, self._given, self._length_fn)
+        found = find_lengths(self._samples, self._given, self._length_fn, self._unpacked)
         try:
             check_longest(found.values, self.options.max_tokens)
         except ValueError:  # may be cut by the collate_fn; what its rows are is checked with the first plan
-            collation = self._find_collation(self._collate, found)
+            collation = self._find_collation(found, self._packs(self.info))
             if collation is None or collation.fixed is None:
                 raise
         return found
-
-    def _find_collation(self, collate_fn: Collate, lengths: Lengths) -> Collation | None:
-        return SampleReader(self._samples, collate_fn, self.options.seed).collation(lengths.values)
-
-    def planned_gain(self, batches: int = 1) -> Gain | None:
-        """What plans gain over ``batches`` as they come, with the samples of a minibatch; ``None`` for a stream."""
-        reading = self._prepare()
-        if not isinstance(reading, MapReading):
-            return None
-        size = self.options.batch_size or max(self.options.minibatch_size // batches, 1)
-        unbalanced = self._find_collation(self._unpacked, self.lengths) if self._packs else reading.collation
-        in_order = self.lengths.values[reading.epochs.order(0)]
-        return planned_gain(in_order, size, batches, reading.epochs.planner, unbalanced or PACKED)
 
     def plan(self, step: int, epoch: int | None = None) -> MinibatchPlan:
         """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way.
 
         With a cost that learns: by what has been learnt until now.
         """
-        return self._map_reading().plan_now(self._progress.latest.epoch if epoch is None else epoch, step)
+        if epoch is None:
+            epoch = self.progress.latest.epoch
+        return self._map_schedule().plan_now(epoch, step)
 
     def read(self, microbatch: Sequence[int], epoch: int | None = None) -> Any:
         """Any microbatch of a map-style data set, from the indices that a `MinibatchPlan` has for it, on any rank."""
-        return self._map_reading().read(self._progress.latest.epoch if epoch is None else epoch, microbatch)
+        if epoch is None:
+            epoch = self.progress.latest.epoch
+        return self._map_schedule().read(epoch, microbatch)
 
-    def _map_reading(self) -> MapReading:
-        reading = self._prepare()
-        if isinstance(reading, MapReading):
-            return reading
+    def counted(self, epoch: int, microbatch: list[int], batch: Any, planned: float) -> Task:
+        """A microbatch that was read elsewhere, and what it counts: Note [What ran counts]."""
+        return self._map_schedule().counted(epoch, microbatch, batch, planned)
+
+    def _map_schedule(self) -> MapSchedule:
+        schedule = self._prepare()
+        if isinstance(schedule, MapSchedule):
+            return schedule
         raise TypeError(
             "An IterableDataset is planned as it is read: no plan and no sample can be asked for."
         )
@@ -346,73 +360,105 @@ class BalancedDataLoader:
         """
         if self._instead is not None:
             return len(self._instead)
-        reading = self._prepare()
-        if self.unroll:
-            latest = self._progress.latest
-            return reading.count_microbatches(latest.epoch + (latest.minibatches >= len(reading)))
-        return len(reading)
+        schedule = self._prepare()
+        if not self.unroll:
+            return len(schedule)
+        latest = self.progress.latest
+        if latest.minibatches < len(schedule):
+            return schedule.count_microbatches(latest.epoch)
+        return schedule.count_microbatches(latest.epoch + 1)
 
     def __iter__(self) -> Iterator[Minibatch | Microbatch]:
         if self._instead is not None:
             yield from self._instead
             return
-        reading, workers = self._prepare(), self._workers.get("num_workers", 0)
-        start = self._progress.begin(reading.order, length_hint(reading))
+        if self.before_pass is not None:
+            self.before_pass()
+            self.before_pass = None
+        schedule = self._prepare()
+        position = self.progress.begin(schedule.order, length_hint(schedule))
+        epoch = position.epoch
+        while position.epoch == epoch:  # until it ends
+            position = yield from self._planned(position)
+        self.progress.ends(epoch)
+
+    def _planned(self, start: Position) -> Generator[Minibatch | Microbatch, None, Position]:
+        """What one schedule yields; returns where the next one begins, or the next epoch."""
+        schedule = self._prepare()
+        self._resumed = {}
         # Minibatches that are planned before the current one has run. In a stream, Lightning may look one ahead.
-        ahead = 1 if self.is_stream else workers * (self._workers.get("prefetch_factor") or 2)
-        reading.learning.begin(self.minibatches_per_step + ahead)
+        ahead = 1
+        if not self.is_stream:
+            ahead = self._workers.get("num_workers", 0) * (self._workers.get("prefetch_factor") or 2)
+        per_step = self.info.minibatches_per_step
+        schedule.learning.begin(per_step + ahead)
         options = WorkerOptions(worker_init_fn=self.worker_init_fn, **self._workers)
         alive = self._iterator is not None  # Lightning stops kept workers by the iterator, and takes it away
-        arriving = self._iterator = iter(reading.loader(start.epoch, start.minibatches, options, alive))
+        arriving = self._iterator = iter(schedule.loader(start.epoch, start.minibatches, options, alive))
         try:
             for done, arrived in enumerate(named_deaths(arriving), start.minibatches):
-                minibatch, after = reading.completed(arrived, done), Position(start.epoch, done + 1)
+                minibatch = schedule.completed(arrived, done)
+                after = Position(start.epoch, done + 1)
                 if not self.unroll:
-                    self._progress.latest = after
+                    self.progress.yields(after)
                     yield minibatch
+                    # What was read ahead by a schedule that is no longer right is dropped, between two steps.
+                    if self._schedule is not schedule and after.minibatches % per_step == 0:
+                        return after
                     continue
                 for number, (batch, weight) in enumerate(minibatch.weighted(), 1):
-                    if number > start.microbatches:  # else it was yielded before a checkpoint
-                        last = number == len(minibatch)
-                        self._progress.latest = after if last else start._replace(microbatches=number)
-                        yield Microbatch(batch, weight, last)
+                    if number <= start.microbatches:  # it was yielded before a checkpoint
+                        continue
+                    is_last = number == len(minibatch)
+                    self.progress.yields(after if is_last else start._replace(microbatches=number))
+                    yield Microbatch(batch, weight, is_last)
                 start = after
         finally:
             if self._iterator is arriving and not self._workers.get("persistent_workers"):
                 self._iterator = None
-        self._progress.latest = Position(start.epoch + 1)
+        return Position(start.epoch + 1)
 
-    def _prepare(self) -> Reading:
-        """What reads, for the number of ranks there is now. It holds what was learnt, too, so it stays."""
-        world = current_world(*self._world)
-        if self._reading is not None and self._reading.world == world:
-            return self._reading
-        options, info = self.options, self._info
+    def _prepare(self) -> Schedule:
+        """The schedule for what is known, and the ranks there are now. It holds what was learnt, too, so it stays."""
+        if self._schedule is None or self._schedule.world != self._current_world(self.info):
+            self._schedule = self._new_schedule(self.info)
+            self._schedule.learning.load_state_dict(self._resumed)
+        return self._schedule
+
+    def _current_world(self, info: RunInfo) -> World:
+        return current_world(*(info.world or self._world))
+
+    def _new_schedule(self, info: RunInfo) -> Schedule:
+        """Minibatches in a run like this."""
+        options = self.options.under(info)
+        world = self._current_world(info)
+        collate_fn = self._collate(self._packs(info))
         if self.unroll and options.by_labels:  # nothing counts the labels of a microbatch
-            packs_rows = self._packs or packs(self._unpacked)
-            options = replace(options, weighting="next_token" if packs_rows else "token")
+            options = replace(options, weighting="next_token" if packs(collate_fn) else "token")
         if self.is_stream:
             # A worker that plans is not told how long microbatches took, so a cost cannot learn there.
             info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
-            length_of = self._length_fn or measure
-            source = self._samples, self._collate, length_of
-            self._reading = StreamReading(*source, options, info, world, self.unroll)
-        else:
-            compared_by = measure if self.lengths.source == "samples" else None
-            reader = SampleReader(self._samples, self._collate, options.seed, compared_by)
-            self._reading = MapReading(reader, self.lengths, options, info, world, self.unroll)
-        return self._reading
+            return StreamSchedule(
+                self._samples, collate_fn, self._length_fn, options, info, world, self.unroll
+            )
+        info = replace(info, collation=self.collation_under(info) or PACKED)
+        reader = SampleReader(self._samples, collate_fn, options.seed)
+        reader.length_of = self.lengths.length_of
+        return MapSchedule(reader, self.lengths, options, info, world, self.unroll)
 
-    @property
-    def _collate(self) -> Collate:
-        return PackingCollator(self._unpacked) if self._packs else self._unpacked
+    def find_place(self) -> Position:
+        """Where the next pass begins after `load_state_dict`, in minibatches of the size there is now."""
+        self.progress.translate(self._prepare().order)
+        return self.progress.latest
 
     # -- where it is --------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass at the start of ``epoch``. Without it, passes are epochs 0, 1, 2 and so on."""
-        self._progress.set_epoch(epoch)
-        if callable(set_epoch := getattr(getattr(self._instead, "sampler", None), "set_epoch", None)):
+        self.progress.set_epoch(epoch)
+        sampler = getattr(self._instead, "sampler", None)
+        set_epoch = getattr(sampler, "set_epoch", None)
+        if callable(set_epoch):
             set_epoch(epoch)
 
     @property
@@ -421,41 +467,26 @@ class BalancedDataLoader:
         return SimpleNamespace(sampler=self)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the last yielded minibatch (not of those read ahead), and what was learnt."""
-        order = self._prepare().order if self._progress.latest.started else None
-        learnt = {} if self._reading is None else self._reading.learning.state_dict()
-        return {**self._progress.state(order), **learnt}
+        """How far it is, and what was learnt; see Note [Done with its step]."""
+        order = None
+        if self.progress.latest.started:
+            order = self._prepare().order
+        state = self.progress.state(order)
+        if self._schedule is not None:
+            state |= self._schedule.learning.state_dict(self.progress.under_way)
+        if self.unroll:  # it counts other batches than a trainer
+            state["is_unrolled"] = True
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin the next pass where the state was taken; it is compared with data and settings when the pass begins."""
         state = dict(state_dict)
         learnt: dict[str, Any] = {name: state.pop(name) for name in ("learning", "memory") if name in state}
-        self._progress.load(state)
+        self.progress.load(state)
         if learnt:
-            self._prepare().learning.load_state_dict(learnt)
-
-
-# -- what it refuses ---------------------------------------------------------------------------------------
-
-#: Names that the other of two classes has for the same thing.
-_ELSEWHERE = {
-    ("ODCStrategy", "policy"): "balance",
-    ("BalancedDataLoader", "balance"): "policy",
-    ("BalancedDataLoader", "batch_size"): "minibatch_size",
-}
-_TEACH = "BalancedDataLoader(..., num_replicas=8, rank=3), or neither to take them from torch.distributed"
-
-
-def check_world(num_replicas: int | None, rank: int | None) -> None:
-    """Refuse a rank that cannot be."""
-    if (num_replicas is None) != (rank is None):
-        raise ValueError(f"num_replicas={num_replicas} and rank={rank} must be given together: {_TEACH}.")
-    if num_replicas is None or rank is None:
-        return
-    if num_replicas < 1 or not 0 <= rank < num_replicas:
-        raise ValueError(
-            f"rank={rank} is not one of num_replicas={num_replicas} ranks, which count from 0: {_TEACH}."
-        )
+            self._resumed = learnt
+            self._schedule = None
+            self._prepare()
 
 
 def current_world(num_replicas: int | None, rank: int | None) -> World:
@@ -467,54 +498,3 @@ def current_world(num_replicas: int | None, rank: int | None) -> World:
     if "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         return int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     return 1, 0
-
-
-def is_stream(dataset: Any) -> bool:
-    """Whether samples come one after another, and not by index."""
-    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-
-
-def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
-    """What to say about an argument that is not one of the known ones."""
-    close = _ELSEWHERE.get((owner, name)) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
-    if close:
-        return f"{owner} does not know {name}=: did you mean {close}=?"
-    return f"{owner} does not know {name}=. Its arguments are {', '.join(known)}."
-
-
-def _check_unroll(options: BatchOptions) -> None:
-    """Refuse to unroll minibatches in which ranks have different numbers of microbatches."""
-    if not options.equal_counts:
-        raise ValueError(
-            f"unroll=True needs equally many microbatches on all ranks; policy={options.policy!r} does not give that. "
-            'Write policy="lb_micro" (or "local_sort"), or unroll=False with ODCStrategy.'
-        )
-    if options.learns:
-        raise ValueError(
-            "A cost that learns needs the times of microbatches, and with unroll=True it does not get them. Write "
-            'cost="auto", or unroll=False with ODCStrategy(communication="on_demand").'
-        )
-
-
-def _check_stream(window: int | None, lengths: Any, options: BatchOptions, num_workers: int) -> None:
-    """Refuse for a stream what needs indices or plans made elsewhere, and a missing window."""
-    if window is None:
-        raise ValueError(
-            "An IterableDataset is balanced in a window of minibatches that every rank reads whole. Say how many: "
-            "BalancedDataLoader(dataset, window=1, ...)."
-        )
-    if options.policy == "steal":
-        raise ValueError(
-            'policy="steal" reads the samples of other ranks by index, and an IterableDataset has none: write '
-            'policy="lb_mini".'
-        )
-    if options.learns and num_workers:
-        raise ValueError(
-            "The worker that reads an IterableDataset plans it, too, and does not learn how long microbatches took: "
-            'write num_workers=0, or cost="auto".'
-        )
-    if lengths is not None:
-        raise ValueError(
-            "lengths=[...] goes by index, and an IterableDataset has none. Write length_fn=lambda sample: ..., or let "
-            "it yield samples that have a length."
-        )

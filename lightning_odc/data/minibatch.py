@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_odc.data.weighting import Counter, named, tensors_of
+from lightning_odc.arguments import checked
+from lightning_odc.data.content import named, tensors_of
+from lightning_odc.data.weighting import LabelCounter
 
 if TYPE_CHECKING:
     from lightning_odc.data.learning import DelayedCap, DelayedCost
@@ -32,7 +34,7 @@ class NotUnrolledError(TypeError):
     """A `Minibatch` came to code that does not unroll it."""
 
 
-class Detail(NamedTuple):
+class MicrobatchFacts(NamedTuple):
     """What a loader knows about a microbatch besides its content."""
 
     # the tokens of its rows, or of the samples in its one row; those of padding are among them. Where samples have
@@ -40,19 +42,28 @@ class Detail(NamedTuple):
     lengths: list[Any]
     # the seed of the random numbers that belong to it, see Note [Random numbers follow the sample]
     seed: tuple[int, ...]
-    samples: Samples | None = None  # the samples, where they can be read again
+    samples: Rereader | None = None  # the samples, where they can be read again
+    # How many samples ``collate_fn`` has made; `None`: as many as planned, as far as is known.
+    ran: int | None = None
 
     @property
     def tokens(self) -> list[int]:
         """The lengths; where samples have several numbers, the first one of each."""
         return [length[0] if isinstance(length, list) else length for length in self.lengths]
 
+    @property
+    def sample_count(self) -> int:
+        """How many samples it holds."""
+        return len(self.lengths) if self.ran is None else self.ran
 
-class Samples(NamedTuple):
+
+class Rereader(NamedTuple):
     """The samples of a microbatch, by which a part of it can be read."""
 
     indices: list[int]  # those of the samples in the data set
-    read: Callable[[list[int]], Task]  # makes a microbatch of some of them
+    read: Callable[[list[int]], Task]  # makes a microbatch of some of them, or of any others
+    # The index and the tokens of a sample of middle length in the data set.
+    typical: tuple[int, int] | None = None
 
 
 class Microbatch(NamedTuple):
@@ -75,18 +86,18 @@ class Task(NamedTuple):
 
     microbatch: Any  # what `training_step` gets
     weight: float  # its weight in the gradient
-    detail: Detail | None  # what its loader knows about it, if it does
+    detail: MicrobatchFacts | None  # what its loader knows about it, if it does
 
 
-class Origin:
+class LoaderFacts:
     """What the loader that made a `Minibatch` knows about it."""
 
     # No dataclass: Lightning's collection helpers would look for tensors inside.
     def __init__(
         self,
-        details: list[Detail],
+        details: list[MicrobatchFacts],
         by_labels: bool = False,
-        counter: Counter | None = None,
+        counter: LabelCounter | None = None,
         is_sum: bool = False,
     ) -> None:
         self.details = details  # one per microbatch
@@ -97,16 +108,17 @@ class Origin:
         self.cost: DelayedCost | None = None  # learns how long the microbatches took
         self.cap: DelayedCap | None = None  # learns how much memory they took
 
-    def counted(self, cost: DelayedCost | None, cap: DelayedCap | None = None) -> Origin:
-        """The same, for a minibatch that is handed out now; with what learns from it."""
+    def hand_out(self, cost: DelayedCost | None, cap: DelayedCap | None = None) -> None:
+        """Number the minibatch, which is handed out now, and keep what learns from it."""
         if cost is not None:
-            self.number, self.cost = cost.begin(), cost
+            self.number = cost.begin()
+            self.cost = cost
         if cap is not None:
-            self.number, self.cap = cap.begin(), cap
-        return self
+            self.number = cap.begin()
+            self.cap = cap
 
 
-class AllRanks:
+class StealableWork:
     """What all ranks are planned to do in one minibatch, so that they can help each other."""
 
     # No dataclass: Lightning's collection helpers would look for tensors inside.
@@ -115,28 +127,35 @@ class AllRanks:
         costs: list[list[float]],
         weights: list[list[float]],
         fetch: Callable[[int, int], Any],
-        details: list[list[Detail]] | None = None,
+        details: list[list[MicrobatchFacts]] | None = None,
     ) -> None:
         self.costs = costs  # by rank, in any unit
         self.weights = weights  # by rank
         self.fetch = fetch  # makes a microbatch of a rank, by its number
         self.details = details  # by rank
 
-    def of(self, ranks: Sequence[int]) -> AllRanks:
+    def of(self, ranks: Sequence[int]) -> StealableWork:
         """The plans of some ranks, numbered from 0 in the given order."""
-        costs, weights = [self.costs[rank] for rank in ranks], [self.weights[rank] for rank in ranks]
-        details = None if self.details is None else [self.details[rank] for rank in ranks]
-        return AllRanks(costs, weights, lambda index, number: self.fetch(ranks[index], number), details)
+        details = None
+        if self.details is not None:
+            details = [self.details[rank] for rank in ranks]
+        return StealableWork(
+            [self.costs[rank] for rank in ranks],
+            [self.weights[rank] for rank in ranks],
+            lambda index, number: self.fetch(ranks[index], number),
+            details,
+        )
 
-    def map(self, function: Callable[[Any], Any]) -> AllRanks:
+    def map(self, function: Callable[[Any], Any]) -> StealableWork:
         """The same, with ``function`` applied to every microbatch that is fetched."""
 
         def fetch(rank: int, number: int) -> Any:
             return function(self.fetch(rank, number))
 
-        return AllRanks(self.costs, self.weights, fetch, self.details)
+        return StealableWork(self.costs, self.weights, fetch, self.details)
 
 
+@checked
 @dataclass(init=False, repr=False, eq=False)
 class Minibatch:
     """One rank's share of an optimizer step: 0 to k microbatches, each a batch as ``training_step`` expects it.
@@ -166,11 +185,14 @@ class Minibatch:
     microbatches: list[Any]
     weights: list[float] | None
     plan: str | None
-    all_ranks: AllRanks | None
-    origin: Origin | None
+    all_ranks: StealableWork | None
+    origin: LoaderFacts | None
 
     def __init__(
-        self, microbatches: Iterable[Any], weights: Iterable[float] | None = None, plan: str | None = None
+        self,
+        microbatches: Iterable[Any],
+        weights: Iterable[float | Tensor] | None = None,
+        plan: str | None = None,
     ) -> None:
         self.microbatches = list(microbatches)
         self.weights = None if weights is None else [float(weight) for weight in weights]
@@ -210,8 +232,9 @@ class Minibatch:
             raise AttributeError(f"A Minibatch has no attribute {name!r}. {_WHOLE}")
 
     def __repr__(self) -> str:
-        weights = "" if self.weights is None else f", weights={self.weights}"
-        return f"Minibatch({len(self)} microbatches{weights})"
+        if self.weights is None:
+            return f"Minibatch({len(self)} microbatches)"
+        return f"Minibatch({len(self)} microbatches, weights={self.weights})"
 
     def weighted(self) -> Iterator[tuple[Any, float]]:
         """Pairs of microbatch and weight."""
@@ -219,14 +242,17 @@ class Minibatch:
 
     def tasks(self) -> Iterator[Task]:
         """The microbatches with all that is known about them."""
-        details = [None] * len(self) if self.origin is None else self.origin.details
+        details: Iterable[MicrobatchFacts | None] = [None] * len(self)
+        if self.origin is not None:
+            details = self.origin.details
         for (microbatch, weight), detail in zip(self.weighted(), details, strict=True):
             yield Task(microbatch, weight, detail)
 
     def map(self, function: Callable[[Any], Any]) -> Minibatch:
         """A new ``Minibatch`` with ``function`` applied to every microbatch."""
         mapped = Minibatch([function(batch) for batch in self.microbatches], self.weights, self.plan)
-        mapped.all_ranks, mapped.origin = self.all_ranks, self.origin
+        mapped.all_ranks = self.all_ranks
+        mapped.origin = self.origin
         return mapped
 
     def pin_memory(self) -> Minibatch:
@@ -255,7 +281,8 @@ def token_count(batch: Any) -> int | None:
 
     def count(microbatch: Any) -> int | None:
         tensor = named(microbatch, "input_ids")
-        tensor = _first_tensor(microbatch) if tensor is None else tensor
+        if tensor is None:
+            tensor = _first_tensor(microbatch)
         if tensor is None or tensor.is_floating_point() or tensor.is_complex():
             return None
         return tensor.numel()
@@ -268,10 +295,13 @@ def sample_count(batch: Any) -> int | None:
 
     def count(microbatch: Any) -> int | None:
         for name in ("cu_seqlens", "cu_seq_lens_q"):
-            if (bounds := named(microbatch, name)) is not None:
+            bounds = named(microbatch, name)
+            if bounds is not None:
                 return max(bounds.numel() - 1, 0)
         tensor = _first_tensor(microbatch)
-        return tensor.size(0) if tensor is not None and tensor.dim() else None
+        if tensor is None or not tensor.dim():
+            return None
+        return tensor.size(0)
 
     return _sum_over(batch, count)
 

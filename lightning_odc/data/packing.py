@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from lightning_odc.arguments import checked
+
 IGNORE_INDEX = -100
 """Label of a token that is not predicted; what ``torch.nn.functional.cross_entropy`` ignores by default."""
 
@@ -66,13 +68,22 @@ def pack_samples(samples: Sequence[Sample]) -> PackedBatch:
     """
     if not len(samples):
         raise ValueError("there is nothing to pack: leave a microbatch without samples out of the minibatch")
-    pairs = [_tokens_and_labels(sample, index) for index, sample in enumerate(samples)]
-    lengths = torch.tensor([len(tokens) for tokens, _ in pairs])
+    all_tokens = []
+    all_labels = []
+    positions = []
+    lengths = []
+    for index, sample in enumerate(samples):
+        tokens, labels = _tokens_and_labels(sample, index)
+        all_tokens.append(tokens)
+        all_labels.append(labels)
+        positions.append(torch.arange(len(tokens)))
+        lengths.append(len(tokens))
+    ends = torch.tensor(lengths).cumsum(0)
     return PackedBatch(
-        input_ids=torch.cat([tokens for tokens, _ in pairs])[None],
-        labels=torch.cat([labels for _, labels in pairs])[None],
-        position_ids=torch.cat([torch.arange(len(tokens)) for tokens, _ in pairs])[None],
-        cu_seqlens=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        input_ids=torch.cat(all_tokens)[None],
+        labels=torch.cat(all_labels)[None],
+        position_ids=torch.cat(positions)[None],
+        cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
     )
 
 
@@ -82,6 +93,7 @@ _WRITTEN = {"position_ids", "use_cache", "cu_seqlens"}
 _WRITTEN |= {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
+@checked
 class PackingCollator:
     """Packs samples into one row that goes straight into a Hugging Face causal model: ``model(**batch).loss``.
 
@@ -148,19 +160,23 @@ class PackingCollator:
         if sample.get("attention_mask") is None:
             return row
         kept = _row(sample["attention_mask"], "attention_mask", index).bool()
-        rows = {name: _row(ids, name, index) for name, ids in row.items()}
-        for name, ids in rows.items():
-            if len(ids) != len(kept):
+        unpadded = {}
+        for name, ids in row.items():
+            padded = _row(ids, name, index)
+            if len(padded) != len(kept):
                 raise ValueError(
-                    f"sample {index} has {len(ids)} {name} but {len(kept)} entries in its attention_mask"
+                    f"sample {index} has {len(padded)} {name} but {len(kept)} entries in its attention_mask"
                 )
-        return {name: ids[kept] for name, ids in rows.items()}
+            unpadded[name] = padded[kept]
+        return unpadded
 
 
 def _first_row(batch: Any, index: int) -> Mapping[str, Any]:
     """What a collator made of one sample, without the dimension of samples: ``[1, L]`` becomes ``[L]``."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        made = f"only {sorted(batch)}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
+        made = f"a {type(batch).__name__}"
+        if isinstance(batch, Mapping):
+            made = f"only {sorted(batch)}"
         raise ValueError(
             f'Packing needs a collate_fn that returns {{"input_ids": ..., "labels": ...}}, and of sample {index} it '
             f"made {made}: do not pack (packing=False), or change the collate_fn."
@@ -168,7 +184,9 @@ def _first_row(batch: Any, index: int) -> Mapping[str, Any]:
     row = {name: value for name, value in batch.items() if value is not None}
     for name in _READ & set(row):
         ids = torch.as_tensor(row[name])
-        row[name] = ids[0] if ids.dim() == 2 and len(ids) == 1 else ids
+        if ids.dim() == 2 and len(ids) == 1:
+            ids = ids[0]
+        row[name] = ids
     return row
 
 

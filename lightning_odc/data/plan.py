@@ -1,7 +1,8 @@
 """Plans which samples make up a minibatch, and on which rank.
 
-`BatchOptions` are what the user chose, and a `RunInfo` is what was found out. By both, an `EpochPlan` cuts the epochs
-of a map-style data set into minibatches, and plans one when it is asked for. A `MinibatchPlan` says what ranks do.
+`BatchOptions` are what the user chose, and a `RunInfo` is what was found out and decided. By both, an `EpochPlan` cuts
+the epochs of a map-style data set into minibatches, and plans one when it is asked for. A `MinibatchPlan` says what
+ranks do.
 
 Note [Ranks take turns]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -22,7 +23,7 @@ from rank to rank, the planner has placed the parts, and they stay. They also st
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -42,14 +43,14 @@ from lightning_odc.balance import (
     regroup,
     resolve_cost,
 )
-from lightning_odc.balance.arrays import Caps, check_choice, check_count, first_number
+from lightning_odc.balance.arrays import Caps, first_number
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts
 from lightning_odc.balance.learnt import AutoCost
 from lightning_odc.data.learning import DelayedCap, DelayedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
-from lightning_odc.data.minibatch import Detail, Origin
-from lightning_odc.data.weighting import Counter
+from lightning_odc.data.minibatch import LoaderFacts, Minibatch, Task
+from lightning_odc.data.weighting import LabelCounter
 
 IndexArray = npt.NDArray[np.int64]
 Weighting = (
@@ -57,12 +58,16 @@ Weighting = (
     | Callable[[LengthArray], npt.NDArray[Any]]
 )
 
-WEIGHTINGS = ("auto", "label", "token", "next_token", "sample", "sum")
+
+World = tuple[int, int]
+"""The number of ranks that share a minibatch, and this rank."""
+Whole = Literal["", "movable", "fixed"]
+"""Whether the batches of the user's own loader stay whole: they may move from rank to rank, or are fixed."""
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What was found out about a run besides its lengths; the same on all ranks."""
+    """What was found out and decided about a run, besides lengths; but for the own rank the same on all ranks."""
 
     prior: Cost | None = None  # what `cost="auto"` begins with, if the model tells
     dense: bool | None = None  # whether attention runs over all tokens of a microbatch, if the model tells
@@ -71,13 +76,27 @@ class RunInfo:
     repeats: bool = False
     # the number of minibatches that share an optimizer step
     minibatches_per_step: int = field(default=1, compare=False)
+    # whether a fit begins: it may be of another model, of whose memory nothing is known
+    fit_begins: bool = field(default=False, compare=False)
     # what the `collate_fn` makes of the samples of a microbatch; found by the loader
     collation: Collation = PACKED
+    # who shares the data: groups of ranks, of which this rank is in one. `None`: as the loader was given
+    world: World | None = None
+    meets: bool = (
+        False  # whether ranks wait for each other in every microbatch, so that all need equally many
+    )
+    packs: bool | None = None  # whether samples are packed. `None`: as the user wrote
+    # what a trial of the loss has found, see Note [The loss is tried]. `None`: as the user wrote
+    weighting: Weighting | None = None
+    counter: LabelCounter | None = None  # what is counted in microbatches instead of planned weights
+    whole: Whole = ""
 
     @property
     def first_cost(self) -> Cost:
         """What ``cost="auto"`` begins with; if the model says nothing, a cost that packs with care."""
-        return resolve_cost("quadratic_dense") if self.prior is None else self.prior
+        if self.prior is None:
+            return resolve_cost("quadratic_dense")
+        return self.prior
 
 
 NOTHING_KNOWN = RunInfo()
@@ -89,7 +108,7 @@ class BatchOptions:
 
     minibatch_size: int
     max_tokens: Caps = None
-    policy: str = "lb_mini"
+    policy: Policy = "lb_mini"
     cost: Any = "auto"
     weighting: Weighting = "auto"
     shuffle: bool = False
@@ -100,22 +119,29 @@ class BatchOptions:
     # samples of a batch of the user's own loader, if there is one; a divisor of `minibatch_size`. `drop_last`
     # leaves out what does not fill a batch, and by default no microbatch is larger than the largest batch.
     batch_size: int | None = None
-    # what is counted in microbatches instead of planned weights, see Note [The loss is tried]
-    counter: Counter | None = None
-    # whether the batches of the user's own loader stay whole: "movable" from rank to rank, or "fixed"
-    whole: Literal["", "movable", "fixed"] = ""
+    # as it was decided, see `RunInfo`
+    counter: LabelCounter | None = None
+    whole: Whole = ""
 
     def __post_init__(self) -> None:
-        check_count("minibatch_size", self.minibatch_size)
-        check_count("window", self.window)
-        if not callable(self.weighting):
-            check_choice("weighting", self.weighting, WEIGHTINGS)
-        check_count("seed", self.seed, least=0)
         if self.regroup and self.window == 1:
             raise ValueError(
                 "regroup=True lets the minibatches of a window exchange samples: write window=16."
             )
-        self.planner(len(self.max_tokens) if isinstance(self.max_tokens, list) else 1)
+        num_replicas = 1
+        if isinstance(self.max_tokens, list):
+            num_replicas = max(len(self.max_tokens), 1)
+        self.planner(num_replicas)  # refuses what it cannot plan with
+
+    def under(self, info: RunInfo) -> BatchOptions:
+        """The same, as it was decided."""
+        policy = self.policy
+        if (info.whole or info.meets) and not self.equal_counts:
+            policy = "lb_micro"
+        weighting = info.weighting
+        if weighting is None:
+            weighting = self.weighting
+        return replace(self, policy=policy, weighting=weighting, counter=info.counter, whole=info.whole)
 
     @property
     def learns(self) -> bool:
@@ -130,16 +156,34 @@ class BatchOptions:
     @property
     def by_labels(self) -> bool:
         """Whether labels, where microbatches have them, count instead of the planned weights."""
-        return isinstance(self.weighting, str) and self.weighting in ("auto", "label") and not self.whole
+        return self.weighting in ("auto", "label") and not self.counts_alike
 
-    def origin(self, details: list[Detail]) -> Origin:
-        """What a minibatch tells of the loader that made it."""
-        return Origin(details, self.by_labels, self.counter, self.weighting == "sum")
+    @property
+    def counts_alike(self) -> bool:
+        """Whether every batch stays whole and counts 1, as under DDP, since no rule says what it counts."""
+        return bool(self.whole) and self.weighting == "auto"
+
+    @property
+    def counts_as_planned(self) -> bool:
+        """Whether weights are what was planned: not of sums, and not where tensors of the batch are counted."""
+        return self.counter is None and self.weighting != "sum"
+
+    def minibatch(self, tasks: Sequence[Task], plan: str | None) -> Minibatch:
+        """A minibatch of these microbatches, which tells of the loader that made it."""
+        made = Minibatch([task.microbatch for task in tasks], [task.weight for task in tasks], plan)
+        details = [task.detail for task in tasks if task.detail is not None]
+        made.origin = LoaderFacts(details, self.by_labels, self.counter, self.weighting == "sum")
+        return made
 
     @property
     def batches(self) -> int:
         """Batches of the user's own loader in a minibatch; 1 if there is no such loader."""
-        return self.minibatch_size // (self.batch_size or self.minibatch_size)
+        return self.minibatch_size // self.samples_per_batch
+
+    @property
+    def samples_per_batch(self) -> int:
+        """Samples of a batch of the user's own loader; of a minibatch if there is no such loader."""
+        return self.batch_size or self.minibatch_size
 
     @property
     def equal_counts(self) -> bool:
@@ -149,8 +193,10 @@ class BatchOptions:
     @property
     def order(self) -> str:
         """Text that is equal where samples come in the same order."""
-        window = f", window {self.window}, regroup {self.regroup}" if self.window > 1 else ""
-        return f"seed {self.seed}, shuffle {self.shuffle}{window}"
+        order = f"seed {self.seed}, shuffle {self.shuffle}"
+        if self.window > 1:
+            order += f", window {self.window}, regroup {self.regroup}"
+        return order
 
     def name(self, epoch: int, step: int, lengths: Lengths) -> str:
         """What a minibatch is called, in the text of its plan."""
@@ -158,22 +204,25 @@ class BatchOptions:
 
     def count_samples(self, num_samples: int, num_replicas: int) -> int:
         """Samples of an epoch that are used; the others are dropped at its end."""
-        unit = (self.batch_size or self.minibatch_size) * num_replicas
-        return num_samples - num_samples % unit if self.drop_last else num_samples
+        if not self.drop_last:
+            return num_samples
+        unit = self.samples_per_batch * num_replicas
+        return num_samples - num_samples % unit
 
     def count_minibatches(self, num_samples: int, num_replicas: int) -> int:
         """Minibatches of an epoch."""
-        return -(-self.count_samples(num_samples, num_replicas) // (self.minibatch_size * num_replicas))
+        used = self.count_samples(num_samples, num_replicas)
+        return -(-used // (self.minibatch_size * num_replicas))
 
     def minibatches(self, lengths: LengthArray, num_replicas: int) -> list[IndexArray]:
         """Positions of the samples of each minibatch of a window; see `lightning_odc.balance.regroup`."""
         size = self.minibatch_size * num_replicas
         if not self.regroup:
-            return [
-                np.arange(first, min(first + size, len(lengths))) for first in range(0, len(lengths), size)
-            ]
+            everything = np.arange(len(lengths))
+            return [everything[first : first + size] for first in range(0, len(lengths), size)]
         # Always by the quadratic cost: one that is learnt while training would regroup otherwise after a resume.
-        return regroup(quadratic().samples(lengths.astype(np.float64)), num_replicas, size)
+        costs = quadratic().samples(lengths.astype(np.float64))
+        return regroup(costs, num_replicas, size)
 
     def planner(
         self, num_replicas: int, lengths: LengthArray | None = None, info: RunInfo = NOTHING_KNOWN
@@ -182,35 +231,45 @@ class BatchOptions:
         cap = self.max_tokens
         if cap is None and lengths is not None:
             cap = self._largest_batch(lengths, num_replicas, info.collation)
+        cost = self.cost
         # A cost that learns is given to each plan: see Note [Plans of what everybody knows].
-        cost = info.first_cost if self.is_auto else "quadratic" if self.learns else self.cost
-        policy = cast(Policy, self.policy)
-        return Planner(num_replicas, cap, policy, cost, allow_empty=True, collation=info.collation)
+        if self.is_auto:
+            cost = info.first_cost
+        elif self.learns:
+            cost = "quadratic"
+        return Planner(num_replicas, cap, self.policy, cost, allow_empty=True, collation=info.collation)
 
     def _largest_batch(self, lengths: LengthArray, num_replicas: int, collation: Collation) -> Caps:
         """The most tokens (of rows of numbers, the most of each) in a batch of the user's own loader, which fits."""
-        rows, size = np.atleast_2d(collation.row_lengths(lengths).T), self.batch_size or 1
+        rows = np.atleast_2d(collation.row_lengths(lengths).T)
+        size = self.batch_size or 1
         most = np.maximum(rows.max(1), 1)
-        whole = rows.shape[1] // (size * num_replicas) * size * num_replicas
+        unit = size * num_replicas
+        whole = rows.shape[1] // unit * unit
         if size > 1 and whole:
-            dealt = rows[:, :whole].reshape(
-                len(rows), -1, size, num_replicas
-            )  # [numbers, batches, samples, ranks]
+            # as `[numbers, batches, samples, ranks]`
+            dealt = rows[:, :whole].reshape(len(rows), -1, size, num_replicas)
             sums = dealt.sum(2)
             if collation.is_table:
                 sums[0] = size * dealt[0].max(1)  # of further numbers, nothing is padded
             most = np.maximum(most, sums.max((1, 2)))
-        tokens, *others = most.tolist()
-        return (tokens, *others) if lengths.ndim == 2 else tokens
+        caps: list[int] = most.tolist()
+        if lengths.ndim == 2:
+            return tuple(caps)
+        return caps[0]
 
     def delayed_cost(self, num_replicas: int, rank: int, info: RunInfo) -> DelayedCost | None:
         """The cost, if it is one that learns, for so many ranks; the first one fits it."""
-        dense = False if info.collation.kind != "packed" else info.dense
+        dense = info.dense
+        if info.collation.kind != "packed":
+            dense = False
         if self.is_auto and info.measured:
             return DelayedCost(AutoCost(num_replicas, info.first_cost, dense), fits=rank == 0)
         if not self.learns:
             return None
-        cost = self.cost if isinstance(self.cost, FittedCost) else FittedCost(num_replicas, dense=dense)
+        cost = self.cost
+        if not isinstance(cost, FittedCost):
+            cost = FittedCost(num_replicas, dense=dense)
         if cost.num_ranks != num_replicas:
             raise ValueError(
                 f"cost=FittedCost({cost.num_ranks}) learns about {cost.num_ranks} ranks, and there are {num_replicas}: "
@@ -230,7 +289,10 @@ class BatchOptions:
             return weights
         if self.weighting in ("sample", "sum"):
             return np.ones(len(lengths))
-        return first_number(lengths).astype(np.float64) - (self.weighting == "next_token")
+        tokens = first_number(lengths).astype(np.float64)
+        if self.weighting == "next_token":
+            tokens -= 1
+        return tokens
 
 
 class EpochPlan:
@@ -249,7 +311,7 @@ class EpochPlan:
                 f"have work. Write Trainer(devices={max(len(lengths), 1)}) or use more data."
             )
         if not len(self):
-            size = options.batch_size or options.minibatch_size
+            size = options.samples_per_batch
             raise ValueError(
                 f"drop_last=True leaves no minibatch: {len(lengths)} samples do not fill one of "
                 f"{size * num_replicas} (minibatch_size={size} on {num_replicas} ranks). Write drop_last=False or a "
@@ -282,12 +344,17 @@ class EpochPlan:
         window, within = divmod(step, self.options.window)
         if self._window != (epoch, window):
             size = self.samples_per_minibatch * self.options.window
-            used = self.order(epoch)[: self.options.count_samples(len(self.lengths), self.num_replicas)]
-            if self.options.whole:  # all ranks get equally many, as from a distributed sampler
-                used = np.resize(used, -(-len(used) // self.num_replicas) * self.num_replicas)
-            own = used[window * size : (window + 1) * size]
+            count = self.options.count_samples(len(self.lengths), self.num_replicas)
+            used = self.order(epoch)[:count]
+            # All ranks get equally many, as from a distributed sampler.
+            if self.options.counts_alike or self.options.whole == "fixed":
+                of_each_rank = -(-count // self.num_replicas)
+                used = np.resize(used, of_each_rank * self.num_replicas)
+            begin = window * size
+            own = used[begin : begin + size]
             groups = self.options.minibatches(self.lengths.values[own], self.num_replicas)
-            self._window, self._minibatches = (epoch, window), [own[group] for group in groups]
+            self._window = (epoch, window)
+            self._minibatches = [own[group] for group in groups]
         return self._minibatches[within]
 
     def delayed_cap(self) -> DelayedCap | None:
@@ -295,9 +362,9 @@ class EpochPlan:
         cap = self.planner.max_tokens
         if self.lengths.values.ndim > 1 or cap is None:
             return None
-        caps = cap if isinstance(cap, int) else cast(list[int], list(cap))
-        longest = int(self.planner.collation.row_lengths(self.lengths.values).max())
-        return DelayedCap(self.num_replicas, caps, longest)
+        rows = self.planner.collation.row_lengths(self.lengths.values)
+        caps = cast("int | Sequence[int]", cap)
+        return DelayedCap(self.num_replicas, caps, least=int(rows.max()))
 
     def plan(
         self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None
@@ -308,19 +375,22 @@ class EpochPlan:
                 f"Minibatch {step} is not one of the {len(self)} of an epoch, which count from 0."
             )
         indices = self.samples(epoch, step)
-        lengths, name = self.lengths.values[indices], self.options.name(epoch, step, self.lengths)
-        planner = self.planner if caps is None else replace(self.planner, max_tokens=caps)
+        lengths = self.lengths.values[indices]
+        name = self.options.name(epoch, step, self.lengths)
+        planner = self.planner
+        if caps is not None:
+            planner = replace(planner, max_tokens=caps)
         return MinibatchPlan.of(self.options, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
         """Every microbatch's cost by rank, in tokens of this minibatch: comparable even after the cost has learnt."""
-        flat = [microbatch for rank in plan.microbatches for microbatch in rank]
-        lengths = [self.lengths.values[microbatch] for microbatch in flat]
+        lengths = [self.lengths.values[indices] for of_rank in plan.microbatches for indices in of_rank]
         cost = self.planner.cost if learnt is None else learnt
         costs = average_costs(lengths, cost, self.num_replicas, collation=self.planner.collation)
-        scale = float(sum(first_number(sizes).sum() for sizes in lengths)) / sum(costs)
-        scaled = iter(costs)
-        return [[next(scaled) * scale for _ in rank] for rank in plan.microbatches]
+        tokens = sum(first_number(sizes).sum() for sizes in lengths)
+        scale = float(tokens) / sum(costs)
+        remaining = iter(costs)
+        return [[next(remaining) * scale for _ in of_rank] for of_rank in plan.microbatches]
 
 
 @dataclass(frozen=True)
@@ -344,46 +414,66 @@ class MinibatchPlan:
         turn: int = 0,
     ) -> MinibatchPlan:
         """Distribute the samples ``indices`` of one minibatch; ``name`` begins the plan's text."""
-        planner = planner if learnt is None else replace(planner, cost=learnt)
+        if learnt is not None:
+            planner = replace(planner, cost=learnt)
         if options.whole:
-            positions: Any = whole_batches(options, planner, lengths)
+            positions = whole_batches(options, planner, lengths)
         else:
             positions = planner.plan(lengths)
-            costs = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
-            by_rank = (costs.samples, costs.overhead, costs.pair)
-            is_equal = all(bool((values == values[0]).all()) for values in by_rank)
-            if learnt is None and is_equal and not isinstance(planner.max_tokens, list):
+            if learnt is None and _has_equal_ranks(planner, lengths):
                 first = turn % planner.num_ranks  # see Note [Ranks take turns]
                 positions = positions[first:] + positions[:first]
         counts = options.sample_weights(lengths)
         if options.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
             counts *= planner.num_ranks * options.batches / len(lengths)
         # A rank that has too few samples for equal counts gets a microbatch of weight 0, of the shortest sample.
-        shortest = [int(indices[lengths.reshape(len(lengths), -1).sum(1).argmin()])]
-        microbatches = [[indices[m].tolist() if m else shortest for m in rank] for rank in positions]
-        weights = [[float(counts[m].sum()) if m else 0.0 for m in rank] for rank in positions]
-        if options.whole:
-            weights = [[1.0 for _ in rank] for rank in positions]
-        digest = hashlib.sha256(repr((microbatches, weights)).encode()).hexdigest()[:12]
+        sizes = lengths.reshape(len(lengths), -1).sum(1)
+        shortest = int(indices[sizes.argmin()])
+        microbatches = [[indices[own].tolist() or [shortest] for own in of_rank] for of_rank in positions]
+        weights = [[float(counts[own].sum()) for own in of_rank] for of_rank in positions]
+        if options.counts_alike:
+            weights = [[1.0 for _ in of_rank] for of_rank in positions]
+        content = repr((microbatches, weights)).encode()
+        digest = hashlib.sha256(content).hexdigest()[:12]
         return cls(microbatches, weights, f"{name}, plan {digest}")
 
     def weights_of(self, rank: int, relative: bool = False) -> list[float]:
         """The weights of a rank; ``relative``: divided by the mean over all microbatches of all ranks."""
+        own = self.weights[rank]
         if not relative:
-            return self.weights[rank]
+            return own
         every = [weight for weights in self.weights for weight in weights]
         mean = sum(every) / len(every)
-        return [weight / mean if mean else weight for weight in self.weights[rank]]
+        if not mean:
+            return own
+        return [weight / mean for weight in own]
+
+
+def _has_equal_ranks(planner: Planner, lengths: LengthArray) -> bool:
+    """Whether costs and caps are those of any rank."""
+    if isinstance(planner.max_tokens, list):
+        return False
+    costs = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
+    by_rank = (costs.samples, costs.overhead, costs.pair)
+    return all(bool((values == values[0]).all()) for values in by_rank)
 
 
 def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray) -> list[list[list[int]]]:
     """The batches that a distributed sampler deals out. Ranks swap some of them, so that loads are level."""
-    ranks, size = planner.num_ranks, options.batch_size or options.minibatch_size
-    own = [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
-    dealt = [[part[i : i + size] for i in range(0, len(part), size)] for part in own]
+    ranks = planner.num_ranks
+    size = options.samples_per_batch
+    dealt = []
+    count = len(lengths)
+    if (
+        options.whole == "fixed"
+    ):  # the step communicates: as the sampler does, repeat samples, so that counts are equal
+        count = -(-count // ranks) * ranks
+    for rank in range(ranks):
+        own = [place % len(lengths) for place in range(rank, count, ranks)]
+        dealt.append([own[first : first + size] for first in range(0, len(own), size)])
     if options.batches == 1 or options.whole == "fixed":
         return dealt
-    batches = [batch for part in dealt for batch in part]
+    batches = [batch for of_rank in dealt for batch in of_rank]
     sizes = [lengths[batch] for batch in batches]
     costs = average_costs(sizes, planner.cost, ranks, collation=planner.collation)
     # The heaviest batch goes first, each to the rank with the least load that has room:
@@ -391,7 +481,11 @@ def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray)
     #   levelled                    9 1 | 8 2     loads 10 and 10
     # Each rank keeps its number of batches, because a loss that couples samples may also communicate.
     level: list[list[int]] = [[] for _ in range(ranks)]
+
+    def load(rank: int) -> float:
+        return sum(costs[batch] for batch in level[rank])
+
     for batch in sorted(range(len(batches)), key=lambda index: -costs[index]):
         open_ranks = [rank for rank in range(ranks) if len(level[rank]) < len(dealt[rank])]
-        level[min(open_ranks, key=lambda rank: sum(costs[other] for other in level[rank]))].append(batch)
-    return [[batches[batch] for batch in sorted(part)] for part in level]
+        level[min(open_ranks, key=load)].append(batch)
+    return [[batches[batch] for batch in sorted(of_rank)] for of_rank in level]

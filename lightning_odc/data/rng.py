@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_odc.data.minibatch import Detail
+from lightning_odc.data.minibatch import MicrobatchFacts
 
 
 class RandomState:
@@ -23,12 +23,12 @@ class RandomState:
         self._take()
 
     def _take(self) -> None:
-        self._python, self._numpy, self._torch = (
-            random.getstate(),
-            np.random.get_state(),
-            torch.get_rng_state(),
-        )
-        self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._on_device = None
+        if self._device is not None:
+            self._on_device = torch.cuda.get_rng_state(self._device)
 
     def restore(self) -> None:
         """Let them go on from there."""
@@ -69,7 +69,7 @@ def seed_rng(*key: int) -> int:
 
 
 @contextmanager
-def random_numbers_of(detail: Detail | None, device: torch.device, seed: int) -> Iterator[None]:
+def random_numbers_of(detail: MicrobatchFacts | None, device: torch.device, seed: int) -> Iterator[None]:
     """The random numbers of a microbatch; see Note [Random numbers follow the sample]. No details: those there are."""
     if detail is None:
         yield

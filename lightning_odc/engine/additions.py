@@ -2,10 +2,16 @@
 
 Note [Added once]
 ~~~~~~~~~~~~~~~~~
-A backward pass adds the gradient of a unit as soon as it has gone through it. If it breaks off later, these gradients
-are parts of sums already, and stay. The microbatch runs again in parts, and these units add nothing for the parts. That
-is exact if the loss is a sum over samples. The n-th addition of a unit in a part belongs to the n-th of the whole. A
-part that runs a unit another number of times than the whole, but not 0 times, is refused before it adds.
+*Once per minibatch.* Adding a gradient to its owners moves the whole unit, and only the sum over the minibatch counts.
+So where memory is left, a rank sums the gradients of a unit in a tensor of its own (`UnitSum`), in the dtype of the
+accumulators. It adds the sum in the backward pass of its last microbatch; or, if it does not know which one is its last
+(work stealing), when nothing is left to take. Every rank decides for itself, as in Note [Read once per minibatch].
+
+*Once per sample.* A backward pass adds the gradient of a unit, to the owners or to that sum, as soon as it has gone
+through the unit. If it breaks off later, these gradients are parts of sums already, and stay. The microbatch runs again
+in parts, and these units add nothing for the parts. That is exact if the loss is a sum over samples. The n-th addition
+of a unit in a part belongs to the n-th of the whole. A part that runs a unit another number of times than the whole,
+but not 0 times, is refused before it adds.
 
 A microbatch of the samples ``x y`` breaks off in block 0, and its second part once more, after the head::
 
@@ -61,7 +67,8 @@ class Additions:
         self.check_none_broke_off()
         before, self._next = self._next, Added()
         for unit in before.times:
-            here, there = self._calls()[unit], before.calls[unit]
+            here = self._calls()[unit]
+            there = before.calls[unit]
             if here not in (0, there):
                 raise ODCError(
                     f"Unit {self._names[unit]!r} ran {there} times for a microbatch that did not fit into memory, and "
@@ -69,8 +76,10 @@ class Additions:
                     'missing. Write ODCStrategy(on_out_of_memory="raise"), or run the unit equally often for every '
                     "microbatch."
                 )
-        self._is_open, self.adding = True, None
-        self._before, self._now = before, Counter()
+        self._is_open = True
+        self.adding = None
+        self._before = before
+        self._now = Counter()
 
     def begin_adding(self, unit: int) -> bool:
         """A unit has a gradient; returns whether it is to be added."""
@@ -86,8 +95,10 @@ class Additions:
 
     def end_backward(self) -> None:
         """The pass has come to its end, and `fully_shard` has forgotten what ran before it."""
-        self._is_open, self._mark = False, 0
-        self._before, self._now = Added(), Counter()
+        self._is_open = False
+        self._mark = 0
+        self._before = Added()
+        self._now = Counter()
 
     def check_none_broke_off(self) -> None:
         """Refuse to go on with a part of the gradient of a microbatch, whose error was caught."""
@@ -107,7 +118,9 @@ class Additions:
             before = self._before
             times = done | Counter(before.times)  # the larger one of both
             # What a unit has added before stands for its calls then.
-            calls = {**self._calls(), **{unit: before.calls.get(unit, 0) for unit in before.times}}
+            calls = dict(self._calls())
+            for unit in before.times:
+                calls[unit] = before.calls.get(unit, 0)
             added = Added(dict(times), calls)
         self.end_backward()
         self._next = Added()

@@ -48,10 +48,18 @@ _ADVICE = {
 }
 
 
+def text_of(error: BaseException) -> str:
+    """The text of anybody's error, also of one that fails to make its text."""
+    try:
+        return str(error)
+    except Exception:
+        return f"<{type(error).__name__} without a text>"
+
+
 def advise(exception: BaseException) -> None:
     """Say first what to write, if this is an error of torch about something sharded. Idempotent."""
     # The page of questions and answers has the same table, with more words.
-    said = str(exception)
+    said = text_of(exception)
     advice = next((advice for words, advice in _ADVICE.items() if words in said), None)
     if advice is not None and _RAW not in said:
         exception.args = (f"ODCStrategy shards parameters and gradients (DTensor): {advice}{_RAW}{said}",)
@@ -84,9 +92,18 @@ def refuse_all_reduce_hooks(units: Sequence[Unit]) -> None:
             )
 
 
+def undivided_gradient(name: str) -> ODCError:
+    """The error for a gradient that does not go through the accumulators: see Note [Who divides]."""
+    return ODCError(
+        f"The loss depends on the shards of {name!r} (a penalty over `self.parameters()`), and such a gradient "
+        "is not divided by the weight of the minibatch. Use the optimizer's `weight_decay`, or leave the "
+        f"penalty out of the loss and add its gradient to the others:\n{PENALTY}"
+    )
+
+
 def unexpected_gradient(unit: Unit, prepared: bool) -> ODCError:
     """The error for gradients that have no place in the accumulators."""
-    names = [slot.name for slot in unit.slots if slot.current.requires_grad and not slot.hooked]
+    names = [slot.name for slot in unit.slots if slot.registered_param.requires_grad and not slot.has_hook]
     if not prepared:
         return ODCError(
             f"A backward pass reached unit {unit.name!r}, but `trainer.validate`, `test` and `predict` make no "

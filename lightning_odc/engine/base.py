@@ -33,14 +33,15 @@ from lightning_odc.engine.tracing import Fanout, Traced, Tracer
 from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.errors import DisagreementError, ODCError
 
-_PLAIN, _WEIGHTED = "plain batches", "Minibatches or num_items"
+_PLAIN = "plain batches"
+_WEIGHTED = "Minibatches or num_items"
 _NO_RESET = (
     f"torch {torch.__version__} cannot take back a step that broke off: install torch 2.13 or newer, which has "
     "`FSDPModule.reset_iter_state`"
 )
 
 
-class Counting(StrEnum):
+class WeightKind(StrEnum):
     """What the losses of an optimizer step are weighted by."""
 
     MEAN = "plain batches with a mean loss"
@@ -54,7 +55,7 @@ class SettleRecord(NamedTuple):
 
     # It is sent as JSON: short, and nothing of it is unpickled. A long one takes several meetings.
     batches: str | None  # the kind that the rank trained on; ``None`` if none counts: any is right then
-    counting: str | None  # what its weights count, a `Counting`; ``None`` if it ran no microbatch
+    weight_kind: str | None  # what its weights count, a `WeightKind`; ``None`` if it ran no microbatch
     weight: float  # the sum of its weights; 1 for plain batches
     plans: list[str]  # fingerprints of the plans of its minibatches, in the order in which they ran
     is_last: bool  # it has no more batches in this epoch
@@ -84,7 +85,7 @@ class Ledger:
     """The weights of the microbatches that this rank ran since the last settle."""
 
     is_weighted: bool = False
-    counting: Counting | None = None
+    weight_kind: WeightKind | None = None
     weight: float | Tensor = 0.0
     microbatches: int = 0
     plans: list[str] = field(default_factory=list)
@@ -92,20 +93,22 @@ class Ledger:
     is_idle: bool = False  # ran nothing at all, so it goes along with what the others ran
     left_out: float = 0.0  # the part of the plain batches of this step that counts nothing
 
-    def add(self, weight: float | Tensor, counting: Counting = Counting.PLANNED) -> None:
+    def add(self, weight: float | Tensor, weight_kind: WeightKind = WeightKind.PLANNED) -> None:
         """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides])."""
-        if self.counting not in (None, counting):
+        if self.weight_kind not in (None, weight_kind):
             raise ValueError(
-                f"One optimizer step mixes {self.counting} and {counting}, which have no common unit. Return "
+                f"One optimizer step mixes {self.weight_kind} and {weight_kind}, which have no common unit. Return "
                 '{"loss": summed_loss, "num_items": n} from every call of `training_step`, or from none.'
-                f"{_hint(self.counting, counting)}"
+                f"{_hint(self.weight_kind, weight_kind)}"
             )
-        self.counting = counting
-        if counting is Counting.MEAN:
+        self.weight_kind = weight_kind
+        if weight_kind is WeightKind.MEAN:
             return
         self.is_weighted = True
         # On a device it is not waited for now: it is looked at when the step settles.
-        self.weight = self.weight + (weight.detach() if isinstance(weight, Tensor) else weight)
+        if isinstance(weight, Tensor):
+            weight = weight.detach()
+        self.weight = self.weight + weight
         self.microbatches += 1
 
     def begin_minibatch(self, plan: str | None) -> None:
@@ -115,12 +118,18 @@ class Ledger:
 
     def record(self, **others: Any) -> SettleRecord:
         """The record of a rank with these weights, and with its other fields."""
+        batches: str | None = _PLAIN
+        weight = max(1.0 - self.left_out, 0.0)
+        if self.is_weighted:
+            batches = _WEIGHTED
+            weight = float(self.weight)
         # If nothing of what this rank ran counts, it goes along with what the others ran.
-        agrees_with_any = self.is_idle or (self.counting is None and self.left_out > 0)
+        if self.is_idle or (self.weight_kind is None and self.left_out > 0):
+            batches = None
         return SettleRecord(
-            batches=None if agrees_with_any else _WEIGHTED if self.is_weighted else _PLAIN,
-            counting=self.counting and self.counting.value,
-            weight=float(self.weight) if self.is_weighted else max(1.0 - self.left_out, 0.0),
+            batches=batches,
+            weight_kind=self.weight_kind,
+            weight=weight,
             plans=self.plans,
             is_last=self.is_last,
             **others,
@@ -131,7 +140,7 @@ def check_records(records: Sequence[SettleRecord]) -> None:
     """Refuse an optimizer step for which ranks ran different kinds of batches, or followed different plans."""
     first = records[0]
     trained = next((rank for rank, record in enumerate(records) if record.batches is not None), 0)
-    counting = next((record.counting for record in records if record.counting), None)
+    weight_kind = next((record.weight_kind for record in records if record.weight_kind), None)
     for rank, record in enumerate(records):
         if record.batches not in (None, records[trained].batches):
             raise DisagreementError(
@@ -140,16 +149,19 @@ def check_records(records: Sequence[SettleRecord]) -> None:
                 "one where there is nothing to do), or on none."
             )
         if record.is_last != first.is_last:
-            ends, goes_on = (rank, 0) if record.is_last else (0, rank)
+            ends = rank
+            goes_on = 0
+            if first.is_last:
+                ends, goes_on = goes_on, ends
             raise DisagreementError(
                 f"Rank {ends} has no more batches in this epoch, rank {goes_on} has. Every rank needs the same number "
                 "of Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches)."
             )
-        if record.counting not in (None, counting):
+        if record.weight_kind not in (None, weight_kind):
             raise DisagreementError(
-                f"Rank {rank} weighted its losses by {record.counting}, another rank by {counting} in the same "
+                f"Rank {rank} weighted its losses by {record.weight_kind}, another rank by {weight_kind} in the same "
                 'optimizer step. Return {"loss": summed_loss, "num_items": n} on every rank, or on none.'
-                f"{_hint(record.counting, counting)}"
+                f"{_hint(record.weight_kind, weight_kind)}"
             )
         if record.plans != first.plans:
             raise DisagreementError(
@@ -168,13 +180,15 @@ def total_weight(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> f
     is_weighted = any(record.batches == _WEIGHTED for record in records)
     # A rank of which nothing counts goes along with the others: of plain batches it has left out what it has.
     counted = [record for record in records if not (is_weighted and record.batches is None)]
-    total = float(sum(record.weight for record in counted)) / (weight_unit if is_weighted else 1.0)
+    total = float(sum(record.weight for record in counted))
+    if is_weighted:
+        total /= weight_unit
     return total or 1.0  # nothing counts anywhere: the sums are zeros
 
 
-def _hint(*countings: str | None) -> str:
+def _hint(*kinds: str | None) -> str:
     """What else to write where only some batches have labels to count."""
-    if set(countings) != {Counting.LABELS, Counting.PLANNED}:
+    if set(kinds) != {WeightKind.LABELS, WeightKind.PLANNED}:
         return ""
     return ' Or give all batches "labels", or write weighting="token", which does not look at them.'
 
@@ -246,7 +260,7 @@ class Engine(Traced, ABC):
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         """A rank begins its part of a minibatch. Refused where all ranks need equal numbers of microbatches."""
 
-    def evaluate(self, evaluating: bool) -> None:
+    def set_evaluating(self, evaluating: bool) -> None:
         """From now on ranks may have different numbers of batches, or no more."""
 
     def begin_microbatch(self, index: int) -> None:
@@ -277,7 +291,9 @@ class Engine(Traced, ABC):
         """Why a microbatch that broke off cannot run again on this rank alone; empty if it can."""
         if self.backward_done:
             return "its gradient had been added, and memory ran out after its backward pass"
-        return "" if hasattr(FSDPModule, "reset_iter_state") else _NO_RESET
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            return _NO_RESET
+        return ""
 
     @abstractmethod
     def undo(self) -> Added | None:
@@ -382,9 +398,10 @@ class Engine(Traced, ABC):
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        begin, idle = time.monotonic(), sum(self.waits.values())
+        begin = time.monotonic()
+        idle_before = sum(self.waits.values())
         try:
             yield
         finally:
-            work = time.monotonic() - begin - (sum(self.waits.values()) - idle)
-            self.settling += work
+            idle = sum(self.waits.values()) - idle_before
+            self.settling += time.monotonic() - begin - idle

@@ -64,12 +64,14 @@ class CollectiveEngine(Engine):
     def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         if self._world_size > 1:
             super().parameters(module)
+        unit_of = {slot.registered_param: unit for unit in self._units for slot in unit.slots}
         for parameter, name in self._names_in(module).items():
-            units = (unit for unit in self._units for slot in unit.slots if slot.current is parameter)
-            unit = next(units, None)
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            dtype = unit and _compat.precision_of(unit.modules[0]).param_dtype
-            yield name, whole.detach().to(dtype or whole.dtype, copy=True)
+            dtype = whole.dtype
+            if parameter in unit_of:
+                precision = _compat.precision_of(unit_of[parameter].modules[0])
+                dtype = precision.param_dtype or dtype
+            yield name, whole.detach().to(dtype, copy=True)
 
     def drop_emptied(self) -> None:
         self._scalars.drop_emptied()
@@ -92,16 +94,18 @@ class CollectiveEngine(Engine):
             self._root.gather()
         for unit in self._units:
             unit.match_frozen()
-        apart, self._is_retry = self.ledger.is_weighted or self._is_retry, False
+        apart = self.ledger.is_weighted or self._is_retry
+        self._is_retry = False
         self._late_hooks.holding = apart
         self._reduce_scatter.sends_zeros = not counts
         before = [shard.grad for shard in self._shards]
         self._in_place = not apart and any(grad is not None for grad in before)
         # Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones.
         # Hooks wait for the division, too.
-        for shard in self._shards if apart else ():
-            self._late_hooks.hold(shard)
-            shard.grad = None
+        if apart:
+            for shard in self._shards:
+                self._late_hooks.hold(shard)
+                shard.grad = None
         try:
             with self._scalars.backward(counts):
                 yield
@@ -109,7 +113,8 @@ class CollectiveEngine(Engine):
             for shard, kept in zip(self._shards, before, strict=True):
                 shard.grad = kept
             raise
-        self._in_place, self.backward_done = False, True
+        self._in_place = False
+        self.backward_done = True
         self._root.check_reduced()
         if apart:
             self._add(before, counts)
@@ -118,11 +123,16 @@ class CollectiveEngine(Engine):
     def _add(self, before: list[Tensor | None], counts: bool) -> None:
         """Add the gradients of a pass to the sums, and put back what was there before."""
         for parameter, kept in zip(self._shards, before, strict=True):
-            new, parameter.grad = parameter.grad, kept
-            if not counts and self._world_size == 1 and new is not None:
+            new = parameter.grad
+            parameter.grad = kept
+            if new is None:
+                continue
+            if not counts and self._world_size == 1:
                 new.zero_()  # fully_shard may reduce nothing on a single rank
-            if new is not None:
-                self._sums[parameter] = self._sums[parameter].add_(new) if parameter in self._sums else new
+            if parameter in self._sums:
+                self._sums[parameter].add_(new)
+            else:
+                self._sums[parameter] = new
 
     def why_no_retry(self) -> str:
         if self._world_size > 1:
@@ -136,7 +146,7 @@ class CollectiveEngine(Engine):
     def undo(self) -> Added | None:
         """Nothing that was added stays: `backward` has put back what was there before."""
         units = [unit for unit in self._units if unit.is_gathered]
-        forget_pass(self._model, [slot.current for unit in units for slot in unit.slots])
+        forget_pass(self._model, [slot.registered_param for unit in units for slot in unit.slots])
         return None
 
     def retry(self, added: Added) -> None:
@@ -151,7 +161,8 @@ class CollectiveEngine(Engine):
             record = ledger.record(logs=logs, measured=measured, note=self.note, scalars=scalars)
             self.settled = True
             self.notes = []
-            records, scale = [record] * self._world_size, 1.0
+            records = [record] * self._world_size
+            scale = 1.0
             if ledger.is_weighted:
                 heard = self.exchange("optimizer step", [record, sorted(self.signals.raised)])
                 self.signals.agreed.update(*(signals for _, signals in heard))
@@ -167,7 +178,10 @@ class CollectiveEngine(Engine):
                 by_rank = []
             for parameter, total in self._sums.items():
                 total.mul_(scale)
-                parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
+                if parameter.grad is None:
+                    parameter.grad = total
+                else:
+                    parameter.grad.add_(total)
                 self._late_hooks.call(parameter)
             self._sums.clear()
             self._scalars.give(by_rank, scale / self._world_size)
@@ -183,6 +197,7 @@ class CollectiveEngine(Engine):
 
     def reshard(self) -> None:
         reset_units(self._model)
+        self._root.shard()  # after a forward pass that broke off, too
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
         with self.traced("exchange"):

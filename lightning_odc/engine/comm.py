@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -49,11 +49,11 @@ class GatherComm(_Allocating):
         self._gather = gather
         self._buffer: Tensor | None = None
         # ``output`` is the same at every call: what it holds need not be read again.
-        self.keeps_buffer = False
+        self.retains_buffer = False
         self.gathered_in = 0  # the version of which it holds all, or 0; the callback sets it and looks at it
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if not self.keeps_buffer:
+        if not self.retains_buffer:
             return super().allocate(size, dtype=dtype, device=device)
         if self._buffer is None or self._buffer.numel() != math.prod(size):
             self.gathered_in = 0
@@ -64,7 +64,9 @@ class GatherComm(_Allocating):
         """Keep the buffer no longer. Idempotent."""
         if self._buffer is not None and self._buffer.is_cuda:  # another stream may still copy from it
             self._buffer.record_stream(torch.cuda.current_stream())
-        self._buffer, self.keeps_buffer, self.gathered_in = None, False, 0
+        self._buffer = None
+        self.retains_buffer = False
+        self.gathered_in = 0
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **_: Any) -> None:
         self._gather(self, output_tensor, input_tensor)
@@ -135,9 +137,16 @@ def forget_pass(model: nn.Module, parameters: Iterable[Tensor]) -> None:
         torch.cuda.empty_cache()
 
 
+def ran_forward(model: nn.Module, units: Mapping[int, int]) -> list[int]:
+    """Numbers of the units in the order in which they last ran. ``units``: by the `id` of ``fully_shard``'s group."""
+    groups = _compat.forward_order(cast(FSDPModule, model))
+    return [units.get(id(group), -1) for group in groups]
+
+
 def set_comms(modules: Iterable[FSDPModule], gather: Any = None, reduce: Any = None) -> None:
     """Put comm objects on modules, by default those that call what ``fully_shard`` calls by itself."""
-    gather, reduce = gather or StockComm(all_gather), reduce or StockComm(reduce_scatter)
+    gather = gather or StockComm(all_gather)
+    reduce = reduce or StockComm(reduce_scatter)
     for module in modules:
         module.set_custom_all_gather(gather)
         module.set_custom_reduce_scatter(reduce)
@@ -145,7 +154,7 @@ def set_comms(modules: Iterable[FSDPModule], gather: Any = None, reduce: Any = N
 
 def probe(
     unit: Unit,
-    while_gathered: Callable[[ParamSlot], None],  # called for each parameter; may say that it is ``hooked``
+    while_gathered: Callable[[ParamSlot], None],  # called for each parameter; may set `ParamSlot.has_hook`
     accumulator_dtype: torch.dtype | None,
 ) -> None:
     """Lay out a unit as ``fully_shard`` does, or refuse a unit that lies in memory in another way."""
@@ -154,16 +163,17 @@ def probe(
     set_comms(unit.modules, watching)
     unit.modules[0].unshard()  # what it holds of peers does not matter: it is resharded at once
     for slot in unit.slots:
-        slot.compute_dtype = slot.current.dtype
+        slot.compute_dtype = slot.registered_param.dtype
         while_gathered(slot)
     unit.modules[0].reshard()
     (own,) = shown
     unit.lay_out(accumulator_dtype)
     spec = unit.spec()
     derived = torch.zeros(spec.shard_numel, dtype=spec.shard_dtype, device=own.device)
-    if spec.shard_numel == own.numel() and spec.shard_dtype == own.dtype:
+    has_its_size = spec.shard_numel == own.numel()
+    if has_its_size and spec.shard_dtype == own.dtype:
         unit.write_shard(derived)
-    if spec.shard_numel != own.numel() or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
+    if not has_its_size or not torch.equal(derived.view(torch.uint8), own.view(torch.uint8)):
         raise NotImplementedError(
             f"Unit {unit.name!r} lies in memory in a way this version does not know (tensor subclasses with their own "
             'all-gather, such as fp8 weights, do that). Use ODCStrategy(communication="collective") for this model.'
@@ -177,16 +187,19 @@ class RootUnit:
         self._model = cast(FSDPModule, model)
         self._units = units
         self._root = next((unit for unit in units if self._model in unit.modules), None)
-        # ``fully_shard`` has gathered the unit when that of the model is called.
-        callers = {model, *(slot.module for slot in self._root.slots)} if self._root is not None else ()
-        self._hooks: list[RemovableHandle] = [one.register_forward_pre_hook(self.gather) for one in callers]
+        self._hooks: list[RemovableHandle] = []
+        if self._root is not None:
+            # ``fully_shard`` has gathered the unit when that of the model is called.
+            for caller in {model, *(slot.module for slot in self._root.slots)}:
+                self._hooks.append(caller.register_forward_pre_hook(self.gather))
 
     def gather(self, *_: Any) -> None:
         """Gather the unit if it is sharded. See `Unit.match_frozen`."""
-        if self._root is not None:
-            if not self._root.is_gathered:
-                self._model.unshard()
-            self._root.match_frozen()
+        if self._root is None:
+            return
+        if not self._root.is_gathered:
+            self._model.unshard()
+        self._root.match_frozen()
 
     def shard(self) -> None:
         """Shard the unit if it is gathered."""
@@ -202,12 +215,15 @@ class RootUnit:
         for unit in self._units:
             if not unit.is_gathered or _compat.keeps_gradients(unit.modules[0]):
                 continue
-            if left := [slot for slot in unit.slots if slot.current.grad is not None]:
+            left = [slot for slot in unit.slots if slot.registered_param.grad is not None]
+            if left:
                 layers = [slot.module for slot in left if not isinstance(slot.module, FSDPModule)]
                 make = "Call"
                 if layers:
                     make = f"Make units of layers, auto_wrap_policy={class_names(layers)}, and call"
-                names = ", ".join(repr(slot.name) for slot in left[:3]) + ", ..." * (len(left) > 3)
+                names = ", ".join(repr(slot.name) for slot in left[:3])
+                if len(left) > 3:
+                    names += ", ..."
                 raise ODCError(
                     "With manual optimization a model needs at least two units, and the loss must depend on what one "
                     "besides the root unit returns. This backward pass did not reach any, so gradients were left "

@@ -85,7 +85,12 @@ class Placeholder(DTensor):
         if getattr(func, "__name__", "") in _HARMLESS and attribute not in _VALUES:
             with _compat.without_torch_function():
                 return func(*args, **(kwargs or {}))
-        found = [item for arg in args for item in (arg if isinstance(arg, list | tuple) else [arg])]
+        found: list[Any] = []
+        for arg in args:
+            if isinstance(arg, list | tuple):
+                found += arg
+            else:
+                found.append(arg)
         placeholders = [item for item in found if isinstance(item, Placeholder)]
         if func in _compat.ZEROING:
             for placeholder in placeholders:
@@ -121,7 +126,7 @@ class Placeholders:
     def lay(self, slots: Iterable[ParamSlot]) -> None:
         """Turn the zeros that a backward pass left into placeholders."""
         for slot in slots:
-            grad: Any = slot.home.grad
+            grad: Any = slot.sharded_param.grad
             if grad is None:
                 continue
             if type(grad) is not Placeholder:
@@ -144,7 +149,7 @@ class Placeholders:
         """The parameters of which the user emptied the gradient."""
         gone = set()
         for slot, placeholder in self.laid.items():
-            grad = slot.home.grad
+            grad = slot.sharded_param.grad
             if grad is None or placeholder.zeroed:
                 gone.add(slot)
             elif grad is not placeholder:
@@ -157,7 +162,8 @@ class Placeholders:
 
     def drop_emptied(self) -> None:
         """Drop what the user emptied on this rank, if anything."""
-        if emptied := self.emptied():
+        emptied = self.emptied()
+        if emptied:
             self.drop(emptied)
 
     def drop_emptied_anywhere(self) -> None:
@@ -185,10 +191,10 @@ class Placeholders:
             )
         dropped = own | theirs - laid
         for unit in self._units:
-            for slot in dropped.intersection(unit.trainable):
+            for slot in dropped.intersection(unit.grad_slots):
                 self._protocol.windows[unit.index].clear(slot.grad_offset, slot.padded_numel)
                 self._sums[unit.index].clear(slot.grad_offset, slot.padded_numel)
-                unit.used.discard(slot)
+                unit.reduced_in_step.discard(slot)
         self.lift()
         self._own = set()
         self._protocol.meet("gradients are discarded")
@@ -214,7 +220,9 @@ class LateHooks:
         self._calling = True
         try:
             for hook in list(hooks.values()):
-                (hook.hook if isinstance(hook, DeferredHook) else hook)(shard)
+                if isinstance(hook, DeferredHook):
+                    hook = hook.hook
+                hook(shard)
         finally:
             self._calling = False
 
@@ -285,14 +293,17 @@ class Scalars:
         self._late_hooks.hold(parameter)
         zeros = torch.zeros_like(gradient)
         new = (gradient if self._counts else zeros).double()
-        self._sums[parameter] = self._sums[parameter] + new if parameter in self._sums else new
+        if parameter in self._sums:
+            new = self._sums[parameter] + new
+        self._sums[parameter] = new
         return zeros
 
     @contextmanager
     def backward(self, counts: bool) -> Iterator[None]:
         """Around a backward pass, of which nothing stays if it breaks off. See `Engine.backward`."""
         self._zeros.clear()  # it is Lightning that empties them, before the last backward pass of a minibatch
-        before, self._counts = dict(self._sums), counts
+        before = dict(self._sums)
+        self._counts = counts
         try:
             yield
         except BaseException:
@@ -313,7 +324,9 @@ class Scalars:
         """This rank's sums, for its record; `None` where there was no gradient."""
         self._late_hooks.check_outside()
         self.drop_emptied()
-        values = torch.stack([*self._sums.values()]).tolist() if self._sums else []
+        values: list[float] = []
+        if self._sums:
+            values = torch.stack([*self._sums.values()]).tolist()  # waits for the device once
         sums = dict(zip(self._sums, values, strict=True))
         self.clear()
         return [sums.get(parameter) for parameter in self.parameters]
@@ -323,10 +336,14 @@ class Scalars:
         """Put the sums over ranks, times ``scale``, into ``.grad``, and call the hooks that waited for it."""
         for parameter, *sums in zip(self.parameters, *by_rank, strict=True):
             found = [value for value in sums if value is not None]
-            if found:
-                total = torch.full_like(parameter, sum(found) * scale)
-                parameter.grad = total if parameter.grad is None else parameter.grad.add_(total)
-                self._late_hooks.call(parameter)
+            if not found:
+                continue
+            total = torch.full_like(parameter, sum(found) * scale)
+            if parameter.grad is None:
+                parameter.grad = total
+            else:
+                parameter.grad.add_(total)
+            self._late_hooks.call(parameter)
 
     def clear(self) -> None:
         """Forget all gradients of the step."""

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import compress
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine import stealing
 from lightning_odc.engine.additions import Added, Additions
-from lightning_odc.engine.advice import PENALTY, refuse_all_reduce_hooks, unexpected_gradient
+from lightning_odc.engine.advice import refuse_all_reduce_hooks, undivided_gradient, unexpected_gradient
 from lightning_odc.engine.base import (
     Engine,
     SettleRecord,
@@ -35,19 +34,33 @@ from lightning_odc.engine.comm import (
     RootUnit,
     forget_pass,
     probe,
+    ran_forward,
     reset_units,
     set_comms,
 )
-from lightning_odc.engine.keeping import HostMemory, Keeping, generating
+from lightning_odc.engine.gather_cache import GatherCache, HostMemory, generating
 from lightning_odc.engine.late_gradients import LateHooks, Placeholders, Scalars
-from lightning_odc.engine.mates import Mates
+from lightning_odc.engine.proof import open_proven
 from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.staleness import StalenessGuard
+from lightning_odc.engine.streaming import stream
 from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.unit_window import Traffic, UnitSum, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
 from lightning_odc.engine.waiting import HangReport
-from lightning_odc.errors import ODCError, StaleShardError
+from lightning_odc.errors import ODCError
+
+
+class _Pass(NamedTuple):
+    """The backward pass at hand."""
+
+    is_announced: bool  # it runs within `OnDemandEngine.backward`
+    counts: bool = True  # else zeros are added instead of its gradients
+    is_last: bool = True  # in the optimizer step, as far as is known
+
+
+_OF_THE_USER = _Pass(is_announced=False)  # by itself, such as in `loss.backward()` with manual optimization
 
 
 class OnDemandEngine(Engine):
@@ -70,11 +83,12 @@ class OnDemandEngine(Engine):
         lockstep: bool = False,  # a barrier at every unit, the control experiment
         accumulator_dtype: torch.dtype | None = None,  # by default fp32, or wider if the parameters are
         hang_report: HangReport | None = None,
-        keeping: Keeping | None = None,
-        mates: Mates | None = None,  # with tensor parallelism
+        gather_cache: GatherCache | None = None,
+        sample_group: SampleGroup | None = None,  # with tensor parallelism
+        agree: Rendezvous | None = None,  # of all ranks that must come to one answer, if they are more
     ) -> None:
         super().__init__()
-        self.keeping = Keeping(0, HostMemory(1)) if keeping is None else keeping
+        self.gather_cache = gather_cache or GatherCache(0, HostMemory(1))
         self._protocol_options: dict[str, Any] = {
             "timeout": timeout,
             "deterministic": deterministic,
@@ -82,9 +96,10 @@ class OnDemandEngine(Engine):
             "hang_report": hang_report,
             "signals": self.signals,
         }
-        self._mates = mates
+        self._sample_group = sample_group
         self._make_transport = make_transport
         self._rendezvous = rendezvous
+        self._agree = agree or rendezvous
         self._lockstep = lockstep
         self._accumulator_dtype = accumulator_dtype
         self._thread = threading.get_ident()  # that trains
@@ -92,8 +107,7 @@ class OnDemandEngine(Engine):
         self._late_hooks = LateHooks()
         self._scalars = Scalars()
         self._gradients = True
-        self._in_backward, self._counts = False, True
-        self._is_last = True  # the backward pass at hand, in the optimizer step, as far as is known
+        self._pass = _OF_THE_USER
         self._sums: list[UnitSum] = []
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
@@ -104,7 +118,7 @@ class OnDemandEngine(Engine):
         assert self._protocol is not None, "the engine is not attached"
         return self._protocol
 
-    def evaluate(self, evaluating: bool) -> None:
+    def set_evaluating(self, evaluating: bool) -> None:
         self.protocol.lockstep = self._lockstep and not evaluating
 
     @property
@@ -116,7 +130,8 @@ class OnDemandEngine(Engine):
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         # 1. The layout of this rank, as `fully_shard` shows it. Windows have sizes that depend on it.
-        self._model, self._gradients = model, gradients
+        self._model = model
+        self._gradients = gradients
         self._units = find_units(model)
         self._root = RootUnit(self._units, model)
         self._on_close.callback(self._root.release)
@@ -137,22 +152,24 @@ class OnDemandEngine(Engine):
         protocol = self.protocol_class(self._make_transport(), specs, **self._protocol_options)
         if self._protocol is not None:
             protocol.go_on_from(self._protocol)
-        protocol.open()
+        open_proven(protocol, self._agree)
         self._protocol = protocol
         self._sums = [UnitSum(window) for window in protocol.windows]
         self._placeholders = Placeholders(self._units, self._sums, protocol)
         self._staleness = StalenessGuard(self._units, protocol)
         # 4. Shards. `fully_shard` gathers through this engine only after that: before, there is nothing to read.
         self._publish_units()
-        pairs = list(zip(self._units, protocol.windows, strict=True))
-        comms = [GatherComm(partial(self._gather, unit, window)) for unit, window in pairs]
-        for (unit, window), comm in zip(pairs, comms, strict=True):
-            set_comms(unit.modules, comm, AccumulateComm(partial(self._accumulate, unit, window)))
+        comms = []
+        for unit, window in zip(self._units, protocol.windows, strict=True):
+            gather = GatherComm(partial(self._gather, unit, window))
+            comms.append(gather)
+            set_comms(unit.modules, gather, AccumulateComm(partial(self._accumulate, unit, window)))
         # 5. What looks at passes of the model, with hooks on it, finds everything in its place.
-        self.keeping.attach(self._units, comms, [] if self._lockstep else self._sums)
-        self._on_close.callback(self.keeping.release)
+        self.gather_cache.attach(self._units, comms, None if self._lockstep else self._sums)
+        self._on_close.callback(self.gather_cache.release)
         groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
-        self._additions = Additions([unit.name for unit in self._units], partial(self._ran, groups))
+        names = [unit.name for unit in self._units]
+        self._additions = Additions(names, partial(ran_forward, model, groups))
         if not self._lockstep:
             self._on_close.enter_context(generating(model, self.gathered))
 
@@ -166,7 +183,7 @@ class OnDemandEngine(Engine):
                 stacklevel=2,
             )
         for unit in self._units:
-            self._late_hooks.release(slot.home for slot in unit.slots)
+            self._late_hooks.release(slot.sharded_param for slot in unit.slots)
             set_comms(unit.modules)
             if unit.divided_by_fully_shard:
                 unit.set_division(True)
@@ -177,24 +194,19 @@ class OnDemandEngine(Engine):
             self._protocol.close()
 
     def _hook(self, unit: Unit, slot: ParamSlot) -> None:
-        parameter = slot.current
+        parameter = slot.registered_param
         if not (parameter.requires_grad and self._gradients):
             return
-        slot.hooked = True
-        note: Any = partial(unit.fresh.__setitem__, slot)  # in C, since it is called for every gradient
+        slot.has_hook = True
+        note: Any = partial(unit.reduced_now.__setitem__, slot)  # in C, since it is called for every gradient
         self._on_close.callback(parameter.register_post_accumulate_grad_hook(note).remove)
-        # Autograd calls this one only for losses of the shard itself: `fully_shard` sets its gradient by hand.
-        refuse = partial(self._check_undivided, slot.name)
-        self._on_close.callback(slot.home.register_hook(refuse).remove)
 
-    def _check_undivided(self, name: str, _: Tensor) -> None:
-        """Refuse gradients that do not go through the accumulators where those have weights: see Note [Who divides]."""
-        if self.ledger.is_weighted:
-            raise ODCError(
-                f"The loss depends on the shards of {name!r} (a penalty over `self.parameters()`), and such a gradient "
-                "is not divided by the weight of the minibatch. Use the optimizer's `weight_decay`, or leave the "
-                f"penalty out of the loss and add its gradient to the others:\n{PENALTY}"
-            )
+        def refuse(_: Tensor) -> None:
+            if self.ledger.is_weighted:
+                raise undivided_gradient(slot.name)
+
+        # Autograd calls this one only for losses of the shard itself: `fully_shard` sets its gradient by hand.
+        self._on_close.callback(slot.sharded_param.register_hook(refuse).remove)
 
     # -- what fully_shard calls ---------------------------------------------------------------------------
 
@@ -203,30 +215,30 @@ class OnDemandEngine(Engine):
         window.check_not_ended()  # first: after a step every parameter has changed
         # ``fully_shard`` gives gathered parameters the ``requires_grad`` of their shards.
         for slot in unit.slots:
-            slot.trains = slot.home.requires_grad
+            slot.was_trainable = slot.sharded_param.requires_grad
         self._staleness.before_gather(unit, own)
         window.gather(output, comm.gathered_in)
-        comm.gathered_in = self.protocol.version if comm.keeps_buffer else 0
+        comm.gathered_in = self.protocol.version if comm.retains_buffer else 0
 
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
-        """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of the fresh parameters]``."""
-        if not self._in_backward:  # a pass of the user's own: was a gradient emptied?
+        """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of what is reduced now]``."""
+        if not self._pass.is_announced:  # was a gradient emptied?
             self.ran_outside = True
-            if self._placeholders.laid.keys() & unit.fresh.keys():
+            if self._placeholders.laid.keys() & unit.reduced_now.keys():
                 raise ODCError(
                     "Several backward passes in one optimizer step must go through Lightning: write "
                     "`self.manual_backward(loss)` instead of `loss.backward()`."
                 )
-        for shard in _compat.with_gradient_hooks(slot.home for slot in unit.fresh):
+        for shard in _compat.with_gradient_hooks(slot.sharded_param for slot in unit.reduced_now):
             self._late_hooks.hold(shard)  # they are called when the step settles
         assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
-        segments = unit.take_fresh()
+        segments = unit.take_reduced()
         if sum(segment.numel for segment in segments) * window.owners != chunks.numel():
             raise unexpected_gradient(unit, self._gradients)
         if not self._additions.begin_adding(unit.index):
             return  # a part of a microbatch, and the whole has added this gradient: Note [Added once]
-        if self._counts:
-            self._sums[unit.index].add(chunks, segments, self._is_last)
+        if self._pass.counts:
+            self._sums[unit.index].add(chunks, segments, self._pass.is_last)
         elif self._lockstep:  # the others wait at the barrier of this addition
             window.accumulate(chunks.zero_(), segments)
         self._additions.end_adding()
@@ -235,9 +247,10 @@ class OnDemandEngine(Engine):
 
     def begin_batch(self, **options: bool) -> None:
         super().begin_batch(**options)
-        if any(not slot.hooked and slot.current.requires_grad for unit in self._units for slot in unit.slots):
+        unnoted = [slot for unit in self._units for slot in unit.slots if not slot.has_hook]
+        if any(slot.registered_param.requires_grad for slot in unnoted):
             # Parameters were unfrozen: the accumulators need another layout.
-            if any(self.exchange("unfreeze parameters", any(unit.used for unit in self._units))):
+            if any(self.exchange("unfreeze parameters", any(unit.reduced_in_step for unit in self._units))):
                 raise ODCError(
                     "Parameters were unfrozen between two batches of one optimizer step. Unfreeze them before the "
                     "first of its batches, on all ranks, for example in `on_train_epoch_start`."
@@ -247,7 +260,7 @@ class OnDemandEngine(Engine):
 
     def discard(self) -> None:
         self._additions.end_backward()
-        self._placeholders.drop({slot for unit in self._units for slot in unit.trainable})
+        self._placeholders.drop({slot for unit in self._units for slot in unit.grad_slots})
         self._scalars.clear()
         self._take_ledger()
 
@@ -268,21 +281,22 @@ class OnDemandEngine(Engine):
 
     def begin_microbatch(self, index: int) -> None:
         self.protocol.begin_microbatch(index)
-        self._relieve()
+        self.gather_cache.relieve(self._free)
 
     def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
         if minibatch.all_ranks is None or self._lockstep or self.world_size == 1:
             yield from super().tasks(minibatch)
             return
-        work = stealing.tasks(self.protocol, minibatch, minibatch.all_ranks, self._mates)
+        work = stealing.tasks(self.protocol, minibatch, minibatch.all_ranks, self._sample_group)
         for index, (is_stolen, task) in enumerate(work):
             self.begin_microbatch(index)
             self.stolen += is_stolen
             yield task
 
     def claims(self, rank: int, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
-        alone = self._lockstep or self.world_size == 1
-        return super().claims(rank, costs) if alone else stealing.claims(self.protocol, costs)
+        if self._lockstep or self.world_size == 1:
+            return super().claims(rank, costs)
+        return stealing.claims(self.protocol, costs)
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
@@ -293,24 +307,24 @@ class OnDemandEngine(Engine):
             self._placeholders.forget()
         for unit in self._units:
             unit.match_frozen()
-            if not self.keeping.is_kept(unit):  # fully_shard frees it at the end of it
+            if not self.gather_cache.retains(unit):  # fully_shard frees it at the end of it
                 self._staleness.before_reshard(unit)
-        self._relieve()
+        self.gather_cache.relieve(self._free)
         self._additions.begin_backward()
-        self._in_backward, self._counts, self.backward_done = True, counts, False
-        self._is_last = self._closes_window and not more
+        self.backward_done = False
+        self._pass = _Pass(True, counts, self._closes_window and not more)
         try:
             with self._scalars.backward(counts):
                 yield
         finally:
-            self._in_backward, self._counts, self._is_last = False, True, True
+            self._pass = _OF_THE_USER
         self.backward_done = True
         self._additions.end_backward()
         self._root.check_reduced()
         for unit in self._units:
-            self._placeholders.lay(unit.used)
+            self._placeholders.lay(unit.reduced_in_step)
         if not more:  # users may look at parameters now, and find shards
-            self._free(unit for unit in self._units if self.keeping.is_kept(unit))
+            self._free(unit for unit in self._units if self.gather_cache.retains(unit))
             self._staleness.after_last_backward()
 
     def begin_forward(self) -> None:
@@ -327,11 +341,11 @@ class OnDemandEngine(Engine):
 
     def undo(self) -> Added | None:
         added = self._additions.undo()
-        whole = [parameter for unit in self._units for parameter in unit.fresh.values()]
-        whole += [slot.current for unit in self._units if unit.is_gathered for slot in unit.slots]
+        whole = [parameter for unit in self._units for parameter in unit.reduced_now.values()]
+        whole += [slot.registered_param for unit in self._units if unit.is_gathered for slot in unit.slots]
         for unit in self._units:
-            unit.fresh.clear()
-        self.keeping.give_back()
+            unit.reduced_now.clear()
+        self.gather_cache.drop_all()
         forget_pass(self._model, whole)
         return added
 
@@ -349,10 +363,11 @@ class OnDemandEngine(Engine):
             self.reshard()
             self._staleness.before_settle()
             self._placeholders.emptied()  # raises while all ranks can still be told
-            used = flags_to_hex([slot in unit.used for unit in self._units for slot in unit.slots])
+            used = flags_to_hex([slot in unit.reduced_in_step for unit in self._units for slot in unit.slots])
             for unit in self._units:
-                unit.used.clear()
-            ledger, scalars = self._take_ledger(), self._scalars.take()
+                unit.reduced_in_step.clear()
+            ledger = self._take_ledger()
+            scalars = self._scalars.take()
             own = ledger.record(logs=logs, measured=measured, note=self.note, used=used, scalars=scalars)
             heard = self.protocol.end_version("optimizer step", own)
             records = [SettleRecord(*fields) for fields in heard]
@@ -361,7 +376,7 @@ class OnDemandEngine(Engine):
             self._placeholders.lift()
             self._take_gradients(records, emptied)
             self.settled = True
-            self.keeping.settled()
+            self.gather_cache.settled()
         return records
 
     def _take_gradients(self, records: Sequence[SettleRecord], emptied: set[ParamSlot]) -> None:
@@ -370,28 +385,14 @@ class OnDemandEngine(Engine):
         scale = 1.0 / total_weight(records, self.weight_unit)
         count = sum(len(unit.slots) for unit in self._units)
         used_anywhere = iter(any_flags([record.used for record in records], count))
-        for unit, window, total in zip(self._units, self.protocol.windows, self._totals(), strict=True):
+        totals = _totals_of(self._units, self.protocol)
+        for unit, window, total in zip(self._units, self.protocol.windows, totals, strict=True):
             flags = [next(used_anywhere) and slot not in emptied for slot in unit.slots]
             unit.add_to_grads(total, scale, flags)
             window.clear()
             for slot in compress(unit.slots, flags):
-                self._late_hooks.call(slot.home)
+                self._late_hooks.call(slot.sharded_param)
         self._scalars.give([record.scalars for record in records], scale)
-
-    def _totals(self) -> Iterator[Tensor]:
-        """The sums for this rank's shards, by unit, on the device of the shards. One at a time, to save memory."""
-        protocol = self.protocol
-        totals = (protocol.total(unit.index) for unit in self._units)
-        if not any(unit.is_offloaded for unit in self._units):
-            return totals
-        # All copies to the host are asked for before it waits for the first.
-        copies = [
-            total.to(unit.slots[0].local.device, non_blocking=True)
-            for unit, total in zip(self._units, totals, strict=True)
-        ]
-        protocol.finished = False
-        protocol.finish()
-        return iter(copies)
 
     def publish(self) -> None:
         with self._timed(), self.traced("publish"):
@@ -400,11 +401,11 @@ class OnDemandEngine(Engine):
             self._publish_units()
             # Which units stay gathered in this version; in lockstep, where ranks meet at every read, together.
             windows = self.protocol.windows
-            chosen = self.keeping.choose([window.gathers for window in windows])
+            chosen = self.gather_cache.choose([window.gathers for window in windows])
             if self._lockstep:
                 by_rank = self.exchange("choose what stays gathered", chosen)
                 chosen = sorted(set(chosen).intersection(*by_rank))
-            self.keeping.keep(chosen)
+            self.gather_cache.retain(chosen)
             for window in windows:
                 window.gathers = 0
 
@@ -412,39 +413,10 @@ class OnDemandEngine(Engine):
         self.exchange("publish parameters", None)
         self.publish()
 
-    @torch.no_grad()
     def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         if self._lockstep:  # where a read is a barrier
             super().parameters(module)
-        protocol, version = self.protocol, self.protocol.version
-        names = self._names_in(module)
-        by_unit = [
-            [(names.pop(slot.current), slot) for slot in unit.slots if slot.current in names]
-            for unit in self._units
-        ]
-        for unit, window, wanted in zip(self._units, protocol.windows, by_unit, strict=True):
-            if not wanted:
-                continue
-            self._check_streaming(version)
-            shards = window.own_shard.new_empty(window.owners, unit.shard_numel)
-            shards[window.own] = window.own_shard
-            gathers = window.gathers
-            window.gather(shards.view(-1))
-            window.gathers = gathers  # what stays gathered is chosen by the passes of the model
-            for name, slot in wanted:
-                yield name, slot.whole(shards)
-                self._check_streaming(version)
-            del shards  # before the next unit takes its memory
-        for parameter, name in names.items():  # in no unit: those without a dimension
-            yield name, parameter.detach().clone()
-
-    def _check_streaming(self, version: int) -> None:
-        in_another = threading.get_ident() != self._thread
-        if in_another or self.protocol.ended or self.protocol.version != version:
-            raise StaleShardError(
-                "An optimizer step has begun to change the parameters that are being streamed. Take all of "
-                "`stream_parameters()` before or after `optimizer.step()`, in the thread that trains."
-            )
+        yield from stream(self._units, self.protocol, self._names_in(module), self._thread)
 
     def announce_collective(self, kind: str) -> None:
         self.exchange(kind, None)
@@ -462,7 +434,9 @@ class OnDemandEngine(Engine):
             self._protocol.fail(message)
 
     def peer_trouble(self) -> str:
-        return self._protocol.peers.trouble() if self._protocol is not None else ""
+        if self._protocol is None:
+            return ""
+        return self._protocol.peers.trouble()
 
     @property
     def waits(self) -> dict[str, float]:
@@ -478,33 +452,41 @@ class OnDemandEngine(Engine):
 
     # -- internals ----------------------------------------------------------------------------------------
 
-    def _ran(self, groups: Mapping[int, int]) -> list[int]:
-        """The numbers of the units, by the groups of ``fully_shard``, in the order in which they last ran forward."""
-        return [groups.get(id(group), -1) for group in _compat.forward_order(cast(FSDPModule, self._model))]
-
     def _publish_units(self) -> None:
         """Write and announce every unit. All units are resharded first: see Note [Versions instead of barriers]."""
         self.reshard()
         edited = self._staleness.frozen_parts_differ()
         for unit, window in zip(self._units, self.protocol.windows, strict=True):
-            if unit.trained or unit.index in edited:
+            if unit.grad_ranges or unit.index in edited:
                 unit.write_shard(window.own_shard)
             window.publish(unit.index in edited)
         self._staleness.published()
-
-    def _relieve(self) -> None:
-        if not self._lockstep:
-            self._free(self.keeping.relieve())
 
     def reshard(self) -> None:
         self._free(self._units)
         self._root.shard()
 
     def gathered(self) -> AbstractContextManager[None]:
-        return super().gathered() if self.protocol.lockstep else self.keeping.gathered(self._free)
+        if self.protocol.lockstep:
+            return super().gathered()
+        return self.gather_cache.gathered(self._free)
 
     def _free(self, units: Iterable[Unit]) -> None:
         for unit in units:
             unit.match_frozen()
             self._staleness.before_reshard(unit)
             unit.modules[0].reshard()
+
+
+def _totals_of(units: Sequence[Unit], protocol: Protocol) -> Iterator[Tensor]:
+    """The sums for this rank's shards, by unit, on the device of the shards. One at a time, to save memory."""
+    totals = (protocol.total(unit.index) for unit in units)
+    if not any(unit.is_offloaded for unit in units):
+        return totals
+    # All copies to the host are asked for before it waits for the first.
+    copies = []
+    for unit, total in zip(units, totals, strict=True):
+        copies.append(total.to(unit.slots[0].local_shard.device, non_blocking=True))
+    protocol.finished = False
+    protocol.finish()
+    return iter(copies)

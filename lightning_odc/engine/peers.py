@@ -139,7 +139,10 @@ class Peers:
             failed = [peer for peer in self._others if self._state(peer) == State.FAILED]
         except LookupError:
             return {}
-        return {peer: self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace") for peer in failed}
+        messages = {}
+        for peer in failed:
+            messages[peer] = self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace")
+        return messages
 
     def check(self) -> None:
         """Find out whether all peers are alive and well."""
@@ -149,9 +152,10 @@ class Peers:
 
     def check_not_left(self, *peers: int) -> None:
         """Find out whether these peers still take part. See Note [Who has left]."""
-        left = [peer for peer in peers if self._state(peer) == State.LEFT]
-        if left:
-            gone, own = self._job_ranks(left[0])
+        for peer in peers:
+            if self._state(peer) != State.LEFT:
+                continue
+            gone, own = self._job_ranks(peer)
             raise PeerFailedError(
                 f"Rank {gone} has left the training while rank {own} still needs it. Every rank needs the same number "
                 "of Lightning batches and optimizer steps."
@@ -186,7 +190,9 @@ class Peers:
             endings = [self._transport.how_ended(peer) or "unknown" for peer in dead]
             how = f"(killed, out of memory, or crashed). How it ended: {', '.join(endings)}."
             # See Note [Whom the kernel ended].
-            verdict = self._kills.verdict() if {"SIGKILL", "unknown"} & {*endings} else ""
+            verdict = ""
+            if "SIGKILL" in endings or "unknown" in endings:
+                verdict = self._kills.verdict()
             return f"{names} ended without a word {how} {verdict}".rstrip() + f"\n{self.report()}"
         for peer in [*first, *failures]:
             failed, own = self._job_ranks(peer)
@@ -195,24 +201,32 @@ class Peers:
 
     def longest_wait(self) -> float:
         """Seconds for which some rank has been communicating, which in effect is waiting, by now."""
-        running = [
-            Doing.of(self._transport.load(rank, Word.DOING))
-            for rank in range(self._transport.world_size)
-            if self._state(rank) == State.RUNNING
-        ]
-        return max((doing.seconds for doing in running if doing.activity != Activity.COMPUTE), default=0.0)
+        longest = 0.0
+        for rank in range(self._transport.world_size):
+            if self._state(rank) != State.RUNNING:
+                continue
+            doing = Doing.of(self._transport.load(rank, Word.DOING))
+            if doing.activity != Activity.COMPUTE:
+                longest = max(longest, doing.seconds)
+        return longest
 
     def report(self) -> str:
         """A report on every rank: version, microbatch, activity, and its time."""
-        transport, lines = self._transport, []
+        transport = self._transport
+        lines = []
         for rank in range(transport.world_size):
             name = transport.describe(rank)
             if rank == transport.rank:
                 name = f"rank {transport.job_rank(rank)} (this one)"
-            if (state := self._state(rank)) != State.RUNNING:
-                lines.append(f"  {name}: {'has left' if state == State.LEFT else 'has failed'}")
+            state = self._state(rank)
+            if state == State.LEFT:
+                lines.append(f"  {name}: has left")
                 continue
-            version, microbatch = (transport.load(rank, word) for word in (Word.VERSION, Word.MICROBATCH))
+            if state != State.RUNNING:
+                lines.append(f"  {name}: has failed")
+                continue
+            version = transport.load(rank, Word.VERSION)
+            microbatch = transport.load(rank, Word.MICROBATCH)
             doing = Doing.of(transport.load(rank, Word.DOING))
             text = _ACTIVITY_TEXT[doing.activity].format(unit=self._units[doing.unit].name)
             step = f"version {max(version, 1)}, microbatch {microbatch}"

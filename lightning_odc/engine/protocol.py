@@ -81,9 +81,10 @@ class Protocol(RankState):
         peers = Peers(transport, units)
         waiter = Waiter(timeout, peers.check, peers.report, hang_report)
         super().__init__(transport, _FIRST_VERSION, lockstep, peers, waiter)
-        self.nodes, self.node = nodes, node
+        self.nodes = nodes
+        self.node = node
         self.device_waits = 0  # of the host for its own device, which is not idle time
-        self.signals = Signals() if signals is None else signals
+        self.signals = signals or Signals()
         self.deterministic = deterministic
         self.windows: list[UnitWindow] = []  # of each unit; from `open` to `close`
         # Called where some ranks have met for `DISCARD`, with their items and what this rank came for.
@@ -100,15 +101,20 @@ class Protocol(RankState):
                 f"{transport.world_size} times the memory for accumulators: {why_staged}.",
                 stacklevel=2,
             )
+        sources = 1
+        if deterministic or why_staged:
+            sources = transport.world_size
+        # The shards and the sums of the whole column, one after the other.
+        of_column = [
+            replace(unit, shard_numel=nodes * unit.shard_numel, grad_numel=nodes * unit.grad_numel)
+            for unit in self._units
+        ]
         self.spec = WindowSpec(
-            units=tuple(  # the shards and the sums of the whole column, one after the other
-                replace(unit, shard_numel=nodes * unit.shard_numel, grad_numel=nodes * unit.grad_numel)
-                for unit in self._units
-            ),
+            units=tuple(of_column),
             words=Word.COUNT + 2 * len(self._units),
             mailboxes=MAILBOXES,
             mailbox_bytes=_MAILBOX_BYTES,
-            sources=transport.world_size if deterministic or why_staged else 1,
+            sources=sources,
         )
 
     @property
@@ -144,7 +150,8 @@ class Protocol(RankState):
 
     def go_on_from(self, other: Protocol) -> None:
         """Take over the counts and the tracer of a protocol that was closed. Call it before `open`."""
-        self.traffic, self.device_waits = other.traffic, other.device_waits
+        self.traffic = other.traffic
+        self.device_waits = other.device_waits
         self.waiter.seconds = other.waiter.seconds
         self.listen(other.tracer)
 
@@ -162,21 +169,24 @@ class Protocol(RankState):
         while True:
             self.finish()
             records = self._exchange(kind, [kind, item, sorted(self.signals.raised)])
-            kinds, items, signals = ([record[field] for record in records] for field in range(3))
-            self.signals.agreed.update(*signals)
+            kinds = [reason for reason, _, _ in records]
+            items = [theirs for _, theirs, _ in records]
+            for _, _, raised in records:
+                self.signals.agreed.update(raised)
             if DISCARD not in kinds:
                 break
-            named = [theirs for reason, theirs in zip(kinds, items, strict=True) if reason == DISCARD]
-            self.drop_together(named, kind)
+            dropped = [theirs for reason, theirs, _ in records if reason == DISCARD]
+            self.drop_together(dropped, kind)
             if kind == DISCARD:
                 return items
-        ranks, own = self._ranks, self._job_rank
+        ranks = self._ranks
+        own = self._job_rank
         for peer, other in zip(ranks, kinds, strict=True):
             if other != kind:
                 raise DisagreementError(
                     f"Rank {own} is at {kind!r} of meeting {self._meetings}, rank {peer} at {other!r}. Every rank "
                     "needs the same number of Lightning batches and optimizer steps; unequal work belongs inside a "
-                    "Minibatch (0 to k microbatches)."
+                    "Minibatch (0 to k microbatches), and `trainer.should_stop` is set on all ranks."
                 )
         items[ranks.index(own)] = item
         return items
@@ -192,10 +202,10 @@ class Protocol(RankState):
         # first of them every rank knows how many more all come to.
         text = json.dumps(record).encode()
         own = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-        heard = self._meet_once(own[:_MAILBOX_BYTES], kind)
+        heard = self.meet_once(own[:_MAILBOX_BYTES], kind)
         longest = max(int.from_bytes(begin[:_LENGTH_BYTES], "little") for begin in heard) + _LENGTH_BYTES
         for start in range(_MAILBOX_BYTES, longest, _MAILBOX_BYTES):
-            more = self._meet_once(own[start : start + _MAILBOX_BYTES], kind)
+            more = self.meet_once(own[start : start + _MAILBOX_BYTES], kind)
             heard = [before + behind for before, behind in zip(heard, more, strict=True)]
         return [json.loads(whole[_LENGTH_BYTES:]) for whole in heard]
 
@@ -222,19 +232,26 @@ class Protocol(RankState):
         self.transport.store(Word.MICROBATCH, index + 1)
 
     def fail(self, message: str) -> None:
-        """Tell every peer that this rank has failed, and why."""
-        self.peers.fail(message.encode()[-_MAILBOX_BYTES:])
+        """Tell every peer that this rank has failed, and why. Of a long message, the middle is left out."""
+        told = message.encode(errors="backslashreplace")
+        excess = len(told) - _MAILBOX_BYTES
+        if excess > 0:
+            gap = b"\n...\n"
+            # It begins with who is to blame, and ends with what happened.
+            begin = told[: _MAILBOX_BYTES // 8]
+            told = begin + gap + told[len(begin) + len(gap) + excess :]
+        self.peers.fail(told)
 
     def _describe(self) -> str:
         """Describe where this rank is, and where every rank is."""
         assert self._hang_report is not None
         waiting = self.waiter.waiting_for
         mine = "does not wait" if waiting is None else f"is {waiting()}"
-        place, report = self._hang_report.place(), self.peers.report()
-        return f"  This is rank {self._job_rank}{place}; it {mine}.\n{report}"
+        place = self._hang_report.place()
+        return f"  This is rank {self._job_rank}{place}; it {mine}.\n{self.peers.report()}"
 
-    def _meet_once(self, message: bytes, kind: str) -> list[bytes]:
-        """The messages of all ranks, in rank order; none is longer than a mailbox."""
+    def meet_once(self, message: bytes, kind: str) -> list[bytes]:
+        """The messages of all ranks that share windows, in rank order; none is longer than a mailbox."""
         self._meetings += 1
         box = self._meetings % RECORD_BOXES
         self.peers.begin(Activity.MEET)

@@ -27,7 +27,7 @@ _WIDEST = max(_INTEGERS)
 
 
 class StalenessGuard:
-    """Compares contents of one model's parameters, bit for bit."""
+    """Compares contents of one model's parameters, bit for bit: see Note [When shards are compared]."""
 
     def __init__(self, units: Sequence[Unit], protocol: Protocol) -> None:
         self._units = units
@@ -66,8 +66,10 @@ class StalenessGuard:
         for unit in self._units:
             if unit.index not in self._compared:
                 self._compare_shard(unit, self._shard_now(unit))
-        differ, errors = list(self._differ.values()), list(self._errors.values())
-        self._differ, self._errors = {}, {}
+        differ = list(self._differ.values())
+        errors = list(self._errors.values())
+        self._differ = {}
+        self._errors = {}
         answers = torch.stack(differ).to("cpu", non_blocking=True) if differ else torch.empty(0)
         self._protocol.finish()
         for error in compress(errors, answers.tolist()):
@@ -78,12 +80,14 @@ class StalenessGuard:
         """The units of which a parameter without gradients is no longer what was published, by number."""
         found = {}
         for unit in self._units:
-            if len(unit.trainable) < len(unit.slots):
+            if len(unit.grad_slots) < len(unit.slots):
                 parts = unit.parts(self._published(unit))
                 differ = [_differ(there, now.to(there)) for slot, there, now in parts if slot.grad_offset < 0]
                 found[unit.index] = torch.stack(differ).any()
-        answers = torch.stack(list(found.values())).tolist() if found else []  # waits for the device
-        return {index for index, is_different in zip(found, answers, strict=True) if is_different}
+        if not found:
+            return set()
+        answers = torch.stack(list(found.values())).tolist()  # waits for the device
+        return set(compress(found, answers))
 
     def _published(self, unit: Unit) -> Tensor:
         return self._protocol.windows[unit.index].own_shard
@@ -100,8 +104,11 @@ class StalenessGuard:
         self._compared.add(unit.index)
 
     def _changed(self, unit: Unit) -> StaleShardError:
-        parts = unit.parts(self._published(unit))
-        name = next((slot.name for slot, there, now in parts if not _same_bits(there, now.to(there))), None)
+        name = None
+        for slot, there, now in unit.parts(self._published(unit)):
+            if not _same_bits(there, now.to(there)):
+                name = slot.name
+                break
         return StaleShardError(
             f"Parameter {name!r} changed after it was published, so peers would compute with its old value. Change "
             "parameters outside the optimizer step on all ranks together, and then call "
@@ -117,8 +124,12 @@ class StalenessGuard:
             if not _same_bits(one, other):
                 raise error()
             return
-        differ, before = _differ(one, other), self._differ.get(what)
-        self._differ[what] = differ if before is None else before.logical_or_(differ)
+        differ = _differ(one, other)
+        before = self._differ.get(what)
+        if before is None:
+            self._differ[what] = differ
+        else:
+            before.logical_or_(differ)
         self._errors[what] = error
 
 
@@ -137,8 +148,8 @@ def _as_integers(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Both viewed as the widest integers that fit."""
     # 6 numbers of bf16 have 12 bytes. If one tensor begins at byte 4 of its storage and the other at byte 0, then
     # ``8 | 4 | 12`` is ``0b1100``: 4 bytes divide everything, and both are viewed as 3 numbers of int32.
-    starts = int(one.storage_offset()) | int(other.storage_offset())
-    divisible = _WIDEST | starts * one.itemsize | one.nbytes | other.nbytes
+    starts = (int(one.storage_offset()) | int(other.storage_offset())) * one.itemsize
+    divisible = _WIDEST | starts | one.nbytes | other.nbytes
     divisor = divisible & -divisible  # the largest power of two that divides all of them
     widest = _INTEGERS[divisor]
     return one.view(widest), other.view(widest)

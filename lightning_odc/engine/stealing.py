@@ -28,10 +28,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_odc.data.minibatch import AllRanks, Minibatch, Task
-from lightning_odc.engine.mates import Mates
+from lightning_odc.data.minibatch import Minibatch, StealableWork, Task
 from lightning_odc.engine.peers import Word
 from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.waiting import Cause
 
 _BITS = 12
@@ -50,7 +50,7 @@ class Queue:
 
 
 class WorkQueues:
-    """All ranks' queues of the current minibatch, or of the prompts to be sampled."""
+    """All ranks' queues of a minibatch, or of prompts to be sampled: see Note [Every microbatch runs exactly once]."""
 
     def __init__(self, protocol: Protocol, number: int, costs: Sequence[Sequence[float]]) -> None:
         if max(map(len, costs)) > _MASK:
@@ -76,28 +76,40 @@ class WorkQueues:
     def steal(self) -> tuple[int, int] | None:
         """Rank and number of a microbatch that is better run here, if there is one."""
         self._await_all_open()
-        while loaded := [
-            (self._remaining(peer, queue), peer)
-            for peer in range(len(self._costs))
-            if peer != self._rank and self._pays(peer, queue := self._read(peer))
-        ]:
-            victim = max(loaded)[1]
+        while True:
+            victim = self._most_loaded()
+            if victim is None:
+                return None
             with self._locked(victim) as queue:
                 if self._pays(victim, queue):  # still
-                    self._write(victim, Queue(queue.front, queue.back - 1))
-                    return victim, queue.back - 1
-        return None
+                    last = queue.back - 1
+                    self._write(victim, Queue(queue.front, last))
+                    return victim, last
+
+    def _most_loaded(self) -> int | None:
+        """The peer with the most work left, of those from which it pays to steal."""
+        loaded = []
+        for peer in range(len(self._costs)):
+            if peer == self._rank:
+                continue
+            queue = self._read(peer)
+            if self._pays(peer, queue):
+                loaded.append((self._remaining(peer, queue), peer))
+        if not loaded:
+            return None
+        _, victim = max(loaded)
+        return victim
 
     def report_rate(self, seconds_per_cost: float) -> None:
         """Tell the peers how fast this rank works, so that they know whether stealing pays."""
-        self._transport.store(Word.RATE, *struct.unpack("<q", struct.pack("<d", seconds_per_cost)))
+        (word,) = struct.unpack("<q", struct.pack("<d", seconds_per_cost))
+        self._transport.store(Word.RATE, word)
 
     def claims(self) -> Iterator[tuple[int, int]]:
         """Rank and number of all that this rank is to run: its own, then what it steals."""
-        while (number := self.take()) is not None:
+        for number in iter(self.take, None):
             yield self._rank, number
-        while (found := self.steal()) is not None:
-            yield found
+        yield from iter(self.steal, None)
 
     def _pays(self, victim: int, queue: Queue) -> bool:
         """Whether this rank would finish the victim's last microbatch before the victim finished everything."""
@@ -109,20 +121,27 @@ class WorkQueues:
     def _remaining(self, rank: int, queue: Queue) -> float:
         """Seconds until a rank has run its queue; of the microbatch under way half is taken as done."""
         costs = self._costs[rank]
-        under_way = costs[queue.front - 1] / 2 if queue.front else 0.0  # in the example 5 / 2
-        return (under_way + sum(costs[queue.front : queue.back])) * self._rate(rank)
+        left = sum(costs[queue.front : queue.back])
+        if queue.front:
+            left += costs[queue.front - 1] / 2  # in the example 5 / 2
+        return left * self._rate(rank)
 
     def _rate(self, rank: int) -> float:
         """Measured seconds per cost; ranks that have measured nothing yet count as average."""
         words = [self._transport.load(peer, Word.RATE) for peer in range(len(self._costs))]
         rates: list[float] = [struct.unpack("<d", struct.pack("<q", word))[0] for word in words]
+        if rates[rank]:
+            return rates[rank]
         known = [rate for rate in rates if rate > 0]
-        return rates[rank] or (sum(known) / len(known) if known else 1.0)
+        if not known:
+            return 1.0
+        return sum(known) / len(known)
 
     @contextmanager
     def _locked(self, owner: int) -> Iterator[Queue]:
         """A queue, which changes by this rank alone in this context. One of another minibatch is empty here."""
-        transport, lock = self._transport, self._transport.lock(owner, len(self._protocol.windows))
+        transport = self._transport
+        lock = transport.lock(owner, len(self._protocol.windows))
         self._protocol.waiter.until(
             lock.take,
             Cause.LOCK,
@@ -181,7 +200,7 @@ def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tup
 
 
 def tasks(
-    protocol: Protocol, own: Minibatch, everybody: AllRanks, mates: Mates | None = None
+    protocol: Protocol, own: Minibatch, everybody: StealableWork, sample_group: SampleGroup | None = None
 ) -> Iterator[tuple[bool, Task]]:
     """The microbatches that this rank runs, its own, then those of loaded peers; and whether each one is stolen."""
     if protocol.deterministic:
@@ -192,9 +211,15 @@ def tasks(
         )
     # Of ranks that compute a sample together, the first has the queue.
     size = protocol.transport.world_size // len(everybody.costs)
-    costs = [costs if rank == 0 else [] for costs in everybody.costs for rank in range(size)]
-    queues, place = _next_queues(protocol, costs), protocol.transport.rank // size
-    claimed = queues.claims() if mates is None else mates.follow(queues.claims())
+    costs: list[Sequence[float]] = []
+    for of_group in everybody.costs:
+        costs.append(of_group)
+        costs += [[]] * (size - 1)
+    queues = _next_queues(protocol, costs)
+    place = protocol.transport.rank // size
+    claimed = queues.claims()
+    if sample_group is not None:
+        claimed = sample_group.follow(claimed)
 
     def now() -> float:
         """Seconds of a clock that stands still while this rank waits."""
@@ -205,7 +230,9 @@ def tasks(
         owner = rank // size
         is_stolen = owner != place
         microbatch = everybody.fetch(owner, number) if is_stolen else own[number]
-        detail = None if everybody.details is None else everybody.details[owner][number]
+        detail = None
+        if everybody.details is not None:
+            detail = everybody.details[owner][number]
         begin = now()
         yield is_stolen, Task(microbatch, everybody.weights[owner][number], detail)
         # The next one is requested: learn from the time until now.

@@ -1,12 +1,4 @@
-"""One unit in the windows of all ranks: publish, gather, accumulate, sum. Everything that repeats is prepared once.
-
-Note [Added once per minibatch]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Adding a gradient to its owners moves the whole unit, and only the sum over the minibatch counts. So where memory is
-left, a rank sums the gradients of a unit in a tensor of its own (`UnitSum`), in the dtype of the accumulators. It adds
-the sum in the backward pass of its last microbatch; or, if it does not know which one is its last (work stealing), when
-nothing is left to take. Every rank decides for itself, as in Note [Read once per minibatch].
-"""
+"""One unit in the windows of all ranks: publish, gather, accumulate, sum. Everything that repeats is prepared once."""
 
 from __future__ import annotations
 
@@ -55,7 +47,8 @@ class RankState(Traced):
         self.waiter = waiter
         # How many ranks' shards each window holds, and the place of its owner among them: on several nodes it may be
         # one rank per node, see Note [A copy per node].
-        self.nodes, self.node = 1, 0
+        self.nodes = 1
+        self.node = 0
         self.ended = False  # the version has ended on all ranks, and the next one has not begun here
         self.finished = False  # nothing was asked of the device since the host waited for it last
         self.traffic = Traffic()
@@ -119,7 +112,8 @@ class UnitWindow:
         self._edited_word = edited_word
         self._state = state
         self._transport = transport = state.transport
-        rank, self._world_size = transport.rank, transport.world_size
+        self._world_size = transport.world_size
+        rank = transport.rank
         # Two nodes of two ranks, seen from rank 1: transport ranks 0 and 1, 2 nodes of which the own one is 0. The
         # unit has 4 owners, 0 to 3. Window 0 holds the shards of ranks 0 and 2, window 1 those of ranks 1 and 3:
         # ``by_window`` is [[s0, s2], [s1, s3]], and transposed and joined it is in rank order, [s0, s1, s2, s3].
@@ -127,7 +121,7 @@ class UnitWindow:
         self.own = state.node * self._world_size + rank  # 1: place of this rank among them
         # [1, 0]: ranks begin at different windows, so that they do not all wait for one lock.
         own_first = [(rank + step) % self._world_size for step in range(self._world_size)]
-        self._word = Word.COUNT + index
+        self.word = Word.COUNT + index
         self._is_small = not transport.runs_ahead and self.owners * spec.shard_bytes <= _SMALL
         windows = [transport.shard(owner, index) for owner in range(self._world_size)]
         by_window = [shards.view(state.nodes, spec.shard_numel) for shards in windows]
@@ -140,19 +134,21 @@ class UnitWindow:
             others = [peer for peer in range(owner, self.owners, self._world_size) if peer != self.own]
             if others:
                 parts = [([self._shards[peer]], peer * spec.shard_numel) for peer in others]
-                version, edited = transport.watch(owner, self._word), transport.watch(owner, edited_word)
+                version = transport.watch(owner, self.word)
+                edited = transport.watch(owner, edited_word)
                 self._published.append(_Published(owner, version, edited, parts))
         # One accumulator per source, which needs no lock; else one for all sources.
-        source, locked = (rank, False) if sources > 1 else (0, transport.needs_locks)
+        source = 0
+        locked = transport.needs_locks
+        if sources > 1:
+            source = rank
+            locked = False
         self._source = source
-        self._accumulators = [
-            _Accumulator(
-                owner,
-                self.by_node(transport.accumulator(owner, index, source)).unbind(),
-                transport.lock(owner, index) if locked else None,
-            )
-            for owner in own_first
-        ]
+        self._accumulators: list[_Accumulator] = []
+        for owner in own_first:
+            totals = self.by_node(transport.accumulator(owner, index, source)).unbind()
+            lock = transport.lock(owner, index) if locked else None
+            self._accumulators.append(_Accumulator(owner, totals, lock))
         self._sums = [transport.accumulator(rank, index, source) for source in range(sources)]
 
     def publish(self, edited: bool = True) -> None:
@@ -164,17 +160,19 @@ class UnitWindow:
         """Say that all shards in this rank's window are those of a version."""
         if edited:
             self._transport.store(self._edited_word, version)
-        self._transport.announce(self._word, version)
+        self._transport.announce(self.word, version)
 
     def gather(self, out: Tensor, since: int = 0) -> None:
         """Copy the current shards of all other ranks into ``out``, ``[owners * shard_numel]`` with the own one."""
         # If ``out`` has all of version ``since`` already, only what is trained is read, unless an owner has edited more
         # since then.
-        state, read, numel = self._state, self._transport.read, self.spec.shard_numel
-        trained = self.spec.trained
+        state = self._state
+        read = self._transport.read
+        numel = self.spec.shard_numel
         self.check_not_ended()
         self.gathers += 1
-        at_once, spared = self._is_small and not since, 0  # elements that need not be read
+        at_once = self._is_small and not since
+        spared = 0  # elements that need not be read
         begin = time.monotonic_ns()
         if state.lockstep:
             state.barrier()
@@ -182,19 +180,28 @@ class UnitWindow:
             if window.version() != state.version:
                 self._await_version(window)
             if since and window.edited() <= since:
-                for (shard,), place in window.parts:
-                    for start, end in trained:
-                        read([shard[start:end]], out[place + start : place + end])
-                spared += len(window.parts) * (numel - sum(end - start for start, end in trained))
+                spared += self._read_trained(window, out)
             elif not at_once:
                 for parts, place in window.parts:
                     read(parts, out.narrow(0, place, numel))
         if at_once:
             read(self._shards, out)
-        traffic, others = state.traffic, self.owners - 1
-        traffic.reads += others if spared < others * numel else 0
-        traffic.bytes_read += (others * numel - spared) * self.spec.shard_dtype.itemsize
+        others = self.owners - 1
+        elements = others * numel - spared
+        if elements:
+            state.traffic.reads += others
+            state.traffic.bytes_read += elements * self.spec.shard_dtype.itemsize
         self._go_on("read", begin)
+
+    def _read_trained(self, window: _Published, out: Tensor) -> int:
+        """Copy the trained parts of the shards of a window; returns how many elements need not be read."""
+        spared = 0
+        for (shard,), place in window.parts:
+            spared += self.spec.shard_numel
+            for start, end in self.spec.grad_ranges:
+                self._transport.read([shard[start:end]], out[place + start : place + end])
+                spared -= end - start
+        return spared
 
     def accumulate(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
         """Add each owner's chunk into its accumulator. ``chunks``: ``[owners * numel]``, in rank order."""
@@ -238,7 +245,10 @@ class UnitWindow:
         """Zero this rank's accumulators before the next `publish`, or a part of each shard's."""
         self._state.finished = False
         for total in self._sums:
-            (total if numel is None else self.by_node(total).narrow(1, start, numel)).zero_()
+            if numel is None:
+                total.zero_()
+            else:
+                self.by_node(total).narrow(1, start, numel).zero_()
 
     def check_not_ended(self) -> None:
         """Refuse to use a version that has ended."""
@@ -261,12 +271,15 @@ class UnitWindow:
             state.tracer.record(done, begin, unit=self.spec.name)
 
     def _await_version(self, window: _Published) -> None:
-        state, owner = self._state, window.owner
-        rank, describe = self._transport.job_rank, self._transport.describe
+        state = self._state
+        owner = window.owner
+        rank = self._transport.job_rank
+        describe = self._transport.describe
         unit = f"unit {self.spec.name!r} (version {state.version})"
 
         def until(ready: Callable[[], bool], cause: Cause, what: str, peer: int | None = None) -> None:
-            state.peers.begin(Activity.GATHER if cause == Cause.READ else Activity.NETWORK, self.index)
+            activity = Activity.GATHER if cause == Cause.READ else Activity.NETWORK
+            state.peers.begin(activity, self.index)
             state.waiter.until(ready, cause, lambda: what, peer, lambda: state.peers.check_not_left(owner))
 
         read = f"waiting to read {unit} from {describe(owner)}"
@@ -276,8 +289,9 @@ class UnitWindow:
             # The owner publishes its own shard, then the shards of other nodes come. Words begin at 0, versions at 1.
             version = self._transport.watch(owner, Word.VERSION)
             until(lambda: max(version(), 1) >= state.version, Cause.READ, read, rank(owner))
-            through = "" if owner == self._transport.rank else f" through {describe(owner)}"
-            shared = f"waiting for {unit} from other nodes{through}"
+            shared = f"waiting for {unit} from other nodes"
+            if owner != self._transport.rank:
+                shared += f" through {describe(owner)}"
             until(lambda: window.version() >= state.version, Cause.NETWORK, shared)
         found = window.version()
         if found != state.version:
@@ -321,27 +335,22 @@ class UnitWindow:
         """Sleep until one of the locks is free, without keeping it."""
 
         def free() -> bool:
-            for lock in (target.lock for target in targets if target.lock is not None):
-                if lock.take():
-                    lock.give()
+            for target in targets:
+                if target.lock is not None and target.lock.take():
+                    target.lock.give()
                     return True
             return False
 
-        describe = self._transport.describe
+        def what() -> str:
+            owners = ", ".join(self._transport.describe(target.owner) for target in targets)
+            return f"waiting to add gradients of unit {self.spec.name!r} to {owners}"
+
         self._state.peers.begin(Activity.ACCUMULATE, self.index)
-        self._state.waiter.until(
-            free,
-            Cause.LOCK,
-            lambda: (
-                f"waiting to add gradients of unit {self.spec.name!r} to "
-                f"{', '.join(describe(target.owner) for target in targets)}"
-            ),
-            self._transport.job_rank(targets[0].owner),
-        )
+        self._state.waiter.until(free, Cause.LOCK, what, self._transport.job_rank(targets[0].owner))
 
 
 class UnitSum:
-    """The gradients of one unit that this rank has not added to their owners yet."""
+    """The gradients of one unit that this rank has not added to their owners yet: see Note [Added once]."""
 
     def __init__(self, window: UnitWindow) -> None:
         self._window = window
@@ -366,7 +375,10 @@ class UnitSum:
             return
         if chunks.numel() == self._total.numel():  # usually every parameter has a gradient
             whole = self._total.view(-1)
-            whole.add_(chunks) if self._parts else whole.copy_(chunks)
+            if self._parts:
+                whole.add_(chunks)
+            else:
+                whole.copy_(chunks)
         else:
             if not self._parts:
                 self._total.zero_()
@@ -381,14 +393,16 @@ class UnitSum:
 
     def give(self) -> None:
         """Add the sum to the owners."""
-        if self._parts and self._total is not None:
-            if self._written is not None:
-                torch.cuda.current_stream(self._total.device).wait_event(self._written)
-            segments, rows = packed(self._parts), self._total
-            self._parts = set()
-            if sum(part.numel for part in segments) < rows.shape[1]:
-                rows = torch.cat([rows.narrow(1, part.target, part.numel) for part in segments], 1)
-            self._window.accumulate(rows.view(-1), segments)
+        rows = self._total
+        if rows is None or not self._parts:
+            return
+        if self._written is not None:
+            torch.cuda.current_stream(rows.device).wait_event(self._written)
+        segments = packed(self._parts)
+        self._parts = set()
+        if sum(part.numel for part in segments) < rows.shape[1]:
+            rows = torch.cat([rows.narrow(1, part.target, part.numel) for part in segments], 1)
+        self._window.accumulate(rows.view(-1), segments)
 
     def clear(self, start: int, numel: int) -> None:
         """Forget a part of each owner's row: the gradients of a parameter were dropped."""

@@ -53,55 +53,60 @@ class ParamSlot:
     compute_dtype: torch.dtype  # dtype in which it is published
     shard_offset: int = 0  # where it starts in the published shard, in elements of ``compute_dtype``
     grad_offset: int = -1  # where it starts in the accumulator, in elements; -1 if it has no place there
-    hooked: bool = False  # a hook notes when it receives a gradient
-    trains: bool = False  # when that was last the same for the shard and the gathered parameter
-    held: dict[str, nn.Parameter] = field(init=False, repr=False)  # what the module holds now, by attribute
-    home: DTensor = field(init=False, repr=False)  # the sharded parameter, which optimizers hold
+    has_hook: bool = False  # which notes when it receives a gradient
+    was_trainable: bool = False  # when that was last the same for the shard and the gathered parameter
+    # All of the module, by attribute.
+    registered_params: dict[str, nn.Parameter] = field(init=False, repr=False)
+    sharded_param: DTensor = field(init=False, repr=False)  # which optimizers hold
 
     def __post_init__(self) -> None:
-        self.held = _compat.parameters_held_by(self.module)
-        self.home = cast(DTensor, self.current)
-        self.trains = self.home.requires_grad
+        self.registered_params = _compat.parameters_held_by(self.module)
+        self.sharded_param = cast(DTensor, self.registered_param)
+        self.was_trainable = self.sharded_param.requires_grad
 
     @property
-    def current(self) -> nn.Parameter:
+    def registered_param(self) -> nn.Parameter:
         """The parameter as the module holds it now: the shard, or unsharded between gather and reshard."""
-        return self.held[self.attribute]
+        return self.registered_params[self.attribute]
 
     @property
     def is_gathered(self) -> bool:
         """Whether the module holds it whole now; with tensor parallelism, its tensor-parallel part whole."""
-        current: Any = self.current
-        return not isinstance(current, DTensor) or current.device_mesh.ndim < self.home.device_mesh.ndim
+        current: Any = self.registered_param
+        return (
+            not isinstance(current, DTensor) or current.device_mesh.ndim < self.sharded_param.device_mesh.ndim
+        )
 
     @property
-    def sharded(self) -> DTensor:
-        parameter = self.current
+    def registered_shard(self) -> DTensor:
+        """`registered_param`, which must be the shard now."""
+        parameter = self.registered_param
         assert isinstance(parameter, DTensor) and not self.is_gathered, f"{self.name} is not sharded now"
         return parameter
 
     @property
-    def local(self) -> Tensor:
-        """This rank's unpadded shard (detached, same memory)."""
-        return _compat.local_of(self.sharded)
+    def local_shard(self) -> Tensor:
+        """This rank's part of `registered_shard`, unpadded (detached, same memory)."""
+        return _compat.local_of(self.registered_shard)
 
-    def at_rest(self) -> Tensor:
-        """The same of what optimizers hold, also while the parameter is gathered."""
-        # If the parameter was replaced, `home` is the new one from here on.
-        current: Any = self.current
-        is_new = current is not self.home and isinstance(current, DTensor)
-        if is_new and current.device_mesh == self.home.device_mesh:
-            self.home = current
-        return _compat.local_of(self.home)
+    def local_shard_at_rest(self) -> Tensor:
+        """This rank's part of `sharded_param`, also while the parameter is gathered."""
+        # If the parameter was replaced, `sharded_param` is the new one from here on.
+        current: Any = self.registered_param
+        is_new = current is not self.sharded_param and isinstance(current, DTensor)
+        if is_new and current.device_mesh == self.sharded_param.device_mesh:
+            self.sharded_param = current
+        return _compat.local_of(self.sharded_param)
 
     def whole(self, shards: Tensor) -> Tensor:
         """The whole parameter in the compute dtype, from the published shards of all owners, ``[owners, ...]``."""
-        as_bytes = shards.dtype != self.compute_dtype
-        numel = self.padded_numel * (self.compute_dtype.itemsize if as_bytes else 1)
-        rows = shards.narrow(1, self.shard_offset, numel)
-        if as_bytes:
-            rows = rows.contiguous().view(self.compute_dtype)
-        shape, dim = shape_of(self.home), _placement_of(self.home)[1]
+        if shards.dtype == self.compute_dtype:
+            rows = shards.narrow(1, self.shard_offset, self.padded_numel)
+        else:  # bytes
+            size = self.padded_numel * self.compute_dtype.itemsize
+            rows = shards.narrow(1, self.shard_offset, size).contiguous().view(self.compute_dtype)
+        shape = shape_of(self.sharded_param)
+        _, dim = _placement_of(self.sharded_param)
         if dim == 0:  # the ranks' rows follow each other; a unit of one parameter is not copied
             return rows.reshape(-1, *shape[1:])[: shape[0]]
         padded = [*shape[:dim], math.ceil(shape[dim] / len(rows)), *shape[dim + 1 :]]
@@ -120,31 +125,40 @@ class Unit:
     as_bytes: bool = False  # compute dtypes differ, so the published shard is a run of bytes
     grad_dtype: torch.dtype = torch.float32  # dtype of the accumulators
     # Parameters that received a gradient: since the last reduce-scatter, and since the last settle.
-    fresh: dict[ParamSlot, Tensor] = field(default_factory=dict)
-    used: set[ParamSlot] = field(default_factory=set)
-    trainable: list[ParamSlot] = field(default_factory=list)  # have a place in the accumulator
-    trained: list[tuple[int, int]] = field(default_factory=list)  # where these lie in the shard: (begin, end)
+    reduced_now: dict[ParamSlot, Tensor] = field(default_factory=dict)
+    reduced_in_step: set[ParamSlot] = field(default_factory=set)
+    grad_slots: list[ParamSlot] = field(default_factory=list)  # have a place in the accumulator
+    # Where these lie in the shard: (begin, end).
+    grad_ranges: list[tuple[int, int]] = field(default_factory=list)
     shard_numel: int = 0  # elements of this rank's published shard
     _whole: list[Segment] = field(default_factory=list)
     _sizes: list[int] = field(default_factory=list)
 
     def lay_out(self, accumulator_dtype: torch.dtype | None) -> None:
-        """Give every parameter its place, after its compute dtype is known; also in the accumulator if it is hooked."""
+        """Give every parameter its place, also in the accumulator if it has a hook. Its compute dtype must be known."""
         self.as_bytes = len({slot.compute_dtype for slot in self.slots}) > 1
-        self.trainable = [slot for slot in self.slots if slot.hooked]
+        self.grad_slots = [slot for slot in self.slots if slot.has_hook]
         grad_offset = 0
         for slot in self.slots:
-            size = slot.padded_numel * (slot.compute_dtype.itemsize if self.as_bytes else 1)
-            slot.shard_offset, self.shard_numel = self.shard_numel, self.shard_numel + size
+            size = slot.padded_numel
+            if self.as_bytes:
+                size *= slot.compute_dtype.itemsize
+            slot.shard_offset = self.shard_numel
+            self.shard_numel += size
             self._sizes.append(size)
-            if slot.hooked:
-                slot.grad_offset, grad_offset = grad_offset, grad_offset + slot.padded_numel
-                self.trained.append((slot.shard_offset, self.shard_numel))
-        self.trained = joined(self.trained)
-        self._whole = _segments_of(self.trainable)
-        own = self.trainable[0].sharded.dtype if self.trainable else torch.float32
-        summed_in = torch.promote_types(own, accumulator_dtype or torch.float32)
-        self.grad_dtype = summed_in if accumulator_dtype is None or own.is_complex else accumulator_dtype
+            if slot.has_hook:
+                slot.grad_offset = grad_offset
+                grad_offset += slot.padded_numel
+                self.grad_ranges.append((slot.shard_offset, self.shard_numel))
+        self.grad_ranges = joined(self.grad_ranges)
+        self._whole = _segments_of(self.grad_slots)
+        own = torch.float32
+        if self.grad_slots:
+            own = self.grad_slots[0].registered_shard.dtype
+        if accumulator_dtype is None or own.is_complex:
+            self.grad_dtype = torch.promote_types(own, accumulator_dtype or torch.float32)
+        else:
+            self.grad_dtype = accumulator_dtype
 
     def spec(self) -> UnitSpec:
         """Sizes for the window."""
@@ -152,15 +166,16 @@ class Unit:
             name=self.name,
             shard_numel=self.shard_numel,
             shard_dtype=torch.uint8 if self.as_bytes else self.slots[0].compute_dtype,
-            grad_numel=sum(slot.padded_numel for slot in self.trainable),
+            grad_numel=sum(slot.padded_numel for slot in self.grad_slots),
             grad_dtype=self.grad_dtype,
-            trained=tuple(self.trained),
+            grad_ranges=tuple(self.grad_ranges),
         )
 
     @torch.no_grad()
     def write_shard(self, target: Tensor) -> None:
         """Write this rank's shard (1-D, as `spec` says) in the compute dtype."""
-        places, values = [], []
+        places = []
+        values = []
         for _, place, value in self.parts(target):
             places.append(place)
             values.append(value)
@@ -171,11 +186,13 @@ class Unit:
     def parts(self, shard: Tensor) -> Iterator[tuple[ParamSlot, Tensor, Tensor]]:
         """Every parameter, where it lies in a published shard, and what is to be there now: both 1-D, no padding."""
         for slot, place in zip(self.slots, shard.split_with_sizes(self._sizes), strict=True):
-            value = slot.at_rest().reshape(-1)  # the memory of the parameter
+            value = slot.local_shard_at_rest().reshape(-1)  # the memory of the parameter
             if self.as_bytes:
                 value = value.to(slot.compute_dtype).view(torch.uint8)
             numel = value.numel()
-            yield slot, place if place.numel() == numel else place[:numel], value
+            if place.numel() > numel:
+                place = place[:numel]  # without the padding
+            yield slot, place, value
 
     @property
     def is_gathered(self) -> bool:
@@ -189,32 +206,38 @@ class Unit:
         if not self.is_gathered:
             return
         for slot in self.slots:
-            home, current = slot.home, slot.current
-            trains = home.requires_grad
-            if trains == current.requires_grad:
-                slot.trains = trains
+            sharded = slot.sharded_param
+            gathered = slot.registered_param
+            is_trainable = sharded.requires_grad
+            if is_trainable == gathered.requires_grad:
+                slot.was_trainable = is_trainable
             else:
-                slot.trains = not slot.trains  # one of them is as before
-                home.requires_grad_(slot.trains)
-                current.requires_grad_(slot.trains)
+                slot.was_trainable = not slot.was_trainable  # one of them is as before
+                sharded.requires_grad_(slot.was_trainable)
+                gathered.requires_grad_(slot.was_trainable)
 
     @torch.no_grad()
     def gathered(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """The parameters of a gathered unit: name, this rank's slice of it, and its shard, which should be the same."""
         for slot in self.slots:
-            current, shard = slot.current, _compat.local_of(slot.home)
-            if shard.numel():
-                whole = _compat.local_of(current) if isinstance(current, DTensor) else current
-                (mesh_dim, dim), mesh = _placement_of(slot.home), slot.home.device_mesh
-                start = mesh.get_local_rank(mesh_dim) * math.ceil(whole.shape[dim] / mesh.size(mesh_dim))
-                own = whole.detach().narrow(dim, start, shard.size(dim))
-                yield slot.name, own.reshape(-1), shard.to(own.device, own.dtype).reshape(-1)
+            shard = _compat.local_of(slot.sharded_param)
+            if not shard.numel():
+                continue
+            whole: Tensor = slot.registered_param
+            if isinstance(whole, DTensor):
+                whole = _compat.local_of(whole)
+            mesh = slot.sharded_param.device_mesh
+            mesh_dim, dim = _placement_of(slot.sharded_param)
+            rows = math.ceil(whole.shape[dim] / mesh.size(mesh_dim))  # of one rank, with padding
+            start = mesh.get_local_rank(mesh_dim) * rows
+            own = whole.detach().narrow(dim, start, shard.size(dim))
+            yield slot.name, own.reshape(-1), shard.to(own.device, own.dtype).reshape(-1)
 
     @functools.cached_property
     def divided_by_fully_shard(self) -> bool:
         """Whether ``fully_shard`` divides gradients before it hands them over: it does, unless fp32 or bf16."""
         wider = _compat.precision_of(self.modules[0]).reduce_dtype
-        dtypes = {wider or slot.compute_dtype for slot in self.trainable}
+        dtypes = {wider or slot.compute_dtype for slot in self.grad_slots}
         return not dtypes <= {torch.float32, torch.bfloat16}
 
     def set_division(self, enabled: bool) -> None:
@@ -226,18 +249,19 @@ class Unit:
     @property
     def owners(self) -> int:
         """The number of ranks over which ``fully_shard`` shards it."""
-        home = self.slots[0].home
-        return home.device_mesh.size(_placement_of(home)[0])
+        parameter = self.slots[0].sharded_param
+        mesh_dim, _ = _placement_of(parameter)
+        return parameter.device_mesh.size(mesh_dim)
 
-    def take_fresh(self) -> list[Segment]:
+    def take_reduced(self) -> list[Segment]:
         """Where the parameters with a new gradient lie in the reduce-scatter buffer and in the accumulator."""
-        fresh = self.fresh
-        if len(fresh) == len(self.trainable):
+        reduced = self.reduced_now
+        if len(reduced) == len(self.grad_slots):
             segments = self._whole
         else:
-            segments = _segments_of(slot for slot in self.trainable if slot in fresh)
-        self.used.update(fresh)
-        fresh.clear()
+            segments = _segments_of(slot for slot in self.grad_slots if slot in reduced)
+        self.reduced_in_step.update(reduced)
+        reduced.clear()
         return segments
 
     @torch.no_grad()
@@ -246,13 +270,17 @@ class Unit:
         empty: list[tuple[DTensor, Tensor]] = []
         kept: list[tuple[DTensor, Tensor]] = []
         is_used = dict(zip(self.slots, used, strict=True))
-        parts = total.split_with_sizes([slot.padded_numel for slot in self.trainable])
-        for slot, part in zip(self.trainable, parts, strict=True):
-            if is_used[slot]:
-                parameter = slot.sharded
-                local = _compat.local_of(parameter)
-                gradient = part[: local.numel()].view(local.shape)  # without the padding at its end
-                (empty if parameter.grad is None else kept).append((parameter, gradient))
+        parts = total.split_with_sizes([slot.padded_numel for slot in self.grad_slots])
+        for slot, part in zip(self.grad_slots, parts, strict=True):
+            if not is_used[slot]:
+                continue
+            parameter = slot.registered_shard
+            local = _compat.local_of(parameter)
+            gradient = part[: local.numel()].view(local.shape)  # without the padding at its end
+            if parameter.grad is None:
+                empty.append((parameter, gradient))
+            else:
+                kept.append((parameter, gradient))
         if kept:
             there = [_compat.local_of(cast(DTensor, parameter.grad)) for parameter, _ in kept]
             torch._foreach_add_(there, [gradient for _, gradient in kept], alpha=scale)
@@ -264,7 +292,7 @@ class Unit:
     @property
     def is_offloaded(self) -> bool:
         """Whether shards are not on the device that computes: ``cpu_offload``."""
-        return self.slots[0].local.device.type != self.slots[0].home.device_mesh.device_type
+        return self.slots[0].local_shard.device.type != self.slots[0].sharded_param.device_mesh.device_type
 
 
 def _segments_of(slots: Iterable[ParamSlot]) -> list[Segment]:
@@ -278,12 +306,14 @@ def find_units(model: nn.Module) -> list[Unit]:
     seen: set[int] = set()
     units: list[Unit] = []
     for module in model.modules():
-        if isinstance(module, FSDPModule) and module not in grouped:
-            modules = _compat.modules_grouped_with(module)
-            grouped.update(modules)
-            slots = [slot for member in modules for slot in _slots_of(member, names, seen)]
-            if slots:
-                units.append(Unit(len(units), names.get(id(modules[0])) or ROOT, list(modules), slots))
+        if not isinstance(module, FSDPModule) or module in grouped:
+            continue
+        modules = _compat.modules_grouped_with(module)
+        grouped.update(modules)
+        slots = [slot for member in modules for slot in _slots_of(member, names, seen)]
+        if slots:
+            name = names.get(id(modules[0])) or ROOT
+            units.append(Unit(len(units), name, list(modules), slots))
     return units
 
 
@@ -293,12 +323,15 @@ def compare_models(units: Sequence[Unit], rendezvous: Rendezvous) -> None:
     for unit in units:
         lines.append(f"unit {unit.name}")
         for slot in unit.slots:
-            kind = "trainable" if slot.grad_offset >= 0 else "frozen"
+            shape = list(slot.registered_shard.shape)
+            kind = "frozen"
+            if slot.grad_offset >= 0:
+                kind = "trainable"
             lines.append(
-                f"{slot.name}: shape {list(slot.sharded.shape)}, {slot.sharded.dtype}, "
-                f"computed in {slot.compute_dtype}, {kind}"
+                f"{slot.name}: shape {shape}, {slot.registered_shard.dtype}, computed in {slot.compute_dtype}, {kind}"
             )
-    if difference := first_difference(rendezvous, lines):
+    difference = first_difference(rendezvous, lines)
+    if difference:
         raise DisagreementError(
             f"The ranks built different models. The first difference: {difference}\nBuild the same modules in the "
             "same order on every rank."
@@ -307,7 +340,8 @@ def compare_models(units: Sequence[Unit], rendezvous: Rendezvous) -> None:
 
 def first_difference(exchange: Callable[[Any], list[Any]], lines: Sequence[str]) -> str:
     """The first line that is another one on another rank than on rank 0; empty if none is. All ranks together."""
-    if len(set(exchange(hashlib.sha256("\n".join(lines).encode()).hexdigest()))) == 1:
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    if len(set(exchange(digest))) == 1:
         return ""
     by_rank = exchange(lines)
     for rank, other in enumerate(by_rank):
@@ -319,8 +353,12 @@ def first_difference(exchange: Callable[[Any], list[Any]], lines: Sequence[str])
 
 def class_names(modules: Iterable[nn.Module]) -> str:
     """The classes of some modules as a set in Python, such as ``{Block, nn.Linear}``."""
-    kinds = {type(module) for module in modules}
-    names = {f"nn.{k.__name__}" if k.__module__.startswith("torch.nn.") else k.__name__ for k in kinds}
+    names = set()
+    for kind in {type(module) for module in modules}:
+        name = kind.__name__
+        if kind.__module__.startswith("torch.nn."):
+            name = f"nn.{name}"
+        names.add(name)
     return "{" + ", ".join(sorted(names)) + "}"
 
 
@@ -329,12 +367,16 @@ def _slots_of(root: nn.Module, names: dict[int, str], seen: set[int]) -> list[Pa
     for module in post_order(root):
         prefix = names.get(id(module), "")
         for attribute, parameter in module.named_parameters(recurse=False):
-            if isinstance(parameter, DTensor) and id(parameter) not in seen:
-                seen.add(id(parameter))
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                (mesh_dim, dim), shape = _placement_of(parameter), shape_of(parameter)
-                shape[dim] = math.ceil(shape[dim] / parameter.device_mesh.size(mesh_dim))  # padded
-                slots.append(ParamSlot(name, module, attribute, math.prod(shape), parameter.dtype))
+            if not isinstance(parameter, DTensor) or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = attribute
+            if prefix:
+                name = f"{prefix}.{attribute}"
+            padded = shape_of(parameter)
+            mesh_dim, dim = _placement_of(parameter)
+            padded[dim] = math.ceil(padded[dim] / parameter.device_mesh.size(mesh_dim))
+            slots.append(ParamSlot(name, module, attribute, math.prod(padded), parameter.dtype))
     return slots
 
 
@@ -363,11 +405,14 @@ def _placement_of(parameter: DTensor) -> tuple[int, int]:
 
 def shape_of(parameter: DTensor) -> list[int]:
     """The shape that ``fully_shard`` shards: with tensor parallelism, that of this rank's part."""
-    shape, mesh = list(parameter.shape), parameter.device_mesh
-    for mesh_dim in range(_placement_of(parameter)[0] + 1, mesh.ndim):
+    shape = list(parameter.shape)
+    mesh = parameter.device_mesh
+    own_dim, _ = _placement_of(parameter)
+    for mesh_dim in range(own_dim + 1, mesh.ndim):
         placement = parameter.placements[mesh_dim]
         if isinstance(placement, Shard):
-            size = math.ceil(shape[placement.dim] / mesh.size(mesh_dim))
-            left = shape[placement.dim] - size * mesh.get_local_rank(mesh_dim)
-            shape[placement.dim] = max(min(size, left), 0)
+            dim = placement.dim
+            size = math.ceil(shape[dim] / mesh.size(mesh_dim))
+            left = shape[dim] - size * mesh.get_local_rank(mesh_dim)
+            shape[dim] = max(min(size, left), 0)
     return shape

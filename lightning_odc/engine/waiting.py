@@ -98,7 +98,8 @@ class Waiter(Traced):
         self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None] | None
     ) -> None:
         begin = time.monotonic()
-        next_check, spins = begin + CHECK_EVERY, _SPINS
+        next_check = begin + CHECK_EVERY
+        spins = _SPINS
         while not ready():
             now = time.monotonic()
             if now >= next_check:
@@ -112,15 +113,18 @@ class Waiter(Traced):
                         raise
             if now - begin > self.timeout:
                 message = f"Gave up after {self.timeout:g} s of {what()}.\n{self._report()}"
-                message += f"\n{_HINT}" * ("computing" in message)
+                if "computing" in message:
+                    message += f"\n{_HINT}"
                 if self._hang_report is not None:
                     self._hang_report.tell(message)
                 raise WaitTimeoutError(message)
             # Sleeps grow with the time already waited: a short wait ends within microseconds of its cause, a long one
             # costs less than 2 percent of a core.
             nap = min(_LONGEST_SLEEP, max(_FIRST_SLEEP, (now - begin) * _SLEEP_FRACTION))
-            time.sleep(0 if spins > 0 else nap)
-            spins -= 1
+            if spins > 0:
+                nap = 0
+                spins -= 1
+            time.sleep(nap)
 
 
 class HangReport:
@@ -176,7 +180,8 @@ class HangReport:
             waited = longest_wait()
             if told and waited < told:
                 sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training goes on.\n")
-                self.after, told = max(self.after, 2 * told), 0.0
+                self.after = max(self.after, 2 * told)
+                told = 0.0
             if waited >= max(self.after, 2 * told):
                 since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited))
                 self.tell(f"ranks have been waiting for {waited:.1f} s, since {since}.\n{describe()}")

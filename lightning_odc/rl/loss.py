@@ -16,21 +16,27 @@ Strategies take the mean over ranks of what was backpropagated, so each rank mul
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Hashable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_odc.arguments import Count, Like, checked
+from lightning_odc.data.model_cost import causal_model
 from lightning_odc.errors import DisagreementError
 from lightning_odc.rl.rollout import Microbatch
 from lightning_odc.rl.rollouts import Rollouts, fingerprint
-from lightning_odc.strategy.model_facts import causal_model, keeps_apart, undisturbed
+from lightning_odc.strategy.model_facts import separates_samples, undisturbed
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "gspo"]
+Clip = Annotated[float, Like("0.2", lambda value: value >= 0)]
+ClipRange = Annotated[Clip | tuple[Clip, Clip], Like("0.2, or (0.2, 0.28) for below and above 1")]
+Temperature = Annotated[float, Like("1.0 (the one that was sampled with)", lambda value: value > 0)]
 
 
 def group_advantages(
@@ -62,23 +68,27 @@ def group_advantages(
 
     Source: *DeepSeekMath*, arXiv 2402.03300, and *Understanding R1-Zero-Like Training*, arXiv 2503.20783 (Dr. GRPO).
     """
-    members: dict[Hashable, list[float]] = {}
-    for reward, group in zip(rewards, groups, strict=True):
+    members: dict[Hashable, list[int]] = {}
+    for index, (reward, group) in enumerate(zip(rewards, groups, strict=True)):
         if not math.isfinite(reward):
             raise ValueError(
                 f"A response of group {group!r} has the reward {reward}, and rewards are compared: use finite ones."
             )
-        members.setdefault(group, []).append(reward)
-    means, spreads = {}, {}
-    for group, own in members.items():
-        # Rounding must not make equal rewards differ from their mean.
-        mean = own[0] if min(own) == max(own) else math.fsum(own) / len(own)
-        variance = math.fsum((reward - mean) ** 2 for reward in own) / max(len(own) - 1, 1)
-        means[group], spreads[group] = mean, math.sqrt(variance) + epsilon if scale else 1.0
-    return [
-        (reward - means[group]) / spreads[group] if reward != means[group] else 0.0
-        for reward, group in zip(rewards, groups, strict=True)
-    ]
+        members.setdefault(group, []).append(index)
+    advantages = [0.0] * len(rewards)
+    for indices in members.values():
+        own = [rewards[index] for index in indices]
+        if min(own) == max(own):
+            continue  # rounding must not make equal rewards differ from their mean
+        mean = math.fsum(own) / len(own)
+        spread = 1.0
+        if scale:
+            squares = [(reward - mean) ** 2 for reward in own]
+            variance = math.fsum(squares) / (len(own) - 1)
+            spread = math.sqrt(variance) + epsilon
+        for index in indices:
+            advantages[index] = (rewards[index] - mean) / spread
+    return advantages
 
 
 def normalize_advantages(rollouts: Rollouts, *, scale: bool = True, epsilon: float = 1e-4) -> None:
@@ -92,10 +102,11 @@ def normalize_advantages(rollouts: Rollouts, *, scale: bool = True, epsilon: flo
     Raises:
         ValueError: a reward is not finite.
     """
-    rewards, groups = [one.reward for one in rollouts], [one.group for one in rollouts]
+    rewards = [rollout.reward for rollout in rollouts]
+    groups = [rollout.group for rollout in rollouts]
     advantages = group_advantages(rewards, groups, scale=scale, epsilon=epsilon)
-    for one, advantage in zip(rollouts, advantages, strict=True):
-        one.advantage = advantage
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        rollout.advantage = advantage
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,14 +132,15 @@ class PolicyLoss:
     clipped: Tensor
 
 
+@checked
 def policy_loss(
     logprobs: Tensor,
     microbatch: Microbatch,
     *,
     loss_type: LossType = "dapo",
-    clip_range: float | tuple[float, float] = 0.2,
+    clip_range: ClipRange = 0.2,
     beta: float = 0.0,
-    max_response_length: int | None = None,
+    max_response_length: Count | None = None,
 ) -> PolicyLoss:
     """The clipped loss of PPO over the tokens of a microbatch, as a sum that is exact under any placement.
 
@@ -151,65 +163,79 @@ def policy_loss(
     *Approximating KL Divergence*, joschu.net/blog/kl-approx.html.
     """
     low, high = _checked(loss_type, clip_range, beta, max_response_length, microbatch)
-    old, owner = microbatch.logprobs, microbatch.sequence
-    log_ratio = logprobs - (logprobs.detach() if old is None else old)
+    whole = microbatch.whole
+    owner = microbatch.sequence
+    old = microbatch.logprobs
+    if old is None:  # the policy itself has sampled
+        old = logprobs.detach()
+    log_ratio = logprobs - old
     if loss_type == "gspo":
         sums = log_ratio.new_zeros(len(microbatch.rollouts)).index_add(0, owner, log_ratio)
         means = sums / microbatch.lengths.clamp(min=1)  # over the tokens of each response
         log_ratio = means[owner]
-    ratio, advantages = log_ratio.exp(), microbatch.advantages[owner]
+    ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - low, 1 + high)
-    gain = torch.minimum(ratio * advantages, clipped_ratio * advantages)
+    advantages = microbatch.advantages[owner]
+    gain = ratio * advantages
+    clipped_gain = clipped_ratio * advantages
+    reference = microbatch.ref_logprobs
     kl = torch.zeros_like(logprobs)
-    if microbatch.ref_logprobs is not None:
+    if reference is not None:
+        if not beta:
+            logprobs = logprobs.detach()
         # k3, ``r - 1 - log r`` for the ratio ``r`` of reference to policy. It is not negative, and unbiased.
-        log_reference = microbatch.ref_logprobs - (logprobs if beta else logprobs.detach())
+        log_reference = reference - logprobs
         kl = log_reference.exp() - log_reference - 1
+    losses = beta * kl - torch.minimum(gain, clipped_gain)  # ``l_t`` of the Note
+    # ``w_t`` and ``D`` of the Note, and this microbatch's part in ``D``.
+    divisor = whole.sequences
+    count = len(microbatch.indices)
     lengths = microbatch.lengths[owner].to(logprobs.dtype)
-    constants = {"dapo": 1, "dr_grpo": max_response_length or 1}
-    weights = 1 / (torch.full_like(lengths, constants[loss_type]) if loss_type in constants else lengths)
-    total = ((beta * kl - gain) * weights).sum()  # ``w_t`` and ``l_t`` of the Note
-    count = len(owner) if loss_type == "dapo" else len(microbatch.indices)
-    divisor = microbatch.whole.tokens if loss_type == "dapo" else microbatch.whole.sequences
+    if loss_type == "dapo":
+        divisor = whole.tokens
+        count = len(owner)
+        lengths = torch.ones_like(lengths)
+    elif loss_type == "dr_grpo":
+        lengths = torch.full_like(lengths, max_response_length or 1)
+    weights = 1 / lengths
+    total = (losses * weights).sum()
     return PolicyLoss(
-        scaled=total * (microbatch.whole.ranks / max(divisor, 1)),  # all responses may be empty
+        scaled=total * (whole.ranks / max(divisor, 1)),  # all responses may be empty
         total=total,
         count=count,
         divisor=divisor,
         tokens=len(owner),
         kl=kl.detach().sum(),
-        clipped=(clipped_ratio * advantages < ratio * advantages).sum(),
+        clipped=(clipped_gain < gain).sum(),
     )
 
 
 def _checked(
     loss_type: str,
-    clip_range: float | tuple[float, float],
+    clip_range: ClipRange,
     beta: float,
     max_response_length: int | None,
     microbatch: Microbatch,
 ) -> tuple[float, float]:
     """The two clip ranges, after checking all options."""
-    if loss_type not in get_args(LossType):
-        raise ValueError(f"loss_type={loss_type!r} is unknown; write one of {get_args(LossType)}.")
-    low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
-    if min(low, high) < 0:
-        raise ValueError(
-            f"clip_range={clip_range} is negative: write clip_range=0.2, or (0.2, 0.28) for below and above."
-        )
+    clips = clip_range
+    if not isinstance(clips, tuple):
+        clips = (clips, clips)
+    low, high = clips
     if beta and microbatch.ref_logprobs is None:
         raise ValueError(
             f"beta={beta} weighs the KL divergence from a reference model, and the roll-outs have no ref_logprobs. "
             'Write rl.score(self.reference, rollouts, into="ref_logprobs") first, or beta=0.'
         )
-    if loss_type == "dr_grpo" and not (max_response_length or 0) > 0:
+    if loss_type == "dr_grpo" and max_response_length is None:
         raise ValueError(
             'loss_type="dr_grpo" divides by a constant: write max_response_length=1024, the max_new_tokens of sampling.'
         )
     return float(low), float(high)
 
 
-def logprobs(model: nn.Module, microbatch: Microbatch, temperature: float = 1.0) -> Tensor:
+@checked
+def logprobs(model: nn.Module, microbatch: Microbatch, temperature: Temperature = 1.0) -> Tensor:
     """The log-probability of every token of the responses of a microbatch, ``[N]``, with gradients.
 
     Args:
@@ -224,29 +250,30 @@ def logprobs(model: nn.Module, microbatch: Microbatch, temperature: float = 1.0)
         In the order of `Microbatch`, in fp32 or what is wider of the model's.
 
     Raises:
-        ValueError: a temperature that is not positive.
+        ValueError: An invalid value.
     """
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature={temperature} is not positive: write the one that was sampled with, such as temperature=1.0."
-        )
     causal = causal_model(model)
-    packed = microbatch.packs and causal is not None and keeps_apart(causal, microbatch.device)
+    packed = microbatch.packs and causal is not None and separates_samples(causal, microbatch.device)
     inputs = microbatch.inputs(packed)
-    output = model(inputs["input_ids"]) if causal is None else model(**inputs)
+    if causal is None:
+        output = model(inputs["input_ids"])
+    else:
+        output = model(**inputs)
     logits: Tensor = getattr(output, "logits", output)
     rows, columns = microbatch.predicting(packed)
     chosen = logits[rows, columns]  # [N, vocabulary]; prompts and padding go before the rest grows to fp32
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32)) / temperature
-    return chosen.gather(-1, microbatch.targets[:, None])[:, 0] - chosen.logsumexp(-1)
+    target = chosen.gather(-1, microbatch.targets[:, None])[:, 0]
+    return target - chosen.logsumexp(-1)
 
 
+@checked
 def score(
     model: nn.Module,
     rollouts: Rollouts,
     *,
     into: Literal["logprobs", "ref_logprobs"] | None = None,
-    temperature: float = 1.0,
+    temperature: Temperature = 1.0,
 ) -> list[Tensor]:
     """The log-probabilities of all responses, in the order of the roll-outs. All ranks together.
 
@@ -267,33 +294,35 @@ def score(
         PeerFailedError: another rank has failed.
         DisagreementError: ranks have made different plans.
     """
-    if into not in (None, "logprobs", "ref_logprobs"):
-        raise ValueError(f'into={into!r} is unknown; write into="logprobs" or into="ref_logprobs".')
     if into == "ref_logprobs":
         _check_frozen(model)
     engine = rollouts.ranks.engine
-    seen = nullcontext() if engine is None else engine.traced("scoring")
-    with seen, undisturbed(model, rollouts.ranks.device):
-        own = [logprobs(model, one, temperature).float().cpu() for one in rollouts.microbatches()]
-    flat = torch.cat([torch.empty(0), *own])
-    by_rank, plans = rollouts.ranks.gather(
-        "exchange of scores", flat.view(torch.uint8), fingerprint(rollouts.plan)
-    )
-    other = next((rank for rank, plan in enumerate(plans) if plan != plans[0]), None)
-    if other is not None:
-        raise DisagreementError(
-            f"Rank {other} planned the roll-outs differently from rank 0. Give the same values to rl.exchange(self, "
-            "own, max_tokens=..., cost=...) on all ranks."
-        )
-    planned = [index for rank in rollouts.plan for microbatch in rank for index in microbatch]
-    scored = torch.cat([part.view(torch.float32) for part in by_rank])  # one rank after another, as planned
-    pieces = scored.split([rollouts[index].response_length for index in planned])
-    by_index = dict(zip(planned, pieces, strict=True))
-    scores = [by_index[index].clone() for index in range(len(rollouts))]
-    if into is not None:
-        for one, values in zip(rollouts, scores, strict=True):
-            setattr(one, into, values)
-    return scores
+    traced: AbstractContextManager[None] = nullcontext()
+    if engine is not None:
+        traced = engine.traced("scoring")
+    own = [torch.empty(0)]  # a rank may have no microbatch
+    with traced, undisturbed(model, rollouts.ranks.device):
+        for microbatch in rollouts.microbatches():
+            scored = logprobs(model, microbatch, temperature)
+            own.append(scored.float().cpu())
+    content = torch.cat(own).view(torch.uint8)
+    by_rank, plans = rollouts.ranks.gather("exchange of scores", content, fingerprint(rollouts.plan))
+    for rank, plan in enumerate(plans):
+        if plan != plans[0]:
+            raise DisagreementError(
+                f"Rank {rank} planned the roll-outs differently from rank 0. Give the same values to "
+                "rl.exchange(self, own, max_tokens=..., cost=...) on all ranks."
+            )
+    scores: dict[int, Tensor] = {}
+    for planned, part in zip(rollouts.plan, by_rank, strict=True):
+        indices = list(itertools.chain.from_iterable(planned))
+        lengths = [rollouts[index].response_length for index in indices]
+        pieces = part.view(torch.float32).split(lengths)
+        for index, piece in zip(indices, pieces, strict=True):
+            scores[index] = piece.clone()
+            if into is not None:
+                setattr(rollouts[index], into, scores[index])
+    return [scores[index] for index in range(len(rollouts))]
 
 
 def _check_frozen(model: nn.Module) -> None:

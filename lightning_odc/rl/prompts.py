@@ -78,7 +78,8 @@ def claim_prompts(
     """
     strategy = strategy_of(where, "rl.claim_prompts(self, prompts)")
     own = _share(prompts, expected)
-    shares = [_Share(*fields) for fields in strategy.engine.exchange("claim prompts", own)]
+    answers = strategy.engine.exchange("claim prompts", own)
+    shares = [_Share(*fields) for fields in answers]
     counts = [len(share.prompts) for share in shares]
     # All ranks make each call of ``generate`` together.
     if strategy.communication in _MEETS and len(set(counts)) > 1:
@@ -100,13 +101,17 @@ def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
             "Pass a list of prompts, or of batches: claim_prompts(module, [batch])."
         )
     texts = [_encode(prompt) for prompt in prompts]
-    costs = [1.0] * len(texts) if expected is None else [float(cost) for cost in expected]
-    if len(costs) != len(texts) or not all(0 < cost < math.inf for cost in costs):
+    costs = [1.0] * len(texts)
+    if expected is not None:
+        costs = [float(cost) for cost in expected]
+    are_lengths = all(0 < cost < math.inf for cost in costs)
+    if len(costs) != len(texts) or not are_lengths:
         raise ValueError(
             f"claim_prompts(module, prompts, expected) got {len(texts)} prompts and the lengths {costs}. Give one "
             "finite positive number per prompt: claim_prompts(module, [a, b], expected=[100, 2000])."
         )
-    return _Share(texts, costs, int(torch.randint(_SEEDS, ())))
+    seed = int(torch.randint(_SEEDS, ()))
+    return _Share(texts, costs, seed)
 
 
 def _sampled(
@@ -114,17 +119,20 @@ def _sampled(
 ) -> Iterator[tuple[int, Any]]:
     """See Note [The answer does not depend on the rank]."""
     device = strategy.root_device
-    counts = (len(share.prompts) for share in shares)
+    counts = [len(share.prompts) for share in shares]
     first = list(itertools.accumulate(counts, initial=0))  # in the example [0, 2, 5]
     orders = [np.argsort(np.negative(share.costs), kind="stable") for share in shares]  # the longest first
-    devices = [device] if device.type == "cuda" else []
+    devices = []  # besides the CPU
+    if device.type == "cuda":
+        devices.append(device)
     with torch.random.fork_rng(devices):
         for rank, number in claimed:
             place = int(orders[rank][number])
             index = first[rank] + place
             torch.manual_seed(shares[0].seed + index)
+            text = shares[rank].prompts[place]
             with strategy.engine.traced("sampling", prompt=index):
-                yield index, _decode(shares[rank].prompts[place], device)
+                yield index, _decode(text, device)
 
 
 # -- prompts as JSON ------------------------------------------------------------------------------------------
@@ -133,8 +141,9 @@ def _sampled(
 def _encode(prompt: Any) -> str:
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
+            numbers = value.flatten().tolist()
             dtype = str(value.dtype).removeprefix("torch.")
-            return {_TENSOR: value.flatten().tolist(), "shape": list(value.shape), "dtype": dtype}
+            return {_TENSOR: numbers, "shape": list(value.shape), "dtype": dtype}
         if isinstance(value, Mapping):
             return dict(value)
         raise TypeError(f"`{type(value).__name__}` is not JSON")
@@ -153,6 +162,7 @@ def _decode(text: str, device: torch.device) -> Any:
         if _TENSOR not in found:
             return found
         dtype = getattr(torch, found["dtype"])
-        return torch.tensor(found[_TENSOR], dtype=dtype, device=device).view(found["shape"])
+        numbers = torch.tensor(found[_TENSOR], dtype=dtype, device=device)
+        return numbers.view(found["shape"])
 
     return json.loads(text, object_hook=tensors)

@@ -19,13 +19,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, repeat
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from lightning_odc.arguments import Like, checked
 from lightning_odc.data.packing import PackingCollator
 
 CPU = torch.device("cpu")
@@ -33,6 +33,7 @@ _SCORES = ("logprobs", "ref_logprobs")
 _HEAD = 8  # bytes of the length of the JSON
 
 
+@checked
 class Rollout:
     """A prompt with one sampled response: ``T`` tokens in all, ``R`` of them in the response.
 
@@ -55,12 +56,12 @@ class Rollout:
 
     def __init__(
         self,
-        tokens: Tensor | Sequence[int],
-        prompt_length: int,
-        reward: float = 0.0,
-        group: int | str = 0,
+        tokens: Annotated[Tensor | Sequence[int], Like("output[0, :length] (one row of integers)")],
+        prompt_length: int | Tensor,
+        reward: float | bool | Tensor = 0.0,
+        group: Annotated[int | str | Tensor, Like("int(index_of_the_prompt)")] = 0,
         *,
-        advantage: float | None = None,
+        advantage: float | Tensor | None = None,
         logprobs: Tensor | Sequence[float] | None = None,
         ref_logprobs: Tensor | Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -80,13 +81,13 @@ class Rollout:
         self.tokens = ids.detach().to("cpu", torch.int64).contiguous()
         self.prompt_length = int(prompt_length)
         self.reward = float(reward)
-        plain: Any = group.item() if hasattr(group, "item") else group
-        if not isinstance(plain, int | str):
-            raise ValueError(
-                f"group={plain!r} is neither a number nor a text: group=int(index_of_the_prompt)."
-            )
-        self.group = plain
-        self.advantage = None if advantage is None else float(advantage)
+        number: Any = group
+        if hasattr(group, "item"):  # of torch or of numpy
+            number = group.item()
+        self.group: int | str = number
+        self.advantage = advantage
+        if advantage is not None:
+            self.advantage = float(advantage)
         self.logprobs = self._scores("logprobs", logprobs)
         self.ref_logprobs = self._scores("ref_logprobs", ref_logprobs)
         self.metadata = dict(metadata or {})
@@ -128,31 +129,53 @@ class Rollout:
 def to_bytes(rollouts: Sequence[Rollout]) -> Tensor:
     """Roll-outs as ``[b]`` uint8 on the CPU, see Note [Bytes of roll-outs]."""
     header = []
-    for one in rollouts:
-        has = [getattr(one, name) is not None for name in _SCORES]
-        header.append([len(one), one.prompt_length, one.reward, one.group, one.advantage, has, one.metadata])
+    scores: list[Tensor] = []
+    for rollout in rollouts:
+        has = []
+        for name in _SCORES:
+            values = getattr(rollout, name)
+            is_there = values is not None
+            has.append(is_there)
+            if is_there:
+                scores.append(values)
+        header.append(
+            [
+                len(rollout),
+                rollout.prompt_length,
+                rollout.reward,
+                rollout.group,
+                rollout.advantage,
+                has,
+                rollout.metadata,
+            ]
+        )
     text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-    scores = [getattr(one, name) for one in rollouts for name in _SCORES]
-    parts = [torch.tensor([len(text)]), *(one.tokens for one in rollouts)]
-    parts += [one for one in scores if one is not None]
-    return torch.cat([*(part.contiguous().view(torch.uint8) for part in parts), text])
+    numbers = [torch.tensor([len(text)])]
+    numbers += [rollout.tokens for rollout in rollouts]
+    numbers += scores
+    parts = [part.contiguous().view(torch.uint8) for part in numbers]
+    return torch.cat([*parts, text])
 
 
 def from_bytes(data: Tensor) -> list[Rollout]:
     """What `to_bytes` was given; ``[b]`` uint8 on the CPU."""
-    length = int(data[:_HEAD].view(torch.int64))
-    header = json.loads(data[len(data) - length :].numpy().tobytes())
-    end = _HEAD + 8 * sum(fields[0] for fields in header)
-    ids = data[_HEAD:end].view(torch.int64).split([fields[0] for fields in header])
-    floats = data[end : len(data) - length].view(torch.float32)
+    text_bytes = int(data[:_HEAD].view(torch.int64))
+    end = len(data) - text_bytes
+    header = json.loads(data[end:].numpy().tobytes())
+    counts = [fields[0] for fields in header]
+    middle = _HEAD + 8 * sum(counts)
+    ids = data[_HEAD:middle].view(torch.int64).split(counts)
+    floats = data[middle:end].view(torch.float32)
     rollouts = []
-    for (tokens, prompt, reward, group, advantage, has, metadata), own in zip(header, ids, strict=True):
-        one = Rollout(own.clone(), prompt, reward, group, advantage=advantage, metadata=metadata)
+    for fields, own in zip(header, ids, strict=True):
+        _, prompt, reward, group, advantage, has, metadata = fields
+        rollout = Rollout(own.clone(), prompt, reward, group, advantage=advantage, metadata=metadata)
+        length = rollout.response_length
         for name, is_there in zip(_SCORES, has, strict=True):
             if is_there:
-                setattr(one, name, floats[: tokens - prompt].clone())
-                floats = floats[tokens - prompt :]
-        rollouts.append(one)
+                setattr(rollout, name, floats[:length].clone())
+                floats = floats[length:]
+        rollouts.append(rollout)
     return rollouts
 
 
@@ -195,7 +218,7 @@ class Microbatch:
     @cached_property
     def lengths(self) -> Tensor:
         """Tokens of each response, ``[S]`` int64."""
-        return torch.tensor([one.response_length for one in self.rollouts], device=self.device)
+        return torch.tensor([rollout.response_length for rollout in self.rollouts], device=self.device)
 
     @cached_property
     def sequence(self) -> Tensor:
@@ -205,7 +228,7 @@ class Microbatch:
     @cached_property
     def targets(self) -> Tensor:
         """Token ids of the responses, ``[N]`` int64."""
-        return torch.cat([one.response for one in self.rollouts]).to(self.device)
+        return torch.cat([rollout.response for rollout in self.rollouts]).to(self.device)
 
     @cached_property
     def advantages(self) -> Tensor:
@@ -214,7 +237,7 @@ class Microbatch:
         Raises:
             ValueError: a roll-out has none.
         """
-        values = [one.advantage for one in self.rollouts]
+        values = [rollout.advantage for rollout in self.rollouts]
         if None in values:
             raise ValueError(
                 "A roll-out has no advantage: call rl.normalize_advantages(rollouts) first, or write "
@@ -233,31 +256,35 @@ class Microbatch:
         return self._scores("ref_logprobs")
 
     def _scores(self, name: str) -> Tensor | None:
-        values = [getattr(one, name) for one in self.rollouts if one.response_length]
+        values = [getattr(rollout, name) for rollout in self.rollouts if rollout.response_length]
         found = [value for value in values if value is not None]
-        if len(found) < len(values) and found:
+        missing = len(values) - len(found)
+        if missing and found:
             raise ValueError(
-                f"{len(values) - len(found)} of {len(values)} roll-outs have no {name}: score all of them, "
+                f"{missing} of {len(values)} roll-outs have no {name}: score all of them, "
                 f'rl.score(model, rollouts, into="{name}"), or none.'
             )
-        if not found and values:
+        if missing:
             return None
         return torch.cat([torch.empty(0), *found]).to(self.device)
 
     def inputs(self, packed: bool) -> dict[str, Any]:
         """The arguments of a Hugging Face model: a packed row, ``[1, T]``, or rows padded on the right, ``[S, L]``."""
+        samples = [rollout.tokens for rollout in self.rollouts]
         if packed:
-            made = PackingCollator()([one.tokens for one in self.rollouts])
+            made = PackingCollator()(samples)
             del made["labels"]
         else:
-            rows = [one.tokens for one in self.rollouts]
-            mask = [torch.ones_like(row) for row in rows]
+            ones = [torch.ones_like(row) for row in samples]
             made = {
-                "input_ids": pad_sequence(rows, batch_first=True),
-                "attention_mask": pad_sequence(mask, batch_first=True),
+                "input_ids": pad_sequence(samples, batch_first=True),
+                "attention_mask": pad_sequence(ones, batch_first=True),
                 "use_cache": False,
             }
-        return {k: v.to(self.device) if isinstance(v, Tensor) else v for k, v in made.items()}
+        for name, value in made.items():
+            if isinstance(value, Tensor):
+                made[name] = value.to(self.device)
+        return made
 
     def predicting(self, packed: bool) -> tuple[Tensor, Tensor]:
         """Row and column, ``[N]`` each, of the logits that predict `targets`.
@@ -267,10 +294,15 @@ class Microbatch:
             A B c d      rows     0 0 1        A B c d E f      rows     0 0 0
             E f . .      columns  1 2 0                         columns  1 2 4
         """
-        begins = accumulate(map(len, self.rollouts), initial=0) if packed else repeat(0)
-        columns = [
-            torch.arange(begin + one.prompt_length - 1, begin + len(one) - 1)
-            for begin, one in zip(begins, self.rollouts, strict=False)
-        ]
-        rows = torch.zeros_like(self.sequence) if packed else self.sequence
+        rows = self.sequence
+        if packed:
+            rows = torch.zeros_like(rows)
+        begin = 0
+        columns = []
+        for rollout in self.rollouts:
+            first = begin + rollout.prompt_length - 1
+            end = begin + len(rollout)
+            columns.append(torch.arange(first, end - 1))
+            if packed:
+                begin = end
         return rows, torch.cat(columns).to(self.device)

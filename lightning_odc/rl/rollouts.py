@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast, overload
+from typing import Any, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_odc.balance import Collation, Plan, epoch_order, on_demand_cost, plan_minibatch
+from lightning_odc.arguments import Count, checked
+from lightning_odc.balance import Collation, Plan, Policy, epoch_order, on_demand_cost, plan_minibatch
+from lightning_odc.data.model_cost import causal_model, cost_of_model
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import all_gather
 from lightning_odc.rl.rollout import CPU, Microbatch, Rollout, Whole, from_bytes, to_bytes
-from lightning_odc.strategy.model_facts import causal_model, cost_of_model, keeps_apart
+from lightning_odc.strategy.model_facts import separates_samples
 
-_PADDED, _PACKED = Collation("padded"), Collation()
+_PADDED = Collation("padded")
+_PACKED = Collation()
 _CLEARLY = 1 - 1e-6  # so that rounding, which differs between processors, decides nothing
 
 
@@ -40,14 +44,14 @@ class Ranks:
         if self.engine is None:
             return [own], [note]
         answers = self.engine.exchange(kind, [len(own), note])
-        sizes, notes = [size for size, _ in answers], [note for _, note in answers]
+        sizes = [size for size, _ in answers]
+        notes = [note for _, note in answers]
         if self.count == 1 or not max(sizes):
             return [own] * self.count, notes
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(own)] = own.to(self.device)
-        whole = padded.new_empty(self.count * len(padded))
-        all_gather(whole, padded)
-        rows = whole.view(self.count, -1)
+        rows = padded.new_empty(self.count, len(padded))
+        all_gather(rows.view(-1), padded)
         # Each copy has memory of its own, so that its bytes can be read as numbers of 8 bytes.
         copies = [row[:size].to("cpu", copy=True) for row, size in zip(rows, sizes, strict=True)]
         return copies, notes
@@ -55,7 +59,8 @@ class Ranks:
 
 def strategy_of(where: Any, call: str) -> Any:
     """The strategy of a trainer, of its module, or of a ``Fabric``."""
-    strategy: Any = getattr(getattr(where, "trainer", where), "strategy", None)
+    trainer = getattr(where, "trainer", where)
+    strategy: Any = getattr(trainer, "strategy", None)
     if not hasattr(type(strategy), "engine"):
         raise TypeError(
             f"{call} needs a module that is trained by this package's strategy, and got a {type(where).__name__} "
@@ -93,6 +98,7 @@ class Update:
         return len(self.plan[self._rollouts.ranks.rank])
 
 
+@checked
 class Rollouts(Sequence[Rollout]):
     """The roll-outs of all ranks in the same order on every rank, and a plan of who runs which of them.
 
@@ -114,15 +120,17 @@ class Rollouts(Sequence[Rollout]):
         rollouts: Sequence[Rollout],
         ranks: Ranks | None = None,
         *,
-        max_tokens: int | None = None,
+        max_tokens: Count | None = None,
         cost: Any = "quadratic",
         keeps_apart: bool = False,
         sampled: Sequence[int] | None = None,
     ) -> None:
         self.ranks = ranks or Ranks()
-        self.sampled = [len(rollouts)] if sampled is None else list(sampled)
+        if sampled is None:
+            sampled = [len(rollouts)]
+        self.sampled = list(sampled)
         self._rollouts = list(rollouts)
-        self._lengths = [len(one) for one in self._rollouts]
+        self._lengths = [len(rollout) for rollout in rollouts]
         self._max_tokens = max([max_tokens or 0, *self._lengths])
         self._cost = cost
         self._keeps_apart = keeps_apart
@@ -142,7 +150,7 @@ class Rollouts(Sequence[Rollout]):
     @property
     def mean_reward(self) -> float:
         """The mean reward of all roll-outs; 0 if there are none."""
-        return sum(one.reward for one in self) / max(len(self), 1)
+        return sum(rollout.reward for rollout in self) / max(len(self), 1)
 
     @cached_property
     def plan(self) -> Plan:
@@ -154,26 +162,37 @@ class Rollouts(Sequence[Rollout]):
         """How rows are made: packed if the model allows it and the plan takes less time so."""
         if not self._keeps_apart or not self._rollouts:
             return _PADDED
-        packed, padded = (
-            on_demand_cost(self._planned(range(len(self)), one), self._lengths, self._cost, collation=one)
-            for one in (_PACKED, _PADDED)
-        )
-        return _PACKED if packed < padded * _CLEARLY else _PADDED
+        costs = []
+        for collation in (_PACKED, _PADDED):
+            plan = self._planned(range(len(self)), collation)
+            cost = on_demand_cost(plan, self._lengths, self._cost, collation=collation)
+            costs.append(cost)
+        packed, padded = costs
+        if packed < padded * _CLEARLY:
+            return _PACKED
+        return _PADDED
 
     def _planned(self, indices: Sequence[int], collation: Collation) -> Plan:
         """Plan which rank runs which roll-outs."""
-        if not len(indices):
-            return [[] for _ in range(self.ranks.count)]
-        plan = plan_minibatch(
+        plan: Plan = [[] for _ in range(self.ranks.count)]
+        if not indices:
+            return plan
+        policy: Policy = "lb_mini"
+        if self.ranks.meets:
+            policy = "lb_micro"
+        planned = plan_minibatch(
             [self._lengths[index] for index in indices],
             self.ranks.count,
             max_tokens=self._max_tokens,
-            policy="lb_micro" if self.ranks.meets else "lb_mini",
+            policy=policy,
             cost=self._cost,
             allow_empty=True,
             collation=collation,
         )
-        return [[[int(indices[i]) for i in microbatch] for microbatch in rank] for rank in plan]
+        for own, microbatches in zip(plan, planned, strict=True):
+            for places in microbatches:
+                own.append([indices[place] for place in places])
+        return plan
 
     def microbatches(self) -> Iterator[Microbatch]:
         """This rank's part of `plan`."""
@@ -185,7 +204,7 @@ class Rollouts(Sequence[Rollout]):
             rollouts = [self[index] for index in indices]
             # Ranks meet in every microbatch, and this one has none left: a prompt without response.
             if not rollouts:
-                shortest = min(self._rollouts, key=lambda one: one.prompt_length)
+                shortest = min(self._rollouts, key=lambda rollout: rollout.prompt_length)
                 length = shortest.prompt_length
                 rollouts = [Rollout(shortest.tokens[:length], length, advantage=0.0)]
             yield Microbatch(rollouts, indices, whole, packs, self.ranks.device)
@@ -207,24 +226,33 @@ class Rollouts(Sequence[Rollout]):
             One `Update` per optimizer step. With one minibatch its plan is the one of scoring. Without roll-outs on any
             rank there is none.
         """
-        for epoch in range(epochs if len(self) else 0):
-            parts = np.array_split(epoch_order(len(self), seed, epoch), min(minibatches, len(self)))
-            for index, part in enumerate(sorted(one.tolist()) for one in parts):
-                plan = self.plan if len(part) == len(self) else self._planned(part, self._collation)
+        if not len(self):
+            return
+        for epoch in range(epochs):
+            order = epoch_order(len(self), seed, epoch)
+            parts = np.array_split(order, min(minibatches, len(self)))
+            for index, part in enumerate(parts):
+                indices = sorted(part.tolist())
+                if len(parts) == 1:
+                    plan = self.plan
+                else:
+                    plan = self._planned(indices, self._collation)
                 # Ranks compare their plans when they meet at the optimizer step.
                 if self.ranks.engine is not None:
                     name = f"roll-outs, epoch {epoch}, minibatch {index}, plan {fingerprint(plan)}"
                     self.ranks.engine.ledger.plans.append(name)
-                yield Update(epoch, index, plan, self._whole(part), self)
+                yield Update(epoch, index, plan, self._whole(indices), self)
 
 
 def fingerprint(plan: Plan) -> str:
     """A short text that is equal for equal plans."""
-    return hashlib.sha256(repr(plan).encode()).hexdigest()[:12]
+    digest = hashlib.sha256(repr(plan).encode())
+    return digest.hexdigest()[:12]
 
 
+@checked
 def exchange(
-    where: Any, own: Sequence[Rollout], *, max_tokens: int | None = None, cost: Any = "auto"
+    where: Any, own: Sequence[Rollout], *, max_tokens: Count | None = None, cost: Any = "auto"
 ) -> Rollouts:
     """The roll-outs of all ranks. All ranks together, inside a step of the module.
 
@@ -242,27 +270,24 @@ def exchange(
         The same roll-outs in the same order on every rank, with a plan.
 
     Raises:
-        TypeError: A strategy of another package, or an item of ``own`` that is not a `Rollout`.
+        TypeError: A strategy of another package.
+        ValueError: An item of ``own`` that is not a `Rollout`.
         PeerFailedError: another rank has failed, for example in its reward function. It names the rank and shows the
             error.
     """
     strategy = strategy_of(where, "rl.exchange(self, rollouts)")
-    if wrong := [type(one).__name__ for one in own if not isinstance(cast(Any, one), Rollout)]:
-        raise TypeError(
-            f"rl.exchange(self, rollouts) takes a list of rl.Rollout, and got a {wrong[0]} in it: "
-            "[rl.Rollout(prompt + response, len(prompt), reward)]."
-        )
     meets = strategy.communication != "on_demand" and strategy.world_size > 1
     ranks = Ranks(strategy.global_rank, strategy.world_size, strategy.root_device, meets, strategy.engine)
     model = causal_model(strategy.model)
-    packs = model is not None and keeps_apart(model, ranks.device)
+    packs = model is not None and separates_samples(model, ranks.device)
     shares, all_pack = ranks.gather("exchange of roll-outs", to_bytes(own), packs)
     by_rank = [from_bytes(share) for share in shares]
     if isinstance(cost, str) and cost == "auto":
         cost = cost_of_model(strategy.model, ranks.device.type).cost
-    rollouts = [one for share in by_rank for one in share]
+    rollouts = list(itertools.chain.from_iterable(by_rank))
+    rollouts.sort(key=lambda rollout: (isinstance(rollout.group, str), rollout.group))  # numbers before texts
     return Rollouts(
-        sorted(rollouts, key=lambda one: (isinstance(one.group, str), one.group)),  # numbers before texts
+        rollouts,
         ranks,
         max_tokens=max_tokens,
         cost=cost,

@@ -6,12 +6,13 @@ which every rank writes and reads its part.
 
 from __future__ import annotations
 
+import inspect
 import io
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +22,7 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
@@ -35,8 +37,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_odc import _compat, _compat_lightning
-from lightning_odc.files import replacing
-from lightning_odc.sharding.optimizers import part_of
+from lightning_odc.files import not_written, replacing, why_no_room
+from lightning_odc.sharding.optimizers import parameters_of, part_of
+from lightning_odc.sharding.stepping import whole
+from lightning_odc.sharding.untrusted import reads_weights_only, refuse_code
 
 _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'
 #: Under which Lightning saves the state of our precision plugin: the name of its class.
@@ -75,24 +79,33 @@ def optimizer_state(
     model: nn.Module, optimizer: Optimizer | LightningOptimizer, full: bool, rank: int
 ) -> dict[str, Any]:
     """The optimizer's state; if ``full`` that of an ordinary optimizer on rank 0 (empty elsewhere), else shards."""
-    inner = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-    if not inner.param_groups:  # what Lightning puts in the place of an optimizer where there is none
+    if isinstance(optimizer, LightningOptimizer):
+        optimizer = optimizer.optimizer
+    if not optimizer.param_groups:  # what Lightning puts in the place of an optimizer where there is none
         return {}
     if not full:
-        return get_optimizer_state_dict(model, inner, options=StateDictOptions(cpu_offload=True))
-    state = apply_to_collection(inner.state_dict(), Tensor, partial(_assembled, keep=rank == 0))
-    return cast(dict[str, Any], state) if rank == 0 else {}
+        return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
+    is_kept = rank == 0
+    assemble = partial(_assembled, keep=is_kept)
+    state: dict[str, Any] = apply_to_collection(optimizer.state_dict(), Tensor, assemble)
+    if not is_kept:
+        return {}
+    return state
 
 
 def _assembled(value: Tensor, keep: bool) -> Tensor | None:
     """The whole of a sharded tensor. All ranks together; those that do not ``keep`` it only take part."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return whole.to("cpu", copy=True) if keep else None
+    assembled = whole(value)
+    if not keep:
+        return None
+    return assembled.to("cpu", copy=True)
 
 
 def location(path: str | Path) -> Path | str:
     """Where a checkpoint is: a path, or a URL as it stands, in which ``Path`` would merge the slashes."""
-    return str(path) if "://" in str(path) else Path(path)
+    if "://" in str(path):
+        return str(path)
+    return Path(path)
 
 
 def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[], None]) -> None:
@@ -111,11 +124,12 @@ def make_room(path: Path | str, full: bool, is_first: bool, barrier: Callable[[]
         shutil.rmtree(path)
     elif is_first and not full:
         # What an earlier run may have left when it died while it wrote here, but never the only whole one.
+        before = _beside(path, "before")
         shutil.rmtree(_beside(path, "unfinished"), ignore_errors=True)
         if path.exists():
-            _discard(_beside(path, "before"), path)
-        elif _beside(path, "before").exists():
-            _beside(path, "before").rename(path)
+            _discard(before, path)
+        elif before.exists():
+            before.rename(path)
         if path.is_file():
             path.unlink()
     barrier()
@@ -130,13 +144,14 @@ def load(
     checkpoint_io: CheckpointIO,  # reads full checkpoints
 ) -> dict[str, Any]:
     """Load the model in place; returns the rest of the checkpoint. All ranks together."""
-    trusted_as_asked = bool(weights_only)  # as everywhere in Lightning, where None trusts local files
+    if isinstance(path, Path) and not path.exists() and _beside(path, "before").exists():
+        path = _beside(path, "before")  # a job died while it wrote, see `save_shards`
     if isinstance(path, Path) and not path.is_file():
         if not _compat_lightning.is_sharded_checkpoint(path):
             raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
-        rest = _load_shards(path, model, strict, trusted_as_asked)
+        rest = _load_shards(path, model, strict, weights_only)
     else:
-        rest = _read(path, checkpoint_io, trusted_as_asked)
+        rest = _read(path, checkpoint_io, weights_only)
         saved_model = rest.pop("state_dict")
         if strict:
             check_names(saved_model.keys(), get_model_state_dict(model).keys())
@@ -158,10 +173,15 @@ def load(
     return rest
 
 
-def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool) -> dict[str, Any]:
+def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool | None) -> dict[str, Any]:
     """A full checkpoint. A local file is mapped and not read as a whole, unless it is in a format of the user's."""
     if type(checkpoint_io) not in (WholeCheckpointIO, AsyncCheckpointIO):
-        return checkpoint_io.load_checkpoint(path)
+        load_checkpoint: Callable[..., Any] = checkpoint_io.load_checkpoint
+        parameters = inspect.signature(load_checkpoint).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if takes_any or "weights_only" in parameters:
+            return load_checkpoint(path, weights_only=weights_only)
+        return load_checkpoint(path)  # written for Lightning 2.5
     if isinstance(path, Path):
         return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     with get_filesystem(path).open(path, "rb") as file:
@@ -171,61 +191,84 @@ def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool) -> 
 def load_optimizers(optimizers: list[Optimizer], states: list[Any], model: nn.Module) -> None:
     """Load the states of optimizers, in their order, from what `load` has returned. All ranks together."""
     for optimizer, state in zip(optimizers, states, strict=True):
-        load = state if callable(state) else partial(_load_optimizer, state)
-        load(optimizer, model)
+        if callable(state):  # what loads it, from shards
+            state(optimizer, model)
+        else:
+            _load_optimizer(state, optimizer, model)
 
 
 def _load_optimizer(saved: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> None:
     known = _labelled(optimizer, saved["param_groups"], model)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    numbers = {parameter: number for number, parameter in enumerate(parameters)}
-    state = {
-        numbers[known[label]]: {name: part_of(value, known[label], _ADVICE) for name, value in values.items()}
-        for label, values in saved.get("state", {}).items()  # which consolidating leaves out if it is empty
-    }
-    groups = [
-        {**group, "params": [numbers[known[label]] for label in group["params"]]}
-        for group in saved["param_groups"]
-    ]
+    numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
+    state: dict[int, dict[str, object]] = {}
+    for label, values in saved.get("state", {}).items():  # which consolidating leaves out if it is empty
+        parameter = known[label]
+        parts = {name: part_of(value, parameter, _ADVICE) for name, value in values.items()}
+        state[numbers[parameter]] = parts
+    groups = []
+    for group in saved["param_groups"]:
+        held = [numbers[known[label]] for label in group["params"]]
+        groups.append({**group, "params": held})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def _labelled(optimizer: Optimizer, groups: list[Any], model: nn.Module) -> dict[Any, nn.Parameter]:
+def _labelled(
+    optimizer: Optimizer, saved_groups: list[dict[str, Any]], model: nn.Module
+) -> dict[str | int, nn.Parameter]:
     """Parameters by their labels in a checkpoint: names, or numbers of which only the order in the groups counts."""
-    sizes = [[len(group["params"]) for group in some] for some in (groups, optimizer.param_groups)]
-    if sizes[0] != sizes[1]:
+    saved_sizes = [len(group["params"]) for group in saved_groups]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if saved_sizes != sizes:
         raise ValueError(
-            f"The checkpoint's optimizer has {sizes[0]} parameters in its groups (a parameter group is an entry of the "
-            f"list), this one has {sizes[1]}. Resume with the `configure_optimizers` that it was saved with, and with "
+            f"The checkpoint's optimizer has {saved_sizes} parameters in its groups (a parameter group is an entry of "
+            f"the list), this one has {sizes}. Resume with the `configure_optimizers` that it was saved with, and with "
             "the callbacks, if they add parameters."
         )
     names = {_compat.checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
-    known: dict[Any, nn.Parameter] = {}
-    for group, own in zip(groups, optimizer.param_groups, strict=True):
-        for label, parameter in zip(group["params"], own["params"], strict=True):
-            if isinstance(label, str) and label not in names:
-                raise ValueError(
-                    f"The checkpoint has optimizer state for {label!r}, which is no parameter of this model. Resume "
-                    "with the `configure_optimizers` that it was saved with."
-                )
-            known[label] = names[label] if isinstance(label, str) else parameter
+    known: dict[str | int, nn.Parameter] = {}
+    for saved_group, group in zip(saved_groups, optimizer.param_groups, strict=True):
+        for label, parameter in zip(saved_group["params"], group["params"], strict=True):
+            known[label] = parameter
+            if isinstance(label, str):
+                if label not in names:
+                    raise ValueError(
+                        f"The checkpoint has optimizer state for {label!r}, which is no parameter of this model. "
+                        "Resume with the `configure_optimizers` that it was saved with."
+                    )
+                known[label] = names[label]
     return known
 
 
 # -- sharded checkpoints -----------------------------------------------------------------------------------
 
 
-def save_shards(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
+def save_shards(checkpoint: dict[str, Any], path: Path, rank: int, barrier: Callable[[], None]) -> None:
     """Write shards of model and optimizers, and one file with everything else. All ranks together."""
     unfinished = _beside(path, "unfinished")
     unfinished.mkdir(parents=True, exist_ok=True)
     # These names are expected by Lightning's tool for consolidating checkpoints.
     state = {_MODEL_KEYS[0]: checkpoint.pop("state_dict")}
     states = checkpoint.pop("optimizer_states", [])
-    state.update({f"{_OPTIMIZER}{index}": state for index, state in enumerate(states)})
-    _compat_lightning.save_sharded(state, unfinished)
+    for number, of_optimizer in enumerate(states):
+        state[f"{_OPTIMIZER}{number}"] = of_optimizer
+    try:
+        _compat_lightning.save_sharded(state, unfinished)
+        if rank == 0:
+            buffer = io.BytesIO()
+            torch.save(checkpoint, buffer)
+            (unfinished / _compat_lightning.METADATA_FILENAME).write_bytes(buffer.getbuffer())
+    except (CheckpointException, OSError) as error:
+        trouble: BaseException = error
+        if isinstance(
+            error, CheckpointException
+        ):  # which all ranks get, and which does not say that a disk is full
+            trouble = why_no_room(unfinished) or error
+            barrier()
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        trouble.add_note(not_written(path))
+        raise trouble from None
     if rank == 0:
-        torch.save(checkpoint, unfinished / _compat_lightning.METADATA_FILENAME)
         # Directories cannot be replaced in one go: for a moment the old one has another name, and is then removed.
         before = _beside(path, "before")
         if path.exists():
@@ -236,8 +279,11 @@ def save_shards(checkpoint: dict[str, Any], path: Path, rank: int) -> None:
 
 def _discard(before: Path, path: Path) -> None:
     """Remove a checkpoint that ``path`` has replaced, but keep other files in its directory."""
-    for entry in before.iterdir() if before.exists() else ():
-        is_part = entry.suffix == ".distcp" or entry.name in (_METADATA, _compat_lightning.METADATA_FILENAME)
+    if not before.exists():
+        return
+    described = (_METADATA, _compat_lightning.METADATA_FILENAME)
+    for entry in before.iterdir():
+        is_part = entry.suffix == ".distcp" or entry.name in described
         if not is_part and not (path / entry.name).exists():
             entry.rename(path / entry.name)
     shutil.rmtree(before, ignore_errors=True)
@@ -247,26 +293,37 @@ def _beside(path: Path, what: str) -> Path:
     return path.with_name(f".{path.name}.{what}")
 
 
-def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool) -> dict[str, Any]:
+def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """Read this rank's part, however many ranks wrote the checkpoint; see `load`."""
-    names = FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+    if reads_weights_only(weights_only):
+        refuse_code(path)
+    names = _names_in(path)
     parts = {name.partition(".")[0] for name in names}
     key = next(key for key in _MODEL_KEYS if key in parts)
     state = {key: get_model_state_dict(model)}
     if strict:
-        check_names([n.removeprefix(f"{key}.") for n in names if n.startswith(f"{key}.")], state[key].keys())
+        prefix = f"{key}."
+        saved = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+        check_names(saved, state[key].keys())
     load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
     set_model_state_dict(model, state[key], options=StateDictOptions(strict=strict))
-    rest: dict[str, Any] = torch.load(path / _compat_lightning.METADATA_FILENAME, weights_only=weights_only)
+    metadata = path / _compat_lightning.METADATA_FILENAME
+    rest: dict[str, Any] = torch.load(metadata, weights_only=weights_only)
     count = sum(part.startswith(_OPTIMIZER) for part in parts)
     keys = [f"{_OPTIMIZER}{index}" for index in range(count)]
     rest["optimizer_states"] = [partial(_load_optimizer_shards, path, key) for key in keys]  # not read yet
     return rest
 
 
+def _names_in(path: Path) -> list[str]:
+    """The names of everything that a sharded checkpoint holds."""
+    return list(FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
 def _load_optimizer_shards(path: Path, key: str, optimizer: Optimizer, model: nn.Module) -> None:
     """Read this rank's part of an optimizer's state; all ranks together."""
-    frozen = [p for p in _with_state(path, key, optimizer, model) if not p.requires_grad]
+    with_state = _with_state(path, key, optimizer, model)
+    frozen = [parameter for parameter in with_state if not parameter.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(True)  # torch leaves out the state of those that are not trained now
     try:
@@ -280,22 +337,25 @@ def _load_optimizer_shards(path: Path, key: str, optimizer: Optimizer, model: nn
 
 def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) -> list[nn.Parameter]:
     """The parameters that the checkpoint has state for."""
-    held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-    named = {_compat.checkpoint_name(name): p for name, p in model.named_parameters() if p in held}
-    begin, found = f"{key}.state.", set()
-    for entry in FileSystemReader(path).read_metadata().state_dict_metadata:
-        if entry.startswith(begin):
-            name = entry.removeprefix(begin)
-            # What follows the name of the parameter is up to the optimizer.
-            while name and name not in named:
-                name = name.rpartition(".")[0]
-            if not name:
-                raise ValueError(
-                    f"The checkpoint has {entry.removeprefix(begin)!r} of a parameter on which this optimizer does not "
-                    "step. Resume with the `configure_optimizers` that it was saved with, and with the callbacks, if "
-                    "they add parameters."
-                )
-            found.add(name)
+    held = set(parameters_of(optimizer))
+    named: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if parameter in held:
+            named[_compat.checkpoint_name(name)] = parameter
+    prefix = f"{key}.state."
+    entries = [name.removeprefix(prefix) for name in _names_in(path) if name.startswith(prefix)]
+    found: set[str] = set()
+    for entry in entries:
+        name = entry
+        # What follows the name of the parameter is up to the optimizer.
+        while name and name not in named:
+            name = name.rpartition(".")[0]
+        if not name:
+            raise ValueError(
+                f"The checkpoint has {entry!r} of a parameter on which this optimizer does not step. Resume with the "
+                "`configure_optimizers` that it was saved with, and with the callbacks, if they add parameters."
+            )
+        found.add(name)
     return [named[name] for name in found]
 
 
@@ -310,21 +370,6 @@ def check_names(saved: Collection[str], wanted: Collection[str]) -> None:
         )
 
 
-def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
-    """Let a fit that was stopped in the middle of an epoch go on there, if its loader has saved the place."""
-    loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    places = loop.get("state_dict", {}).get("combined_loader", [])
-    if not places or loop["epoch_loop.batch_progress"]["is_last_batch"]:
-        return
-    epochs = loop["epoch_progress"]
-    done = epochs["current"]["processed"] - 1
-    if all(place.get("epoch") == done and place.get("minibatches") is not None for place in places):
-        # Lightning counts an epoch that was stopped as done: the other samples of the epoch would be lost.
-        for progress in (epochs["current"], epochs["total"]):
-            progress["processed"] -= 1
-            progress["completed"] = progress["processed"]
-
-
 # -- averages of weights: a sharded copy of the model that Lightning's ``WeightAveraging`` callbacks keep -----------
 # The callback copies the model before it is sharded. So the copy is sharded in the same way: every rank averages, swaps
 # in and out its own shards, which also takes a ``world_size``-th of the memory.
@@ -332,15 +377,16 @@ def reopen_epoch(checkpoint: Mapping[str, Any]) -> None:
 
 def averages(trainer: pl.Trainer) -> list[nn.Module]:
     """The averaged copies of the model that callbacks hold, if it is being fitted."""
-    return _compat_lightning.averaged_models(list(trainer.callbacks))  # type: ignore[attr-defined]
+    return _compat_lightning.averaged_models(_compat_lightning.callbacks_of(trainer))
 
 
 @torch.no_grad()
 def copy_values(source: nn.Module, target: nn.Module) -> None:
     """Copy parameters and buffers of a model into its copy, which is sharded in the same way."""
     values = [*source.parameters(), *source.buffers()]
-    for value, to in zip(values, [*target.parameters(), *target.buffers()], strict=True):
-        to.copy_(value)
+    copies = [*target.parameters(), *target.buffers()]
+    for value, copy in zip(values, copies, strict=True):
+        copy.copy_(value)
 
 
 def check_kept_whole(found: list[nn.Module], full: bool) -> None:
@@ -360,14 +406,17 @@ def assembled(state: dict[str, Any]) -> dict[str, Any]:
 def cut(checkpoint: dict[str, Any], model: nn.Module) -> None:
     """Cut the models in a full checkpoint into shards as ``model``, in place, as the callback loads them into it."""
     shards = get_model_state_dict(model)
-
-    def like(value: Tensor, shard: Any) -> Tensor:
-        if not isinstance(shard, DTensor):
-            return value
-        return distribute_tensor(
-            value.to(shard.device_mesh.device_type), shard.device_mesh, shard.placements, src_data_rank=None
-        )
-
     for key in ("state_dict", "current_model_state"):
-        if key in checkpoint:
-            checkpoint[key] = {n: like(value, shards.get(n)) for n, value in checkpoint[key].items()}
+        if key not in checkpoint:
+            continue
+        parts: dict[str, Tensor] = {}
+        for name, value in checkpoint[key].items():
+            parts[name] = _cut_as(shards.get(name), value)
+        checkpoint[key] = parts
+
+
+def _cut_as(shard: object, value: Tensor) -> Tensor:
+    if not isinstance(shard, DTensor):
+        return value
+    mesh = shard.device_mesh
+    return distribute_tensor(value.to(mesh.device_type), mesh, shard.placements, src_data_rank=None)

@@ -10,8 +10,9 @@ with a mark beforehand, so a tensor that no initialiser has written is found.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lightning_odc import _compat
 from lightning_odc.engine.units import post_order
 
+InitWeights = Callable[[nn.Module], object]
+
 
 class Unfilled(NamedTuple):
     """A parameter or buffer that nothing has given a value."""
@@ -29,10 +32,18 @@ class Unfilled(NamedTuple):
     name: str
     where: str
 
+    def local(self) -> Tensor:
+        """What this rank holds of it now."""
+        tensor: Tensor = getattr(self.module, self.name)
+        if isinstance(tensor, DTensor):
+            return tensor.to_local()
+        return tensor
+
 
 def materialize(model: nn.Module, device: torch.device, *, offload: bool = False) -> list[Unfilled]:
     """Give everything on the meta device memory and values; leave everything else alone."""
-    if not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
         return []
     for name, module in model.named_modules():
         # Their own reset makes zeros, and the reset of their layers would undo it.
@@ -46,15 +57,13 @@ def materialize(model: nn.Module, device: torch.device, *, offload: bool = False
 
 def check_filled(unfilled: list[Unfilled]) -> None:
     """Refuse to run a model that has no values."""
-    tensors = [(item, getattr(item.module, item.name)) for item in unfilled]
-    local = [(item, one.to_local() if isinstance(one, DTensor) else one) for item, one in tensors]
-    left = [item for item, tensor in local if _is_marked(tensor)]
+    left = [item for item in unfilled if _is_marked(item.local())]
     if left:
+        names = ", ".join(f"{item.name!r} of {item.where}" for item in left)
         raise ValueError(
-            "Made on the meta device, and nothing gave them values: "
-            + ", ".join(f"{item.name!r} of {item.where}" for item in left)
-            + ". Give the module a `reset_parameters()` method that fills its own parameters and buffers, or make it "
-            "on the CPU: leave `with torch.device('meta'):` out of `configure_model`."
+            f"Made on the meta device, and nothing gave them values: {names}. Give the module a `reset_parameters()` "
+            "method that fills its own parameters and buffers, or make it on the CPU: leave "
+            "`with torch.device('meta'):` out of `configure_model`."
         )
 
 
@@ -74,7 +83,7 @@ class _Materializer:
         check_filled([item for item in self._unfilled if item not in kept])
         return kept
 
-    def _unit(self, root: nn.Module, init_weights: Callable[[nn.Module], Any] | None) -> None:
+    def _unit(self, root: nn.Module, init_weights: InitWeights | None) -> None:
         """The parameters of one unit, whole until all its modules are initialised."""
         whole = _whole(root, self._device)
         self._visit(root, init_weights)
@@ -83,23 +92,28 @@ class _Materializer:
                 self._sharded[meta] = self._cut(getattr(module, name), meta)
             setattr(module, name, self._sharded[meta])
 
-    def _visit(self, module: nn.Module, init_weights: Callable[[nn.Module], Any] | None) -> None:
+    def _visit(self, module: nn.Module, init_weights: InitWeights | None) -> None:
         self._seen.add(module)
         method = getattr(module, "_init_weights", None)
         # A method of that name that does not take a module is something else.
         if inspect.ismethod(method) and len(inspect.signature(method).parameters) == 1:
             init_weights = method
         for child in module.children():
-            if child not in self._seen:
-                (self._unit if isinstance(child, FSDPModule) else self._visit)(child, init_weights)
+            if child in self._seen:
+                continue
+            if isinstance(child, FSDPModule):
+                self._unit(child, init_weights)
+            else:
+                self._visit(child, init_weights)
         self._initialize(module, init_weights)
 
-    def _initialize(self, module: nn.Module, init_weights: Callable[[nn.Module], Any] | None) -> None:
-        marked = [(n, p) for n, p in module.named_parameters(recurse=False) if _is_marked(p)]
+    def _initialize(self, module: nn.Module, init_weights: InitWeights | None) -> None:
+        own = module.named_parameters(recurse=False)
+        marked = [name for name, parameter in own if _is_marked(parameter)]
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:
                 setattr(module, name, _marked_like(buffer, self._device))
-                marked.append((name, getattr(module, name)))
+                marked.append(name)
         if not marked:
             return
         reset = _compat.reset_of(module)
@@ -109,7 +123,7 @@ class _Materializer:
         if init_weights is not None:
             init_weights(module)
         where = f"{self._names[module] or 'the model'!r} ({type(module).__name__})"
-        left = [name for name, _ in marked if _is_marked(getattr(module, name))]
+        left = [name for name in marked if _is_marked(getattr(module, name))]
         self._unfilled += [Unfilled(module, name, where) for name in left]
 
     def _cut(self, full: Tensor, meta: Tensor) -> nn.Parameter:
@@ -117,7 +131,8 @@ class _Materializer:
         if isinstance(meta, DTensor):
             # No rank sends: each one cuts its part out of what it has made itself.
             value = distribute_tensor(value, meta.device_mesh, meta.placements, src_data_rank=None)
-            value = value.cpu() if self._offload else value
+            if self._offload:
+                value = value.cpu()
         parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
         _compat.move_gradient_hooks(meta, parameter)
         return parameter
@@ -128,7 +143,8 @@ def _whole(root: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, 
     replaced: list[tuple[nn.Module, str, Tensor]] = []
     made: dict[Tensor, nn.Parameter] = {}
     for module in post_order(root):
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+        own = list(module.named_parameters(recurse=False, remove_duplicate=False))
+        for name, parameter in own:
             if parameter.is_meta:
                 if parameter not in made:
                     full = _marked_like(parameter, device)
@@ -141,12 +157,14 @@ def _whole(root: nn.Module, device: torch.device) -> list[tuple[nn.Module, str, 
 def _mark(dtype: torch.dtype) -> float | int | None:
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
-    return None if dtype is torch.bool else torch.iinfo(dtype).min
+    if dtype is torch.bool:
+        return None
+    return torch.iinfo(dtype).min
 
 
 def _marked_like(tensor: Tensor, device: torch.device) -> Tensor:
-    mark = _mark(tensor.dtype)
-    return torch.full(tensor.shape, 0 if mark is None else mark, dtype=tensor.dtype, device=device)
+    mark = _mark(tensor.dtype) or 0
+    return torch.full(tensor.shape, mark, dtype=tensor.dtype, device=device)
 
 
 def _is_marked(tensor: Tensor) -> bool:
@@ -154,6 +172,9 @@ def _is_marked(tensor: Tensor) -> bool:
     mark = _mark(tensor.dtype)
     if mark is None or tensor.is_meta or isinstance(tensor, DTensor) or not tensor.numel():
         return False
-    if mark != mark:
+    if math.isnan(mark):
         return bool(tensor.isnan().any())
-    return bool((tensor == mark).all()) if mark == 0 else bool((tensor == mark).any())
+    has_mark = tensor == mark
+    if mark == 0:  # the smallest number of an unsigned type is a common value, too
+        return bool(has_mark.all())
+    return bool(has_mark.any())

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_odc import _compat
+from lightning_odc import _compat, _compat_lightning
 
 _LATER = "Load it from a sharded checkpoint, after the model is sharded."
 
@@ -31,7 +30,7 @@ class ParameterNames:
     def __init__(self) -> None:
         self._names = WeakIdKeyDictionary()  # what no optimizer holds is freed when it is sharded
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[ParameterNames], tuple[()]]:
         return ParameterNames, ()  # in another process they are other parameters
 
     @contextmanager
@@ -39,8 +38,9 @@ class ParameterNames:
         """Note the names of parameters that are replaced in this context."""
         for name, parameter in model.named_parameters():
             # Another subclass than a tensor-parallel part is sharded already, or quantised and not trained.
+            is_plain = type(parameter.data) is Tensor
             mesh = getattr(parameter, "device_mesh", None)
-            if type(parameter.data) is Tensor or (mesh and mesh.mesh_dim_names == ("tensor_parallel",)):
+            if is_plain or (mesh is not None and mesh.mesh_dim_names == ("tensor_parallel",)):
                 self._names[parameter] = _compat.checkpoint_name(name)
         try:
             yield
@@ -50,12 +50,15 @@ class ParameterNames:
 
     def follow(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
         """Let optimizers step on the parameters that the model has now, instead of those that were replaced."""
-        current = {_compat.checkpoint_name(n): p for n, p in model.named_parameters(remove_duplicate=False)}
-        own = set(current.values())
+        named = model.named_parameters(remove_duplicate=False)
+        current = {_compat.checkpoint_name(name): parameter for name, parameter in named}
+        of_model = set(current.values())
         for optimizer in optimizers:
-            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            shards = {p: self._shard(p, current) for p in held if p not in own}
-            strangers = sum(p.requires_grad for p, shard in shards.items() if shard is p)
+            shards: dict[Tensor, Tensor] = {}  # by what is replaced; strangers stay
+            for parameter in parameters_of(optimizer):
+                if parameter not in of_model:
+                    shards[parameter] = self._shard(parameter, current)
+            strangers = sum(before.requires_grad for before, shard in shards.items() if shard is before)
             if strangers:
                 rank_zero_warn(
                     f"{type(optimizer).__name__} has {strangers} parameters that are not the model's. They are not "
@@ -65,28 +68,34 @@ class ParameterNames:
                     "one."
                 )
             for group in optimizer.param_groups:
-                group["params"][:] = [shards.get(p, p) for p in group["params"]]
-            for parameter, shard in shards.items():
-                if parameter in optimizer.state and shard is not parameter:
+                parameters = group["params"]
+                parameters[:] = [shards.get(parameter, parameter) for parameter in parameters]
+            for before, shard in shards.items():
+                if before in optimizer.state and shard is not before:
                     part = partial(part_of, parameter=shard, advice=_LATER)
-                    optimizer.state[shard] = apply_to_collection(optimizer.state.pop(parameter), Tensor, part)
+                    optimizer.state[shard] = apply_to_collection(optimizer.state.pop(before), Tensor, part)
 
     def _shard(self, parameter: Tensor, current: dict[str, nn.Parameter]) -> Tensor:
         shard = current.get(self._names.get(parameter))
-        return parameter if shard is None or shard.shape != parameter.shape else shard
+        if shard is None or shard.shape != parameter.shape:
+            return parameter
+        return shard
 
 
-def part_of(value: Any, parameter: Tensor, advice: str) -> Any:
+def part_of(value: object, parameter: Tensor, advice: str) -> object:
     """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are."""
-    if not (isinstance(value, Tensor) and isinstance(parameter, DTensor) and value.ndim):
+    if not isinstance(parameter, DTensor):
         return value
-    if value.shape != parameter.shape:
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    shape = list(parameter.shape)
+    if list(value.shape) != shape:
         raise ValueError(
-            f"The optimizer keeps a state of shape {list(value.shape)} for a parameter of shape "
-            f"{list(parameter.shape)}, and nothing tells how to shard it. {advice}"
+            f"The optimizer keeps a state of shape {list(value.shape)} for a parameter of shape {shape}, and nothing "
+            f"tells how to shard it. {advice}"
         )
-    mesh, placements = parameter.device_mesh, parameter.placements
-    part = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    mesh = parameter.device_mesh
+    part = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
     return part.to(parameter.device)  # which is the CPU where shards are offloaded
 
 
@@ -94,11 +103,11 @@ def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:
     """Give optimizers the parameters that finetuning callbacks had unfrozen before the checkpoint was written."""
     # Lightning's callbacks do it in ``on_fit_start``. With a strategy that loads after sharding this is too early: they
     # know nothing of the checkpoint yet.
-    before = _held(trainer.optimizers)
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    before = parameters_of(*trainer.optimizers)
+    for callback in _compat_lightning.callbacks_of(trainer):
         if isinstance(callback, BaseFinetuning):
             BaseFinetuning.on_fit_start(callback, trainer, module)
-    added = _held(trainer.optimizers) - before
+    added = set(parameters_of(*trainer.optimizers)) - set(before)
     # Callbacks froze these when this run began, and unfreeze them only in one epoch, which may be over.
     for part in module.modules():
         own = [parameter for parameter in part.parameters(recurse=False) if parameter in added]
@@ -108,5 +117,10 @@ def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:
             parameter.requires_grad_()
 
 
-def _held(optimizers: Iterable[Optimizer]) -> set[Tensor]:
-    return {p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
+    """The parameters on which optimizers step, in the order of their groups."""
+    parameters: list[nn.Parameter] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+    return parameters

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Annotated, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -24,26 +24,53 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap
 
 from lightning_odc import _compat
+from lightning_odc.arguments import Like
 from lightning_odc.engine.late_gradients import scalars_of
 from lightning_odc.engine.units import class_names
 
 #: Which modules: their classes, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or one of torch's objects.
 #: (Spelt out, since LightningCLI reads from it what a YAML file may say.)
-WrapPolicy = set[type[nn.Module]] | Callable[[nn.Module, bool, int], bool] | ModuleWrapPolicy | CustomPolicy
+WrapPolicy = Annotated[
+    set[type[nn.Module]] | Callable[[nn.Module, bool, int], bool] | ModuleWrapPolicy | CustomPolicy,
+    Like("{Block} (a set of classes), a function, ModuleWrapPolicy({Block})"),
+]
+
+Named = tuple[str, nn.Parameter]
 
 #: Modules that hold parameters for the module around them, and are never called.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
 
+class HowToShard(TypedDict, total=False):
+    """How units are sharded."""
+
+    mixed_precision: MixedPrecisionPolicy | None
+    reshard_after_forward: bool
+    cpu_offload: bool
+
+
+class _UnitOptions(TypedDict):
+    """The arguments of ``fully_shard``."""
+
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    reshard_after_forward: bool | None
+
+
 def shard_model(
-    model: nn.Module, mesh: DeviceMesh, *, wrap_policy: Any = None, announce: bool = False, **how: Any
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    wrap_policy: WrapPolicy | None = None,
+    announce: bool = False,
+    **how: Unpack[HowToShard],
 ) -> None:
     """Shard a model in place: every selected module becomes a unit, the rest of the model the root unit."""
-    # ``how``: the arguments of `_options`.
     _refuse_fsdp1(model)
     named = partial(model.named_parameters, remove_duplicate=False)
     hooked = {name: parameter for name, parameter in named() if _compat.gradient_hooks_of(parameter)}
-    options = _options(mesh, **how)
+    options = _options(mesh, how)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         _refuse_mixed_units(model)  # the user's own `fully_shard`: the units stay
     else:
@@ -55,18 +82,20 @@ def shard_model(
         for module in units:
             _shard_unit(module, options)
     if not isinstance(model, FSDPModule):
-        # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at once.
-        options["reshard_after_forward"] = None if options["reshard_after_forward"] else False
+        if options["reshard_after_forward"]:
+            # None lets fully_shard keep the root's parameters between forward and backward, where they are needed at
+            # once.
+            options["reshard_after_forward"] = None
         _shard_unit(model, options)
     for name, parameter in named():
         if name in hooked and parameter is not hooked[name]:
             _compat.move_gradient_hooks(hooked[name], parameter)
 
 
-def wrapping_shards(mesh: DeviceMesh, **how: Any) -> AbstractContextManager[None]:
+def wrapping_shards(mesh: DeviceMesh, **how: Unpack[HowToShard]) -> AbstractContextManager[None]:
     """A context in which ``wrap(layer)`` of ``torch.distributed.fsdp.wrap`` makes a unit of the layer, in place."""
     # Models that were written for FSDP1 call it in ``configure_model``.
-    options = _options(mesh, **how)
+    options = _options(mesh, how)
 
     def shard(module: nn.Module) -> nn.Module:
         if not isinstance(module, FSDPModule):
@@ -76,25 +105,21 @@ def wrapping_shards(mesh: DeviceMesh, **how: Any) -> AbstractContextManager[None
     return enable_wrap(wrapper_cls=shard)
 
 
-def _options(
-    mesh: DeviceMesh,
-    mixed_precision: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
-    cpu_offload: bool = False,
-) -> dict[str, Any]:
-    """The arguments of ``fully_shard``."""
+def _options(mesh: DeviceMesh, how: HowToShard) -> _UnitOptions:
+    precision = how.get("mixed_precision") or MixedPrecisionPolicy()
     offloading = OffloadPolicy()
-    if cpu_offload:  # shards that are on the CPU anyway need no pinned memory, which takes a GPU's driver
+    if how.get("cpu_offload"):
+        # Shards that are on the CPU anyway need no pinned memory, which takes a GPU's driver.
         offloading = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     return {
         "mesh": mesh,
-        "mp_policy": mixed_precision or MixedPrecisionPolicy(),
+        "mp_policy": precision,
         "offload_policy": offloading,
-        "reshard_after_forward": reshard_after_forward,
+        "reshard_after_forward": how.get("reshard_after_forward", True),
     }
 
 
-def _shard_unit(module: nn.Module, options: dict[str, Any]) -> None:
+def _shard_unit(module: nn.Module, options: _UnitOptions) -> None:
     """Shard a module of which inner units are sharded already."""
     if any(dtype.is_complex for dtype in _elements(module)):
         # There are no complex numbers of 16 bits: fully_shard would drop the imaginary part of weights or gradients.
@@ -106,15 +131,26 @@ def _shard_unit(module: nn.Module, options: dict[str, Any]) -> None:
     fully_shard(module, **options, ignored_params={*scalars})
 
 
-def wrap_targets(model: nn.Module, policy: Any = None) -> list[nn.Module]:
+def wrap_targets(model: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Module]:
     """The modules that become units of their own, innermost first."""
-    targets = default_units(model) if policy is None else _compat.selected_by(policy, model)
-    chosen = {id(module) for module in targets}
-    in_order = [module for module in reversed(list(model.modules())) if id(module) in chosen]
+    if policy is None:
+        targets = default_units(model)
+    else:
+        targets = _compat.selected_by(policy, model)
     # Of activation checkpointing the wrapper is the unit, not the module inside it, so that recomputation is inside.
-    wrappers = [module for module in model.modules() if isinstance(module, _compat.CheckpointWrapper)]
-    outer = {id(child): wrapper for wrapper in wrappers for child in wrapper.children()}
-    return [outer.get(id(module), module) for module in in_order]
+    outer: dict[int, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, _compat.CheckpointWrapper):
+            for child in module.children():
+                outer[id(child)] = module
+    return [outer.get(id(module), module) for module in _innermost_first(model, targets)]
+
+
+def _innermost_first(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
+    ids = {id(module) for module in chosen}
+    modules = list(model.modules())
+    modules.reverse()
+    return [module for module in modules if id(module) in ids]
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
@@ -126,17 +162,26 @@ def default_units(model: nn.Module) -> list[nn.Module]:
     if getattr(model, "automatic_optimization", True):
         return blocks
     inside = {module for block in blocks for module in block.modules()}
-    plain = [part for part in model.children() if inside.isdisjoint(part.modules())]
-    networks = [part for part in plain if not blocks or next(part.children(), None) is not None]
-    holders = Counter(p for module in model.modules() for p in module.parameters(recurse=False))
+    networks = [part for part in model.children() if inside.isdisjoint(part.modules())]
+    if blocks:
+        networks = [part for part in networks if next(part.children(), None) is not None]
+    holders: Counter[nn.Parameter] = Counter()
+    for module in model.modules():
+        holders.update(module.parameters(recurse=False))
     tied = {parameter for parameter, count in holders.items() if count > 1}
-    return blocks + [layer for network in networks for layer in _layers(network, tied)]
+    units = [*blocks]
+    for network in networks:
+        units += _layers(network, tied)
+    return units
 
 
 def _layers(module: nn.Module, tied: set[nn.Parameter]) -> Iterator[nn.Module]:
     """The outermost modules that hold a matrix themselves and can be called, without those that are tied."""
-    own = module.parameters(recurse=False)  # norms and the like are not worth reading by themselves
-    if type(module).forward is not nn.Module.forward and any(parameter.dim() > 1 for parameter in own):
+    is_callable = type(module).forward is not nn.Module.forward
+    # Norms and the like are not worth reading by themselves.
+    own = module.parameters(recurse=False)
+    has_matrix = any(parameter.dim() > 1 for parameter in own)
+    if is_callable and has_matrix:
         if tied.isdisjoint(module.parameters()):
             yield module
         return
@@ -154,7 +199,8 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             elements = list(_elements_of(module))
             alike = Counter(type(element) for element in elements)
             repeated = [element for element in elements if alike[type(element)] > 1]
-            if found := [one for one in repeated if len([*one.children()]) and len([*one.parameters()])]:
+            found = [element for element in repeated if _is_block(element)]
+            if found:
                 blocks.extend(found)
                 return
         for child in module.children():
@@ -162,6 +208,13 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return blocks
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Whether a module has submodules, and parameters somewhere in it."""
+    has_children = next(module.children(), None) is not None
+    has_parameters = next(module.parameters(), None) is not None
+    return has_children and has_parameters
 
 
 def _elements_of(module: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
@@ -172,7 +225,7 @@ def _elements_of(module: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
             yield element
 
 
-def _announce(model: nn.Module, policy: Any, chosen: list[nn.Module]) -> None:
+def _announce(model: nn.Module, policy: WrapPolicy | None, chosen: list[nn.Module]) -> None:
     """Say what the default policy has chosen, and that the user's has chosen nothing."""
     if policy is None and chosen:
         kinds = Counter(type(module).__name__ for module in chosen)
@@ -183,12 +236,12 @@ def _announce(model: nn.Module, policy: Any, chosen: list[nn.Module]) -> None:
         )
     elif policy is None:
         layers = [layer for part in model.children() for layer in _layers(part, set())]
-        advice = (
-            f" To read it layer by layer, name classes: ODCStrategy(auto_wrap_policy={class_names(layers)})."
-        )
+        advice = ""
+        if layers:
+            advice = f" To read it layer by layer, name classes: ODCStrategy(auto_wrap_policy={class_names(layers)})."
         rank_zero_info(
             "ODCStrategy found no repeated blocks: the whole model is one unit, which every rank reads at once."
-            + advice * bool(layers)
+            + advice
         )
     elif not chosen:
         rank_zero_warn(
@@ -215,7 +268,9 @@ def precision_policy(
     # On demand, gradients travel in the dtype they were computed in and are added to wider accumulators, so a wider
     # ``reduce_dtype`` would only copy the same values in more bytes. (``None`` means that dtype up to torch 2.14, and
     # that of the parameters from 2.15 on.)
-    return MixedPrecisionPolicy(param_dtype, param_dtype if on_demand else reduce_dtype)
+    if on_demand:
+        reduce_dtype = param_dtype
+    return MixedPrecisionPolicy(param_dtype, reduce_dtype)
 
 
 def with_dtype_units(model: nn.Module, targets: Sequence[nn.Module]) -> list[nn.Module]:
@@ -229,18 +284,20 @@ def with_dtype_units(model: nn.Module, targets: Sequence[nn.Module]) -> list[nn.
         if module in seen:
             return
         seen.add(module)
-        own = _own_dtype(module, name)
+        own_dtype = _own_dtype(module, name)
         if module in chosen or module is model:
             elements = _elements(module, chosen)
-            dtype = own or max(elements, key=lambda dtype: elements[dtype], default=None)
-        elif own is not None and own != dtype:
+            dtype = own_dtype
+            if dtype is None and elements:
+                [(dtype, _)] = elements.most_common(1)
+        elif own_dtype is not None and own_dtype != dtype:
             chosen.add(module)
-            dtype = own
+            dtype = own_dtype
         for child_name, child in module.named_children():
-            visit(child, dtype, f"{name}.{child_name}" if name else child_name)
+            visit(child, dtype, f"{name}.{child_name}".removeprefix("."))
 
     visit(model, None, "")
-    return [module for module in reversed(list(model.modules())) if module in chosen]
+    return _innermost_first(model, chosen)
 
 
 def _own_dtype(module: nn.Module, name: str) -> torch.dtype | None:
@@ -248,26 +305,29 @@ def _own_dtype(module: nn.Module, name: str) -> torch.dtype | None:
     dtypes = {parameter.dtype: path for path, parameter in _own_parameters(module)}
     if len(dtypes) > 1:
         held = " and ".join(f"{path!r} in {dtype}" for dtype, path in dtypes.items())
+        kind = type(module).__name__
         raise ValueError(
-            f"{name or 'The model'} ({type(module).__name__}) holds trainable parameters of several dtypes: {held}. "
+            f"{name or 'The model'} ({kind}) holds trainable parameters of several dtypes: {held}. "
             "`fully_shard` gathers what a module holds as one unit, which it can reduce in one dtype only. Move the "
             "parameters of one dtype into a module of their own, whose `forward` uses them."
         )
     return next(iter(dtypes), None)
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _own_parameters(module: nn.Module) -> Iterator[Named]:
     if isinstance(module, _CONTAINERS):
         return  # never called: its parameters belong to the module that holds it
     for name, child in module.named_children():
         if isinstance(child, _CONTAINERS):
-            yield from ((f"{name}.{path}", p) for path, p in child.named_parameters() if _is_reduced(p))
-    yield from ((path, p) for path, p in module.named_parameters(recurse=False) if _is_reduced(p))
+            yield from _reduced(child.named_parameters(prefix=name))
+    yield from _reduced(module.named_parameters(recurse=False))
 
 
-def _is_reduced(parameter: nn.Parameter) -> bool:
-    """Whether ``fully_shard`` reduces its gradient: it trains, and is no scalar."""
-    return parameter.requires_grad and parameter.dim() > 0
+def _reduced(named: Iterable[Named]) -> Iterator[Named]:
+    """Those whose gradients ``fully_shard`` reduces: they train, and are no scalars."""
+    for name, parameter in named:
+        if parameter.requires_grad and parameter.dim() > 0:
+            yield name, parameter
 
 
 def _elements(unit: nn.Module, others: Container[nn.Module] = ()) -> Counter[torch.dtype]:
@@ -300,9 +360,11 @@ def _refuse_mixed_units(model: nn.Module) -> None:
     """Refuse units of several dtypes in a model that the user has sharded."""
     for name, unit in model.named_modules():
         dtypes = [*_elements(unit)]
-        if len(dtypes) > 1 and (isinstance(unit, FSDPModule) or unit is model):
+        is_unit = isinstance(unit, FSDPModule) or unit is model
+        if is_unit and len(dtypes) > 1:
+            listed = " and ".join(map(str, dtypes))
             raise ValueError(
-                f"Unit {name or '(root)'!r} has trainable parameters in {' and '.join(map(str, dtypes))}, which "
+                f"Unit {name or '(root)'!r} has trainable parameters in {listed}, which "
                 "`fully_shard` cannot reduce together. Before `fully_shard(block)`, call "
                 f"`fully_shard(block.part)` for each part of it that holds those in {dtypes[-1]}."
             )
@@ -310,18 +372,20 @@ def _refuse_mixed_units(model: nn.Module) -> None:
 
 def _refuse_ties(model: nn.Module, targets: list[nn.Module]) -> None:
     """A parameter shared by modules of two units would be gathered for one and missing in the other."""
-    home: dict[int, tuple[int, str]] = {}
+    first: dict[int, tuple[int, str]] = {}  # the unit and the name with which a parameter was found
     chosen = {id(module) for module in targets}
 
     def visit(module: nn.Module, unit: int, prefix: str) -> None:
-        unit = id(module) if id(module) in chosen else unit
+        if id(module) in chosen:
+            unit = id(module)
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.dim():
                 continue  # every rank has it whole
-            other, first_name = home.setdefault(id(parameter), (unit, prefix + name))
-            if other != unit:
+            here = (unit, prefix + name)
+            first_unit, first_name = first.setdefault(id(parameter), here)
+            if first_unit != unit:
                 raise ValueError(
-                    f"{first_name!r} and {prefix + name!r} are one tied parameter in two units. Keep both "
+                    f"{first_name!r} and {here[1]!r} are one tied parameter in two units. Keep both "
                     "modules out of units of their own: leave them out of `auto_wrap_policy`, so that they share "
                     "the root unit."
                 )
@@ -333,9 +397,13 @@ def _refuse_ties(model: nn.Module, targets: list[nn.Module]) -> None:
 
 def refuse_layers(model: nn.Module, sync_batchnorm: bool) -> None:
     """Refuse layers that are known to wait for all ranks, or to change parameters, in their forward pass."""
-    found = next((n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), None)
-    if found is not None or sync_batchnorm:
-        where = f"{found!r} is a SyncBatchNorm" if found is not None else "Trainer(sync_batchnorm=True)"
+    where = ""
+    if sync_batchnorm:
+        where = "Trainer(sync_batchnorm=True)"
+    synchronised = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if synchronised:
+        where = f"{synchronised[0]!r} is a SyncBatchNorm"
+    if where:
         raise ValueError(
             f"{where}: it waits for all ranks in every forward pass, and on demand ranks may run different numbers of "
             "them, at different times. Use layers that do not (LayerNorm, GroupNorm, or BatchNorm with each rank's own "
@@ -343,7 +411,8 @@ def refuse_layers(model: nn.Module, sync_batchnorm: bool) -> None:
             "rank."
         )
     for name, module in model.named_modules():
-        if (type(module).__module__, type(module).__name__) == ("peft.tuners.adalora.model", "AdaLoraModel"):
+        kind = f"{type(module).__module__}.{type(module).__name__}"
+        if kind == "peft.tuners.adalora.model.AdaLoraModel":
             raise ValueError(
                 f"{name!r} is AdaLoRA: outside `forward` of their units it computes with whole adapters, but each rank "
                 "has only shards there. Use `peft.LoraConfig(...)` instead of `peft.AdaLoraConfig(...)`."

@@ -2,123 +2,126 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, cast
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from lightning_odc.attached import Attached, Place, make_engine
+from lightning_odc import _compat
+from lightning_odc.attached import Attached
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.hybrid.spanning import Layout
-from lightning_odc.engine.mates import Mates
+from lightning_odc.engine.comm import fsdp_modules
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
-from lightning_odc.sharding.nodes import check_groups, check_rows, gloo_checked, layout_of
-from lightning_odc.strategy.launcher import ForkLauncher, part_of_the_cores
+from lightning_odc.errors import WindowError
+from lightning_odc.sharding.engines import make_engine
+from lightning_odc.strategy.groups import Groups
+from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.options import Options
+from lightning_odc.strategy.roll_call import RollCall
+from lightning_odc.strategy.starting import gloo_checked, part_of_the_cores, store_on_loopback
 
 
 class AttachingStrategy:
     """A part of a strategy of Lightning's, which stands behind it: `attach`, with the ranks that Lightning started."""
 
     options: Options
-    timeout: Any
+    timeout: timedelta
+    _groups: Groups
     _attached: Attached | None = None
-    _launcher: Any
     _on_teardown: ExitStack
-    _mesh_of_nodes: Any = None  # that the user asked for: nodes, and ranks per node
-    # ("data_parallel", "tensor_parallel"), or context_parallel: where several ranks compute one sample.
-    _mesh_of_groups: DeviceMesh | None = None
-    _world: dist.ProcessGroup | None = None  # in which these were made
+    _roll_call: RollCall | None = None
 
     @property
     def communication(self) -> str:
-        """The argument."""
-        return self.options.communication
+        """The argument; ``"auto"`` becomes what runs when a model is set up."""
+        return self._groups.communication
 
     @property
-    def _replicates(self) -> bool:
-        """Whether every row of ranks holds the whole model: hybrid sharding."""
-        return False
-
-    @property
-    def _on_demand(self: Any) -> bool:
-        return self.communication != "collective" and self.world_size > self.options.tensor_parallel_size
-
-    @property
-    def _divides_layers(self) -> bool:
-        return self.options.tensor_parallel_size > 1
-
-    @property
-    def _num_groups(self: Any) -> int:
-        """The number of data-parallel places: ranks, or groups of ranks that compute one sample together."""
-        return cast(int, self.world_size // self.options.group_size)
-
-    @property
-    def distributed_sampler_kwargs(self: Any) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
         """The division of the data: over ranks, or over groups of neighbouring ranks."""
-        return {"num_replicas": self._num_groups, "rank": self.global_rank // self.options.group_size}
+        return self._groups.sampler_arguments
 
-    @property
-    def _layout(self: Any) -> Layout | None:
-        """Rows and columns of ranks; ``None`` if all of them are one row, or collectives treat them as one."""
-        if self.options.group_size > 1 or not (self._replicates or self._on_demand):
-            return None
-        layout = layout_of(self._mesh_of_nodes, self.num_nodes, self.world_size, self.global_rank)
-        return layout if len(layout.rows) > 1 else None
-
-    def _device_type(self: Any) -> str:
-        return cast(str, self.root_device.type)
-
-    def _configure_launcher(self: Any) -> None:
-        # A notebook's kernel, IPython, or `python -i`, under which a script has no prompt yet.
-        is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-        if is_interactive and not self.cluster_environment.creates_processes_externally:
-            self._launcher = ForkLauncher(self)
-        else:
-            self._launcher = None
-            cast(Any, super())._configure_launcher()
-
-    def setup_environment(self: Any) -> None:
+    @contextmanager
+    def _starting(self, device_type: str) -> Iterator[None]:
+        """Make the process group in this context: behind a check of the devices, and before groups are formed."""
+        strategy = self._groups.strategy
+        if not dist.is_initialized():
+            end_scripts_at_exit(strategy.launcher, self.timeout.total_seconds())
+        self._groups.communication = self.options.communication
         if self.communication != "collective":
-            check_device(self._device_type(), type(self).__name__)
-        self._on_teardown.enter_context(part_of_the_cores(self._device_type(), self.num_processes))
-        with gloo_checked(self):
-            cast(Any, super()).setup_environment()
-        if self._layout is not None:
-            check_rows(self._layout, self._replicates, self.communication)
-        if (size := self.options.group_size) > 1:
-            check_groups(size, self.world_size, self.num_nodes)
-            names = ("data_parallel", "tensor_parallel" if self._divides_layers else "context_parallel")
-            if self._world is not dist.group.WORLD:  # else another run of this strategy has made it
-                shape = (self._num_groups, size)
-                self._mesh_of_groups = init_device_mesh(self._device_type(), shape, mesh_dim_names=names)
-                self._world = dist.group.WORLD
+            try:
+                check_device(device_type, type(self).__name__)
+            except ValueError as error:
+                self._go_without(error)
+        self._on_teardown.enter_context(part_of_the_cores(device_type, strategy.num_processes))
+        with store_on_loopback(strategy), gloo_checked(strategy, self.timeout):
+            yield
+        self._groups.form(device_type)
+        self._roll_call = RollCall()
 
     def _attach(
-        self: Any,
+        self,
         model: nn.Module,
         replicas: DeviceMesh | None = None,
         hang_report: HangReport | None = None,
         gradients: bool = True,
     ) -> Attached:
         """Make the engine of a sharded model. All ranks together."""
-        groups: DeviceMesh | None = self._mesh_of_groups
-        mates = None if groups is None else Mates(groups, self.timeout, self._divides_layers)
-        columns = groups["data_parallel"] if groups is not None and self._divides_layers else None
-        address = self.cluster_environment.main_address if self.cluster_environment else ""
-        own = self.root_device, self.global_rank, self.world_size, self.num_processes, address
-        place = Place(*own, self._layout, replicas, columns, mates)
-        names = ("communication", "keep_gathered", "deterministic", "accumulator_dtype")
-        options = {name: getattr(self.options, name) for name in names}
-        engine = make_engine(place, timeout=self.timeout, hang_report=hang_report, **options)
-        self._attached = attached = Attached(model, engine, mates)  # first, so that a failure releases it
-        engine.attach(model, gradients=gradients)
+        attached = self._make_engine(model, replicas, hang_report)
+        try:
+            attached.engine.attach(model, gradients=gradients)
+        except WindowError as error:  # on all ranks
+            given = self.mixed_precision_policy
+            self._go_without(error)
+            attached.engine.close()
+            for module in fsdp_modules(model):
+                if _compat.precision_of(module) == given:
+                    _compat.set_precision(module, self.mixed_precision_policy)
+            attached = self._make_engine(model, replicas, hang_report)
+            attached.engine.attach(model, gradients=gradients)
+        if self.communication == "auto":
+            self._groups.communication = "on_demand"
         return attached
+
+    def _make_engine(
+        self, model: nn.Module, replicas: DeviceMesh | None, hang_report: HangReport | None
+    ) -> Attached:
+        place = self._groups.place(replicas, self.timeout)
+        engine = make_engine(
+            place,
+            communication=self.communication,
+            keep_gathered=self.options.keep_gathered,
+            deterministic=self.options.deterministic,
+            accumulator_dtype=self.options.accumulator_dtype,
+            timeout=self.timeout,
+            hang_report=hang_report,
+        )
+        # Before it is attached, so that a failure releases it.
+        self._attached = Attached(model, engine, place.sample_group)
+        return self._attached
+
+    def _go_without(self, error: Exception) -> None:
+        """Let collectives do the work from now on, or raise, if the user insists or nodes need more than that."""
+        if self.options.communication != "auto" or self._groups.layout is not None:
+            raise error
+        self._groups.communication = "collective"
+        rank_zero_warn(
+            "ODCStrategy trains with collectives, since on-demand communication cannot run here. Every rank then runs "
+            f"equally many microbatches, and balanced plans are made so.\n{error}\n"
+            'ODCStrategy(communication="on_demand") makes this an error, and communication="collective" does without '
+            "this warning."
+        )
+
+    @property
+    def mixed_precision_policy(self) -> MixedPrecisionPolicy:
+        """The precision with which modules are sharded, which depends on how bytes move."""
+        return MixedPrecisionPolicy()
 
     @property
     def attached(self) -> Attached:

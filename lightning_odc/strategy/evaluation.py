@@ -16,20 +16,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
-from typing import Any
+from functools import partial
 
 import torch
+from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_odc import _compat, _compat_lightning
+from lightning_odc._compat_lightning import Results
 from lightning_odc.data.convert import check_samplers
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.weighting import Counter, Rule
+from lightning_odc.data.model_cost import causal_model
+from lightning_odc.data.weighting import LabelCounter, Rule
 from lightning_odc.strategy import logbook
+from lightning_odc.strategy.attempt import explained
+from lightning_odc.strategy.contribution import counted_weight
 from lightning_odc.strategy.logbook import METRIC, LogBook, Total, flush, metric_of, ranks_of, replaced_log
-from lightning_odc.strategy.microbatch import counted_weight, explained
-from lightning_odc.strategy.model_facts import causal_model
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import call_step
 
@@ -50,11 +52,12 @@ class Evaluation:
         self._engine = strategy.engine
         self._always = strategy.communication != "collective"
         self._rule = rule  # what microbatches counted in training
-        self._labels = Counter(skips_first=causal_model(self._module) is not None)
+        self._labels = LabelCounter(skips_first=causal_model(self._module) is not None)
+        self._checked: object = None  # loaders of minibatches that Lightning does not deal out
         self._had_minibatches = False  # until then it is not known what a loader yields
         self._logbook = LogBook()
         self._changes = ExitStack()
-        self._added: list[tuple[Any, str]] = []
+        self._added: list[tuple[Results, str]] = []  # values, by key, that this rank has not logged
 
     def begin(self) -> None:
         """Take over logging before the first batch. Not for predictions, which log nothing."""
@@ -62,16 +65,9 @@ class Evaluation:
             return
         together = _compat_lightning.before_epoch_values(self._module.trainer, self._complete)
         self._changes.enter_context(together)
-        if not self._always:
-            return
-        log = self._module.log
-
-        @wraps(log)
-        def log_locally(*args: Any, **options: Any) -> None:
-            with self._locally():
-                log(*args, **options)
-
-        self._changes.enter_context(replaced_log(self._module, log_locally))
+        if self._always:
+            log_locally = self._locally()(self._module.log)
+            self._changes.enter_context(replaced_log(self._module, log_locally))
 
     def end(self) -> None:
         """Leave no trace; idempotent."""
@@ -81,65 +77,88 @@ class Evaluation:
         self._added.clear()
 
     @explained(_SMALLER)
-    def step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def step(self, name: str, *args: object, **kwargs: object) -> object:
         """Evaluate a batch; of a `Minibatch` the microbatches one by one, and log the values of all of them."""
-        run = partial(call_step, self._strategy, name)
+        step = partial(call_step, self._strategy, name)
         if not (args and isinstance(args[0], Minibatch)):
-            return run(*args, **kwargs)
-        if name == "predict_step":
-            return [run(microbatch, *args[1:], **kwargs) for microbatch in args[0]]
-        return self._minibatch(run, *args, **kwargs)
+            return step(*args, **kwargs)
 
-    def _minibatch(
-        self, run: Callable[..., Any], minibatch: Minibatch, *args: Any, **kwargs: Any
-    ) -> list[Any]:
+        def run(microbatch: object) -> object:
+            return step(microbatch, *args[1:], **kwargs)
+
+        if name == "predict_step":
+            return [run(microbatch) for microbatch in args[0]]
+        return self._minibatch(run, args[0])
+
+    def _minibatch(self, run: Callable[[object], object], minibatch: Minibatch) -> list[object]:
         trainer = self._module.trainer
-        if not self._had_minibatches and _compat_lightning.deals_out(trainer):
-            check_samplers(trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders)
         self._had_minibatches = True
+        if _compat_lightning.deals_out(trainer):
+            loaders = trainer.val_dataloaders
+            if trainer.testing:
+                loaders = trainer.test_dataloaders
+            if loaders is not self._checked:
+                check_samplers(loaders)
+                self._checked = loaders
         _compat_lightning.count_batch_once(trainer)
-        outputs, origin = [], minibatch.origin
-        counter = None if origin is None else origin.counter or (self._labels if origin.by_labels else None)
-        rule = self._rule if origin is not None and origin.by_labels else None  # what training has found out
-        counter = counter if rule is None else rule.counter
+        rule, counter = self._counted_in(minibatch)
+        outputs: list[object] = []
         with self._logbook.recording(self._module):
             for microbatch, weight, detail in minibatch.tasks():
-                # Counted before the step, which may take them out of the batch.
-                labels = None if counter is None else counter.of(microbatch)
-                if rule is not None and detail is not None and rule.weighting != "token":
-                    samples = float(len(detail.lengths))
-                    weight = weight - samples if rule.weighting == "next_token" else samples
-                outputs.append(run(microbatch, *args, **kwargs))
+                labels = None
+                if counter is not None:  # before the step, which may take them out of the batch
+                    labels = counter.of(microbatch)
+                if weight and rule is not None and detail is not None and rule.weighting != "token":
+                    samples = float(detail.sample_count)
+                    if rule.weighting == "next_token":
+                        weight = weight - samples
+                    else:
+                        weight = samples
+                output = run(microbatch)
+                outputs.append(output)
                 # As in training: Note [Labels are counted].
-                self._logbook.weigh(counted_weight(outputs[-1], weight, labels))
+                self._logbook.weigh(counted_weight(output, weight, labels))
         with self._locally():
             flush(self._logbook.take(), self._module)
         return outputs
 
+    def _counted_in(self, minibatch: Minibatch) -> tuple[Rule | None, LabelCounter | None]:
+        """What training has found out to count in microbatches like these, and what is counted in them."""
+        origin = minibatch.origin
+        if origin is None:
+            return None, None
+        if not origin.by_labels:
+            return None, origin.counter
+        if self._rule is not None:
+            return self._rule, self._rule.counter
+        return None, origin.counter or self._labels
+
     @contextmanager
     def _locally(self) -> Iterator[None]:
-        before, self.logs_locally = self.logs_locally, True
+        before = self.logs_locally
+        self.logs_locally = True
         try:
             yield
         finally:
             self.logs_locally = before
 
-    def _complete(self, results: Any) -> None:
+    def _complete(self, results: Results) -> None:
         """Make the values of all ranks those of the epoch."""
         self._changes.close()
         logged = {total.identity: total for total in totals_in(results)}
-        item = {"had_minibatches": self._had_minibatches, "totals": logbook.to_message(logged.values())}
-        by_rank = self._engine.exchange("end of an evaluation", item)
-        if not (self._always or any(other["had_minibatches"] for other in by_rank)):
+        own = {"had_minibatches": self._had_minibatches, "totals": logbook.to_message(logged.values())}
+        by_rank = self._engine.exchange("end of an evaluation", own)
+        if not self._always and not any(other["had_minibatches"] for other in by_rank):
             return
-        own = self._module.global_rank
-        for total in logbook.merge([other["totals"] for other in by_rank], own):
+        messages = [other["totals"] for other in by_rank]
+        for total in logbook.merge(messages, self._module.global_rank):
             mine = logged.get(total.identity)
             if mine is not None and not mine.is_shared:
                 continue
             metric = None
             if total.reduction == METRIC:
-                total.metric = None if mine is None else mine.metric
+                if mine is not None:
+                    total.metric = mine.metric
                 metric = metric_of(total, self._module)
             with warnings.catch_warnings():
                 # It is no mistake here that a rank without data computes a metric that it has not updated.
@@ -152,35 +171,47 @@ class Evaluation:
 _OPTIONS = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx", "metric_attribute")
 
 
-def totals_in(results: Any) -> Iterator[Total]:
+def totals_in(results: Results) -> Iterator[Total]:
     """What this rank has logged so far for the epoch."""
     for item in results.values():
         meta = item.meta
         if item.has_reset or not meta.on_epoch:
             continue
         options = {name: getattr(meta, name) for name in _OPTIONS}
-        options |= {"sync_dist": meta.sync.should, "rank_zero_only": meta.sync.rank_zero_only}
-        suffix = f".{meta.dataloader_idx}" if meta.add_dataloader_idx else ""
+        options["sync_dist"] = meta.sync.should
+        options["rank_zero_only"] = meta.sync.rank_zero_only
         total = Total(meta.name, METRIC, options, ranks=ranks_of(meta.sync.group))
-        total.fx, total.dataloader_idx = meta.fx.removesuffix(suffix), meta.dataloader_idx
+        total.fx = meta.fx
+        if meta.add_dataloader_idx:
+            total.fx = meta.fx.removesuffix(f".{meta.dataloader_idx}")
+        total.dataloader_idx = meta.dataloader_idx
         if item.is_tensor:
-            total.reduction, total.value = meta.reduce_fx.__name__, float(item.value)
-            total.weight = float(item.cumulated_batch_size) if meta.is_mean_reduction else 0.0
+            total.reduction = meta.reduce_fx.__name__
+            total.value = float(item.value)
+            if meta.is_mean_reduction:
+                total.weight = float(item.cumulated_batch_size)
         else:
-            total.metric, total.states = item.value, logbook.describe_lists(item.value)
+            total.metric = item.value
+            total.states = logbook.describe_lists(item.value)
         yield total
 
 
-def set_value(results: Any, total: Total, metric: Metric | None, device: torch.device) -> str | None:
+def set_value(results: Results, total: Total, metric: Metric | None, device: torch.device) -> str | None:
     """Make a total the value of the epoch; returns its key if new on this rank. All together if it is a metric."""
-    at, is_one_of_several = total.dataloader_idx, total.options["add_dataloader_idx"]
-    key = f"{total.fx}.{total.name}" + ("" if at is None or not is_one_of_several else f".{at}")
+    key = f"{total.fx}.{total.name}"
+    if total.dataloader_idx is not None and total.options["add_dataloader_idx"]:
+        key += f".{total.dataloader_idx}"
+    value = total.result
+    if value is None:
+        value = float("nan")
     is_new = key not in results
-    value = float("nan") if total.result is None else total.result
     if is_new:
-        results.dataloader_idx = at
-        first = torch.tensor(value, device=device) if metric is None else metric
-        reduction = "mean" if metric is not None else total.reduction
+        results.dataloader_idx = total.dataloader_idx
+        first: Tensor | Metric = torch.tensor(value, device=device)
+        reduction = total.reduction
+        if metric is not None:
+            first = metric
+            reduction = "mean"
         results.log(total.fx, total.name, first, reduce_fx=reduction, batch_size=1, **total.options)
     item = results[key]
     item.has_reset = False
@@ -188,4 +219,6 @@ def set_value(results: Any, total: Total, metric: Metric | None, device: torch.d
         _compat.set_computed(item, metric.compute())
     else:
         _compat.set_computed(item, torch.as_tensor(value, dtype=item.value.dtype, device=item.value.device))
-    return key if is_new else None
+    if is_new:
+        return key
+    return None

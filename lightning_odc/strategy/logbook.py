@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from numbers import Number
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from lightning_odc.errors import DisagreementError
 
 #: The "reduction" of a torchmetrics object, which adds up by itself.
 METRIC = "metric"
+LogOptions = dict[str, Any]
+"""Arguments of ``self.log`` by name, without the name and the value."""
+Value = float | Tensor
 
 
 def total_of(values: Iterable[float]) -> float:
@@ -40,7 +43,21 @@ def total_of(values: Iterable[float]) -> float:
 
 #: Of ``self.log``, behind the name and the value.
 _ARGUMENTS = [*inspect.signature(LightningModule.log).parameters][3:]
-REDUCTIONS: dict[str, Any] = {"mean": total_of, "sum": total_of, "min": min, "max": max}
+REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
+    "mean": total_of,
+    "sum": total_of,
+    "min": min,
+    "max": max,
+}
+
+
+class ListState(NamedTuple):
+    """What a list that is a state of a torchmetrics object holds. It travels as JSON."""
+
+    path: str  # of the part of the metric
+    name: str  # of the state
+    dtype: str  # such as "float32"
+    shape: list[int]  # after the first dimension
 
 
 @dataclass
@@ -49,17 +66,17 @@ class Total:
 
     name: str
     reduction: str  # "mean", "sum", "min", "max", or `METRIC`
-    options: dict[str, Any]  # of ``self.log``
+    options: LogOptions
     value: float = 0.0  # of a mean, the sum of values times weights
     weight: float = 0.0  # the sum of weights
     ranks: Sequence[int] | None = None  # that share the value; all of them if ``None``
     fx: str = ""  # the hook that logged it
     dataloader_idx: int | None = None  # of the loader it belongs to, where there are several
     dtype: str = ""  # to log it in, such as "float64"; empty for the default
-    states: list[Any] = field(default_factory=list)  # what the lists of a metric hold, by `describe_lists`
+    states: list[ListState] = field(default_factory=list)  # the lists of a metric that are not empty
     metric: Metric | None = None  # which does not travel between ranks
     # Values and weights of microbatches that are not added up yet.
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    pairs: list[tuple[Value, Value]] = field(default_factory=list)
 
     @property
     def is_shared(self) -> bool:
@@ -73,20 +90,37 @@ class Total:
         """The value, or ``None`` for a mean over nothing."""
         if self.reduction != "mean":
             return self.value
-        return self.value / self.weight if self.weight else None
+        if not self.weight:
+            return None
+        return self.value / self.weight
 
     @property
     def identity(self) -> tuple[str, int, str]:
         """Equal on all ranks for what belongs together; sorting by it is the order that ranks agree on."""
-        return self.fx, -1 if self.dataloader_idx is None else self.dataloader_idx, self.name
+        loader = self.dataloader_idx
+        if loader is None:
+            loader = -1
+        return self.fx, loader, self.name
+
+
+class Kind(NamedTuple):
+    """What most totals of a message have in common."""
+
+    reduction: str
+    options: tuple[tuple[str, bool | int | float | str | None], ...]
+    ranks: Sequence[int] | None
+    fx: str
+    dataloader_idx: int | None
+    dtype: str
 
 
 Message = list[list[Any]]
+"""Kinds, and entries: the number of a kind, the name, the value, the weight and the states of a total."""
 
 
 def to_message(totals: Iterable[Total]) -> Message:
-    """Those that are shared, JSON-serialisable. What most have in common is said once: ``[kinds, entries]``."""
-    kinds: dict[Any, int] = {}
+    """Those that are shared, JSON-serialisable. What most have in common is said once."""
+    kinds: dict[Kind, int] = {}
     entries = []
     for total in totals:
         if not total.is_shared:
@@ -97,7 +131,7 @@ def to_message(totals: Iterable[Total]) -> Message:
             for key, option in sorted(total.options.items())
             if key != "reduce_fx" and isinstance(option, bool | int | float | str | None)
         )
-        kind = (total.reduction, options, total.ranks, total.fx, total.dataloader_idx, total.dtype)
+        kind = Kind(total.reduction, options, total.ranks, total.fx, total.dataloader_idx, total.dtype)
         number = kinds.setdefault(kind, len(kinds))
         entries.append([number, total.name, total.value, total.weight, total.states])
     return [list(kinds), entries]
@@ -107,10 +141,19 @@ def from_message(message: Message) -> Iterator[Total]:
     """The totals that another rank put into a message."""
     kinds, entries = message
     for number, name, value, weight, states in entries:
-        reduction, options, *rest = kinds[number]
-        total = Total(name, reduction, dict(options), value, weight, *rest)
-        total.states = states
-        yield total
+        kind = Kind(*kinds[number])
+        yield Total(
+            name,
+            kind.reduction,
+            dict(kind.options),
+            value=value,
+            weight=weight,
+            ranks=kind.ranks,
+            fx=kind.fx,
+            dataloader_idx=kind.dataloader_idx,
+            dtype=kind.dtype,
+            states=[ListState(*state) for state in states],
+        )
 
 
 def merge(by_rank: Sequence[Message], own: int) -> list[Total]:
@@ -125,8 +168,9 @@ def merge(by_rank: Sequence[Message], own: int) -> list[Total]:
 
 def _combined(parts: dict[int, Total]) -> Total:
     def how(total: Total) -> str:
-        is_metric = total.reduction == METRIC
-        return "as a torchmetrics object" if is_metric else f"as a value with reduce_fx={total.reduction!r}"
+        if total.reduction == METRIC:
+            return "as a torchmetrics object"
+        return f"as a value with reduce_fx={total.reduction!r}"
 
     first_rank, first = next(iter(parts.items()))
     for rank, part in parts.items():
@@ -136,25 +180,31 @@ def _combined(parts: dict[int, Total]) -> Total:
                 "same way on every rank, or under two names."
             )
     if first.reduction == METRIC:
-        states = {(path, name): [path, name, *rest] for p in parts.values() for path, name, *rest in p.states}
+        states = {(state.path, state.name): state for part in parts.values() for state in part.states}
         return replace(first, states=list(states.values()))
     value = REDUCTIONS[first.reduction]([part.value for part in parts.values()])
-    return replace(first, value=value, weight=total_of(part.weight for part in parts.values()))
+    weight = total_of(part.weight for part in parts.values())
+    return replace(first, value=value, weight=weight)
 
 
 # -- torchmetrics objects ---------------------------------------------------------------------------------
 
 
-def describe_lists(metric: Metric) -> list[Any]:
-    """JSON-serialisable: path, name, dtype and shape (after the first dimension) of every list that is not empty."""
+def describe_lists(metric: Metric) -> list[ListState]:
+    """Every list that is a state of a metric, and is not empty."""
     described = []
     for path, part in metrics_of(metric):
         for name in _compat.concatenated_states(part):
             held = getattr(part, name)
             if held and isinstance(held, list) and all(isinstance(item, Tensor) for item in held):
-                dtype = str(held[0].dtype).removeprefix("torch.")
-                described.append([path, name, dtype, list(held[0].shape[1:])])
+                shape = list(held[0].shape[1:])
+                described.append(ListState(path, name, _name_of(held[0].dtype), shape))
     return described
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    """``float32``, say."""
+    return str(dtype).removeprefix("torch.")
 
 
 def metrics_of(module: nn.Module) -> list[tuple[str, Metric]]:
@@ -171,20 +221,21 @@ class LogBook:
         # logged on all ranks if on any, since it synchronises by collectives at the end of the epoch.
         self._totals: dict[str, Total] = {}
         # Values of the microbatch at hand, and the weights that they came with.
-        self._open: list[tuple[Total, Any, Any]] = []
+        self._open: list[tuple[Total, Value, Value | None]] = []
         self._posted: list[Total] = []
         # Lightning never accepts other options under the same name
-        self._agreed: dict[str, dict[str, Any]] = {}
+        self._agreed: dict[str, LogOptions] = {}
         self._attributes: dict[str, tuple[Metric, str | None]] = {}
 
     @contextmanager
     def recording(self, module: LightningModule) -> Iterator[None]:
         """Record ``module.log`` (and so ``log_dict``) of this one module object."""
-        log, signature = module.log, inspect.signature(module.log)
+        log = module.log
+        signature = inspect.signature(log)
 
-        def record(name: str, value: Any, *args: Any, **options: Any) -> None:
-            is_value = isinstance(value, Number) or (isinstance(value, Tensor) and value.numel() == 1)
-            if not is_value and not isinstance(value, Metric):
+        def record(name: str, value: Value | Metric, *args: Any, **options: Any) -> None:
+            has_several = isinstance(value, Tensor) and value.numel() != 1
+            if has_several or not isinstance(value, Number | Tensor | Metric):
                 log(name, value, *args, **options)  # which refuses it
                 return
             options |= zip(_ARGUMENTS, args, strict=False)
@@ -197,7 +248,9 @@ class LogBook:
     def weigh(self, weight: float | Tensor) -> None:
         """Say how much the values recorded since the last call count."""
         for total, value, given in self._open:
-            total.pairs.append((value, weight if given is None else given))
+            if given is None:
+                given = weight
+            total.pairs.append((value, given))
         self._open.clear()
 
     def drop(self) -> None:
@@ -208,24 +261,26 @@ class LogBook:
         """The totals of this rank since the last call."""
         self.weigh(1.0)
         totals = [total for total in self._totals.values() if total.pairs or total.metric is not None]
-        self._totals, pairs = {}, [pair for total in totals for pair in total.pairs]
+        self._totals = {}
+        pairs = [pair for total in totals for pair in total.pairs]
         all_values = iter(_to_floats([value for value, _ in pairs]))
         all_weights = iter(_to_floats([weight for _, weight in pairs]))
         for total in totals:
             if total.metric is not None:
                 total.states = describe_lists(total.metric)
                 continue
-            count = len(total.pairs)
-            values, weights = list(islice(all_values, count)), list(islice(all_weights, count))
+            values = list(islice(all_values, len(total.pairs)))
+            weights = list(islice(all_weights, len(total.pairs)))
+            total.weight = total_of(weights)
             if total.reduction == "mean":
                 # A weight of 0 leaves a value out: without labels it is NaN, and 0 * NaN would be, too.
-                values = [v * weight if weight else 0.0 for v, weight in zip(values, weights, strict=True)]
-            total.value, total.weight = REDUCTIONS[total.reduction](values), total_of(weights)
+                values = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
+            total.value = REDUCTIONS[total.reduction](values)
             total.ranks = ranks_of(total.options.get("sync_dist_group"))
             # Lightning reduces these two dtypes over ranks as they are, and all others in the default one.
             kept = (torch.float32, torch.float64)
-            dtypes = (v.dtype for v, _ in total.pairs if isinstance(v, Tensor) and v.dtype in kept)
-            total.dtype = str(next(dtypes, "")).removeprefix("torch.")
+            dtypes = [value.dtype for value, _ in total.pairs if isinstance(value, Tensor)]
+            total.dtype = next((_name_of(dtype) for dtype in dtypes if dtype in kept), "")
             total.pairs = []
         return totals
 
@@ -236,32 +291,33 @@ class LogBook:
 
     def merge(self, by_rank: list[Message], own: int) -> list[Total]:
         """The values to log on rank ``own``: shared totals over all ranks, then its own totals that it last posted."""
-        posted, self._posted = {total.name: total for total in self._posted}, []
+        posted = {total.name: total for total in self._posted}
+        self._posted = []
         alone = [total for total in posted.values() if not total.is_shared]
         merged = merge(by_rank, own)
         for total in merged:
             total.options = self._agreed.setdefault(total.name, total.options)
             if total.reduction == METRIC:
-                total.metric = posted[total.name].metric if total.name in posted else None
+                if total.name in posted:
+                    total.metric = posted[total.name].metric
             else:  # In Lightning's words: synchronised, and there is nothing left to do for it.
                 total.options |= {"sync_dist": True, "rank_zero_only": True, "reduce_fx": total.reduction}
         names = {total.name for total in alone}
         return [total for total in merged if total.name not in names] + alone
 
-    def _record(self, name: str, value: Any, options: dict[str, Any], module: LightningModule) -> None:
+    def _record(self, name: str, value: Value | Metric, options: LogOptions, module: LightningModule) -> None:
         weight = options.pop("batch_size", None)
         options.pop("enable_graph", None)  # values travel as plain numbers
         if isinstance(value, Metric):
             if options.get("metric_attribute") is None:
-                known = self._attributes.get(name)
-                if known is None or known[0] is not value:
-                    paths = [path for path, part in metrics_of(module) if part is value]
-                    known = self._attributes[name] = (value, paths[0] if paths else None)
-                options["metric_attribute"] = known[1]
+                options["metric_attribute"] = self._attribute_of(name, value, module)
             self._totals[name] = Total(name, METRIC, options, metric=value)
             return
         reduce_fx = options.get("reduce_fx", "mean")
-        reduction = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        if isinstance(reduce_fx, str):
+            reduction = reduce_fx.lower()
+        else:
+            reduction = getattr(reduce_fx, "__name__", "")
         reduction = {"avg": "mean", "amin": "min", "amax": "max"}.get(reduction, reduction)
         if reduction not in REDUCTIONS:
             raise ValueError(
@@ -274,7 +330,18 @@ class LogBook:
                 f"self.log({name!r}, ...) was called twice in one minibatch, with reduce_fx={total.reduction!r} and "
                 f"with {reduction!r}. Log it under two names."
             )
-        self._open.append((total, value.detach() if isinstance(value, Tensor) else value, weight))
+        if isinstance(value, Tensor):
+            value = value.detach()
+        self._open.append((total, value, weight))
+
+    def _attribute_of(self, name: str, metric: Metric, module: LightningModule) -> str | None:
+        """Where a metric is in the module; found out once for a name."""
+        known = self._attributes.get(name)
+        if known is None or known[0] is not metric:
+            path = next((path for path, part in metrics_of(module) if part is metric), None)
+            known = (metric, path)
+            self._attributes[name] = known
+        return known[1]
 
 
 class LoggedNames:
@@ -291,9 +358,9 @@ class LoggedNames:
         self._log = self._module.log  # a callback may have put something of its own there
         return replaced_log(self._module, self)
 
-    def __call__(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+    def __call__(self, name: str, *args: object, **options: object) -> None:
         self.names.add(name)
-        self._log(name, value, *args, **options)
+        self._log(name, *args, **options)
 
 
 def flush(logged: Iterable[Total], module: LightningModule) -> None:
@@ -302,10 +369,19 @@ def flush(logged: Iterable[Total], module: LightningModule) -> None:
         if total.reduction == METRIC:
             module.log(total.name, metric_of(total, module), **total.options)
         elif total.result is not None:
-            size: Any = int(total.weight) if float(total.weight).is_integer() else total.weight
-            dtype = getattr(torch, total.dtype) if total.dtype else None
-            value = torch.tensor(total.result, dtype=dtype, device=module.device)
-            module.log(total.name, value, batch_size=size, **total.options)
+            value = torch.tensor(total.result, dtype=_dtype_of(total.dtype), device=module.device)
+            options = {**total.options, "batch_size": total.weight}
+            if float(total.weight).is_integer():
+                options["batch_size"] = int(total.weight)
+            module.log(total.name, value, **options)
+
+
+def _dtype_of(name: str) -> torch.dtype | None:
+    """``torch.float32`` for its name; ``None`` for none."""
+    if not name:
+        return None
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def metric_of(total: Total, module: LightningModule) -> Metric:
@@ -320,10 +396,10 @@ def metric_of(total: Total, module: LightningModule) -> Metric:
             "no such metric, so the ranks cannot synchronise it. Make it in `__init__`, on every rank."
         )
     parts = dict(metrics_of(metric))
-    for path, name, dtype, shape in total.states:  # let its lists fit, without changing what they amount to
-        held = getattr(parts[path], name)
+    for state in total.states:  # let its lists fit, without changing what they amount to
+        held = getattr(parts[state.path], state.name)
         if not held:
-            held.append(torch.empty(0, *shape, dtype=getattr(torch, dtype), device=metric.device))
+            held.append(torch.empty(0, *state.shape, dtype=_dtype_of(state.dtype), device=metric.device))
         elif len(held) == 1 and held[0].ndim == 0:  # torchmetrics would gather it unlike a longer list
             held[0] = held[0].unsqueeze(0)
     return metric
@@ -343,7 +419,7 @@ def replaced_log(module: LightningModule, log: Callable[..., None]) -> Iterator[
             module.log = before  # type: ignore[method-assign]
 
 
-def ranks_of(group: Any) -> tuple[int, ...] | None:
+def ranks_of(group: object) -> tuple[int, ...] | None:
     """The ranks of a ``sync_dist_group``; ``None`` for all."""
     if group is None:
         return None
@@ -352,9 +428,11 @@ def ranks_of(group: Any) -> tuple[int, ...] | None:
     return tuple(dist.get_process_group_ranks(group))
 
 
-def _to_floats(values: list[Any]) -> list[float]:
+def _to_floats(values: list[Value]) -> list[float]:
     """Plain numbers, with one synchronisation for all tensors."""
     tensors = [value.detach().double().reshape(()) for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return list(map(float, values))
     device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), "cpu")
-    numbers = iter(torch.stack([tensor.to(device) for tensor in tensors]).tolist() if tensors else [])
+    numbers = iter(torch.stack([tensor.to(device) for tensor in tensors]).tolist())
     return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]

@@ -4,56 +4,63 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import fields
-from datetime import timedelta
+from collections.abc import Callable
+from dataclasses import fields, replace
 from functools import partial, partialmethod
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, MixedPrecision
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffload, ShardingStrategy
 from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
-from lightning_odc.attached import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, by_lists
+from lightning_odc.arguments import Count, checked
 from lightning_odc.balance.arrays import Caps
-from lightning_odc.data.convert import check_single
-from lightning_odc.data.lengths import digest_of
+from lightning_odc.data.convert import check_single, is_minibatch, only, placed_as
+from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import BalancedDataLoader, Packing
 from lightning_odc.data.minibatch import Minibatch, NotUnrolledError
+from lightning_odc.data.plan import Weighting
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
-from lightning_odc.engine.waiting import HangReport
-from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
+from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, FloatDtype, MemorySize, Timeout
 from lightning_odc.sharding.initialize import check_filled
+from lightning_odc.sharding.stepping import by_lists
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy.evaluation import Evaluation
-from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.logbook import metrics_of
-from lightning_odc.strategy.options import Communication, OnOutOfMemory, Options, check_unknown
+from lightning_odc.strategy.options import (
+    Backend,
+    Balance,
+    Communication,
+    NodeMesh,
+    OnOutOfMemory,
+    Options,
+    Precisions,
+    check_unknown,
+)
 from lightning_odc.strategy.ranks import (
     PendingSignals,
     compare_batches,
     compare_programs,
+    compare_whole_parameters,
     counted_by_microbatch,
     first_and_last,
+    hang_report,
+    log_hyperparameter,
+    saves_when_it_fails,
 )
-from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.strategy.reducing import ReducingStrategy
 from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.training_data import TrainingData
 
-_PAD = """Pad to the longest, and cut what was gathered:
-    sizes = self.all_gather(len(x))
-    padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, int(sizes.max()) - len(x)))
-    parts = [part[:size] for part, size in zip(self.all_gather(padded, sync_grads=True), sizes)]"""
 _INSIDE = (
     "A Minibatch must be the whole batch, and here it is inside a dict, list or tuple (several loaders at once, or a "
     "loader that wraps it). Let one loader yield it, with all that a microbatch needs inside of its microbatches: "
@@ -61,7 +68,8 @@ _INSIDE = (
 )
 
 
-class ODCStrategy(ShardedStrategy):
+@checked
+class ODCStrategy(ReducingStrategy):
     r"""Fully sharded training with on-demand communication instead of collectives.
 
     A drop-in for Lightning's ``FSDPStrategy``: the same constructor, the same checkpoints, the same place in the
@@ -91,8 +99,10 @@ class ODCStrategy(ShardedStrategy):
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
         device_mesh: The mesh of hybrid sharding: ``(replicate, shard)``, or a 2-D ``DeviceMesh``; by default
             ``(num_nodes, devices per node)``.
-        communication: ``"on_demand"``; ``"collective"``, the same sharding over stock collectives; or ``"lockstep"``,
-            the on-demand transport with a barrier at every unit. That control separates cheaper bytes from fewer waits.
+        communication: ``"auto"`` communicates on demand where that can run and has proven itself, and else by
+            collectives, with a warning that says why. ``"on_demand"`` insists. ``"collective"`` is the same sharding
+            over stock collectives, and ``"lockstep"`` the on-demand transport with a barrier at every unit. That
+            control separates cheaper bytes from fewer waits.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The memory per rank for what then moves once per minibatch, parameters that stay gathered and
@@ -140,55 +150,70 @@ class ODCStrategy(ShardedStrategy):
 
     def __init__(
         self,
-        accelerator: Any = None,
+        accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
-        cluster_environment: Any = None,
-        checkpoint_io: Any = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        process_group_backend: Backend | None = None,
+        timeout: Timeout | None = DEFAULT_TIMEOUT,
         cpu_offload: bool | CPUOffload | None = None,
-        mixed_precision: MixedPrecision | None = None,
+        mixed_precision: Precisions | None = None,
         auto_wrap_policy: WrapPolicy | None = None,
         activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | None = None,
         activation_checkpointing_policy: WrapPolicy | None = None,
-        sharding_strategy: Any = "FULL_SHARD",
+        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
         state_dict_type: Literal["full", "sharded"] = "full",
-        device_mesh: tuple[int, int] | DeviceMesh | None = None,
+        device_mesh: NodeMesh | None = None,
         *,
-        communication: Communication = "on_demand",
+        communication: Communication = "auto",
         deterministic: bool = False,
-        accumulator_dtype: torch.dtype | None = None,
-        keep_gathered: int | str = "auto",
-        balance: str | None = "auto",
+        accumulator_dtype: FloatDtype | None = None,
+        keep_gathered: MemorySize = "auto",
+        balance: Balance = "auto",
         max_tokens: Caps = None,
         cost: Any = "auto",
-        length_fn: Callable[[Any], int | Sequence[int]] | None = None,
-        weighting: Any = "auto",
+        length_fn: LengthFunction | None = None,
+        weighting: Weighting = "auto",
         packing: Packing = False,
         on_out_of_memory: OnOutOfMemory = "split",
         on_nonfinite: Literal["skip"] | None = None,
-        hang_report_after: timedelta | None = HANG_REPORT_AFTER,
-        tensor_parallel_size: int = 1,
-        context_parallel_size: int = 1,
+        hang_report_after: Timeout | None = HANG_REPORT_AFTER,
+        tensor_parallel_size: Count = 1,
+        context_parallel_size: Count = 1,
         **kwargs: Any,
     ) -> None:
-        given = locals()  # arguments by name: own ones are those of `Options`, all others are Lightning's
-        known = [*inspect.signature(ODCStrategy).parameters][:-1]
-        check_unknown(kwargs, known)
-        own = [option.name for option in fields(Options)]
-        self.options = Options(**{name: given[name] for name in own})
-        super().__init__(**{name: given[name] for name in known if name not in own})
+        given = locals()
+        check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
+        self.options = Options(**{entry.name: given[entry.name] for entry in fields(Options)})
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            cpu_offload=cpu_offload,
+            mixed_precision=mixed_precision,
+            auto_wrap_policy=auto_wrap_policy,
+            activation_checkpointing=activation_checkpointing,
+            activation_checkpointing_policy=activation_checkpointing_policy,
+            sharding_strategy=sharding_strategy,
+            state_dict_type=state_dict_type,
+            device_mesh=device_mesh,
+        )
         self._training: Training | None = None
-        self._evaluation: Evaluation | None = None
         self._training_data: TrainingData | None = None
         # What microbatches counted in the last fit, and count in evaluations after it.
         self._rule: Rule | None = None
-        self._failed = False
         self._signals: PendingSignals | None = None
 
     def __repr__(self) -> str:
-        return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
+        chosen = ""
+        if self.communication != self.options.communication:
+            chosen = ", by its own choice,"
+        return f"ODCStrategy(communication={self.communication!r}){chosen} for lightning.pytorch.Trainer"
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -203,65 +228,63 @@ class ODCStrategy(ShardedStrategy):
         assert self.accelerator is not None
         self._failed = False
         self._before_transfer = self._on_teardown.enter_context(
-            _compat_lightning.before_transfer(trainer.lightning_module, Minibatch)
+            _compat_lightning.before_transfer(trainer.lightning_module, is_minibatch)
         )
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._on_demand:
-            refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
-        elif fitting and self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
+        if fitting:
+            self._prepare_layers()
         computed = (self.precision_plugin.compute_dtype, self.mixed_precision_policy.param_dtype)
-        if torch.float16 in computed and self._divides_layers:
+        if torch.float16 in computed and self._groups.divides_layers:
             raise ValueError(
                 "float16 does not work with tensor_parallel_size: ranks of a group would scale losses differently. "
                 'Write Trainer(precision="bf16-mixed").'
             )
         with self._ordinary_tensors():
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
-            replicas = self.shard_mesh if self._replicates and self._layout is not None else None
-            engine = self._attach(self.model, replicas, self._hang_report(trainer), gradients=fitting).engine
-        mates = self.attached.mates
-        if mates is not None and self._divides_layers and fitting:
-            shards: list[Any] = [p for p in self.model.parameters() if isinstance(p, DTensor)]
-            whole = [float(p.detach().to_local().abs().sum()) for p in shards if p.device_mesh.ndim == 1]
-            advice = "Make them from the same seed on all ranks: lightning.seed_everything(0)."
-            mates.check_same("values of parameters that are not divided", digest_of(whole), advice)
+            replicas = None
+            if self._groups.replicates and self._groups.layout is not None:
+                replicas = self.shard_mesh
+            report = hang_report(trainer, self.options.hang_report_after)
+            attached = self._attach(self.model, replicas, report, gradients=fitting)
+        if attached.sample_group is not None and self._groups.divides_layers and fitting:
+            compare_whole_parameters(attached.sample_group, self.model)
         for _, metric in metrics_of(trainer.lightning_module):
             if metric.process_group is None and self._group_of_values is not None:
                 metric.process_group = self._group_of_values
                 self._on_teardown.callback(setattr, metric, "process_group", None)
         if fitting:
             self._setup_averages(trainer)
-        self._on_teardown.enter_context(counted_by_microbatch(trainer.callbacks))  # type: ignore[attr-defined]
-        ends = first_and_last(trainer, engine, self.on_exception, self._end_epoch)
+        callbacks = _compat_lightning.callbacks_of(trainer)
+        self._on_teardown.enter_context(counted_by_microbatch(callbacks))
+        ends = first_and_last(callbacks, attached.engine, self.on_exception, self._end_epoch)
         self._on_teardown.enter_context(ends)
         self.barrier()
         if fitting:
-            self._training = self.precision_plugin.training = Training(self)
+            self._training = Training(self)
+            self.precision_plugin.training = self._training
             self.setup_optimizers(trainer)
-            if self._on_demand:
+            if self._groups.on_demand:
                 refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
 
-    def _hang_report(self, trainer: pl.Trainer) -> HangReport | None:
-        """What says where this rank is, after so long a wait: on stderr and in the trainer's directory."""
-        if self.options.hang_report_after is None:
-            return None
-        root = trainer.default_root_dir
-        directory = None if "://" in root else Path(root) / "odc-hang-reports"
-
-        def place() -> str:
-            return f", in epoch {trainer.current_epoch} after {trainer.global_step} optimizer steps"
-
-        seconds = self.options.hang_report_after.total_seconds()
-        return HangReport(seconds, directory, trainer.global_rank, place)
+    def _prepare_layers(self) -> None:
+        """Refuse layers that wait for all ranks, or make those that the user asked for, where all ranks run alike."""
+        if self._groups.on_demand:
+            refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
+        elif self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
 
     def teardown(self) -> None:
         self._give_values_back()
         self.precision_plugin.training = None
-        attached, self._attached, self._training, self._training_data = self._attached, None, None, None
-        signals, self._signals = self._signals, None
+        attached = self._attached
+        signals = self._signals
+        self._look_up_rule()
+        self._attached = None
+        self._signals = None
+        self._training = None
+        self._training_data = None
         try:
             if attached is not None:
                 attached.close()
@@ -273,28 +296,33 @@ class ODCStrategy(ShardedStrategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         advise(exception)
-        if self._attached is None or self._failed:
-            return  # peers are told once: by the first of all callbacks, before Lightning comes here
-        self._failed = True
-        self._attached.fail(exception)
-        if isinstance(exception, WaitTimeoutError):
-            end_scripts_at_exit(self.launcher)
+        if self._attached is not None and not self._failed:
+            # Peers are told once: by the first of all callbacks, before Lightning comes here.
+            self._failed = True
+            self._attached.fail(exception)
+        if self._roll_call is not None:  # they may be where no engine is yet, or any more
+            self._roll_call.fail(exception)
 
     # -- a step -------------------------------------------------------------------------------------------
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, *args: object, **kwargs: object) -> STEP_OUTPUT:
         assert self._training is not None
         if args and isinstance(args[0], Minibatch):
             self._hold_signals(meeting=True)
         return self._training.step(*args, **kwargs)
 
     def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        training, settled = self._training, 0
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], object],
+        model: pl.LightningModule | nn.Module | None = None,
+        **kwargs: object,
+    ) -> object:
+        training = self._training
         assert training is not None
+        settled = 0
 
-        def closure_then_settle() -> Any:
+        def closure_then_settle() -> object:
             nonlocal settled
             result = closure()
             training.settle()
@@ -309,12 +337,12 @@ class ODCStrategy(ShardedStrategy):
         return output
 
     def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: object, **kwargs: object
     ) -> Tensor:
         run = super().backward
         if self._training is None:
             return run(closure_loss, optimizer, *args, **kwargs)
-        return self._training.last_backward(closure_loss, lambda loss: run(loss, optimizer, *args, **kwargs))
+        return self._training.backward(closure_loss, lambda loss: run(loss, optimizer, *args, **kwargs))
 
     def settle_gradients(self) -> None:
         """Complete the gradients of this step in ``.grad`` now; the next thing to do is the optimizer step.
@@ -331,7 +359,7 @@ class ODCStrategy(ShardedStrategy):
 
     # -- evaluation ---------------------------------------------------------------------------------------
 
-    def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, step: str, *args: object, **kwargs: object) -> Any:
         assert self._evaluation is not None
         return self._evaluation.step(step, *args, **kwargs)
 
@@ -342,20 +370,23 @@ class ODCStrategy(ShardedStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         check_filled(self._unfilled)
-        self.engine.evaluate(False)
+        self.engine.set_evaluating(False)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         check_single(trainer.train_dataloader, self.options.balance)
-        if isinstance(trainer.train_dataloader, BalancedDataLoader):
+        if isinstance(only(trainer.train_dataloader), BalancedDataLoader):
             _compat_lightning.load_loader_states(trainer)
-        self._hold_signals(meeting=self._on_demand)
+        self._hold_signals(meeting=self._groups.on_demand)
         data = self._data
         data.accumulation.fold_schedulers(self.lr_scheduler_configs)
+        if self._owes_schedulers:
+            _compat_lightning.step_schedulers(trainer)
         compare_programs(self.engine, trainer, data.accumulation.batches)
         compare_batches(self.engine, trainer)
+        self._step_together(saves_when_it_fails(trainer))
+        log_hyperparameter(trainer, "odc_communication", self.communication)
         self.publish_parameters()
         data.begin()
-        self._rule = data.rule
 
     def _end_epoch(self) -> None:
         assert self._training is not None
@@ -367,7 +398,7 @@ class ODCStrategy(ShardedStrategy):
 
     def on_validation_end(self) -> None:
         self._give_values_back()
-        self.engine.evaluate(False)
+        self.engine.set_evaluating(False)
         self.publish_parameters()
 
     on_test_start = on_validation_start
@@ -385,22 +416,30 @@ class ODCStrategy(ShardedStrategy):
 
     def _begin_evaluation(self) -> Evaluation:
         check_filled(self._unfilled)
-        self.engine.evaluate(True)
-        self._hold_signals(meeting=self._on_demand)
+        self.engine.set_evaluating(True)
+        self._hold_signals(meeting=self._groups.on_demand)
         self.publish_parameters()
+        self._look_up_rule()
         self._evaluation = Evaluation(self, self._rule)
         return self._evaluation
+
+    def _look_up_rule(self) -> None:
+        """What microbatches count may change while a fit is under way."""
+        if self._training_data is not None:
+            self._rule = self._training_data.rule
 
     def _hold_signals(self, *, meeting: bool) -> None:
         """Hold signals after the trainer has set its handlers, if ranks meet. See Note [Signals wait for a meeting]."""
         # Under stock collectives they meet over `Minibatch`es alone; with plain batches Lightning's handlers stay.
         # The ranks of a tensor-parallel group would hear of a signal at different meetings.
-        is_heard = not self._divides_layers
-        if self._signals is None and meeting and self.world_size > 1 and is_heard:
+        if not meeting or self.world_size == 1 or self._groups.divides_layers:
+            return
+        if self._signals is None:
             assert self.lightning_module is not None
             trainer = self.lightning_module.trainer
             self._signals = PendingSignals(self.engine.signals)
             self._on_teardown.enter_context(self._signals.collected(trainer))
+            self._on_teardown.enter_context(_compat_lightning.without_broadcasts(trainer))
 
     # -- data ---------------------------------------------------------------------------------------------
 
@@ -415,89 +454,40 @@ class ODCStrategy(ShardedStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Level the training data over ranks, if asked to; see `TrainingData`."""
         if self.options.group_size > 1 and isinstance(dataloader, BalancedDataLoader):
-            dataloader.share_among(**self.distributed_sampler_kwargs)
+            shared = self.distributed_sampler_kwargs
+            world = (shared["num_replicas"], shared["rank"])
+            dataloader.adapt(replace(dataloader.info, world=world))
         module = self.lightning_module
-        is_training = module is not None and module.trainer.training
-        return self._data.process(dataloader) if is_training else dataloader
+        if module is None or not module.trainer.training:
+            return dataloader
+        return self._data.process(dataloader)
 
-    # -- values -------------------------------------------------------------------------------------------
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+    def batch_to_device(
+        self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> object:
         transfer = partial(super().batch_to_device, device=device, dataloader_idx=dataloader_idx)
-        if not isinstance(batch, Minibatch):
+        module = self.lightning_module
+        loaders: object = None
+        if module is not None and module.trainer.training:
+            loaders = module.trainer.train_dataloader
+        minibatch = batch if only(loaders) is loaders else only(batch)
+        if not isinstance(minibatch, Minibatch):
             try:
                 return transfer(batch)
             except NotUnrolledError:
                 raise TypeError(_INSIDE) from None
 
-        def move(microbatch: Any) -> Any:
-            return transfer(self._before_transfer(microbatch, dataloader_idx))
+        def move(microbatch: object) -> object:
+            return transfer(self._before_transfer(placed_as(loaders, microbatch), dataloader_idx))
 
-        moved = batch.map(move)
+        moved = minibatch.map(move)
         if moved.all_ranks is not None:
             convert = self.precision_plugin.convert_input
             moved.all_ranks = moved.all_ranks.map(lambda microbatch: move(convert(microbatch)))
         return moved
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over ranks as Lightning does, but the mean of integers is not rounded down.
-
-        Lightning divides a mean of values by a mean of counts; with integer counts 3 and 2 it divides by 2.
-        """
-        is_local = self._evaluation is not None and self._evaluation.logs_locally
-        if is_local or not isinstance(tensor, Tensor):
-            return tensor
-        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
-            tensor = tensor.to(torch.get_default_dtype())
-        if group is None and self._attached is not None:
-            self.engine.announce_collective("a reduction over ranks, such as self.log(..., sync_dist=True)")
-        return super().reduce(tensor, group or self._group_of_values, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - of Lightning
-        """Whether all ranks decide so, or any: all of them, also where `reduce` is over groups."""
-        if self._group_of_values is None:
-            return super().reduce_boolean_decision(decision, all)
-        count = torch.tensor(int(decision), device=self.root_device)
-        agreed = int(self.reduce(count, dist.group.WORLD, "sum"))
-        return agreed == self.world_size if all else agreed > 0
-
-    @property
-    def _group_of_values(self) -> dist.ProcessGroup | None:
-        """The ranks over which values are reduced: one of every tensor-parallel group, since all have the same."""
-        if self._mesh_of_groups is None or not self._divides_layers:
-            return None
-        return self._mesh_of_groups["data_parallel"].get_group()
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather as Lightning does, after a look at the shapes: gloo ends the process if they differ.
-
-        Raises:
-            DisagreementError: Shapes or dtypes differ between ranks, or not all ranks gather.
-        """
-        if self._attached is not None and group in (None, dist.group.WORLD):
-            shape = f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
-            kind = "self.all_gather (for it, give every rank equally many microbatches)"
-            shapes = self.engine.exchange(kind, shape)
-            if len(set(shapes)) > 1:
-                raise DisagreementError(f"self.all_gather got, by rank: {'; '.join(shapes)}. {_PAD}")
-        return super().all_gather(tensor, group, sync_grads)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
         self._data.accumulation.show_interval()
         if isinstance(batch, Minibatch):
             assert self.lightning_module is not None
             _compat_lightning.count_batch_once(self.lightning_module.trainer)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._attached is not None and not self._failed:
-            self.engine.announce_collective("trainer.save_checkpoint, which all ranks call together")
-        elif not self._failed:  # after training nothing else finds out who is missing
-            try:
-                self.barrier()
-            except RuntimeError as error:
-                raise PeerFailedError(
-                    f"Rank {self.global_rank} saves a checkpoint, but another rank has ended or does not come. Call "
-                    "`trainer.save_checkpoint(path)` on all ranks, without `if trainer.is_global_zero:`. Rank 0 writes "
-                    "the file."
-                ) from error
-        return super().lightning_module_state_dict()

@@ -3,34 +3,60 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
 
-from lightning_odc import _compat
-from lightning_odc.attached import HANG_REPORT_AFTER, memory_size
+from lightning_odc.arguments import Count, Like
 from lightning_odc.balance import FittedCost
 from lightning_odc.balance.arrays import Caps
-from lightning_odc.balance.planner import COLLECTIVE_SAFE, POLICIES
+from lightning_odc.balance.planner import COLLECTIVE_SAFE, Policy
+from lightning_odc.data.arguments import did_you_mean
 from lightning_odc.data.lengths import LengthFunction
-from lightning_odc.data.loader import Packing, did_you_mean
-from lightning_odc.data.plan import BatchOptions
+from lightning_odc.data.loader import Packing
+from lightning_odc.data.plan import BatchOptions, Weighting
 from lightning_odc.sharding import nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
+from lightning_odc.sharding.engines import HANG_REPORT_AFTER
 
-Communication = Literal["on_demand", "collective", "lockstep"]
+Communication = Literal["auto", "on_demand", "collective", "lockstep"]
 OnOutOfMemory = Literal["split", "skip", "raise"]
+Balance = Literal["auto"] | Policy | None
+_BACKENDS = {*dist.Backend.backend_list, *dist.Backend.default_device_backend_map}
+Backend = Annotated[
+    str,
+    Like(
+        '"gloo", "nccl", "cpu:gloo,cuda:nccl" (or others that torch.distributed knows)',
+        lambda text: set(re.split(",|:", text.lower())) <= _BACKENDS,
+    ),
+]
+NodeMesh = Annotated[
+    tuple[Count, Count] | DeviceMesh,
+    Like("(nodes, ranks per node), a 2-D DeviceMesh", lambda mesh: isinstance(mesh, tuple) or mesh.ndim == 2),
+]
+Precisions = Annotated[
+    MixedPrecision | MixedPrecisionPolicy,
+    Like(
+        'torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16), Trainer(precision="bf16-mixed")'
+    ),
+]
 
 #: Those that a loader takes, too.
 OF_LOADER = ("max_tokens", "cost", "length_fn", "weighting", "packing")
-STATE_DICT_TYPES = ("full", "sharded")
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
 #: Arguments of FSDP1.
 _FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
@@ -42,15 +68,15 @@ _IGNORED = {"use_orig_params", "limit_all_gathers", "forward_prefetch", "backwar
 class Options:
     """The arguments that ``ODCStrategy`` has and ``FSDPStrategy`` has not. There they are explained."""
 
-    communication: Communication = "on_demand"
+    communication: Communication = "auto"
     deterministic: bool = False
     accumulator_dtype: torch.dtype | None = None
     keep_gathered: int | str = "auto"
-    balance: str | None = "auto"
+    balance: Balance = "auto"
     max_tokens: Caps = None
     cost: Any = "auto"
     length_fn: LengthFunction | None = None
-    weighting: Any = "auto"
+    weighting: Weighting = "auto"
     packing: Packing = False
     on_out_of_memory: OnOutOfMemory = "split"
     on_nonfinite: Literal["skip"] | None = None
@@ -59,18 +85,6 @@ class Options:
     context_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        check_choice("communication", self.communication, get_args(Communication))
-        check_choice("on_out_of_memory", self.on_out_of_memory, get_args(OnOutOfMemory))
-        check_choice("on_nonfinite", self.on_nonfinite, (None, "skip"))
-        example = "datetime.timedelta(seconds=60), or None for no reports"
-        check_time("hang_report_after", self.hang_report_after, example)
-        memory_size(self.keep_gathered)
-        for name in ("tensor_parallel_size", "context_parallel_size"):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(
-                    f"ODCStrategy({name}={size!r}) is no number of ranks: write 2, or 1 for none."
-                )
         if min(self.tensor_parallel_size, self.context_parallel_size) > 1:
             raise ValueError(
                 "ODCStrategy(tensor_parallel_size=..., context_parallel_size=...): one of the two. Inside of a group, "
@@ -80,12 +94,6 @@ class Options:
             raise ValueError(
                 "ODCStrategy(context_parallel_size=..., on_nonfinite=...): a rank sees its part of a loss alone. Leave "
                 "out on_nonfinite."
-            )
-        dtype: Any = self.accumulator_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(
-                f"ODCStrategy(accumulator_dtype={dtype!r}) cannot hold sums of gradients: write torch.float32, another "
-                "floating-point dtype of torch, or None for fp32."
             )
         self._check_balance()
         given = self._given("deterministic", "accumulator_dtype", "keep_gathered")
@@ -103,14 +111,22 @@ class Options:
 
     def _check_balance(self) -> None:
         if self.balance is not None:
-            check_choice("balance", self.balance, ("auto", *POLICIES))
             if self.balance != "auto":  # which is chosen so that it can run
                 self._check_policy("balance", self.balance)
             self._check_cost(self.cost)
         # Refuses options that no loader would take.
-        policy = self.balance if self.balance not in (None, "auto") else "lb_mini"
-        BatchOptions(1, self.max_tokens, policy, self.cost, self.weighting)
-        if self.balance is None and (given := self._given(*OF_LOADER)):
+        policy: Policy = "lb_mini"
+        if self.balance is not None and self.balance != "auto":
+            policy = self.balance
+        BatchOptions(
+            minibatch_size=1,
+            max_tokens=self.max_tokens,
+            policy=policy,
+            cost=self.cost,
+            weighting=self.weighting,
+        )
+        given = self._given(*OF_LOADER)
+        if self.balance is None and given:
             names = ", ".join(f"{name}=..." for name in given)
             rank_zero_warn(
                 f"ODCStrategy(balance=None, {names}) balances nothing, so {names} has no effect: write "
@@ -124,7 +140,7 @@ class Options:
             self._check_policy("policy", loader.policy)
 
     def _check_policy(self, argument: str, policy: str) -> None:
-        if self.communication != "on_demand" and policy not in COLLECTIVE_SAFE:
+        if self.communication not in ("auto", "on_demand") and policy not in COLLECTIVE_SAFE:
             raise ValueError(
                 f'{argument}="{policy}" gives ranks different numbers of microbatches, which '
                 f'ODCStrategy(communication="{self.communication}") cannot run: use communication="on_demand", or '
@@ -137,9 +153,10 @@ class Options:
                 "deterministic=True (the same plan without stealing), or drop deterministic=True."
             )
 
-    def _check_cost(self, cost: Any) -> None:
+    def _check_cost(self, cost: object) -> None:
         """Refuse to learn from times that cannot be measured, or where runs must repeat."""
-        if not (isinstance(cost, FittedCost) or (isinstance(cost, str) and cost == "fitted")):
+        is_name = isinstance(cost, str) and cost == "fitted"
+        if not is_name and not isinstance(cost, FittedCost):
             return
         if self.communication == "collective":
             raise ValueError(
@@ -154,29 +171,11 @@ class Options:
                 "that has learnt before."
             )
 
-    def _given(self, *names: str) -> dict[str, Any]:
+    def _given(self, *names: str) -> dict[str, object]:
         """The options, of these names, that have other values than the defaults."""
         defaults = {field.name: field.default for field in fields(self)}
-        return {name: value for name in names if (value := getattr(self, name)) != defaults[name]}
-
-    def policy(self, world_size: int, indexed: bool, device_type: str, prepared: bool = False) -> str:
-        """The policy to plan by; ``"auto"`` is the one that waits least of those that can run here."""
-        if self.balance is not None and self.balance != "auto":
-            return self.balance
-        if self.communication != "on_demand":
-            return "lb_micro"
-        caps_differ = isinstance(self.max_tokens, list)
-        # Stealing makes a GPU's host wait after every microbatch, and times of GPUs hardly differ from the
-        # planned ones. It reads samples in this process, which is not ``prepared`` as the user's workers are.
-        is_bound = self.deterministic or not indexed or caps_differ or world_size == 1 or device_type != "cpu"
-        return "lb_mini" if is_bound or prepared else "steal"
-
-
-def check_choice(argument: str, value: Any, choices: tuple[str | None, ...]) -> None:
-    """Refuse a value that is not one of the known ones."""
-    if value not in choices:
-        known = ", ".join(repr(choice) for choice in choices)
-        raise ValueError(f"ODCStrategy({argument}={value!r}) is not known; choose one of {known}.")
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value != defaults[name]}
 
 
 def offloading_backend(given: str | None) -> str:
@@ -204,70 +203,43 @@ def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> No
         )
 
 
-def check_sharding(sharding_strategy: Any, device_mesh: Any, group_size: int = 1) -> None:
-    """Refuse ways of sharding that are not here."""
+def check_sharding(
+    sharding_strategy: str | ShardingStrategy,
+    device_mesh: NodeMesh | None,
+    group_size: int = 1,
+) -> str:
+    """The name of a way of sharding; refuses those that are not here."""
     name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
     if name == "NO_SHARD":
         raise ValueError(
             'ODCStrategy(sharding_strategy="NO_SHARD") has nothing to read on demand: use Trainer(strategy="ddp"), or '
             'sharding_strategy="FULL_SHARD".'
         )
-    check_choice("sharding_strategy", name, _SHARDING_STRATEGIES)
-    names = getattr(device_mesh, "mesh_dim_names", None) or ()
-    if "tensor_parallel" in names:
-        raise ValueError(
-            "ODCStrategy(device_mesh=...) takes a mesh of nodes. For tensor parallelism, write "
-            f"ODCStrategy(tensor_parallel_size={device_mesh.size(names.index('tensor_parallel'))}): "
-            "`configure_model` finds the mesh in `self.device_mesh`."
-        )
+    if name not in _SHARDING_STRATEGIES:
+        known = ", ".join(f'"{known}"' for known in _SHARDING_STRATEGIES)
+        raise ValueError(f"ODCStrategy(sharding_strategy={name!r}) cannot work. Write one of {known}.")
+    if isinstance(device_mesh, DeviceMesh):
+        names = device_mesh.mesh_dim_names or ()
+        if "tensor_parallel" in names:
+            size = device_mesh.size(names.index("tensor_parallel"))
+            raise ValueError(
+                "ODCStrategy(device_mesh=...) takes a mesh of nodes. For tensor parallelism, write "
+                f"ODCStrategy(tensor_parallel_size={size}): `configure_model` finds the mesh in `self.device_mesh`."
+            )
     if group_size > 1 and (device_mesh is not None or name in nodes.WITHIN_NODE):
         raise ValueError(
             "ODCStrategy(tensor_parallel_size=...) and context_parallel_size take no third dimension: leave out "
             'device_mesh=, and write sharding_strategy="FULL_SHARD".'
         )
-    if device_mesh is None:
-        return
-    sizes = device_mesh.shape if isinstance(device_mesh, DeviceMesh) else device_mesh
-    sizes = list(sizes) if isinstance(sizes, Iterable) else []
-    if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise ValueError(
-            f"ODCStrategy(device_mesh={device_mesh!r}) is not a mesh of nodes: write device_mesh=(nodes, ranks per "
-            "node), or pass a 2-D DeviceMesh."
-        )
-    if name not in nodes.WITHIN_NODE:
+    if device_mesh is not None and name not in nodes.WITHIN_NODE:
         raise ValueError(
             f'ODCStrategy(sharding_strategy="{name}", device_mesh={device_mesh!r}): a mesh of two dimensions '
             'replicates the model along the first. Write sharding_strategy="HYBRID_SHARD", or leave device_mesh out.'
         )
+    return name
 
 
-def check_time(argument: str, value: Any, example: str) -> None:
-    """Reject a value that is not a duration."""
-    if value is not None and not (isinstance(value, timedelta) and value > timedelta(0)):
-        raise ValueError(f"ODCStrategy({argument}={value!r}) is not a duration: write {example}.")
-
-
-def check_fsdp(arguments: Mapping[str, Any]) -> None:
-    """Refuse invalid values of arguments that ``FSDPStrategy`` has, too."""
-    check_choice("state_dict_type", arguments["state_dict_type"], STATE_DICT_TYPES)
-    check_time("timeout", arguments["timeout"], "datetime.timedelta(minutes=30)")
-    for name in ("auto_wrap_policy", "activation_checkpointing_policy"):
-        policy = arguments[name]
-        is_set = isinstance(policy, set) and all(isinstance(kind, type) for kind in policy)
-        if not (policy is None or is_set or callable(policy) or _compat.is_policy(policy)):
-            raise TypeError(
-                f"ODCStrategy({name}={policy!r}) does not say which modules are meant. Write a set of their classes, "
-                f"{name}={{Block}}, a callable, or one of torch's policies such as ModuleWrapPolicy({{Block}})."
-            )
-    given = arguments["mixed_precision"]
-    if given is not None and not isinstance(given, MixedPrecision | MixedPrecisionPolicy):
-        raise TypeError(
-            f'ODCStrategy(mixed_precision={given!r}) is not a policy: write Trainer(precision="bf16-mixed"), or '
-            "mixed_precision=torch.distributed.fsdp.MixedPrecision(param_dtype=torch.bfloat16)."
-        )
-
-
-def check_unknown(kwargs: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_unknown(kwargs: Mapping[str, object], known: Sequence[str]) -> None:
     """Refuse what FSDP1 knows and this does not, and what neither knows."""
     unknown = sorted(set(kwargs) - _IGNORED)
     foreign = [name for name in unknown if name not in _FSDP1]

@@ -18,19 +18,20 @@ import math
 import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_odc.attached import clip
+from lightning_odc.sharding.stepping import clip
 from lightning_odc.sharding.wrapping import precision_policy
 
 
@@ -46,12 +47,13 @@ class LossScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide an optimizer's gradients by the scale, unless they are already."""
         # Clipping by hand needs it before the step does, and an empty minibatch leaves nothing to divide.
-        if optimizer in self._unscaled or not _has_gradients(optimizer):
+        held = _with_gradients(optimizer)
+        if optimizer in self._unscaled or not held:
             return
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         shards = [parameter for parameter in held if isinstance(parameter, DTensor)]
-        # torch (2.9 to 2.13) cannot unscale shards and scalars in one list.
-        scalars = {p: p.grad for p in held if not isinstance(p, DTensor)} if shards else {}
+        scalars: dict[Tensor, Tensor] = {}
+        if shards:  # torch (2.9 to 2.13) cannot unscale shards and scalars in one list
+            scalars = {p: cast(Tensor, p.grad) for p in held if not isinstance(p, DTensor)}
         if not all(gradient.isfinite() for gradient in scalars.values()):
             # all ranks have the same scalars, so all leave out the step
             cast(Tensor, shards[0].grad).fill_(math.nan)
@@ -63,7 +65,7 @@ class LossScaler(torch.amp.GradScaler):
         self._unscaled.append(optimizer)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        if not _has_gradients(optimizer):
+        if not _with_gradients(optimizer):
             return optimizer.step(*args, **kwargs)
         return super().step(optimizer, *args, **kwargs)
 
@@ -76,14 +78,36 @@ class LossScaler(torch.amp.GradScaler):
 def unit_of(weights: Iterable[float]) -> float | None:
     """The power of two that is nearest to the mean of some weights; ``None`` if none of them is a positive number."""
     usable = [weight for weight in weights if 0 < weight < math.inf]
-    return 2.0 ** round(math.log2(sum(usable) / len(usable))) if usable else None
+    if not usable:
+        return None
+    mean = sum(usable) / len(usable)
+    return 2.0 ** round(math.log2(mean))
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of an optimizer that have a gradient."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return [parameter for parameter in parameters if parameter.grad is not None]
 
 
-_COMPUTE_DTYPE = {
+class TrainingSteps(Protocol):
+    """The `Training` of ``step.py``, as far as precision has to do with it."""
+
+    def loss_divisor(self) -> float:
+        """What the losses of this step are divided by before their backward pass."""
+
+    def around_backward(self) -> AbstractContextManager[None]:
+        """The context of every backward pass."""
+
+    def settle(self) -> None:
+        """Complete the gradients."""
+
+    def meet(self) -> None:
+        """Go on only when all ranks have come this far, if that matters."""
+
+
+_Known = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
+_COMPUTE_DTYPE: dict[str, torch.dtype | None] = {
     "32-true": None,
     "bf16-mixed": torch.bfloat16,
     "bf16-true": torch.bfloat16,
@@ -92,34 +116,41 @@ _COMPUTE_DTYPE = {
 }
 
 _WEIGHT_UNIT = "odc_weight_unit"
+Data = TypeVar("Data")
 
 
 class ODCPrecision(FSDPPrecision):
     """Lightning's ``FSDPPrecision`` for ``fully_shard``: autocast on the right device, clipping by the global norm."""
 
-    def __init__(self, precision: Any, device_type: str = "cpu") -> None:
+    def __init__(self, precision: str, device_type: str = "cpu") -> None:
         if precision not in _COMPUTE_DTYPE:
             raise ValueError(
                 f"ODCStrategy does not support precision={precision!r}; use one of {', '.join(_COMPUTE_DTYPE)}."
             )
-        super().__init__(precision)
+        super().__init__(cast(_Known, precision))
         self.compute_dtype = _COMPUTE_DTYPE[precision]  # `None`: that of the parameters
         # Instead of the one that the base class makes, which is for CUDA and FSDP1.
-        self.scaler: Any = LossScaler(device_type) if precision == "16-mixed" else None
+        self.scaler: LossScaler | None = None  # type: ignore[assignment]
+        if precision == "16-mixed":
+            self.scaler = LossScaler(device_type)
         self.device_type = device_type
-        self.training: Any = None  # the `Training` of `step.py`, while a fit runs
+        self.training: TrainingSteps | None = None  # while a fit runs
         self.weight_unit: float | None = None  # Note [Weights under fp16]; `None`: not agreed
         self.gradient_norm: Tensor | None = None  # over all ranks, before they were clipped last
 
     def policy(self, on_demand: bool) -> MixedPrecisionPolicy:
         """Compute in the compute dtype; sum gradients in fp32."""
-        dtype = self.compute_dtype
-        return precision_policy(dtype, torch.float32 if dtype is not None else None, on_demand)
+        reduce_dtype = None
+        if self.compute_dtype is not None:
+            reduce_dtype = torch.float32
+        return precision_policy(self.compute_dtype, reduce_dtype, on_demand)
 
     @property
     def _half(self) -> torch.dtype | None:
         """What everything is kept in, if that is narrower than fp32."""
-        return self.compute_dtype if "true" in self.precision else None
+        if "mixed" in self.precision:
+            return None
+        return self.compute_dtype
 
     def _casts(self, dtype: torch.dtype) -> bool:
         """Whether the precision names what becomes of this dtype."""
@@ -131,8 +162,9 @@ class ODCPrecision(FSDPPrecision):
         """Cast what the precision names, and nothing else: see `_casts`."""
         # The dtype of quantised weights (of bitsandbytes, say) is how their bits are stored.
         stored = {p for p in module.parameters() if hasattr(p, "quant_state")}
-        tensors = (*({*module.parameters()} - stored), *module.buffers())
-        if "mixed" in self.precision or not any(self._casts(tensor.dtype) for tensor in tensors):
+        dtypes = {p.dtype for p in module.parameters() if p not in stored}
+        dtypes |= {buffer.dtype for buffer in module.buffers()}
+        if "mixed" in self.precision or not any(map(self._casts, dtypes)):
             return module
 
         def is_kept(dtype: torch.dtype) -> bool:
@@ -155,47 +187,77 @@ class ODCPrecision(FSDPPrecision):
             setattr(owner, name, buffer)
         return module
 
-    def convert_input(self, data: Any) -> Any:
+    def convert_input(self, data: Data) -> Data:
         def convert(tensor: Tensor) -> Tensor:
-            return tensor.to(self._half or torch.float32) if self._casts(tensor.dtype) else tensor
+            if self._casts(tensor.dtype):
+                return tensor.to(self._half or torch.float32)
+            return tensor
 
-        return apply_to_collection(data, Tensor, convert)
+        return cast(Data, apply_to_collection(data, Tensor, convert))
 
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._half is None else super().tensor_init_context()
+    def tensor_init_context(self) -> AbstractContextManager[object]:
+        if self._half is None:
+            return nullcontext()
+        return super().tensor_init_context()
 
-    def module_init_context(self) -> AbstractContextManager[Any]:
+    def module_init_context(self) -> AbstractContextManager[object]:
         return self.tensor_init_context()
 
-    def forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[object]:
         if "mixed" in self.precision:
             return torch.autocast(self.device_type, dtype=cast(torch.dtype, self.compute_dtype))
-        return nullcontext() if self._half is None else super().forward_context()
+        if self._half is None:
+            return nullcontext()
+        return super().forward_context()
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
-        divisor = 1.0 if self.training is None else self.training.loss_divisor()
-        return super().pre_backward(tensor if divisor == 1.0 else tensor / divisor, module)
+        if self.training is not None:
+            divisor = self.training.loss_divisor()
+            if divisor != 1.0:
+                tensor = tensor / divisor
+        return super().pre_backward(tensor, module)
 
-    def backward(self, *args: Any, **kwargs: Any) -> None:
-        with nullcontext() if self.training is None else self.training.around_backward():
-            super().backward(*args, **kwargs)
+    def backward(  # type: ignore[override]
+        self,
+        tensor: Tensor,
+        model: LightningModule,
+        optimizer: Optimizer | None,
+        *args: object,
+        **kwargs: object,
+    ) -> None:
+        context: AbstractContextManager[None] = nullcontext()
+        if self.training is not None:
+            context = self.training.around_backward()
+        with context:
+            super().backward(tensor, model, optimizer, *args, **kwargs)
 
-    def clip_gradients(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
         if self.training is not None:
             self.training.settle()  # gradients may not have arrived yet
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
-        super().clip_gradients(optimizer, *args, **kwargs)
+        super().clip_gradients(optimizer, clip_val, gradient_clip_algorithm)
 
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float = 0.0, *_: Any, **__: Any) -> None:
+    def clip_grad_by_norm(
+        self, optimizer: Optimizer, clip_val: float = 0.0, *_: object, **__: object
+    ) -> None:
         """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
+        if self.training is not None:
+            self.training.meet()  # a rank that has failed does not come to the norm
         self.gradient_norm = clip(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
 
     def state_dict(self) -> dict[str, Any]:
-        unit = {} if self.weight_unit is None else {_WEIGHT_UNIT: self.weight_unit}
-        return {**super().state_dict(), **unit}
+        state = super().state_dict()
+        if self.weight_unit is not None:
+            state[_WEIGHT_UNIT] = self.weight_unit
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.weight_unit = state_dict.get(_WEIGHT_UNIT)

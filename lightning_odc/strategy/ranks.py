@@ -19,30 +19,40 @@ never be published (`Peers.check_not_left`).
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
+from types import FrameType
 
 import lightning
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LambdaCallback, ThroughputMonitor
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat_lightning
 from lightning_odc._version import __version__
+from lightning_odc.data.content import digest_of
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.peers import Signals
+from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.units import first_difference
+from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import DisagreementError
+
+Handler = Callable[[int, FrameType | None], object]
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
@@ -50,15 +60,40 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 def compare_batches(engine: Engine, trainer: Trainer) -> None:
     """Find out now, not by a hang at the end of the epoch, that ranks will take different numbers of steps."""
     batches = trainer.num_training_batches
-    counts = engine.exchange("begin training", -1 if batches == float("inf") else batches)
+    if batches == math.inf:
+        batches = -1
+    counts = engine.exchange("begin training", batches)
     enough = trainer.max_steps * trainer.accumulate_grad_batches
     stops_before = trainer.max_steps > 0 and min(counts) >= enough
-    if len(set(counts)) > 1 and not stops_before and -1 not in counts:
+    is_endless = -1 in counts
+    if len(set(counts)) > 1 and not stops_before and not is_endless:
         raise DisagreementError(
             f"The ranks have {counts} training batches per epoch (by rank). Every rank needs the same number of "
             "Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches). With a "
             "distributed sampler, let it pad or drop: DistributedSampler(..., drop_last=True)."
         )
+
+
+def saves_when_it_fails(trainer: Trainer) -> bool:
+    """Whether a callback of Lightning's saves a checkpoint when a rank has failed."""
+    for callback in trainer.checkpoint_callbacks:
+        saves = type(callback).on_exception is not Callback.on_exception
+        if getattr(callback, "save_on_exception", saves):
+            return True
+    return False
+
+
+def log_hyperparameter(trainer: Trainer, name: str, value: str) -> None:
+    """Let all loggers have a fact about the run; one that fails is passed over."""
+    if not trainer.is_global_zero:
+        return
+    for logger in trainer.loggers:
+        try:
+            logger.log_hyperparams({name: value})
+        except Exception as error:
+            rank_zero_warn(
+                f"{type(logger).__name__} cannot log {name}={value}: {type(error).__name__}: {error}"
+            )
 
 
 def compare_programs(engine: Engine, trainer: Trainer, folded: int) -> None:
@@ -70,14 +105,46 @@ def compare_programs(engine: Engine, trainer: Trainer, folded: int) -> None:
         f"precision={trainer.precision}",
     ]
     for number, optimizer in enumerate(trainer.optimizers):
+        kind = type(optimizer).__name__
         for group in optimizer.param_groups:
             plain = [f"{key}={value!r}" for key, value in group.items() if isinstance(value, _PLAIN)]
-            lines.append(f"optimizer {number}: {type(optimizer).__name__}({', '.join(plain)})")
-    if difference := first_difference(partial(engine.exchange, "compare programs"), lines):
+            arguments = ", ".join(plain)
+            lines.append(f"optimizer {number}: {kind}({arguments})")
+    difference = first_difference(partial(engine.exchange, "compare programs"), lines)
+    if difference:
         raise DisagreementError(
             f"The ranks do not run the same program. The first difference: {difference}\nRun the same code with the "
             "same arguments on every rank."
         )
+
+
+def compare_whole_parameters(sample_group: SampleGroup, model: nn.Module) -> None:
+    """Find out that parameters which tensor parallelism does not divide differ. All ranks of a group together."""
+    sums: list[float] = []
+    for parameter in model.parameters():
+        values = parameter.detach()
+        if isinstance(values, DTensor) and values.device_mesh.ndim == 1:
+            shard = values.to_local()
+            sums.append(float(shard.abs().sum()))
+    sample_group.check_same(
+        "values of parameters that are not divided",
+        digest_of(sums),
+        "Make them from the same seed on all ranks: lightning.seed_everything(0).",
+    )
+
+
+def hang_report(trainer: Trainer, after: timedelta | None) -> HangReport | None:
+    """What says where this rank is, after so long a wait: on stderr and in the trainer's directory."""
+    if after is None:
+        return None
+    directory = None
+    if "://" not in trainer.default_root_dir:
+        directory = Path(trainer.default_root_dir) / "odc-hang-reports"
+
+    def place() -> str:
+        return f", in epoch {trainer.current_epoch} after {trainer.global_step} optimizer steps"
+
+    return HangReport(after.total_seconds(), directory, trainer.global_rank, place)
 
 
 #: Seconds that SIGTERM waits for the end of a training batch. Launchers and schedulers often kill after 30.
@@ -92,7 +159,7 @@ class PendingSignals(Callback):
     def __init__(self, signals: Signals) -> None:
         self.patience = PATIENCE  # seconds that SIGTERM waits
         self._signals = signals
-        self._handlers: dict[int, Callable[[int, Any], Any]] = {}
+        self._handlers: dict[int, Handler] = {}
         self._delivered: set[int] = set()
         self._since: float | None = None
         self._stop = threading.Event()
@@ -100,7 +167,7 @@ class PendingSignals(Callback):
     @contextmanager
     def collected(self, trainer: Trainer) -> Iterator[None]:
         """Take the place of the trainer's handlers, which exist only after the strategy's setup."""
-        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = _compat_lightning.callbacks_of(trainer)
         callbacks.append(self)
         watch = threading.Thread(target=self._repeat_sigterm, name="lightning-odc signals", daemon=True)
         if threading.current_thread() is threading.main_thread():  # elsewhere no handler can be set
@@ -118,7 +185,7 @@ class PendingSignals(Callback):
                 signal.signal(number, handler)
             callbacks[:] = [callback for callback in callbacks if callback is not self]
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: object) -> None:
         self.deliver()
 
     def deliver(self) -> None:
@@ -133,25 +200,27 @@ class PendingSignals(Callback):
                 self._signals.forget(number)
                 self._delivered.discard(number)
 
-    def _note(self, number: int, _: Any) -> None:
+    def _note(self, number: int, _: FrameType | None) -> None:
         """Takes no lock and starts nothing: it runs between any two instructions of this rank."""
         if number == signal.SIGTERM and number not in self._delivered:
-            if self._since is not None and time.monotonic() - self._since >= self.patience:
+            if self._has_waited():
                 self._since = None
                 raise SIGTERMException
             if number not in self._signals.raised:
                 self._since = time.monotonic()
         self._signals.raised.add(number)
 
+    def _has_waited(self) -> bool:
+        """Whether SIGTERM waits, and has waited long enough."""
+        since = self._since  # which a handler may change at any moment
+        if since is None:
+            return False
+        return time.monotonic() - since >= self.patience
+
     def _repeat_sigterm(self) -> None:
         while not self._stop.wait(_LOOK_EVERY):
-            if self._since is not None and time.monotonic() - self._since >= self.patience:
+            if self._has_waited():
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-
-_EPOCH, _TRAINING = 2, 3  # Lightning's own numbers are 0, and 1 for "the job is told to end"
-_NAMES = {0: "about to run another batch", 1: "told to end"}
-_NAMES |= {_EPOCH: "at the end of an epoch", _TRAINING: "at the end"}
 
 
 @dataclass(eq=False)
@@ -162,34 +231,16 @@ class FirstCallback(Callback):
     fail: Callable[[BaseException], None]
     end_epoch: Callable[[], None]
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: object) -> None:
         if isinstance(self.engine, OnDemandEngine):
             self.engine.protocol.announce_end()
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._announce_end(_EPOCH, trainer)
+    def on_train_epoch_end(self, *_: object) -> None:
+        self.on_train_batch_end()
         self.end_epoch()
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._announce_end(_TRAINING, trainer)
-
-    def _announce_end(self, end: int, trainer: Trainer) -> None:
-        if not isinstance(self.engine, OnDemandEngine):
-            return
-        self.engine.protocol.announce_end()
-        if not _compat_lightning.BROADCASTS_BEFORE_BATCHES:
-            return
-        # Lightning broadcasts from rank 0 before every batch, where rank 0 hangs if another rank has left the epoch. So
-        # all ranks broadcast here, too, with another number: one that has left learns that rank 0 has not.
-        heard = torch.tensor([end], device=trainer.strategy.root_device)
-        dist.broadcast(heard, src=0)
-        if int(heard) != end:
-            raise DisagreementError(
-                f"Rank {trainer.global_rank} is {_NAMES[end]}, after {trainer.global_step} optimizer steps, and rank 0 "
-                f"is {_NAMES.get(int(heard), 'elsewhere')}. Stop on all ranks together: EarlyStopping does, and "
-                "`trainer.should_stop` must be set on every rank, for example by `self.trainer.strategy."
-                "reduce_boolean_decision(stop, all=False)`."
-            )
+    def on_train_end(self, *_: object) -> None:
+        self.on_train_batch_end()
 
     # Callbacks that change the model at the end of an evaluation find its shards.
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -205,14 +256,21 @@ class FirstCallback(Callback):
 
 @contextmanager
 def first_and_last(
-    trainer: Trainer, engine: Engine, fail: Callable[[BaseException], None], end_epoch: Callable[[], None]
+    callbacks: list[Callback],
+    engine: Engine,
+    fail: Callable[[BaseException], None],
+    end_epoch: Callable[[], None],
 ) -> Iterator[None]:
     """Put `FirstCallback` before the callbacks of a trainer, and what publishes behind them, inside this context."""
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     first = FirstCallback(engine, fail, end_epoch)
+
+    def publish(*_: object) -> None:
+        engine.refresh()
+
     # What other callbacks write into the model when an evaluation begins is published.
-    begins = ("on_validation_epoch_start", "on_test_epoch_start", "on_predict_epoch_start")
-    last = LambdaCallback(**dict.fromkeys(begins, lambda *_: engine.refresh()))
+    last = LambdaCallback(
+        on_validation_epoch_start=publish, on_test_epoch_start=publish, on_predict_epoch_start=publish
+    )
     callbacks[:] = [first, *callbacks, last]
     try:
         yield
@@ -221,17 +279,21 @@ def first_and_last(
 
 
 @contextmanager
-def counted_by_microbatch(callbacks: Iterable[Any]) -> Iterator[None]:
+def counted_by_microbatch(callbacks: Iterable[Callback]) -> Iterator[None]:
     """Let what users give Lightning's `ThroughputMonitor` get one microbatch at a time, inside this context."""
-
-    def of_all(count: Callable[[Any], int]) -> Callable[[Any], int]:
-        # Not 0: the monitor refuses a batch without samples.
-        return lambda batch: sum(map(count, batch)) or 1 if isinstance(batch, Minibatch) else count(batch)
-
     with ExitStack() as after:
         for monitor in callbacks:
-            for name in ("batch_size_fn", "length_fn") if isinstance(monitor, ThroughputMonitor) else ():
-                if (count := getattr(monitor, name)) is not None:
-                    after.callback(setattr, monitor, name, count)
-                    setattr(monitor, name, of_all(count))
+            if isinstance(monitor, ThroughputMonitor):
+                after.callback(setattr, monitor, "batch_size_fn", monitor.batch_size_fn)
+                monitor.batch_size_fn = partial(_count_all, monitor.batch_size_fn)
+                if monitor.length_fn is not None:
+                    after.callback(setattr, monitor, "length_fn", monitor.length_fn)
+                    monitor.length_fn = partial(_count_all, monitor.length_fn)
         yield
+
+
+def _count_all(count: Callable[[object], int], batch: object) -> int:
+    """The count of a batch, or of all microbatches in it."""
+    if not isinstance(batch, Minibatch):
+        return count(batch)
+    return sum(map(count, batch)) or 1  # not 0: the monitor refuses a batch without samples

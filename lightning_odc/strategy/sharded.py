@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -23,15 +25,25 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStr
 from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
-from lightning_odc.attached import DEFAULT_TIMEOUT
 from lightning_odc.sharding import checkpoints, nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
+from lightning_odc.sharding.engines import DEFAULT_TIMEOUT
 from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, regroup
-from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model, wrapping_shards
+from lightning_odc.sharding.wrapping import (
+    HowToShard,
+    WrapPolicy,
+    mesh_for,
+    precision_policy,
+    shard_model,
+    wrapping_shards,
+)
 from lightning_odc.strategy import options
 from lightning_odc.strategy.attaching import AttachingStrategy
+from lightning_odc.strategy.groups import Groups
+from lightning_odc.strategy.launcher import fork_launcher
 from lightning_odc.strategy.precision import ODCPrecision
+from lightning_odc.strategy.resuming import agree_with_loader
 
 
 class ShardedStrategy(AttachingStrategy, FSDPStrategy):
@@ -40,30 +52,52 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     model: nn.Module  # Lightning sets it before it calls what uses it
 
     def __init__(
-        self, *, precision_plugin: Precision | None, sharding_strategy: Any, device_mesh: Any, **of_fsdp: Any
+        self,
+        *,
+        precision_plugin: Precision | None,
+        timeout: timedelta | None,
+        mixed_precision: Any,
+        auto_wrap_policy: WrapPolicy | None,
+        activation_checkpointing_policy: WrapPolicy | None,
+        sharding_strategy: str | ShardingStrategy,
+        state_dict_type: Literal["full", "sharded"],
+        device_mesh: tuple[int, int] | DeviceMesh | None,
+        **of_fsdp: Any,
     ) -> None:
-        options.check_fsdp(of_fsdp)
-        options.check_sharding(sharding_strategy, device_mesh, self.options.group_size)
-        name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
+        name = options.check_sharding(sharding_strategy, device_mesh, self.options.group_size)
         within_node = nodes.WITHIN_NODE.get(name, name)  # the base class takes hybrid ones only for FSDP1
-        super().__init__(precision_plugin=None, sharding_strategy=cast(Any, within_node), **of_fsdp)
+        super().__init__(
+            precision_plugin=None,
+            timeout=timeout,
+            mixed_precision=mixed_precision,
+            # Lightning's annotations lack torch's `CustomPolicy`.
+            auto_wrap_policy=auto_wrap_policy,  # type: ignore[arg-type]
+            activation_checkpointing_policy=activation_checkpointing_policy,  # type: ignore[arg-type]
+            sharding_strategy=ShardingStrategy[within_node],
+            state_dict_type=state_dict_type,
+            **of_fsdp,
+        )
         self.sharding_strategy = ShardingStrategy[name]
-        self.device_mesh = self._mesh_of_nodes = device_mesh
+        self.device_mesh = device_mesh
+        self.state_dict_type = state_dict_type
+        self.timeout = timeout or DEFAULT_TIMEOUT
+        self._groups = Groups(self.options, self, device_mesh, replicates=name in nodes.WITHIN_NODE)
         self._reshard_after_forward = within_node == "FULL_SHARD"
         self._mesh: DeviceMesh | None = None
-        self.state_dict_type = of_fsdp["state_dict_type"]
-        self.timeout = of_fsdp["timeout"] or DEFAULT_TIMEOUT
         self.precision_plugin = precision_plugin
         self._on_teardown = ExitStack()
         self._unfilled: list[Unfilled] = []
         self._names = ParameterNames()
         self._is_training = False
+        self._owes_schedulers = False  # a step that came before a checkpoint
 
     @property
     def precision_plugin(self) -> ODCPrecision:
         """What casts inputs and scales losses, from ``Trainer(precision=...)``."""
         plugin = super().precision_plugin
-        return plugin if isinstance(plugin, ODCPrecision) else ODCPrecision("32-true")
+        if isinstance(plugin, ODCPrecision):
+            return plugin
+        return ODCPrecision("32-true")
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
@@ -78,11 +112,12 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
 
     @cast(property, FSDPStrategy.checkpoint_io).getter
-    def checkpoint_io(self) -> Any:
+    def checkpoint_io(self) -> CheckpointIO:
         """What reads and writes full checkpoints: a plugin of the user's, or our own instead of Lightning's."""
         plugin = super().checkpoint_io
         if type(plugin) is TorchCheckpointIO:
-            plugin = self.checkpoint_io = WholeCheckpointIO()
+            plugin = WholeCheckpointIO()
+            self.checkpoint_io = plugin
         elif isinstance(plugin, AsyncCheckpointIO):
             plugin.checkpoint_io = WholeCheckpointIO()
         return plugin
@@ -90,26 +125,42 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def _device_type(self) -> str:
         if self.parallel_devices:
             return self.parallel_devices[0].type
-        return "cuda" if isinstance(self.accelerator, CUDAAccelerator) else "cpu"
+        if isinstance(self.accelerator, CUDAAccelerator):
+            return "cuda"
+        return "cpu"
 
     # -- setting up and tearing down ----------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         options.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
         if self.cpu_offload.offload_params and self._device_type() != "cpu":
-            there = dist.get_backend_config() if dist.is_initialized() else self.process_group_backend
-            _compat_lightning.set_process_group_backend(self, options.offloading_backend(there))
-        super().setup_environment()
+            backend = self.process_group_backend
+            if dist.is_initialized():
+                backend = dist.get_backend_config()
+            _compat_lightning.set_process_group_backend(self, options.offloading_backend(backend))
+        with self._starting(self._device_type()):
+            super().setup_environment()
         self._mesh = None
         module = self.lightning_module
-        whole = self._mesh_of_groups
-        if module is not None and (whole is not None or is_overridden("configure_model", module)):
-            if whole is None:
-                whole = nodes.mesh_for_modules(self.shard_mesh)
-                assert whole.mesh_dim_names is not None
-                self._mesh = whole[whole.mesh_dim_names[:-1]]  # one mesh: DTensors of two do not go together
-            _compat_lightning.set_device_mesh(module, whole)
-            self._on_teardown.callback(_compat_lightning.set_device_mesh, module, None)
+        if module is not None:
+            self._set_device_mesh(module)
+
+    def _configure_launcher(self) -> None:
+        self._launcher = fork_launcher(self)
+        if self._launcher is None:
+            super()._configure_launcher()
+
+    def _set_device_mesh(self, module: pl.LightningModule) -> None:
+        """Give the module the mesh that it may ask for in ``configure_model``."""
+        whole = self._groups.mesh
+        if whole is None:
+            if not is_overridden("configure_model", module):
+                return
+            whole = nodes.mesh_for_modules(self.shard_mesh)
+            assert whole.mesh_dim_names is not None
+            self._mesh = whole[whole.mesh_dim_names[:-1]]  # one mesh: DTensors of two do not go together
+        _compat_lightning.set_device_mesh(module, whole)
+        self._on_teardown.callback(_compat_lightning.set_device_mesh, module, None)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -120,21 +171,20 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         shard)``, if ``fully_shard`` itself communicates. Needs the process group.
         """
         if self._mesh is None:
-            if self._mesh_of_groups is not None and self.options.tensor_parallel_size > 1:
-                self._mesh = self._mesh_of_groups["data_parallel"]
-            elif self._layout is None or not self._replicates:
-                self._mesh = mesh_for(self.root_device.type, self.world_size)
-            else:
-                mesh = nodes.mesh_of(self._layout, self.root_device.type)
-                self._mesh = mesh["shard"] if self._on_demand else mesh
+            self._mesh = self._groups.data_parallel or self._mesh_of_replica()
         return self._mesh
 
-    @property
-    def _replicates(self) -> bool:
-        """Whether every row of ranks holds the whole model: hybrid sharding."""
-        return self.sharding_strategy.name in nodes.WITHIN_NODE
+    def _mesh_of_replica(self) -> DeviceMesh:
+        device_type = self.root_device.type
+        layout = self._groups.layout
+        if layout is None or not self._groups.replicates:
+            return mesh_for(device_type, self.world_size)
+        mesh = nodes.mesh_of(layout, device_type)
+        if self._groups.on_demand:
+            return mesh["shard"]
+        return mesh
 
-    def _ordinary_tensors(self) -> AbstractContextManager[Any]:
+    def _ordinary_tensors(self) -> AbstractContextManager[object]:
         """Leaves the user's inference mode: its tensors cannot be changed outside of it."""
         # A module that was made in inference mode has such tensors already, and needs that mode.
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -146,8 +196,10 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             if not isinstance(model, FSDPModule):
                 _compat_lightning.wrap_checkpointed(model, self)
             self._shard(model, announce=True)
-            groups = self._mesh_of_groups if self.options.tensor_parallel_size > 1 else None
-            nodes.check_shards(model, self.shard_mesh, groups)
+            divided = None
+            if self._groups.divides_layers:
+                divided = self._groups.mesh
+            nodes.check_shards(model, self.shard_mesh, divided)
             self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
         return model
 
@@ -160,6 +212,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         # Optimizers may have been made before the model was sharded, as in `__init__`.
         self._names.follow(self.model, self.optimizers)
         self._is_training = False
+        self._owes_schedulers = False
 
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
@@ -172,12 +225,13 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
 
     @property
     def mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        if (given := self.mixed_precision) is not None:
-            return precision_policy(given.param_dtype, given.reduce_dtype, self._on_demand)
-        return self.precision_plugin.policy(self._on_demand)
+        given = self.mixed_precision
+        if given is not None:
+            return precision_policy(given.param_dtype, given.reduce_dtype, self._groups.on_demand)
+        return self.precision_plugin.policy(self._groups.on_demand)
 
     @property
-    def _how_to_shard(self) -> dict[str, Any]:
+    def _how_to_shard(self) -> HowToShard:
         return {
             "mixed_precision": self.mixed_precision_policy,
             "reshard_after_forward": self._reshard_after_forward,
@@ -186,9 +240,11 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
-        shards = wrapping_shards(self.shard_mesh, **self._how_to_shard)
-        module = self.lightning_module  # `configure_model` may shard it
-        with shards, nullcontext() if module is None else self._names.recorded(module):
+        module = self.lightning_module
+        with ExitStack() as shards:
+            shards.enter_context(wrapping_shards(self.shard_mesh, **self._how_to_shard))
+            if module is not None:  # `configure_model` may shard it
+                shards.enter_context(self._names.recorded(module))
             yield
 
     def teardown(self) -> None:
@@ -209,7 +265,9 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return checkpoints.optimizer_state(self.model, optimizer, self._full, self.global_rank)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
+    ) -> None:
         if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
         path = checkpoints.location(self.broadcast(filepath))
@@ -217,7 +275,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             checkpoint = checkpoints.assembled(checkpoint)
         checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
         if not self._full:
-            checkpoints.save_shards(checkpoint, cast(Path, path), self.global_rank)
+            assert isinstance(path, Path), "`make_room` has refused URLs"
+            checkpoints.save_shards(checkpoint, path, self.global_rank, self.barrier)
         elif self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
@@ -225,18 +284,24 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def lightning_restore_optimizer(self) -> bool:
         return True
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
         assert self.lightning_module is not None
+        if weights_only is None:
+            weights_only = _compat_lightning.asked_weights_only(checkpoint_path)
         path = checkpoints.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers = self._optimizers_with_state if fitting else []
+        optimizers: list[Optimizer] = []
+        if fitting:
+            optimizers = self._optimizers_with_state
         strict = self.lightning_module.strict_loading
         with self._ordinary_tensors():
             rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
             if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
                 self.load_optimizer_state_dict(rest)
-            checkpoints.reopen_epoch(rest)
+            self._owes_schedulers = agree_with_loader(rest)
             if checkpoints.averages(self.lightning_module.trainer):
                 checkpoints.cut(rest, self.model)
             self.publish_parameters()
@@ -245,7 +310,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         regroup(self.lightning_module.trainer, self.lightning_module)
-        if optimizers := self._optimizers_with_state:
+        optimizers = self._optimizers_with_state
+        if optimizers:
             checkpoints.load_optimizers(optimizers, checkpoint["optimizer_states"], self.model)
 
     @property

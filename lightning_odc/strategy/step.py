@@ -24,78 +24,57 @@ is returned with its graph, and *with the value* of all this rank's microbatches
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 
 from lightning_odc import _compat, _compat_lightning
+from lightning_odc.data.content import digest_of
 from lightning_odc.data.convert import check_samplers
-from lightning_odc.data.lengths import digest_of
 from lightning_odc.data.minibatch import Minibatch, Task, sample_count
+from lightning_odc.data.model_cost import causal_model
+from lightning_odc.data.position import Progress
 from lightning_odc.data.rng import random_numbers_of
-from lightning_odc.data.split import parts_of, sizes_of, some_of
-from lightning_odc.data.weighting import Counter, Rule, Verdict, tensors_of
-from lightning_odc.engine.base import Counting
+from lightning_odc.data.split import parts_of
+from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.engine.base import WeightKind
 from lightning_odc.errors import ODCError
-from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, replaced_log
-from lightning_odc.strategy.loss_trial import try_loss
-from lightning_odc.strategy.microbatch import (
+from lightning_odc.strategy.attempt import (
     MAKE_ROOM,
-    Contribution,
-    CountsNothing,
-    Measurements,
-    Part,
+    Attempt,
     Retry,
-    contribution,
     cut_graph,
     explained,
-    nothing_of,
     size_of,
     warn_of_drop,
 )
-from lightning_odc.strategy.model_facts import causal_model
+from lightning_odc.strategy.batch import Batch, State
+from lightning_odc.strategy.contribution import Contribution, PendingWeight, contribution, nothing_of
+from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, replaced_log
+from lightning_odc.strategy.loss_trial import try_loss
+from lightning_odc.strategy.measurements import Measured, Measurements
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.trial.audit import Audit
+from lightning_odc.trial.decide import Verdict
+from lightning_odc.trial.parts import PartRules
+from lightning_odc.trial.run import BatchOf
 
 
 @dataclass
-class _Batch:
-    """How the microbatches of a batch run, and what they add up to on this rank."""
+class _OptimizerStep:
+    """What is known of the optimizer step at hand."""
 
-    device: torch.device
-    args: tuple[Any, ...] = ()  # that ``training_step`` takes behind the microbatch
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    counter: Counter | None = None  # what is counted in the microbatch instead of its weight
-    is_sum: bool = False  # the loss is a sum, which no weight multiplies
-    counting: Counting = Counting.PLANNED  # what planned weights count
-    samples: int = 1  # of a plain batch, by which Lightning weights what is logged
-    extras: dict[str, list[Any]] = field(default_factory=dict)  # what else steps returned, by microbatch
-    loss: Any = 0.0
-    weight: Any = 0.0
-
-    def add(self, item: Contribution) -> None:
-        self.loss = self.loss + item.loss.detach()
-        self.weight = self.weight + item.weight
-        for key, value in item.extras.items():
-            # A view would keep the graph, with the activations of a microbatch that runs again in parts.
-            self.extras.setdefault(key, []).append(value.detach() if isinstance(value, Tensor) else value)
-
-    def output(self, item: Contribution | None = None) -> dict[str, Any]:
-        """The loss of a microbatch (or one that adds nothing), whose value is the mean of all of them; and the rest."""
-        total = torch.as_tensor(self.loss, device=self.device)
-        weight = torch.as_tensor(self.weight, device=self.device, dtype=total.dtype)
-        mean = torch.where(weight > 0, total / weight, torch.zeros_like(total))
-        loss = torch.zeros((), device=self.device, requires_grad=True) if item is None else item.loss.sum()
-        loss = loss.to(torch.promote_types(loss.dtype, mean.dtype), copy=True)
-        loss.detach().copy_(mean.reshape(()))  # the gradient of the loss, under the value of the mean
-        return {"loss": loss, **self.extras}
+    totals: list[Total] = field(default_factory=list)  # of values that were logged in it
+    has_said_weight: bool = False  # to the other ranks
 
 
-def call_step(strategy: ShardedStrategy, name: str, *args: Any, **kwargs: Any) -> Any:
+def call_step(strategy: ShardedStrategy, name: str, *args: object, **kwargs: object) -> Any:
     """Call a step of the module through its ``__call__``, where ``fully_shard`` has its hooks."""
     module = strategy.lightning_module
     assert module is not None
@@ -114,265 +93,325 @@ class Training:
 
     def __init__(self, strategy: ShardedStrategy) -> None:
         assert strategy.lightning_module is not None
-        self._strategy, options = strategy, strategy.options
+        self._strategy = strategy
         self._module = strategy.lightning_module
+        self._device = strategy.root_device
         self._engine = engine = strategy.engine
-        self._mates = strategy.attached.mates
+        self._sample_group = strategy.attached.sample_group
         self._call = partial(call_step, strategy, "training_step")
         computed_in = (strategy.precision_plugin.compute_dtype, strategy.mixed_precision_policy.param_dtype)
         self._fp16 = torch.float16 in computed_in
         self._seed = strategy.broadcast(torch.initial_seed())  # of the user's `torch.manual_seed`
+        self._labels = LabelCounter(skips_first=causal_model(self._module) is not None)
+        self._skips_nonfinite = strategy.options.on_nonfinite == "skip"
         self._logbook = LogBook()
         self._logged = LoggedNames(self._module)  # by the plain batch at hand
-        self._measurements = Measurements(lambda: sum(engine.waits.values()), strategy.root_device)
-        self._totals: list[Total] = []  # of values that were logged in this optimizer step
-        self._loaders_unchecked = True
+        self._measurements = Measurements(lambda: sum(engine.waits.values()), self._device)
+        self._retry = Retry(strategy.options.on_out_of_memory, engine, self._device, self._module.buffers())
         self._has_settled = False
-        self._has_said_weight = False
-        self._labels = Counter(skips_first=causal_model(self._module) is not None)
+        self.progress: Progress | None = None  # of the loader, if it wants to know what is done
+        self.meets = False  # before an optimizer steps, see Note [All have stepped, or none]
+        self.steps = 0  # that optimizers have made
+        self._has_gradients = False  # of batches whose optimizer step is to come
         self.communicates = False  # whether the step that was tried talks to other ranks
-        self._rules_of_parts: dict[Any, Verdict] = {}  # by the shapes of batches
-        self._skips_nonfinite = options.on_nonfinite == "skip"
-        self._retry = Retry(options.on_out_of_memory, engine, strategy.root_device, self._module.buffers())
-        self._batch = _Batch(strategy.root_device)
-        self._part: Part | None = None  # that ran forward last
-        # The part whose backward pass is Lightning's, and what runs instead if that runs out of memory.
-        self._pending: tuple[Part, Iterator[Part]] | None = None
-        self._more = False  # another backward pass of this batch follows
+        self._rules_of_parts = PartRules()
+        self.before_batch: Callable[[], object] = lambda: None  # what else is done when its hooks have run
+        self.audit: Audit | None = None  # of the rule that weighs microbatches, where a trial has found one
+        self.contradicted: Callable[[str], object] = str  # what is done about an audit that finds something
+        self._step = _OptimizerStep()
+        self._batch = Batch(self._device)
+        self._checked: object = None  # loaders of minibatches that Lightning does not deal out
 
     # -- a batch ------------------------------------------------------------------------------------------
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, batch: object, *args: object, **kwargs: object) -> STEP_OUTPUT:
         """Run a batch; what Lightning's ``training_step`` is here."""
-        is_minibatch = bool(args) and isinstance(args[0], Minibatch)
-        if is_minibatch and self._loaders_unchecked:
-            self._loaders_unchecked = False  # until now it was not known what they yield
-            if _compat_lightning.deals_out(self._module.trainer):
-                check_samplers(self._module.trainer.train_dataloader)
-        trainer, is_automatic = self._module.trainer, self._module.automatic_optimization
-        self._part = self._pending = None
-        if trainer.fit_loop.batch_idx == 0:
-            self._check_mates(args, is_minibatch)
-        if is_minibatch and not is_automatic:
+        trainer = self._module.trainer
+        is_automatic = self._module.automatic_optimization
+        self._batch = Batch(self._device, args, kwargs)
+        loaders = trainer.train_dataloader
+        if (
+            isinstance(batch, Minibatch)
+            and loaders is not self._checked
+            and _compat_lightning.deals_out(trainer)
+        ):
+            check_samplers(loaders)  # until now it was not known what they yield
+            self._checked = loaders
+        if self._sample_group is not None and trainer.fit_loop.batch_idx == 0:
+            content = batch
+            if isinstance(batch, Minibatch):
+                content = list(batch)
+                if batch.origin is not None:
+                    content = batch.plan  # its microbatches may be read when they run
+            self._sample_group.check_same("batches", digest_of(content))
+        self.before_batch()
+        if isinstance(batch, Minibatch) and not is_automatic:
             self._engine.drop_emptied_anywhere()
+        self._begin_batch(is_automatic)
+        if self.progress is not None:
+            if not self._has_gradients:
+                self.progress.end_step()
+            self.progress.begin_batch()
+        if not is_automatic:
+            self._engine.begin_forward()
+            with explained(f"With manual optimization, no batch runs again in parts. {MAKE_ROOM}."):
+                return self._call(batch, *args, **kwargs)
+        if isinstance(batch, Minibatch):
+            return self._minibatch(batch)
+        return self._plain(batch)
+
+    def _begin_batch(self, is_automatic: bool) -> None:
+        """Tell the engine where in an optimizer step and in the epoch this batch is."""
+        trainer = self._module.trainer
+        number = trainer.fit_loop.batch_idx
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        ends_step = is_last or (number + 1) % self._accumulated == 0
         stops_anyway = trainer.max_steps == trainer.global_step + 1
-        batch, is_last = trainer.fit_loop.batch_idx, trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         # Lightning's `zero_grad` at the first batch of a step must reach the accumulators of all ranks.
         self._engine.begin_batch(
-            opens_window=is_automatic and batch % self._accumulated == 0,
-            closes_window=not is_automatic or is_last or (batch + 1) % self._accumulated == 0,
+            opens_window=is_automatic and number % self._accumulated == 0,
+            closes_window=not is_automatic or ends_step,
             is_last=is_last and not stops_anyway,
         )
-        if is_minibatch and is_automatic:
-            return self._minibatch(*args, **kwargs)
-        if is_automatic and args:
-            return self._plain(*args, **kwargs)
-        self._engine.begin_forward()
-        manual = f"With manual optimization, no batch runs again in parts. {MAKE_ROOM}."
-        with nullcontext() if is_automatic else explained(manual):
-            return self._call(*args, **kwargs)
-
-    def _check_mates(self, args: tuple[Any, ...], is_minibatch: bool) -> None:
-        """Refuse different batches on ranks that compute a sample together."""
-        if self._mates is None or not args:
-            return
-        content = args[0]
-        if is_minibatch:  # of a plan, microbatches may be read when they run
-            content = [*content] if content.origin is None else content.plan
-        self._mates.check_same("batches", digest_of(content))
 
     @property
     def _accumulated(self) -> int:
         """The batches of an optimizer step, by which Lightning divides the loss it is given."""
         return self._module.trainer.accumulate_grad_batches
 
-    def _minibatch(self, minibatch: Minibatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def _minibatch(self, minibatch: Minibatch) -> dict[str, object]:
         """Run a rank's microbatches; see Note [The last backward belongs to Lightning]."""
         self._measurements.open(minibatch)
         self._engine.begin_minibatch(len(minibatch), minibatch.plan)
-        self._batch = batch = _Batch(self._strategy.root_device, args, kwargs)
-        if (origin := minibatch.origin) is not None:
-            batch.counter = origin.counter or (self._labels if origin.by_labels else None)
-            batch.is_sum = origin.is_sum
+        origin = minibatch.origin
+        if origin is not None:
+            self._batch.is_sum = origin.is_sum
+            self._batch.counter = origin.counter
+            if origin.counter is None and origin.by_labels:
+                self._batch.counter = self._labels
+        if self.audit is not None and self.audit.is_due() and not self._engine.why_no_retry():
+            self._measurements.contradiction = self.audit.of(minibatch.tasks(), self.move, self._try_rule)
+        last = len(minibatch) - 1
         # A rank may help others only when its own work is done: then nothing is left for Lightning.
-        last = len(minibatch) - 1 if minibatch.all_ranks is None else None
-        with self._logbook.recording(self._module):
+        helps = minibatch.all_ranks is not None
+        with self._logbook.recording(self._module), _compat.compiled_for_all_shapes():
             for index, task in enumerate(self._engine.tasks(minibatch)):
-                self._run(self._parts(task, index), keeps_graph=index == last)
-        return batch.output(None if self._pending is None else self._pending[0].item)
+                whole = Attempt(task, index, self._retry)
+                self._run([whole], leaves_backward=index == last and not helps)
+        return self._batch.output()
 
-    def _plain(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    def _plain(self, batch: object) -> STEP_OUTPUT:
         """Run a batch that is one microbatch. Lightning's backward pass follows."""
-        samples = sample_count(batch) or 1
-        self._batch = _Batch(self._strategy.root_device, args, kwargs, None, False, Counting.MEAN, samples)
-        parts, output = self._parts(Task(batch, 1.0, None), 0), None
-        part = next(parts)
-        with self._logged.noting(), part:
-            output = self._forward(part)
-        if part.error is None:
-            self._pending = None if part.item is None else (part, parts)
+        self._batch.weight_kind = WeightKind.MEAN
+        self._batch.samples = sample_count(batch) or 1
+        whole = Attempt(Task(batch, 1.0, None), 0, self._retry)
+        whole.begin()
+        output = None
+        with self._logged.noting(), whole:
+            output = self._forward(whole)
+        if whole.error is None:
+            if whole.contribution is not None:
+                self._batch.state = State.LEFT
             return output
         # A name is logged once: its value may be synchronised with other ranks.
         with self._logbook.recording(self._module):
-            self._run(parts)
+            self._run(self._after(whole))
         totals = self._logbook.take()
         flush((total for total in totals if total.name not in self._logged.names), self._module)
         return self._batch.output()
 
-    def last_backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run Lightning's own backward pass of a batch; see Note [The last backward belongs to Lightning]."""
-        pending, self._pending = self._pending, None
-        if pending is None:
+    def backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+        """Every backward pass, which ``run`` runs; see Note [The last backward belongs to Lightning]."""
+        batch = self._batch
+        if batch.state is not State.LEFT:
             loss = run(loss)
             self._engine.backward_done = False
             return loss
-        part, parts = pending
-        with part:
+        batch.state = State.FORWARD
+        last = batch.attempt
+        assert last is not None
+        with last:
             run(loss)
             self._engine.backward_done = False
-        if part.error is not None:
+        if last.error is not None:
             cut_graph(loss)
-        self._run(parts)
+        self._run(self._after(last))
         return loss.detach()
 
     # -- a microbatch -------------------------------------------------------------------------------------
 
-    def _parts(self, task: Task, index: int, whole: Any = None, is_last_try: bool = False) -> Iterator[Part]:
-        """Yield a microbatch; if it runs out of memory in its ``with``, its parts, too: Note [Run again in parts]."""
-        part = Part(task, index, self._retry, whole, is_last_try)
-        yield part
-        if part.error is None:
-            self._retry.fits(part)
-            return
-        if self._mates is not None:
-            self._mates.all_out_of_memory(part.error, [index, part.is_part, part.item is None])
-        part.undo()
-        self._measurements.forget()
-        if part.item is None:
-            self._logbook.drop()
-        if not part.counts:  # its backward pass would add zeros
-            return
-        if not part.is_part:
-            self._measurements.ran_out.append(size_of(part.task))
-        halves, reason = self._cut(part)
-        if self._mates is not None:
-            self._mates.check_same("parts of a microbatch that ran out of memory", len(halves), MAKE_ROOM)
-        if not halves:
-            self._retry.drop(part, reason)
-            self._leave_out(part)
-            return
-        self._retry.cut(part, reason)
-        for half in halves:
-            yield from self._parts(half, index, part, is_last_try=len(halves) == 1)
+    def _run(self, todo: list[Attempt], leaves_backward: bool = False) -> None:
+        """Run attempts, and instead of those that run out of memory their parts."""
+        while todo:
+            attempt = todo.pop(0)
+            self._try(attempt, leaves_backward)
+            if self._batch.state is State.LEFT:
+                return
+            todo[:0] = self._after(attempt)
 
-    def _run(self, parts: Iterator[Part], keeps_graph: bool = False) -> None:
-        """Run a microbatch, or what is left of it; if Lightning runs its backward pass, only forward."""
-        for part in parts:
-            quiet = replaced_log(self._module, lambda *_, **__: None) if part.is_logged else nullcontext()
-            with part, quiet:
-                self._forward(part)
-                if part.item is None:
-                    continue
-                if not part.is_logged:
-                    self._batch.add(part.item)
-                if keeps_graph and not part.is_part:
-                    self._pending = part, parts
-                    return
-                if part.is_part:
-                    self._engine.retry(part.added)
-                self._more = True
-                try:
-                    self._strategy.backward(part.item.loss / self._accumulated, self._strategy.optimizers[0])
-                finally:
-                    self._more = False
-                part.item.detach()
+    def _try(self, attempt: Attempt, leaves_backward: bool) -> None:
+        """Run an attempt, forward alone if Lightning runs its backward pass."""
+        attempt.begin()
+        quiet: AbstractContextManager[None] = nullcontext()
+        if attempt.is_logged:
+            quiet = replaced_log(self._module, lambda *_, **__: None)
+        with attempt, quiet:
+            self._forward(attempt)
+            if attempt.contribution is None:
+                return
+            if not attempt.is_logged:
+                self._batch.add(attempt.contribution)
+            if leaves_backward and not attempt.is_split:
+                self._batch.state = State.LEFT
+            else:
+                self._backward(attempt, attempt.contribution)
 
-    def _forward(self, part: Part) -> Any:
+    def _forward(self, attempt: Attempt) -> STEP_OUTPUT:
         """Run the user's step; returns what it returned, which holds its graph."""
-        batch, task, self._part = self._batch, part.run, part
+        batch = self._batch
+        task = attempt.task
+        batch.attempt = attempt
         self._measurements.begin(task.detail)
-        # Counted before the step, which may take them out of the batch.
-        labels = None if batch.counter is None else batch.counter.of(task.microbatch)
-        counts = 1.0 if part.is_part else task.weight  # labels and items say themselves what a part counts
+        labels = None
+        if batch.counter is not None:  # before the step, which may take them out of the batch
+            labels = batch.counter.of(attempt.batch)
+        planned = task.weight
+        if attempt.is_split:
+            planned = 1.0  # labels and items say themselves what a part counts
         if labels is not None:
-            part.counts_nothing = CountsNothing(labels, counts)
+            attempt.weight = PendingWeight(planned, labels)
         self._engine.begin_forward()
-        chance = random_numbers_of(task.detail, self._strategy.root_device, self._seed)
+        chance = random_numbers_of(task.detail, self._device, self._seed)
         with chance, self._measurements.running():
-            output = self._call(task.microbatch, *batch.args, **batch.kwargs)
-        item = contribution(output, task.weight, batch.counting, labels, part.is_part, batch.is_sum)
-        if item is None:
-            if self._mates is not None:
-                self._mates.all_without_loss(part.index)
+            output = self._call(attempt.batch, *batch.args, **batch.kwargs)
+        found = contribution(output, task.weight, batch.weight_kind, labels, attempt.is_split, batch.is_sum)
+        if found is None:
+            if self._sample_group is not None:
+                self._sample_group.all_without_loss(attempt.index)
             self._logbook.weigh(task.weight * batch.samples)
             return output
-        if item.counting is Counting.EXACT:
-            part.counts_nothing = CountsNothing(weight=counts)
-        if self._skips_nonfinite and not bool(torch.isfinite(item.loss).all()):
+        if found.weight_kind is WeightKind.EXACT:
+            attempt.weight = PendingWeight(planned)
+        if self._skips_nonfinite and not bool(torch.isfinite(found.loss).all()):
             # It counts nothing, but goes backward, since others may wait for it, and adds zeros.
-            warn_of_drop(part, "has a loss that is not finite")
-            part.counts_nothing = CountsNothing(weight=0.0)
-            self._leave_out(part)
-            item = replace(item, loss=nothing_of(item.loss), weight=0.0)
-            output = {**output, "loss": item.loss} if isinstance(output, Mapping) else item.loss
-        self._logbook.weigh(item.weight * batch.samples)
-        part.item = item
-        self._engine.ledger.add(item.weight / self._accumulated, item.counting)
+            warn_of_drop(attempt, "has a loss that is not finite")
+            attempt.weight = PendingWeight(0.0)
+            self._leave_out(attempt)
+            found = replace(found, loss=nothing_of(found.loss), weight=0.0)
+            if isinstance(output, Mapping):
+                output = {**output, "loss": found.loss}
+            else:
+                output = found.loss
+        self._logbook.weigh(found.weight * batch.samples)
+        attempt.contribution = found
+        self._engine.ledger.add(found.weight / self._accumulated, found.weight_kind)
         return output
 
-    def _leave_out(self, part: Part) -> None:
-        """Let a plain batch, or a part of one, have no part in the mean."""
-        if self._batch.counting is Counting.MEAN:
-            self._engine.ledger.left_out += part.task.weight / self._accumulated
+    def _backward(self, attempt: Attempt, found: Contribution) -> None:
+        """Run the backward pass of an attempt here, through Lightning's hooks, which call `backward`."""
+        if attempt.is_split:
+            self._engine.retry(attempt.added)
+        self._batch.state = State.BACKWARD
+        try:
+            self._strategy.backward(found.loss / self._accumulated, self._strategy.optimizers[0])
+        finally:
+            self._batch.state = State.FORWARD
+        found.detach()
 
-    def _cut(self, part: Part) -> tuple[list[Task], str]:
+    def _after(self, attempt: Attempt) -> list[Attempt]:
+        """What runs instead of an attempt that ran out of memory; see Note [Run again in parts]."""
+        if attempt.error is None:
+            self._retry.fits(attempt)
+            return []
+        has_loss = attempt.contribution is not None
+        if self._sample_group is not None:
+            where = [attempt.index, attempt.is_split, not has_loss]
+            self._sample_group.all_out_of_memory(attempt.error, where)
+        attempt.undo()
+        self._measurements.forget()
+        if not has_loss:
+            self._logbook.drop()
+        if not attempt.counts:  # its backward pass would add zeros
+            return []
+        if not attempt.is_split:
+            self._measurements.ran_out.append(size_of(attempt.task))
+        parts, reason = self._cut(attempt)
+        if self._sample_group is not None:
+            self._sample_group.check_same(
+                "parts of a microbatch that ran out of memory", len(parts), MAKE_ROOM
+            )
+        if not parts:
+            self._retry.drop(attempt, reason)
+            self._leave_out(attempt)
+            return []
+        self._retry.cut(attempt, reason)
+        is_last_try = len(parts) == 1
+        return [Attempt(part, attempt.index, self._retry, attempt, is_last_try) for part in parts]
+
+    def _leave_out(self, attempt: Attempt) -> None:
+        """Let a plain batch, or a part of one, have no part in the mean."""
+        if self._batch.weight_kind is WeightKind.MEAN:
+            self._engine.ledger.left_out += attempt.task.weight / self._accumulated
+
+    def _cut(self, attempt: Attempt) -> tuple[list[Task], str]:
         """Both parts of a microbatch; or the whole, to run once more, or nothing, and what cannot be done with it."""
-        task = part.task
+        task = attempt.task
         if isinstance(task.microbatch, Iterator):
             return [], "run again: what an iterator has yielded is gone"
-        if part.is_last_try:
+        if attempt.is_last_try:
             return [], ""
         can_read = task.detail is not None and task.detail.samples is not None
-        verdict = Verdict(Rule("sample")) if can_read else self._rule_of_parts(task.microbatch)
+        verdict = Verdict(Rule("sample"))
+        if not can_read:
+            verdict = self._rule_of_parts(task.microbatch)
         if verdict.rule is None:
-            return [task], f"be cut: {verdict.reason}" * bool(verdict.reason)
+            if verdict.reason:
+                return [task], f"be cut: {verdict.reason}"
+            return [task], ""
         try:
-            halves = parts_of(task, verdict.rule)
+            parts = parts_of(task, verdict.rule)
         except Exception as problem:  # a collator that needs the whole, say
             return [task], f"be cut: {type(problem).__name__}: {problem}"
         if can_read:
-            halves = [half._replace(microbatch=self.move(half.microbatch)) for half in halves]
-        return halves or [task], ""
+            parts = [part._replace(microbatch=self.move(part.microbatch)) for part in parts]
+        return parts or [task], ""
 
-    def _rule_of_parts(self, microbatch: Any) -> Verdict:
+    def _rule_of_parts(self, microbatch: object) -> Verdict:
         """What parts of a microbatch count, which only its tensors can tell; tried with some of its samples."""
-        sizes, take = sizes_of(microbatch), partial(some_of, microbatch)
-        if not sizes:
-            return Verdict(None)  # a single sample, maybe
-        shapes = tuple((path, tensor.dim()) for path, tensor in tensors_of(microbatch))
-        if shapes not in self._rules_of_parts:
-            self._rules_of_parts[shapes] = self.try_loss(take, sizes[:12], *self._batch.args)
-        verdict, is_plain = self._rules_of_parts[shapes], self._batch.counting is Counting.MEAN
+        batch = self._batch
+        verdict = self._rules_of_parts.of(
+            microbatch, lambda batch_of, sizes: self.try_loss(batch_of, sizes, *batch.args)
+        )
         if verdict.rule == Rule("sum"):
-            if not (is_plain or self._batch.is_sum):
+            if not batch.is_sum and batch.weight_kind is not WeightKind.MEAN:
                 return Verdict(None, 'its loss is a sum: return {"loss": loss, "num_items": n}')
-            self._batch.is_sum = True
+            batch.is_sum = True
         return verdict
 
-    def move(self, microbatch: Any) -> Any:
+    def move(self, microbatch: object) -> object:
         """Bring what a loader has read to the device."""
         converted = self._strategy.precision_plugin.convert_input(microbatch)
         # As a Minibatch: of a plain batch, Lightning has called the first of the hooks before.
-        return self._strategy.batch_to_device(Minibatch([converted]), self._strategy.root_device)[0]
+        return self._strategy.batch_to_device(Minibatch([converted]), self._device)[0]
 
-    def try_loss(self, batch_of: Callable[[Sequence[int]], Any], tokens: Any, *args: Any) -> Verdict:
+    def try_loss(
+        self, batch_of: BatchOf, tokens: Sequence[int], *args: object, rule: Rule | None = None
+    ) -> Verdict:
         """What the loss is a mean over; see Note [The loss is tried]. It leaves no trace."""
 
-        def run(batch: Any) -> Any:
+        def run(batch: object) -> object:
             self._engine.begin_forward()
             return self._call(batch, *args)
 
-        verdict, self.communicates = try_loss(self._module, self._strategy.root_device, run, batch_of, tokens)
+        trial = try_loss(self._module, self._device, run, batch_of, tokens, rule)
+        if rule is None:
+            self.communicates = trial.communicates
+        return trial.verdict
+
+    def _try_rule(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule) -> Verdict:
+        verdict = self.try_loss(batch_of, tokens, *self._batch.args, rule=rule)
+        if verdict.has_failed:
+            self._engine.undo()
         return verdict
 
     # -- backward and settle ------------------------------------------------------------------------------
@@ -380,19 +419,24 @@ class Training:
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """The context of every backward pass, without Lightning's hooks before and after it."""
-        manual = not self._module.automatic_optimization
-        counts = self._part is None or not self._part.counts_nothing
-        context = self._engine.backward(manual=manual, more=self._more, counts=counts)
+        self._has_gradients = True
+        attempt = self._batch.attempt
+        context = self._engine.backward(
+            manual=not self._module.automatic_optimization,
+            more=self._batch.state is State.BACKWARD,
+            counts=attempt is None or not attempt.weight.is_weightless,
+        )
         with context, self._engine.traced("backward"), self._measurements.running():
             yield
 
     def loss_divisor(self) -> float:
         """What the losses of this step are divided by; see Note [Weights under fp16]."""
-        plugin, ledger = self._strategy.precision_plugin, self._engine.ledger
+        plugin = self._strategy.precision_plugin
+        ledger = self._engine.ledger
         if not self._fp16 or not ledger.is_weighted:
             return 1.0
-        if plugin.weight_unit is None and not self._has_said_weight:
-            self._has_said_weight = True  # once per step, or ranks would not meet
+        if plugin.weight_unit is None and not self._step.has_said_weight:
+            self._step.has_said_weight = True  # once per step, or ranks would not meet
             weight = float(ledger.weight) * self._accumulated / max(ledger.microbatches, 1)
             plugin.weight_unit = unit_of(self._engine.exchange("first weights under fp16", weight))
         self._engine.weight_unit = plugin.weight_unit or 1.0
@@ -404,13 +448,27 @@ class Training:
         if self._engine.settled:
             return
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
-        if self._mates is not None:
+        if self._sample_group is not None:
             ledger = self._engine.ledger
-            weight = f" with the weight {float(ledger.weight):g}" if self._mates.divide_layers else ""
-            self._mates.check_same("microbatches", f"{ledger.microbatches}{weight}")
+            ran = str(ledger.microbatches)
+            if self._sample_group.divide_layers:
+                ran += f" with the weight {float(ledger.weight):g}"
+            self._sample_group.check_same("microbatches", ran)
         records = self._engine.settle(self._logbook.post(), self._measurements.take())
-        self._totals += self._logbook.merge([record.logs for record in records], own=self._module.global_rank)
-        self._measurements.report([record.measured for record in records])
+        self._step.totals += self._logbook.merge(
+            [record.logs for record in records], self._module.global_rank
+        )
+        measured = [Measured(*record.measured) for record in records]
+        self._measurements.report(measured)
+        contradiction = next((of_rank.contradiction for of_rank in measured if of_rank.contradiction), "")
+        if contradiction and self.audit is not None:
+            self.audit = None
+            self.contradicted(contradiction)
+
+    def meet(self) -> None:
+        """Go on only when all ranks have come this far, if that matters."""
+        if self.meets:
+            self._engine.exchange("about to step", None)
 
     def end_epoch(self) -> None:
         """Refuse a first epoch in which hooks of parameters waited for a step that never came."""
@@ -429,9 +487,13 @@ class Training:
 
     def end_step(self) -> None:
         """An optimizer has stepped: publish the parameters and log the values of the step."""
+        self._has_gradients = False
+        self.steps += 1
+        if self.progress is not None:
+            self.progress.end_step()
         self._engine.publish()
-        self._has_said_weight = False
-        totals, self._totals = self._totals, []
+        totals = self._step.totals
+        self._step = _OptimizerStep()
         if totals:
             with _compat_lightning.logging_as(self._module, "training_step"):
                 flush(totals, self._module)

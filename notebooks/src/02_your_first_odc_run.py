@@ -8,7 +8,7 @@
 # - what DDP, FSDP and ODC do differently, as timelines of your own machine;
 # - what balancing adds: ranks have different numbers of texts, and equal work.
 #
-# **It needs** Linux, two CPU cores and about a minute. No GPU, no network. In a clone of the repository,
+# **It needs** Linux, two CPU cores and one to two minutes. No GPU, no network. In a clone of the repository,
 # `make lab` installs everything and opens the notebooks. (With a GPU for each of two ranks, write `accelerator="gpu"`.)
 # You should have written a `LightningModule` before. [Notebook 1](01_seeing_the_imbalance.ipynb) explains why ranks
 # wait.

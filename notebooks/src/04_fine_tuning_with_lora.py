@@ -8,7 +8,7 @@
 # - how to train LoRA adapters with sharded, frozen base weights;
 # - how to move checkpoints between a sharded training and a single process, and how to resume to the last bit.
 #
-# **It needs** Linux, two CPU cores and about a minute. No GPU, no network: the model begins with random weights and
+# **It needs** Linux, two CPU cores and one to two minutes. No GPU, no network: the model begins with random weights and
 # is taught here. With a model from the Hub, replace one line. In a clone of the repository, `make lab` installs
 # everything and opens the notebooks. [Notebook 2](02_your_first_odc_run.ipynb) is a good beginning.
 #

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from textwrap import indent
 from typing import Any
 
@@ -77,9 +78,10 @@ def test_memory_and_bytes_are_those_of_the_page_about_several_nodes() -> None:
 
 
 def test_uneven_lengths_gain() -> None:
-    advice = advice_on()
+    advice = advice_on(model="7b")
     assert advice.helps
     assert str(advice).startswith("This would help: ranks would wait ")
+    assert "The whole model fits" not in str(advice)
     assert advice.line.splitlines() == [
         "import lightning_odc",
         'Trainer(accelerator="gpu", devices=4, precision="bf16-mixed", strategy="odc")',
@@ -92,6 +94,21 @@ def test_uneven_lengths_gain() -> None:
     assert "num_nodes=2" in nodes
     assert "between nodes    a node sends 4.63 GB per step on demand" in nodes  # 1.54e9 x 6 bytes / 2
     assert "and 32.4 GB by collectives (4 microbatches per step)" in nodes
+
+
+def test_where_the_whole_model_fits_planned_ddp_is_the_plainest_that_helps() -> None:
+    advice = advice_on()
+    assert advice.fits_whole
+    assert advice.line == 'Trainer(accelerator="gpu", devices=4, precision="bf16-mixed", strategy="ddp")'
+    said = str(advice)
+    assert said.startswith("This would help: ranks would wait ")
+    assert "fits on each device: 24.7 GB of 80 GB, before activations" in said
+    assert "docs/full-gain.md" in said
+    page = (Path(__file__).parents[2] / "docs" / "full-gain.md").read_text()
+    assert "## Plain DDP, balanced" in page
+    half = replace(advice.memory, limit=2 * 24.6 * BILLION)
+    assert 'strategy="odc"' in replace(advice, memory=half).line, "activations need room, too"
+    assert "fits on each" not in str(advice_on(length=2048)), "there is nothing to plan"
 
 
 def test_what_speaks_against_it_comes_first() -> None:

@@ -45,17 +45,24 @@ def test_dense_attention_pays_for_the_square_of_all_tokens() -> None:
     assert slow == [[2 * (60 + 36 + 5), 2 * (40 + 16 + 5)]]
 
 
+class BelowZero(PolynomialCost):
+    """A cost of the user's own."""
+
+    overhead = np.array(-1.0)  # type: ignore[assignment]
+
+
 def test_refusals() -> None:
     cases = [
-        (lambda: PolynomialCost(-1, 1), "not negative"),
-        (lambda: PolynomialCost(0, 0), "quadratic or linear positive"),
+        (lambda: PolynomialCost(-1, 1), r"quadratic=-1\) cannot work.*0.0 \(a finite number of at least 0\)"),
+        (lambda: PolynomialCost(0, 0), "quadratic or linear must be positive"),
         (lambda: PolynomialCost(1, float("nan")), "finite"),
-        (lambda: quadratic(0), "crossover must be positive"),
-        (lambda: with_speeds("tokens", [1, 0]), r"speeds must be positive.*\[1, 0\]"),
+        (lambda: quadratic(0), "crossover=0.*a positive number"),
+        (lambda: with_speeds("tokens", [1, 0]), r"speeds=\[1, 0\]\) cannot work"),
         (lambda: with_speeds("tokens", []), "one per rank"),
         (lambda: with_speeds("bytes", [1]), "'bytes' is unknown"),
         (lambda: resolve_cost("fitted"), r'BalancedDataLoader\(..., cost="fitted"\)'),
-        (lambda: MinibatchCosts.of(FunctionCost(np.sqrt, -1.0), np.array([3]), 2), "overhead.*not negative"),
+        (lambda: FunctionCost(np.sqrt, -1.0), r"constant=-1.0\) cannot work"),
+        (lambda: MinibatchCosts.of(BelowZero(), np.array([3]), 2), "overhead.*not negative"),
         (lambda: transformer({"hidden_size": 64}), "lacks num_hidden_layers, num_attention_heads"),
         (lambda: transformer(SMALL | {"num_local_experts": 8}), "dense decoder-only.*FittedCost"),
         (lambda: transformer(SMALL | {"is_encoder_decoder": True}), "dense decoder-only"),

@@ -127,8 +127,8 @@ def test_refusals_leave_the_fit_as_it_was() -> None:
             cost.observe([(1, [7], 1.0), observation])
         assert cost.state_dict() == state
     cases = [
-        (lambda: FittedCost(0), "num_ranks must be"),
-        (lambda: FittedCost(2, forgetting=0), "forgetting must be"),
+        (lambda: FittedCost(0), "Write num_ranks=8"),
+        (lambda: FittedCost(2, forgetting=0), "Write forgetting=0.98"),
         (
             lambda: FittedCost(2).load_state_dict(FittedCost(3).state_dict()),
             r"3 ranks, this one 2.*FittedCost\(2\)",

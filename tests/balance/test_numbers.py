@@ -179,8 +179,15 @@ def learnt(rows: Any) -> FittedCost:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 9}, r"2 numbers each, and max_tokens=9 caps 1: .*max_tokens=\(9, 3\)"),
-    ({"max_tokens": [(9, 9), 9]}, r"another number of caps on one rank.*max_tokens=\[\(9, 9\), \(9, 9\)\]"),
-    ({"max_tokens": (9, 0)}, r"max_tokens must be a whole number of at least 1, got 0"),
+    (
+        {"max_tokens": [(9, 9), 9]},
+        r"\(max_tokens=\[\(9, 9\), 9\]\) cannot work. Write max_tokens=8192, \(8192, 64\)",
+    ),
+    (
+        {"max_tokens": [(9, 9), (9,)]},
+        r"another number of caps on one rank.*max_tokens=\[\(9, 9\), \(9, 9\)\]",
+    ),
+    ({"max_tokens": (9, 0)}, r"Planner\(max_tokens=\(9, 0\)\) cannot work"),
     ({"max_tokens": ()}, r"max_tokens=\(\) caps nothing"),
     (
         {"max_tokens": (9, 2)},

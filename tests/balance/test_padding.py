@@ -223,16 +223,16 @@ def test_the_default_cap_is_the_longest_row() -> None:
 
 
 WRONG: list[tuple[Any, str]] = [
-    (lambda: Collation(cast(Any, "padding")), r"kind='padding' is unknown; write one of 'packed', 'apart'"),
-    (lambda: Collation("padded", 0), r"multiple must be a whole number of at least 1"),
-    (lambda: Collation("padded", fixed=0), r"fixed must be a whole number of at least 1"),
+    (lambda: Collation(cast(Any, "padding")), r"kind=.padding.\) cannot work. Write kind=.packed., .apart"),
+    (lambda: Collation("padded", 0), r"Write multiple=8 \(a whole number of at least 1\)"),
+    (lambda: Collation("padded", fixed=0), r"Write fixed=8 \(a whole number of at least 1\) or None"),
     (
         lambda: Collation("packed", 8),
         r"pads nothing.*Collation\('padded', multiple=8.*or Collation\('packed'\)",
     ),
     (
         lambda: plan_minibatch([5], 1, collation=cast(Any, "padded")),
-        r"collation='padded' is unknown: write collation=Collation\('padded'\)",
+        r"collation='padded'\) cannot work. Write collation=Collation\(",
     ),
     (
         lambda: plan_minibatch([7, 9], 1, 15, collation=Collation("padded", 8)),
@@ -252,7 +252,7 @@ WRONG: list[tuple[Any, str]] = [
         r"sample 0 has 5 tokens, more than max_tokens=\[4, 3\] on every rank.*write max_tokens=\[5, 3\]",
     ),
     (lambda: plan_minibatch([9, 4], 2, [3, 8]), r"write max_tokens=\[3, 9\]"),
-    (lambda: plan_minibatch([5, 4], 2, [5, 0]), r"max_tokens must be a whole number of at least 1, got 0"),
+    (lambda: plan_minibatch([5, 4], 2, [5, 0]), r"max_tokens=\[5, 0\]\) cannot work"),
     (
         lambda: plan_minibatch([5, 4, 3, 2], 2, [5, 6], "lb_micro"),
         r"any microbatch.*write policy=\"lb_mini\", or max_tokens=5",

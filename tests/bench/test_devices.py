@@ -17,7 +17,7 @@ from lightning_odc import ODCStrategy
 from lightning_odc.bench import training
 from lightning_odc.bench.demo import DemoOutcome
 from lightning_odc.bench.options import Combination, DemoOptions, TrainOptions
-from lightning_odc.bench.processes import Placement, Ranks, place
+from lightning_odc.bench.processes import Placement, RankProcesses, place
 from lightning_odc.bench.report import Outcome
 from lightning_odc.bench.results import MinibatchRecord, Run, Totals
 from lightning_odc.bench.workload import Workload
@@ -80,7 +80,7 @@ def _found(rank: int, world_size: int) -> tuple[str | None, str | None, str]:
 def test_ranks_that_share_a_gpu_are_told_in_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server that they are forked from has started before, and without the variable."""
     monkeypatch.delenv(OVERLAP_VARIABLE, raising=False)
-    with Ranks(2, (), _enter_without_a_gpu, Placement(2, gpus=1).backend) as ranks:
+    with RankProcesses(2, (), _enter_without_a_gpu, Placement(2, gpus=1).backend) as ranks:
         found = ranks.call(_found)
     assert found == [("1", "cuda:0", "cpu:gloo,cuda:gloo")] * 2
     assert OVERLAP_VARIABLE not in os.environ

@@ -24,6 +24,7 @@ from lightning_odc.bench.results import (
     summarize,
 )
 from lightning_odc.bench.workload import Workload
+from lightning_odc.callbacks.timeline.spans import Passage
 
 COLLECTIVE = Combination("collective", "lb_micro")
 LOCKSTEP = Combination("lockstep", "lb_micro")
@@ -143,7 +144,7 @@ def test_waits_in_collectives_are_known_when_all_ranks_have_told(ahead: int) -> 
     one = run(COLLECTIVE, [1.0])
     one.common_clock = not ahead
     for rank, came in enumerate((0, 300_000_000)):
-        one.ranks[rank][1].meetings = [(came + ahead * rank, 400_000_000 + ahead * rank)]
+        one.ranks[rank][1].meetings = [Passage(came + ahead * rank, 400_000_000 + ahead * rank)]
     one.resolve(1)
     assert [rank[1].waits["collective"] for rank in one.ranks] == [pytest.approx(0.3), 0.0]
 

@@ -22,7 +22,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from lightning_odc import cli, host_memory
-from lightning_odc.bench.processes import RankFailedError, Ranks
+from lightning_odc.bench.processes import RankFailedError, RankProcesses
 from lightning_odc.bench.results import MinibatchRecord
 from lightning_odc.callbacks import load_timeline
 from tests.support.refusals import assert_one_line
@@ -87,7 +87,7 @@ def _fail(rank: int, world_size: int, by_exit: bool, *, tell: Any) -> None:
 def test_a_rank_that_fails_is_one_line_and_leaves_no_process() -> None:
     for by_exit, says in ((False, "failed: ValueError: no luck"), (True, "ended with exit code 7")):
         heard: list[tuple[int, Any]] = []
-        with Ranks(2) as ranks:
+        with RankProcesses(2) as ranks:
             pids = ranks.pids
             with pytest.raises(RankFailedError, match=f"^rank 1 {says}$"):
                 ranks.call(_fail, by_exit, heard=lambda *said, heard=heard: heard.append(said))
@@ -187,10 +187,10 @@ def test_nothing_measured_leaves_earlier_results(error, tmp_path, monkeypatch, c
                 heard(rank, MinibatchRecord(1.0, {}, 1.0, 1))
         raise error
 
-    monkeypatch.setattr(Ranks, "__init__", lambda self, *_: setattr(self, "world_size", 2))
-    monkeypatch.setattr(Ranks, "__enter__", lambda self: self)
-    monkeypatch.setattr(Ranks, "__exit__", lambda *_: None)
-    monkeypatch.setattr(Ranks, "call", call)
+    monkeypatch.setattr(RankProcesses, "__init__", lambda self, *_: setattr(self, "world_size", 2))
+    monkeypatch.setattr(RankProcesses, "__enter__", lambda self: self)
+    monkeypatch.setattr(RankProcesses, "__exit__", lambda *_: None)
+    monkeypatch.setattr(RankProcesses, "call", call)
     names = ["bench.json", "bench.md"]
     for name in names:
         (tmp_path / name).write_text("earlier")

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 
-from benchmarks import generate, rl, traffic
+from benchmarks import generate, rl, start_up, traffic
 from benchmarks.hero import minibatches
 from benchmarks.hosts import why_no_limit, why_not
 from benchmarks.hybrid import copies, primitives
@@ -69,6 +69,19 @@ def test_every_variant_has_the_gradient_of_one_process(tmp_path: Path, capsys: A
         assert 0 < min(row["idle"]) < max(row["idle"]) < 1
     assert len(stealing["speedup"]) == 2
     assert "| 2 | aime | on demand, stealing |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_fine_tuning_has_a_row_for_every_way_to_train(capsys: Any) -> None:
+    sft = pytest.importorskip("benchmarks.sft")
+    assert sft.main(["--rounds", "1", "--layers", "1", "--width", "64"]) == 0
+    table = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
+    assert [cells[0].removeprefix("| ") for cells in table] == list(sft.ROWS)
+    stock, grouped, sharded, mixed_in = (int(cells[3].replace(",", "")) for cells in table)
+    assert stock == pytest.approx(sharded, rel=0.2)  # whose order is another one
+    assert max(mixed_in, grouped) < 0.8 * stock
+    waits = [cells[5].removesuffix(" |").strip() for cells in table]
+    assert waits[:3] == [""] * 3 and waits[3].endswith("%")
 
 
 TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), Column("ms", ".1f")])
@@ -193,3 +206,9 @@ def test_a_host_sends_one_ring_for_both_of_its_ranks(tmp_path: Path, capsys: Any
         assert 1 < row["bytes sent"] / (part * large) < 1.1, name
     assert [(row["mbit"], len(row["seconds"])) for row in data["training"]] == [(None, 2), (100.0, 2)]
     assert "| 2 | reduce-scatter |" in capsys.readouterr().out
+
+
+def test_start_up_looks_at_samples_of_every_kind():
+    rows = start_up.seconds_of_lengths(40)
+    assert [kind for kind, *_ in rows][-1] == "dicts of two lists"
+    assert all(float(number) < 60 for _, *numbers in rows for number in numbers)

@@ -35,6 +35,7 @@ from lightning_odc.callbacks.idle.summary import (
     waits_in_broadcasts,
     waits_in_meetings,
 )
+from lightning_odc.callbacks.timeline.spans import Passage
 from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.minibatch import sample_count, token_count
 from lightning_odc.data.packing import PackingCollator, pack_samples
@@ -294,7 +295,7 @@ def test_loggers_that_refuse_or_are_missing(caplog):
         one_process(monitor)
     [said] = [line for line in caplog.messages if line.startswith("DeviceIdleMonitor, epoch 0: ")]
     assert f"samples_per_second {monitor.last_epoch['samples_per_second_epoch']:.4g}" in said
-    with pytest.raises(ValueError, match=r"every_n_steps=0\): write 1 or more"):
+    with pytest.raises(ValueError, match=r"every_n_steps=0\) cannot work. Write every_n_steps=8"):
         DeviceIdleMonitor(every_n_steps=0)
 
 
@@ -372,24 +373,28 @@ MS = 10**6
 
 
 def test_waiting_in_meetings_and_for_rank_0_in_broadcasts():
-    ranks = [[(0, 12 * MS), (20 * MS, 25 * MS)], [(10 * MS, 12 * MS), (18 * MS, 24 * MS)]]
-    other_clock = [ranks[0], [(enter + 77 * MS, leave + 77 * MS) for enter, leave in ranks[1]]]
-    left_before = [[(0, MS)], [(5 * MS, 6 * MS)]]  # a rank waits no longer than it was inside
+    ranks = [
+        [Passage(0, 12 * MS), Passage(20 * MS, 25 * MS)],
+        [Passage(10 * MS, 12 * MS), Passage(18 * MS, 24 * MS)],
+    ]
+    other_clock = [ranks[0], [Passage(one.entered + 77 * MS, one.left + 77 * MS) for one in ranks[1]]]
+    left_before = [[Passage(0, MS)], [Passage(5 * MS, 6 * MS)]]  # a rank waits no longer than it was inside
     for meetings, common_clock, waited in (
         (ranks, True, [0.010, 0.002]),
         (other_clock, False, [0.010, 0.001]),  # by durations alone: the shorter one came last
         (left_before, True, [0.001, 0.0]),
     ):
         assert waits_in_meetings(meetings, common_clock) == pytest.approx(waited)
-    came_before = [[(8 * MS, 12 * MS, 5 * MS)], [(9 * MS, 12 * MS, 2 * MS)]]  # and computed while bytes moved
+    # and computed while bytes moved
+    came_before = [[Passage(8 * MS, 12 * MS, 5 * MS)], [Passage(9 * MS, 12 * MS, 2 * MS)]]
     assert waits_in_meetings(came_before, True) == [0.0, 0.0]
-    groups = [StepNumbers(1.0, meetings=met) for met in (ranks[1], ranks[0], [(0, MS)], [(5 * MS, 6 * MS)])]
+    groups = [StepNumbers(1.0, meetings=met) for met in (ranks[1], ranks[0], *left_before)]
     assert resolve(groups, common_clock=True, group_size=2)
     assert [rank.waits[IdleCause.WITHIN_GROUP] for rank in groups] == [0.002, 0.010, 0.001, 0.0]
-    different = [StepNumbers(1.0, meetings=[(0, 1)]), StepNumbers(1.0)]
+    different = [StepNumbers(1.0, meetings=[Passage(0, 1)]), StepNumbers(1.0)]
     assert not resolve(different, common_clock=True)
     assert IdleCause.COLLECTIVE not in different[0].waits
-    heard = [[(9 * MS, 10 * MS)], [(2 * MS, 10 * MS)], [(12 * MS, 13 * MS)]]
+    heard = [[Passage(9 * MS, 10 * MS)], [Passage(2 * MS, 10 * MS)], [Passage(12 * MS, 13 * MS)]]
     assert waits_in_broadcasts(heard) == pytest.approx([0.0, 0.007, 0.0])
     assert waits_in_broadcasts([heard[0], []]) is None
     steps = [StepNumbers(1.0, broadcasts=broadcasts) for broadcasts in heard]

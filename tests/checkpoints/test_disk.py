@@ -6,8 +6,8 @@ import os
 import resource
 import signal
 import time
-import traceback
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from lightning_odc import Minibatch, files
 from lightning_odc.callbacks import TimelineRecorder
 from tests.support.fits import doing
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer, warned
-from tests.support.ranks import on_ranks, run_ranks, try_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 
 BATCHES = [Minibatch(token_batches([5, 9])) for _ in range(3)]
 
@@ -50,12 +50,18 @@ def test_a_full_disk_leaves_the_sharded_checkpoint_that_was_there(rank, tmp_path
     _, fit = _trained("sharded", 0.2)
     limit_files(256)
     try:
-        with pytest.raises(BaseException) as error:  # noqa: PT011 - the type is private
+        with pytest.raises(OSError, match="File too large") as error:
             fit.save_checkpoint(path)
     finally:
         limit_files(resource.RLIM_INFINITY)
-    said = "".join(traceback.format_exception_only(error.value))
-    assert "File too large" in said or "CheckpointException" in said
+    assert error.value.__notes__ == [files.not_written(Path(path))]
+    of_all_ranks(None)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"], "it takes no room"
+    assert _loads("sharded", path, before)
+    # As if the job had been killed between the two renames of the next save.
+    if rank == 0:
+        Path(path).rename(tmp_path / ".last.ckpt.before")
+    of_all_ranks(None)
     assert _loads("sharded", path, before)
 
 

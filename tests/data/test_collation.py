@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from lightning_odc.balance.collation import Collation
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import RunInfo
+from lightning_odc.strategy.decisions import packing_pays
 from tests.data.test_lengths import Samples
 
 
@@ -101,6 +102,37 @@ def test_samples_of_these_lengths_tell_it() -> None:
     ):
         assert found(collate_fn, tokens, lengths) == expected
     assert found(padder(), tokens, [10, 13], unit=10) == PADDED
+
+
+@pytest.mark.parametrize(
+    ("collate_fn", "expected"),
+    [(padder(), PADDED), (padder(8), Collation("padded", 8)), (pack_samples, PACKED)],
+)
+def test_a_collator_that_leaves_samples_out_is_tried_with_others(collate_fn, expected) -> None:
+    """Whichever it leaves out, and whatever it makes of nothing."""
+    lengths = np.array([5, 30, 12, 11, 3, 31, 7, 19, 22, 16])
+    for is_left_out in (
+        lambda length: length > 20,
+        lambda length: length < 6,
+        lambda length: length % 2,
+        lambda length: length not in (12, 19, 30),
+        lambda length: length not in (5, 11, 19) and length % 4,
+    ):
+        for nothing in (None, {}, {"input_ids": torch.zeros(0, 0)}):
+
+            def leaves_out(samples: Any, is_left_out: Any = is_left_out, nothing: Any = nothing) -> Any:
+                kept = [sample for sample in samples if not is_left_out(len(sample["input_ids"]))]
+                return collate_fn(kept) if kept else nothing
+
+            def fails(samples: Any, is_left_out: Any = is_left_out) -> Any:
+                return collate_fn([s for s in samples if not is_left_out(len(s["input_ids"]))])
+
+            for collates in (leaves_out, fails):
+                assert find_collation(collates, lambda index: tokens(lengths[index]), lengths) == expected
+
+
+def test_a_collator_that_leaves_out_everything_is_not_recognized() -> None:
+    assert found(lambda samples: None, tokens, [3, 4, 5]) is None
 
 
 def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
@@ -210,8 +242,12 @@ def undecided(**options: Any) -> BalancedDataLoader:
 def decided_for(loader: BalancedDataLoader, dense: bool, keeps_apart: bool = True) -> bool:
     """Packing pays where a microbatch is dear; it does not where tokens of different samples are."""
     prior = quadratic(crossover=1.0, dense=True) if dense else quadratic(constant=50.0)
-    loader.adapt(RunInfo(prior, dense))
-    return loader.choose_packing(keeps_apart)
+    before = loader.info
+    info = RunInfo(prior, dense)
+    packs = keeps_apart and packing_pays(loader, info)
+    assert loader.info is before, "measuring changes nothing"
+    loader.adapt(replace(info, packs=packs))
+    return packs
 
 
 def test_every_model_decides_again_whether_packing_pays() -> None:

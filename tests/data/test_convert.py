@@ -78,6 +78,38 @@ class OwnSampler(SequentialSampler):
     pass
 
 
+class Renamed(DataLoader[Any]):
+    """A loader of the user's that only has a default of its own."""
+
+    def __init__(self, *args: Any, batch_size: int = 3, **options: Any) -> None:
+        super().__init__(*args, batch_size=batch_size, **options)
+
+
+class Repeats(DataLoader[Any]):
+    """A loader that yields other batches than its sampler says."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield from (batch, batch)
+
+
+def test_a_loader_of_another_class_is_balanced_unless_it_makes_its_own_batches():
+    balanced = balanced_from(Renamed(ROWS, collate_fn=list), num_replicas=1, rank=0)
+    assert balanced.options.minibatch_size == 3
+    with pytest.raises(
+        ValueError, match=r"Repeats\.__iter__ decides which batches.*DataLoader\(dataset, batch_size=2, "
+    ):
+        balanced_from(Repeats(ROWS, batch_size=2), num_replicas=1, rank=0)
+
+
+def test_what_torchdatas_loader_says_is_taken_over():
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    for shuffle in (False, True):
+        loader = stateful(ROWS, batch_size=2, shuffle=shuffle, drop_last=True, collate_fn=list)
+        options = balanced_from(loader, num_replicas=1, rank=0).options
+        assert (options.minibatch_size, options.shuffle, options.drop_last) == (2, shuffle, True)
+
+
 def test_other_sampling_is_refused():
     cases = [
         ({"batch_size": None}, "samples are batches already"),

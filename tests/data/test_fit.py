@@ -113,8 +113,15 @@ class Spy(Callback):
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [("full", {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True}), ("sharded", {})],
-    ids=["workers", "sharded"],
+    [
+        pytest.param(
+            "full",
+            {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True},
+            marks=pytest.mark.slow,  # every worker of three fits imports torch anew
+            id="workers",
+        ),
+        pytest.param("sharded", {}, id="sharded"),
+    ],
 )
 def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit(rank, kind, workers, tmp_path):
     """A whole fit, and those that go on from its checkpoints."""

@@ -36,6 +36,21 @@ def test_two_batches_of_two_ranks_by_hand():
     assert gain.balanced_padding < gain.padding
 
 
+def test_what_is_expected_holds_whatever_trained_before():
+    """Ranks of DDP wait once per step; and who has batches of one sample has no padding to save."""
+    padded = Planner(2, 16, cost="tokens", collation=Collation("padded"))
+    gain = planned_gain(np.array([8, 1, 2, 1, 1, 7, 1, 2]), 2, 2, padded)
+    # Rank 0 computes 16 and 2 tokens, rank 1 computes 2 and 14.
+    assert gain.idle == pytest.approx(1 - 17 / (16 + 14))
+    assert gain.least_idle == pytest.approx(1 - 17 / 18)
+    said = gain.described(4)
+    assert "of the computed tokens; with your batches, 32%." in said
+    assert "of the time; with your batches, at least 6%." in said
+    assert "one sample at a time (4 accumulated batches of 1) computes 0% padding." in said
+    alone = planned_gain(np.array([8, 7, 2, 1]), 1, 2, padded)
+    assert "one sample at a time" not in alone.described(2)
+
+
 def test_more_ranks_wait_more_and_equal_lengths_do_not():
     gains = [planned_gain(UNEVEN, 2, 1, Planner(ranks)).factor for ranks in (2, 4, 8)]
     assert 1.05 < gains[0] < gains[1] < gains[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ class Run:
         options = {"minibatch_size": 1, "cost": "fitted", "max_tokens": 60, **options}
         self.loaders = [loader(Rows(LENGTHS), rank=rank, **options) for rank in range(2)]
         for balanced in self.loaders:
-            balanced.minibatches_per_step = accumulate
+            balanced.adapt(RunInfo(minibatches_per_step=accumulate))
         self.accumulate = accumulate
 
     def go(self, epochs: int, steps: int = 10**9) -> list[str]:
@@ -265,11 +266,15 @@ def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
         resumed.load_state_dict(state)
         assert resumed.max_tokens == expected
         assert resumed.plan(1, 1).text == own.plan(1, 1).text
+        resumed.adapt(replace(MEASURED, weighting="sample"))
+        assert resumed.max_tokens == expected, "what a trial of the loss decides changes no cap"
         with pytest.warns(UserWarning, match=r"What max_tokens had learnt is not taken over: it began with"):
             other.load_state_dict(state)
         assert other.max_tokens == 30
         assert own.memory_values == {"memory/max_tokens": 28 if max_tokens else 9, "memory/ran_out": 1}
         own.adapt(MEASURED)
+        assert own.max_tokens == expected, "the same fit goes on"
+        own.adapt(replace(MEASURED, fit_begins=True))
         assert own.max_tokens == (max_tokens or 9), "another fit may be of another model"
 
 

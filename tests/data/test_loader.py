@@ -22,11 +22,12 @@ from torch.utils.data import Dataset
 
 from lightning_odc import host_memory
 from lightning_odc.balance import FittedCost
+from lightning_odc.data.arguments import check_world
 from lightning_odc.data.lengths import LengthsUnknownError
-from lightning_odc.data.loader import BalancedDataLoader, Microbatch, check_world, current_world
+from lightning_odc.data.loader import BalancedDataLoader, Microbatch, current_world
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import PackingCollator, pack_samples
-from lightning_odc.data.reading import Order, Position, Progress, translated
+from lightning_odc.data.position import Order, Position, Progress, translated
 from tests.support.ranks import run_ranks
 from tests.support.refusals import assert_refused
 from tests.test_host_memory import count_kill, tree
@@ -401,17 +402,18 @@ def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_
 
 def test_a_position_in_minibatches_of_another_size():
     order = Order("a", 8)
-    for start, size, expected in (
-        (Position(1, 3, 2), 8, Position(1, 3, 2)),
-        (Position(1, 3), 4, Position(1, 6)),
-        (Position(1, 3, 2), 16, Position(1, 2)),
-        (Position(1, 4, 2), 16, Position(1, 3)),
+    for start, size, expected, lost in (
+        (Position(1, 3, 2), 8, Position(1, 3, 2), 0),
+        (Position(1, 3), 4, Position(1, 6), 0),
+        (Position(1, 3, 2), 16, Position(1, 2), 0),
+        (Position(1, 4, 2), 16, Position(1, 3), 8),
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert translated(start, order, Order("a", size)) == expected
         said = [] if size == 8 else ["The loader's state was saved with 8 samples per minibatch on"]
         assert [str(w.message)[:60] for w in caught] == said
+        assert all(f"at most {lost} samples of the epoch are left out" in str(w.message) for w in caught)
     progress = Progress()
     progress.load({**progress.state(order), "minibatches": 2})
     with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=1\)"):
@@ -421,7 +423,7 @@ def test_a_position_in_minibatches_of_another_size():
 def test_the_world_is_given_or_torchruns_or_one_rank(monkeypatch: Any):
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    for world in ((2, 2), (2, -1), (0, 0), (None, 1), (2, None)):
+    for world in ((2, 2), (None, 1), (2, None)):
         with pytest.raises(ValueError, match=r"BalancedDataLoader\(\.\.\., num_replicas=8, rank=3\)"):
             check_world(*world)
     check_world(None, None)

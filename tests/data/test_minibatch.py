@@ -5,7 +5,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_odc import Minibatch
-from lightning_odc.data.minibatch import Detail, Origin
+from lightning_odc.data.minibatch import LoaderFacts, MicrobatchFacts
 from tests.support.refusals import assert_refused
 
 
@@ -31,7 +31,7 @@ def test_lightnings_collection_helpers_keep_weights_and_plan():
 def test_pinning_reaches_every_tensor_and_keeps_the_rest(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 10)  # real pinning takes a GPU
     share = Minibatch([{"x": torch.tensor(1), "n": 3}, (torch.tensor(2), "text")], weights=[1, 2], plan="p")
-    share.origin = Origin([])
+    share.origin = LoaderFacts([])
     pinned = share.pin_memory()
     assert pinned.microbatches == [{"x": torch.tensor(11), "n": 3}, (torch.tensor(12), "text")]
     assert (pinned.weights, pinned.plan, pinned.origin) == ([1.0, 2.0], "p", share.origin)
@@ -51,7 +51,7 @@ def test_bad_arguments():
 def shares(*sizes: tuple[int, ...], lengths: list[int] | None = None) -> Minibatch:
     share = Minibatch([{"x": torch.ones(size), "name": "a"} for size in sizes])
     if lengths is not None:
-        share.origin = Origin([Detail([4] * length, (0,)) for length in lengths])
+        share.origin = LoaderFacts([MicrobatchFacts([4] * length, (0,)) for length in lengths])
     return share
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from lightning_odc import BalancedDataLoader
-from lightning_odc.data.minibatch import Detail, Samples, Task
+from lightning_odc.data.minibatch import MicrobatchFacts, Rereader, Task
 from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.data.split import parts_of
-from lightning_odc.data.weighting import Counter, Rule
+from lightning_odc.data.weighting import LabelCounter, Rule
 
 
 @settings(deadline=None)
@@ -26,7 +26,7 @@ def test_packed_rows_are_cut_down_to_their_samples(lengths: list[int], weight: f
     found, todo = [], [Task(PackingCollator()(tokens), weight, None)]
     while todo:
         task = todo.pop(0)
-        parts = parts_of(task, Rule("token", Counter(skips_first=True)))
+        parts = parts_of(task, Rule("token", LabelCounter(skips_first=True)))
         if not parts:
             found.append(task)
             continue
@@ -90,13 +90,13 @@ def test_what_has_no_samples_to_count_is_not_cut_and_what_can_be_read_again_is()
     def read(indices: list[int]) -> Task:
         return Task(f"batch of {indices}", float(len(indices)), None)
 
-    detail = Detail([9, 1, 2], (0,), Samples([5, 6, 7], read))
+    detail = MicrobatchFacts([9, 1, 2], (0,), Rereader([5, 6, 7], read))
     assert parts_of(Task("not looked at", 3.0, detail), Rule("token")) == [read([5]), read([6, 7])]
-    assert parts_of(Task("", 1.0, Detail([9], (0,), Samples([5], read))), Rule("token")) == []
-    whole = Task(torch.ones(4, 2), 1.0, Detail([2, 2, 2, 2], (3, 1)))
+    assert parts_of(Task("", 1.0, MicrobatchFacts([9], (0,), Rereader([5], read))), Rule("token")) == []
+    whole = Task(torch.ones(4, 2), 1.0, MicrobatchFacts([2, 2, 2, 2], (3, 1)))
     first, second = parts_of(whole, Rule("token"))
-    assert first.detail == Detail([2, 2], (3, 1)), "it keeps the random numbers"
-    assert second.detail == Detail([2, 2], (3, 1, 2))
+    assert first.detail == MicrobatchFacts([2, 2], (3, 1)), "it keeps the random numbers"
+    assert second.detail == MicrobatchFacts([2, 2], (3, 1, 2))
 
 
 def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> None:

@@ -2,8 +2,9 @@
 
 ``python -m tests.docs.blocks PAGE...`` runs the blocks of each page in order, in one namespace per page, in the current
 directory. What a page takes as given (a model, a data set) is a block of the page, too, which includes
-``tests/docs/given/<page>.py``. Blocks that are whole programs (``if __name__ == "__main__":``) are not run by it; they
-are files of their own.
+``tests/docs/given/<page>.py``.
+A block that is a whole program is not run by it: it is a file of its own. It has a title, or ``if __name__ ==
+"__main__":``.
 """
 
 from __future__ import annotations
@@ -26,31 +27,40 @@ PAGES = [
 ]
 
 _SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
-_BLOCK = re.compile(r"^( *)```(\w+)[^\n]*\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r'^( *)```(\w+)(?: title="(.+?)")?[^\n]*\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: its page, the line of its first line, its language and text."""
+    """One fenced block: its page, the line of its first line, its language, the name of its file, and its text."""
 
     page: Path
     line: int
     language: str
+    title: str
     text: str
 
     @property
     def is_program(self) -> bool:
-        return self.language == "python" and '__name__ == "__main__"' in self.text
+        is_whole = bool(self.title) or '__name__ == "__main__"' in self.text
+        return self.language == "python" and is_whole
+
+    @property
+    def file(self) -> str:
+        """What a program is saved as."""
+        return self.title or "example.py"
 
 
 def blocks(page: Path) -> Iterator[Block]:
     """All fenced blocks of a page that name a language."""
     source = page.read_text()
     for match in _BLOCK.finditer(source):
-        indent, language, text = match.groups()
+        indent, language, title, text = match.groups()
         line = source[: match.start()].count("\n") + 2
         text = re.sub(f"^{indent}", "", text, flags=re.MULTILINE)
-        yield Block(page, line, language, _SNIPPET.sub(lambda found: (ROOT / found[1]).read_text(), text))
+        yield Block(
+            page, line, language, title or "", _SNIPPET.sub(lambda found: (ROOT / found[1]).read_text(), text)
+        )
 
 
 def fragments(page: Path) -> list[Block]:
@@ -59,9 +69,30 @@ def fragments(page: Path) -> list[Block]:
 
 
 def programs() -> list[Block]:
-    """The Python blocks that are whole programs, each once."""
+    """The Python blocks that are whole programs, each once: as the block that has a title."""
     found = [block for page in PAGES for block in blocks(page) if block.is_program]
+    found.sort(key=lambda block: bool(block.title))
     return list({block.text: block for block in found}.values())
+
+
+def command_of(program: Block) -> list[str]:
+    """The command that the page gives for a program; ``python`` and its file if the page names none."""
+    lines = [
+        line
+        for block in blocks(program.page)
+        if block.language == "console"
+        for line in block.text.splitlines()
+    ]
+    words = [line.split() for line in lines]
+    named = [command for command in words if program.file in command]
+    return named[0] if named else ["python", program.file]
+
+
+def output_of(program: Block) -> list[str]:
+    """The lines that the page shows below a program and its command."""
+    after = [block for block in blocks(program.page) if block.line > program.line]
+    kinds = [block.language for block in after[:2]]
+    return after[1].text.splitlines() if kinds == ["console", "text"] else []
 
 
 def run_page(page: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from tests.docs.blocks import ROOT, blocks
 
 pytestmark = pytest.mark.slow
 
-ON_DEMAND = {"measure": False, "single": False, "switch": True, "pack": True, "plan": False}
+ON_DEMAND = {"measure": False, "fsdp": False, "single": False, "switch": True, "pack": True, "plan": False}
 SHORT = {"PL_TRAINER_LIMIT_TRAIN_BATCHES": "2"}
 """One optimizer step per epoch: Lightning reads what the script does not say from the environment."""
 
@@ -27,7 +28,7 @@ def test_every_diff_turns_one_program_into_the_next() -> None:
     script = next(block.text for block in blocks(full_gain.PAGE) if block.is_program)
     programs = full_gain.programs()
     assert list(programs) == [*ON_DEMAND, "nodes"]
-    assert len({script, *programs.values()}) == 7
+    assert len({script, *programs.values()}) == 8
     assert "lightning_odc" not in script
     for program in programs.values():
         compile(program, "finetune.py", "exec")
@@ -77,7 +78,7 @@ def test_programs_run_as_files(step: str, runs: dict[str, tuple[str, Path]]) -> 
     reads = [int((folder / f"reads-{rank}").read_text()) for rank in range(2)]
     assert [number > 0 for number in reads] == 2 * [ON_DEMAND[step]]
     assert "stopped: `max_epochs=2` reached" in output
-    assert ("Chosen: policy" in output) == (step in ("switch", "pack"))
+    assert ("Plan: policy" in output) == (step in ("switch", "pack"))
     assert ("packs samples into one row" in output) == (step == "pack")
     found = full_gain.figures(output, full_gain.programs()[step])
     assert found["seconds"] > 0
@@ -108,12 +109,25 @@ def test_the_last_program_runs_on_two_nodes(tmp_path: Path) -> None:
 def test_the_figures_of_other_pages_are_theirs() -> None:
     """Numbers with a fraction outside of the table that ``--page`` writes."""
     page = re.sub(
-        r"<!-- table.*?end of table.*?-->|```.*?```", "", full_gain.PAGE.read_text(), flags=re.DOTALL
+        r"<!-- table.*?end of table.*?-->|```.*?```|[\d.]+ s, and `.odc.` takes [\d.]+ s",
+        "",
+        full_gain.PAGE.read_text(),
+        flags=re.DOTALL,
     )
     numbers = re.findall(r"\d+\.\d\d", page)
     assert len(numbers) == 3
     assert (
         f"**{numbers[0]}** [{numbers[1]}, {numbers[2]}]" in (ROOT / "docs" / "measured-nodes.md").read_text()
     )
-    measured = json.loads((ROOT / "docs" / "data" / "full-gain.json").read_text())
-    assert full_gain.table(measured).markdown() in full_gain.PAGE.read_text()
+    whole, short = full_gain.tables(json.loads(full_gain.DATA.read_text()))
+    assert whole.markdown() in full_gain.PAGE.read_text()
+    assert all(short.markdown() in page.read_text() for page in full_gain.FIRST_SCREENS)
+
+
+def test_every_page_says_the_same_of_planned_ddp() -> None:
+    """README, home and the page of the full gain: medians of one run, in the words of the first screen."""
+    steps = json.loads(full_gain.DATA.read_text())["steps"]
+    planned, switched = [f"{statistics.median(steps[step]['seconds']):.2f} s" for step in ("plan", "switch")]
+    for page in (full_gain.PAGE, *full_gain.FIRST_SCREENS):
+        text = " ".join(page.read_text().split())
+        assert f'{planned}, and `"odc"` takes {switched}' in text, page

@@ -65,7 +65,7 @@ def test_texts_say_what_to_expect_and_end_with_exercises_and_their_links_lead_so
         assert [target for target in local if not (FOLDER / target).is_file()] == [], name
         plain = [re.sub(r"`[^`]*`", "", text) for text in texts]
         assert [text for text in plain if re.search(r"\d ?(%|ms\b)", text)] == [], name
-    for index in (FOLDER / "README.md", ROOT / "docs" / "tutorials.md", ROOT / "mkdocs.yml"):
+    for index in (FOLDER / "README.md", ROOT / "docs" / "get-started.md", ROOT / "mkdocs.yml"):
         assert [name for name in NAMES if name not in index.read_text()] == [], index
 
 

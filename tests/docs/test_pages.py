@@ -19,7 +19,7 @@ from docs.website import tooltips
 from lightning_odc import cli
 from lightning_odc.balance import Cost
 from tests.docs import cli as docs_cli
-from tests.docs.blocks import PAGES, ROOT, Block, blocks, fragments, programs
+from tests.docs.blocks import PAGES, ROOT, Block, blocks, command_of, fragments, output_of, programs
 
 pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
@@ -64,9 +64,16 @@ def test_the_blocks_of_every_page_run_in_order(tmp_path: Path) -> None:
 def test_programs_run_as_files(block: Block, tmp_path: Path) -> None:
     if "import ray" in block.text and importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
-    script = tmp_path / "example.py"
-    script.write_text(block.text)
-    assert "stopped: `max_epochs=" in run([str(script)], tmp_path)
+    program, *arguments = command_of(block)
+    (tmp_path / block.file).write_text(block.text)
+    module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+    output = run([*module, *arguments], tmp_path)
+    if "max_epochs=" in block.text:
+        assert "stopped: `max_epochs=" in output
+    else:
+        shown = output_of(block)
+        assert shown
+        assert not [line for line in shown if line not in output], output
 
 
 def told(page: str) -> list[str]:
@@ -95,7 +102,7 @@ def test_the_example_prints_what_the_pages_show(tmp_path: Path) -> None:
     )
     output = run(["example.py"], tmp_path, {})
     lines = without_times(output)
-    assert len(told("README.md")) == 8
+    assert len(told("README.md")) == 12
     assert not [line for line in told("README.md") if line not in lines]
     # How large the gain is, `benchmarks.one_line` measures: beside other tests a clock says nothing.
     assert len(re.findall(r"odc is [\d.]+ times as fast", output)) == 4, output

@@ -84,7 +84,7 @@ def test_it_can_be_switched_off(rank, tmp_path):
 
 def test_what_is_no_time():
     for after in (60, timedelta(0), "1 min"):
-        with pytest.raises(ValueError, match=r"write datetime.timedelta\(seconds=60\)"):
+        with pytest.raises(ValueError, match=r"Write hang_report_after=datetime.timedelta\(minutes=30\)"):
             ODCStrategy(hang_report_after=after)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_odc.attached import by_lists
+from lightning_odc.sharding.stepping import by_lists
 from tests.support.models import init_gloo
 from tests.support.ranks import on_ranks
 

@@ -172,9 +172,9 @@ class ForgetsToClear(Protocol):
 class OneMailbox(Protocol):
     """Posts every part of a record over the last one, which others may still be reading."""
 
-    def _meet_once(self, message: bytes, kind: str) -> list[bytes]:
+    def meet_once(self, message: bytes, kind: str) -> list[bytes]:
         self._meetings += 1  # so that the mailbox is always the same
-        return super()._meet_once(message, kind)
+        return super().meet_once(message, kind)
 
 
 #: Protocols that are broken, by their class or by another constant.

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from lightning_odc.data.minibatch import AllRanks
+from lightning_odc.data.minibatch import StealableWork
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import WorkQueues, tasks
 from lightning_odc.engine.transports.base import Lock
@@ -78,7 +78,7 @@ def test_too_many_microbatches_and_a_fixed_order_of_sums_are_refused():
     with pytest.raises(
         ValueError, match=r'Use BalancedDataLoader\(policy="lb_mini"\), the same plan without'
     ):
-        next(tasks(protocol, Minibatch([]), AllRanks([[], []], [[], []], lambda *_: None)))
+        next(tasks(protocol, Minibatch([]), StealableWork([[], []], [[], []], lambda *_: None)))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -112,7 +112,7 @@ def shares(rank: int, counts: tuple[int, ...]) -> list[Minibatch]:
         by_rank = [list(own[step]) for own in everybody]
         costs = [[float(batch.numel()) for batch in own] for own in by_rank]
         weights = [[float(batch.numel() - 1) for batch in own] for own in by_rank]
-        share.all_ranks = AllRanks(costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
+        share.all_ranks = StealableWork(costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
     return everybody[rank]
 
 

@@ -204,19 +204,19 @@ class SlotStub:
 
     def __init__(self, number: int, is_emptied: bool) -> None:
         self.name, self.grad_offset = f"p{number}", number
-        self.home = SimpleNamespace(grad=SimpleNamespace(zeroed=is_emptied))
+        self.sharded_param = SimpleNamespace(grad=SimpleNamespace(zeroed=is_emptied))
 
 
 def dropped(laid: set[int], emptied: set[int], others: list[str], came_for: str) -> set[int]:
     """What a rank drops of three parameters: some have a placeholder, of which the user emptied some."""
     slots = [SlotStub(number, number in emptied) for number in range(3)]
     cleared, forgotten = set[int](), set[int]()
-    unit = SimpleNamespace(index=0, slots=slots, trainable=slots, used=set())
+    unit = SimpleNamespace(index=0, slots=slots, grad_slots=slots, reduced_in_step=set())
     window, held = (SimpleNamespace(clear=lambda at, _, s=s: s.add(at)) for s in (cleared, forgotten))
     protocol: Any = SimpleNamespace(windows=[window], meet=lambda kind, item=None: None)
     parts: list[Any] = [[unit], [held], protocol]
     placeholders: Any = Placeholders(*parts)
-    placeholders.laid = {slots[number]: slots[number].home.grad for number in laid}
+    placeholders.laid = {slots[number]: slots[number].sharded_param.grad for number in laid}
     placeholders.lift = lambda: None
     protocol.drop_together(others, came_for)
     assert cleared == forgotten, "nor does it add later what it dropped"

@@ -108,8 +108,8 @@ def test_the_kl_estimate_is_k3_and_without_scores_the_policy_is_the_one_that_sam
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"loss_type": "ppo"}, "loss_type='ppo' is unknown"),
-    ({"clip_range": -0.1}, "negative"),
+    ({"loss_type": "ppo"}, r'loss_type=.ppo.\) cannot work. Write loss_type="dapo"'),
+    ({"clip_range": -0.1}, r"Write clip_range=0.2, or \(0.2, 0.28\)"),
     ({"beta": 0.1}, 'into="ref_logprobs"'),
     ({"loss_type": "dr_grpo"}, "max_response_length=1024"),
 ]

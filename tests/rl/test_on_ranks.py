@@ -212,7 +212,7 @@ def test_fabric(rank) -> None:
 
 
 def test_what_is_exchanged() -> None:
-    with pytest.raises(TypeError, match=r"list of rl.Rollout, and got a dict"):
+    with pytest.raises(ValueError, match=r"exchange\(own=.*\) cannot work. Write own=\[Rollout\(\.\.\.\)\]"):
         rl.exchange(trainer(1), [{"tokens": [1]}])  # type: ignore[list-item]
     with pytest.raises(
         TypeError, match=r'Trainer with SingleDeviceStrategy. Write(.|\n)*Trainer\(strategy="odc_plain"'

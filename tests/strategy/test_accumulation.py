@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_odc import BalancedDataLoader
-from lightning_odc.strategy.training_data import folded_limit
+from lightning_odc.strategy.accumulation import folded_limit
 from tests.strategy.test_balance import SAMPLES, Padded, pad, reference
 from tests.support import fits
 from tests.support.fits import assert_same
@@ -108,7 +108,7 @@ def test_folded_steps_are_those_of_one_process(rank):
         assert_same(full_parameters(module), reference(2))
         assert t.global_step == 3
         expected = "lb_mini" if communication == "on_demand" else "lb_micro"
-        assert t.train_dataloader.options.policy == expected
+        assert t.train_dataloader.recipe.policy == expected
 
 
 @on_ranks(2)

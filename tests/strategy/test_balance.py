@@ -11,14 +11,17 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, Sampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
+from lightning_odc.data.convert import only
+from lightning_odc.strategy.decisions import choose_policy
 from lightning_odc.strategy.options import Options
 from tests.support.fits import assert_same, failure, fit, one_process
 from tests.support.models import Net, full_parameters, token_batches
-from tests.support.modules import ListDataset, TokenModule, Unsized, said, trainer, warned
+from tests.support.modules import ListDataset, TokenModule, Unsized, loader, said, trainer, warned
 from tests.support.ranks import of_all_ranks, on_ranks
 
 SAMPLES = [torch.randint(11, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)]
@@ -90,7 +93,7 @@ def test_the_registered_names(name, balance):
     strategy = pl.Trainer(strategy=name, accelerator="cpu", devices=1, logger=False).strategy
     assert isinstance(strategy, FSDPStrategy)
     found = type(strategy), strategy.options.balance, strategy.communication
-    assert found == (ODCStrategy, balance, "on_demand")
+    assert found == (ODCStrategy, balance, "auto")
     assert ODCStrategy().options.balance == "auto"
 
 
@@ -122,15 +125,15 @@ CHOSEN = [
 def test_auto_chooses_what_can_run(communication, deterministic, world_size, indexed, policy):
     given = {"communication": communication, "deterministic": deterministic}
     options, unlike = Options(**given), Options(max_tokens=[9, 5], **given)
-    assert options.policy(world_size, indexed, "cpu") == policy
+    assert choose_policy(options, world_size, indexed, "cpu") == policy
     for other in (
-        options.policy(world_size, indexed, "cuda"),
-        options.policy(world_size, indexed, "cpu", True),
-        unlike.policy(world_size, indexed, "cpu"),
+        choose_policy(options, world_size, indexed, "cuda"),
+        choose_policy(options, world_size, indexed, "cpu", True),
+        choose_policy(unlike, world_size, indexed, "cpu"),
     ):
         assert other == policy.replace("steal", "lb_mini")
     ODCStrategy(balance="auto", **given)
-    assert Options(balance="local_sort", **given).policy(2, indexed, "cpu") == "local_sort"
+    assert choose_policy(Options(balance="local_sort", **given), 2, indexed, "cpu") == "local_sort"
 
 
 class ReadOnce(Unsized):
@@ -158,8 +161,276 @@ def test_auto_balances_what_it_can(rank, name):
     make, options, policy = AUTO[name]
     module = Padded(counted=True)
     t = fit(module, make(), **options)
-    assert (t.train_dataloader.options.policy, t.global_step) == (policy, 3)
+    assert (t.train_dataloader.recipe.policy, t.global_step) == (policy, 3)
     assert_same(full_parameters(module), reference(2))
+
+
+class Unpacks(Padded):
+    """Trains on the batches of one loader in a dict or list."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert type(batch) in (dict, list, tuple)
+        [batch] = batch.values() if isinstance(batch, dict) else batch
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert isinstance(batch, Minibatch)
+
+
+def own_shares(rank: int) -> Any:
+    """Minibatches that the user has made, of three steps."""
+    groups = [SAMPLES[start + rank * 4 : start + rank * 4 + 4] for start in (0, 8, 16)]
+    return loader([Minibatch([pad(group[:3]), pad(group[3:])], plan="mine") for group in groups])
+
+
+def made_by_hand(rank: int) -> Any:
+    return BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad)
+
+
+#: The loaders by rank, and whether each step counts its items.
+ALONE: dict[str, tuple[Any, bool]] = {
+    "dict": (lambda rank: {"a": plain()}, False),
+    "tuple": (lambda rank: (plain(),), False),
+    "list": (lambda rank: CombinedLoader([plain()], "min_size"), False),
+    "by hand": (lambda rank: {"a": made_by_hand(rank)}, False),
+    "stream": (lambda rank: {"a": plain(dataset=Unsized(SAMPLES))}, False),
+    "stream in a list": (lambda rank: CombinedLoader([plain(dataset=Unsized(SAMPLES))], "min_size"), False),
+    "minibatches": (lambda rank: {"a": own_shares(rank)}, True),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ALONE)
+def test_one_loader_in_a_dict_or_list_is_balanced_and_the_step_gets_its_batches_so(rank, name):
+    make, counted = ALONE[name]
+    module = Unpacks(counted)
+    t = fit(module, make(rank), balance="auto", cost="tokens")
+    assert_same(full_parameters(module), reference(2))
+    assert t.global_step == 3
+    loaders = t.train_dataloader
+    kinds = {"by hand": "dict", "minibatches": "dict", "stream": "dict", "stream in a list": "list"}
+    assert type(loaders).__name__ == kinds.get(name, name)
+    if name != "minibatches":
+        balanced = only(loaders)
+        assert isinstance(balanced, BalancedDataLoader)
+        assert not balanced.recipe.whole, "the loss was tried with batches in a dict or list, too"
+
+
+SPEECH = [
+    {"speech": torch.randn(size, 3, generator=torch.Generator().manual_seed(size)), "word": size % 5}
+    for size in range(2, 26)
+]
+
+
+def pad_speech(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    rows = [sample["speech"] for sample in samples]
+    return {
+        "speech": nn.utils.rnn.pad_sequence(rows, batch_first=True),
+        "sizes": torch.tensor([len(row) for row in rows]),
+        "word": torch.tensor([sample["word"] for sample in samples]),
+    }
+
+
+class Hears(pl.LightningModule):
+    """A mean over samples, each a dict with a series and a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
+        self.rows: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.rows.append(len(batch["word"]))
+        inside = torch.arange(batch["speech"].shape[1]) < batch["sizes"][:, None]
+        scores = (self.layers(batch["speech"]) * inside[..., None]).sum(1) / batch["sizes"][:, None]
+        return nn.functional.cross_entropy(scores, batch["word"])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@on_ranks(2)
+def test_a_series_in_a_dict_tells_its_length_and_is_balanced(rank):
+    module = Hears()
+    loader_of_all = DataLoader(SPEECH, batch_size=4, collate_fn=pad_speech)  # type: ignore[arg-type]
+    t = fit(module, loader_of_all, balance="auto", cost="tokens")
+    assert isinstance(t.train_dataloader, BalancedDataLoader)
+    assert not t.train_dataloader.recipe.whole
+    assert len(module.rows) > t.global_step == 3, "batches are cut"
+    starts = range(0, len(SPEECH), 8)
+    steps = [[pad_speech([sample]) for sample in SPEECH[start : start + 8]] for start in starts]
+    assert_same(full_parameters(module), one_process(Hears(), steps))
+
+
+def ids(size: int, seed: int) -> Tensor:
+    return torch.randint(1, 11, (size,), generator=torch.Generator().manual_seed(seed))
+
+
+def tables(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Sequences padded, and images stacked."""
+    made = {}
+    for name in samples[0]:
+        rows = [torch.as_tensor(sample[name]) for sample in samples]
+        made[name] = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return made
+
+
+def spelled(samples: list[str]) -> dict[str, Tensor]:
+    """As a tokenizer makes a batch of texts."""
+    return tables([{"ids": [1 + ord(letter) % 10 for letter in sample]} for sample in samples])
+
+
+class Scores(pl.LightningModule):
+    """A mean over samples, of all tokens that they have under any name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Embedding(11, 4, padding_idx=0), nn.Linear(4, 1)])
+        self.rows: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = 0.0
+        for table in batch.values():
+            hidden = self.layers[0](table.flatten(1).long()).sum(1) / 9
+            scores = scores + self.layers[1](hidden.tanh()).squeeze(1)
+        self.rows.append(len(scores))
+        return scores.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+PLACES = range(2, 26)
+#: Samples that do not say how long they are, what makes batches of them, and the longest one as the batch shows it.
+SHOWN: dict[str, tuple[list[Any], Any, int]] = {
+    "a pair": ([{"chosen": ids(i, i), "rejected": ids(2 + i // 3, 2 * i)} for i in PLACES], tables, 35),
+    "an image": ([{"image": ids(4, i).view(2, 2), "words": ids(i, 2 * i)} for i in PLACES], tables, 25),
+    "a list": ([{"words": ids(i, i).tolist()} for i in PLACES], tables, 25),
+    "texts": (["abcdefghijklmnopqrstuvwxyz"[:i] for i in PLACES], spelled, 25),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_a_batch_shows_is_a_length_by_which_batches_are_balanced(rank, name, streamed):
+    samples, collate_fn, longest = SHOWN[name]
+    data: Any = Unsized(samples) if streamed else samples
+    module = Scores().double()
+    with said() as text, warned() as caught:
+        t = fit(module, DataLoader(data, 4, collate_fn=collate_fn), balance="auto", cost="tokens")
+    words = "\n".join([text.getvalue(), *caught])
+    assert isinstance(t.train_dataloader, BalancedDataLoader), words
+    assert not t.train_dataloader.recipe.whole, words
+    if not streamed:
+        assert t.train_dataloader.lengths.values.max() == longest
+        assert len(module.rows) > t.global_step == 3, "batches are cut"
+    starts = range(0, len(samples), 8)
+    steps = [[collate_fn([sample]) for sample in samples[start : start + 8]] for start in starts]
+    assert_same(full_parameters(module), one_process(Scores().double(), steps))
+
+
+class StatefulBatches(BatchSampler):
+    """As torchdata has one: with an iterator of its own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from super().__iter__()
+
+
+class Stateful(DataLoader[Tensor]):
+    """As torchdata's loader: it keeps its place, and makes its batches by a batch sampler of its own class."""
+
+    def __init__(self, dataset: Any, batch_size: Any = 1, shuffle: Any = None, **options: Any) -> None:
+        sampler = options.pop("sampler", None) or SequentialSampler(dataset)
+        options["batch_sampler"] = options.get("batch_sampler") or StatefulBatches(
+            sampler, batch_size or 1, False
+        )
+        super().__init__(dataset, **options)
+
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+
+for of_torchdata in (StatefulBatches, Stateful, Stateful.__iter__):
+    of_torchdata.__module__ = "torchdata.stateful_dataloader"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loader_of_torchdata_that_keeps_its_place_is_balanced(rank, own):
+    """Lightning makes another one of it, with its own sampler in the batch sampler."""
+    module = Padded()
+    with said() as text:
+        t = fit(
+            module,
+            Stateful(SAMPLES, batch_size=4, collate_fn=pad),
+            balance="auto",
+            cost="tokens",
+            use_distributed_sampler=own,
+        )
+    assert isinstance(t.train_dataloader, BalancedDataLoader), text.getvalue()
+    assert (t.global_step, t.train_dataloader.options.minibatch_size) == (3, 4)
+    if not own:  # else shuffled
+        assert_same(full_parameters(module), reference(2))
+
+
+class Returns(Padded):
+    """Returns what a callback computes with."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        first = batch[:, 0].float()
+        more = {
+            "preds": first - 5,
+            "table": batch,
+            "number": first.mean(),
+            "text": "a",
+            "pair": (first, first),
+        }
+        return {"loss": super().training_step(batch, batch_idx), **more}
+
+
+class Computes(pl.Callback):
+    """Computes with what the step returned, as under any strategy."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        positive = (outputs["preds"] > 0).float().mean()
+        assert 0 <= positive <= 1
+        self.seen.append({**outputs, "microbatches": len(batch)})
+
+
+@on_ranks(2)
+def test_callbacks_get_the_rows_of_all_microbatches_as_one_tensor(rank):
+    callback = Computes()
+    module = Returns()
+    fit(module, plain(), cost="tokens", balance="lb_mini", callbacks=[callback])
+    begin = 0
+    assert max(outputs["microbatches"] for outputs in callback.seen) > 1
+    for outputs in callback.seen:
+        count = outputs["microbatches"]
+        sizes = module.sizes[begin : begin + count]
+        begin += count
+        assert outputs["preds"].shape == (sum(map(len, sizes)),)
+        assert not outputs["preds"].requires_grad
+        assert outputs["number"].shape == (count,)
+        assert outputs["text"] == ["a"] * count
+        assert len(outputs["pair"]) == count
+        if len({max(own) for own in sizes}) > 1:  # padded to different lengths
+            assert [len(table) for table in outputs["table"]] == [len(own) for own in sizes]
+            assert isinstance(outputs["table"], list)
+    everything = torch.cat([outputs["preds"] for outputs in callback.seen])
+    both = torch.cat(of_all_ranks(everything))
+    assert both.sort().values.tolist() == sorted(float(sample[0]) - 5 for sample in SAMPLES)
 
 
 class OwnLoader:
@@ -194,18 +465,23 @@ class ByHand(NoMinibatch):
 
 
 WEIGHTED, EQUAL = WeightedRandomSampler([1.0] * 8, 8), [SAMPLES[0]] * 8
-#: Samples that do not tell how long they are; and lengths that a plan could level without a gain.
-OPAQUE = [{"a": torch.tensor(float(index)), "b": torch.tensor(1.0)} for index in range(8)]
-NEARLY_EQUAL = [torch.ones(length, dtype=torch.long) for length in (8, 8, 9, 8, 8, 8, 8, 9)]
+#: Samples that do not tell how long they are.
+OPAQUE = [{"a": torch.tensor(float(index)), "b": "a text"} for index in range(8)]
+IMAGES = [{"a": torch.ones(3, 4, 4), "b": index} for index in range(8)]
 IN_FOURS = {"batch_size": 1, "batch_sampler": BatchSampler(range(24), 4, False)}
 #: The loader by rank, options, and the reason that is said.
 UNBALANCED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown": (lambda rank: DataLoader(OPAQUE, batch_size=2), {}, r"Write\n    ODCStrategy\(length_fn="),
+    "images": (lambda rank: DataLoader(IMAGES, batch_size=2), {}, r"looked at \(8\) are equally long"),
+    "streamed images": (
+        lambda rank: DataLoader(Unsized(IMAGES), batch_size=2),
+        {},
+        r"looked at \(8\) are equally long",
+    ),
     "manual": (lambda rank: plain(), {}, r"receives a Minibatch as a whole.*balance=\"lb_mini\""),
     "parts": (lambda rank: plain(dataset=Unsized(SAMPLES[rank::2])), {}, "the same samples on every rank"),
     "read once": (lambda rank: plain(dataset=ReadOnce()), {}, "that can be read twice"),
     "equal": (lambda rank: plain(dataset=EQUAL), {}, r"that were looked at \(8\) are equally long"),
-    "nearly": (lambda rank: plain(dataset=NEARLY_EQUAL), {}, "8 to 9 tokens: balancing would gain less"),
     "own order": (lambda rank: plain(sampler=WEIGHTED), {}, "sampler=WeightedRandomSampler"),
     "own batches": (lambda rank: plain(**IN_FOURS), {}, "chooses which samples go together"),
     "own loader": (lambda rank: OwnLoader(), {}, "only a torch DataLoader can be balanced"),
@@ -216,14 +492,14 @@ UNBALANCED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", UNBALANCED)
-def test_auto_leaves_alone_what_it_cannot_balance_or_what_gains_nothing_and_says_so_once(rank, name):
+def test_auto_leaves_alone_what_it_cannot_balance_and_says_so_once(rank, name):
     make, options, reason = UNBALANCED[name]
     module = ByHand() if name == "manual" else NoMinibatch()
     with said() as text, warned() as caught:
         t = fit(module, make(rank), **{"balance": "auto", **options})
     words = "\n".join([text.getvalue(), *caught])
     assert t.global_step > 0
-    is_warned = rank == 0 and name not in ("nearly", "plain")
+    is_warned = rank == 0 and name != "plain"
     assert words.count("leaves the training data as it is") == is_warned, words
     assert rank > 0 or re.search(reason, words), words
     assert "Expected" not in words
@@ -259,7 +535,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "own batch sampler": ({"batch_size": 1, "batch_sampler": OwnBatches(3)}, OWN, rf"{GROUPS}\.\.\., "),
     "sampler": ({"sampler": WEIGHTED}, {}, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
     "own sampler": ({"sampler": WEIGHTED}, OWN, r"would ignore DataLoader\(sampler=WeightedRandomSampler"),
-    "unknown": ({"dataset": [torch.zeros(2, 2, 2)] * 8}, {}, UNKNOWN),
+    "unknown": ({"dataset": ["a text"] * 8}, {}, UNKNOWN),
     "stolen stream": ({"dataset": ListDataset(SAMPLES)}, {"balance": "steal"}, STOLEN),
 }
 

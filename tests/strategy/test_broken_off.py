@@ -1,6 +1,6 @@
 """What a microbatch that broke off leaves behind: nothing in memory, and its gradient once, bit for bit.
 
-The modules and the reference are those of ``test_out_of_memory.py``, in float64.
+The modules, the reference and the tolerance are those of ``tests/support/out_of_memory.py``, in float64.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc import Minibatch
 from lightning_odc.data.minibatch import Task
 from lightning_odc.data.split import middle
-from lightning_odc.engine.base import Counting, Ledger
-from lightning_odc.strategy.microbatch import Contribution, Part, Retry, contribution
-from tests.strategy.test_out_of_memory import (
+from lightning_odc.engine.base import Ledger, WeightKind
+from lightning_odc.strategy.attempt import Attempt, Retry
+from lightning_odc.strategy.contribution import Contribution, contribution
+from tests.support.fits import doing, fit
+from tests.support.models import WIDTH, Block
+from tests.support.modules import warned
+from tests.support.out_of_memory import (
     ROWS,
     TEXT,
     TOLERANCE,
@@ -32,9 +36,6 @@ from tests.strategy.test_out_of_memory import (
     one_step,
     table,
 )
-from tests.support.fits import doing, fit
-from tests.support.models import WIDTH, Block
-from tests.support.modules import warned
 from tests.support.ranks import on_ranks
 
 
@@ -296,32 +297,35 @@ def retry_with(**options: Any) -> Retry:
 def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_from_then_on():
     small, table, moving = torch.zeros(2), torch.zeros(5000), torch.zeros(5000)
     retry = retry_with(buffers=[small, table, moving])
-    part = Part(Task(ROWS_OF_ONES, 2.0, None), 0, retry)
-    with part:
+    attempt = Attempt(Task(ROWS_OF_ONES, 2.0, None), 0, retry)
+    attempt.begin()
+    with attempt:
         small += 1
         moving += 1
         raise torch.OutOfMemoryError(TEXT)
-    part.undo()
+    attempt.undo()
     assert not small.any()
     assert not moving.any()
-    part = Part(Task(ROWS_OF_ONES, 1.0, None), 0, retry)
-    part.item = Contribution(torch.ones(()), 2.0, {}, Counting.PLANNED)
+    attempt = Attempt(Task(ROWS_OF_ONES, 1.0, None), 0, retry)
+    attempt.begin()
+    attempt.contribution = Contribution(torch.ones(()), 2.0, {}, WeightKind.PLANNED)
     moving += 1
-    retry.fits(part)
+    retry.fits(attempt)
     assert [one is other for one, other in zip(retry.buffers, (small, moving), strict=True)] == [True, True]
 
 
 def test_the_share_of_a_part_says_nothing_about_labels_and_items():
     retry, loss = retry_with(), torch.tensor(float("nan"), requires_grad=True)
-    assert not Part(Task(ROWS_OF_ONES, 0.0, None), 0, retry).counts
-    assert Part(Task(ROWS_OF_ONES, 0.0, None), 0, retry, Part(Task(ROWS_OF_ONES, 1.0, None), 0, retry)).counts
+    assert not Attempt(Task(ROWS_OF_ONES, 0.0, None), 0, retry).counts
+    whole = Attempt(Task(ROWS_OF_ONES, 1.0, None), 0, retry)
+    assert Attempt(Task(ROWS_OF_ONES, 0.0, None), 0, retry, whole).counts
     planned = contribution(loss, 0.0)
     assert planned is not None
     assert float(planned.loss.detach()) == 0
-    for is_part, items in ((False, 0.0), (True, 3.0)):
-        item = contribution({"loss": torch.tensor(6.0), "num_items": 3}, 0.0, is_part=is_part)
+    for is_split, items in ((False, 0.0), (True, 3.0)):
+        item = contribution({"loss": torch.tensor(6.0), "num_items": 3}, 0.0, is_split=is_split)
         assert item is not None
         assert (float(item.loss), item.weight) == (2 * items, items)
-    labels = contribution(torch.tensor(2.0), 0.0, Counting.PLANNED, torch.tensor(7.0), is_part=True)
+    labels = contribution(torch.tensor(2.0), 0.0, WeightKind.PLANNED, torch.tensor(7.0), is_split=True)
     assert labels is not None
     assert float(labels.loss) == 14

@@ -16,11 +16,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_odc import ODCStrategy
+from lightning_odc.data.model_cost import causal_model, hugging_face_config
 from lightning_odc.data.packing import PackingCollator, unpack_tokens
 from lightning_odc.strategy.model_facts import (
     _trouble_of,
-    causal_model,
-    hugging_face_config,
     packing_trouble,
     watch_packed_calls,
 )

@@ -1,7 +1,7 @@
 """``ODCStrategy(context_parallel_size=2)``: the ranks of a group compute parts of the same samples.
 
 torch's own ``context_parallel`` does not run on CPU ranks (2.13: no sharding rule for the flash kernel of CPUs). So the
-attention of this module gathers keys and values over its group. The tolerance: ``tests/test_tensor_parallel.py``.
+attention of this module gathers keys and values over its group. The tolerance: ``tests/support/groups.py``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from tests.docs.given.context_parallel import Attention
-from tests.strategy.test_tensor_parallel import waits_for
 from tests.support.fits import assert_same, fit, one_process
+from tests.support.groups import CLOSE, waits_for
 from tests.support.models import full_parameters
 from tests.support.ranks import on_ranks
-from tests.test_tensor_parallel import CLOSE
 
 DRAW = torch.Generator().manual_seed(0)
 SAMPLES = [torch.randint(1, 50, (size,), generator=DRAW) for size in range(2, 26)]

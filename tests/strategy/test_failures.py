@@ -24,7 +24,6 @@ from torch.distributed.tensor import distribute_tensor
 from lightning_odc import Minibatch, host_memory
 from lightning_odc.host_memory import Room
 from lightning_odc.strategy import ranks
-from tests.strategy.test_out_of_memory import needs_reset
 from tests.support.fits import (
     LENGTHS,
     LR,
@@ -41,6 +40,7 @@ from tests.support.fits import (
 )
 from tests.support.models import full_parameters
 from tests.support.modules import TokenModule, loader, token_batches, trainer, unsized
+from tests.support.out_of_memory import needs_reset
 from tests.support.ranks import on_ranks, run_ranks, try_ranks
 from tests.test_host_memory import count_kill, tree
 
@@ -59,6 +59,34 @@ def acting(rank: int, act: Callable[[], Any], at: int = 4, who: int = 1) -> Toke
 
 def throw(error: BaseException) -> None:
     raise error
+
+
+class SilentError(RuntimeError):
+    """Fails to make its own text."""
+
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+
+#: By name: an error, and what the others are told of it.
+STRANGE = {
+    "surrogate": (ValueError("the file \udcff is not text"), "the file \\udcff is not text"),
+    "without a text": (SilentError(), "SilentError"),
+    "very long": (ValueError("long " * 40_000 + "the end"), "the end"),
+}
+
+
+def _raises_strangely(rank: int, name: str) -> None:
+    fit(acting(rank, partial(throw, STRANGE[name][0]), 0, who=2), batches(), 3)
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_a_strange_error_is_told_and_the_rank_that_raised_it_is_named(name):
+    outcomes = try_ranks(_raises_strangely, name, world_size=3, timeout=SECONDS)
+    for rank, survivor in enumerate(outcomes[:2]):
+        assert f"PeerFailedError: Rank 2 failed, so rank {rank} stops too" in survivor.error
+        assert STRANGE[name][1] in survivor.error
+    assert [outcome.exitcode for outcome in outcomes] == [1, 1, 1]
 
 
 def _raises(rank: int, at: int, folder: str) -> None:
@@ -185,7 +213,7 @@ def test_windows_that_do_not_fit_are_told_to_every_rank(rank, later):
         if not later:
             stack.enter_context(nearly_full)
         module = doing(TokenModule("items", frozen=later), on_train_batch_start=unfreeze)
-        told = failure(module, batches(2, [5]))
+        told = failure(module, batches(2, [5]), communication="on_demand")
     assert "could not share memory with its peers: the windows (2 ranks of" in told
     assert later or "WindowError: Rank 0 could" in told
 
@@ -382,12 +410,14 @@ PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"on_train_batch_end": lambda own: setattr(own.trainer, "should_stop", is_one(own))},
     ),
 }
+PARTS["stops and validates"] = PARTS["stops"]
 
 
 def _parts(rank: int, name: str) -> None:
     (make, hooks), batches = PARTS[name], token_batches([5, 9, 4])
     own = batches if name == "steps once" else [Minibatch([batch]) for batch in batches]
-    fit(doing(make("items"), **hooks), own, timeout=TIMEOUT)
+    validation = token_batches([4]) if name == "stops and validates" else None
+    fit(doing(make("items"), **hooks), own, validation=validation, timeout=TIMEOUT)
 
 
 # Who finds it out, and in which words, depends on where Lightning's versions make ranks wait.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.balance import FittedCost, quadratic
-from lightning_odc.strategy.microbatch import Measurements
+from lightning_odc.strategy.measurements import Measurements
 from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
 from tests.support.fits import assert_same, before_step, fit
 from tests.support.models import full_parameters, token_batches
@@ -47,6 +47,14 @@ DRAWN = [("local_sort", 0, 7), ("steal", 0, 7), ("steal", 1, 7), ("local_sort", 
 
 
 @on_ranks(2)
+def test_a_loader_that_is_loaded_again_goes_on_with_what_it_has_learnt(rank):
+    """What counts is tried before the first epoch, and is the same in the others."""
+    data = BalancedDataLoader(SAMPLES, minibatch_size=4, cost="fitted", collate_fn=pad)
+    fit(Padded(), data, balance="auto", max_epochs=3, reload_dataloaders_every_n_epochs=1)
+    assert begun_alike(data) == 3 * 3
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_all_ranks_learn_the_same_and_the_gradient_is_exact(rank, strategy):
     module, balanced = fit_lame(rank, **strategy)
@@ -78,7 +86,7 @@ def test_the_time_of_a_microbatch_is_that_by_the_clock_without_waits():
             with measurements.running():
                 time.sleep(0.01)
                 waited += seconds
-    (((measured,), _), _) = measurements.take()  # the other one has only waited
+    (measured,), _ = measurements.take().times  # the other one has only waited
     assert measured[0] == [5]
     assert measured[1] >= 0.02
 
@@ -150,12 +158,14 @@ SEVERAL = r"Balancing.*ConcatDataset\(\[a, b\]\)"
 
 @on_ranks(1)
 def test_several_balanced_loaders_and_minibatches_inside_batches_are_refused(rank):
-    own = BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad)
+    own, other = (BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad) for _ in range(2))
+    shares = loader([Minibatch([torch.ones(1, 2)])])
     for data, balance, says in (
         ({"a": plain(), "b": plain()}, "lb_mini", SEVERAL),
         ([plain(), plain()], "lb_mini", r"Balancing.*ODCStrategy\(balance=None\)"),
-        ({"a": own}, None, SEVERAL),
-        ({"a": loader([Minibatch([torch.ones(1, 2)])])}, None, "^A Minibatch must be the whole (?!.*odc)"),
+        ({"a": own, "b": other}, None, SEVERAL),
+        ({"a": shares, "b": shares}, None, "^A Minibatch must be the whole (?!.*odc)"),
+        (loader([[Minibatch([torch.ones(1, 2)])]]), None, "^A Minibatch must be the whole (?!.*odc)"),
     ):
         with pytest.raises((ValueError, TypeError), match=f"(?s){says}"):
             trainer(1, balance=balance).fit(Padded(), data)

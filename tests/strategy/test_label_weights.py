@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader
 
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.model_cost import cost_of_model
 from lightning_odc.data.packing import PackingCollator
-from lightning_odc.data.weighting import Counter
-from lightning_odc.engine.base import Counting, Ledger, check_records
+from lightning_odc.data.weighting import LabelCounter
+from lightning_odc.engine.base import Ledger, WeightKind, check_records
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy.microbatch import contribution
-from lightning_odc.strategy.model_facts import cost_of_model
+from lightning_odc.strategy.contribution import contribution
 from tests.strategy.test_balance import Padded, plain
 from tests.strategy.test_models import causal_lm
 from tests.support import fits
@@ -170,7 +170,7 @@ def test_microbatches_ranks_and_minibatches_without_labels(rank):
 def check_by_hand(rank: int, communication: str, world_size: int) -> None:
     """The gradients of a mean over nothing are left out, and an evaluation is weighted by labels."""
     module = Tuned(by_hand=True)
-    counts = [float(Counter(skips_first=True).of(padded([one]))) for one in MASKED]
+    counts = [float(LabelCounter(skips_first=True).of(padded([one]))) for one in MASKED]
     with torch.no_grad():
         means = [float(module.mean(padded([one]))) for one in MASKED]
     expected = sum(mean * n for mean, n in zip(means, counts, strict=True) if n) / sum(counts)
@@ -216,21 +216,21 @@ COUNTED: list[tuple[Any, bool, int | None]] = [
 
 def test_labels_that_a_mean_is_over_and_what_goes_before_them():
     for batch, shifted, count in COUNTED:
-        found = Counter(skips_first=shifted).of(batch)
+        found = LabelCounter(skips_first=shifted).of(batch)
         assert found is None if count is None else float(found) == count, batch
     summed = {"loss": torch.tensor(6.0), "num_items": 3}
-    item = contribution(summed, 5.0, Counting.PLANNED, torch.tensor(0.0))
+    item = contribution(summed, 5.0, WeightKind.PLANNED, torch.tensor(0.0))
     assert item is not None
-    assert (float(item.loss), item.weight, item.counting) == (6.0, 3.0, Counting.EXACT)
+    assert (float(item.loss), item.weight, item.weight_kind) == (6.0, 3.0, WeightKind.EXACT)
 
 
 def test_batches_and_ranks_with_and_without_labels_do_not_mix():
     ledgers = []
-    for counting in (Counting.LABELS, Counting.PLANNED):
+    for weight_kind in (WeightKind.LABELS, WeightKind.PLANNED):
         ledgers.append(ledger := Ledger())
-        ledger.add(torch.tensor(3.0), counting)
+        ledger.add(torch.tensor(3.0), weight_kind)
     with pytest.raises(ValueError, match=r'mixes counted labels and Minibatch weights.*weighting="token"'):
-        ledgers[0].add(5.0, Counting.PLANNED)
+        ledgers[0].add(5.0, WeightKind.PLANNED)
     with pytest.raises(DisagreementError, match=r'Rank 1 weighted.*by Minibatch weights.*weighting="token"'):
         check_records([ledger.record() for ledger in ledgers])
 
@@ -256,7 +256,7 @@ def test_one_rank_is_told_that_it_waits_for_no_other(rank):
 #: Batch size, batches accumulated, other options, how samples are put together, and what rank 0 says.
 WAYS: dict[str, tuple[int, int, dict[str, Any], str, list[str]]] = {
     "packed": (4, 1, {"packing": True}, "packed", []),
-    "prepared": (4, 1, {"workers": 1}, "padded", ['policy "lb_mini"; 4 samples']),
+    "prepared": (4, 1, {"workers": 1}, "padded", ['policy "lb_mini"', "Step: 4 samples per rank"]),
     "accumulated": (
         1,
         4,
@@ -266,8 +266,8 @@ WAYS: dict[str, tuple[int, int, dict[str, Any], str, list[str]]] = {
             "the collate_fn pads to the longest sample",
             'policy "steal"',
             f"({len(LENGTHS) // 2} accumulated batches of 1)",
-            "% of the computed tokens are padding, instead of",
-            "a microbatch counts its labels that are not -100 and not in the first column",
+            "% of the computed tokens; with your batches, ",
+            "Loss: mean over labels (checked).",
             "Measured: the first epoch took",
         ],
     ),

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -253,12 +254,15 @@ def test_a_stopped_rank_ends_with_the_job(tmp_path):
         os.kill(stopped, 0)
 
 
-def test_scripts_that_end_by_themselves_have_the_time_and_other_launchers_are_left_alone():
+def test_scripts_that_end_by_themselves_have_the_time_and_other_launchers_are_left_alone(capsys):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2); raise SystemExit(3)"])
-    launcher.end_scripts([child], time.monotonic() + 60)
+    with patch.object(os, "_exit") as ended:
+        launcher.end_scripts([child], 60.0)
     assert child.returncode == 3
-    launcher.end_scripts_at_exit(SimpleNamespace(procs=[object()]))
-    launcher.end_scripts_at_exit(None)
+    ended.assert_called_once_with(1)
+    assert "The job has failed: rank 1 of this node ended with exit code 3" in capsys.readouterr().err
+    launcher.end_scripts_at_exit(SimpleNamespace(procs=[object()]), 1.0)
+    launcher.end_scripts_at_exit(None, 1.0)
 
 
 SETUP = """

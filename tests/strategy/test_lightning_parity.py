@@ -203,7 +203,6 @@ class WithObject(TokenModule):
 
 
 def load_strictly(own: Any, path: str) -> None:
-    """``Trainer.validate(weights_only=True)`` does not get this far: Lightning 2.6.6 drops it for such strategies."""
     with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
         own.trainer.strategy.load_checkpoint(path, weights_only=True)
     own.has_refused = True
@@ -219,7 +218,7 @@ def _noting(load: Any, maps: list[bool]) -> Any:
 
 @on_ranks(2)
 @pytest.mark.parametrize(("kind", "path"), [("full", "full"), ("full", "url"), ("sharded", "sharded")])
-def test_objects_are_trusted_unless_the_user_says_otherwise(rank, kind, path, tmp_path):
+def test_objects_are_loaded_where_the_user_trusts_them(rank, kind, path, tmp_path):
     (tmp_path / "sharded").mkdir(exist_ok=True)
     (tmp_path / "sharded" / "notes.txt").touch()
     place = f"{'file://' if path == 'url' else ''}{tmp_path}/{path}"
@@ -227,7 +226,9 @@ def test_objects_are_trusted_unless_the_user_says_otherwise(rank, kind, path, tm
     module, maps = WithObject("mean"), []
     strict = doing(TokenModule(), on_validation_start=partial(load_strictly, path=place))
     with mock.patch("torch.load", side_effect=_noting(torch.load, maps)):
-        trainer(2).validate(module, loader(_batches(rank)), ckpt_path=place, verbose=False)
+        trainer(2).validate(
+            module, loader(_batches(rank)), ckpt_path=place, verbose=False, weights_only=False
+        )
     assert module.has_loaded
     assert any(maps) == (path == "full"), "a file is mapped, not read as a whole"
     trainer(2).validate(strict, loader(_batches(rank)), verbose=False)

@@ -7,13 +7,14 @@ by some 1e-15 of their size, and parameters move by 1e-2 and more: 1e-6 of what 
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -21,8 +22,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from lightning_odc.data.weighting import Counter, Rule, Tried, Verdict, decide
-from lightning_odc.strategy.loss_trial import CollectiveListener
+from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.trial.collectives import CollectiveListener
+from lightning_odc.trial.decide import Tried, Verdict, decide
 from tests.support import losses
 from tests.support.fits import fit, largest_difference
 from tests.support.losses import COUNTS, KINDS, LENGTHS, Losses, collate, samples
@@ -41,7 +43,7 @@ def train(kind: str, **options: Any) -> tuple[str, dict[str, Tensor], str]:
     module, data = Losses(kind).double(), DataLoader(samples(), batch_size=BATCH, collate_fn=collate)
     with said() as text, warned() as caught:
         t = fit(module, data, accumulate_grad_batches=ACCUMULATED, **{"balance": "auto", **options})
-    recipe = t.train_dataloader.options
+    recipe = t.train_dataloader.recipe
     counts = "whole" if recipe.whole else str(recipe.counter or recipe.weighting)
     words = "\n".join([text.getvalue(), *caught])
     return counts, full_parameters(module), words
@@ -156,7 +158,7 @@ def test_listening_lets_attention_of_a_pattern_run():
 
 def test_what_the_rules_explain():
     """By hand: samples with 2 and 8 labels, and losses 3 and 2."""
-    by_labels, by_samples, sum_ = Rule("token", Counter()), Rule("sample"), Rule("sum")
+    by_labels, by_samples, sum_ = Rule("token", LabelCounter()), Rule("sample"), Rule("sum")
 
     def tried(together: float, again: float | None = None) -> Verdict:
         def one(group: tuple[int, ...], loss: float) -> Tried:
@@ -176,14 +178,153 @@ def test_what_the_rules_explain():
 
 def test_counts_that_do_not_add_up_explain_nothing():
     """The entries of a padded table: those of padding belong to no sample."""
-    table = Rule("token", Counter(("x",), -1))
+    table = Rule("token", LabelCounter(("x",), -1))
     singles = [Tried((0,), 3.0, {table: 2.0}), Tried((1,), 2.0, {table: 8.0})]
     assert decide([*singles, Tried((0, 1), 2.5, {table: 16.0})], 1e-11).rule is None
 
 
+#: Mostly short, and long enough that a step cuts some; the six samples that tell rules apart are short.
+UNEVEN = (24, 3, 5, 11, 6, 12, 5, 10, 6, 12, 7, 25, 5, 12, 4, 30)
+LIMIT = 20
+
+
+def tidy(batch: list[Any]) -> dict[str, Tensor]:
+    """Without the columns in which the longest sample differs."""
+    return {name: value for name, value in collate(batch).items() if name not in ("rare", "some")}
+
+
+class Shortens(Losses):
+    """Cuts inputs, or leaves out those that are too long; and knows that they are.
+
+    Args:
+        kind: As in `Losses`.
+        cuts: Whether it cuts; else it leaves samples out.
+    """
+
+    def __init__(self, kind: str, cuts: bool) -> None:
+        super().__init__(kind)
+        self.cuts = cuts
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.cuts:
+            short = {name: value[:, :LIMIT] if value.dim() > 1 else value for name, value in batch.items()}
+            return super().training_step(short, batch_idx)
+        rows = (batch["input_ids"] != 0).sum(1) <= LIMIT
+        if not rows.any():
+            return 0.0 * self.mix.weight.sum()
+        return super().training_step({name: value[rows] for name, value in batch.items()}, batch_idx)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("cuts", [True, False])
+@pytest.mark.parametrize("kind", ["labels", "own mask", "classes"])
+def test_a_step_that_shortens_its_batches_trains_what_it_means(rank, kind, cuts):
+    """One process takes the mean over batches, as under DDP."""
+    data = samples(UNEVEN)
+    module = Shortens(kind, cuts).double()
+    before = full_parameters(module)
+    batches = losses.dealt(data, 2, BATCH)
+    object.__setattr__(module, "log", lambda *_: None)
+    optimizer = module.configure_optimizers()
+    for batch in batches:
+        (module.training_step(tidy(batch), 0) / len(batches)).backward()
+    optimizer.step()
+    expected = full_parameters(module)
+    moved = largest_difference(before, expected)
+
+    module = Shortens(kind, cuts).double()
+    loader = DataLoader(data, batch_size=BATCH, collate_fn=tidy)
+    with said() as text, warned() as caught:
+        t = fit(module, loader, accumulate_grad_batches=ACCUMULATED, balance="auto")
+    words = "\n".join([text.getvalue(), *caught])
+    is_whole = t.train_dataloader.recipe.whole
+    # Classes of texts that are cut are still a mean over samples.
+    assert bool(is_whole) == (not cuts or kind != "classes")
+    if is_whole:
+        assert rank > 0 or "may cut or leave out long ones" in words, words
+        assert largest_difference(full_parameters(module), expected) / moved < 1e-6
+
+
+ITEMS = r'\{"loss": loss \* n, "num_items": n\}'
+#: A loss that no rule explains, the reason, and the line that helps.
+HELPS = [
+    (
+        "contrastive",
+        "the loss of samples together is not a weighted mean",
+        r'ODCStrategy\(weighting="sample"\)',
+    ),
+    (
+        "batch norm",
+        "Expected more than 1 value per channel",
+        r'ODCStrategy\(weighting="sample"\)',
+    ),
+    ("padding in the mean", "is not a weighted mean", r'ODCStrategy\(weighting="sample"\)'),
+    ("class weights", "a mean over something that no tensor of the batch counts", ITEMS),
+]
+
+
 @on_ranks(2)
 def test_the_reason_and_the_line_that_decides_otherwise_are_said(rank):
-    counts, _, text = train("contrastive")
-    assert counts == "whole"
-    assert rank > 0 or 'write ODCStrategy(weighting="sample")' in text
-    assert rank > 0 or "your batches stay whole" in text
+    for kind, reason, line in HELPS:
+        counts, _, text = train(kind)
+        assert counts == "whole"
+        assert (
+            re.search(r"Your batches stay whole, which keeps the padding \(\d+% of the", text) or rank > 0
+        ), text
+        assert re.search(f"{reason}.*\n    {line}", text) or rank > 0, text
+        assert "your batches stay whole" in text or rank > 0
+
+
+class Frames(LightningModule):
+    """A mean over every fourth frame of padded series.
+
+    Args:
+        counted: Whether the step returns the sum and the number, as it is told to.
+    """
+
+    def __init__(self, counted: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.counted = counted
+        self.layers = torch.nn.Linear(losses.WIDTH, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        errors = self.layers(batch["series"]).squeeze(2).square()
+        inside = torch.arange(errors.size(1)) < batch["sizes"][:, None]
+        chosen = inside[:, ::4]
+        n = chosen.sum()
+        loss = (errors[:, ::4] * chosen).sum() / n
+        return {"loss": loss * n, "num_items": n} if self.counted else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def in_series(batch: list[Any]) -> dict[str, Tensor]:
+    sizes = torch.tensor([len(sample["series"]) for sample in batch])
+    return {"series": collate(batch)["series"], "sizes": sizes}
+
+
+@on_ranks(2)
+def test_a_mean_over_frames_that_the_step_chooses_is_told_to_count_them_and_then_trains_it(rank):
+    before = full_parameters(Frames(False).double())
+    everything = in_series(samples())
+    module = Frames(False).double()
+    optimizer = module.configure_optimizers()
+    module.training_step(everything, 0).backward()
+    optimizer.step()
+    expected = full_parameters(module)
+    for counted in (False, True):
+        module = Frames(counted).double()
+        loader = DataLoader(samples(), batch_size=BATCH, collate_fn=in_series)
+        with said() as text, warned() as caught:
+            t = fit(module, loader, accumulate_grad_batches=ACCUMULATED, balance="auto")
+        words = "\n".join([text.getvalue(), *caught])
+        assert bool(t.train_dataloader.recipe.whole) != counted
+        assert (
+            counted
+            or rank > 0
+            or 'return, with the n that the loss is a mean over,\n    {"loss": loss *' in words
+        )
+    moved = largest_difference(before, expected)
+    assert largest_difference(full_parameters(module), expected) / moved < 1e-6

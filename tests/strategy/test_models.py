@@ -126,10 +126,11 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
 
 
 needs_peft = pytest.mark.skipif(not HAS_PEFT, reason="peft is not installed")
+MARKS = {"LoRA": needs_peft, "compiled whole": pytest.mark.slow}
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=[needs_peft] * (k == "LoRA")) for k in KINDS])
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=MARKS.get(kind, ())) for kind in KINDS])
 def test_equal_to_collectives(rank, kind):
     make, options = KINDS[kind]
     ours, reads = fit(rank, CausalLM(make), **options)
@@ -244,6 +245,33 @@ def test_compiled_blocks_equal_the_others_under_collectives(rank):
 
     assert compiled_difference(rank, backend, 3) == 0  # the same kernels
     assert graphs
+
+
+#: Rows and tokens of microbatches: torch makes a graph more of them where it finds out by itself what is dynamic.
+SHAPES = [(2, 5), (2, 7), (3, 7), (1, 7), (1, 4), (4, 9)]
+
+
+@pytest.mark.parametrize("limit", [8, 1])
+@on_ranks(2)
+def test_blocks_have_one_graph_for_a_row_and_one_for_several_and_the_limit_is_said(rank, limit):
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    module = TokenModule()
+    for block in module.net.blocks:
+        block.compile(backend=backend)
+    torch.compiler.reset()  # the ranks of this file share what is compiled
+    microbatches = [torch.randint(11, shape) for shape in SHAPES]
+    with torch._dynamo.config.patch(recompile_limit=limit), warned() as caught:
+        fits.fit(module, [Minibatch(microbatches)])
+        assert torch._dynamo.config.assume_static_by_default
+    assert len(graphs) == min(limit, 2)
+    met = [one for one in caught if f"compiled a function {limit} times" in one]
+    assert bool(met) == (limit == 1)
+    assert all("use_cache = False" in one and "recompile_limit = 4" in one for one in met)
 
 
 @pytest.mark.slow

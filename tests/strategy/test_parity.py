@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
-from lightning_odc.engine.keeping import HostMemory, Keeping, Memory
+from lightning_odc.engine.gather_cache import GatherCache, HostMemory, Memory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.sharding.wrapping import mesh_for, precision_policy, shard_model
@@ -108,7 +108,7 @@ def train(
     policy = precision_policy(precision, torch.float32 if precision else None, communication != "collective")
     shard_model(model, mesh_for("cpu", len(counts)), mixed_precision=policy, reshard_after_forward=reshard)
     if communication != "collective":
-        options["keeping"] = Keeping(budget, memory)
+        options["gather_cache"] = GatherCache(budget, memory)
     engine = make_engine(communication, rank, **options)
     engine.attach(model)
     optimizer = optimizer_of(model)
@@ -142,7 +142,7 @@ def train(
         "reads": [after.reads - before.reads for before, after in itertools.pairwise(traffic)],
         "bytes": [after.bytes_read - before.bytes_read for before, after in itertools.pairwise(traffic)],
         "added": [after.bytes_added - before.bytes_added for before, after in itertools.pairwise(traffic)],
-        "kept": options["keeping"].bytes if "keeping" in options else 0,
+        "kept": options["gather_cache"].bytes if "gather_cache" in options else 0,
     }
     engine.close()
     return result

@@ -1,6 +1,6 @@
 """Microbatches of a loader that run out of memory: their samples are read and collated again.
 
-In float64, as in ``test_out_of_memory.py``.
+In float64, as in ``tests/support/out_of_memory.py``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.utils.data import DataLoader
 from lightning_odc import BalancedDataLoader, Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor
 from tests.strategy.test_balance import Padded, pad
-from tests.strategy.test_out_of_memory import TOLERANCE, Short, differences, needs_reset
 from tests.support import fits
 from tests.support.fits import fit
 from tests.support.models import full_parameters
 from tests.support.modules import ListDataset, loader, trainer, warned
+from tests.support.out_of_memory import TOLERANCE, Short, differences, needs_reset
 from tests.support.ranks import of_all_ranks, on_ranks
 
 pytestmark = needs_reset

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_odc import Minibatch
-from lightning_odc.strategy.training_data import yields_minibatches
+from lightning_odc.strategy.decisions import yields_minibatches
 from tests.support.fits import LENGTHS, LR, Watch, assert_same, fit, fitted, one_process, shares, steps_of
 from tests.support.models import full_parameters, summed_loss
 from tests.support.modules import TokenModule

@@ -1,12 +1,11 @@
 """``ODCStrategy(tensor_parallel_size=2)``: groups of ranks stand where ranks stand elsewhere.
 
-The tolerance is derived in ``tests/test_tensor_parallel.py``.
+One group, four groups, and a rank that has died: ``tests/test_groups.py``. ``tests/support/groups.py`` derives the
+tolerance.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -17,157 +16,61 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
-from torchmetrics import Metric
+from torch import Tensor
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
-from lightning_odc.callbacks import DeviceIdleMonitor
 from lightning_odc.callbacks.idle.sources import GroupWatch
-from lightning_odc.engine import mates
+from lightning_odc.engine import sample_group
 from lightning_odc.errors import DisagreementError
-from tests.support.fits import assert_same, before_step, fit, numbers, one_process
+from tests.support.fits import assert_same, fit
+from tests.support.groups import (
+    CLOSE,
+    SAMPLES,
+    Module,
+    data,
+    reference,
+    run,
+    trains_as_one_process,
+    waits_for,
+)
 from tests.support.models import full_parameters, init_gloo
-from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
-from tests.test_tensor_parallel import CLOSE, Block
-
-SAMPLES = [torch.randn(size, 6, generator=torch.Generator().manual_seed(size)) for size in range(2, 34)]
-LINE = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-
-
-class Rows(Metric):
-    """Counts the samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
-
-    def update(self, batch: Tensor) -> None:
-        self.count += len(batch)
-
-    def compute(self) -> Tensor:
-        return self.count
-
-
-class Module(LightningModule):
-    """A loss that is a mean over samples of means over their rows; padding is zeros."""
-
-    def __init__(self, shards: bool = False, divides: bool = True, fails_above: float = 1e9) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.into, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.rows = Rows()
-        self.shards, self.divides, self.fails_above = shards, divides, fails_above
-        self.ran: list[list[int]] = []  # the lengths of the samples of every microbatch
-
-    def configure_model(self) -> None:
-        if self.device_mesh is None or not self.divides:
-            return
-        for block in self.blocks:
-            parallelize_module(block, self.device_mesh["tensor_parallel"], LINE)
-            if self.shards:
-                fully_shard(block, mesh=self.device_mesh["data_parallel"])
-
-    def loss(self, batch: Tensor) -> Tensor:
-        hidden = self.into(batch)
-        for block in self.blocks:
-            hidden = block(hidden)
-        rows = batch.abs().sum(-1) > 0
-        return ((self.out(hidden).square().sum(-1) * rows).sum(-1) / rows.sum(-1)).mean()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        if torch.is_grad_enabled():  # not in the trial of the loss
-            if self.fails_above < len(batch):
-                raise torch.OutOfMemoryError("CUDA out of memory: of the test")
-            self.ran.append((batch.abs().sum(-1) > 0).sum(-1).tolist())
-        return self.loss(batch)
-
-    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("validated", self.loss(batch), sync_dist=True)
-        self.log("samples", float(len(batch)), sync_dist=True, reduce_fx="sum")
-        self.rows.update(batch)
-        self.log("rows", self.rows)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def data(batch_size: int = 4) -> DataLoader[Any]:
-    return DataLoader(SAMPLES, batch_size, collate_fn=lambda some: pad_sequence(some, batch_first=True))
-
-
-def run(module: Module, world: int, **options: Any) -> Any:
-    """An epoch on tensor-parallel groups of two ranks, every step on eight samples."""
-    fixed = {"tensor_parallel_size": 2, "gradient_clip_val": 0.5, "use_distributed_sampler": True}
-    options = {**fixed, **options}
-    batches = data(8 * options["tensor_parallel_size"] // world)
-    return fit(module, batches, world, validation=batches, **options)
-
-
-def reference(steps: int = 4) -> dict[str, Tensor]:
-    """The same in one process: Lightning shuffles training data by its sampler, with the seed 0."""
-    order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()
-    groups = [order[8 * step : 8 * step + 8] for step in range(steps)]
-    return one_process(Module(), [[SAMPLES[index][None] for index in some] for some in groups], clip=0.5)
-
-
-def lengths_of(module: Module, group: Any) -> list[list[list[int]]]:
-    """What every rank of a group ran."""
-    by_rank: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(by_rank, module.ran, group=group)
-    return by_rank
-
+from tests.support.modules import warned
+from tests.support.ranks import on_ranks, try_ranks
 
 CASES = {
-    "planned": (4, {"balance": "lb_mini"}),
-    "four groups": (8, {"balance": "lb_mini"}),
-    "batches": (4, {"balance": None}),
-    "own sharding": (4, {"balance": "lb_mini", "deterministic": True}),
-    "nothing kept": (4, {"balance": "auto", "keep_gathered": 0}),
-    "collectives": (4, {"balance": "lb_micro", "communication": "collective"}),
-    "one group": (2, {"balance": "lb_mini"}),
+    "planned": {"balance": "lb_mini"},
+    "batches": {"balance": None},
+    "own sharding": {"balance": "lb_mini", "deterministic": True, "shards": True},
+    "nothing kept": {"balance": "auto", "keep_gathered": 0},
+    "collectives": {"balance": "lb_micro", "communication": "collective", "is_one_sided": False},
 }
 
 
-@pytest.mark.parametrize("case", [case for case, (world, _) in CASES.items() if world == 4])
+@pytest.mark.parametrize("case", CASES)
 @on_ranks(4)
 def test_groups_train_as_one_process(rank, case):
-    trains(case)
+    trains_as_one_process(4, **CASES[case])
 
 
-@on_ranks(8)
-def test_four_groups(rank):
-    trains("four groups")
+class Coupled(Module):
+    """Its loss couples samples from the second epoch on."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + (self.current_epoch > 0) * loss.square()
 
 
-@on_ranks(2)
-def test_one_group(rank):
-    trains("one group")
-
-
-def trains(case: str) -> None:
-    world, options = CASES[case]
-    module = Module(shards=case == "own sharding")
-    seen: dict[str, Any] = {}
-
-    def look() -> None:
-        strategy = module.trainer.strategy
-        seen["ran"] = lengths_of(module, strategy.attached.mates._group)
-        seen["reads"], seen["size"] = strategy.engine.traffic.reads, strategy.engine.world_size
-
-    module.on_train_end = look  # type: ignore[method-assign]
-    t = run(module, world, **options)
-    assert seen["ran"][0] == seen["ran"][1], "a group ran different microbatches"
-    assert seen["size"] == world // 2
-    assert (seen["reads"] > 0) == (case not in ("collectives", "one group")), "the one-sided path"
-    assert_same(full_parameters(module), reference(), CLOSE)
-    logged = numbers(t.callback_metrics)
-    assert logged["samples"] == logged["rows"] == len(SAMPLES)
+@on_ranks(4)
+def test_groups_notice_a_loss_that_couples_samples_later(rank):
+    """Four steps of an epoch, so step 10 is in the third one. Both ranks of a group try the same samples."""
+    module = Coupled()
+    with warned() as caught:
+        t = run(module, 4, balance="auto", max_epochs=3)
+    assert t.global_step == 12
+    assert t.train_dataloader.recipe.whole == "movable"
+    found = [text for text in caught if "weighed by what your loss" in text]
+    assert len(found) == (rank == 0), caught
+    assert rank > 0 or "In step 10, " in found[0]
 
 
 class Held(Module):
@@ -226,35 +129,10 @@ def test_all_ranks_take_part_in_a_decision(rank):
 # -- waits --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sleepers", [[1], [2, 3]], ids=["a mate", "the other group"])
+@pytest.mark.parametrize("sleepers", [[1], [2, 3]], ids=["the same group", "the other group"])
 @on_ranks(4)
 def test_waits_within_a_group_are_told_from_those_between_groups(rank, sleepers):
     waits_for(Module, run, sleepers, balance=None)
-
-
-def waits_for(module_class: Any, fit: Any, sleepers: list[int], **options: Any) -> None:
-    """Rank 0 waits most of its time for its mate, rank 1, or for the other group. How long is known: they sleep."""
-    for seconds in (0.2, 0.8, 3.2):  # if something else keeps the machine busy, longer
-
-        def sleep(module: Any, _: Any, seconds: float = seconds) -> None:
-            time.sleep(seconds * (torch.is_grad_enabled() and module.global_rank in sleepers))
-
-        monitor = DeviceIdleMonitor(every_n_steps=1)
-        fit(before_step(module_class(), sleep), 4, callbacks=[monitor], **options)
-        seen = monitor.last_step
-        assert of_all_ranks((monitor.complete, seen)) == [(True, seen)] * 4
-        for rank in sleepers:
-            assert seen[f"busy_seconds_rank{rank}"] >= seconds - 1e-3, "a rank's own work was called waiting"
-        assert seen["microbatches"] == 2  # of groups
-        waits = [seen[name] for name in seen if name.startswith("idle/") and name.endswith("_seconds")]
-        assert sum(waits) == pytest.approx(seen["idle/fraction"] * seen["step_seconds"])
-        within = [seen[f"idle/within_group_fraction_rank{rank}"] for rank in range(4)]
-        every = [seen[f"idle/fraction_rank{rank}"] for rank in range(4)]
-        assert sum(within) / 4 == pytest.approx(seen["idle/within_group_fraction"], abs=0.01)
-        most = [[share > 0.5 for share in shares] for shares in (within, every)]
-        if most == [[sleepers == [1], False, False, False], [rank not in sleepers for rank in range(4)]]:
-            return
-    pytest.fail(f"of a step, ranks waited {within} for mates, and {every} in all")
 
 
 @on_ranks(2)
@@ -296,7 +174,7 @@ def test_a_group_that_runs_out_of_memory_runs_the_parts_together(rank):
 
 def runs_out_alone(rank: int) -> None:
     init_gloo(rank)
-    mates._PATIENCE = timedelta(seconds=1)
+    sample_group._PATIENCE = timedelta(seconds=1)
     run(Module(fails_above=2 if rank == 1 else 1e9), 4, balance="lb_mini")
 
 
@@ -353,7 +231,7 @@ def test_a_group_may_leave_out_a_microbatch(rank):
 
 def leaves_out_alone(rank: int) -> None:
     init_gloo(rank)
-    mates._PATIENCE = timedelta(seconds=1)
+    sample_group._PATIENCE = timedelta(seconds=1)
     run(Absent((1,)), 4, balance="lb_mini")
 
 
@@ -387,7 +265,7 @@ def test_what_does_not_fit_is_refused_at_the_start(rank):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"tensor_parallel_size": 0}, "is no number of ranks: write 2"),
+        ({"tensor_parallel_size": 0}, "Write tensor_parallel_size=8"),
         ({"tensor_parallel_size": 2, "sharding_strategy": "HYBRID_SHARD"}, "take no third dimension"),
         ({"tensor_parallel_size": 2, "context_parallel_size": 2}, "one of the two"),
         ({"context_parallel_size": 2, "on_nonfinite": "skip"}, "sees its part of a loss alone"),
@@ -398,19 +276,3 @@ def test_what_does_not_fit_is_refused_at_the_start(rank):
 def test_arguments_that_cannot_be(arguments, words):
     with pytest.raises(ValueError, match=words):
         ODCStrategy(**arguments)
-
-
-# -- a rank that is gone ------------------------------------------------------------------------------------
-
-
-def loses_a_rank(rank: int) -> None:
-    init_gloo(rank)
-    module = Module()
-    if rank == 3:
-        module.on_train_batch_end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    run(module, 4, balance="lb_mini")
-
-
-def test_all_ranks_end_when_one_of_a_group_has_died():
-    outcomes = try_ranks(loses_a_rank, world_size=4, timeout=100)
-    assert all(outcome.exitcode for outcome in outcomes)

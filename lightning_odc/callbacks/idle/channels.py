@@ -9,7 +9,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_odc.engine.base import Engine
 
 Round = list[list[float]]  # numbers by rank
+_Item = TypeVar("_Item")
 
 
 class Channel:
@@ -41,7 +42,7 @@ class Channel:
         """All rounds that were sent. Waits; all ranks together, off the training path."""
         return self.receive()
 
-    def agree(self, item: Any) -> list[Any]:
+    def agree(self, item: _Item) -> list[_Item]:
         """Every rank's JSON-serialisable item, in rank order. Waits; all ranks together, off the training path."""
         return [item]
 
@@ -70,7 +71,7 @@ class NoteChannel(Channel):
         self._engine.note = None
         return rounds
 
-    def agree(self, item: Any) -> list[Any]:
+    def agree(self, item: _Item) -> list[_Item]:
         return self._engine.exchange("idle time", item)
 
     def close(self) -> None:
@@ -89,9 +90,9 @@ class SideChannel(Channel):
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity  # the most numbers to send, the same on all ranks
-        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
         # Work, what it gathers, and what is sent, which must stay alive until all have it.
-        self._pending: deque[tuple[Any, list[Tensor], Tensor]] = deque()
+        self._pending: deque[tuple[dist.Work, list[Tensor], Tensor]] = deque()
 
     def send(self, numbers: Sequence[float]) -> None:
         message = torch.zeros(self.capacity, dtype=torch.float64)
@@ -106,8 +107,8 @@ class SideChannel(Channel):
     def finish(self) -> list[Round]:
         return self._take(wait=True)
 
-    def agree(self, item: Any) -> list[Any]:
-        items: list[Any] = [None] * dist.get_world_size(self._group)
+    def agree(self, item: _Item) -> list[_Item]:
+        items = [item] * dist.get_world_size(self._group)
         dist.all_gather_object(items, item, group=self._group)
         return items
 

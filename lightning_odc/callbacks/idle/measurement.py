@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -28,12 +28,20 @@ from lightning_odc.callbacks.idle.sources import (
     Watch,
     compute_stream,
 )
-from lightning_odc.callbacks.idle.summary import UNKNOWN, IdleCause, IdleSummary, StepNumbers, resolve
+from lightning_odc.callbacks.idle.summary import (
+    UNKNOWN,
+    IdleCause,
+    IdleSummary,
+    StepNumbers,
+    add_seconds,
+    resolve,
+)
 from lightning_odc.callbacks.timeline.spans import Passage, machine
 from lightning_odc.data.minibatch import microbatches_of, sample_count, token_count
 from lightning_odc.strategy.odc import ODCStrategy
 
-_FEW, _MANY = 64, 12288  # numbers that a rank can send per step, without and with every single collective
+_FEW = 64  # numbers that a rank can send per step
+_MANY = 12288  # the same, where every single collective is sent
 _PER_BATCH = 3  # more of them for every batch of a step: Lightning's broadcast before it
 
 
@@ -44,24 +52,20 @@ def watch_for(
     channel: Channel | None = None,  # by which ranks agree; needed with ``waits``
 ) -> Watch:
     """What can be seen under the trainer's strategy, on its devices. All ranks together."""
-    strategy: Any = trainer.strategy
+    strategy = trainer.strategy
     if trainer.world_size == 1:
         return Watch(complete=True)  # one device waits for nothing but data
     if isinstance(strategy, DDPStrategy) and module.automatic_optimization:
         return GradientWatch(module, strategy.root_device)
-    on_cpu = strategy.root_device.type == "cpu"
     if _on_demand(strategy):
-        engine, mates = strategy.engine, strategy.attached.mates
-        if mates is not None and on_cpu:
-            return GroupWatch(engine, mates)
-        if mates is not None:
-            return Watch(complete=False, engine=engine, why="waits within a group are measured on CPUs")
-        return Watch(complete=True, engine=engine) if waits is None else StreamWatch(engine, waits)
+        return _watch_on_demand(strategy, waits)
     if waits is None:  # where the host's time is the device's
-        if isinstance(strategy, ODCStrategy) and on_cpu and _meets_all(strategy):
-            return CollectiveWatch(strategy.engine)
-        if isinstance(strategy, ModelParallelStrategy) and on_cpu and _meets_all(strategy):
-            return ShardedWatch(strategy.model)
+        if _on_cpu(strategy) and _meets_all(strategy):
+            if isinstance(strategy, ODCStrategy):
+                return CollectiveWatch(strategy.engine)
+            if isinstance(strategy, ModelParallelStrategy):
+                assert strategy.model is not None
+                return ShardedWatch(strategy.model)
         return Watch(complete=False)
     if isinstance(cast(Any, trainer).profiler, PyTorchProfiler):
         return Watch(complete=False, why="the trainer's own profiler runs, and there can be one at a time")
@@ -72,42 +76,63 @@ def watch_for(
     return SampledWatch(waits, profile, channel.agree, comparable)
 
 
-def _on_demand(strategy: Any) -> bool:
+def _watch_on_demand(strategy: ODCStrategy, waits: StreamWaits | None) -> Watch:
+    engine = strategy.engine
+    sample_group = strategy.attached.sample_group
+    if sample_group is not None:
+        if _on_cpu(strategy):
+            return GroupWatch(engine, sample_group)
+        return Watch(complete=False, engine=engine, why="waits within a group are measured on CPUs")
+    if waits is None:
+        return Watch(complete=True, engine=engine)
+    return StreamWatch(engine, waits)
+
+
+def _on_cpu(strategy: Strategy) -> bool:
+    return strategy.root_device.type == "cpu"
+
+
+def _on_demand(strategy: Strategy) -> TypeGuard[ODCStrategy]:
     """Whether ranks wait for each other in the engine alone: on demand, and in lockstep."""
     return isinstance(strategy, ODCStrategy) and strategy.communication != "collective"
 
 
-def _group_size(strategy: Any) -> int:
+def _group_size(strategy: Strategy) -> int:
     """The number of ranks that compute one sample together."""
-    return strategy.options.group_size if isinstance(strategy, ODCStrategy) else 1
+    if isinstance(strategy, ODCStrategy):
+        return strategy.options.group_size
+    return 1
 
 
-def _meets_all(strategy: Any) -> bool:
+def _meets_all(strategy: Strategy) -> bool:
     """Whether every collective is one of all ranks: no tensor parallelism, no hybrid sharding."""
     if isinstance(strategy, ModelParallelStrategy):
-        return strategy.device_mesh["data_parallel"].size() == dist.get_world_size()
-    is_hybrid = isinstance(strategy, FSDPStrategy) and "HYBRID" in strategy.sharding_strategy.name
-    return _group_size(strategy) == 1 and not is_hybrid
+        data_parallel = strategy.device_mesh["data_parallel"]
+        return data_parallel.size() == dist.get_world_size()
+    if isinstance(strategy, FSDPStrategy) and "HYBRID" in strategy.sharding_strategy.name:
+        return False
+    return _group_size(strategy) == 1
 
 
 def _channel_for(trainer: pl.Trainer) -> Channel:
+    strategy = trainer.strategy
     if trainer.world_size == 1:
         return Channel()
-    if _on_demand(trainer.strategy) and _group_size(trainer.strategy) == 1:
-        return NoteChannel(cast(ODCStrategy, trainer.strategy).engine)
-    if not isinstance(trainer.strategy, ODCStrategy) and not (
-        dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
-    ):
-        raise RuntimeError("its ranks have no process group with gloo to compare their times through")
-    schedulers = [
-        one for one in cast(Any, trainer).callbacks if isinstance(one, GradientAccumulationScheduler)
-    ]
-    planned = [int(batches) for one in schedulers for batches in one.scheduling.values()]
-    most_batches = max([trainer.accumulate_grad_batches, *planned])
+    if _on_demand(strategy) and _group_size(strategy) == 1:
+        return NoteChannel(strategy.engine)
+    if not isinstance(strategy, ODCStrategy):
+        has_group = dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
+        if not has_group:
+            raise RuntimeError("its ranks have no process group with gloo to compare their times through")
+    most_batches = trainer.accumulate_grad_batches
+    for callback in cast(Any, trainer).callbacks:
+        if isinstance(callback, GradientAccumulationScheduler):
+            most_batches = max([most_batches, *callback.scheduling.values()])
+    capacity = _FEW
     # On CPUs, these two have a watch that reports every collective.
-    on_cpu = trainer.strategy.root_device.type == "cpu"
-    every_collective = on_cpu and isinstance(trainer.strategy, ODCStrategy | ModelParallelStrategy)
-    return SideChannel((_MANY if every_collective else _FEW) + _PER_BATCH * most_batches)
+    if _on_cpu(strategy) and isinstance(strategy, ODCStrategy | ModelParallelStrategy):
+        capacity = _MANY
+    return SideChannel(capacity + _PER_BATCH * most_batches)
 
 
 class StepMeter:
@@ -123,24 +148,26 @@ class StepMeter:
     def resume(self) -> None:
         """Count time from now on. Idempotent."""
         if not self.running:
-            self.running, self._began, self._waited = True, time.monotonic(), self._waits()
+            self.running = True
+            self._began = time.monotonic()
+            self._waited = self._waits()
 
     def pause(self) -> None:
         """Time does not count until `resume`. Idempotent."""
         if self.running:
             self.running = False
             self._step.seconds += time.monotonic() - self._began
-            for cause, seconds in self._waits().items():
-                new = seconds - self._waited.get(cause, 0.0)
-                self._step.waits[cause] = self._step.waits.get(cause, 0.0) + new
+            since = {
+                cause: seconds - self._waited.get(cause, 0.0) for cause, seconds in self._waits().items()
+            }
+            add_seconds(self._step.waits, since)
 
     def count(self, batch: Any) -> None:
         """A microbatch begins, or all of a rank's minibatch at once; ``None`` is no batch."""
         if self.running and batch is not None:
-            samples, tokens = sample_count(batch), token_count(batch)
             self._step.microbatches += len(microbatches_of(batch))
-            self._step.samples += UNKNOWN if samples is None else samples
-            self._step.tokens += UNKNOWN if tokens is None else tokens
+            self._step.samples += _or_unknown(sample_count(batch))
+            self._step.tokens += _or_unknown(token_count(batch))
 
     def end_step(self) -> StepNumbers:
         """The numbers of the step that ends now; the next one begins."""
@@ -148,6 +175,12 @@ class StepMeter:
         step, self._step = self._step, StepNumbers(0.0)
         self.resume()
         return step
+
+
+def _or_unknown(count: int | None) -> float:
+    if count is None:
+        return UNKNOWN
+    return count
 
 
 def on_outermost_calls(module: nn.Module, seen: Callable[[Any], None]) -> list[RemovableHandle]:
@@ -158,13 +191,18 @@ def on_outermost_calls(module: nn.Module, seen: Callable[[Any], None]) -> list[R
         nonlocal depth
         depth += 1
         if depth == 1:
-            seen(inputs[0] if inputs else None)
+            batch = None
+            if inputs:
+                batch = inputs[0]
+            seen(batch)
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         nonlocal depth
         depth -= 1
 
-    return [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
+    entering = module.register_forward_pre_hook(enter)
+    leaving = module.register_forward_hook(leave, always_call=True)
+    return [entering, leaving]
 
 
 class IdleMeasurement:
@@ -173,10 +211,13 @@ class IdleMeasurement:
     def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         strategy = trainer.strategy
         self._channel = _channel_for(trainer)
+        self._stream_waits: StreamWaits | None = None
         stream = compute_stream(strategy.root_device)
-        self._stream_waits = None if stream is None else StreamWaits(stream)
+        if stream is not None:
+            self._stream_waits = StreamWaits(stream)
         self.watch = watch_for(trainer, module, self._stream_waits, self._channel)
-        self.recent, self.epoch = IdleSummary(), IdleSummary()  # steps since they were last taken
+        self.recent = IdleSummary()  # of the steps since it was last taken
+        self.epoch = IdleSummary()
         self._group_size = _group_size(strategy)
         self._comparable = True
         self._global_step = trainer.global_step
@@ -186,18 +227,22 @@ class IdleMeasurement:
         self._in_batch = False
         self._meter = StepMeter(self._waits)
         loop: Any = trainer
-        self._data = loop.profiler = DataClock(
+        self._data = DataClock(
             loop.profiler,
             on_fetch=self._fetch,
             waited=lambda: sum(self.watch.waits().values()),
             waits=self._stream_waits,
         )
+        loop.profiler = self._data
         self._calls: list[RemovableHandle] = []  # without them, a Lightning batch is a microbatch
         if isinstance(strategy, ODCStrategy):
             assert strategy.model is not None
             self._calls = on_outermost_calls(strategy.model, self._meter.count)
-        on_cpu = strategy.root_device.type == "cpu"
-        self._common_clock = len(set(self._channel.agree(machine() if on_cpu else None))) == 1 and on_cpu
+        clock: str | None = None
+        if _on_cpu(strategy):
+            clock = machine()
+        clocks = set(self._channel.agree(clock))
+        self._common_clock = len(clocks) == 1 and clock is not None
 
     @property
     def complete(self) -> bool:
@@ -233,9 +278,7 @@ class IdleMeasurement:
     def pause(self) -> None:
         """What comes now is not training; the next fetching of a training batch is. All ranks together."""
         self._meter.pause()
-        self.watch.counting = False
-        if self._stream_waits is not None:
-            self._stream_waits.counting = False
+        self._count_waits(False)
         self.watch.interrupt()
 
     def receive(self) -> Iterator[int]:
@@ -281,7 +324,9 @@ class IdleMeasurement:
                 return
             numbers.meetings = meetings
             if len(numbers.to_floats()) > self._channel.capacity:
-                numbers.meetings, numbers.broadcasts, self._comparable = [], [], False
+                numbers.meetings = []
+                numbers.broadcasts = []
+                self._comparable = False
             self._channel.send(numbers.to_floats())
             self._unsent.popleft()
 
@@ -293,9 +338,12 @@ class IdleMeasurement:
 
     def _resume(self) -> None:
         self._meter.resume()
-        self.watch.counting = True
+        self._count_waits(True)
+
+    def _count_waits(self, counting: bool) -> None:
+        self.watch.counting = counting
         if self._stream_waits is not None:
-            self._stream_waits.counting = True
+            self._stream_waits.counting = counting
 
     def _waits(self) -> dict[IdleCause, float]:
         waits = self.watch.waits()

@@ -10,15 +10,19 @@ import lightning.pytorch as pl
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
 
+from lightning_odc.arguments import Count, checked
 from lightning_odc.callbacks.idle.measurement import IdleMeasurement
 from lightning_odc.callbacks.idle.summary import IdleSummary
+from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.errors import ODCError
 
 _SAID = ("idle/fraction", "samples_per_second", "tokens_per_second")
 
 
+@checked
 class DeviceIdleMonitor(Callback):
     """Logs how long devices waited, for what, and how unevenly they were loaded, per optimizer step and per epoch.
 
@@ -49,6 +53,7 @@ class DeviceIdleMonitor(Callback):
     Attributes:
         last_step: The values that were last logged for steps, even without a logger.
         last_epoch: The values of the last epoch.
+        communication: What ran under `ODCStrategy`: ``"on_demand"``, ``"collective"`` or ``"lockstep"``.
         complete: Whether all waiting for other ranks is measured under this strategy.
 
     Raises:
@@ -56,13 +61,12 @@ class DeviceIdleMonitor(Callback):
     """
 
     def __init__(
-        self, *, every_n_steps: int | None = None, per_rank: bool = True, progress_bar: bool = False
+        self, *, every_n_steps: Count | None = None, per_rank: bool = True, progress_bar: bool = False
     ) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"DeviceIdleMonitor(every_n_steps={every_n_steps}): write 1 or more")
         self.every_n_steps = every_n_steps
         self.per_rank = per_rank
         self.progress_bar = progress_bar
+        self.communication = ""
         self.complete = False
         self.last_step: dict[str, float] = {}
         self.last_epoch: dict[str, float] = {}
@@ -70,9 +74,12 @@ class DeviceIdleMonitor(Callback):
         self._refusing: list[Logger] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.last_step, self.last_epoch, self._refusing = {}, {}, []
+        self.last_step = {}
+        self.last_epoch = {}
+        self._refusing = []
         with self._harmless(trainer):
             self._measurement = IdleMeasurement(trainer, pl_module)
+        self.communication = getattr(trainer.strategy, "communication", "")
         self.complete = True
         self._look_for_gaps(trainer)
         if self.complete and self._measurement.watch.samples:
@@ -87,24 +94,33 @@ class DeviceIdleMonitor(Callback):
         if self._measurement is not None:
             self._measurement.begin_batch(batch)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Any) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self._measurement is not None:
             self._measurement.watch.before_backward()
 
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._measurement is not None:
             self._measurement.watch.after_backward()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
         measurement = self._measurement
         if measurement is None or not measurement.end_batch(trainer.global_step):
             return
         with self._harmless(trainer):
             logged = self._log_steps(trainer, measurement, measurement.receive())
-            name = "idle/fraction" if self.complete else "idle/data_seconds"
+            name = "idle/data_seconds"
+            if self.complete:
+                name = "idle/fraction"
             if logged and self.progress_bar and name in self.last_step:
-                bar: Any = {"prog_bar": True, "logger": False, "on_step": True, "on_epoch": False}
-                pl_module.log(name, self.last_step[name], batch_size=1, **bar)
+                pl_module.log(
+                    name,
+                    self.last_step[name],
+                    prog_bar=True,
+                    logger=False,
+                    on_step=True,
+                    on_epoch=False,
+                    batch_size=1,
+                )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._measurement is not None:
@@ -123,8 +139,11 @@ class DeviceIdleMonitor(Callback):
             self.last_epoch = {f"{name}_epoch": value for name, value in values.items()}
             self._write(trainer, {**self.last_epoch, "epoch": trainer.current_epoch}, trainer.global_step - 1)
             if not trainer.loggers:
-                said = ", ".join(f"{name} {values[name]:.4g}" for name in _SAID if name in values)
-                rank_zero_info(f"DeviceIdleMonitor, epoch {trainer.current_epoch}: {said}")
+                said = [f"{name} {values[name]:.4g}" for name in _SAID if name in values]
+                where = f"epoch {trainer.current_epoch}"
+                if self.communication:
+                    where += f", {self.communication}"
+                rank_zero_info(f"DeviceIdleMonitor, {where}: {', '.join(said)}")
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -166,11 +185,13 @@ class DeviceIdleMonitor(Callback):
     def _look_for_gaps(self, trainer: pl.Trainer) -> None:
         """Say once what is not measured."""
         if self._measurement is not None and self.complete and not self._measurement.complete:
-            why = self._measurement.watch.why
+            strategy = trainer.strategy
+            where = f"under {type(strategy).__name__} on {strategy.root_device.type}"
+            if why := self._measurement.watch.why:
+                where += f" ({why})"
             rank_zero_warn(
-                f"DeviceIdleMonitor cannot see all waiting for other ranks under {type(trainer.strategy).__name__} on "
-                f"{trainer.strategy.root_device.type}{why and f' ({why})'}: it logs throughput and waiting for data, "
-                "and no idle fraction."
+                f"DeviceIdleMonitor cannot see all waiting for other ranks {where}: it logs throughput and waiting for "
+                "data, and no idle fraction."
             )
         self.complete = self._measurement is not None and self._measurement.complete
 
@@ -192,5 +213,7 @@ class DeviceIdleMonitor(Callback):
 
 
 def _memory_values(trainer: pl.Trainer) -> dict[str, float]:
-    loader = trainer.train_dataloader
-    return loader.memory_values if isinstance(loader, BalancedDataLoader) else {}
+    loader = only(trainer.train_dataloader)
+    if isinstance(loader, BalancedDataLoader):
+        return loader.memory_values
+    return {}

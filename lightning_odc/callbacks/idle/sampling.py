@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity
 
 from lightning_odc._compat import profiler_is_running
 from lightning_odc.callbacks.idle.sources import StreamWaits, Watch
-from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, StepNumbers
+from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, StepNumbers, add_seconds
 from lightning_odc.callbacks.timeline.spans import covered
 
 _COST = 0.01  # of the time, for samples
@@ -64,11 +64,12 @@ def kernel_records(events: Iterable[Any]) -> list[KernelRecord]:
     """What ran on the device, in the order in which it began."""
     # The host's events are left out, and so are the ranges of ``record_function``, which the profiler also
     # draws beside the kernels that were launched inside.
-    found = [
-        KernelRecord(event.name, round(event.time_range.start * 1e3), round(event.time_range.end * 1e3))
-        for event in events
-        if event.device_type.name == "CUDA" and not event.is_user_annotation
-    ]
+    found = []
+    for event in events:
+        if event.device_type.name == "CUDA" and not event.is_user_annotation:
+            begin = round(event.time_range.start * 1e3)
+            end = round(event.time_range.end * 1e3)
+            found.append(KernelRecord(event.name, begin, end))
     return sorted(found, key=lambda record: (record.begin, record.end))
 
 
@@ -76,10 +77,11 @@ def parts_of(records: Sequence[KernelRecord], window: range) -> dict[DevicePart,
     """Seconds of a window in which own kernels ran, nothing but collectives, and nothing: they add up to all of it."""
     own = _covered((record for record in records if not record.is_collective), window)
     busy = _covered(records, window)
+    whole = (window.stop - window.start) / 1e9
     return {
         DevicePart.KERNEL: own,
         DevicePart.COLLECTIVE: busy - own,
-        DevicePart.EMPTY: (window.stop - window.start) / 1e9 - busy,
+        DevicePart.EMPTY: whole - busy,
     }
 
 
@@ -98,21 +100,24 @@ def transfers(by_rank: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[
     counts = [{name: len(of_name) for name, of_name in one.items()} for one in by_rank]
     if any(one != counts[0] for one in counts):
         return None
-    return {
-        name: [min(together) for together in zip(*(one[name] for one in by_rank), strict=True)]
-        for name in by_rank[0]
-    }
+    shortest = {}
+    for name in by_rank[0]:
+        of_ranks = [one[name] for one in by_rank]
+        shortest[name] = list(map(min, zip(*of_ranks, strict=True)))
+    return shortest
 
 
 def waited(records: Sequence[KernelRecord], window: range, transfer: Mapping[str, Sequence[int]]) -> float:
     """Seconds of a window in which this device was idle inside collectives. See Note [Waiting inside a kernel]."""
     left = {name: iter(of_name) for name, of_name in transfer.items()}
-    own = [record for record in records if not record.is_collective]
-    waits = [
-        record._replace(end=record.end - next(left[record.name]))
-        for record in records
-        if record.is_collective
-    ]
+    own = []
+    waits = []
+    for record in records:
+        if record.is_collective:
+            moving = next(left[record.name])
+            waits.append(record._replace(end=record.end - moving))
+        else:
+            own.append(record)
     return _covered([*own, *waits], window) - _covered(own, window)
 
 
@@ -131,7 +136,7 @@ class CudaProfile:
     def __init__(self, device: torch.device, mark: Callable[[], torch.cuda.Event]) -> None:
         self._device = device
         self._mark = mark
-        self._profile: Any = None
+        self._profile: torch.profiler.profile | None = None
 
     def start(self) -> None:
         """Record from now on. Waits for the device."""
@@ -145,6 +150,7 @@ class CudaProfile:
     def stop(self) -> list[KernelRecord]:
         """What ran since the start; the last record is of something that was launched now. Waits for the device."""
         profile, self._profile = self._profile, None
+        assert profile is not None, "it was not started"
         torch.ones(1, device=self._device)
         torch.cuda.synchronize(self._device)
         profile.stop()
@@ -159,7 +165,8 @@ class CudaProfile:
         if profile is None:
             return
         # To stop it is to wait for the device, which after an error may wait for a peer that will never come.
-        end, deadline = self._mark(), time.monotonic() + _PATIENCE
+        end = self._mark()
+        deadline = time.monotonic() + _PATIENCE
         while not end.query() and time.monotonic() < deadline:
             time.sleep(0.01)
         if end.query():
@@ -186,7 +193,9 @@ class SampledWatch(Watch):
         self._mark = waits.stream.mark
         self._profile = profile
         self._agree = agree
-        self._steps, self._due, self._discarded = 0, _FIRST, 0
+        self._steps = 0  # that have ended
+        self._due = _FIRST  # the step after which the next sample begins
+        self._discarded = 0  # samples that an interruption has ended
         self._running = False
         self._begin: torch.cuda.Event | None = None  # the begin of the step that counts, if that runs now
         self._cost = 0.0
@@ -208,8 +217,7 @@ class SampledWatch(Watch):
             self._together(self._start)
             self._cost = time.monotonic() - began
         if numbers.seen:  # the device has passed all of them
-            for cause, seconds in self._waits.take().items():
-                numbers.waits[cause] = numbers.waits.get(cause, 0.0) + seconds
+            add_seconds(numbers.waits, self._waits.take())
 
     def interrupt(self) -> None:
         """The steps that are profiled now are not like others. Later ones are looked at, each time later."""
@@ -220,27 +228,38 @@ class SampledWatch(Watch):
 
     def release(self) -> None:
         """Profile no longer. Idempotent. Of this rank alone: another one may have failed."""
-        self._running, self._begin = False, None
+        self._running = False
+        self._begin = None
         _attempt(self._profile.abandon)
 
     def _finish(self, numbers: StepNumbers, begin: torch.cuda.Event) -> None:
-        began, end = time.monotonic(), self._mark()
+        began = time.monotonic()
+        end = self._mark()
         records: list[KernelRecord] = []
         error = _attempt(lambda: records.extend(self._stop()))
-        seconds = 0.0 if error else begin.elapsed_time(end) / 1e3
+        seconds = 0.0
+        if not error:
+            seconds = begin.elapsed_time(end) / 1e3
         cost = self._cost + time.monotonic() - began
-        errors, by_rank, costs, lengths = zip(
-            *self._agree([error, durations(records), cost, seconds]), strict=True
-        )
+        answers = self._agree([error, durations(records), cost, seconds])
+        errors, by_rank, costs, lengths = zip(*answers, strict=True)
         if not self._all_well(errors):
             return
         # Of steps of 0.5 s, a sample that took 2 s is one in 400.
-        self._due = self._steps + max(math.ceil(max(costs) / max(_COST * max(lengths), 1e-6)), 1)
-        window = range(records[-1].begin - round(seconds * 1e9), records[-1].begin)
-        numbers.seconds, numbers.parts, numbers.seen = seconds, parts_of(records, window), True
-        transfer = transfers(by_rank) if self.complete else None
-        self.complete = transfer is not None
-        if transfer is not None:
+        affordable = max(_COST * max(lengths), 1e-6)  # seconds per step
+        pause = math.ceil(max(costs) / affordable)
+        self._due = self._steps + max(pause, 1)
+        last = records[-1].begin
+        window = range(last - round(seconds * 1e9), last)
+        numbers.seconds = seconds
+        numbers.parts = parts_of(records, window)
+        numbers.seen = True
+        if not self.complete:
+            return
+        transfer = transfers(by_rank)
+        if transfer is None:
+            self.complete = False
+        else:
             numbers.waits[IdleCause.COLLECTIVE] = waited(records, window, transfer)
 
     def _start(self) -> None:
@@ -248,10 +267,11 @@ class SampledWatch(Watch):
         self._running = True
 
     def _stop(self) -> list[KernelRecord]:
-        self._running, self._begin = False, None
+        self._running = False
+        self._begin = None
         return self._profile.stop()
 
-    def _together(self, act: Callable[[], Any]) -> bool:
+    def _together(self, act: Callable[[], object]) -> bool:
         """All ranks do this, and go on when all have. Returns whether it went well on all of them."""
         return self._all_well(self._agree(_attempt(act)))
 
@@ -263,7 +283,7 @@ class SampledWatch(Watch):
         return not self.why
 
 
-def _attempt(act: Callable[[], Any]) -> str:
+def _attempt(act: Callable[[], object]) -> str:
     """The error of a call, in one line; empty if there is none. A profiler's error must not stop training."""
     try:
         act()

@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -33,7 +34,7 @@ from lightning_odc._compat_lightning import FETCH_ACTION
 from lightning_odc.callbacks.idle.summary import IdleCause, StepNumbers
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, Passage
 from lightning_odc.engine.base import Engine
-from lightning_odc.engine.mates import Mates
+from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.waiting import Cause
 
@@ -58,7 +59,9 @@ class ComputeStream:
 
 def compute_stream(device: torch.device) -> ComputeStream | None:
     """The stream of a device that runs ahead of its host; ``None`` for a processor, whose host is the device."""
-    return ComputeStream(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    return ComputeStream(device)
 
 
 class StreamWaits:
@@ -73,20 +76,29 @@ class StreamWaits:
 
     def enter(self, cause: IdleCause) -> None:
         """The host begins to wait. Waits may nest."""
-        self._begun.append((cause, self.stream.mark()) if self.counting else None)
+        begun = None
+        if self.counting:
+            begun = (cause, self.stream.mark())
+        self._begun.append(begun)
 
     def leave(self) -> None:
         """The host has waited."""
-        begun = self._begun.pop() if self._begun else None
+        if not self._begun:
+            return
+        begun = self._begun.pop()
         if begun is not None:
-            self._ended.append((*begun, self.stream.mark()))
+            cause, begin = begun
+            self._ended.append((cause, begin, self.stream.mark()))
 
     def take(self) -> dict[IdleCause, float]:
         """Seconds by cause of the waits that the stream has passed since the last call. Does not wait."""
         # What it has not passed yet counts in the step after: every step of every rank has its numbers at once.
         seconds = dict.fromkeys(self.causes, 0.0)
-        while self._ended and self._ended[0][-1].query():
-            cause, begin, end = self._ended.popleft()
+        while self._ended:
+            cause, begin, end = self._ended[0]
+            if not end.query():
+                break
+            self._ended.popleft()
             seconds[cause] = seconds.get(cause, 0.0) + begin.elapsed_time(end) / 1e3
         return seconds
 
@@ -122,8 +134,9 @@ class Watch:
 
     def waits(self) -> dict[IdleCause, float]:
         """Seconds of waiting since the start that this rank knows alone."""
-        counted = {} if self._engine is None else self._engine.waits
-        return {IdleCause(cause): seconds for cause, seconds in counted.items()}
+        if self._engine is None:
+            return {}
+        return {IdleCause(cause): seconds for cause, seconds in self._engine.waits.items()}
 
     def take_meetings(self) -> list[Any]:
         """What is known of the collectives of the step that has just ended, for `read`."""
@@ -158,7 +171,7 @@ class GradientWatch(Watch):
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         super().__init__(complete=True)
         self._stream = compute_stream(device)
-        self._entered: Any = None
+        self._entered: int | torch.cuda.Event = 0
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._enter)
             for parameter in module.parameters()
@@ -193,11 +206,14 @@ class GradientWatch(Watch):
             handle.remove()
         self._handles.clear()
 
-    def _enter(self, *_: Any) -> None:
+    def _enter(self, *_: object) -> None:
         self._entered = self._moment()
 
-    def _moment(self) -> Any:
-        return time.monotonic_ns() if self._stream is None else self._stream.mark()
+    def _moment(self) -> int | torch.cuda.Event:
+        """The present, of the host or of its device."""
+        if self._stream is None:
+            return time.monotonic_ns()
+        return self._stream.mark()
 
 
 class _ListeningWatch(Watch, Tracer):
@@ -237,6 +253,15 @@ class StreamWatch(_ListeningWatch):
             self._waits.leave()
 
 
+@dataclass
+class Meeting:
+    """The moments of a rank in a collective of its group, in nanoseconds of its own clock."""
+
+    begun: int  # it handed in its part
+    entered: int  # it began to wait for the result; before that it did other work
+    left: int  # it had the result
+
+
 class GroupWatch(Watch, _compat.TorchDispatchMode):  # type: ignore[misc]
     """``ODCStrategy`` with groups, on CPUs: the engine counts waits between groups, and operators show those within."""
 
@@ -245,12 +270,13 @@ class GroupWatch(Watch, _compat.TorchDispatchMode):  # type: ignore[misc]
 
     supports_higher_order_operators = True  # passes them on
 
-    def __init__(self, engine: Engine, mates: Mates) -> None:
+    def __init__(self, engine: Engine, sample_group: SampleGroup) -> None:
         Watch.__init__(self, complete=True, engine=engine)
         _compat.TorchDispatchMode.__init__(self)
-        self._mates = mates
+        self._sample_group = sample_group
         self._batch = ExitStack()
-        self._begun: dict[int, list[int]] = {}  # moments of a collective, by the memory of its result
+        # Those that were not waited for yet, by the memory of their result.
+        self._begun: dict[int, Meeting] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -266,7 +292,9 @@ class GroupWatch(Watch, _compat.TorchDispatchMode):  # type: ignore[misc]
     interrupt = release = end_batch  # a batch that is left out has no end
 
     def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
-        return [Passage(entered, left, entered - begun) for begun, entered, left in taken if self.complete]
+        if not self.complete:
+            return []
+        return [Passage(met.entered, met.left, met.entered - met.begun) for met in taken]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -274,8 +302,10 @@ class GroupWatch(Watch, _compat.TorchDispatchMode):  # type: ignore[misc]
         begin = time.monotonic_ns()
         result = func(*args, **(kwargs or {}))
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            moments = self._begun.pop(args[0].untyped_storage().data_ptr(), [])
-            moments[1:] = begin, time.monotonic_ns()
+            meeting = self._begun.pop(args[0].untyped_storage().data_ptr(), None)
+            if meeting is not None:
+                meeting.entered = begin
+                meeting.left = time.monotonic_ns()
         elif func.namespace in ("c10d", "_c10d_functional"):
             names = [argument.name for argument in func._schema.arguments]
             self._meet(begin, dict(zip(names, args, strict=False)), result)
@@ -283,22 +313,32 @@ class GroupWatch(Watch, _compat.TorchDispatchMode):  # type: ignore[misc]
 
     def _meet(self, begin: int, given: dict[str, Any], result: Any) -> None:
         """Note a collective of the group."""
-        name, boxed = given.get("group_name"), given.get("process_group")
-        if name is None and boxed is None:
+        name = given.get("group_name")
+        boxed = given.get("process_group")
+        if boxed is not None:
+            group = dist.ProcessGroup.unbox(boxed)
+        elif name is not None:
+            group = _compat.group_named(name)
+        else:
             return
-        group = _compat.group_named(name) if boxed is None else dist.ProcessGroup.unbox(boxed)
-        if dist.get_process_group_ranks(group) != self._mates.ranks:
+        if dist.get_process_group_ranks(group) != self._sample_group.ranks:
             return
-        moments = [begin] * 3
-        self._meetings.append(moments)
-        if name is not None:
-            first = result if isinstance(result, Tensor) else result[0]
-            self._begun[first.untyped_storage().data_ptr()] = moments
+        meeting = Meeting(begin, begin, begin)
+        self._meetings.append(meeting)
+        if name is not None:  # a functional one, with a result or several
+            first = result
+            if not isinstance(result, Tensor):
+                first = result[0]
+            self._begun[first.untyped_storage().data_ptr()] = meeting
         elif not given.get("async_op", True):
-            dist.Work.unbox(result[-1] if isinstance(result, tuple) else result).wait()
-            moments[2] = time.monotonic_ns()
-        elif group.group_name != self._mates.name:
-            self.complete, self.why = False, "asynchronous collectives within a group"
+            work = result
+            if isinstance(result, tuple):
+                work = result[-1]
+            dist.Work.unbox(work).wait()
+            meeting.left = time.monotonic_ns()
+        elif group.group_name != self._sample_group.name:
+            self.complete = False
+            self.why = "asynchronous collectives within a group"
 
 
 class ShardedWatch(Watch):
@@ -307,7 +347,7 @@ class ShardedWatch(Watch):
     # Each is put behind a `TimedComm` by the public setter and put back by `release`. A collective among some
     # ranks only (tensor parallel, hybrid sharding) cannot be compared over all: then ``complete`` turns false.
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(complete=True)
         self._originals: list[tuple[FSDPModule, Any, Any]] = []
         for module in model.modules():
@@ -317,9 +357,10 @@ class ShardedWatch(Watch):
             if comms is None:
                 self.complete = False
                 continue
-            module.set_custom_all_gather(cast(Any, TimedComm(comms[0], self._meet)))
-            module.set_custom_reduce_scatter(cast(Any, TimedComm(comms[1], self._meet)))
-            self._originals.append((module, *comms))
+            gather, reduce_scatter = comms
+            module.set_custom_all_gather(cast(Any, TimedComm(gather, self._meet)))
+            module.set_custom_reduce_scatter(cast(Any, TimedComm(reduce_scatter, self._meet)))
+            self._originals.append((module, gather, reduce_scatter))
         self.complete = self.complete and bool(self._originals)
 
     def release(self) -> None:
@@ -328,7 +369,7 @@ class ShardedWatch(Watch):
             module.set_custom_reduce_scatter(reduce_scatter)
         self._originals.clear()
 
-    def _meet(self, passage: Passage, group: Any) -> None:
+    def _meet(self, passage: Passage, group: dist.ProcessGroup) -> None:
         if dist.get_world_size(group) != dist.get_world_size():
             self.complete = False
         elif self.counting:
@@ -338,14 +379,16 @@ class ShardedWatch(Watch):
 class TimedComm:
     """A comm object of ``fully_shard`` with its calls timed; what it does is untouched."""
 
-    def __init__(self, comm: Any, meet: Callable[[Passage, Any], None]) -> None:
+    def __init__(self, comm: Any, meet: Callable[[Passage, dist.ProcessGroup], None]) -> None:
         self.comm = comm
         self._meet = meet
 
     def allocate(self, *args: Any, **kwargs: Any) -> Any:
         return self.comm.allocate(*args, **kwargs)
 
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, **options: Any) -> Any:
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, **options: Any
+    ) -> dist.Work | None:
         begin = time.monotonic_ns()
         try:
             return self.comm(output_tensor, input_tensor, group=group, **options)
@@ -388,7 +431,8 @@ class DataClock:
     def start(self, action_name: str) -> None:
         self._inner.start(action_name)
         if action_name.endswith(FETCH_ACTION):
-            self._began, self._waited_before = time.monotonic_ns(), self._waited()
+            self._began = time.monotonic_ns()
+            self._waited_before = self._waited()
             self._on_fetch(Passage(self._last, self._began))
             if self._waits is not None:
                 self._waits.enter(IdleCause.DATA)
@@ -396,8 +440,10 @@ class DataClock:
     def stop(self, action_name: str) -> None:
         self._last = time.monotonic_ns()
         if self._began and action_name.endswith(FETCH_ACTION):
-            self.seconds += (self._last - self._began) / 1e9 - (self._waited() - self._waited_before)
-            self._began, self.seen = 0, True
+            waited = self._waited() - self._waited_before
+            self.seconds += (self._last - self._began) / 1e9 - waited
+            self._began = 0
+            self.seen = True
             if self._waits is not None:
                 self._waits.causes.add(IdleCause.DATA)
                 self._waits.leave()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeVar
 
 from lightning_odc.callbacks.timeline.spans import Passage
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.metrics import idle_fraction, imbalance
 
 UNKNOWN = math.nan
+
+_Name = TypeVar("_Name")
 
 
 class IdleCause(StrEnum):
@@ -61,33 +64,37 @@ class StepNumbers:
         """The rest of the step: computing, moving own bytes, and whatever was not measured."""
         return max(self.seconds - self.idle, 0.0)
 
+    @property
+    def idle_fraction(self) -> float:
+        """Waiting as a part of the time; 0 of no time."""
+        if not self.seconds:
+            return 0.0
+        return idle_fraction(self.busy, self.idle)
+
     def to_floats(self) -> list[float]:
         """Convert to numbers to send; `from_floats` is the inverse."""
         head = [self.seconds, self.microbatches, self.samples, self.tokens, float(self.seen)]
         counts = [len(self.meetings), len(self.broadcasts)]
         waits = [self.waits.get(cause, UNKNOWN) for cause in IdleCause]
         parts = [self.parts.get(part, UNKNOWN) for part in DevicePart]
-        moments = [float(moment) for one in self.meetings + self.broadcasts for moment in one]
+        moments = [float(moment) for passage in self.meetings + self.broadcasts for moment in passage]
         return [*head, *counts, *waits, *parts, *moments]
 
     @classmethod
     def from_floats(cls, numbers: Sequence[float]) -> StepNumbers:
         """The step that was sent. A channel may have added zeros at the end."""
         seconds, microbatches, samples, tokens, seen, met, heard, *rest = numbers
-        waits = dict(zip(IdleCause, rest, strict=False))
-        parts = dict(zip(DevicePart, rest[len(IdleCause) :], strict=False))
-        moments = [int(moment) for moment in rest[len(IdleCause) + len(DevicePart) :]]
+        waits = _known(zip(IdleCause, rest, strict=False))
+        del rest[: len(IdleCause)]
+        parts = _known(zip(DevicePart, rest, strict=False))
+        del rest[: len(DevicePart)]
+        moments = [int(moment) for moment in rest]
         passages = list(map(Passage, moments[::3], moments[1::3], moments[2::3]))
+        last = int(met)
+        meetings = passages[:last]
+        broadcasts = passages[last : last + int(heard)]
         return cls(
-            seconds=seconds,
-            microbatches=microbatches,
-            samples=samples,
-            tokens=tokens,
-            waits={cause: seconds for cause, seconds in waits.items() if not math.isnan(seconds)},
-            meetings=passages[: int(met)],
-            broadcasts=passages[int(met) : int(met + heard)],
-            seen=bool(seen),
-            parts={part: seconds for part, seconds in parts.items() if not math.isnan(seconds)},
+            seconds, waits, microbatches, samples, tokens, meetings, broadcasts, seen=bool(seen), parts=parts
         )
 
 
@@ -96,47 +103,60 @@ def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) 
     # Without a common clock only durations can be compared. Then the ranks are taken to leave together, so that
     # the one that spent least time inside came last. The error is the time between the first leaving and the last.
     if not common_clock:
-        by_rank = [[Passage(entered - left, 0, *ahead) for entered, left, *ahead in own] for own in by_rank]
-    return _waited(by_rank, lambda together: max(entered - sum(ahead) for entered, _, *ahead in together))
+        by_rank = [
+            [one._replace(entered=one.entered - one.left, left=0) for one in passages] for passages in by_rank
+        ]
+
+    def last_came(together: Sequence[Passage]) -> int:
+        return max(passage.entered - passage.ahead for passage in together)
+
+    return _waited(by_rank, last_came)
 
 
 def waits_in_broadcasts(by_rank: Sequence[Sequence[Passage]]) -> list[float] | None:
     """Seconds that every rank waited for rank 0, which sends and does not wait, by one common clock."""
-    return _waited(by_rank, lambda together: together[0][0])
+    return _waited(by_rank, lambda together: together[0].entered)
 
 
 def _waited(
-    by_rank: Sequence[Sequence[Passage]], awaited: Callable[[tuple[Passage, ...]], int]
+    by_rank: Sequence[Sequence[Passage]], awaited: Callable[[Sequence[Passage]], int]
 ) -> list[float] | None:
     """Seconds that every rank spent inside before the awaited moment of each passage."""
     # ``None`` if the ranks did not take part in equally many: then it is unknown which belong together.
-    if len({len(passages) for passages in by_rank}) > 1:
+    counts = {len(passages) for passages in by_rank}
+    if len(counts) > 1:
         return None
     waited = [0] * len(by_rank)
     for together in zip(*by_rank, strict=True):
         until = awaited(together)
-        for rank, (entered, left, *_) in enumerate(together):
-            waited[rank] += max(min(until, left) - entered, 0)
+        for rank, passage in enumerate(together):
+            end = min(until, passage.left)
+            waited[rank] += max(end - passage.entered, 0)
     return [nanoseconds / 1e9 for nanoseconds in waited]
 
 
 def resolve(ranks: Sequence[StepNumbers], common_clock: bool, group_size: int = 1) -> bool:
     """Replace the meetings, which ranks know alone, by the waits inside; returns whether that was possible."""
-    cause, size = IdleCause.WITHIN_GROUP, group_size  # of neighbours
+    cause = IdleCause.WITHIN_GROUP  # neighbours meet
+    size = group_size
     if group_size == 1:  # all ranks meet
-        cause, size = IdleCause.COLLECTIVE, len(ranks)
+        cause = IdleCause.COLLECTIVE
+        size = len(ranks)
     meetings = [rank.meetings for rank in ranks]
     waited = [
         waits_in_meetings(meetings[first : first + size], common_clock)
         for first in range(0, len(ranks), size)
     ]
-    heard = waits_in_broadcasts([rank.broadcasts for rank in ranks]) if common_clock else None
+    heard = None
+    if common_clock and len(ranks) > 1:
+        heard = waits_in_broadcasts([rank.broadcasts for rank in ranks])
     for index, rank in enumerate(ranks):
-        rank.meetings, rank.broadcasts = [], []
+        rank.meetings = []
+        rank.broadcasts = []
         of_group = waited[index // size]
         if of_group is not None and any(meetings):
             rank.waits[cause] = of_group[index % size]
-        if heard is not None and len(ranks) > 1:
+        if heard is not None:
             rank.waits[IdleCause.BROADCAST] = heard[index]
     return None not in waited
 
@@ -160,10 +180,8 @@ class _Totals:
             total.microbatches += rank.microbatches
             total.samples += rank.samples
             total.tokens += rank.tokens
-            for cause, seconds in rank.waits.items():
-                total.waits[cause] = total.waits.get(cause, 0.0) + seconds
-            for part, seconds in rank.parts.items():
-                total.parts[part] = total.parts.get(part, 0.0) + seconds
+            add_seconds(total.waits, rank.waits)
+            add_seconds(total.parts, rank.parts)
 
     def mean(self, by_rank: Iterable[float]) -> float:
         """Per rank and step."""
@@ -178,7 +196,8 @@ class IdleSummary:
     # of the steps in which it was measured, on all ranks.
 
     def __init__(self) -> None:
-        self._all, self._seen = _Totals(), _Totals()
+        self._all = _Totals()
+        self._seen = _Totals()
 
     @property
     def steps(self) -> int:
@@ -194,10 +213,14 @@ class IdleSummary:
     def values(self, complete: bool, per_rank: bool, group_size: int = 1) -> dict[str, float]:
         """What to log, by name; only what was measured."""
         # If not ``complete``, nothing is said about idle as a whole. Single ranks' names end in ``_rank0``, ...
-        whole, seen = self._all, self._seen if self._seen.steps else self._all
+        whole = self._all
+        seen = self._seen
+        if not seen.steps:
+            seen = whole
+            complete = False
         if not any(rank.seconds for rank in whole.ranks):
             return {}
-        complete, count = complete and seen is self._seen, len(whole.ranks)
+        count = len(whole.ranks)
         values = {}
         for cause in IdleCause:
             if any(cause in rank.waits for rank in seen.ranks):
@@ -205,21 +228,35 @@ class IdleSummary:
         values |= _of_ranks(whole, seen, slice(count), complete, group_size)
         values["step_seconds"] = whole.mean(rank.seconds for rank in whole.ranks)
         if complete:
-            parts = [idle_fraction(rank.busy, rank.idle) if rank.seconds else 0.0 for rank in seen.ranks]
-            worst = max(range(count), key=parts.__getitem__)
-            values |= {"idle/worst_fraction": parts[worst], "idle/worst_rank": worst}
-            values["imbalance"] = imbalance(seen.busiest, sum(rank.busy for rank in seen.ranks) / count)
-        for index in range(count if per_rank else 0):
-            own = _of_ranks(whole, seen, slice(index, index + 1), complete)
-            values |= {f"{name}_rank{index}": value for name, value in own.items()}
-        return {name: float(value) for name, value in values.items() if not math.isnan(value)}
+            fractions = [rank.idle_fraction for rank in seen.ranks]
+            worst = max(range(count), key=fractions.__getitem__)
+            values["idle/worst_fraction"] = fractions[worst]
+            values["idle/worst_rank"] = float(worst)
+            mean_busy = sum(rank.busy for rank in seen.ranks) / count
+            values["imbalance"] = imbalance(seen.busiest, mean_busy)
+        if per_rank:
+            for index in range(count):
+                own = _of_ranks(whole, seen, slice(index, index + 1), complete)
+                values |= {f"{name}_rank{index}": value for name, value in own.items()}
+        return _known(values.items())
+
+
+def add_seconds(total: dict[_Name, float], more: Mapping[_Name, float]) -> None:
+    """Add seconds to those of the same name."""
+    for name, seconds in more.items():
+        total[name] = total.get(name, 0.0) + seconds
+
+
+def _known(pairs: Iterable[tuple[_Name, float]]) -> dict[_Name, float]:
+    return {name: value for name, value in pairs if not math.isnan(value)}
 
 
 def _of_ranks(
     whole: _Totals, seen: _Totals, chosen: slice, complete: bool, group_size: int = 1
 ) -> dict[str, float]:
     """What is said of some of the ranks: of all of them, or of one."""
-    ranks, seen_ranks = whole.ranks[chosen][::group_size], seen.ranks[chosen]  # a group runs a sample once
+    ranks = whole.ranks[chosen][::group_size]  # a group runs a sample once
+    seen_ranks = seen.ranks[chosen]
     seconds = max(rank.seconds for rank in ranks) or UNKNOWN
     values = {
         "microbatches": sum(rank.microbatches for rank in ranks) / whole.steps,
@@ -230,7 +267,8 @@ def _of_ranks(
         if any(part in rank.parts for rank in seen_ranks):
             values[f"gpu/{part}_seconds"] = seen.mean(rank.parts.get(part, 0.0) for rank in seen_ranks)
     if complete:
-        idle, busy = sum(rank.idle for rank in seen_ranks), sum(rank.busy for rank in seen_ranks)
+        idle = sum(rank.idle for rank in seen_ranks)
+        busy = sum(rank.busy for rank in seen_ranks)
         values["idle/fraction"] = idle_fraction(busy, idle)
         if any(IdleCause.WITHIN_GROUP in rank.waits for rank in seen_ranks):
             within = sum(rank.waits.get(IdleCause.WITHIN_GROUP, 0.0) for rank in seen_ranks)

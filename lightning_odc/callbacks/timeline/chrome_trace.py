@@ -19,7 +19,10 @@ FORMAT = "lightning-odc timeline 1"
 # Attributes that are facts in the file.
 _RUN = ("strategy", "world_size", "waiting_seen")
 _RANK = ("rank", "host", "dropped")
-_THREADS = {1: "computing", 2: "communicating", 3: "waiting"}
+_COMPUTING = 1
+_COMMUNICATING = 2
+_WAITING = 3
+_THREADS = {_COMPUTING: "computing", _COMMUNICATING: "communicating", _WAITING: "waiting"}
 _COMMUNICATIONS = COLLECTIVES | {"read", "add", "settle", "publish"}
 
 
@@ -39,7 +42,9 @@ def decode(content: bytes) -> Timeline:
     """The timeline in a trace file."""
     try:
         trace = json.loads(content)
-        about = trace.get("otherData") if isinstance(trace, dict) else None
+        about = None
+        if isinstance(trace, dict):
+            about = trace.get("otherData")
         if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
         spans: dict[int, list[Span]] = {}
@@ -47,10 +52,15 @@ def decode(content: bytes) -> Timeline:
             if event["ph"] == "X":
                 begin = round(event["ts"] * 1000)
                 end = begin + round(event["dur"] * 1000)
-                spans.setdefault(event["pid"], []).append(Span(event["cat"], begin, end, event["args"]))
-        facts = [{name: rank[name] for name in _RANK} for rank in about["ranks"]]
-        ranks = [RankTimeline(spans=spans.get(one["rank"], []), **one) for one in facts]
-        return Timeline(ranks, **{name: about[name] for name in _RUN})
+                span = Span(event["cat"], begin, end, event["args"])
+                spans.setdefault(event["pid"], []).append(span)
+        ranks = []
+        for one in about["ranks"]:
+            facts = {name: one[name] for name in _RANK}
+            of_rank = spans.get(one["rank"], [])
+            ranks.append(RankTimeline(spans=of_rank, **facts))
+        run = {name: about[name] for name in _RUN}
+        return Timeline(ranks, **run)
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"this trace is damaged: {type(error).__name__}: {error}") from error
 
@@ -66,19 +76,22 @@ def load_timeline(path: str | Path) -> Timeline:
 
 
 def _events(rank: RankTimeline) -> Iterator[dict[str, Any]]:
-    def named(what: str, value: object, thread: int = 0) -> dict[str, Any]:
-        key = "sort_index" if what.endswith("sort_index") else "name"
+    def about(what: str, fact: str, value: object, thread: int = 0) -> dict[str, Any]:
         place = {"pid": rank.rank, "tid": thread}
-        return {"ph": "M", "ts": 0, "dur": 0, **place, "name": what, "args": {key: value}}
+        return {"ph": "M", "ts": 0, "dur": 0, **place, "name": f"{what}_{fact}", "args": {fact: value}}
 
-    yield named("process_name", f"rank {rank.rank} on {rank.host}")
-    yield named("process_sort_index", rank.rank)
+    yield about("process", "name", f"rank {rank.rank} on {rank.host}")
+    yield about("process", "sort_index", rank.rank)
     for thread, name in _THREADS.items():
-        yield named("thread_name", name, thread)
-        yield named("thread_sort_index", thread, thread)
+        yield about("thread", "name", name, thread)
+        yield about("thread", "sort_index", thread, thread)
     # Perfetto nests events of equal begin in the order in which they come: the longest first.
     for span in sorted(rank.spans, key=lambda span: (span.begin, -span.end)):
-        thread = 3 if span.kind == "wait" else 2 if span.kind in _COMMUNICATIONS else 1
+        thread = _COMPUTING
+        if span.kind == "wait":
+            thread = _WAITING
+        elif span.kind in _COMMUNICATIONS:
+            thread = _COMMUNICATING
         yield {
             "ph": "X",
             "name": _title(span),
@@ -95,10 +108,17 @@ def _title(span: Span) -> str:
     details = span.details
     if span.kind == "wait":
         peer = details.get("peer")
-        whom = "the others" if peer is None else f"rank {peer}"
-        return f"wait for {whom} ({details.get('cause', 'unknown')})"
+        whom = f"rank {peer}"
+        if peer is None:
+            whom = "the others"
+        cause = details.get("cause", "unknown")
+        return f"wait for {whom} ({cause})"
     words = [span.kind]
-    words += [str(details[key]) for key in ("number", "microbatch", "unit") if details.get(key) is not None]
-    if details.get("tokens") is not None:
-        words.append(f"({details['tokens']} tokens)")
+    for key in ("number", "microbatch", "unit"):
+        value = details.get(key)
+        if value is not None:
+            words.append(str(value))
+    tokens = details.get("tokens")
+    if tokens is not None:
+        words.append(f"({tokens} tokens)")
     return " ".join(words)

@@ -40,7 +40,10 @@ _LABELS = {"data": "between batches", "wait": "idle: waiting for others"}
 
 _WIDTH = 12.0  # inches
 _DPI = 120
-_UPPER, _LOWER, _ROW = (-0.40, 0.54), (0.16, 0.24), (-0.40, 0.80)  # offset from a row's middle, and height
+# Offset from a row's middle, and height:
+_UPPER = (-0.40, 0.54)
+_LOWER = (0.16, 0.24)
+_ROW = (-0.40, 0.80)
 _LEGEND_COLUMNS = 6
 _LEAST_GAP = 1.5  # pixels below which neighbouring bars get no gap
 
@@ -73,8 +76,9 @@ def timelines_figure(timelines: Mapping[str, Timeline]) -> Figure:
     if not any(rank.spans for timeline in timelines.values() for rank in timeline.ranks):
         raise ValueError("there is nothing to draw: the timelines have no spans")
     rows = [max(len(timeline.ranks), 1) for timeline in timelines.values()]
-    row_height = min(0.75, max(0.28, 14 / sum(rows)))
-    height = 1.1 + 0.55 * len(rows) + row_height * sum(rows)
+    all_rows = sum(rows)
+    row_height = min(0.75, max(0.28, 14 / all_rows))
+    height = 1.1 + 0.55 * len(rows) + row_height * all_rows
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
     longest = max(timeline.seconds for timeline in timelines.values()) or 1e-9
@@ -102,12 +106,18 @@ def _draw_panel(axes: Axes, title: str, timeline: Timeline, pixels: float) -> No
                 color="#404040",
                 annotation_clip=False,
             )
-    minibatches = max((len(rank.of("minibatch")) for rank in timeline.ranks), default=0)
-    idle = f"idle {timeline.idle_fraction:.0%}" if timeline.waiting_seen else "waiting is not seen"
-    said = f"{minibatches} minibatch{'es' * (minibatches != 1)} in {timeline.seconds:.2f} s, {idle}"
-    axes.set_title(f"{title}: {said}", loc="left", fontsize=11, pad=16)
-    axes.set_yticks(range(len(timeline.ranks)), [f"rank {rank.rank}" for rank in timeline.ranks])
-    axes.set_ylim(max(len(timeline.ranks), 1) - 0.5, -0.5)
+    count = max((len(rank.of("minibatch")) for rank in timeline.ranks), default=0)
+    minibatches = f"{count} minibatches"
+    if count == 1:
+        minibatches = "1 minibatch"
+    idle = "waiting is not seen"
+    if timeline.waiting_seen:
+        idle = f"idle {timeline.idle_fraction:.0%}"
+    what = f"{title}: {minibatches} in {timeline.seconds:.2f} s, {idle}"
+    axes.set_title(what, loc="left", fontsize=11, pad=16)
+    names = [f"rank {rank.rank}" for rank in timeline.ranks]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(max(len(names), 1) - 0.5, -0.5)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelbottom=True, labelsize=8)
     axes.spines[["top", "right", "left"]].set_visible(False)
@@ -117,26 +127,39 @@ def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: fl
     lanes = ((_UPPER, WORK), (_LOWER, COMMUNICATION), (_ROW, {"wait": palette.IDLE}))
     for (offset, height), colours in lanes:
         for kind, colour in colours.items():
-            bars = [((span.begin - origin) / 1e9, (span.end - span.begin) / 1e9) for span in rank.of(kind)]
-            wide = [width * pixels > _LEAST_GAP for _, width in bars]
-            # A white edge parts neighbours; an edge of its own colour keeps a thin bar visible.
-            edges = ["white" if gap else colour for gap in wide]
+            bars = []
+            edges = []
+            for span in rank.of(kind):
+                begin = (span.begin - origin) / 1e9
+                width = (span.end - span.begin) / 1e9
+                bars.append((begin, width))
+                # A white edge parts neighbours; an edge of its own colour keeps a thin bar visible.
+                edge = colour
+                if width * pixels > _LEAST_GAP:
+                    edge = "white"
+                edges.append(edge)
             if bars:
                 place = (row + offset, height)
                 axes.broken_barh(bars, place, facecolors=colour, edgecolors=edges, linewidth=0.4, zorder=2)
-    limits = sorted({limit for span in rank.of("minibatch") for limit in (span.begin, span.end)})
-    at = [(limit - origin) / 1e9 for limit in limits]
-    axes.vlines(at, row - 0.45, row + 0.45, "black", linewidth=0.9, zorder=3)
+    limits: set[int] = set()
+    for span in rank.of("minibatch"):
+        limits |= {span.begin, span.end}
+    seconds = [(limit - origin) / 1e9 for limit in sorted(limits)]
+    axes.vlines(seconds, row - 0.45, row + 0.45, "black", linewidth=0.9, zorder=3)
 
 
 def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     from matplotlib.patches import Patch
 
-    found = {span.kind for timeline in timelines for rank in timeline.ranks for span in rank.spans}
+    found: set[str] = set()
+    for timeline in timelines:
+        for rank in timeline.ranks:
+            found |= {span.kind for span in rank.spans}
     labels: dict[str, list[str]] = {}  # kinds that do the same job share a colour
     for kind, colour in {**WORK, **COMMUNICATION, "wait": palette.IDLE}.items():
         if kind in found:
-            labels.setdefault(colour, []).append(_LABELS.get(kind, kind.replace("_", "-")))
+            label = _LABELS.get(kind, kind.replace("_", "-"))
+            labels.setdefault(colour, []).append(label)
     figure.legend(
         handles=[Patch(facecolor=colour, label=" / ".join(names)) for colour, names in labels.items()],
         loc="outside lower center",

@@ -7,16 +7,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import files
+from lightning_odc.arguments import Count, Like, checked
 from lightning_odc.callbacks.timeline import gantt
 from lightning_odc.callbacks.timeline.chrome_trace import encode
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline, machine, with_collective_waits
@@ -25,10 +27,21 @@ from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.strategy.odc import ODCStrategy
 
-Steps = range | tuple[int, int] | None
+Steps = Annotated[
+    range | tuple[int, int],
+    Like("range(10, 13), or (10, 12) for the same", lambda steps: min(_as_range(steps), default=-1) >= 0),
+]
 T = TypeVar("T")
 
 
+def _as_range(steps: range | tuple[int, int]) -> range:
+    if isinstance(steps, range):
+        return steps
+    first, last = steps
+    return range(first, last + 1)
+
+
+@checked
 class TimelineRecorder(Callback):
     """Records what every rank does when, and writes it as a Chrome trace and as a picture.
 
@@ -55,19 +68,11 @@ class TimelineRecorder(Callback):
         ValueError: Invalid steps, or an invalid capacity.
     """
 
-    def __init__(self, dirpath: str | Path, steps: Steps = None, *, capacity: int = 100_000) -> None:
-        if capacity < 1:
-            raise ValueError(f"TimelineRecorder(capacity={capacity}): keep at least one span")
+    def __init__(self, dirpath: str | Path, steps: Steps | None = None, *, capacity: Count = 100_000) -> None:
         self.dirpath = Path(dirpath)
-        asked: Any = steps
-        if isinstance(asked, tuple) and len(asked) == 2:
-            asked = range(asked[0], asked[1] + 1)
-        if asked is not None and (not isinstance(asked, range) or min(asked, default=-1) < 0):
-            raise ValueError(
-                f"TimelineRecorder(steps={steps!r}) is no choice of optimizer steps: write steps=range(10, 13), or "
-                "steps=(10, 12) for the same, or leave it out to record all."
-            )
-        self.steps: range | None = asked
+        self.steps: range | None = None
+        if steps is not None:
+            self.steps = _as_range(steps)
         self.capacity = capacity
         self.timeline: Timeline | None = None
         self._recording: Recording | None = None
@@ -91,18 +96,23 @@ class TimelineRecorder(Callback):
                     f'{problem}. Name a directory that every rank may write to: TimelineRecorder("timelines").'
                 )
                 return
-        strategy: Any = trainer.strategy
-        odc = strategy if isinstance(strategy, ODCStrategy) else None
         # Ranks have just left the exchange above, at nearly the same moment: that is the beginning. Those of a machine
         # share its clock.
         here = machine()
         origin = next(moment for place, moment in _exchange((here, time.monotonic_ns())) if place == here)
-        waits = trainer.world_size == 1 or (odc is not None and odc.communication != "collective")
-        title = type(strategy).__name__ + (f", {odc.communication}" if odc else "")
-        run = Timeline([], trainer.world_size, title, waits)
         self._rank_path(trainer).unlink(missing_ok=True)
-        engine = odc.engine if odc else None
-        called: Any = odc.model if odc else pl_module  # its call is a microbatch
+        strategy = trainer.strategy
+        title = type(strategy).__name__
+        waiting_seen = trainer.world_size == 1
+        engine = None
+        called: nn.Module = pl_module  # its call is a microbatch
+        if isinstance(strategy, ODCStrategy):
+            assert strategy.model is not None
+            title += f", {strategy.communication}"
+            waiting_seen |= strategy.communication != "collective"
+            engine = strategy.engine
+            called = strategy.model
+        run = Timeline([], trainer.world_size, title, waiting_seen)
         self._recording = Recording(run, origin, self.capacity, engine, called)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -112,21 +122,23 @@ class TimelineRecorder(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._recording is not None and (self.steps is None or trainer.global_step in self.steps):
+        if self._recording is not None and self._wants(trainer.global_step):
             self._recording.begin_batch(trainer.global_step, batch)
 
-    def on_before_backward(self, trainer: pl.Trainer, pl_module: Any, loss: Any) -> None:
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         if self._recording is not None:
             self._recording.enter("backward")
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
         if self._recording is not None:
             self._recording.enter("optimizer")
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if self._recording is not None:
             step = trainer.global_step
-            self._recording.end_batch(step, self.steps is None or step in self.steps)
+            self._recording.end_batch(step, self._wants(step))
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None:
@@ -165,6 +177,9 @@ class TimelineRecorder(Callback):
             timeline = replace(recording.run, ranks=[recording.of_rank(trainer.global_rank)])
             _attempt(lambda: files.write_whole(self._rank_path(trainer), encode(timeline)))
 
+    def _wants(self, step: int) -> bool:
+        return self.steps is None or step in self.steps
+
     def _rank_path(self, trainer: pl.Trainer) -> Path:
         """Where this rank writes if the fit ends by an error."""
         return self.dirpath / f"timeline-rank{trainer.global_rank}.json"
@@ -195,8 +210,9 @@ class Recording(Tracer):
         self._module = module  # the module whose inputs are looked at to count tokens
         self._tokens: int | None = None  # of the next forward pass, once it has an input
         self._forwards = 0  # in this step
-        self._last: dict[str, Any] = {}  # what is known of the last forward pass
-        self._phase, self._phase_began = "", 0  # by the hooks, without an engine
+        self._last: dict[str, int] = {}  # what is known of the last forward pass
+        self._phase = ""  # by the hooks, without an engine
+        self._phase_began = 0
         self._hook: RemovableHandle | None = None
         self._shift = origin_ns
         self._step_began = 0
@@ -205,12 +221,15 @@ class Recording(Tracer):
     def record(self, kind: str, begin: int, **details: Any) -> None:
         """A span that ends now. Passes of an optimizer step get numbers."""
         if kind == "forward":
-            known = {} if self._tokens is None else {"tokens": self._tokens}
-            self._tokens = None
+            known = {}
             if details.get("step", "training_step") == "training_step":
                 details.pop("step", None)
-                known = self._last = {"microbatch": self._forwards, **known}
+                known["microbatch"] = self._forwards
                 self._forwards += 1
+                self._last = known
+            if self._tokens is not None:
+                known["tokens"] = self._tokens
+                self._tokens = None
             details |= known
         elif kind == "backward":
             # It belongs to the forward pass before it, once. One without (the loss of an empty share) has no number.
@@ -222,8 +241,10 @@ class Recording(Tracer):
         """A batch of a step that is to be recorded begins."""
         self.record("data", self.gap_began)
         if self.step != step:
-            self.step, self._step_began = step, time.monotonic_ns()
-            self._forwards, self._last = 0, {}
+            self.step = step
+            self._step_began = time.monotonic_ns()
+            self._forwards = 0
+            self._last = {}
         if self._hook is None:
             self._hook = self._module.register_forward_pre_hook(self._see_input)
             if self._engine is not None:
@@ -236,7 +257,8 @@ class Recording(Tracer):
         """A hook says what comes now."""
         if self._engine is None and self.step is not None:
             self.leave()
-            self._phase, self._phase_began = kind, time.monotonic_ns()
+            self._phase = kind
+            self._phase_began = time.monotonic_ns()
 
     def leave(self) -> None:
         """A hook says that what went on is over."""
@@ -284,11 +306,13 @@ def _exchange(item: T, to_all: bool = True) -> list[T]:
     """Every rank's item, in rank order, on all ranks or on rank 0; this rank's alone without a process group."""
     if not (dist.is_available() and dist.is_initialized()):
         return [item]
-    items: list[Any] = [None] * dist.get_world_size()
+    items = [item] * dist.get_world_size()
     if to_all:
         dist.all_gather_object(items, item)
+    elif dist.get_rank() == 0:
+        dist.gather_object(item, items)
     else:
-        dist.gather_object(item, items if dist.get_rank() == 0 else None)
+        dist.gather_object(item)
     return items
 
 

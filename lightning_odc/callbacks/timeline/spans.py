@@ -10,6 +10,7 @@ collectives in the same order, so the n-th on one rank is the n-th on the others
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -55,8 +56,10 @@ class RankTimeline:
     @property
     def idle_fraction(self) -> float:
         """``idle_seconds / covered_seconds``, and 0 for an empty timeline."""
-        busy = self.covered_seconds - self.idle_seconds
-        return idle_fraction(busy, self.idle_seconds) if self.spans else 0.0
+        if not self.spans:
+            return 0.0
+        idle = self.idle_seconds
+        return idle_fraction(self.covered_seconds - idle, idle)
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,9 @@ class Timeline:
         """Idle time of all ranks over the time of all ranks."""
         known = sum(rank.covered_seconds for rank in self.ranks)
         idle = sum(rank.idle_seconds for rank in self.ranks)
-        return idle_fraction(known - idle, idle) if known else 0.0
+        if not known:
+            return 0.0
+        return idle_fraction(known - idle, idle)
 
 
 def with_collective_waits(timeline: Timeline) -> Timeline:
@@ -104,23 +109,27 @@ def with_collective_waits(timeline: Timeline) -> Timeline:
     meetings = [sorted(rank.of(*COLLECTIVES), key=lambda span: span.begin) for rank in ranks]
     waits: list[list[Span]] = [[] for _ in ranks]
     for together in zip(*meetings, strict=False):
-        if len({span.kind for span in together}) > 1:
+        kinds = {span.kind for span in together}
+        if len(kinds) > 1:
             break  # some spans were dropped: from here on it is unknown which belong together
-        last = max(range(len(ranks)), key=lambda index: together[index].begin)
+        begins = [span.begin for span in together]
+        last = max(begins)
+        peer = ranks[begins.index(last)].rank
         for of_rank, span in zip(waits, together, strict=True):
-            until = min(together[last].begin, span.end)
+            until = min(last, span.end)
             if until > span.begin:
-                details = {"cause": "collective", "peer": ranks[last].rank}
+                details = {"cause": "collective", "peer": peer}
                 of_rank.append(Span("wait", span.begin, until, details))
     with_waits = [replace(rank, spans=rank.spans + new) for rank, new in zip(ranks, waits, strict=True)]
-    return replace(timeline, ranks=with_waits, waiting_seen=timeline.waiting_seen or any(meetings))
+    waiting_seen = timeline.waiting_seen or any(meetings)
+    return replace(timeline, ranks=with_waits, waiting_seen=waiting_seen)
 
 
 def covered(stretches: Iterable[tuple[int, int]]) -> int:
     """Nanoseconds covered by at least one stretch, begin to end; one that ends before it begins covers nothing."""
-    ordered = sorted(stretches)
-    total, reached = 0, ordered[0][0] if ordered else 0
-    for begin, end in ordered:
+    total = 0
+    reached = -sys.maxsize  # up to where they are covered so far
+    for begin, end in sorted(stretches):
         total += max(end - max(begin, reached), 0)
         reached = max(reached, end)
     return total

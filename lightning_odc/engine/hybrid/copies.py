@@ -79,7 +79,8 @@ class Sharing:
 
     def start(self, state: RankState, windows: Sequence[UnitWindow]) -> None:
         """Start the thread."""
-        self._state, self._windows = state, windows
+        self._state = state
+        self._windows = windows
         self._thread = threading.Thread(target=self._run, name="lightning-odc sharing", daemon=True)
         self._thread.start()
 
@@ -122,7 +123,9 @@ class Sharing:
         self._link.begin(own)
         self._waiter.until(self._link.complete, None, str)
         # ``[[], [3]]``: the rank on the second node has edited unit 3
-        edited = {index for units in self._link.records() for index in units}
+        edited: set[int] = set()
+        for units in self._link.records():
+            edited.update(units)
         begins = (partial(self._begin, window, version, window.index in edited) for window in self._windows)
         with after():  # the device has written all that is shared
             for _ in in_turn(begins):
@@ -137,15 +140,17 @@ class Sharing:
     def _begin(self, window: UnitWindow, version: int, edited: bool) -> Callable[[], None]:
         """Begin to share one unit; returns what waits for the end of it, and announces the unit."""
         announce = partial(window.announce, version, edited)
-        everything = ((0, window.spec.shard_numel),)
-        runs = everything if edited else window.spec.trained
-        whole = runs == everything
-        # ``a b c d e`` with the runs ``(0, 2), (4, 5)`` is sent as ``a b e``, and pasted there.
-        parts = [window.own_shard[start:end] for start, end in runs]
-        own = window.own_shard if whole else torch.cat([window.own_shard[:0], *parts])
+        own = window.own_shard
+        heard = window.shards.view(-1)
+        runs = window.spec.grad_ranges
+        whole = edited or runs == ((0, window.spec.shard_numel),)
+        if not whole:
+            # ``a b c d e`` with the runs ``(0, 2), (4, 5)`` is sent as ``a b e``, and pasted there.
+            parts = [own[start:end] for start, end in runs]
+            own = torch.cat([own[:0], *parts])
+            heard = own.new_empty(window.shards.size(0) * own.numel())
         if not own.numel():
             return announce
-        heard = window.shards.view(-1) if whole else own.new_empty(window.shards.size(0) * own.numel())
         arrived = self._group.begin_gather(own, heard)
         assert self._state is not None
         self._state.traffic.bytes_shared += heard.nbytes - own.nbytes
@@ -153,7 +158,8 @@ class Sharing:
         def end() -> None:
             arrived()
             if not whole:
-                pasted = heard.view(window.shards.size(0), -1).split([end - start for start, end in runs], 1)
+                sizes = [end - start for start, end in runs]
+                pasted = heard.view(window.shards.size(0), -1).split(sizes, 1)
                 for (start, end), part in zip(runs, pasted, strict=True):
                     window.shards[:, start:end] = part
             announce()
@@ -184,8 +190,14 @@ class CopiesProtocol(SpanningProtocol):
         self, *args: Any, layout: Layout, make_link: Callable[[], ReplicaLink], **options: Any
     ) -> None:
         assert [rank for row in layout.rows for rank in row] == list(range(layout.world_size))
-        options |= {"nodes": len(layout.rows), "node": layout.node}
-        super().__init__(*args, layout=layout, make_link=make_link, **options)
+        super().__init__(
+            *args,
+            layout=layout,
+            make_link=make_link,
+            nodes=len(layout.rows),
+            node=layout.node,
+            **options,
+        )
         self._sharing = Sharing(make_link(), self._group)
         self.peers.beyond = lambda: self._link.trouble() or self._sharing.trouble
         self._edited: list[int] = []

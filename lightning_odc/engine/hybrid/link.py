@@ -1,7 +1,13 @@
 """The link between ranks that hold the same shards, one on every node (a *column*): connections to the first one.
 
 The first rank of a column listens on a free port until all others have connected. Both ends prove that they belong to
-the job, by a keyed hash of a secret. The process group has carried the secret; no connection carries it.
+the job. The process group has carried a secret; no connection carries it. Each end sends a random challenge, and each
+proof is a keyed hash (HMAC) of both challenges, so what was said on another connection proves nothing::
+
+    listens                                      connects
+    challenge                                ->
+                                             <-  rank, challenge, HMAC("hello", rank, both challenges)
+    HMAC("welcome", rank, both challenges)   ->
 
 Ranks wait for each other across hosts at a TCP connection: a rank cannot leave a collective before its deadline, and a
 collective does not say who is missing. The kernel answers for a rank that computes. A process that ends closes its
@@ -29,6 +35,7 @@ from lightning_odc.errors import PeerFailedError, WindowError
 
 _SECRET_BYTES = 32
 _DIGEST_BYTES = 32
+_CHALLENGE_BYTES = 32
 _RANK_BYTES = 8
 _PATIENCE = 60.0  # seconds to connect in
 _ATTEMPT = 10.0  # seconds for one address
@@ -168,31 +175,36 @@ class ReplicaLink:
 
     def open(self) -> None:
         """Connect. All ranks of the job together."""
-        error, listener, own = "", None, None
+        error = ""
+        listener = None
+        own = None
         try:
             if self.rank == self._first:
                 listener = _listen()
+                port = listener.getsockname()[1]
                 addresses = [_address_towards(self._main_address)]
-                addresses += [self._main_address] if self._is_on_main else []
+                if self._is_on_main:
+                    addresses.append(self._main_address)
                 secret = secrets.token_bytes(_SECRET_BYTES)
-                own = ListenAddress(addresses, listener.getsockname()[1], secret, socket.gethostname())
+                own = ListenAddress(addresses, port, secret, host=socket.gethostname())
         except OSError as exception:
             error = f"no port to listen on: {exception}"
         with contextlib.ExitStack() as stack:
             if listener is not None:
                 stack.enter_context(listener)
             listening = self._agree(own, error)
+            first = listening[self._first]
             error = ""
             try:
                 if listener is not None and own is not None:
                     self._accept_all(listener, own.secret)
-                elif listening[self._first] is not None:
-                    self._peers[self._first] = self._connect(listening[self._first])
+                elif first is not None:
+                    self._peers[self._first] = self._connect(first)
             except OSError as exception:
                 error = str(exception)
             self._agree(None, error)
 
-    def _agree(self, item: ListenAddress | None, error: str) -> list[Any]:
+    def _agree(self, item: ListenAddress | None, error: str) -> list[ListenAddress | None]:
         answers = self._rendezvous((item, error))
         reasons = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(answers) if reason]
         if reasons:
@@ -204,12 +216,13 @@ class ReplicaLink:
         """Greet all that connect, one after the other. A silent stranger is not waited for any longer than 2 s."""
         end = time.monotonic() + _PATIENCE
         while missing := [rank for rank in self.ranks[1:] if rank not in self._peers]:
-            listener.settimeout(max(end - time.monotonic(), 0.001))
+            listener.settimeout(_until(end))
             try:
                 sock, (address, *_) = listener.accept()
             except TimeoutError:
+                port = listener.getsockname()[1]
                 raise TimeoutError(
-                    f"rank {missing[0]} did not connect to port {listener.getsockname()[1]} within {_PATIENCE:g} s. "
+                    f"rank {missing[0]} did not connect to port {port} within {_PATIENCE:g} s. "
                     "Nodes must be able to open TCP connections to each other on any port."
                 ) from None
             try:
@@ -219,13 +232,16 @@ class ReplicaLink:
 
     def _greet(self, secret: bytes, sock: socket.socket, address: str, missing: list[int]) -> None:
         """Make a connection that of a peer; an error if it is a stranger's."""
-        hello = _receive(sock, _DIGEST_BYTES + _RANK_BYTES, _GREETING)
-        rank = int.from_bytes(hello[_DIGEST_BYTES:], "little")
-        proof = _proof(secret, "hello", rank)
-        if rank not in missing or not hmac.compare_digest(hello[:_DIGEST_BYTES], proof):
+        challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+        sock.sendall(challenge)
+        hello = _receive(sock, _RANK_BYTES + _CHALLENGE_BYTES + _DIGEST_BYTES, _GREETING)
+        rank = int.from_bytes(hello[:_RANK_BYTES], "little")
+        both = challenge + hello[_RANK_BYTES:-_DIGEST_BYTES]
+        if rank not in missing or not _is_proof(hello[-_DIGEST_BYTES:], secret, "hello", rank, both):
             raise ConnectionError("a stranger")
-        sock.sendall(_proof(secret, "welcome", rank))
-        self._peers[rank] = Connection(sock, f"{rank} ({address.removeprefix('::ffff:')})", self._silence)
+        sock.sendall(_proof(secret, "welcome", rank, both))
+        host = address.removeprefix("::ffff:")
+        self._peers[rank] = Connection(sock, f"{rank} ({host})", self._silence)
 
     def _connect(self, first: ListenAddress) -> Connection:
         errors = []
@@ -233,47 +249,54 @@ class ReplicaLink:
             sock = None
             try:
                 sock = socket.create_connection((host, first.port), timeout=_ATTEMPT)
-                hello = _proof(first.secret, "hello", self.rank)
-                sock.sendall(hello + self.rank.to_bytes(_RANK_BYTES, "little"))
+                challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+                both = _receive(sock, _CHALLENGE_BYTES, _ATTEMPT) + challenge
+                hello = _proof(first.secret, "hello", self.rank, both)
+                sock.sendall(self.rank.to_bytes(_RANK_BYTES, "little") + challenge + hello)
                 answer = _receive(sock, _DIGEST_BYTES, _ATTEMPT)
-                if not hmac.compare_digest(answer, _proof(first.secret, "welcome", self.rank)):
+                if not _is_proof(answer, first.secret, "welcome", self.rank, both):
                     raise ConnectionError("another program answered")
                 return Connection(sock, f"{self._first} ({host})", self._silence)
             except OSError as error:
                 errors.append(f"{host}: {error}")
                 if sock is not None:
                     sock.close()
+        reasons = "; ".join(errors)
         raise OSError(
-            f"rank {self._first} on {first.host} cannot be reached at port {first.port} ({'; '.join(errors)}). "
+            f"rank {self._first} on {first.host} cannot be reached at port {first.port} ({reasons}). "
             "Nodes must be able to open TCP connections to each other on any port."
         )
 
     def begin(self, record: Any) -> None:
         """Send this rank's record; `complete` tells when all records have come."""
-        self._own, self._all = json.dumps(record).encode(), None
+        self._own = json.dumps(record).encode()
+        self._all = None
         if self.rank != self._first:
             self._peers[self._first].send(Kind.RECORD, self._own)
 
     def complete(self) -> bool:
         """Whether all records are here, and on their way to all ranks."""
-        for peer in self._peers.values():
+        peers = self._peers.values()
+        for peer in peers:
             peer.pump()
-        if self._all is None and all(peer.records for peer in self._peers.values()):
+        if self._all is None and all(peer.records for peer in peers):
             if self.rank == self._first:
-                records = [self._own, *(self._peers[rank].records.popleft() for rank in self.ranks[1:])]
-                everything = b"[" + b",".join(records) + b"]"
-                for peer in self._peers.values():
+                others = [self._peers[rank].records.popleft() for rank in self.ranks[1:]]
+                everything = b"[" + b",".join([self._own, *others]) + b"]"
+                for peer in peers:
                     peer.send(Kind.RECORD, everything)
             else:
                 everything = self._peers[self._first].records.popleft()
             self._all = json.loads(everything)
-        for peer in self._peers.values() if self._all is None else ():
+        if self._all is not None:
+            return all(peer.sent for peer in peers)
+        for peer in peers:
             if peer.has_left and not peer.records:
                 raise PeerFailedError(
                     f"Rank {peer.name} has left the training while rank {self.rank} still needs it. Every rank needs "
                     "the same number of Lightning batches and optimizer steps."
                 )
-        return self._all is not None and all(peer.sent for peer in self._peers.values())
+        return False
 
     def records(self) -> list[Any]:
         """The records of all ranks in the order of the column, once they are `complete`."""
@@ -293,8 +316,10 @@ class ReplicaLink:
         told.sort(key=lambda peer: (peer.failure or "").startswith(FOLLOWED))
         for peer in told:
             return f"Rank {peer.name} failed, so rank {self.rank} stops too. Its error was:\n{peer.failure}"
-        gone = [peer for peer in self._peers.values() if peer.broken and not peer.has_left]
-        return f"Rank {gone[0].name} {gone[0].broken}." if gone else ""
+        for peer in self._peers.values():
+            if peer.broken and not peer.has_left:
+                return f"Rank {peer.name} {peer.broken}."
+        return ""
 
     def fail(self, message: str) -> None:
         """Tell the others that this rank has failed, and why."""
@@ -309,11 +334,17 @@ class ReplicaLink:
         self._peers.clear()
 
 
+def _until(end: float) -> float:
+    """Seconds until then, for a socket: 0 would mean not to wait at all."""
+    return max(end - time.monotonic(), 0.001)
+
+
 def _receive(sock: socket.socket, count: int, seconds: float) -> bytes:
     """So many bytes, within so many seconds."""
-    end, heard = time.monotonic() + seconds, b""
+    end = time.monotonic() + seconds
+    heard = b""
     while len(heard) < count:
-        sock.settimeout(max(end - time.monotonic(), 0.001))
+        sock.settimeout(_until(end))
         more = sock.recv(count - len(heard))
         if not more:
             raise ConnectionError("the connection was closed")
@@ -321,8 +352,12 @@ def _receive(sock: socket.socket, count: int, seconds: float) -> bytes:
     return heard
 
 
-def _proof(secret: bytes, word: str, rank: int) -> bytes:
-    return hmac.digest(secret, f"lightning-odc {word} {rank}".encode(), "sha256")
+def _proof(secret: bytes, word: str, rank: int, challenges: bytes) -> bytes:
+    return hmac.digest(secret, f"lightning-odc {word} {rank} ".encode() + challenges, "sha256")
+
+
+def _is_proof(heard: bytes, *proven: Any) -> bool:
+    return hmac.compare_digest(heard, _proof(*proven))
 
 
 def _listen() -> socket.socket:

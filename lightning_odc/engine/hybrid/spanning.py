@@ -117,32 +117,34 @@ class ColumnGroup:
     def begin_gather(self, own: Tensor, whole: Tensor) -> Callable[[], object]:
         """Begin to copy what every rank of the column has to all; returns what waits for its end. Both are 1-D."""
         # Every backend can move bytes.
-        parts = whole.view(torch.uint8), own.view(torch.uint8)
-        return all_gather(*parts, group=self._group, async_op=True).wait
+        work = all_gather(whole.view(torch.uint8), own.view(torch.uint8), group=self._group, async_op=True)
+        return work.wait
 
     def begin_exchange(self, sums: Tensor) -> Callable[[], Tensor]:
         """Begin to give every rank of the column its part; returns what waits for what this rank is given."""
         # Half of a reduce-scatter; the sum over what was heard is the other half. That of gloo is an all-reduce, which
         # sends twice the bytes. ``sums`` (1-D, a part per rank) must not change until the end; ``[nodes, part]`` comes.
         heard = torch.empty_like(sums)
-        parts = heard.view(torch.uint8), sums.view(torch.uint8)
-        return self._begin(
-            lambda: dist.all_to_all_single(*parts, group=self._group, async_op=True),
-            heard.view(len(self._layout.rows), -1),
+        exchange = partial(
+            dist.all_to_all_single,
+            heard.view(torch.uint8),
+            sums.view(torch.uint8),
+            group=self._group,
+            async_op=True,
         )
+        return self._begin(exchange, heard.view(len(self._layout.rows), -1))
 
     def begin_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to sum a tensor over the column, in place; returns what waits for the end of it."""
-        return self._begin(lambda: dist.all_reduce(tensor, group=self._group, async_op=True), tensor)
+        return self._begin(partial(dist.all_reduce, tensor, group=self._group, async_op=True), tensor)
 
     def level(self, shards: Iterable[Tensor]) -> None:
         """Give this rank's shards the values that they have on the first node."""
+        first = self._layout.column[0]
         for shard in shards:
             if shard.numel():
                 sent = shard.to(self.device).contiguous()
-                self._checked(
-                    lambda sent=sent: dist.broadcast(sent, src=self._layout.column[0], group=self._group)  # type: ignore[misc]
-                )
+                self._checked(partial(dist.broadcast, sent, src=first, group=self._group))
                 shard.copy_(sent)
 
     def blame(self, what: str, trouble: str, error: BaseException) -> str:
@@ -245,17 +247,20 @@ class SpanningProtocol(Protocol):
         return items
 
     def total(self, unit: int) -> Tensor:
-        return next(self._totals) if self._units[unit].grad_numel else super().total(unit)
+        if self._units[unit].grad_numel:
+            return next(self._totals)
+        return super().total(unit)
 
     def _sum_over_nodes(self, window: UnitWindow) -> Callable[[], Tensor]:
         """Begin to sum a unit's gradients over the column. On GPUs the host only asks, and does not wait."""
-        sums, name = window.summed(), window.spec.name
+        sums = window.summed()
+        name = window.spec.name
+        what = f"waiting for the gradients of unit {name!r} from other nodes"
         self.traffic.bytes_reduced += sums.nbytes
         end = self._begin_total(sums)
 
         def wait() -> Tensor:
             self.peers.begin(Activity.NETWORK, window.index)
-            what = f"waiting for the gradients of unit {name!r} from other nodes"
             with self.traced("sum_over_nodes", unit=name), self.waiter.during(Cause.NETWORK, lambda: what):
                 total = end()
             self.peers.begin(Activity.COMPUTE, window.index)
@@ -318,8 +323,10 @@ class HybridEngine(SpanningEngine):
 
     def refresh(self) -> None:
         self.reshard()
-        by_rank = self.exchange("publish parameters", sum(map(_checksum, self._shards())))
-        if len({by_rank[rank] for rank in self._layout.column}) > 1:
+        checksum = sum(map(_checksum, self._shards()))
+        by_rank = self.exchange("publish parameters", checksum)
+        of_column = {by_rank[rank] for rank in self._layout.column}
+        if len(of_column) > 1:
             warnings.warn(
                 "Parameters differed between nodes, and now have the values of the node of rank 0 everywhere. Change "
                 "parameters on all ranks of all nodes in the same way.",
@@ -333,9 +340,11 @@ class HybridEngine(SpanningEngine):
         self._group.level(self._shards())
 
     def _shards(self) -> list[Tensor]:
-        return [slot.local for unit in self._units for slot in unit.slots]
+        return [slot.local_shard for unit in self._units for slot in unit.slots]
 
 
 def _checksum(shard: Tensor) -> int:
     """A number that (nearly always) differs if the bits of two shards do."""
-    return int(shard.contiguous().view(-1).view(_WIDTHS[shard.element_size()]).sum(dtype=torch.int64))
+    width = _WIDTHS[shard.element_size()]
+    numbers = shard.contiguous().view(-1).view(width)
+    return int(numbers.sum(dtype=torch.int64))

@@ -14,10 +14,10 @@ When a shard may be read or written is not decided here: see the Notes in ``ligh
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -41,11 +41,19 @@ class UnitSpec:
     shard_dtype: torch.dtype  # the compute dtype
     grad_numel: int  # elements of one rank's padded gradient shard; 0 for a unit without trainable parameters
     grad_dtype: torch.dtype  # of the accumulators
-    trained: tuple[tuple[int, int], ...] = ()  # begin and end of what every optimizer step changes in a shard
+    # Begin and end of what every optimizer step changes in a shard.
+    grad_ranges: tuple[tuple[int, int], ...] = ()
 
     @property
     def shard_bytes(self) -> int:
         return self.shard_numel * self.shard_dtype.itemsize
+
+    @property
+    def chunk_dtype(self) -> torch.dtype:
+        """The dtype of gradients as ``fully_shard`` passes them on, unless the user told it another one."""
+        if self.shard_dtype.is_floating_point:
+            return self.shard_dtype
+        return self.grad_dtype
 
     @property
     def grad_bytes(self) -> int:
@@ -84,11 +92,13 @@ class WindowSpec:
 
     def views(self, memory: Tensor, begin: int = 0) -> tuple[list[Tensor], list[list[Tensor]]]:
         """The shard of each unit, and its accumulators by source, in bytes of a window from ``begin`` on."""
-        shards, accumulators = [], []
+        shards = []
+        accumulators = []
         for index, (unit, (shard, first)) in enumerate(zip(self.units, self.offsets(), strict=True)):
-            shards.append(memory[shard - begin :][: unit.shard_bytes].view(unit.shard_dtype))
-            starts = [first - begin + source * self.grad_stride(index) for source in range(self.sources)]
-            accumulators.append([memory[s : s + unit.grad_bytes].view(unit.grad_dtype) for s in starts])
+            shards.append(_view(memory, shard - begin, unit.shard_bytes, unit.shard_dtype))
+            stride = self.grad_stride(index)
+            starts = [first - begin + source * stride for source in range(self.sources)]
+            accumulators.append([_view(memory, start, unit.grad_bytes, unit.grad_dtype) for start in starts])
         return shards, accumulators
 
     def _unit_bytes(self, index: int) -> int:
@@ -96,9 +106,12 @@ class WindowSpec:
 
     def offsets(self) -> list[tuple[int, int]]:
         """Where each unit's shard and first accumulator begin; source ``s`` follows ``s`` strides later."""
-        sizes = [self._unit_bytes(index) for index in range(len(self.units))]
-        starts = itertools.accumulate(sizes[:-1], initial=self.control_bytes) if sizes else []
-        return [(s, s + _align(unit.shard_bytes)) for s, unit in zip(starts, self.units, strict=True)]
+        found = []
+        begin = self.control_bytes
+        for index, unit in enumerate(self.units):
+            found.append((begin, begin + _align(unit.shard_bytes)))
+            begin += self._unit_bytes(index)
+        return found
 
 
 @dataclass(frozen=True)
@@ -126,8 +139,9 @@ def packed(parts: Iterable[tuple[int, int]]) -> list[Segment]:
     segments: list[Segment] = []
     source = 0
     for begin, end in joined(parts):
-        segments.append(Segment(begin, source, end - begin))
-        source += end - begin
+        numel = end - begin
+        segments.append(Segment(begin, source, numel))
+        source += numel
     return segments
 
 
@@ -191,6 +205,10 @@ class Transport(ABC):
         # ``rows``: ``[world_size, numel]``, each row contiguous.
         raise NotImplementedError("this transport adds under locks")
 
+    def on_another_stream(self) -> AbstractContextManager[None]:
+        """A context in which reads and adds go to another stream than the current one, as those of ``fully_shard``."""
+        return nullcontext()
+
     def drain(self) -> Callable[[], bool]:
         """An object that tells whether all reads, adds and writes that this rank has requested so far are done."""
         return lambda: True
@@ -244,6 +262,10 @@ def check_message(spec: WindowSpec, message: bytes) -> None:
         raise ValueError(
             f"A message of {len(message)} bytes does not fit the mailbox of {spec.mailbox_bytes} bytes."
         )
+
+
+def _view(memory: Tensor, begin: int, size: int, dtype: torch.dtype) -> Tensor:
+    return memory[begin : begin + size].view(dtype)
 
 
 def _align(size: int, to: int = _ALIGNMENT) -> int:

@@ -17,7 +17,8 @@ import os
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -34,8 +35,6 @@ from lightning_odc.errors import WindowError
 
 _Answer = TypeVar("_Answer")
 _PATIENCE = 10.0  # seconds that the end waits for a device that hangs
-#: Additions by which every opening sees that none is lost, and the bytes of every window that they go to.
-_TRIES, _TRIED_BYTES = 16, 4096
 _PROBED = 32
 #: Seconds that mapping the windows may take. All ranks have met just before it, so it takes a few.
 _MAPPING_PATIENCE = 300.0
@@ -65,21 +64,18 @@ class CudaTransport(SharedMemoryTransport):
         self._announcer: Announcer | None = None
         self._facts: list[DeviceFacts] = []
         self._first_sums: list[int] = []  # by unit, the byte of every window at which its accumulators begin
-        self._tried = torch.empty(0)  # the end of the own window
         self._streams: set[Hashable] = set()
 
     def why_not_shared(self, units: Sequence[UnitSpec]) -> str:
         summed = [unit for unit in units if unit.grad_numel]
         answers = self._together(lambda: (self._device.why_not_atomic(summed), self._device.facts()))
-        found = [
-            f"{reason} (rank {rank})"
-            for rank, (reason, _) in zip(self._job_ranks, answers, strict=True)
-            if reason
-        ]
         over_links = preflight.why_not_atomic([facts for _, facts in answers])
         if over_links:
             self._device.add_plainly()
-        return found[0] if found else over_links
+        for rank, (reason, _) in zip(self._job_ranks, answers, strict=True):
+            if reason:
+                return f"{reason} (rank {rank})"
+        return over_links
 
     def open(self, spec: WindowSpec) -> None:
         super().open(replace(spec, units=(), sources=1))
@@ -87,11 +83,8 @@ class CudaTransport(SharedMemoryTransport):
         self._first_sums = [sums - spec.control_bytes for _, sums in spec.offsets()]
         self._facts = self._together(self._device.facts)
         self._together(lambda: preflight.check(self._facts, spec))
-        self._together(lambda: self._explained(lambda: self._device.create(spec.data_bytes + _TRIED_BYTES)))
+        self._together(lambda: self._explained(lambda: self._device.create(spec.data_bytes)))
         self._together(self._attach_on_device)
-        if spec.sources == 1 and any(unit.grad_numel for unit in spec.units):
-            self._together(self._add_ones)
-            self._together(self._check_ones)
         self._announcer = Announcer(self.store, self._device.enter_thread)
 
     def _explained(self, stage: Callable[[], _Answer]) -> _Answer:
@@ -105,25 +98,9 @@ class CudaTransport(SharedMemoryTransport):
     def _attach_on_device(self) -> None:
         windows = self._explained(self._device.attach)
         for owner, window in enumerate(windows):  # without the control plane
-            views = self._spec.views(window, begin=self._spec.control_bytes)
-            self._windows[owner].shards, self._windows[owner].accumulators = views
-        self._tried = windows[self.rank][self._spec.data_bytes :].view(torch.float32)
-
-    def _add_ones(self) -> None:
-        """Add 1 to the end of all windows, which training does not use, while the other ranks do the same."""
-        rows = torch.ones(self.world_size, self._tried.numel(), device=self._tried.device)
-        for _ in range(_TRIES):
-            self._device.add_rows(self._spec.data_bytes, torch.float32, rows)
-        self._device.mark().synchronize()
-
-    def _check_ones(self) -> None:
-        sums = self._tried.unique().tolist()
-        expected, own = _TRIES * self.world_size, self._facts[self.rank]
-        if wrong := [total for total in sums if total != expected]:
-            raise WindowError(
-                f"atomic additions of all ranks to {own.name} came out as {wrong[0]:g} instead of {expected:g} "
-                f"({own.stack}). Use ODCStrategy(deterministic=True), which needs none. {preflight.OTHERWISE}"
-            )
+            shards, accumulators = self._spec.views(window, begin=self._spec.control_bytes)
+            self._windows[owner].shards = shards
+            self._windows[owner].accumulators = accumulators
 
     def close(self) -> None:
         if self._announcer is not None:
@@ -131,23 +108,28 @@ class CudaTransport(SharedMemoryTransport):
             self._announcer = None
         self._streams.clear()
         for window in self._windows.values():
-            window.shards, window.accumulators = [], []
-        self._tried = torch.empty(0)
+            window.shards = []
+            window.accumulators = []
         try:
             self._device.close()
         finally:
             super().close()
 
     def read(self, shards: Sequence[Tensor], out: Tensor) -> None:
-        for target, shard in zip(out.split([shard.numel() for shard in shards]), shards, strict=True):
+        sizes = [shard.numel() for shard in shards]
+        for target, shard in zip(out.split(sizes), shards, strict=True):
             self._device.copy(target, shard)
         self._streams.add(self._device.stream())
 
     def add_rows(self, unit: int, source: int, start: int, rows: Tensor) -> None:
         dtype = self._spec.units[unit].grad_dtype
         first = self._first_sums[unit] + source * self._spec.grad_stride(unit)
-        self._device.add_rows(first + start * dtype.itemsize, dtype, rows)
+        offset = first + start * dtype.itemsize
+        self._device.add_rows(offset, dtype, rows)
         self._streams.add(self._device.stream())
+
+    def on_another_stream(self) -> AbstractContextManager[None]:
+        return self._device.on_another_stream()
 
     def drain(self) -> Callable[[], bool]:
         if self._announcer is not None:
@@ -216,25 +198,28 @@ class SymmetricDevice:
     def facts(self) -> DeviceFacts:
         """What there is."""
         properties = torch.cuda.get_device_properties(self._device)
+        own = self._device.index or 0
         free, _ = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        others = {  # numbers of the other devices that this process sees, by uuid
-            str(torch.cuda.get_device_properties(index).uuid): index
-            for index in range(torch.cuda.device_count())
-            if index != self._device.index
-        }
+        reaches = {}
+        atomics = {}
+        for index in range(torch.cuda.device_count()):
+            if index != self._device.index:
+                uuid = str(torch.cuda.get_device_properties(index).uuid)
+                reaches[uuid] = torch.cuda.can_device_access_peer(self._device, index)
+                atomics[uuid] = _adds_atomically(own, index)
         return DeviceFacts(
             name=properties.name,
             uuid=str(properties.uuid),
             free=free + cached,
-            index=self._device.index or 0,
+            index=own,
             stack=_stack(),
             backend=_compat.symmetric_backend(self._device),
             is_rocm=torch.version.hip is not None,
             shares_device=os.environ.get(preflight.OVERLAP_VARIABLE) == "1",
             socket=_socket(),
-            reaches={uuid: torch.cuda.can_device_access_peer(self._device, i) for uuid, i in others.items()},
-            atomics={uuid: _adds_atomically(self._device.index or 0, i) for uuid, i in others.items()},
+            reaches=reaches,
+            atomics=atomics,
         )
 
     def why_not_atomic(self, units: Sequence[UnitSpec]) -> str:
@@ -247,7 +232,8 @@ class SymmetricDevice:
             others = {unit.grad_dtype for unit in units} - kernels.ATOMIC_DTYPES
             if others:
                 return f"there are no atomic additions for accumulators in {min(others, key=str)}"
-            for dtype, summed_in in dict.fromkeys((_gradients_in(u), u.grad_dtype) for u in units):
+            pairs = [(unit.chunk_dtype, unit.grad_dtype) for unit in units]
+            for dtype, summed_in in dict.fromkeys(pairs):
                 target = torch.ones(_PROBED, dtype=summed_in, device=self._device)
                 addresses = torch.tensor([target.data_ptr()], device=self._device)
                 rows = torch.ones(1, _PROBED, dtype=dtype, device=self._device)
@@ -277,18 +263,21 @@ class SymmetricDevice:
         # A killed process leaves its socket. In a container, a later process may have the same number.
         Path(_socket()).unlink(missing_ok=True)
         self._handle = _compat.symmetric_rendezvous(self._own, self._group, _MAPPING_PATIENCE)
-        rank, size = self._handle.rank, self._own.numel()
-        self._windows = [
-            self._own if peer == rank else self._handle.get_buffer(peer, (size,), torch.uint8)
-            for peer in range(self._handle.world_size)
-        ]
+        size = self._own.numel()
+        self._windows = []
+        for peer in range(self._handle.world_size):
+            window = self._own
+            if peer != self._handle.rank:
+                window = self._handle.get_buffer(peer, (size,), torch.uint8)
+            self._windows.append(window)
         if self._has_kernel:
             addresses = [window.data_ptr() for window in self._windows]
-            if misplaced := [address for address in addresses if address % preflight.ALIGNMENT]:
-                raise WindowError(
-                    f"a window begins at byte {misplaced[0]:#x}, and the kernel that adds gradients needs a multiple "
-                    f"of {preflight.ALIGNMENT} ({_stack()}): torch 2.9 to 2.13 place windows so. {preflight.OTHERWISE}"
-                )
+            for address in addresses:
+                if address % preflight.ALIGNMENT:
+                    raise WindowError(
+                        f"a window begins at byte {address:#x}, and the kernel that adds gradients needs a multiple of "
+                        f"{preflight.ALIGNMENT} ({_stack()}): torch 2.9 to 2.13 place windows so. {preflight.OTHERWISE}"
+                    )
             self._addresses = torch.tensor(addresses, device=self._own.device)
         return list(self._windows)
 
@@ -310,6 +299,14 @@ class SymmetricDevice:
     def stream(self) -> Hashable:
         return torch.cuda.current_stream(self._device)
 
+    @contextmanager
+    def on_another_stream(self) -> Iterator[None]:
+        """A context with a stream of high priority, as those of ``fully_shard``, behind the current one."""
+        stream = torch.cuda.Stream(self._device, priority=-1)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
+
     def wait_for(self, stream: Hashable) -> None:
         """Let the current stream wait for all work on ``stream`` so far."""
         torch.cuda.current_stream(self._device).wait_stream(cast(torch.cuda.Stream, stream))
@@ -327,21 +324,19 @@ class SymmetricDevice:
         """Add to all windows at once: row ``r`` goes to byte ``offset`` of rank ``r``'s window, in ``dtype``."""
         # ``rows``: any floating dtype, ``[world_size, numel]``, each row contiguous. No addition is lost to other ranks
         # that add to the same place, unless `why_not_atomic` has a reason.
-        own, world = self._handle.rank, len(self._windows)
+        own = self._handle.rank
         if self._addresses is not None and self._has_kernel:
             from lightning_odc.engine.transports import kernels
 
             if dtype in kernels.ATOMIC_DTYPES:
                 kernels.add_rows(self._addresses, offset, dtype, rows, first=own)
                 return
-        size = rows.size(1) * dtype.itemsize
-        for owner in ((own + step) % world for step in range(world)):
-            self._windows[owner][offset : offset + size].view(dtype).add_(rows[owner])
-
-
-def _gradients_in(unit: UnitSpec) -> torch.dtype:
-    """The dtype of a unit's gradients as ``fully_shard`` passes them on, unless the user told it another one."""
-    return unit.shard_dtype if unit.shard_dtype.is_floating_point else unit.grad_dtype
+        end = offset + rows.size(1) * dtype.itemsize
+        world = len(self._windows)
+        for step in range(world):
+            owner = (own + step) % world
+            place = self._windows[owner][offset:end]
+            place.view(dtype).add_(rows[owner])
 
 
 def _stack() -> str:
@@ -350,8 +345,11 @@ def _stack() -> str:
 
 def _socket() -> str:
     """Path of the socket by which torch takes handles from other processes."""
-    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
-    folder = next((os.environ[name] for name in names if name in os.environ), tempfile.gettempdir())
+    folder = tempfile.gettempdir()
+    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        if name in os.environ:
+            folder = os.environ[name]
+            break
     return f"{folder}/symm_mem-{os.getpid()}"
 
 
@@ -362,9 +360,12 @@ def _adds_atomically(source: int, target: int) -> bool:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False
-    devices, answer = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
-    for device, number in zip(devices, (source, target), strict=True):
+    devices = []
+    for number in (source, target):
+        device = ctypes.c_int()
         if driver.cuDeviceGet(ctypes.byref(device), number) != 0:
             return False
+        devices.append(device)
+    answer = ctypes.c_int()
     asked = driver.cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, *devices)
     return bool(asked == 0 and answer.value == 1)

@@ -42,7 +42,7 @@ def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def how_ended(pid: int, pidfd: int) -> str:
+def how_ended(pid: int, pidfd: int | None = None) -> str:
     """How a process ended that is no child of this one: ``"SIGKILL"``, ``"exit code 1"``; empty if Linux hides it."""
     # Linux tells the parent alone. Until the parent has asked, the number stands in ``/proc``. Since Linux 6.15 a
     # descriptor that was opened while the process lived has it afterwards.
@@ -50,25 +50,32 @@ def how_ended(pid: int, pidfd: int) -> str:
         status = look(pid, pidfd)
         if status is not None:
             code = os.waitstatus_to_exitcode(status)
+            if code >= 0:
+                return f"exit code {code}"
             names = {int(number): number.name for number in signal.Signals}
-            return f"exit code {code}" if code >= 0 else names.get(-code, f"signal {-code}")
+            return names.get(-code, f"signal {-code}")
     return ""
 
 
-def _status_of_zombie(pid: int, _: int) -> int | None:
+def _status_of_zombie(pid: int, _: int | None) -> int | None:
     with contextlib.suppress(OSError, IndexError, ValueError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # from the third one on
-        return int(fields[_STATUS_FIELD - 3]) if fields[0] == "Z" else None
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2]
+        fields = after_name.split()  # from the third one on
+        if fields[0] == "Z":
+            return int(fields[_STATUS_FIELD - 3])
     return None
 
 
-def _status_of_reaped(_: int, pidfd: int) -> int | None:
+def _status_of_reaped(_: int, pidfd: int | None) -> int | None:
     """By ``PIDFD_GET_INFO`` of <linux/pidfd.h>: what is wanted, some ids, and the status at the end."""
+    if pidfd is None:
+        return None
     info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, 0))
     with contextlib.suppress(OSError):
         fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
         found, status = _PIDFD_INFO.unpack(info)
-        return int(status) if found & _PIDFD_INFO_EXIT else None
+        if found & _PIDFD_INFO_EXIT:
+            return int(status)
     return None
 
 
@@ -85,5 +92,6 @@ def make_fence(machine: str = "") -> Fence | None:
             f"sharing memory on {machine} processors needs libatomic: apt-get install libatomic1. Or use "
             'ODCStrategy(communication="collective").'
         ) from error
-    fence.argtypes, fence.restype = [ctypes.c_int], None
+    fence.argtypes = [ctypes.c_int]
+    fence.restype = None
     return partial(fence, _SEQUENTIALLY_CONSISTENT)

@@ -38,7 +38,8 @@ _GROUP = 16  # elements
 class Launch:
     """How the kernel is started. ``make bench-gpu`` measures other choices."""
 
-    programs: int = 32  # programs for the rows of all owners together; at least one per owner
+    # For the rows of all owners together, at least one per owner: Note [Few programs that stride].
+    programs: int = 32
     block: int = 4096  # elements that a program adds at once
     warps: int = 8
 
@@ -99,9 +100,11 @@ def add_rows(
     if numel == 0:
         return
     head = -offset % _ALIGNED // dtype.itemsize
-    groups, tail = divmod(max(numel - head, 0), _GROUP)
+    after_head = max(numel - head, 0)
+    groups, tail = divmod(after_head, _GROUP)
     blocks = max(triton.cdiv(groups * _GROUP, launch.block), 1)
-    grid = (min(max(launch.programs // world, 1), blocks), world)
+    programs = max(launch.programs // world, 1)
+    grid = (min(programs, blocks), world)
     place = (offset + head * dtype.itemsize) // _ALIGNED
     cast(Any, _add_rows)[grid](
         windows,

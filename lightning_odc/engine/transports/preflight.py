@@ -57,7 +57,9 @@ def _what_torch_has(facts: Sequence[DeviceFacts]) -> Iterator[str]:
                 "an AMD GPU."
             )
         if own.backend != "CUDA":
-            has = f"symmetric memory by {own.backend}" if own.backend else "no symmetric memory"
+            has = "no symmetric memory"
+            if own.backend:
+                has = f"symmetric memory by {own.backend}"
             yield (
                 f"the torch of rank {rank} ({own.stack}) has {has}, and this transport needs torch's own, "
                 '"CUDA": install torch 2.9 or newer with CUDA and a driver for it, and unset the environment variable '
@@ -76,8 +78,9 @@ def _which_devices(facts: Sequence[DeviceFacts]) -> Iterator[str]:
     for rank, own in enumerate(facts):
         sharing = [str(peer) for peer, other in enumerate(facts) if other.uuid == own.uuid]
         if len(sharing) > 1 and not own.shares_device:
+            ranks = ", ".join(sharing)
             yield (
-                f"ranks {', '.join(sharing)} use one and the same GPU ({own.name}), and rank {rank} does "
+                f"ranks {ranks} use one and the same GPU ({own.name}), and rank {rank} does "
                 "not allow it. Give every rank a GPU of its own (Trainer(devices=N) with N visible GPUs). For tests "
                 f'only, set {OVERLAP_VARIABLE}=1 for every rank and use ODCStrategy(process_group_backend="gloo").'
             )
@@ -123,15 +126,20 @@ def why_not_atomic(facts: Sequence[DeviceFacts]) -> str:
 def _memory(facts: Sequence[DeviceFacts], spec: WindowSpec) -> Iterator[str]:
     counts = Counter(own.uuid for own in facts)
     for rank, own in enumerate(facts):
-        needed = (spec.data_bytes + OVERHEAD_BYTES) * counts[own.uuid]
+        count = counts[own.uuid]
+        needed = (spec.data_bytes + OVERHEAD_BYTES) * count
         if needed > own.free:
-            shards = sum(unit.shard_bytes for unit in spec.units)
-            sums = spec.sources * sum(unit.grad_bytes for unit in spec.units)
-            each = "" if spec.sources == 1 else f", one per source rank ({spec.sources})"
-            ranks = "" if counts[own.uuid] == 1 else f" for {counts[own.uuid]} ranks"
+            memory = "device memory"
+            if count > 1:
+                memory += f" for {count} ranks"
+            shards = gib(sum(unit.shard_bytes for unit in spec.units))
+            sums = gib(spec.sources * sum(unit.grad_bytes for unit in spec.units))
+            accumulators = f"{sums} GiB"
+            if spec.sources > 1:
+                accumulators += f", one per source rank ({spec.sources})"
             yield (
-                f"the window takes {gib(needed)} GiB of device memory{ranks} (published shards {gib(shards)} GiB, "
-                f"gradient accumulators {gib(sums)} GiB{each}), and on the GPU of rank {rank} ({own.name}) "
+                f"the window takes {gib(needed)} GiB of {memory} (published shards {shards} GiB, "
+                f"gradient accumulators {accumulators}), and on the GPU of rank {rank} ({own.name}) "
                 f"{gib(own.free)} GiB are free. Use more GPUs, bf16 (Trainer(precision="
                 '"bf16-mixed") halves the shards), deterministic=False, or end what else runs on the GPU.'
             )

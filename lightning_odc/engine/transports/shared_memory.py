@@ -116,9 +116,8 @@ class RangeLock:
     def __init__(self, fd: int, byte: int, fence: host.Fence | None = None) -> None:
         self._fd = fd
         self._fence = fence
-        self._take, self._give = (
-            _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0) for kind in (fcntl.F_WRLCK, fcntl.F_UNLCK)
-        )
+        self._take = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        self._give = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0)
 
     def take(self) -> bool:
         try:
@@ -207,7 +206,8 @@ class SharedMemoryTransport(Transport):
         """Do one stage of `open` on all ranks; returns what it returned on every rank."""
         # No rank creates before every rank has checked: a rank that looked later would count the windows that are there
         # already and the room for all of them, and refuse a job that fits.
-        answer, error = None, ""
+        answer = None
+        error = ""
         try:
             answer = stage()
         except (OSError, RuntimeError) as exception:
@@ -228,18 +228,18 @@ class SharedMemoryTransport(Transport):
         self._fence = host.make_fence()
         # Refuse before the kernel kills: memory that is promised here is used for sure.
         each = f"{self.world_size} ranks of {gib(size)} GiB: published shards and gradient accumulators"
-        short = host_memory.shortage(
-            f"the windows ({each})",
-            size * self.world_size,
+        advice = (
             'use a smaller model, bf16 (Trainer(precision="bf16-mixed") halves the shards, ODCStrategy('
-            'accumulator_dtype=torch.bfloat16) the accumulators), or ODCStrategy(communication="collective")',
+            'accumulator_dtype=torch.bfloat16) the accumulators), or ODCStrategy(communication="collective")'
         )
+        short = host_memory.shortage(f"the windows ({each})", size * self.world_size, advice)
         if short:
             raise WindowError(short)
         return secrets.token_bytes(_SECRET_BYTES)
 
     def _create(self, size: int, secret: bytes) -> Address:
-        own = self._windows[self.rank] = MappedWindow.create(size)
+        own = MappedWindow.create(size)
+        self._windows[self.rank] = own
         own.write_header(secret, self.job_rank(self.rank))
         return Address(host.boot_id(), os.getpid(), own.fd)
 
@@ -288,23 +288,27 @@ class SharedMemoryTransport(Transport):
     def store(self, word: int, value: int, owner: int | None = None) -> None:
         if self._fence is not None:
             self._fence()
-        self._windows[self.rank if owner is None else owner].words[word] = value
+        if owner is None:
+            owner = self.rank
+        self._windows[owner].words[word] = value
 
     def post(self, box: int, message: bytes) -> None:
         check_message(self._spec, message)
         start = HEADER_BYTES + self._spec.mailbox_offset(box)
         payload = len(message).to_bytes(8, "little") + message
-        self._windows[self.rank].bytes[start : start + len(payload)] = payload
+        memory = self._windows[self.rank].bytes
+        memory[start : start + len(payload)] = payload
 
     def fetch(self, owner: int, box: int) -> bytes:
         start = HEADER_BYTES + self._spec.mailbox_offset(box)
         memory = self._windows[owner].bytes
-        length = int.from_bytes(memory[start : start + 8], "little")
+        begin = start + 8
+        length = int.from_bytes(memory[start:begin], "little")
         if length > self._spec.mailbox_bytes:
             raise WindowError(
                 f"Rank {self.job_rank(owner)} posted a message of {length} bytes, more than its mailbox holds."
             )
-        return bytes(memory[start + 8 : start + 8 + length])
+        return bytes(memory[begin : begin + length])
 
     def dead_peers(self) -> list[int]:
         poll = select.poll()  # unlike select, it takes descriptors above 1023
@@ -314,7 +318,9 @@ class SharedMemoryTransport(Transport):
         return sorted(peers[fd] for fd, _ in poll.poll(0))
 
     def how_ended(self, peer: int) -> str:
-        return host.how_ended(self._addresses[peer].pid, self._pidfds[peer]) if peer in self._pidfds else ""
+        if peer not in self._pidfds:
+            return ""
+        return host.how_ended(self._addresses[peer].pid, self._pidfds[peer])
 
     def job_rank(self, peer: int) -> int:
         return self._job_ranks[peer]

@@ -1,4 +1,4 @@
-"""The timelines of two short runs, recorded before."""
+"""The timelines of three short runs, recorded before."""
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
@@ -6,9 +6,14 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 import lightning_odc
 from lightning_odc.callbacks import TimelineRecorder
 
-for mode in ("collective", "on_demand"):
-    strategy = lightning_odc.ODCStrategy(communication=mode, balance=None)
-    recorder = TimelineRecorder(f"timelines/{mode}")
+runs = {
+    "collective": ("collective", None),
+    "on_demand": ("on_demand", None),
+    "balanced": ("on_demand", "steal"),
+}
+for name, (communication, balance) in runs.items():
+    strategy = lightning_odc.ODCStrategy(communication=communication, balance=balance)
+    recorder = TimelineRecorder(f"timelines/{name}")
     Trainer(
         strategy=strategy, accelerator="cpu", devices=1, max_steps=2, callbacks=[recorder], logger=False
     ).fit(BoringModel())

@@ -1,12 +1,18 @@
-"""A job of one rank, as ``torchrun`` starts it, and random minibatches."""
+"""A job of one rank, if ``torchrun`` has not started it, and a sharded model."""
 
 import os
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+from lightning_odc import attach
 
-
-def minibatches(rank):
-    for _ in range(2):
-        yield [torch.randn(4, 8) for _ in range(3 if rank == 0 else 1)]
+one = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+for name, value in one.items():
+    os.environ.setdefault(name, value)
+dist.init_process_group("gloo")
+model = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

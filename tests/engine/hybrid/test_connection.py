@@ -125,7 +125,7 @@ def test_strangers_are_turned_away(monkeypatch):
         ports.append(listener.getsockname()[1])
         # Strangers are the first to connect: two that stay silent, one with the wrong proof, one with nothing at all.
         strangers.extend(socket.create_connection(("127.0.0.1", ports[0])) for _ in range(3))
-        strangers[2].sendall(b"\0" * 32 + (1).to_bytes(8, "little"))
+        strangers[2].sendall((1).to_bytes(8, "little") + b"\0" * 64)
         socket.create_connection(("127.0.0.1", ports[0])).close()
         return listener
 
@@ -138,12 +138,69 @@ def test_strangers_are_turned_away(monkeypatch):
     made[1].begin({"rank": 1})
     eventually(lambda: all(column.complete() for column in made))
     for stranger in strangers:
+        assert len(stranger.recv(100)) == 32, "a challenge and nothing else"
         assert stranger.recv(1) == b"", "the stranger's connection was closed"
         stranger.close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", ports[0]))
     for column in made:
         column.close()
+
+
+class Relay:
+    """Stands between two ranks and writes down what each of them says."""
+
+    def __init__(self, port: int) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = port
+        self.said: list[tuple[str, bytes]] = []
+
+    def run(self) -> None:
+        connects, _ = self.listener.accept()
+        with connects, socket.create_connection(("127.0.0.1", self.port)) as listens:
+            for name, one, other, count in (
+                ("challenge", listens, connects, 32),
+                ("hello", connects, listens, 72),
+                ("welcome", listens, connects, 32),
+            ):
+                data = link_module._receive(one, count, 5)
+                self.said.append((name, data))
+                other.sendall(data)
+        self.listener.close()
+
+
+def test_what_was_said_before_proves_nothing_at_either_end():
+    """A recorded connection, played back: to the rank that listens, and to the one that connects."""
+    first, last = columns(2)
+    with ThreadPoolExecutor() as pool, link_module._listen() as listener:
+        port = listener.getsockname()[1]
+        relay = Relay(port)
+        passing = pool.submit(relay.run)
+        accepting = pool.submit(first._accept_all, listener, b"secret")
+        there = link_module.ListenAddress(["127.0.0.1"], relay.listener.getsockname()[1], b"secret", "host0")
+        last._connect(there).close()
+        passing.result()
+        accepting.result()
+        assert [peer.name for peer in first._peers.values()] == ["1 (127.0.0.1)"], "the relay hid nothing"
+        first.close()
+        recorded = dict(relay.said)
+
+        with socket.create_connection(("127.0.0.1", port)) as thief:
+            thief.sendall(recorded["hello"])
+            end, (address, *_) = listener.accept()
+            with end, pytest.raises(ConnectionError, match="a stranger"):
+                first._greet(b"secret", end, address, [1])
+
+        with socket.create_server(("127.0.0.1", 0)) as thief:
+            there = link_module.ListenAddress(["127.0.0.1"], thief.getsockname()[1], b"secret", "host0")
+            connecting = pool.submit(last._connect, there)
+            end, _ = thief.accept()
+            with end:
+                end.sendall(recorded["challenge"])
+                assert link_module._receive(end, 72, 5) != recorded["hello"], "the other challenge is fresh"
+                end.sendall(recorded["welcome"])
+                with pytest.raises(OSError, match="another program answered"):
+                    connecting.result()
 
 
 def drip(end: socket.socket) -> None:

@@ -68,7 +68,7 @@ def test_sums_in_bf16(rank):
 
 
 UNITS = (
-    UnitSpec("first", 3, torch.float32, 3, torch.float32, trained=((0, 1), (2, 3))),
+    UnitSpec("first", 3, torch.float32, 3, torch.float32, grad_ranges=((0, 1), (2, 3))),
     UnitSpec("frozen", 2, torch.float32, 0, torch.float32),
 )
 

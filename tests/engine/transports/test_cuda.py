@@ -212,11 +212,6 @@ def test_sums_are_staged_where_they_cannot_be_shared(facts, reason, plainly):
     assert len(told) == 1  # said once, by rank 0
 
 
-class Loses(FakeDevice):
-    def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
-        super().add_rows(offset, dtype, rows / 2 if self._rank == 1 else rows)
-
-
 class Sandboxed(FakeDevice):
     def attach(self) -> list[Tensor]:
         self._rendezvous(None)
@@ -228,11 +223,6 @@ class Sandboxed(FakeDevice):
 
 REFUSED: dict[str, tuple[type[FakeDevice], dict[str, Any], list[str]]] = {
     "too little memory": (FakeDevice, {"free": 10}, ["on the GPU of rank 1 (Fake) 0.00 GiB are free"]),
-    "additions are lost": (
-        Loses,
-        {},
-        [f"came out as {16 * WORLD - 8} instead of {16 * WORLD}", "deterministic=True"],
-    ),
     "the driver fails": (
         Sandboxed,
         {},

@@ -134,6 +134,9 @@ def test_which_transport(monkeypatch):
         check_device("mps", "ODCFabricStrategy")
     gpus = [torch.device("cuda", index) for index in range(2)]
     monkeypatch.setattr(FSDPStrategy, "setup_environment", lambda self: None)  # here are no GPUs
+    monkeypatch.setattr(
+        "lightning_odc.strategy.attaching.RollCall", lambda: None
+    )  # there is no group to call
     ODCStrategy(parallel_devices=gpus).setup_environment()
     made = [
         make_transport(torch.device(name), 0, 2, lambda item: [item] * 2, None) for name in ("cpu", "cuda:0")

@@ -1,0 +1,149 @@
+"""How long a fit takes to begin: import, lengths of a million samples, and every phase up to the first step.
+
+``python -m benchmarks.start_up`` prints two Markdown tables. ``--width 2048 --layers 24`` has a billion parameters.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.command import QUIET, parser_of
+from benchmarks.projects import pad
+from lightning_odc import ODCStrategy
+from lightning_odc.bench.processes import run_ranks
+from lightning_odc.console import markdown
+from lightning_odc.data.lengths import find_lengths
+
+RANKS = 2
+#: Hooks in the order of Lightning, and what has ended when each is called.
+PHASES = {
+    "setup": "ranks and process group",
+    "on_fit_start": "sharding and values",
+    "on_train_start": "windows, proof and lengths",
+    "on_train_epoch_start": "trial of the loss",
+    "on_before_zero_grad": "plan and reading",
+    "on_train_batch_end": "first step",
+}
+
+
+class Made(Dataset[Any]):
+    """Samples of 5 to 94 tokens, made when they are read."""
+
+    def __init__(self, count: int, of_tokens: Callable[[list[int]], Any]) -> None:
+        self.count = count
+        self.of_tokens = of_tokens
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        return self.of_tokens(list(range(1, 6 + index % 90)))
+
+
+class Large(pl.LightningModule):
+    """A Llama that begins on the meta device."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers}
+
+    def configure_model(self) -> None:
+        if hasattr(self, "model"):
+            return
+        with torch.device("meta"):
+            config = LlamaConfig(vocab_size=256, num_attention_heads=4, num_key_value_heads=4, **self.sizes)
+            self.model = LlamaForCausalLM(config)
+
+    def training_step(self, batch: dict[str, Tensor]) -> Any:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Phases(pl.Callback):
+    """When each hook was called first."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, float] = {}
+        for name in PHASES:
+            setattr(self, name, lambda *_, name=name, **__: self.times.setdefault(name, time.monotonic()))
+
+
+def fit(_: int, world_size: int, width: int, layers: int) -> tuple[int, list[float]]:
+    """Parameters, and the seconds of every phase."""
+    phases = Phases()
+    module = Large(width, layers)
+    trainer = pl.Trainer(
+        strategy=ODCStrategy(),
+        accelerator="cpu",
+        devices=world_size,
+        max_steps=1,
+        callbacks=[phases],
+        **QUIET,
+    )
+    begin = time.monotonic()
+    data = Made(64, lambda tokens: {"input_ids": tokens})
+    trainer.fit(module, DataLoader(data, 8, collate_fn=pad))
+    times = [begin, *(phases.times[name] for name in PHASES)]
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return count, [after - before for before, after in pairwise(times)]
+
+
+def seconds_of_lengths(count: int) -> list[list[str]]:
+    """A row for every kind of sample."""
+    kinds: dict[str, Callable[[list[int]], Any]] = {
+        "lists of tokens": lambda tokens: tokens,
+        "dicts with `input_ids`": lambda tokens: {"input_ids": tokens, "labels": tokens},
+        "pairs of lists": lambda tokens: (tokens, tokens[3:]),
+        "dicts of two lists": lambda tokens: {"chosen": tokens, "rejected": tokens[len(tokens) // 3 :]},
+    }
+
+    def collate(samples: list[Any]) -> Any:
+        return {name: [torch.tensor(sample[name]) for sample in samples] for name in samples[0]}
+
+    rows = []
+    for kind, of_tokens in kinds.items():
+        data = Made(count, of_tokens)
+        begin = time.monotonic()
+        for index in range(count):
+            data[index]
+        reading = time.monotonic() - begin
+        find_lengths(data, collate_fn=collate if kind == "dicts of two lists" else list)
+        rows.append([kind, f"{reading:.1f}", f"{time.monotonic() - begin - 2 * reading:.1f}"])
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of ``python -m benchmarks.start_up``."""
+    parser = parser_of("start_up", __doc__)
+    parser.add_argument("--samples", type=int, metavar="N", default=1_000_000, help="to look at")
+    parser.add_argument("--width", type=int, metavar="N", default=128, help="width of the model")
+    parser.add_argument("--layers", type=int, metavar="N", default=6, help="its layers")
+    given = parser.parse_args(arguments)
+    rows = []
+    for package in ("lightning.pytorch", "lightning.pytorch, lightning_odc"):
+        begin = time.monotonic()
+        subprocess.run([sys.executable, "-c", f"import {package}"], check=True)
+        rows.append([f"`import {package}`", f"{time.monotonic() - begin:.2f}"])
+    (count, seconds), *_ = run_ranks(fit, RANKS, given.width, given.layers)
+    rows += [[text, f"{taken:.2f}"] for text, taken in zip(PHASES.values(), seconds, strict=True)]
+    print(f"{count / 1e6:,.1f} million parameters, rank 0 of {RANKS}\n")
+    print(markdown(["phase", "s"], rows))
+    print(f"\n{given.samples:,} samples\n")
+    print(markdown(["samples", "reading them, s", "lengths besides, s"], seconds_of_lengths(given.samples)))
+
+
+if __name__ == "__main__":
+    main()

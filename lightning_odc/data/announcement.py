@@ -1,0 +1,124 @@
+"""The lines that describe balanced training before it begins, and one more after the first epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from lightning_odc.balance.arrays import Caps
+from lightning_odc.data.lengths import LengthArray
+from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.model_cost import ModelCost
+from lightning_odc.data.plan import BatchOptions
+from lightning_odc.data.weighting import Rule
+
+
+def brief(
+    loader: BalancedDataLoader, model: ModelCost, rule: Rule | None = None, communication: str = "on_demand"
+) -> str:
+    """What was found, chosen, and is expected, by lengths; ``rule`` is what a trial of the loss has found."""
+    loss = "" if rule is None else f"Loss: {str(rule).partition(', less')[0]} (checked).\n"
+    return (
+        f"Found: {_data(loader)}; {model.source}.\n"
+        f"{loss}"
+        f"Step: {_step(loader)}.\n"
+        f'Plan: {_plan(loader)}; communication="{communication}".\n'
+        f"{_expectation(loader)}"
+    )
+
+
+def _data(loader: BalancedDataLoader) -> str:
+    if loader.is_stream:
+        return "a stream of samples; the collate_fn is tried with the first samples"
+    tokens, *others = np.atleast_2d(loader.lengths.values.T)
+    found = f"{len(tokens):,} samples {_range(tokens, ' tokens')}"
+    for place, numbers in enumerate(others, 2):
+        found += f"; number {place} of each {_range(numbers)}"
+    if loader.collation is None:
+        return (
+            f"{found}; the collate_fn could not be recognized, and its microbatches are taken for packed ones"
+        )
+    return f"{found}; the collate_fn {loader.collation.describe()}"
+
+
+def _range(values: LengthArray, unit: str = "") -> str:
+    return f"from {values.min():,} to {values.max():,}{unit}, {float(values.mean()):,.0f} on average"
+
+
+def _step(loader: BalancedDataLoader) -> str:
+    recipe = loader.recipe
+    samples = f"{recipe.minibatch_size} samples per rank"
+    if recipe.batches > 1:
+        samples += f" ({recipe.batches} accumulated batches of {recipe.minibatch_size // recipe.batches})"
+    return samples if recipe.whole else samples + _caps(loader.max_tokens)
+
+
+def _plan(loader: BalancedDataLoader) -> str:
+    recipe = loader.recipe
+    if recipe.whole:
+        can_level = recipe.batches > 1 and recipe.whole == "movable"
+        return "your batches stay whole" + ("; ranks swap some of them, to be level" if can_level else "")
+    return f'policy "{recipe.policy}"; {_cost(recipe, loader.learns)}'
+
+
+def _cost(recipe: BatchOptions, learns: bool) -> str:
+    if not isinstance(recipe.cost, str):
+        return f"cost={type(recipe.cost).__name__}"
+    cost = f'cost="{recipe.cost}"'
+    if recipe.is_auto:
+        cost += " from the model's size"
+        if learns:
+            cost += ", then from measured times"
+    return cost
+
+
+def _caps(caps: Caps) -> str:
+    if caps is None:
+        return ""
+    if isinstance(caps, int):
+        return f"; at most {caps:,} tokens in a microbatch"
+    unit = "tokens (by rank)" if isinstance(caps, list) else "(by number)"
+    return f"; at most {caps} {unit} in a microbatch"
+
+
+def _expectation(loader: BalancedDataLoader) -> str:
+    if loader.recipe.whole:
+        return "Expected: the padding of your batches, and fewer waits; DeviceIdleMonitor measures them."
+    gain = loader.planned_gain(loader.info)
+    if gain is None:
+        return "Expected: not known before the stream is read; DeviceIdleMonitor measures it."
+    return gain.described(loader.recipe.minibatch_size)
+
+
+class Ranks(Protocol):
+    """What it needs of an engine."""
+
+    @property
+    def waits(self) -> Mapping[str, float]: ...
+    def exchange(self, kind: str, item: Any) -> list[Any]: ...
+
+
+class Epoch:
+    """An epoch, which is measured from now on.
+
+    Attributes:
+        idle: The part of it in which ranks have waited for each other, on average over ranks; once it has ended.
+    """
+
+    idle = 0.0
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._begun = time.monotonic()
+        self._waited = sum(ranks.waits.values())  # until now
+
+    def end(self) -> str:
+        """What to say of the first one. All ranks together."""
+        seconds = time.monotonic() - self._begun
+        waited = sum(self._ranks.waits.values()) - self._waited
+        by_rank = self._ranks.exchange("measured in an epoch", waited / seconds)
+        self.idle = sum(by_rank) / len(by_rank)
+        return f"Measured: the first epoch took {seconds:.1f} s, and ranks waited for each other {self.idle:.0%} of it."

@@ -1,0 +1,75 @@
+"""Errors in the arguments of a `BalancedDataLoader`: each shows the line to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_odc.data.plan import BatchOptions
+
+#: Names that the other of two classes has for the same thing.
+_ELSEWHERE = {
+    ("ODCStrategy", "policy"): "balance",
+    ("BalancedDataLoader", "balance"): "policy",
+    ("BalancedDataLoader", "batch_size"): "minibatch_size",
+}
+_TEACH = "BalancedDataLoader(..., num_replicas=8, rank=3), or neither to take them from torch.distributed"
+
+
+def check_world(num_replicas: int | None, rank: int | None) -> None:
+    """Refuse a rank that cannot be."""
+    if (num_replicas is None) != (rank is None):
+        raise ValueError(f"num_replicas={num_replicas} and rank={rank} must be given together: {_TEACH}.")
+    if num_replicas is None or rank is None:
+        return
+    if rank >= num_replicas:
+        raise ValueError(
+            f"rank={rank} is not one of num_replicas={num_replicas} ranks, which count from 0: {_TEACH}."
+        )
+
+
+def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
+    """What to say about an argument that is not one of the known ones."""
+    close = _ELSEWHERE.get((owner, name)) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    if close:
+        return f"{owner} does not know {name}=: did you mean {close}=?"
+    return f"{owner} does not know {name}=. Its arguments are {', '.join(known)}."
+
+
+def check_unroll(options: BatchOptions) -> None:
+    """Refuse to unroll minibatches in which ranks have different numbers of microbatches."""
+    if not options.equal_counts:
+        raise ValueError(
+            f"unroll=True needs equally many microbatches on all ranks; policy={options.policy!r} does not give that. "
+            'Write policy="lb_micro" (or "local_sort"), or unroll=False with ODCStrategy.'
+        )
+    if options.learns:
+        raise ValueError(
+            "A cost that learns needs the times of microbatches, and with unroll=True it does not get them. Write "
+            'cost="auto", or unroll=False with ODCStrategy(communication="on_demand").'
+        )
+
+
+def check_stream(window: int | None, lengths: Any, options: BatchOptions, num_workers: int) -> None:
+    """Refuse for a stream what needs indices or plans made elsewhere, and a missing window."""
+    if window is None:
+        raise ValueError(
+            "An IterableDataset is balanced in a window of minibatches that every rank reads whole. Say how many: "
+            "BalancedDataLoader(dataset, window=1, ...)."
+        )
+    if options.policy == "steal":
+        raise ValueError(
+            'policy="steal" reads the samples of other ranks by index, and an IterableDataset has none: write '
+            'policy="lb_mini".'
+        )
+    if options.learns and num_workers:
+        raise ValueError(
+            "The worker that reads an IterableDataset plans it, too, and does not learn how long microbatches took: "
+            'write num_workers=0, or cost="auto".'
+        )
+    if lengths is not None:
+        raise ValueError(
+            "lengths=[...] goes by index, and an IterableDataset has none. Write length_fn=lambda sample: ..., or let "
+            "it yield samples that have a length."
+        )

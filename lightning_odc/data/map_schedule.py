@@ -1,0 +1,198 @@
+"""The minibatches of a map-style data set for one rank: planned, handed out to be read, and completed.
+
+`MapSchedule.__iter__` plans a minibatch as early as torch's ``DataLoader`` reads ahead, and hands out this rank's
+`Assignment`. A `SampleReader` reads the samples and makes a `Minibatch`. When that arrives, `MapSchedule.completed`
+adds what only the plan knows.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lightning_odc.balance import LearntCost
+from lightning_odc.balance.arrays import Caps, first_number
+from lightning_odc.data.learning import Learning
+from lightning_odc.data.lengths import Lengths
+from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Rereader, StealableWork, Task
+from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan, RunInfo, World
+from lightning_odc.data.position import Order
+from lightning_odc.data.ran import Ran, warn_of_others
+from lightning_odc.data.reader import Assignment, SampleReader, WorkerOptions, torch_loader
+from lightning_odc.data.rng import isolated_rng
+
+
+class MapSchedule:
+    """Plans minibatches of a map-style data set; also the sampler of the ``DataLoader`` that reads."""
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        lengths: Lengths,
+        options: BatchOptions,
+        info: RunInfo,
+        world: World,
+        unroll: bool,
+    ) -> None:
+        num_replicas, rank = world
+        self.epochs = EpochPlan(lengths, options, num_replicas, info)
+        cap = None
+        if not unroll and not info.repeats:
+            cap = self.epochs.delayed_cap()
+        self.learning = Learning(options.delayed_cost(num_replicas, rank, info), cap)
+        order = options.order
+        if options.shuffle:
+            order += ", as DistributedSampler"
+        self.order = Order(
+            f"{order}, lengths {lengths.digest}", self.epochs.samples_per_minibatch, options.batches
+        )
+        self.world = world
+        self._rank = rank
+        self._unroll = unroll  # weights are relative to the mean over the minibatch
+        self._reader = reader
+        self._epoch = 0  # of the pass that is under way, or begins next
+        self._first = 0  # minibatch of that pass
+        # By number: the minibatches that were handed out to be read and have not arrived.
+        self._under_way: dict[int, tuple[MinibatchPlan, LearntCost | None]] = {}
+        self._with_workers: DataLoader[Minibatch] | None = None  # where they are kept from pass to pass
+        self._epoch_counted: tuple[int, int] | None = None  # epoch and its microbatches
+        self._has_warned = False  # of microbatches that hold other numbers of samples than planned
+
+    def __len__(self) -> int:
+        """Minibatches per epoch."""
+        return len(self.epochs)
+
+    @property
+    def max_tokens(self) -> Caps:
+        """The most tokens in a microbatch, by what is known now."""
+        cap = self.learning.cap
+        if cap is None:
+            return self.epochs.planner.max_tokens
+        return cap.value
+
+    def count_microbatches(self, epoch: int) -> int:
+        """Microbatches per rank in an epoch, where all ranks have equally many. Plans the whole epoch, once."""
+        if self._epoch_counted is None or self._epoch_counted[0] != epoch:
+            assert self.epochs.options.equal_counts
+            plans = (self.epochs.plan(epoch, step) for step in range(len(self)))
+            self._epoch_counted = (epoch, sum(len(plan.microbatches[0]) for plan in plans))
+        return self._epoch_counted[1]
+
+    def plan_now(self, epoch: int, step: int) -> MinibatchPlan:
+        """The plan of a minibatch by what has been learnt until now."""
+        learnt = None
+        caps = None
+        if self.learning.cost is not None:
+            learnt = self.learning.cost.cost.snapshot()
+        if self.learning.cap is not None:
+            caps = self.learning.cap.value
+        return self.epochs.plan(epoch, step, learnt, caps)
+
+    def loader(
+        self, epoch: int, first: int, options: WorkerOptions, reuse_workers: bool
+    ) -> DataLoader[Minibatch]:
+        """Minibatches of an epoch for this rank, from number ``first`` on; by kept workers if they are still alive."""
+        self._epoch = epoch
+        self._first = first
+        if self._with_workers is not None and reuse_workers:
+            return self._with_workers
+        # A proxy: in a circle of references, workers that are kept would live until the garbage collector comes.
+        sampler = weakref.proxy(self)
+        loader = torch_loader(self._reader, self.epochs.options.seed + epoch, options, sampler)
+        self._with_workers = loader if options.get("persistent_workers") else None
+        return loader
+
+    def __iter__(self) -> Iterator[Assignment]:
+        """What this rank reads of each minibatch; runs ahead of training by what the ``DataLoader`` prefetches."""
+        epoch = self._epoch
+        steps = range(self._first, len(self))
+        self._under_way.clear()
+        checks_lengths = self._reader.length_of is not None
+        for number, step in enumerate(steps, self.learning.begun):
+            learnt = self.learning.cost_at(number)
+            plan = self.epochs.plan(epoch, step, learnt, self.learning.cap_at(number))
+            self._under_way[step] = (plan, learnt)
+            own = plan.microbatches[self._rank]
+            lengths = None
+            if checks_lengths:
+                lengths = [self.epochs.lengths.of(indices) for indices in own]
+            yield Assignment(epoch, own, plan.weights_of(self._rank, self._unroll), plan.text, lengths)
+
+    def completed(self, minibatch: Minibatch, step: int) -> Minibatch:
+        """A minibatch that has arrived, with what only its plan knows; under ``policy="steal"`` about all ranks."""
+        epoch = self._epoch
+        plan, learnt = self._under_way.pop(step)
+        own = plan.microbatches[self._rank]
+        weights = minibatch.weights
+        assert weights is not None
+        counted = [
+            self.counted(epoch, indices, batch, weight)
+            for indices, batch, weight in zip(own, minibatch, weights, strict=True)
+        ]
+        minibatch = self.epochs.options.minibatch(counted, plan.text)
+        assert minibatch.origin is not None
+        minibatch.origin.hand_out(self.learning.cost, self.learning.cap)
+        self._has_warned = self._has_warned or warn_of_others(minibatch)
+        if self.epochs.options.policy == "steal" and self.epochs.num_replicas > 1:
+            by_rank = [list(of_rank) for of_rank in plan.weights]
+            by_rank[self._rank] = [task.weight for task in counted]
+
+            def fetch(rank: int, number: int) -> Any:
+                indices = plan.microbatches[rank][number]
+                planned = plan.weights[rank][number]
+                task = self.counted(epoch, indices, self.read(epoch, indices), planned)
+                by_rank[rank][number] = task.weight  # is looked up when the microbatch is there
+                return task.microbatch
+
+            of_all = [[self._detail(epoch, indices) for indices in own] for own in plan.microbatches]
+            costs = self.epochs.costs(plan, learnt)
+            minibatch.all_ranks = StealableWork(costs, by_rank, fetch, of_all)
+        return minibatch
+
+    @cached_property
+    def _ran(self) -> Ran:
+        if self.epochs.options.counts_alike:
+            return Ran()
+        return self._reader.ran(self.epochs.lengths.values)
+
+    def counted(self, epoch: int, indices: list[int], batch: Any, weight: float) -> Task:
+        """A microbatch that was read, and what it counts: Note [What ran counts]."""
+        options = self.epochs.options
+        planned = None
+        if options.counts_as_planned:
+            planned = options.sample_weights(self.epochs.lengths.values[indices])
+        task = Task(batch, weight, self._detail(epoch, indices))
+        return self._ran.counted(task, indices, planned, partial(self.read, epoch))
+
+    def _detail(self, epoch: int, indices: list[int]) -> MicrobatchFacts:
+        options = self.epochs.options
+        lengths = self.epochs.planner.collation.rows(self.epochs.lengths.of(indices))
+        seed = options.seed, epoch, indices[0], 1
+        if options.counts_alike:  # nothing may cut it
+            return MicrobatchFacts(lengths, seed)
+        samples = Rereader(indices, partial(self._part, epoch, indices), self._typical)
+        return MicrobatchFacts(lengths, seed, samples)
+
+    @cached_property
+    def _typical(self) -> tuple[int, int]:
+        tokens = first_number(self.epochs.lengths.values)
+        middle = len(tokens) // 2
+        index = int(tokens.argpartition(middle)[middle])
+        return index, int(tokens[index])
+
+    def _part(self, epoch: int, whole: list[int], indices: list[int]) -> Task:
+        """Some samples of a microbatch, with their part of its weight; or any others."""
+        if not set(indices) <= set(whole):
+            whole = indices
+        weights = self.epochs.options.sample_weights(self.epochs.lengths.values[whole])
+        weight = float(weights[[whole.index(index) for index in indices]].sum())
+        return self.counted(epoch, indices, self.read(epoch, indices), weight)
+
+    def read(self, epoch: int, microbatch: Sequence[int]) -> Any:
+        """Any microbatch, from the indices of its samples."""
+        with isolated_rng():
+            return self._reader.read(epoch, list(microbatch))

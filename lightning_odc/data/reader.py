@@ -1,0 +1,184 @@
+"""Reads samples and makes microbatches of them, also in other processes.
+
+Note [Random numbers follow the sample]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Before a sample is read, the generators of Python, numpy and torch are seeded from (seed, epoch, index of the sample),
+and before ``collate_fn`` from (seed, epoch, index of the first sample). So what a random crop or mask does depends
+neither on the rank or worker that reads the sample, nor on the policy that placed it, nor on whether training was
+interrupted before. The generators of the process itself are left as they were. A data set with ``__getitems__`` reads
+several samples at once, and is seeded once for them.
+
+In the same way `ODCStrategy` seeds the generators before a microbatch goes through the model, and puts them back
+afterwards: dropout, too, depends on the microbatch, and not on the rank. It seeds them from (what `torch.manual_seed`
+got on rank 0, seed, epoch, index of the first sample, 1), so that another seed of the process means other dropout.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, TypedDict
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from lightning_odc import host_memory
+from lightning_odc.arguments import Count, Index, Like
+from lightning_odc.balance.collation import Collation
+from lightning_odc.data.collation import find_collation
+from lightning_odc.data.lengths import LengthArray, LengthFunction
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.ran import Ran, find_ran
+from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
+
+Seconds = Annotated[float, Like("0 (a number of seconds)", lambda value: value >= 0)]
+Collate = Callable[[list[Any]], Any]
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether samples come one after another, and not by index."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One rank's part of a minibatch, before its samples are read."""
+
+    epoch: int  # the epoch it belongs to
+    microbatches: list[list[int]]  # lists of sample indices
+    weights: list[float]  # one per microbatch
+    plan: str  # text that is equal on all ranks
+    # what the samples' lengths must be, in the same form, if that is to be checked
+    lengths: list[list[int]] | None = None
+
+
+class SampleReader:
+    """Turns an `Assignment` into a `Minibatch`; what ``DataLoader`` calls its data set."""
+
+    # A worker has a copy of it, and nothing else. With ``persistent_workers`` that lives for all passes, so nothing
+    # changes here between passes.
+    def __init__(
+        self, dataset: Any, collate_fn: Collate, seed: int, length_of: LengthFunction | None = None
+    ) -> None:
+        self._dataset = dataset
+        self._collate = collate_fn
+        self._seed = seed
+        self.length_of = length_of  # where samples are compared with their assigned lengths
+
+    def __getitem__(self, assignment: Assignment) -> Minibatch:
+        """Read an assignment."""
+        microbatches = []
+        with isolated_rng():
+            for number, indices in enumerate(assignment.microbatches):
+                lengths = None if assignment.lengths is None else assignment.lengths[number]
+                microbatches.append(self.read(assignment.epoch, indices, lengths))
+        return Minibatch(microbatches, assignment.weights, assignment.plan)
+
+    def collation(self, lengths: LengthArray) -> Collation | None:
+        """What the ``collate_fn`` makes of a microbatch, see `find_collation`; ``None`` where only workers can read."""
+        copied = self._copied()
+        if copied is None:
+            return None
+        with isolated_rng():
+            return find_collation(self._collate, lambda index: copied.samples(0, [index])[0], lengths)
+
+    def ran(self, lengths: LengthArray) -> Ran:
+        """How microbatches show what they hold, see `find_ran`; nothing where only workers can read."""
+        copied = self._copied()
+        if copied is None:
+            return Ran()
+        with isolated_rng():
+            return find_ran(lambda indices: copied.read(0, indices), lengths)
+
+    def _copied(self) -> SampleReader | None:
+        """A reader that leaves the data set as it is."""
+        try:
+            return SampleReader(with_own_rng(self._dataset), self._collate, self._seed)
+        except Exception:  # a data set that refuses copies; this look was not asked for
+            return None
+
+    def read(self, epoch: int, indices: list[int], lengths: list[int] | None = None) -> Any:
+        """Read one microbatch; it seeds the global generators."""
+        samples = self.samples(epoch, indices)
+        for index, sample, length in zip(indices, samples, lengths or (), strict=lengths is not None):
+            if self.length_of is None:
+                break
+            found = self.length_of(sample)
+            if found != length:
+                raise ValueError(
+                    f"Sample {index} has length {found}, but had {length} when the lengths were looked up. If samples "
+                    "differ in length from epoch to epoch, say what to plan with: BalancedDataLoader(dataset, "
+                    "lengths=[...])."
+                )
+        seed_rng(self._seed, epoch, indices[0])
+        return collate(self._collate, samples)
+
+    def samples(self, epoch: int, indices: list[int]) -> list[Any]:
+        """The samples of an epoch, before they are collated; it seeds the global generators."""
+        if callable(getattr(self._dataset, "__getitems__", None)):
+            seed_rng(self._seed, epoch, indices[0])
+            return list(self._dataset.__getitems__(indices))
+        samples = []
+        for index in indices:
+            seed_rng(self._seed, epoch, index)
+            samples.append(self._dataset[index])
+        return samples
+
+
+def collate(collate_fn: Collate, samples: list[Any]) -> Any:
+    """``collate_fn(samples)``; where torch's default fails on unequal lengths, with a hint."""
+    try:
+        return collate_fn(samples)
+    except RuntimeError as error:
+        if collate_fn is default_collate:
+            error.add_note(
+                "Samples of different lengths cannot be stacked. Pass a collate_fn that pads them, or one that packs "
+                "them: BalancedDataLoader(..., collate_fn=lightning_odc.data.packing.pack_samples)."
+            )
+        raise
+
+
+# -- the processes that read ahead: torch's ``DataLoader``, whose items are whole minibatches --------------
+
+
+class WorkerOptions(TypedDict, total=False):
+    """Arguments of ``torch.utils.data.DataLoader`` about the processes that read samples, with torch's defaults."""
+
+    num_workers: Index
+    pin_memory: bool
+    prefetch_factor: Count | None
+    persistent_workers: bool
+    timeout: Seconds
+    worker_init_fn: Callable[[int], None] | None
+    multiprocessing_context: Any
+
+
+def check_workers(options: WorkerOptions) -> None:
+    """Let torch refuse options that do not go together, before anything is read."""
+    nothing: Any = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns again when the loader is really made
+        DataLoader[Any](nothing, **options)
+
+
+def torch_loader(
+    source: Any, seed: int, options: WorkerOptions, sampler: Any = None
+) -> DataLoader[Minibatch]:
+    """A ``DataLoader`` whose items are whole minibatches; its generator seeds workers, so the global one stays."""
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    return DataLoader(source, batch_size=None, sampler=sampler, generator=generator, **options)
+
+
+def named_deaths(minibatches: Iterator[Minibatch]) -> Iterator[Minibatch]:
+    """Yield the same minibatches. If a worker was killed, the error says whether memory had run out."""
+    kills = host_memory.Kills()
+    try:
+        yield from minibatches
+    # torch says it, or a connection to the worker breaks first
+    except (RuntimeError, OSError, EOFError) as error:
+        is_plain = isinstance(error, RuntimeError) and "DataLoader worker" not in str(error)
+        verdict = "" if is_plain else kills.verdict()
+        if verdict:
+            error.add_note(verdict)
+        raise

@@ -1,0 +1,215 @@
+"""The minibatches of a stream for one rank, planned in windows as it is read.
+
+Note [One stream on all ranks]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Ranks plan alone, and a plan needs the lengths of all samples of the minibatch. So every rank reads the whole stream,
+in the same order, and keeps its part. If a data set gives every rank different samples, ranks plan different
+minibatches. The engine detects that at the end of the first step, by the plan's text. For the same reason at most one
+worker reads the stream, and while it reads, the global generators have the same seeds on all ranks. That worker plans,
+too, and lives for one pass: a worker that is kept would not know the next epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_odc.balance import epoch_order
+from lightning_odc.balance.arrays import as_lengths
+from lightning_odc.balance.collation import PACKED, Collation
+from lightning_odc.data.collation import find_collation
+from lightning_odc.data.learning import Learning
+from lightning_odc.data.lengths import (
+    LengthArray,
+    LengthFunction,
+    Lengths,
+    check_longest,
+    length_function,
+    plain,
+)
+from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Task
+from lightning_odc.data.plan import BatchOptions, MinibatchPlan, RunInfo, World
+from lightning_odc.data.position import Order
+from lightning_odc.data.ran import Ran, find_ran, warn_of_others
+from lightning_odc.data.reader import Collate, WorkerOptions, collate, torch_loader
+from lightning_odc.data.rng import RandomState, isolated_rng, seed_rng
+
+
+class StreamSchedule(IterableDataset[Minibatch]):
+    """One rank's part of the minibatches of a stream; what ``DataLoader`` calls its data set."""
+
+    # It has the attributes of a `MapSchedule`. As many minibatches as the window says are read ahead, and shuffled
+    # among each other if the options say so. A cost that learns is `None` unless this runs in the process that trains.
+
+    def __init__(
+        self,
+        dataset: Any,
+        collate_fn: Collate,
+        length_fn: LengthFunction | None,
+        options: BatchOptions,
+        info: RunInfo,
+        world: World,
+        unroll: bool,
+    ) -> None:
+        num_replicas, rank = world
+        self.world = world
+        self.learning = Learning(options.delayed_cost(num_replicas, rank, info))
+        self._num_replicas = num_replicas
+        self._rank = rank
+        self._size = options.minibatch_size * num_replicas
+        self.order = Order(options.order, self._size, options.batches)
+        self.max_tokens = options.max_tokens
+        self._dataset = dataset
+        self._collate = collate_fn
+        self._length_fn = length_fn  # `None`: found out with the first window
+        self._options = options
+        self._info = info
+        self._unroll = unroll
+        self._epoch = 0  # of the pass
+        self._first = 0  # minibatch to yield; those before it are read and dropped
+        self._ran = Ran()  # found out with the first window
+        self._stand_in: list[Any] = []  # a sample that is not left out
+        self._has_warned = False  # of microbatches that hold other numbers of samples than planned
+
+    def __len__(self) -> int:
+        """Minibatches per epoch, if the data set has a length; else ``TypeError``."""
+        return self._options.count_minibatches(len(self._dataset), self._num_replicas)
+
+    def count_microbatches(self, epoch: int) -> int:
+        """Refused: it would have to be read."""
+        raise TypeError("The microbatches of an iterable data set cannot be counted before they are read.")
+
+    def loader(
+        self, epoch: int, first: int, options: WorkerOptions, reuse_workers: bool
+    ) -> DataLoader[Minibatch]:
+        """As `MapSchedule.loader`; no worker is kept."""
+        options = {**options, "persistent_workers": False}
+        if options.get("num_workers", 0) > 1:
+            options["num_workers"] = 1
+            warnings.warn(
+                "BalancedDataLoader reads an iterable data set with one worker, since all ranks must see one stream: "
+                "write num_workers=1.",
+                stacklevel=2,
+            )
+        one_pass = copy.copy(self)
+        one_pass._epoch = epoch
+        one_pass._first = first
+        return torch_loader(one_pass, self._options.seed + epoch, options)
+
+    def completed(self, minibatch: Minibatch, step: int) -> Minibatch:
+        """A minibatch that has arrived, counted."""
+        assert minibatch.origin is not None
+        minibatch.origin.hand_out(self.learning.cost)
+        self._has_warned = self._has_warned or warn_of_others(minibatch)
+        return minibatch
+
+    def __iter__(self) -> Iterator[Minibatch]:
+        """Read a window, cut it into minibatches of all ranks, and yield this rank's part of each."""
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(self._epoch)
+        options = self._options
+        info = self._info
+        step = 0
+        for samples in self._windows(options.window * self._size):
+            try:
+                if self._length_fn is None:
+                    self._length_fn = length_function(samples.__getitem__, len(samples), self._collate)
+                found = [plain(self._length_fn(sample)) for sample in samples]
+                lengths = as_lengths(found, "the stream's samples")
+                # again if nothing was left of the windows before
+                if step == 0 or (self._ran.stand_in is None and not options.counts_alike):
+                    info = replace(info, collation=self._find_collation(samples, lengths))
+                    self._ran = self._find_ran(samples, lengths)
+                if info.collation.fixed is None:  # else the collate_fn cuts what is longer
+                    check_longest(lengths, options.max_tokens)
+            except ValueError as error:
+                error.add_note(
+                    f"Samples are counted from minibatch {step} of the stream, where a window begins."
+                )
+                raise
+            for group in options.minibatches(lengths, self._num_replicas):
+                used = group[: options.count_samples(len(group), self._num_replicas)]
+                if len(used) and step >= self._first:
+                    of_minibatch = [samples[index] for index in used]
+                    yield self._minibatch(step, of_minibatch, lengths[used], info)
+                step += 1
+
+    def _windows(self, size: int) -> Iterator[list[Any]]:
+        """The samples of one window after another, of all ranks."""
+        with isolated_rng():
+            seed_rng(self._options.seed, self._epoch)
+            source = iter(self._dataset)
+            rng = RandomState()
+        for number in count():
+            with rng.active():
+                window = list(islice(source, size))
+            if window and self._options.shuffle:  # one order per epoch and window
+                order = epoch_order(len(window), self._options.seed, self._epoch << 32 | number)
+                yield [window[index] for index in order]
+            elif window:
+                yield window
+            if len(window) < size:
+                return
+
+    def _find_ran(self, samples: list[Any], lengths: LengthArray) -> Ran:
+        if self._options.counts_alike:
+            return Ran()
+
+        def read(indices: list[int]) -> Any:
+            return self._collate([copy.deepcopy(samples[index]) for index in indices])
+
+        with isolated_rng():
+            seed_rng(self._options.seed, self._epoch)
+            ran = find_ran(read, lengths)
+        if ran.stand_in is None:
+            return ran
+        self._stand_in = [copy.deepcopy(samples[ran.stand_in])]
+        return replace(ran, stand_in=-1)  # the last one, behind those of a minibatch
+
+    def _find_collation(self, samples: list[Any], lengths: LengthArray) -> Collation:
+        with isolated_rng():
+            seed_rng(self._options.seed, self._epoch)
+            collation = find_collation(self._collate, samples.__getitem__, lengths) or PACKED
+        if self.learning.cost is not None and collation.kind != "packed":
+            self.learning.cost.separate_samples()
+        return collation
+
+    def _minibatch(self, step: int, samples: list[Any], lengths: LengthArray, info: RunInfo) -> Minibatch:
+        """This rank's part of a minibatch of these samples."""
+        options = self._options
+        plan = MinibatchPlan.of(
+            options,
+            options.planner(self._num_replicas, lengths, info),
+            np.arange(len(lengths), dtype=np.int64),
+            lengths,
+            options.name(self._epoch, step, Lengths(lengths, "samples")),
+            self.learning.cost_at(self.learning.begun),
+            turn=self._epoch + step,
+        )
+        tasks = []
+        weights = list(plan.weights_of(self._rank, self._unroll))
+        everything = [*samples, *self._stand_in]
+
+        def read(positions: list[int]) -> Any:
+            return collate(self._collate, [everything[position] for position in positions])
+
+        with isolated_rng():
+            for number, indices in enumerate(plan.microbatches[self._rank]):
+                seed = options.seed, self._epoch, step, indices[0]
+                seed_rng(*seed)
+                detail = MicrobatchFacts(info.collation.rows(lengths[indices]), (*seed, 1))
+                planned = None
+                if options.counts_as_planned:
+                    planned = options.sample_weights(lengths[indices])
+                task = self._ran.counted(Task(read(indices), weights[number], detail), indices, planned, read)
+                if task.microbatch is not None or options.counts_alike:  # else nothing is left on any rank
+                    tasks.append(task)
+        return options.minibatch(tasks, plan.text)

@@ -1,0 +1,424 @@
+"""Decides which units stay gathered until the minibatch ends, and in how much memory.
+
+Note [Read once per minibatch]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A published shard changes only at the end of a minibatch. So a unit stays gathered until then if there is memory for it,
+and every rank decides for itself: ``docs/memory-and-traffic.md``. Spare memory keeps the buffer into which frozen
+parameters were read, and the next minibatch reads the others alone.
+
+The worth of keeping a unit is its visits in a minibatch less one, times the time of a read, per byte. Three units, room
+for 60 MiB, two microbatches::
+
+    unit     gathered  visits  worth per byte             kept
+    head     40 MiB    2       1 x (1 + 64 KiB / 40 MiB)  no: 10 MiB of the room are left
+    block 0  50 MiB    4       3 x (1 + 64 KiB / 50 MiB)  yes
+    norm     1 MiB     4       3 x (1 + 64 KiB / 1 MiB)   yes
+
+The first minibatch keeps nothing: it counts visits, and shows how much memory training takes by itself.
+
+Note [Gathered for a while]
+~~~~~~~~~~~~~~~~~~~~~~~
+Sampling runs the model once per token, and would read every unit for every token. So `GatherCache.gathered` keeps more
+units meanwhile, in the memory that is free now. It looks again in every pass, because a cache of keys and values grows.
+If memory becomes tight, a unit is no longer kept. Three blocks, 5 tokens, memory tight at the third::
+
+    token          1           2    3           4           5
+    is read        b0 b1 b2    -    -           b0          b0
+    stays          b0 b1 b2    all  b1 b2       b1 b2       b1 b2
+
+``generate`` is such a loop. On demand each rank ends with its own answer, not with the longest of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from lightning_odc import _compat, host_memory
+from lightning_odc.engine.comm import GatherComm
+from lightning_odc.engine.unit_window import UnitSum
+from lightning_odc.engine.units import ROOT, Unit
+
+#: Copying this many bytes takes as long as asking for them.
+_BYTES_OF_A_CALL = 64 * 1024
+#: How old the answer of the host may be.
+_SECONDS = 1.0
+#: Less than this part of the room free in the middle of a minibatch is pressure.
+_TIGHT = 0.05
+
+
+class HostMemory:
+    """Memory of the host, which is divided among its ranks, in bytes."""
+
+    share = 0.5  # of the memory not used by training, what may hold kept units; a host has other processes
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._asked = -math.inf
+        self._free = 0
+
+    def usable(self) -> int:
+        """What this rank could hold in all."""
+        if time.monotonic() > self._asked + _SECONDS:  # to ask all control groups takes a millisecond
+            self._asked = time.monotonic()
+            self._free = host_memory.available(self._ranks)
+        return self.used() + self._free
+
+    def used(self) -> int:
+        """What it holds now."""
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    def peak(self) -> int:
+        """The most so far, or since the count was reset."""
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class CudaMemory:
+    """Memory of a CUDA device, by torch's allocator, which knows all allocations without waiting for the device."""
+
+    share = 0.9  # the rest is for what comes suddenly
+
+    def __init__(self, device: torch.device, ranks: int = 1) -> None:
+        self._device = device
+        self._ranks = ranks  # more than one on a device in tests only
+
+    def usable(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free // self._ranks + torch.cuda.memory_reserved(self._device)
+
+    def used(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+
+Memory = HostMemory | CudaMemory
+
+
+@dataclass
+class _Entry:
+    """A unit, and what is retained of it."""
+
+    unit: Unit
+    comm: GatherComm
+    sum: UnitSum | None  # ``None`` in lockstep, where every addition is a barrier
+    size: int  # bytes of the whole unit on one rank, in the compute dtype
+    frozen_size: int  # bytes of its frozen parameters
+    reshards: bool = True  # whether ``fully_shard`` frees it then, if it does not stay gathered
+    visits: int = 0  # gathers in a minibatch in which it did not stay gathered
+    moved: int = 0  # bytes of its gradients in a minibatch, the most so far
+    will_sum: bool = False  # there is room for its sum
+    stays_gathered: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """What is retained of it, or will be when it has run."""
+        held = 0
+        if self.stays_gathered:
+            held += self.size
+        if self.comm.retains_buffer:
+            held += self.size
+        if self.sum is not None and self.sum.waits:
+            held += self.sum.size
+        return held
+
+    def stay_gathered(self, stays: bool) -> None:
+        """Tell ``fully_shard``, if that is new."""
+        if stays == self.stays_gathered:
+            return
+        self.stays_gathered = stays
+        module = self.unit.modules[0]
+        if stays:  # ``fully_shard`` decides about the root unit when it runs for the first time
+            self.reshards = bool(_compat.reshards_after_forward(module))
+        module.set_reshard_after_forward(not stays and self.reshards, recurse=False)
+        module.set_reshard_after_backward(not stays, recurse=False)
+
+    def learn(self, visits: int) -> None:
+        """A version has ended, in which the unit was gathered so many times."""
+        # A unit that stays gathered is gathered once per minibatch, which says nothing of its visits.
+        if visits and not self.stays_gathered:
+            self.visits = visits
+        if self.sum is not None:
+            self.moved = max(self.moved, self.sum.moved)
+            self.sum.moved = 0
+
+    def drop(self) -> None:
+        """Retain nothing of it any longer."""
+        self.comm.drop()
+        self.stay_gathered(False)
+        if self.sum is not None:
+            self.sum.release()
+
+
+class _Candidate(NamedTuple):
+    """A unit that may stay gathered, or a sum of gradients that may wait."""
+
+    worth: float  # time saved per byte
+    size: int  # bytes
+    entry: _Entry
+    is_sum: bool
+
+
+class GatherCache:
+    """What one rank retains of its peers' shards; see Note [Read once per minibatch]."""
+
+    # It takes only what training leaves: `choose` plans once per version, `relieve` and `_before` take back where
+    # memory becomes tight, and `drop_all` ends it where memory has run out, before a microbatch is made smaller.
+
+    def __init__(self, budget: Literal["auto"] | int, memory: Memory) -> None:
+        self._budget = budget  # bytes, or ``"auto"``: what is left beside training, with a margin
+        self._memory = memory
+        self._entries: list[_Entry] = []
+        self._hooks: list[RemovableHandle] = []
+        self._needed = 0  # bytes that training takes by itself
+        self._peak = 0  # bytes that were taken at all
+        self._usable = 0
+        self._has_measured = False
+        self._decides_alone = True  # this rank may retain less without the others
+        self._contexts = 0  # of `gathered`
+        self._for_a_while: list[tuple[_Entry, bool]] = []  # of these contexts; was it gathered before?
+        self._asks: _Entry | None = None  # the unit at which the next pass asks for memory
+
+    @property
+    def bytes(self) -> int:
+        """What is retained of all units, or will be when they have run."""
+        return sum(entry.bytes for entry in self._entries)
+
+    def attach(
+        self,
+        units: Sequence[Unit],
+        comms: Sequence[GatherComm],  # by unit, what gathers it
+        sums: Sequence[UnitSum] | None = None,  # by unit, of its gradients; ``None`` if ranks decide together
+    ) -> None:
+        """Look after these units."""
+        self._decides_alone = sums is not None
+        self._entries = []
+        for unit, comm, total in zip_longest(units, comms, sums or ()):
+            width = unit.spec().shard_dtype.itemsize * unit.owners
+            frozen = unit.shard_numel - sum(end - start for start, end in unit.grad_ranges)
+            entry = _Entry(unit, comm, total, unit.shard_numel * width, frozen * width)
+            self._entries.append(entry)
+            for module in unit.modules:
+                before: Any = partial(self._before, entry)
+                self._hooks.append(cast(nn.Module, module).register_forward_pre_hook(before, prepend=True))
+
+    def release(self) -> None:
+        """Give the units back as they were. Idempotent."""
+        for handle in self._hooks:
+            handle.remove()
+        for entry in self._entries:
+            entry.stay_gathered(False)
+        self._hooks = []
+        self._entries = []
+        self._for_a_while = []
+
+    def retains(self, unit: Unit) -> bool:
+        """Whether ``fully_shard`` does not free this unit now."""
+        return bool(self._entries) and self._entries[unit.index].stays_gathered
+
+    def settled(self) -> None:
+        """A minibatch of training has ended: learn how much memory it took."""
+        self._has_measured = True
+        self._measure()
+
+    def choose(self, visits: Sequence[int]) -> list[int]:
+        """The units to retain from now on, by number: as many as there is room for, the most worthwhile first."""
+        # The room is shared with sums of gradients, which no other rank needs to know.
+        candidates: list[_Candidate] = []
+        for entry, count in zip(self._entries, visits, strict=True):
+            entry.learn(count)
+            candidates.append(_Candidate(_worth(entry.visits, entry.size), entry.size, entry, False))
+            if entry.sum is not None:
+                entry.will_sum = False
+                size = entry.sum.size
+                times = entry.moved / max(size, 1)  # bf16 gradients move half of what their sum does
+                candidates.append(_Candidate(_worth(times, size), size, entry, True))
+        candidates.sort(key=lambda candidate: candidate.worth, reverse=True)
+        # Greedy: what does not fit is left out, and smaller ones of less worth may still fit.
+        chosen = []
+        room = self._room()
+        for worth, size, entry, is_sum in candidates:
+            if worth <= 0 or size > room:
+                continue
+            room -= size
+            if is_sum:
+                entry.will_sum = True
+            else:
+                chosen.append(entry.unit.index)
+        return sorted(chosen)
+
+    def retain(self, chosen: Sequence[int]) -> None:
+        """Retain these units, the sums for which `choose` found room, and in the rest what is read of frozen ones."""
+        room = self._room()
+        self._for_a_while = []
+        for entry in self._entries:
+            entry.stay_gathered(entry.unit.index in chosen)
+            entry.comm.retains_buffer = False  # until there is room for it below
+            if entry.sum is not None:
+                if not entry.will_sum:
+                    entry.sum.release()
+                entry.sum.waits = entry.will_sum
+        room -= self.bytes
+        for entry in sorted(self._entries, key=lambda entry: entry.frozen_size):
+            if entry.frozen_size > 0 and entry.size <= room:
+                room -= entry.size
+                entry.comm.retains_buffer = True
+            else:
+                entry.comm.drop()
+        if self._contexts:
+            self._retain_for_a_while()
+
+    def relieve(self, free: Callable[[Iterable[Unit]], None]) -> None:
+        """Retain less from now on, where memory has become tight; ``free`` gets the units to free, largest first."""
+        may_drop = self._decides_alone and self._budget == "auto"
+        if not may_drop or not any(entry.bytes for entry in self._entries):
+            return
+        freed: list[Unit] = []
+        short = self._memory.used() - int(self._usable * (1 - _TIGHT))
+        for entry in sorted(self._entries, key=lambda entry: entry.bytes, reverse=True):
+            if short <= 0:
+                break
+            short -= entry.bytes
+            if entry.stays_gathered:
+                freed.append(entry.unit)
+            entry.drop()
+        free(freed)
+
+    @contextmanager
+    def gathered(self, free: Callable[[Iterable[Unit]], None]) -> Iterator[None]:
+        """A context in which more units stay gathered; see Note [Gathered for a while]. Contexts may be nested."""
+        self._contexts += 1
+        if self._contexts == 1:
+            self._measure()
+            self._retain_for_a_while()
+        try:
+            yield
+        finally:
+            self._contexts -= 1
+            if not self._contexts:
+                self._measure()
+                free(self._end_while())
+
+    def _retain_for_a_while(self) -> None:
+        """Retain as many units as there is room for now, the small ones first: all are visited equally often."""
+        # Nothing is trained meanwhile, so what training needs (`_needed`) does not count, only what is held now.
+        self._asks = None
+        if self._budget == "auto":
+            waiting = [
+                entry for entry in self._entries if entry.stays_gathered and not entry.unit.is_gathered
+            ]
+            self._usable = self._memory.usable()
+            room = int(self._memory.share * (self._usable - self._memory.used()))
+            room -= sum(entry.size for entry in waiting)  # they will be gathered
+        else:
+            room = self._budget - self.bytes
+        for entry in sorted(self._entries, key=lambda entry: entry.size):
+            # ``fully_shard`` does not free the root unit between forward passes.
+            if entry.stays_gathered or entry.unit.name == ROOT or entry.size > room:
+                continue
+            room -= entry.size
+            self._for_a_while.append((entry, entry.unit.is_gathered))
+            entry.stay_gathered(True)
+
+    def _end_while(self) -> list[Unit]:
+        """Retain no more than before the context; returns the units to free."""
+        freed = []
+        for entry, was_gathered in self._for_a_while:
+            if not entry.stays_gathered:
+                continue  # given up meanwhile
+            entry.stay_gathered(False)
+            if entry.reshards and not was_gathered:  # else it stays for those who gathered it
+                freed.append(entry.unit)
+        self._for_a_while = []
+        return freed
+
+    def _before(self, entry: _Entry, *_: Any) -> None:
+        """Before a unit runs."""
+        if not entry.stays_gathered:
+            return
+        entry.unit.match_frozen()
+        if torch.compiler.is_compiling() or not self._contexts or self._budget != "auto":
+            return
+        # Once in a pass: if memory is tight, stop retaining the next unit, and check again at the one after it.
+        if self._asks is not None and self._asks is not entry:
+            return
+        self._asks = entry  # also in the next pass, unless it is given up now
+        if self._memory.used() > self._memory.usable() * (1 - _TIGHT):
+            self._asks = None
+            entry.stay_gathered(False)
+
+    def _measure(self) -> None:
+        """Learn how much memory was taken at most, beside what is retained."""
+        if self._budget != "auto":
+            return
+        peak = self._memory.peak()
+        if peak != self._peak:
+            self._needed = max(self._needed, peak - self.bytes)
+            self._peak = peak
+
+    def drop_all(self) -> None:
+        """Retain nothing from now on in this version: memory has run out."""
+        for entry in self._entries:
+            entry.drop()
+        self._for_a_while = []
+
+    def _room(self) -> int:
+        """Bytes that may be retained."""
+        if not self._has_measured:
+            return 0
+        if self._budget != "auto":
+            return self._budget
+        self._usable = self._memory.usable()
+        return max(int(self._memory.share * (self._usable - self._needed)), 0)
+
+
+def _worth(times: float, size: int) -> float:
+    """Time saved per byte that is kept, if it is moved once and not so many times."""
+    return (times - 1) * (1 + _BYTES_OF_A_CALL / max(size, 1))
+
+
+@contextmanager
+def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """A context in which ``generate`` of every module that has one waits for no rank, and keeps units gathered."""
+    # As torch's `register_fsdp_forward_method`, it sets an attribute of the module: other models of its class stay.
+    # Looks at classes and at what was set on a module, so that no property runs and no wrapper passes it on.
+    found = []
+    for module in model.modules():
+        method = vars(module).get("generate", getattr(type(module), "generate", None))
+        if callable(method):
+            found.append(module)
+
+    def within(method: Any) -> Callable[..., Any]:
+        @wraps(method)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            with gathered():
+                return method(*args, **kwargs)
+
+        return generate
+
+    replaced = {module: vars(module).get("generate") for module in found}
+    made = {module: within(cast(Any, module).generate) for module in found}
+    with _compat.generating_alone(found):
+        for module, generate in made.items():
+            cast(Any, module).generate = generate
+        try:
+            yield
+        finally:
+            for module, before in replaced.items():
+                if vars(module).get("generate") is made[module]:  # else other code has replaced it
+                    del module.generate
+                    if before is not None:
+                        cast(Any, module).generate = before

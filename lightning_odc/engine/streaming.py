@@ -1,0 +1,55 @@
+"""Whole parameters, read unit by unit by one rank alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.units import ParamSlot, Unit
+from lightning_odc.errors import StaleShardError
+
+
+@torch.no_grad()
+def stream(
+    units: Sequence[Unit],
+    protocol: Protocol,
+    names: Mapping[nn.Parameter, str],  # of the parameters that are wanted
+    thread: int,  # that trains
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole tensor of parameters, in the order of the units. See `Engine.parameters`."""
+    version = protocol.version
+    left = dict(names)
+    # All are looked up before the first is handed out: after that, a forward pass may gather some of them.
+    by_unit: list[list[tuple[str, ParamSlot]]] = []
+    for unit in units:
+        wanted = [slot for slot in unit.slots if slot.registered_param in left]
+        by_unit.append([(left.pop(slot.registered_param), slot) for slot in wanted])
+    for unit, window, named in zip(units, protocol.windows, by_unit, strict=True):
+        if not named:
+            continue
+        _check(protocol, version, thread)
+        shards = window.own_shard.new_empty(window.owners, unit.shard_numel)
+        shards[window.own] = window.own_shard
+        gathers = window.gathers
+        window.gather(shards.view(-1))
+        window.gathers = gathers  # what stays gathered is chosen by the passes of the model
+        for name, slot in named:
+            yield name, slot.whole(shards)
+            _check(protocol, version, thread)
+        del shards  # before the next unit takes its memory
+    for parameter, name in left.items():  # in no unit: those without a dimension
+        yield name, parameter.detach().clone()
+
+
+def _check(protocol: Protocol, version: int, thread: int) -> None:
+    in_another = threading.get_ident() != thread
+    is_closed = not protocol.windows
+    if in_another or is_closed or protocol.ended or protocol.version != version:
+        raise StaleShardError(
+            "An optimizer step has begun to change the parameters that are being streamed. Take all of "
+            "`stream_parameters()` before or after `optimizer.step()`, in the thread that trains."
+        )

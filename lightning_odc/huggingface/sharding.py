@@ -1,0 +1,83 @@
+"""What Accelerate shards, and which arguments of ``Trainer`` do not work with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+from lightning_odc import _compat
+from lightning_odc.sharding.wrapping import default_units
+
+
+def shards_on_cpu(accelerator: Any, args: Any) -> bool:
+    """Let Accelerate shard on CPU ranks as it does on GPUs; 1.15 ignores ``fsdp`` there, without a word."""
+    state = accelerator.state
+    if state.distributed_type != DistributedType.MULTI_CPU:
+        return False
+    plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+    if state.mixed_precision != "no":
+        plugin.set_mixed_precision(state.mixed_precision)
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    return True
+
+
+def prepare(accelerator: Any, shard: Callable[..., Any], args: Any, *objects: Any, **options: Any) -> Any:
+    """Let Accelerate shard what ``"odc"`` shards, unless the user has said what."""
+    # Beside layers, Accelerate 1.15 shards the embeddings of a model, and its head. That fails for embeddings inside
+    # of a layer, such as BERT's; for weights that are tied more than once, such as T5's; and for models without them,
+    # such as CLIP. If they are not found, they belong to the root unit. `fully_shard` takes no scalars, such as CLIP's.
+    chosen = {"transformer_layer_cls_to_wrap", "min_num_params", "auto_wrap_policy"} & {*args.fsdp_config}
+    models = [one for one in objects if isinstance(one, nn.Module)]
+    if not models or any(args.fsdp_config[name] for name in chosen):
+        return shard(*objects, **options)
+    [model] = models
+    plugin = accelerator.state.fsdp_plugin
+    plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    plugin.transformer_cls_names_to_wrap = [*{type(unit).__name__: None for unit in default_units(model)}]
+    scalars = [parameter for parameter in model.parameters() if not parameter.dim()]
+    if plugin.ignored_modules is None and scalars:
+        plugin.ignored_modules = [nn.ParameterList(scalars)]
+    getters = {"get_input_embeddings", "get_output_embeddings"}
+    vars(model).update(dict.fromkeys(getters, lambda: None))
+    _compat.keep_name(model)  # `Trainer` shifts labels for a smoothed loss by the name
+    try:
+        return shard(*objects, **options)
+    finally:
+        for name in getters:
+            del vars(model)[name]
+
+
+def check(trainer: Any) -> None:
+    """Refuse arguments that do not work with the mix-in, when the trainer is made."""
+    args = trainer.args
+    if not (trainer.accelerator.is_fsdp2 or isinstance(trainer.model, FSDPModule)):
+        raise ValueError(
+            f"{type(trainer).__name__} trains a model that Accelerate shards with `fully_shard`. Write "
+            f"{type(args).__name__}(..., fsdp=True), and start it with torchrun."
+        )
+    if hasattr(args, "num_generations"):
+        raise ValueError(
+            f"{type(trainer).__name__} generates its samples inside of a training step, on all ranks together. Write "
+            "a loop of your own with `lightning_odc.rl`, as in docs/rl.md."
+        )
+    if args.torch_compile:
+        raise ValueError(
+            "torch_compile=True compiles what moves parameters, too. Compile the layers: "
+            "`for layer in model.model.layers: layer.compile()`."
+        )
+    if getattr(args, "sync_ref_model", False):
+        raise ValueError("sync_ref_model=True changes a model that other ranks read: leave it at False.")
+    if args.fp16:
+        raise ValueError("fp16=True has no room for sums of losses: write bf16=True.")
+    if args.include_num_input_tokens_seen not in (False, "no"):
+        raise ValueError(
+            "include_num_input_tokens_seen counts one batch per call of `training_step`, which has several here: "
+            'leave it at "no".'
+        )

@@ -1,0 +1,164 @@
+"""The engine that moves the shards and gradients of a model: which one it is, by where its ranks are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_odc.arguments import Like
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
+from lightning_odc.engine.gather_cache import CudaMemory, GatherCache, HostMemory, Memory
+from lightning_odc.engine.hybrid.copies import CopiesEngine
+from lightning_odc.engine.hybrid.link import ReplicaLink
+from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout, SpanningEngine
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.sample_group import SampleGroup
+from lightning_odc.engine.transports import make_transport
+from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.waiting import HangReport
+from lightning_odc.sharding.nodes import check_hosts, mesh_of
+
+Timeout = Annotated[timedelta, Like("datetime.timedelta(minutes=30)", lambda value: value > timedelta(0))]
+FloatDtype = Annotated[torch.dtype, Like("torch.float32", lambda dtype: dtype.is_floating_point)]
+_MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+MemorySize = Annotated[
+    int | str,
+    Like(
+        '"auto", 0 (to keep nothing) or "4GiB" (the most that a rank may keep)',
+        lambda value: value == "auto" or _MEMORY.fullmatch(str(value)) is not None,
+    ),
+]
+#: The longest wait for another rank, as in every strategy of Lightning.
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+#: How long ranks wait before they say where they are.
+HANG_REPORT_AFTER = timedelta(minutes=1)
+#: Seconds without any sign of another host, or without progress of a collective over nodes, before that is an error; at
+#: most a quarter and a half of ``timeout``. So the error is not that of a wait for a slow rank, and says who is gone.
+SILENCE = 30.0
+STALL = 60.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank is among all ranks."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    on_node: int  # ranks on this node
+    main_address: str
+    layout: Layout | None = None  # rows and columns of ranks, over several nodes
+    replicas: DeviceMesh | None = None  # of a model on every node: the mesh over which a node shards it
+    data_parallel: DeviceMesh | None = None  # of ranks that have the same part of a tensor-parallel model
+    sample_group: SampleGroup | None = None  # of this rank, if several compute one sample together
+
+    @property
+    def sharers(self) -> list[int]:
+        """The ranks that share one engine: all of them, or those with the same part of a tensor-parallel model."""
+        if self.data_parallel is None:
+            return list(range(self.world_size))
+        return self.data_parallel.mesh.flatten().tolist()
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of `sharers`."""
+        if self.data_parallel is None:
+            return dist.group.WORLD
+        return self.data_parallel.get_group()
+
+
+def make_engine(
+    place: Place,
+    *,
+    communication: str = "on_demand",
+    keep_gathered: int | str = "auto",
+    deterministic: bool = False,
+    accumulator_dtype: torch.dtype | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    hang_report: HangReport | None = None,
+) -> Engine:
+    """The engine that moves the shards and gradients of a model. All ranks together."""
+    ranks = place.sharers
+    if len(ranks) == 1:
+        return CollectiveEngine(1, single_process)
+    rendezvous = process_group_rendezvous(place.group)
+    if communication == "collective":
+        return CollectiveEngine(len(ranks), rendezvous)
+    cache = GatherCache(memory_size(keep_gathered), _memory(place, rendezvous))
+    options: dict[str, Any] = {
+        "gather_cache": cache,
+        "timeout": timeout.total_seconds(),
+        "deterministic": deterministic,
+        "lockstep": communication == "lockstep",
+        "accumulator_dtype": accumulator_dtype,
+        "hang_report": hang_report,
+    }
+    if place.layout is not None:
+        return _make_spanning_engine(place, place.layout, rendezvous, options)
+    transport = partial(
+        make_transport, place.device, ranks.index(place.rank), len(ranks), rendezvous, place.group, ranks
+    )
+    if place.data_parallel is not None:  # ranks with other parts of the layers must come to the same answer
+        options["agree"] = process_group_rendezvous(dist.group.WORLD)
+    return OnDemandEngine(transport, rendezvous, sample_group=place.sample_group, **options)
+
+
+def _memory(place: Place, rendezvous: Rendezvous) -> Memory:
+    """The memory of a rank's device, of which every rank may plan its part."""
+    if place.device.type != "cuda":
+        return HostMemory(place.on_node)
+    device = str(torch.cuda.get_device_properties(place.device).uuid)
+    return CudaMemory(place.device, rendezvous(device).count(device))
+
+
+def _make_spanning_engine(
+    place: Place, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]
+) -> SpanningEngine:
+    check_hosts(layout, rendezvous)
+    mesh = place.replicas or mesh_of(layout, place.device.type)["shard"]
+    group = mesh.get_group()
+    within = process_group_rendezvous(group)
+    row = layout.row
+    transport = partial(make_transport, place.device, row.index(place.rank), len(row), within, group, row)
+    timeout: float = options["timeout"]
+    silence = min(SILENCE, timeout / 4)
+    stall = min(STALL, timeout / 2)
+    make_link = partial(
+        ReplicaLink,
+        place.rank,
+        layout.column,
+        rendezvous,
+        main_address=place.main_address,
+        main_ranks=layout.main_row,
+        silence=silence,
+    )
+    column = ColumnGroup(layout, place.device, timedelta(seconds=stall))
+    options |= {"layout": layout, "make_link": make_link, "group": column}
+    options["agree"] = (
+        single_process  # nodes that wait for each other's connections come to no answer together
+    )
+    if place.replicas is None:
+        return CopiesEngine(transport, rendezvous, **options)
+    return HybridEngine(transport, rendezvous, **options)
+
+
+def memory_size(value: int | str) -> int | Literal["auto"]:
+    """Bytes, of a number or of text such as ``"4GiB"`` and ``"500 MB"``; ``"auto"`` stays what it is."""
+    if value == "auto":
+        return "auto"
+    found = _MEMORY.fullmatch(str(value))
+    assert found is not None, "`MemorySize` was checked"
+    number, prefix, is_binary = found.groups()
+    base = 1000
+    if is_binary:
+        base = 1024
+    power = " KMGT".index(prefix.upper() or " ")
+    return int(float(number) * base**power)

@@ -1,0 +1,102 @@
+"""Over which ranks a model is sharded that its user has sharded, and where this rank is among them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_odc.engine.sample_group import SampleGroup
+from lightning_odc.sharding.engines import Place
+from lightning_odc.sharding.nodes import check_rows, layout_of
+
+
+def meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The mesh over which a model is sharded, or an error that shows the line to write; and one with groups as rows."""
+    meshes: dict[DeviceMesh, str] = {}  # each with the name of a parameter
+    groups: set[DeviceMesh] = set()
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            # ``fully_shard`` shards first what tensor parallelism has divided: that is the last dimension.
+            if mesh.ndim == 2 and not parameter.placements[0].is_replicate():
+                groups.add(mesh)
+                dimensions = mesh.mesh_dim_names or ("",)
+                mesh = mesh[dimensions[0]]
+            meshes.setdefault(mesh, name)
+    if len(meshes) > 1:
+        first, second, *_ = meshes
+        raise ValueError(
+            f"{meshes[first]!r} is sharded over the mesh {first.mesh.tolist()}, {meshes[second]!r} over "
+            f"{second.mesh.tolist()}. Pass the same `mesh=` to every `fully_shard`."
+        )
+    mesh = next(iter(meshes))
+    ranks = mesh.mesh.tolist()
+    if mesh.ndim > 1:
+        raise ValueError(
+            f"The model is sharded with a mesh of {mesh.ndim} dimensions, {ranks}. For a model on every "
+            'node, pass the dimension of a node alone, `fully_shard(block, mesh=mesh["shard"])`: `attach` sums over '
+            'nodes. With tensor parallelism, pass `mesh["data_parallel"]` of ("data_parallel", "tensor_parallel").'
+        )
+    sizes = [group.size() for group in groups]
+    if groups and sizes != [dist.get_world_size()]:
+        divided = [group.mesh.tolist() for group in groups]
+        raise ValueError(
+            f"The model is sharded over the ranks {ranks}, and tensor-parallel over {divided}. `attach` "
+            "takes one mesh of two dimensions, over all ranks."
+        )
+    return mesh, next(iter(groups), None)
+
+
+def place_on(mesh: DeviceMesh, sample_group: SampleGroup | None) -> Place:
+    """Where this rank is, as ``torchrun`` and the mesh say it."""
+    world_size = dist.get_world_size()
+    on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    main_address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    device = torch.device("cpu")
+    if mesh.device_type != "cpu":
+        device = torch.device(mesh.device_type, torch.cuda.current_device())
+    place = Place(
+        device=device,
+        rank=dist.get_rank(),
+        world_size=world_size,
+        on_node=on_node,
+        main_address=main_address,
+    )
+    if sample_group is not None:
+        if on_node < world_size:
+            raise ValueError(
+                "`attach` takes tensor parallelism on one node only. Over several nodes, train with the collectives of "
+                "`fully_shard`, without `attach`."
+            )
+        return replace(place, data_parallel=mesh, sample_group=sample_group)
+    if mesh.size() < world_size:
+        return _place_of_replica(place, mesh)
+    if on_node == world_size:
+        return place
+    nodes = world_size // on_node
+    layout = layout_of((nodes, on_node), nodes, world_size, place.rank)
+    check_rows(layout, replicates=False)
+    return replace(place, layout=layout)
+
+
+def _place_of_replica(place: Place, mesh: DeviceMesh) -> Place:
+    """Where this rank is if every node holds the whole model, sharded over ``mesh``."""
+    size = mesh.size()
+    nodes = place.world_size // size
+    layout = layout_of((nodes, size), nodes, place.world_size, place.rank)
+    ranks = mesh.mesh.tolist()
+    row = list(layout.row)
+    if ranks != row:
+        raise ValueError(
+            f"Rank {place.rank} shards over the ranks {ranks}. For a model on every node, shard over "
+            f"{row}:\n    mesh = init_device_mesh({mesh.device_type!r}, ({nodes}, {size}), "
+            'mesh_dim_names=("replicate", "shard"))["shard"]\nand for one model over all ranks, without `mesh=`.'
+        )
+    check_rows(layout, replicates=True)
+    return replace(place, layout=layout, replicas=mesh)

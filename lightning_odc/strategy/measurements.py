@@ -1,0 +1,131 @@
+"""What a loader learns from: the times of microbatches, and which of them ran out of memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_odc.data.learning import DelayedCap, DelayedCost, Measurement
+from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch
+
+#: Of a rank, in one record: it has 64 KiB, and so many lengths tell a cost all that it can learn in one step.
+_MOST_LENGTHS = 2000
+
+
+@dataclass
+class _Timed:
+    """A microbatch that is measured."""
+
+    lengths: Sequence[Any]  # as `MicrobatchFacts` has them
+    seconds: float = 0.0
+
+
+class Measured(NamedTuple):
+    """What a rank tells the others about an optimizer step. It travels as JSON."""
+
+    times: tuple[list[Measurement], list[Any] | None]  # and what the cost posts
+    # The minibatch, and `size_of` its microbatches that did.
+    ran_out: tuple[int, list[tuple[int, int]]] | None
+    contradiction: str = ""  # what an audit has found, see Note [The proof goes on]
+
+
+class Measurements:
+    """Measures microbatches: seconds, less the engine's waits, and what ran out of memory."""
+
+    def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
+        self.ran_out: list[tuple[int, int]] = []  # `size_of` what did in this optimizer step
+        self.contradiction = ""  # found in this optimizer step
+        self._waits = waits  # returns the seconds that this rank has waited for others so far
+        self._device = device
+        self._cost: DelayedCost | None = None
+        self._cap: DelayedCap | None = None
+        self._number = 0  # of the minibatch
+        self._timed: list[_Timed] = []  # in this optimizer step
+        self._current: _Timed | None = None  # of them, the microbatch at hand
+
+    def open(self, minibatch: Minibatch) -> None:
+        """The microbatches of this minibatch come next."""
+        self._current = None
+        origin = minibatch.origin
+        if origin is not None:
+            self._cost = origin.cost
+            self._cap = origin.cap
+            self._number = origin.number
+
+    def begin(self, detail: MicrobatchFacts | None) -> None:
+        """What runs from now on works on this microbatch."""
+        self._current = None
+        if detail is not None and self._cost is not None and self._cost.measures(self._number):
+            self._current = _Timed(detail.lengths)
+            self._timed.append(self._current)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around what belongs to the current microbatch."""
+        current = self._current
+        if current is None:
+            yield
+            return
+        begin = self._now()
+        yield
+        current.seconds += self._now() - begin
+
+    def forget(self) -> None:
+        """The current microbatch broke off: its time says nothing about its lengths."""
+        if self._current is not None:
+            self._timed.pop()
+            self._current = None
+
+    def take(self) -> Measured:
+        """Times of an optimizer step and what the cost posts; and the minibatch that ran out of memory, if one did."""
+        count = sum(np.size(timed.lengths) for timed in self._timed)
+        every = max(-(-count // _MOST_LENGTHS), 1)
+        some = self._timed[::every]
+        times: list[Measurement] = [(timed.lengths, timed.seconds) for timed in some if timed.seconds > 0]
+        posted = None
+        if self._cost is not None:
+            posted = self._cost.post(self._number)
+        ran_out = None
+        if self.ran_out:
+            ran_out = (self._number, self.ran_out)
+        self._timed = []
+        self._current = None
+        self.ran_out = []
+        contradiction = self.contradiction
+        self.contradiction = ""
+        return Measured((times, posted), ran_out, contradiction)
+
+    def report(self, by_rank: Sequence[Measured]) -> None:
+        """Tell the loader what `take` returned on every rank, and the user if a cap fell."""
+        if self._cost is not None:
+            self._cost.observe([measured.times for measured in by_rank])
+        if self._cap is None:
+            return
+        before = self._cap.value
+        self._cap.observe([measured.ran_out for measured in by_rank])
+        after = self._cap.value
+        if after == before:
+            return
+        # The largest microbatch of a minibatch; of several ranks the last one.
+        largest = [
+            (max(measured.ran_out[1])[0], rank)
+            for rank, measured in enumerate(by_rank)
+            if measured.ran_out is not None
+        ]
+        tokens, rank = max(largest)
+        rank_zero_warn(
+            f"max_tokens falls from {before} to {after} for the plans that follow: a microbatch of {tokens or '?'} "
+            f"tokens ran out of memory on rank {rank}. To start with it, write max_tokens={after}."
+        )
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.monotonic() - self._waits()

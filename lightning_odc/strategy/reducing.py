@@ -1,0 +1,158 @@
+"""What ranks reduce or gather outside of the engine: logged values, decisions, ``self.all_gather``, checkpoints.
+
+Note [All have stepped, or none]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Every rank steps on its own shards. If one raises between the meeting of a step and its optimizer, for example in
+``on_before_optimizer_step``, the others have stepped before they hear of it, and a checkpoint would have shards of two
+steps. So where a callback saves when a rank has failed, ranks meet once more before the optimizer steps. What raises in
+the optimizer itself still leaves such a model, and that is not written.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_odc import _compat_lightning
+from lightning_odc.errors import DisagreementError, PeerFailedError
+from lightning_odc.strategy.evaluation import Evaluation
+from lightning_odc.strategy.sharded import ShardedStrategy
+from lightning_odc.strategy.step import Training
+
+_PAD = """Pad to the longest, and cut what was gathered:
+    sizes = self.all_gather(len(x))
+    padded = torch.nn.functional.pad(x, (0, 0) * (x.dim() - 1) + (0, int(sizes.max()) - len(x)))
+    parts = [part[:size] for part, size in zip(self.all_gather(padded, sync_grads=True), sizes)]"""
+
+
+class ReducingStrategy(ShardedStrategy):
+    """What `ODCStrategy` does with values of all ranks. Its engine finds out where a rank does not come."""
+
+    _evaluation: Evaluation | None = None
+    _training: Training | None = None
+    _failed = False
+
+    def reduce(
+        self,
+        tensor: Any,
+        group: dist.ProcessGroup | None = None,
+        reduce_op: dist.ReduceOp | str | None = "mean",
+    ) -> Any:
+        """Reduce over ranks as Lightning does, but the mean of integers is not rounded down.
+
+        Lightning divides a mean of values by a mean of counts; with integer counts 3 and 2 it divides by 2.
+        """
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if self._evaluation is not None and self._evaluation.logs_locally:
+            return tensor
+        is_mean = str(reduce_op).lower() in ("mean", "avg")
+        if is_mean and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())
+        if group is None and self._attached is not None:
+            self.engine.announce_collective("a reduction over ranks, such as self.log(..., sync_dist=True)")
+        return super().reduce(tensor, group or self._group_of_values, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002 - of Lightning
+        """Whether all ranks decide so, or any: all of them, also where `reduce` is over groups."""
+        if self._group_of_values is None:
+            return super().reduce_boolean_decision(decision, all)
+        count = torch.tensor(int(decision), device=self.root_device)
+        agreed = int(self.reduce(count, dist.group.WORLD, "sum"))
+        if all:
+            return agreed == self.world_size
+        return agreed > 0
+
+    @property
+    def _group_of_values(self) -> dist.ProcessGroup | None:
+        """The ranks over which values are reduced: one of every tensor-parallel group, since all have the same."""
+        mesh = self._groups.data_parallel
+        if mesh is None:
+            return None
+        return mesh.get_group()
+
+    def all_gather(
+        self, tensor: Tensor, group: dist.ProcessGroup | None = None, sync_grads: bool = False
+    ) -> Tensor:
+        """Gather as Lightning does, after a look at the shapes: gloo ends the process if they differ.
+
+        Outside of a step, as at the end of an epoch, ranks may have different numbers of rows, because balanced ranks
+        have different numbers of samples. Then the rows of all ranks, in their order, are divided equally:
+        ``[ranks, rows, ...]``. The first rows are repeated to fill it up, as a ``DistributedSampler`` repeats samples.
+
+        Raises:
+            DisagreementError: Shapes or dtypes differ between ranks, or not all ranks gather.
+        """
+        if self._attached is None or group not in (None, dist.group.WORLD):
+            return super().all_gather(tensor, group, sync_grads)
+        shape = list(tensor.shape)
+        kind = "self.all_gather (for it, give every rank equally many microbatches)"
+        by_rank = self.engine.exchange(kind, [shape, str(tensor.dtype).removeprefix("torch.")])
+        if all(other == by_rank[0] for other in by_rank):
+            return super().all_gather(tensor, group, sync_grads)
+        module = self.lightning_module
+        assert module is not None
+        in_step = sync_grads or _compat_lightning.hook_of(module).endswith("_step")
+        of_rows = [[sizes[1:], dtype] for sizes, dtype in by_rank]
+        if in_step or any(other != of_rows[0] for other in of_rows):
+            shapes = "; ".join(f"{sizes} of {dtype}" for sizes, dtype in by_rank)
+            raise DisagreementError(f"self.all_gather got, by rank: {shapes}. {_PAD}")
+        rows = torch.cat(gather_all_tensors(tensor))
+        each = -(-len(rows) // self.world_size)
+        places = torch.arange(self.world_size * each, device=rows.device) % len(rows)
+        rank_zero_warn(
+            "self.all_gather got other numbers of rows on other ranks, since balanced ranks have different numbers of "
+            "samples. It returns the rows of all ranks in order, divided equally, and repeats the first to fill it up."
+        )
+        return rows[places].unflatten(0, (self.world_size, each))
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        if self._attached is not None and not self._failed:
+            self.engine.announce_collective("trainer.save_checkpoint, which all ranks call together")
+        elif not self._failed:  # after training nothing else finds out who is missing
+            try:
+                self.barrier()
+            except RuntimeError as error:
+                raise PeerFailedError(
+                    f"Rank {self.global_rank} saves a checkpoint, but another rank has ended or does not come. Call "
+                    "`trainer.save_checkpoint(path)` on all ranks, without `if trainer.is_global_zero:`. Rank 0 writes "
+                    "the file."
+                ) from error
+        return super().lightning_module_state_dict()
+
+    def _step_together(self, asked: bool) -> None:
+        """See Note [All have stepped, or none]. All ranks together."""
+        training = self._training
+        assert training is not None
+        training.meets = any(self.engine.exchange("whether to save when a rank fails", asked))
+        if training.meets:
+            context = _compat_lightning.after_closures(self.precision_plugin, training.meet)
+            self._on_teardown.enter_context(context)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._failed:  # schedulers may have stepped on some ranks alone; those of rank 0 are saved
+            for group in optimizer.param_groups:
+                settings = {name: value for name, value in group.items() if name != "params"}
+                group.update(self.broadcast(settings))
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
+    ) -> None:
+        if self._failed and self._training is not None:
+            steps = [0] * self.world_size
+            dist.all_gather_object(steps, self._training.steps)
+            if len(set(steps)) > 1:
+                rank_zero_warn(
+                    f"{filepath} is not written: a rank has failed in its optimizer step, and the shards are of "
+                    f"different steps (by rank: {steps}). Resume from the checkpoint before."
+                )
+                return
+        super().save_checkpoint(checkpoint, filepath, storage_options)

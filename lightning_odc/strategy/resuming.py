@@ -1,0 +1,100 @@
+"""Where a fit goes on: what Lightning's loops must say to agree with the loader of the same checkpoint.
+
+The place of the loader is that of the weights: Note [Done with its step]. Lightning counts batches as they begin, run
+and end, so a checkpoint of any moment may differ from it. An example: two batches make a step, 0 to 3 have ended, and 4
+or 5 ::
+
+    is being fetched, or transferred            5 ready, 4 completed     place 4: the loops go back to 4
+    raises in the second forward pass           6 ready, 5 completed     place 4: the loops go back to 4
+    raises after the optimizer has stepped      6 ready, 5 completed     place 6: the loops go on to 6,
+                                                                         and schedulers make their step
+    saves in `on_train_batch_end`               6 processed              place 6: as it is
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lightning_odc.data.position import Position
+
+
+def agree_with_loader(checkpoint: Mapping[str, Any]) -> bool:
+    """Let the loops of a checkpoint be where its loader is; returns whether schedulers have a step to make up for."""
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    places = loops.get("state_dict", {}).get("combined_loader", [])
+    if len(places) != 1 or "minibatches" not in places[0]:
+        return False
+    (place,) = places
+    epochs = loops["epoch_progress"]
+    batches = loops["epoch_loop.batch_progress"]
+    processed = epochs["current"]["processed"]
+    if place["epoch"] == processed - 1 and not batches["is_last_batch"]:
+        # Lightning counts an epoch that was stopped as done: the other samples of the epoch would be lost.
+        for progress in (epochs["current"], epochs["total"]):
+            progress["processed"] -= 1
+            progress["completed"] = progress["processed"]
+    if place["epoch"] < processed or place.get("is_unrolled"):
+        return False
+    current = batches["current"]
+    done = place["minibatches"]
+    if place["epoch"] > processed:  # the last batch of this one is done
+        done = current["ready"]
+    has_ended = batches["is_last_batch"] and current["completed"] == current["ready"]
+    if epochs["current"]["started"] == processed or (has_ended and not done):
+        _set(batches["total"], batches["total"]["completed"])  # what it has is of the epoch before
+        _set(current, 0)
+        batches["is_last_batch"] = False
+        return False
+    if current["ready"] == current["processed"] == done:
+        return _raised_in_scheduler(loops, checkpoint)
+    if current["ready"] == done:
+        for progress in (current, batches["total"]):
+            progress["started"] = progress["processed"] = progress["ready"]
+        steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]
+        steps["completed"] = steps["ready"]
+        return True
+    _set(batches["total"], batches["total"]["completed"] - current["completed"] + done)
+    _set(current, done)
+    batches["is_last_batch"] = False
+    return False
+
+
+def follow_loader(trainer: Trainer, place: Position) -> None:
+    """Let the loops of a fit that goes on be where its loader is, after other minibatches or in the next epoch."""
+    loop: Any = trainer.fit_loop
+    batches = loop.epoch_loop.batch_progress
+    done = place.minibatches
+    if place.epoch != loop.epoch_progress.current.processed or batches.current.ready == done:
+        return
+    in_all = batches.total.ready
+    if not batches.is_last_batch:
+        in_all += done - batches.current.ready
+    _set(vars(batches.total), in_all)
+    _set(vars(batches.current), done)
+    batches.is_last_batch = False
+    if loop.epoch_loop.restarted_on_train_batch_end:  # Lightning will count the batch that had not ended
+        batches.total.completed -= 1
+        batches.current.completed -= 1
+
+
+def _set(progress: dict[str, int], count: int) -> None:
+    """So many batches have begun, were run and ended."""
+    for name in progress:
+        progress[name] = count
+
+
+def _raised_in_scheduler(loops: Mapping[str, Any], checkpoint: Mapping[str, Any]) -> bool:
+    """Whether `lr_scheduler_step` has raised before the scheduler stepped."""
+    steps = loops["epoch_loop.scheduler_progress"]["total"]
+    if steps["ready"] == steps["completed"]:
+        return False
+    epochs = [scheduler.get("last_epoch") for scheduler in checkpoint["lr_schedulers"]]
+    stepped = epochs != [steps["completed"]]
+    if stepped:
+        steps["completed"] = steps["ready"]
+    else:
+        steps["ready"] = steps["completed"]
+    return not stepped

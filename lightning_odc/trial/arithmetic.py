@@ -1,0 +1,126 @@
+"""Computes in float64, and without chance, so that losses differ by nothing but their samples.
+
+Note [A trial without chance]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Losses can be compared if they differ by nothing but the samples. So while a step is tried, a ``TorchFunctionMode`` is
+between its code and torch. It computes in float64: 16-bit rounding is ten times the difference between the losses of an
+untrained model. It leaves dropout out, in training mode, in which batch norm shows that it couples samples. Random
+numbers are constants: their mean, or a permutation that mixes up samples, so that mixup shows. Where float64 fails, say
+in a kernel of the user's, the step runs in its own arithmetic.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_odc import _compat
+from lightning_odc.trial.chance import CONSTANTS, DROPOUTS, calmed
+
+#: Code that moves bytes and must find them as they are, as registered operators do that it calls.
+_UNTOUCHED_CODE = ("torch.distributed.", "lightning_odc.engine.")
+_WIDENS = (Tensor.float, Tensor.half, Tensor.bfloat16)
+#: Code of torch that is between a caller and the function that it calls.
+_DISPATCHING = {"torch.overrides", "torch.functional", "torch.nn.functional", "torch._tensor"}
+_DISPATCHING |= {"torch.autograd.grad_mode"}
+_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+#: Functions that look at a tensor and compute nothing, for which a large parameter is not converted.
+_LOOKS = {"__get__", "__len__", "size", "dim", "numel", "stride", "data_ptr"}
+_LOOKS |= {"is_floating_point", "is_contiguous"}
+_WRITES = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand")}
+
+
+#: No step draws so often for a few samples, but one that draws until it likes the numbers does.
+_MOST_DRAWS = 10_000
+
+
+class WithoutChance(TorchFunctionMode):
+    """See Note [A trial without chance]."""
+
+    def __init__(self, wide: bool, shakes: bool = False) -> None:
+        super().__init__()
+        self._wide = wide  # compute in float64 what parameters and batches take part in
+        self._shakes = shakes  # change trained parameters a little
+        self._draws = 0  # since a batch was entered
+
+    def entered(self, batch: Any) -> Any:
+        """The batch that a step gets."""
+        self._draws = 0
+        if not self._wide:
+            return batch
+        return apply_to_collection(batch, Tensor, self._widened)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_globals.get("__name__") in _DISPATCHING:
+            frame = frame.f_back
+        caller = ""
+        if frame is not None:
+            caller = str(frame.f_globals.get("__name__", ""))
+        if func is Tensor.to and caller == _compat.CASTS_INPUTS and args[0].dtype is torch.float64:
+            return args[0]  # what a unit gets or returns, which mixed precision would narrow
+        if type(func).__module__ == "torch._ops" or caller.startswith(_UNTOUCHED_CODE):
+            return func(*args, **kwargs)
+        if func in DROPOUTS:
+            return self._widened(args[0] if args else kwargs["input"])
+        if func in CONSTANTS:
+            self._draws += 1
+            if self._draws > _MOST_DRAWS:
+                raise RuntimeError("it draws random numbers again and again, until they fit")
+            made = self._called(func, args, kwargs)
+            return CONSTANTS[func](made, *args, **kwargs)
+        args, kwargs = calmed(func, args, kwargs)
+        return self._called(func, args, kwargs)
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
+        name = getattr(func, "__name__", "")
+        if not self._wide or name in _LOOKS or not _is_wide((args, kwargs)):
+            return func(*args, **kwargs)
+        if func in _WIDENS:
+            return self._widened(args[0])
+        is_in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        if not is_in_place and "out" not in kwargs:
+            return func(*self._widened(args), **self._widened(kwargs))
+        # What is written to keeps its dtype, and the rest takes it.
+        written = args[:1]
+        others = args[1:]
+        if written and written[0].dtype in _NARROW:
+            dtype = written[0].dtype
+            others = apply_to_collection(
+                others, Tensor, lambda t: t.to(dtype) if t.dtype is torch.float64 else t
+            )
+        else:
+            others = self._widened(others)
+        return func(*written, *others, **kwargs)
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            is_plain = type(value) in (Tensor, nn.Parameter) and value.dtype in (*_NARROW, torch.float64)
+            if not self._wide or not is_plain:
+                return value
+            wide = value.double()
+            if self._shakes and isinstance(value, nn.Parameter) and value.requires_grad:
+                wide = wide + torch.linspace(-0.1, 0.1, wide.numel()).to(wide).view_as(wide)
+            return wide
+        if isinstance(value, torch.dtype):
+            return torch.float64 if value in _NARROW else value
+        if isinstance(value, dict):
+            return {key: self._widened(inner) for key, inner in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)([self._widened(inner) for inner in value])
+        return value
+
+
+def _is_wide(value: Any) -> bool:
+    """Whether a parameter is in it, or what was computed in float64."""
+    if isinstance(value, Tensor):
+        return isinstance(value, nn.Parameter) or value.dtype is torch.float64
+    if isinstance(value, dict):
+        return any(map(_is_wide, value.values()))
+    return type(value) in (list, tuple) and any(map(_is_wide, value))

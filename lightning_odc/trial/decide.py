@@ -1,0 +1,244 @@
+"""Which count of a microbatch explains the losses of a few samples.
+
+Note [The loss is tried]
+~~~~~~~~~~~~~~~~~~~~~~~~
+A loss that is a weighted mean over samples has ``L(ab) = (w_a L(a) + w_b L(b)) / (w_a + w_b)``. So the losses of two
+samples, alone and together, tell ``w_a : w_b``. What training needs is a number that can be counted in any microbatch
+and has this ratio. Candidates are samples, tokens, and the entries of every tensor of the batch that are not ignored.
+A candidate must add up, ``w(ab) = w(a) + w(b)``, and explain the loss of every group that was tried. ::
+
+    a has 2 labels, b has 8                         L(a) = 3, L(b) = 2, and together
+    mean over labels                                (2 * 3 + 8 * 2) / 10 = 2.2
+    mean over samples                               (3 + 2) / 2 = 2.5
+    sum                                             3 + 2 = 5
+    neither: in-batch negatives, batch norm, ...    anything else, and batches must not be cut
+
+How far off a candidate is, as a part of the difference between the losses, is its misfit. Losses of an untrained model
+differ by 0.3 %, so the trial computes in float64. There, right candidates have misfits of 1e-12, wrong ones of 1e-2.
+
+There are six samples and dozens of candidates: a wrong one may fit by chance, or because no sample is so long that the
+step cuts it. So a rule is chosen on some samples and confirmed on others, among them the longest. Unusual rules need
+more of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_odc.data.content import tensors_of
+from lightning_odc.data.packing import IGNORE_INDEX
+from lightning_odc.data.weighting import LabelCounter, Rule, planned_count
+
+_MISFIT = 1e-6
+#: So many of the most common values of a row of classes may be ignored ones.
+_CLASSES = 16
+#: The same for the ends of a padded table.
+_PADS = 3
+
+UNEXPLAINED = "the loss of samples together is not a weighted mean of their losses"
+
+Counts = Mapping[Rule, float]
+"""What samples count, by rule."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The loss of some samples in one batch."""
+
+    samples: tuple[int, ...]  # their positions
+    loss: float  # their loss
+    counts: Counts  # what they count
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial has found."""
+
+    rule: Rule | None  # what a microbatch counts; `None` if nothing explains the losses
+    reason: str = ""  # why there is none
+    has_failed: bool = False  # an exception has ended it
+    # what may help where there is none: a weighting, or `"num_items"`, which the step would have to return
+    remedy: str = "sample"
+
+
+def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> Verdict:
+    """Which rule explains all losses; see Note [The loss is tried]. A group that was tried twice must have one loss.
+
+    Args:
+        tried: The losses.
+        noise: How far off they are, as a part of them.
+        chosen: The rule that explained some of them, before others were added.
+    """
+    alone = {single.samples[0]: single for single in tried if len(single.samples) == 1}
+    together = [group for group in tried if len(group.samples) > 1]
+    groups = {group.samples: group for group in together}
+    if not all(math.isfinite(group.loss) for group in groups.values()):
+        return Verdict(None, "a loss is not finite")
+    bound = noise * max(abs(group.loss) for group in groups.values())
+    for group in together:
+        again = groups[group.samples]
+        if abs(group.loss - again.loss) > bound:
+            return Verdict(None, "the loss of the same samples changes from call to call")
+    fitting = [rule for rule in tried[0].counts if _explains(rule, alone, list(groups.values()), bound)]
+    if not fitting:
+        if chosen is None:
+            return Verdict(None, UNEXPLAINED)
+        reason = (
+            f"what explains some samples does not explain others ({chosen}; training_step may cut or leave out "
+            "long ones)"
+        )
+        return Verdict(None, reason, remedy="num_items")
+    rule = min(fitting, key=_preference)
+    others = [other for other in fitting if not _agree(other, rule, tried)]
+    if others:
+        reason = f"the losses of all samples are too equal to tell whether it is a {rule}, or a {others[0]}"
+        remedy: str = rule.weighting
+        if rule.counter is not None:
+            remedy = "label" if rule.counter == LabelCounter() else "num_items"
+        return Verdict(None, reason, remedy=remedy)
+    return Verdict(rule)
+
+
+def with_unknown_counts(tried: Sequence[Tried]) -> list[Tried]:
+    """The same losses, with the counts that samples must have if it is a mean: as pairs with the first one tell."""
+    first = tried[0]
+    alone = {single.samples: single.loss for single in tried if len(single.samples) == 1}
+    counts = dict.fromkeys(first.samples, 1.0)
+    for pair in tried:
+        if len(pair.samples) == 2 and pair.samples[:1] == first.samples:
+            # L(ab) = (w_a L(a) + w_b L(b)) / (w_a + w_b)
+            of_first = first.loss - pair.loss
+            of_second = pair.loss - alone[pair.samples[1:]]
+            counts[pair.samples[1]] = of_first / of_second if of_second else math.nan
+    unknown = Rule("num_items")
+    return [
+        Tried(group.samples, group.loss, {unknown: sum(counts[sample] for sample in group.samples)})
+        for group in tried
+    ]
+
+
+def _explains(rule: Rule, alone: Mapping[int, Tried], groups: Sequence[Tried], bound: float) -> bool:
+    """Whether a rule's counts add up, and its predictions are right, but for rounding."""
+    for group in groups:
+        predicted = _predicted(rule, alone, group)
+        losses = [alone[sample].loss for sample in group.samples if math.isfinite(alone[sample].loss)]
+        spread = max(losses, default=0.0) - min(losses, default=0.0)
+        error = max(abs(predicted - group.loss) - bound, 0.0)
+        if not math.isfinite(error) or error > _MISFIT * max(spread, bound):
+            return False
+    return True
+
+
+def _predicted(rule: Rule, alone: Mapping[int, Tried], group: Tried) -> float:
+    """The loss of samples together by a rule; not finite where its counts do not add up, or there are none."""
+    total = 0.0
+    predicted = 0.0
+    for sample in group.samples:
+        part = alone[sample]
+        weight = part.counts.get(rule, math.nan)
+        total += weight
+        if weight:  # a mean over nothing is NaN, and counts nothing
+            predicted += weight * part.loss
+    adds_up = math.isclose(total, group.counts.get(rule, math.nan))
+    if not (total > 0 and adds_up):
+        return math.nan
+    if rule.weighting != "sum":
+        predicted /= total
+    return predicted
+
+
+def contradiction(tried: Sequence[Tried], noise: float, rule: Rule) -> str:
+    """How samples, tried alone and then together, contradict a rule; empty if they do not. See `decide`."""
+    *singles, together = tried
+    alone = {single.samples[0]: single for single in singles}
+    predicted = _predicted(rule, alone, together)
+    if not together.counts.get(rule) or not math.isfinite(together.loss):
+        return ""
+    if _explains(rule, alone, [together], noise * abs(together.loss)):
+        return ""
+    off = abs(predicted - together.loss) / (abs(together.loss) or 1.0)
+    return (
+        f"the loss of {len(singles)} samples together is {together.loss:.6g}, and would be {predicted:.6g} as a {rule} "
+        f"({off:.2g} of it off)"
+    )
+
+
+def _agree(one: Rule, other: Rule, tried: Sequence[Tried]) -> bool:
+    """Whether two rules weigh all samples alike."""
+    if "sum" in (one.weighting, other.weighting):
+        return one == other
+    first = [group.counts.get(one, math.nan) for group in tried]
+    second = [group.counts.get(other, math.nan) for group in tried]
+    of_first = sum(first)
+    of_second = sum(second)
+    return all(math.isclose(a * of_second, b * of_first) for a, b in zip(first, second, strict=True))
+
+
+def _preference(rule: Rule) -> tuple[bool, ...]:
+    """Where several rules explain everything: labels, masks, samples, then any other; the plainest of each."""
+    counter = rule.counter or LabelCounter(path=())
+    has_path = bool(counter.path)
+    ignores_usual = counter.ignored == IGNORE_INDEX
+    is_labels = counter.path[-1:] == ("labels",) and ignores_usual
+    is_mask = any("mask" in str(key) for key in counter.path)
+    is_samples = rule.weighting == "sample" and not has_path
+    is_tokens = rule.weighting == "token"
+    is_sum = counter.ignored is None
+    return (
+        not is_labels,
+        not is_mask,
+        not is_samples,
+        has_path,
+        not is_tokens,
+        not ignores_usual,
+        counter.skips_first,
+        is_sum,
+    )
+
+
+def rules_of(batch: Any) -> list[Rule]:
+    """Everything that may count in microbatches like this one, of samples of unlike length, so that padding shows."""
+    rules = [Rule("sample"), Rule("token"), Rule("next_token"), Rule("sum")]
+    for path, tensor in tensors_of(batch):
+        if tensor.is_complex() or not tensor.dim() or not tensor.numel():
+            continue
+        candidates = _ignored_in(tensor)
+        rules += [Rule("token", LabelCounter(path, ignored)) for ignored in candidates]
+        if tensor.dim() > 1:
+            rules += [Rule("token", LabelCounter(path, ignored, skips_first=True)) for ignored in candidates]
+    return rules
+
+
+def _ignored_in(tensor: Tensor) -> list[float | None]:
+    """The entries of a tensor that may be ignored ones; ``None``: it may be summed."""
+    if tensor.is_floating_point():
+        return [0, None]
+    if tensor.dim() == 1:
+        return list(dict.fromkeys([IGNORE_INDEX, -1, 0, *_common(tensor, _CLASSES), None]))
+    ends = tensor[..., [0, -1]]
+    return list(dict.fromkeys([IGNORE_INDEX, -1, 0, *_common(ends, _PADS)]))
+
+
+def _common(tensor: Tensor, most: int) -> list[float]:
+    """The most common values."""
+    values, numbers = tensor.flatten().unique(return_counts=True)
+    order = numbers.argsort(descending=True)
+    return [float(value) for value in values[order[:most]].tolist()]
+
+
+def counts_of(rules: Sequence[Rule], batch: Any, tokens: Sequence[int]) -> dict[Rule, float]:
+    """What the samples of a batch, of so many tokens, count by each rule that fits it."""
+    counts: dict[Rule, float] = {}
+    for rule in rules:
+        if rule.counter is None:
+            counts[rule] = planned_count(rule, tokens)
+            continue
+        count = rule.counter.of(batch)
+        if count is not None:
+            counts[rule] = float(count)
+    return counts

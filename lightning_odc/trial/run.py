@@ -1,0 +1,202 @@
+"""Runs a step on a few samples, alone and together, so that nothing of it stays; any loop may use it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightning_odc.data.weighting import Rule
+from lightning_odc.trial.arithmetic import WithoutChance
+from lightning_odc.trial.collectives import CollectiveListener
+from lightning_odc.trial.decide import (
+    UNEXPLAINED,
+    Tried,
+    Verdict,
+    contradiction,
+    counts_of,
+    decide,
+    rules_of,
+    with_unknown_counts,
+)
+from lightning_odc.trial.samples import Group, distinguishing, groups_to_confirm, groups_to_try
+from lightning_odc.trial.untouched import Restore, untouched
+
+Step = Callable[[Any], Any]
+"""Runs a batch; returns its loss, or a mapping with its ``"loss"``, and ``"num_items"`` if that is a sum over them."""
+BatchOf = Callable[[Sequence[int]], Any]
+"""Makes a batch of the samples at some positions."""
+
+_NOISE = {torch.float64: 1e-11, torch.float32: 4e-6}
+_NOISE_OF_16_BITS = 2e-2
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came out of running a step."""
+
+    verdict: Verdict
+    communicates: bool  # whether the step talks to other ranks
+
+
+def try_loss(
+    step: Step,
+    batch_of: BatchOf,
+    tokens: Sequence[int],
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    restores: Iterable[Restore] = (),
+    rule: Rule | None = None,
+) -> Trial:
+    """Which rule explains the loss of a step, and whether the step talks to other ranks; Note [The loss is tried].
+
+    Args:
+        step: Runs a batch.
+        batch_of: Makes a batch of the samples at some positions, and the same batch of the same samples.
+        tokens: The tokens of every sample.
+        modules: What the step may change: all modules whose attributes and buffers are put back.
+        device: The device whose random numbers are put back.
+        restores: What puts back what else the step may change; see `restorer`.
+        rule: The only rule to try, with all samples; see Note [The proof goes on].
+    """
+    listener = CollectiveListener()
+    with untouched(modules, device, restores) as restore_random_numbers:
+        losses = Losses(step, batch_of, tokens, restore_random_numbers, listener, WithoutChance(wide=True))
+        try:
+            verdict = losses.verdict() if rule is None else losses.verdict_on(rule)
+        except Exception as error:  # whatever it is, training will meet it, too
+            text = next(iter(str(error).splitlines()), "")
+            reason = f"a trial of training_step failed ({type(error).__name__}: {text})"
+            return Trial(Verdict(None, reason, has_failed=True), listener.heard)
+    if verdict.rule is None and losses.draw_elsewhere:
+        reason = (
+            f"{verdict.reason}, and training_step draws random numbers with numpy or random: the trial holds "
+            "torch's constant, so draw with torch"
+        )
+        verdict = replace(verdict, reason=reason)
+    return Trial(verdict, listener.heard)
+
+
+@dataclass
+class Losses:
+    """Runs a step on groups of samples; most arguments are those of `try_loss`."""
+
+    step: Step
+    batch_of: BatchOf
+    tokens: Sequence[int]
+    restore_random_numbers: Restore
+    listener: CollectiveListener
+    arithmetic: WithoutChance
+    rules: Sequence[Rule] = ()
+    noise = 0.0  # of the latest losses, as a part of them
+    draw_elsewhere = False  # random numbers of numpy's or Python's global generator
+
+    def verdict(self) -> Verdict:
+        """The rule that was chosen on some samples, and explains others, too; see Note [The loss is tried]."""
+        tried = self.of_telling_groups()
+        verdict = decide(tried, self.noise)
+        chosen: Rule | None = None
+        while verdict.rule is not None and verdict.rule != chosen:
+            chosen = verdict.rule
+            tried += self.of_confirming_groups(tried, chosen)
+            verdict = decide(tried, self.noise, chosen)
+        if verdict.reason == UNEXPLAINED and self.is_some_mean(tried):
+            return Verdict(
+                None, "it is a mean over something that no tensor of the batch counts", remedy="num_items"
+            )
+        return verdict
+
+    def is_some_mean(self, tried: list[Tried]) -> bool:
+        """Whether a loss that no rule explains is a mean all the same: over frames that the step chooses, say."""
+        first, *others = [single.samples[0] for single in tried if len(single.samples) == 1]
+        tried += self.of([(first, other) for other in others])
+        return decide(with_unknown_counts(tried), self.noise).rule is not None
+
+    def of_telling_groups(self) -> list[Tried]:
+        """The losses of samples in which rules differ, alone and together."""
+        everything = range(len(self.tokens))
+        self.rules = rules_of(self._batch(everything))
+        chosen = distinguishing([self._counts([sample], self._batch([sample])) for sample in everything])
+        groups = groups_to_try(chosen)
+        tried = self._of_either(groups)
+        # As with a last layer of zeros: once more, with trained weights a little off.
+        if all(abs(group.loss - tried[0].loss) <= 1e-9 * abs(group.loss) for group in tried):
+            self.arithmetic = WithoutChance(wide=True, shakes=True)
+            tried = self.of(groups)
+        return tried
+
+    def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule) -> list[Tried]:
+        """The losses of further samples, alone and with one that counts much; none if all samples were tried."""
+        counts = {single.samples[0]: single.counts[rule] for single in tried if len(single.samples) == 1}
+        partner = max(counts, key=counts.__getitem__)
+        others = sorted({*range(len(self.tokens))} - counts.keys(), key=self.tokens.__getitem__)
+        while others:
+            try:
+                return self.of(groups_to_confirm(others, partner, rule.is_usual))
+            except torch.OutOfMemoryError:  # float64 may need more memory than training
+                others = others[: len(others) // 2]
+        return []
+
+    def verdict_on(self, rule: Rule) -> Verdict:
+        """The rule, if it explains the loss of all samples together."""
+        self.rules = [rule]
+        everything = tuple(range(len(self.tokens)))
+        tried = self._of_either([*((sample,) for sample in everything), everything])
+        reason = contradiction(tried, self.noise, rule)
+        return Verdict(None if reason else rule, reason)
+
+    def _of_either(self, groups: Sequence[Group]) -> list[Tried]:
+        """As `of`; in the step's own arithmetic where float64 fails."""
+        try:
+            return self.of(groups)
+        except Exception:
+            self.arithmetic = WithoutChance(wide=False)
+        return self.of(groups)
+
+    def of(self, groups: Sequence[Group]) -> list[Tried]:
+        """The loss of every group, and what it counts."""
+        tried: list[Tried] = []
+        for group in groups:
+            batch = self._batch(group)
+            # Counted before the step, which may take entries out of the batch.
+            counts = self._counts(group, batch)
+            self.restore_random_numbers()
+            before = _chance_elsewhere()
+            with ExitStack() as contexts:
+                contexts.enter_context(self.arithmetic)
+                if not tried:  # one sample tells whether a step communicates
+                    contexts.enter_context(self.listener)
+                output = self.step(self.arithmetic.entered(batch))
+            self.draw_elsewhere |= _chance_elsewhere() != before
+            named: Mapping[str, Any] = {"loss": output}
+            if isinstance(output, Mapping):
+                named = output
+            loss = named["loss"]
+            if not isinstance(loss, Tensor):
+                raise TypeError(f"it returned {type(output).__name__}, not a loss")
+            self.noise = _NOISE.get(loss.dtype, _NOISE_OF_16_BITS)
+            value = float(loss)
+            if named.get("num_items") is not None:
+                items = float(named["num_items"])
+                counts = {Rule("num_items"): items}
+                value /= items or 1.0
+            tried.append(Tried(group, value, counts))
+        return tried
+
+    def _batch(self, group: Sequence[int]) -> Any:
+        self.restore_random_numbers()  # so that the same samples make the same batch, and have the same loss
+        return self.batch_of(group)
+
+    def _counts(self, group: Sequence[int], batch: Any) -> dict[Rule, float]:
+        return counts_of(self.rules, batch, [self.tokens[sample] for sample in group])
+
+
+def _chance_elsewhere() -> object:
+    """The states of the global generators of Python and numpy."""
+    return random.getstate(), repr(np.random.get_state())  # repr: how far it came, and some words

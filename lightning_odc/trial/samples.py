@@ -1,0 +1,146 @@
+"""The samples that a loss is tried with, the batches that they make, and which of them go together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_odc.balance.arrays import first_number
+from lightning_odc.data.content import some_rows, tensors_of
+from lightning_odc.data.lengths import LengthArray
+from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.trial.decide import Counts
+
+Group = tuple[int, ...]
+"""Positions of samples that are tried together."""
+
+_MOST_READ = 64  # samples
+_TRIED = 6  # of them
+#: So many others confirm a rule.
+_CONFIRM_USUAL = 2
+_CONFIRM_UNUSUAL = 6
+
+
+def samples_of(loader: BalancedDataLoader) -> TrialSamples:
+    """Samples of a loader, whose data set stays as it is; ``ValueError`` for a stream that can be read only once."""
+    samples, lengths = loader.peek(spread_out)
+    return TrialSamples(samples, lengths, loader.collate)
+
+
+def spread_out(lengths: LengthArray) -> list[int]:
+    """Positions of 64 samples, the shortest first and the longest last: enough to show a class that is not common."""
+    order = first_number(lengths).argsort(kind="stable")
+    count = min(len(order), _MOST_READ)
+    return order[np.linspace(0, len(order) - 1, count).astype(int)].tolist()
+
+
+class TrialSamples:
+    """Makes batches of samples. Equal samples make equal batches, whatever is random in the ``collate_fn``."""
+
+    def __init__(self, samples: Sequence[Any], lengths: LengthArray, collate_fn: Callable[..., Any]) -> None:
+        self._samples = samples
+        self._collate_fn = collate_fn
+        # Those that the `collate_fn` leaves out have no loss. If it leaves out all, training will meet its error, too.
+        ran = [position for position in range(len(samples)) if self._runs(position)] or range(len(samples))
+        self._samples = [samples[position] for position in ran]
+        self.tokens: list[int] = first_number(lengths)[list(ran)].tolist()
+        everything = range(len(ran))
+        whole = self._collated(everything, seed=0)
+        again = self._collated(everything, seed=1)
+        # A random `collate_fn` (it masks some tokens, say) would show a sample alone in one way and among
+        # others in another. So where it is, all batches are rows of a single one.
+        self._whole = whole
+        if _are_equal(whole, again):
+            self._whole = None
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def batch_of(self, group: Sequence[int]) -> Any:
+        """A batch of the samples at these positions."""
+        if self._whole is None:
+            return self._collated(group, seed=0)
+        return copy.deepcopy(some_rows(self._whole, len(self), list(group)))
+
+    def _runs(self, position: int) -> bool:
+        """Whether anything is left of a sample that is collated alone."""
+        try:
+            batch = self._collated([position], seed=0)
+        except Exception:
+            return False
+        tensors = [tensor for _, tensor in tensors_of(batch)]
+        return batch is not None and (not tensors or any(tensor.numel() for tensor in tensors))
+
+    def _collated(self, group: Sequence[int], seed: int) -> Any:
+        with isolated_rng():
+            seed_rng(seed)
+            return self._collate_fn([copy.deepcopy(self._samples[position]) for position in group])
+
+
+def _are_equal(batch: Any, other: Any) -> bool:
+    """Whether two batches hold equal tensors."""
+    pairs = list(zip(tensors_of(batch), tensors_of(other), strict=True))
+    known = [(mine.nan_to_num(), theirs.nan_to_num()) for (_, mine), (_, theirs) in pairs]
+    return all(mine.shape == theirs.shape and torch.equal(mine, theirs) for mine, theirs in known)
+
+
+def distinguishing(counts: Sequence[Counts]) -> list[int]:
+    """Samples that distinguish rules: the first one, then always the shortest of those in which most rules differ."""
+    chosen = [0]
+    rules = [rule for rule in counts[0] if all(rule in others for others in counts)]
+
+    def how_many_differ(sample: int) -> tuple[int, int, int]:
+        """The usual rules that differ in the chosen samples and this one, then all rules."""
+        every = set()
+        usual = set()
+        for rule in rules:
+            first = counts[0][rule] or 1.0
+            multiples = tuple(counts[other][rule] / first for other in [*chosen[1:], sample])
+            every.add(multiples)
+            if rule.is_usual:
+                usual.add(multiples)
+        return len(usual), len(every), -sample
+
+    while len(chosen) < min(_TRIED, len(counts)):
+        others = [sample for sample in range(len(counts)) if sample not in chosen]
+        chosen.append(max(others, key=how_many_differ))
+    return chosen
+
+
+def groups_to_try(chosen: Sequence[int]) -> list[Group]:
+    """Each sample alone, two pairs, all of them, and the first pair again: ten groups of six samples."""
+    groups: list[Group] = [(sample,) for sample in chosen]
+    pair = (chosen[0], chosen[-1])
+    groups.append(pair)
+    if len(chosen) > 3:
+        groups.append((chosen[1], chosen[2]))
+    if len(chosen) > 2:
+        groups.append(tuple(chosen))
+    groups.append(pair)
+    return groups
+
+
+def groups_to_confirm(others: Sequence[int], partner: int, is_usual: bool) -> list[Group]:
+    """Further samples alone, and together with one that was tried.
+
+    Args:
+        others: Samples that were not tried, the longest last. That one is taken, and some of all lengths.
+        partner: The sample that was tried.
+        is_usual: Whether many projects mean the rule. If not, it needs more samples.
+    """
+    most = _CONFIRM_UNUSUAL
+    if is_usual:
+        most = _CONFIRM_USUAL
+    count = min(most, len(others))
+    further = [others[-1 - index * len(others) // count] for index in range(count)]
+    groups: list[Group] = [(sample,) for sample in further]
+    # The longest by itself: padding makes all samples of a batch as large as it.
+    groups.append((partner, further[0]))
+    if count > 1:
+        groups.append((partner, *further[1:]))
+    return groups

@@ -1,0 +1,104 @@
+"""``self.all_gather`` of what balanced ranks have: different numbers of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.support import losses
+from tests.support.fits import fit, largest_difference
+from tests.support.losses import Losses, collate, samples
+from tests.support.models import full_parameters
+from tests.support.modules import warned
+from tests.support.ranks import of_all_ranks, on_ranks
+
+SIZES = (300, 3, 5, 11, 6, 12, 5, 10, 6, 12, 7, 25, 5, 12, 4, 30)
+
+
+class Keeps(Losses):
+    """Gathers what its steps have seen when an epoch ends, as for a metric of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__("classes")
+        self.seen: list[dict[str, Tensor]] = []
+        self.gathered: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens = (batch["input_ids"] != 0).sum(1)
+        self.seen.append({"tokens": tokens, "scores": torch.stack([tokens, -tokens], 1).double()})
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        rows = {name: torch.cat([step[name] for step in self.seen]) for name in ("tokens", "scores")}
+        self.gathered.append(self.all_gather(rows))
+        self.seen.clear()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("count", [16, 15])
+def test_rows_of_an_epoch_are_gathered_as_under_ddp(rank, count):
+    """Every sample is there, those of one row under both names at one place; an odd number is filled up by one."""
+    module = Keeps()
+    data = samples(SIZES[:count])
+    with warned() as caught:
+        fit(
+            module,
+            DataLoader(data, 8, collate_fn=collate),
+            balance="lb_mini",
+            weighting="sample",
+            max_epochs=2,
+        )
+    for gathered in module.gathered:
+        tokens = gathered["tokens"]
+        assert tokens.shape == (2, 8)
+        assert gathered["scores"].shape == (2, 8, 2)
+        assert torch.equal(gathered["scores"].flatten(0, 1)[:, 0], tokens.flatten().double())
+        found = sorted(tokens.flatten().tolist())
+        assert sorted([*SIZES[:count], *tokens.flatten()[: 16 - count].tolist()]) == found
+    assert of_all_ranks(module.gathered[0]["tokens"].tolist()) == [module.gathered[0]["tokens"].tolist()] * 2
+    assert any("divided equally" in text for text in caught) == (rank == 0), caught
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("count", [16, 15, 13, 9])
+def test_a_step_that_gathers_runs_with_any_number_of_samples(rank, accumulated, count):
+    """Ranks have equal batches, also the last ones: as a distributed sampler does, a sample is repeated."""
+    data = samples(SIZES[:count])
+    module = Losses("all_gather").double()
+    shapes: list[tuple[int, ...]] = []
+    step = module.training_step
+
+    def gathers(batch: Any, batch_idx: int) -> Any:
+        if torch.is_grad_enabled():
+            shapes.append(tuple(module.all_gather(batch["label"]).shape))
+        return step(batch, batch_idx)
+
+    module.training_step = gathers  # type: ignore[method-assign]
+    t = fit(
+        module,
+        DataLoader(data, 4, collate_fn=collate),
+        accumulate_grad_batches=accumulated,
+        balance="auto",
+        max_steps=1 if count > 8 and accumulated == 1 else -1,
+        max_epochs=1,
+    )
+    assert t.train_dataloader.recipe.whole == "fixed"
+    assert all(shape[0] == 2 for shape in shapes)
+    if accumulated == 2:
+        padded = [*data, *data[: count % 2]]
+        assert sum(shape[1] for shape in shapes) * 2 == len(padded)
+        expected = losses.meant("all_gather", losses.dealt(padded, 2, 4), 2)
+        assert largest_difference(full_parameters(module), expected) < 1e-9
+
+
+@on_ranks(2)
+def test_what_differs_in_more_than_rows_is_still_refused(rank):
+    module = Keeps()
+    module.on_train_epoch_end = lambda: module.all_gather(torch.ones(2, 3 + rank))  # type: ignore[method-assign]
+    with pytest.raises(Exception, match=r"by rank: \[2, 3\] of float32; \[2, 4\] of float32"):
+        fit(module, DataLoader(samples(SIZES), 4, collate_fn=collate), balance="lb_mini", weighting="sample")

@@ -1,0 +1,111 @@
+"""A rank that fails where no engine watches is named, and the job fails with it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_odc import Minibatch
+from tests.strategy.test_failures import SilentError
+from tests.strategy.test_launcher import run
+from tests.support.fits import fit
+from tests.support.modules import TokenModule, token_batches
+from tests.support.ranks import try_ranks
+
+
+def end(how: str) -> None:
+    """The end of the rank that calls it."""
+    if how == "raises":
+        raise ValueError("no such file")
+    if how == "raises without a text":
+        raise SilentError
+    os._exit(3)
+
+
+#: How rank 1 ends, and what the others are told of it.
+ENDS = {
+    "raises": "ValueError: no such file",
+    "raises without a text": "SilentError",
+    "dies": "ended without a word. How it ended: ",
+}
+
+
+def _ends(rank: int, how: str, where: str) -> None:
+    module = TokenModule("items")
+    if where == "between two fits":
+        fit(module, [Minibatch(token_batches([5]))], 3)
+        if rank == 1:
+            end(how)
+        fit(TokenModule("items"), [Minibatch(token_batches([5]))], 3)
+        return
+    setattr(module, where, lambda **_: end(how) if rank == 1 else None)
+    fit(module, [Minibatch([])], 3)
+
+
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [("setup", how) for how in ENDS] + [("configure_model", "raises"), ("between two fits", "dies")],
+)
+def test_a_rank_that_ends_where_no_engine_is_is_named_with_its_error(where, how):
+    outcomes = try_ranks(_ends, how, where, world_size=3, timeout=60)
+    for survivor in (outcomes[0], outcomes[2]):
+        assert "This followed from something else. Rank 1 " in survivor.error, survivor.error
+        assert ENDS[how] in survivor.error
+        assert survivor.exitcode == 1
+
+
+DIES = """
+import os
+from lightning_odc import Minibatch
+from tests.support.modules import TokenModule, loader, token_batches, trainer
+
+def die(*_, **__):
+    if module.trainer.global_rank == 1:
+        os._exit(3)
+
+module = TokenModule("items")
+setattr(module, {where!r}, die)
+trainer(2).fit(module, loader([Minibatch(token_batches([5, 3]))]))
+if {where!r} == "afterwards":
+    die()
+"""
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "where", ["on_fit_end", pytest.param("teardown", marks=SLOW), pytest.param("afterwards", marks=SLOW)]
+)
+def test_a_rank_that_dies_when_all_is_done_fails_the_job(where, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(DIES.format(where=where))
+    done = run(script, check=False)
+    assert done.returncode != 0
+    assert "The job has failed: rank 1 of this node ended with exit code 3" in done.stderr
+
+
+LATE = """
+import os, sys, time
+from datetime import timedelta
+from lightning_odc.strategy import launcher
+from tests.support.modules import TokenModule, loader, token_batches, trainer
+
+launcher.GRACE = (0.5, 0.5)
+if os.environ.get("LOCAL_RANK") == "1":
+    print(f"late: {{os.getpid()}}", flush=True)
+    time.sleep(600)
+trainer(2, timeout=timedelta(seconds=15)).fit(TokenModule(), loader(token_batches([5])))
+"""
+
+
+def test_ranks_that_do_not_find_each_other_in_time_end_together(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(LATE.format())
+    done = run(script, check=False)
+    assert done.returncode == 1
+    assert "DistStoreError" in done.stderr
+    late = int(done.stdout.partition("late: ")[2].split()[0])
+    assert not Path(f"/proc/{late}").exists()

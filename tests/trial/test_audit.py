@@ -1,0 +1,125 @@
+"""Whether a rule still explains the loss of the samples that are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_odc.data.minibatch import MicrobatchFacts, Rereader, Task
+from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.trial.audit import Audit
+from lightning_odc.trial.decide import Tried, Verdict, contradiction
+from lightning_odc.trial.run import try_loss
+
+SAMPLES = Rule("sample")
+LABELS = Rule("token", LabelCounter(("labels",)))
+
+
+def batch_of(lengths: Sequence[int]) -> dict[str, Tensor]:
+    x = torch.arange(1.0, max(lengths) + 1).repeat(len(lengths), 1)
+    shown = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return {"x": x.double(), "labels": torch.where(shown, 1, -100)}
+
+
+def task_of(lengths: list[int], reads: Any = None, weight: float = 1.0) -> Task:
+    samples = None
+    if reads is not None:
+        samples = Rereader(lengths, reads)  # a sample's index is its length
+    return Task(batch_of(lengths), weight, MicrobatchFacts(lengths, (0,), samples))
+
+
+def mean_of_labels(batch: Any) -> Tensor:
+    return batch["x"][batch["labels"] != -100].mean()
+
+
+def found(rule: Rule, tasks: list[Task], step: Any = mean_of_labels) -> tuple[str, list[int]]:
+    """What an audit says, and the tokens of the samples that it tried."""
+    tried: list[int] = []
+
+    def try_rule(batch_of: Any, tokens: Sequence[int], rule: Rule) -> Verdict:
+        tried.extend(tokens)
+        return try_loss(step, batch_of, tokens, [], torch.device("cpu"), rule=rule).verdict
+
+    return Audit(rule).of(tasks, lambda batch: batch, try_rule), tried
+
+
+def test_the_first_minibatch_and_those_after_powers_of_ten_are_tried():
+    audit = Audit(SAMPLES)
+    due = [number for number in range(2001) if audit.is_due()]
+    assert due == [0, 10, 100, 1000]
+
+
+def test_what_explains_the_loss_is_confirmed_and_another_rule_is_contradicted():
+    tasks = [task_of([3, 9]), task_of([5, 2, 7])]
+    assert found(LABELS, tasks) == ("", [2, 5, 7])
+    text, _ = found(SAMPLES, tasks)
+    assert "the loss of 3 samples together is 3.28571, and would be 2.83333 as a mean over samples" in text
+    assert "(0.14 of it off)" in text
+
+
+def test_samples_that_can_be_read_again_are_the_shortest_to_the_longest():
+    def read(lengths: list[int]) -> Task:
+        return task_of(lengths)
+
+    tasks = [task_of([9, 9], read), task_of([2, 2, 2], read)]
+    assert found(LABELS, tasks) == ("", [2, 9]), "no more than there was room for"
+
+    def cut(batch: Any) -> Tensor:
+        return mean_of_labels({name: value[:, :4] for name, value in batch.items()})
+
+    assert found(LABELS, [task_of([9, 9])], cut)[0] == "", "all samples are cut alike"
+    assert "together is" in found(LABELS, tasks, cut)[0]
+
+
+def test_long_samples_alone_are_compared_with_a_typical_one():
+    def left_out(batch: Any) -> Tensor:
+        kept = (batch["labels"] != -100).sum(1) < 9
+        if not kept.any():
+            return 0.0 * batch["x"].sum()
+        return mean_of_labels({name: value[kept] for name, value in batch.items()})
+
+    long = Rereader([9], lambda lengths: task_of(lengths), typical=(5, 5))
+    two = Rereader([9, 9], lambda lengths: task_of(lengths), typical=(5, 5))
+    for samples in (long, two):
+        task = Task(batch_of(samples.indices), 1.0, MicrobatchFacts(samples.indices, (0,), samples))
+        assert found(LABELS, [task]) == ("", [5, 9])
+        assert "together is" in found(LABELS, [task], left_out)[0]
+
+
+def test_what_does_not_show_its_samples_is_not_tried():
+    text_of_one_row = Task({"x": torch.ones(1, 14)}, 1.0, MicrobatchFacts([5, 9], (0,)))
+    time_first = Task(batch_of([4, 4, 4]), 1.0, MicrobatchFacts([3, 3], (0,)))
+    counts_nothing = task_of([5, 9], weight=0.0)
+    unknown = Task(batch_of([5, 9]), 1.0, None)
+    for task in (text_of_one_row, time_first, counts_nothing, unknown, task_of([7])):
+        assert found(SAMPLES, [task]) == ("", [])
+    assert found(SAMPLES, []) == ("", [])
+
+
+def test_an_error_finds_nothing():
+    def step(batch: Any) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    def read(indices: list[int]) -> Task:
+        raise OSError("the file is gone")
+
+    tasks = [task_of([3, 9])]
+    assert found(SAMPLES, tasks, step)[0] == ""
+    assert found(LABELS, [task_of([3, 9], read)]) == ("", [3, 9]), "a microbatch as it is"
+
+
+def test_losses_that_say_nothing_contradict_nothing():
+    """By hand: samples of 2 and 8 labels with losses 3 and 2."""
+
+    def said(together: float, count: float = 10.0, alone: float = 2.0) -> str:
+        singles = [Tried((0,), 3.0, {LABELS: 2.0}), Tried((1,), alone, {LABELS: count - 2.0})]
+        return contradiction([*singles, Tried((0, 1), together, {LABELS: count})], 1e-11, LABELS)
+
+    assert said(2.2) == ""
+    assert said(2.6) != ""
+    assert said(float("nan")) == ""
+    assert said(2.6, alone=float("nan")) != "", "a sample that is left out"
+    assert contradiction([Tried((0,), 3.0, {}), Tried((0,), 4.0, {})], 1e-11, LABELS) == ""

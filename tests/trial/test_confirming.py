@@ -1,0 +1,162 @@
+"""A rule is chosen on some samples and confirmed on others, among them the longest."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.trial.decide import Verdict
+from lightning_odc.trial.run import try_loss
+from lightning_odc.trial.samples import groups_to_confirm
+
+#: Of 40 samples, sorted. Six that differ in all rules are among the short ones.
+LENGTHS = [*range(2, 22), *range(30, 50)]
+NOT_THREE = Rule("token", LabelCounter(("y",), 3))
+LABELS = Rule("token", LabelCounter(("labels",)))
+
+
+class Samples:
+    """Sequences of numbers, classes that repeat, and what a step sees and no rule does."""
+
+    def __init__(self, hidden: Callable[[int, int], bool] = lambda index, y: False) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.x = [torch.rand(length, generator=draw, dtype=torch.float64) for length in LENGTHS]
+        self.y = [index % 4 for index in range(len(LENGTHS))]
+        self.hidden = [hidden(index, y) for index, y in enumerate(self.y)]
+        self.groups: list[list[int]] = []
+
+    def batch_of(self, group: Sequence[int]) -> dict[str, Any]:
+        """Padded; 0.0 is no number that is drawn."""
+        self.groups.append(list(group))
+        x = pad_sequence([self.x[sample] for sample in group], batch_first=True)
+        return {
+            "x": x,
+            "labels": torch.where(x != 0, 1, -100),
+            "y": torch.tensor([self.y[sample] for sample in group]),
+            "hidden": [self.hidden[sample] for sample in group],
+        }
+
+    def tried(self, step: Callable[[Any], Any]) -> tuple[Verdict, int]:
+        """The verdict, and how often the step ran."""
+        ran = 0
+
+        def counted(batch: Any) -> Any:
+            nonlocal ran
+            ran += 1
+            return step(batch)
+
+        trial = try_loss(counted, self.batch_of, LENGTHS, [], torch.device("cpu"))
+        return trial.verdict, ran
+
+
+def mean_of_labels(batch: Any) -> Tensor:
+    return batch["x"][batch["labels"] != -100].mean()
+
+
+def mean_of_samples(batch: Any) -> Tensor:
+    return (batch["x"].sum(1) / (batch["x"] != 0).sum(1)).mean()
+
+
+def cut(batch: Any, limit: int) -> Any:
+    return {**batch, "x": batch["x"][:, :limit], "labels": batch["labels"][:, :limit]}
+
+
+def kept(batch: Any, rows: Tensor) -> Any:
+    return {"x": batch["x"][rows], "labels": batch["labels"][rows]}
+
+
+def test_a_usual_rule_is_confirmed_with_two_samples_and_four_passes():
+    assert Samples().tried(mean_of_labels) == (Verdict(LABELS), 10 + 4)
+    assert Samples().tried(mean_of_samples) == (Verdict(Rule("sample")), 10 + 4)
+
+
+@pytest.mark.parametrize("limit", [25, 45])
+def test_labels_that_are_cut_away_do_not_count(limit):
+    verdict, ran = Samples().tried(lambda batch: mean_of_labels(cut(batch, limit)))
+    assert verdict.rule is None
+    assert str(LABELS) in verdict.reason
+    assert "may cut or leave out long ones" in verdict.reason
+    assert ran == 10 + 4
+
+
+def test_long_samples_that_are_left_out_do_not_count():
+    def step(batch: Any) -> Tensor:
+        rows = (batch["x"] != 0).sum(1) <= 25
+        part = kept(batch, rows)
+        return mean_of_samples(part) if rows.any() else 0 * batch["x"].sum()
+
+    assert Samples().tried(step)[0].rule is None
+
+
+def not_hidden(batch: Any) -> Tensor:
+    """A mean over samples without the hidden ones."""
+    return mean_of_samples(kept(batch, ~torch.tensor(batch["hidden"])))
+
+
+def test_a_rule_that_fits_by_chance_is_not_believed():
+    """Short samples of class 3 are left out, and all that are long; the longest happens to be of class 3."""
+    by_chance = Samples(lambda index, y: y == 3 or index >= 30)
+    assert by_chance.y[-1] == 3
+    verdict, _ = by_chance.tried(not_hidden)
+    assert verdict.rule is None
+    assert str(NOT_THREE) in verdict.reason
+
+
+def test_an_unusual_rule_is_confirmed_with_six_samples():
+    assert Samples(lambda index, y: y == 3).tried(not_hidden) == (Verdict(NOT_THREE), 10 + 8)
+
+
+def test_a_usual_rule_gives_way_to_one_that_explains_more():
+    """Class 3 is left out, and short samples have other classes."""
+    data = Samples(lambda index, y: y == 3)
+    data.y = [0] * 20 + [3, 1, 3, 3, 2] * 4
+    data.hidden = [y == 3 for y in data.y]
+    data.y[-1] = 3
+    data.hidden[-1] = True
+    assert data.tried(not_hidden)[0].rule == NOT_THREE
+
+
+def test_samples_that_need_too_much_memory_are_left_out():
+    def step(batch: Any) -> Tensor:
+        if batch["x"].size(1) > 35:
+            raise torch.OutOfMemoryError
+        return mean_of_labels(batch)
+
+    data = Samples()
+    assert data.tried(step)[0].rule == LABELS
+    assert max(max(group) for group in data.groups[-4:]) > 20, "samples as long as fit"
+
+
+def test_groups_to_confirm():
+    assert groups_to_confirm(range(10, 20), 3, is_usual=True) == [(19,), (14,), (3, 19), (3, 14)]
+    unusual = groups_to_confirm(range(10, 20), 3, is_usual=False)
+    assert unusual[-2:] == [(3, 19), (3, *(group[0] for group in unusual[1:6]))]
+    assert len({*unusual}) == 8
+    assert groups_to_confirm([5], 3, is_usual=False) == [(5,), (3, 5)]
+
+
+@pytest.mark.parametrize("draw", [lambda n: np.random.rand(n), lambda n: [random.random() for _ in range(n)]])
+def test_random_numbers_of_numpy_and_python_are_named(draw):
+    """Their first number is that of the first sample, whichever it is."""
+    data = Samples()
+    step = lambda batch: mean_of_samples(batch) + (torch.tensor(draw(len(batch["y"]))) * batch["y"]).mean()  # noqa: E731
+    verdict, _ = data.tried(step)
+    assert verdict.rule is None
+    assert "numpy or random" in verdict.reason
+
+
+def test_random_numbers_that_change_nothing_are_not_named():
+    def step(batch: Any) -> Tensor:
+        np.random.rand()
+        return mean_of_labels(batch)
+
+    assert Samples().tried(step)[0] == Verdict(LABELS)
+    assert "numpy" not in Samples().tried(lambda batch: mean_of_labels(batch).square())[0].reason
