@@ -39,18 +39,20 @@ class Probe:
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
         """What it raises is printed, and raised: all later steps need it."""
-        self._say(f"{what} ...")
+        self.say(f"{what} ...")
         begin = time.monotonic()
         try:
             yield
         except BaseException as error:
             self.failed.append(what)
-            self._say(f"{what}: FAILED: {type(error).__name__}: {error}")
+            self.say(f"{what}: FAILED: {type(error).__name__}: {error}")
             raise
-        self._say(f"{what}: ok ({time.monotonic() - begin:.2f} s)")
+        self.say(f"{what}: ok ({time.monotonic() - begin:.2f} s)")
 
-    def _say(self, text: str) -> None:
-        print(f"{time.monotonic() - self._begin:6.2f} s  {self._name}  {text}", flush=True)
+    def say(self, text: str) -> None:
+        """One write for the whole line: an unbuffered `print` writes its end alone, and the other rank's line may come between."""
+        sys.stdout.write(f"{time.monotonic() - self._begin:6.2f} s  {self._name}  {text}\n")
+        sys.stdout.flush()
 
 
 def use_the_transport(probe: Probe, rank: int) -> None:
@@ -68,7 +70,7 @@ def use_the_transport(probe: Probe, rank: int) -> None:
         reason = ours.why_not_shared([unit])
     if reason:
         probe.failed.append("shared accumulators")
-        print(f"         NO SHARED ACCUMULATORS: {reason}", flush=True)
+        probe.say(f"NO SHARED ACCUMULATORS: {reason}")
     with probe.step("open windows"):
         ours.open(WindowSpec(units=(unit,), words=2))
     with probe.step("write the own shard, announce it by the device"):
