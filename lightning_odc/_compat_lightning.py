@@ -80,16 +80,17 @@ def hook_of(module: LightningModule) -> str:
 
 
 @contextmanager
-def without_broadcasts(trainer: Trainer) -> Iterator[None]:
-    """Let the training loop leave out what it broadcasts from rank 0 before every batch."""
+def in_place_of_broadcasts(trainer: Trainer, act: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Let the training loop call ``act`` with what it would do before every batch: broadcast from rank 0."""
     # Why: Lightning 2.6 tells the ranks of SIGTERM there. A rank that waits there for one that has failed or left the
     # epoch is not told, and collectives that save a checkpoint afterwards would meet the broadcast instead.
     loop: Any = trainer.fit_loop.epoch_loop
-    loop._broadcast_sigterm_tensor = lambda: None
+    broadcast = loop._broadcast_sigterm_tensor
+    loop._broadcast_sigterm_tensor = partial(act, broadcast)
     try:
         yield
     finally:
-        del loop._broadcast_sigterm_tensor
+        loop._broadcast_sigterm_tensor = broadcast
 
 
 @contextmanager

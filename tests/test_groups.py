@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -240,3 +241,31 @@ def loses_a_rank(rank: int, way: str) -> None:
 def test_all_ranks_end_when_one_of_a_group_has_died(way, timeout):
     outcomes = try_ranks(loses_a_rank, way, world_size=4, timeout=timeout)
     assert [bool(outcome.exitcode) for outcome in outcomes] == [True] * 4
+
+
+def _stops(rank: int, world: int, step: int) -> None:
+    module = Module()
+
+    def stop(*_: object) -> None:
+        if (module.global_rank, module.global_step) == (1, step):
+            module.trainer.should_stop = True
+
+    module.on_train_batch_end = stop  # type: ignore[method-assign]
+    run(module, world, max_epochs=2, timeout=timedelta(minutes=10))
+
+
+#: Rank 1 then begins to validate, or ends the run, while its mate begins another batch.
+LEAVES = {
+    "within an epoch": (4, 2, "validation"),
+    "at its end, the only group": (2, 4, "the end of training"),
+}
+
+
+@pytest.mark.parametrize("case", LEAVES)
+def test_a_rank_that_stops_alone_is_told_from_its_group(case):
+    world, step, place = LEAVES[case]
+    outcomes = try_ranks(_stops, world, step, world_size=world, timeout=90)
+    assert [outcome.exitcode for outcome in outcomes] == [1] * world
+    for mate in outcomes[:2]:
+        assert "are one group, and are at different places" in mate.error, mate.error
+        assert f"rank 0: a training batch, rank 1: {place}" in mate.error, mate.error

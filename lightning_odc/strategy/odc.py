@@ -257,7 +257,7 @@ class ODCStrategy(ReducingStrategy):
             self._setup_averages(trainer)
         callbacks = _compat_lightning.callbacks_of(trainer)
         self._on_teardown.enter_context(counted_by_microbatch(callbacks))
-        ends = first_and_last(callbacks, attached.engine, self.on_exception, self._end_epoch)
+        ends = first_and_last(callbacks, attached, self.on_exception, self._end_epoch)
         self._on_teardown.enter_context(ends)
         self.barrier()
         if fitting:
@@ -377,6 +377,9 @@ class ODCStrategy(ReducingStrategy):
         if isinstance(only(trainer.train_dataloader), BalancedDataLoader):
             _compat_lightning.load_loader_states(trainer)
         self._hold_signals(meeting=self._groups.on_demand)
+        if self.attached.sample_group is not None:
+            meeting = _compat_lightning.in_place_of_broadcasts(trainer, self._meet_group)
+            self._on_teardown.enter_context(meeting)
         data = self._data
         data.accumulation.fold_schedulers(self.lr_scheduler_configs)
         if self._owes_schedulers:
@@ -439,7 +442,14 @@ class ODCStrategy(ReducingStrategy):
             trainer = self.lightning_module.trainer
             self._signals = PendingSignals(self.engine.signals)
             self._on_teardown.enter_context(self._signals.collected(trainer))
-            self._on_teardown.enter_context(_compat_lightning.without_broadcasts(trainer))
+            without = _compat_lightning.in_place_of_broadcasts(trainer, lambda _: None)
+            self._on_teardown.enter_context(without)
+
+    def _meet_group(self, broadcast: Callable[[], None]) -> None:
+        """Before every batch: a rank that has left the loop alone tells its group something else."""
+        assert self.attached.sample_group is not None
+        self.attached.sample_group.tell("a training batch", None)
+        broadcast()
 
     # -- data ---------------------------------------------------------------------------------------------
 

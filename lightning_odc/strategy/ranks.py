@@ -42,6 +42,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat_lightning
 from lightning_odc._version import __version__
+from lightning_odc.attached import Attached
 from lightning_odc.data.content import digest_of
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.base import Engine
@@ -227,24 +228,34 @@ class PendingSignals(Callback):
 class FirstCallback(Callback):
     """Runs before all other callbacks, and counts the ends that this rank has come to: see Note [Who has left]."""
 
-    engine: Engine
+    attached: Attached
     fail: Callable[[BaseException], None]
     end_epoch: Callable[[], None]
 
     def on_train_batch_end(self, *_: object) -> None:
-        if isinstance(self.engine, OnDemandEngine):
-            self.engine.protocol.announce_end()
+        if isinstance(self.attached.engine, OnDemandEngine):
+            self.attached.engine.protocol.announce_end()
 
     def on_train_epoch_end(self, *_: object) -> None:
+        self._meet_group("the end of an epoch")
         self.on_train_batch_end()
         self.end_epoch()
 
     def on_train_end(self, *_: object) -> None:
+        self._meet_group("the end of training")
         self.on_train_batch_end()
+
+    def on_validation_start(self, *_: object) -> None:
+        self._meet_group("validation")
+
+    def _meet_group(self, place: str) -> None:
+        """Find out whether a rank of the group is elsewhere: one that has left the loop alone."""
+        if self.attached.sample_group is not None:
+            self.attached.sample_group.tell(place, None)
 
     # Callbacks that change the model at the end of an evaluation find its shards.
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.engine.reshard()
+        self.attached.engine.reshard()
 
     on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
 
@@ -257,15 +268,15 @@ class FirstCallback(Callback):
 @contextmanager
 def first_and_last(
     callbacks: list[Callback],
-    engine: Engine,
+    attached: Attached,
     fail: Callable[[BaseException], None],
     end_epoch: Callable[[], None],
 ) -> Iterator[None]:
     """Put `FirstCallback` before the callbacks of a trainer, and what publishes behind them, inside this context."""
-    first = FirstCallback(engine, fail, end_epoch)
+    first = FirstCallback(attached, fail, end_epoch)
 
     def publish(*_: object) -> None:
-        engine.refresh()
+        attached.engine.refresh()
 
     # What other callbacks write into the model when an evaluation begins is published.
     last = LambdaCallback(

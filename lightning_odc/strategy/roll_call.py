@@ -35,6 +35,7 @@ class RollCall:
     def fail(self, error: BaseException) -> None:
         """Tell the others that this rank has failed. The error gets a note if another rank is to blame."""
         trouble = ""
+        unseen = ""
         has_followed = isinstance(error, PeerFailedError) or _FOLLOWED in "".join(
             getattr(error, "__notes__", ())
         )
@@ -43,34 +44,40 @@ class RollCall:
             deadline = time.monotonic() + _PATIENCE
             while not trouble and time.monotonic() < deadline:
                 time.sleep(_LOOK_EVERY)
-                trouble = self.trouble()
+                trouble, unseen = self._look()
         told = "".join(traceback.format_exception(error))
-        if trouble:
-            error.add_note(f"{_FOLLOWED} {trouble}")
-        if trouble or has_followed:
+        if trouble or unseen:
+            error.add_note(f"{_FOLLOWED} {unseen or trouble}")
+            has_followed = True
+        if has_followed:
             told = FOLLOWED + told
         with suppress(dist.DistError):  # it has ended with rank 0, which has told nothing either
             self._say(told)
 
-    def trouble(self) -> str:
-        """Which rank has failed or ended first, and how; empty if none has."""
+    def _look(self) -> tuple[str, str]:
+        """Which rank has failed or ended first, and how; if that is unknown, which ones of other hosts may have."""
         followed = ""
+        unseen = []
         for rank in self._others:
             try:
                 boot, pid, told = json.loads(self._store.get(f"odc/ranks/{rank}"))
             except dist.DistError:
-                return "Rank 0 has ended, and with it the store by which ranks find each other."
+                return "Rank 0 has ended, and with it the store by which ranks find each other.", ""
             if told.startswith(FOLLOWED):
                 followed = followed or f"Rank {rank} failed, too."
             elif told:
-                return f"Rank {rank} failed. Its error was:\n{told}"
-            elif boot == boot_id():
+                return f"Rank {rank} failed. Its error was:\n{told}", ""
+            elif boot != boot_id():
+                unseen.append(rank)
+            else:
                 how = how_ended(pid)
                 if how or not Path(f"/proc/{pid}").exists():
-                    return (
-                        f"Rank {rank} (process {pid}) ended without a word. How it ended: {how or 'unknown'}."
-                    )
-        return followed
+                    ended = f"Rank {rank} (process {pid}) ended without a word."
+                    return f"{ended} How it ended: {how or 'unknown'}.", ""
+        if not unseen:
+            return followed, ""
+        ended = "has ended without a word, or the network to it is broken"
+        return followed, f"One of the ranks {unseen}, which are on other hosts, {ended}."
 
     def _say(self, error: str) -> None:
         self._store.set(f"odc/ranks/{self._rank}", json.dumps([boot_id(), os.getpid(), error]))

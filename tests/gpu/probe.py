@@ -50,7 +50,7 @@ class Probe:
         self.say(f"{what}: ok ({time.monotonic() - begin:.2f} s)")
 
     def say(self, text: str) -> None:
-        """One write for the whole line: an unbuffered `print` writes its end alone, and the other rank's line may come between."""
+        """Print a line by one write: an unbuffered `print` writes its end alone, and another rank may come between."""
         sys.stdout.write(f"{time.monotonic() - self._begin:6.2f} s  {self._name}  {text}\n")
         sys.stdout.flush()
 
