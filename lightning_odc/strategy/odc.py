@@ -55,6 +55,7 @@ from lightning_odc.strategy.ranks import (
     first_and_last,
     hang_report,
     log_hyperparameter,
+    meeting_before_batches,
     saves_when_it_fails,
 )
 from lightning_odc.strategy.reducing import ReducingStrategy
@@ -378,7 +379,7 @@ class ODCStrategy(ReducingStrategy):
             _compat_lightning.load_loader_states(trainer)
         self._hold_signals(meeting=self._groups.on_demand)
         if self.attached.sample_group is not None:
-            meeting = _compat_lightning.in_place_of_broadcasts(trainer, self._meet_group)
+            meeting = meeting_before_batches(trainer, self.attached.sample_group)
             self._on_teardown.enter_context(meeting)
         data = self._data
         data.accumulation.fold_schedulers(self.lr_scheduler_configs)
@@ -444,12 +445,6 @@ class ODCStrategy(ReducingStrategy):
             self._on_teardown.enter_context(self._signals.collected(trainer))
             without = _compat_lightning.in_place_of_broadcasts(trainer, lambda _: None)
             self._on_teardown.enter_context(without)
-
-    def _meet_group(self, broadcast: Callable[[], None]) -> None:
-        """Before every batch: a rank that has left the loop alone tells its group something else."""
-        assert self.attached.sample_group is not None
-        self.attached.sample_group.tell("a training batch", None)
-        broadcast()
 
     # -- data ---------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -287,6 +287,16 @@ def first_and_last(
         yield
     finally:
         callbacks[:] = [callback for callback in callbacks if callback not in (first, last)]
+
+
+def meeting_before_batches(trainer: Trainer, sample_group: SampleGroup) -> AbstractContextManager[None]:
+    """Before every batch the ranks of a group meet: one that has left the loop alone is at another place."""
+
+    def meet(broadcast: Callable[[], None]) -> None:
+        sample_group.tell("a training batch", None)
+        broadcast()
+
+    return _compat_lightning.in_place_of_broadcasts(trainer, meet)
 
 
 @contextmanager
