@@ -73,6 +73,7 @@ for module in PRELOADED:
 """
 
 
+@pytest.mark.slow
 def test_what_ranks_are_forked_from_does_not_touch_an_accelerator():
     """A driver that was asked before a fork cannot be used behind it: every rank would fail on a machine with a GPU."""
     done = subprocess.run([sys.executable, "-c", SPY], capture_output=True, text=True, timeout=120)

@@ -199,4 +199,5 @@ class Losses:
 
 def _chance_elsewhere() -> object:
     """The states of the global generators of Python and numpy."""
-    return random.getstate(), repr(np.random.get_state())  # repr: how far it came, and some words
+    name, words, *place = np.random.get_state()
+    return random.getstate(), name, np.asarray(words).tobytes(), place

@@ -85,6 +85,7 @@ def test_coefficients_are_never_negative() -> None:
         plan_minibatch([100, 2000, 3000], 2, cost=cost)
 
 
+@pytest.mark.slow
 def test_plans_with_it_come_within_a_percent_of_those_with_the_true_cost() -> None:
     for scenario in SCENARIOS[:3]:
         runs = np.array([learn(scenario, seed) for seed in range(2)])

@@ -110,6 +110,7 @@ def measured(options: TrainOptions | DemoOptions, sees_waits: bool = True) -> Ou
     return outcome
 
 
+@pytest.mark.slow
 def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus, tmp_path, capsys):
     gpus(1)
     options = TrainOptions(device="cuda", lengths="aime", output=tmp_path)

@@ -146,14 +146,20 @@ LONG += " --runs collective+lb_micro on_demand+lb_mini"
 @pytest.mark.parametrize(
     ("how", "code", "says"),
     [
-        (
-            signal.SIGINT,
+        pytest.param(
+            signal.SIGINT,  # Ctrl-C in a terminal
             130,
             "lightning-odc: interrupted; what was measured before is kept",
-        ),  # Ctrl-C in a terminal
-        (signal.SIGKILL, 1, "ended with exit code -9"),  # of one rank
+            id="interrupted",
+        ),
+        pytest.param(
+            signal.SIGKILL,  # of one rank
+            1,
+            "ended with exit code -9",
+            id="killed",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["interrupted", "killed"],
 )
 def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, start):
     process = start("bench", *LONG.split(), "--output", str(tmp_path))

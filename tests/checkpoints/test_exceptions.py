@@ -21,6 +21,7 @@ from tests.support.fits import are_equal, fit
 from tests.support.models import full_parameters
 from tests.support.modules import warned
 from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
+from tests.support.tiers import fast
 
 
 class BoomError(Exception):
@@ -147,30 +148,26 @@ def goes_on(name: str, folder: Path) -> None:
 
 
 def cases() -> Iterator[Any]:
-    """Hooks, and when they raise. Quick ones: before, in and after the passes, at the step, and between epochs."""
-    quick = [
-        "on_train_epoch_start",
-        "transfer_batch_to_device",
-        "training_step",
-        "on_before_zero_grad",
-        "backward",
-    ]
-    quick += ["optimizer_step", "lr_scheduler_step", "on_train_batch_end", "validation_step"]
+    """Hooks, and when they raise. Quick ones: in the passes, at the step, and between epochs."""
+    quick = ("on_train_epoch_start", "training_step", "backward", "optimizer_step", "on_train_batch_end")
     for hook in HOOKS:
         for when in ("before", "after"):
-            is_quick = hook in quick and (when == "after" or hook == "lr_scheduler_step")
+            is_quick = hook in quick and when == "after"
             yield pytest.param(hook, when, marks=() if is_quick else pytest.mark.slow)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("hook", "when"), cases())
+@pytest.mark.parametrize(("hook", "when"), [*cases()])
 def test_whatever_hook_raises_the_fit_goes_on_bit_by_bit(rank, hook, when, tmp_path):
     fails("plain", Raises(hook, when), tmp_path)
     goes_on("plain", tmp_path)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ["folded accumulation", "accumulation", "stream", "validation between"])
+@pytest.mark.parametrize(
+    "name",
+    fast(["folded accumulation", "accumulation", "stream", "validation between"], "accumulation", "stream"),
+)
 def test_whatever_is_trained_on_the_fit_goes_on_bit_by_bit(rank, name, tmp_path):
     fails(name, Raises("on_before_optimizer_step", at=1), tmp_path)
     goes_on(name, tmp_path)
@@ -221,7 +218,9 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize(("hook", "who"), [(hook, number % 2) for number, hook in enumerate(ALONE)])
+@pytest.mark.parametrize(
+    ("hook", "who"), fast([(hook, number % 2) for number, hook in enumerate(ALONE)], ("training_step", 0))
+)
 def test_where_one_rank_raises_all_save_one_model_that_goes_on_bit_by_bit(hook, who, tmp_path):
     outcomes = try_ranks(_one_raises, "plain", hook, "before", who, tmp_path, timeout=60)
     assert "BoomError" in outcomes[who].error

@@ -19,6 +19,7 @@ from tests.support.fits import are_equal, doing, fit
 from tests.support.models import Block
 from tests.support.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
+from tests.support.tiers import fast
 
 
 class Resumable(DataLoader[Any]):
@@ -102,7 +103,7 @@ RUNS: dict[str, Any] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", fast(RUNS, "plain", "groups, sharded", "balance", "unfrozen between"))
 def test_bit_equal(rank, name, tmp_path):
     make, kind, steps, last = RUNS[name]
     options = {"deterministic": True, "state_dict_type": kind, "max_epochs": 2}
@@ -149,7 +150,7 @@ def stop(own: Any, at: int) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("communication", "balance", "limit", "steps"), MODES)
+@pytest.mark.parametrize(("communication", "balance", "limit", "steps"), fast(MODES, *MODES[:4]))
 def test_a_fit_stopped_in_mid_epoch_goes_on_as_under_stock_lightning_or_at_its_place(
     rank, limit, communication, balance, steps, tmp_path
 ):

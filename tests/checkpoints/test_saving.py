@@ -21,6 +21,7 @@ from lightning_odc import _compat_lightning
 from tests.support.fits import are_equal, doing, failure, fit
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.tiers import fast
 
 KINDS = ["full", "sharded"]
 
@@ -61,7 +62,8 @@ def test_model_checkpoint_keeps_the_best_and_the_last(rank, kind, tmp_path):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "precision"), [("full", "32-true"), ("full", "16-mixed"), ("sharded", "bf16-mixed")]
+    ("kind", "precision"),
+    fast([("full", "32-true"), ("full", "16-mixed"), ("sharded", "bf16-mixed")], ("sharded", "bf16-mixed")),
 )
 def test_every_stage_saves_and_loads_in_and_out_of_inference_mode(rank, kind, precision, tmp_path):
     """One module goes through every stage, and then its training goes on."""

@@ -189,6 +189,7 @@ def test_the_page_of_the_command_line_and_the_advice_are_what_is_printed() -> No
     assert docs_cli.ADVICE.read_text() == docs_cli.advice(), "write it again: python -m tests.docs.cli"
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_importing_the_package(tmp_path: Path) -> None:
     """As the hosts of the documentation do, who install neither torch nor lightning."""
     pytest.importorskip("mkdocs")

@@ -213,6 +213,7 @@ def test_what_is_right_passes_and_nothing_of_it_stays(
     assert on_threads(WORLD, proves) == [None] * WORLD
 
 
+@pytest.mark.slow
 def test_each_combination_of_dtypes_is_proven_and_large_units_of_hosts_are_not(monkeypatch):
     units = (*UNITS, UnitSpec("large", 2**21, torch.float64, 2**21, torch.float64))
     proven: dict[str, set[str]] = {}

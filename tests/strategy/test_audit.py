@@ -22,6 +22,7 @@ from tests.support.losses import COUNTS, KINDS, LENGTHS, Losses, collate, sample
 from tests.support.models import full_parameters
 from tests.support.modules import said, warned
 from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
 
 BATCH = 4
 OF_STEP = 2 * BATCH  # samples, on two ranks
@@ -106,12 +107,15 @@ CHANGES = [
     ("labels", "cut", 0),
     ("labels", "left out", 0),
     ("classes", "left out", 0),
-    pytest.param("labels", "cut", 2, marks=pytest.mark.slow),
+    ("labels", "cut", 2),
 ]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("kind", "then", "workers"), CHANGES)
+@pytest.mark.parametrize(
+    ("kind", "then", "workers"),
+    fast(CHANGES, ("classes", "contrastive", 0), ("labels", "cut", 0), ("classes", "left out", 0)),
+)
 def test_a_loss_that_changes_later_is_found_and_batches_stay_whole_from_the_next_step(
     rank, kind, then, workers
 ):
@@ -255,10 +259,11 @@ def test_an_audit_that_fails_changes_nothing(rank):
     assert are_equal(*trained)
 
 
+COUNTED = [kind for kind in KINDS if COUNTS[kind] != "whole" and "hugging" not in kind]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if COUNTS[kind] != "whole" and "hugging" not in kind]
-)
+@pytest.mark.parametrize("kind", fast(COUNTED, "labels", "classes", "means of sequences", "dropout"))
 def test_a_loss_that_stays_as_it_was_is_confirmed(rank, kind):
     assert len(LENGTHS) == 2 * OF_STEP
     module = Losses(kind).double()

@@ -163,6 +163,7 @@ def test_policies_with_unequal_counts_become_one_with_equal_ones(rank):
         assert_same(full_parameters(module), reference(2))
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_tensor_parallel_groups_decide_alike_where_the_windows_of_some_ranks_are_refused(rank):
     module = groups.Module()

@@ -180,6 +180,7 @@ print("RESULT", Fabric(strategy="odc", accelerator="cpu", devices=2).launch(trai
 """
 
 
+@pytest.mark.slow
 def test_a_script_of_python_i_trains_and_leaves_a_session_in_which_fabric_trains_too(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SESSION)
@@ -242,6 +243,7 @@ trainer(2, timeout=timedelta(seconds=60)).fit(Stops("items"), loader([Minibatch(
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_with_the_job(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(f"from lightning_odc.strategy import launcher\nlauncher.GRACE = (0.5, 0.5)\n{STOPPING}")

@@ -31,6 +31,7 @@ from tests.support.losses import COUNTS, KINDS, LENGTHS, Losses, collate, sample
 from tests.support.models import full_parameters
 from tests.support.modules import said, warned
 from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
 
 BATCH, ACCUMULATED = 4, 2
 #: Options that some of the kinds of losses are trained with, besides none.
@@ -49,8 +50,21 @@ def train(kind: str, **options: Any) -> tuple[str, dict[str, Tensor], str]:
     return counts, full_parameters(module), words
 
 
+#: One of every way in which a loss counts, and of what no count explains.
+USUAL = [
+    "labels",
+    "own mask",
+    "loss and num_items",
+    "classes",
+    "means of sequences",
+    "preference pairs",
+    "dropout",
+]
+USUAL += ["class weights", "contrastive", "batch norm", "padding in the mean", "classes, one ignored"]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", fast(KINDS, *USUAL))
 def test_every_kind_of_loss_trains_what_it_means(rank, kind):
     expected = losses.meant(kind, losses.dealt(samples(), 2, BATCH), 2)
     before = dict(Losses(kind).double().named_parameters())

@@ -235,6 +235,7 @@ def compiled_difference(rank: int, backend: Any, depth: int, **options: Any) -> 
     return largest_difference({name.replace("_orig_mod.", ""): value for name, value in ours.items()}, stock)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 def test_compiled_blocks_equal_the_others_under_collectives(rank):
     graphs = []

@@ -34,6 +34,7 @@ from tests.support.out_of_memory import (
     table,
 )
 from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
 
 
 def one_process(steps: int, left_out: dict[int, int] | None = None) -> list[dict[str, Tensor]]:
@@ -263,7 +264,7 @@ def compare_way(rank: int, world_size: int, name: str) -> None:
 
 @needs_reset
 @on_ranks(2)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", fast(WAYS, "accumulated", "checkpointing", "bf16"))
 def test_every_way_of_training(rank, name):
     compare_way(rank, 2, name)
 

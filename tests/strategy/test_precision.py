@@ -18,6 +18,7 @@ from tests.support.fits import Sgd, are_equal, doing, fit, fitted, one_process
 from tests.support.models import WIDTH, Block, full_parameters, token_batches
 from tests.support.modules import loader, trainer
 from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
 
 LR = 0.1
 BATCHES = [token_batches([5, 9, 4], seed=rank) for rank in range(2)]
@@ -175,7 +176,7 @@ WEIGHTED: list[tuple[str, Any, dict[str, Any]]] = [
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("way", "counts", "options"), WEIGHTED)
+@pytest.mark.parametrize(("way", "counts", "options"), fast(WEIGHTED, WEIGHTED[0], WEIGHTED[3]))
 def test_weights_and_sums_do_not_count_against_the_range_of_fp16(rank, way, counts, options):
     start, expected, scales = flat(full_parameters(Sgd(lr=LR))), None, set()
     for weight in (1.0, 4096.0, 1e6):

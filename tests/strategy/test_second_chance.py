@@ -21,6 +21,7 @@ from tests.support.losses import Losses, Sample, collate
 from tests.support.models import full_parameters
 from tests.support.modules import said, warned
 from tests.support.ranks import of_all_ranks, on_ranks
+from tests.support.tiers import fast
 
 LENGTHS = (30, 5, 6, 4, 7, 5, 6, 5, 31, 6, 4, 3, 8, 6, 5, 7)  # of every step, one is long
 BATCH = 4
@@ -143,7 +144,7 @@ LATE: dict[str, tuple[Any, list[Any], dict[str, Any], int]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("name", fast(LATE, "epoch", "callback, batch", "one rank", "stream"))
 def test_what_a_hook_of_the_first_batch_sets_is_there_when_the_loss_is_tried_again(rank, name):
     make, callbacks, options, planned = LATE[name]
     module, cuts, words = trained(make, *(callback() for callback in callbacks), **options)

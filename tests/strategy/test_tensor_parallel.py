@@ -36,6 +36,7 @@ from tests.support.groups import (
 from tests.support.models import full_parameters, init_gloo
 from tests.support.modules import warned
 from tests.support.ranks import on_ranks, try_ranks
+from tests.support.tiers import fast
 
 CASES = {
     "planned": {"balance": "lb_mini"},
@@ -60,6 +61,7 @@ class Coupled(Module):
         return loss + (self.current_epoch > 0) * loss.square()
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_groups_notice_a_loss_that_couples_samples_later(rank):
     """Four steps of an epoch, so step 10 is in the third one. Both ranks of a group try the same samples."""
@@ -178,6 +180,7 @@ def runs_out_alone(rank: int) -> None:
     run(Module(fails_above=2 if rank == 1 else 1e9), 4, balance="lb_mini")
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_out_of_memory_alone_ends_the_job():
     outcomes = try_ranks(runs_out_alone, world_size=4, timeout=100)
     assert all(outcome.exitcode for outcome in outcomes)
@@ -187,7 +190,7 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_the_job():
 # -- checkpoints --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", fast(["full", "sharded"], "sharded"))
 @on_ranks(4)
 def test_checkpoints_go_on_with_groups_of_another_size(rank, kind, tmp_path):
     paths = [f"{tmp_path}/{number}.ckpt" for number in range(2)]
@@ -235,6 +238,7 @@ def leaves_out_alone(rank: int) -> None:
     run(Absent((1,)), 4, balance="lb_mini")
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_out_a_microbatch_alone_is_told():
     outcomes = try_ranks(leaves_out_alone, world_size=4, timeout=100)
     assert all(outcome.exitcode for outcome in outcomes)

@@ -126,6 +126,7 @@ trainer(2, timeout=timedelta(seconds=15)).fit(TokenModule(), loader(token_batche
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_find_each_other_in_time_end_together(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(LATE.format())

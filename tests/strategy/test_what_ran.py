@@ -23,6 +23,7 @@ from tests.support.losses import KINDS, LENGTHS, Losses, collate, samples
 from tests.support.models import full_parameters
 from tests.support.modules import trainer, warned
 from tests.support.ranks import of_all_ranks, on_ranks
+from tests.support.tiers import fast
 
 LONG = 10
 
@@ -103,7 +104,7 @@ COMMUNICATION: list[dict[str, Any]] = [
 
 @on_ranks(2)
 @pytest.mark.parametrize(("kind", "weighting"), MEANS)
-@pytest.mark.parametrize("change", [without_long, without_none, some_twice])
+@pytest.mark.parametrize("change", fast([without_long, without_none, some_twice], without_long))
 def test_the_samples_that_ran_count(rank, kind, weighting, change):
     for options in COMMUNICATION:
         data = some_none() if change is without_none else Sized(samples())

@@ -35,6 +35,7 @@ def drawing_operators() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_every_function_of_torch_that_draws_is_known():
     """By torch's list of operators: their public functions and methods. Internal ones are called by these."""
     operators = drawing_operators()
@@ -62,6 +63,7 @@ def code_of(function: Any) -> str:
     return ast.unparse(tree)
 
 
+@pytest.mark.slow
 def test_every_function_of_torch_that_is_written_in_python_and_draws_is_known():
     drawing = ("torch.rand", "torch.bernoulli", "torch.normal", ".exponential_(", ".uniform_(", ".normal_(")
     functions = [function for function in vars(F).values() if inspect.isfunction(function)]

@@ -26,6 +26,7 @@ from tests.support.models import Block, full_parameters, summed_loss, token_batc
 from tests.support.modules import TokenModule, loader, trainer, warned
 from tests.support.nodes import as_nodes
 from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
+from tests.support.tiers import fast
 
 #: Microbatches of each rank, of six.
 COUNTS, EVEN = (3, 1, 0, 2), (1, 1, 1, 1)
@@ -302,7 +303,7 @@ TRAINED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 
 @on_ranks(4)
 @in_both_ways
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", fast(TRAINED, "by hand", "unfrozen", "stolen"))
 def test_modules_end_as_in_one_process(rank, alone, way, name):
     """Unfrozen, and dropped, where a rank has no microbatch; plans span all nodes, work is stolen inside one."""
     if way == "replicas" and name == "zero 2":
@@ -312,7 +313,7 @@ def test_modules_end_as_in_one_process(rank, alone, way, name):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(("saved_on", "kind", "resumed_on"), RESUMED)
+@pytest.mark.parametrize(("saved_on", "kind", "resumed_on"), fast(RESUMED, *RESUMED[:2]))
 def test_checkpoints_are_taken_up_on_other_nodes(rank, alone, saved_on, kind, resumed_on, tmp_path):
     save(rank, saved_on, kind, tmp_path)
     assert_same(resume(rank, resumed_on, kind, tmp_path), alone["fp32"])
