@@ -23,6 +23,7 @@ from tests.support.fits import Manual, Sgd, fitted, numbers, two_optimizers
 from tests.support.models import Block, Net, init_gloo
 from tests.support.modules import full_parameters, loader, token_batches, trainer, warned
 from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
 
 BATCHES = [token_batches([5, 9, 4, 7, 6], seed=rank) for rank in range(2)]
 
@@ -302,8 +303,25 @@ def one_device(name):
     return trained(name, [torch.cat(pair) for pair in zip(*BATCHES, strict=True)], 1)
 
 
+#: Of every kind of style at least one.
+USUAL = [
+    "scheduler by step",
+    "scheduler on a plateau",
+    "accumulation that changes",
+    "sanity check",
+    "clipping by norm",
+]
+USUAL += [
+    "optimizers in turns",
+    "made in __init__, sharded by hand",
+    "looks and skips",
+    "holds back",
+    "unfreezes",
+]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", fast(STYLES, *USUAL))
 def test_as_plain_lightning_on_one_device(rank, name, one_device):
     parameters, course, values = one_device
     start = full_parameters(STYLES[name][0]())

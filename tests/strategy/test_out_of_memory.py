@@ -78,8 +78,10 @@ def assert_steps(module: Short, told: list[Any], left_out: dict[int, int] | None
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("returns", "strategy"),
-    [("mean", {"deterministic": True}), ("items", {"keep_gathered": "1GiB"})],
-    ids=["mean", "items"],
+    [
+        pytest.param("mean", {"deterministic": True}, id="mean"),
+        pytest.param("items", {"keep_gathered": "1GiB"}, id="items", marks=pytest.mark.slow),
+    ],
 )
 def test_every_unit_in_both_passes_of_every_microbatch(rank, returns, strategy):
     module, said = run(rank, TABLE, returns=returns, **strategy)

@@ -47,7 +47,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", fast(CASES, "planned", "own sharding", "collectives"))
 @on_ranks(4)
 def test_groups_train_as_one_process(rank, case):
     trains_as_one_process(4, **CASES[case])

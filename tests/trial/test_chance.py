@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_odc.trial.arithmetic import WithoutChance
 from lightning_odc.trial.chance import CALM, CONSTANTS, DROPOUTS, POOLING, RECURRENT
+from tests.support.tiers import fast
 
 KNOWN = {*CALM, *CONSTANTS, *DROPOUTS, *POOLING, *RECURRENT}
 
@@ -167,7 +168,7 @@ def recurrent(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("wide", fast([True, False], True))
 def test_a_sample_draws_the_same_alone_and_among_others(name, wide):
     x = rows(4)
     torch.manual_seed(1)
