@@ -23,6 +23,7 @@ from lightning_odc.sharding.untrusted import reads_weights_only, refuse_code
 from lightning_odc.sharding.wrapping import WrapPolicy, mesh_for, shard_model
 from lightning_odc.strategy import options
 from lightning_odc.strategy.attaching import AttachingStrategy
+from lightning_odc.strategy.equal_counts import EqualCounts
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import fork_launcher
 
@@ -37,8 +38,9 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
     the mean over the items of all ranks.
 
     Args:
-        communication: ``"on_demand"``, or ``"collective"``, the same sharding over stock collectives, which needs equal
-            numbers of microbatches.
+        communication: ``"auto"`` communicates on demand where that can run and has proven itself, and else by
+            collectives, with a warning that says why. ``"on_demand"`` insists. ``"collective"`` is the same sharding
+            over stock collectives, where every rank must run equally many microbatches.
         auto_wrap_policy: The modules that become units; by default the model's repeated blocks.
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
@@ -53,10 +55,16 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         ValueError: An invalid value.
     """
 
+    _counts: EqualCounts | None = None
+    _equal_counts = (
+        "Your loop must then run equally many microbatches on every rank, which `plan_minibatch(..., "
+        'policy="lb_micro")` and `BalancedDataLoader(..., policy="lb_micro")` plan.'
+    )
+
     def __init__(
         self,
         *,
-        communication: Literal["on_demand", "collective"] = "on_demand",
+        communication: Literal["auto", "on_demand", "collective"] = "auto",
         auto_wrap_policy: WrapPolicy | None = None,
         deterministic: bool = False,
         accumulator_dtype: FloatDtype | None = None,
@@ -123,7 +131,11 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             )
         with self._names.recorded(module):
             self.model = super().setup_module(module)
-        self._attach(self.model)
+        attached = self._attach(self.model)
+        if self.communication == "collective" and self.world_size > 1:
+            assert self._roll_call is not None
+            self._counts = EqualCounts(self.model, self._roll_call, self.timeout)
+            attached.engine.exchange("counts of an earlier model are overwritten", None)
         return self.model
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -150,7 +162,10 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         """Release what the engine holds; all ranks together, after the last use of the model. Idempotent."""
         self._on_teardown.close()
         attached = self._attached
+        if self._counts is not None:
+            self._counts.close()
         self._attached = None
+        self._counts = None
         self.model = None
         if attached is not None:
             attached.close()
@@ -179,6 +194,8 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
 
     def settle_gradients(self) -> None:
         """Complete the gradients in ``.grad``, all ranks together. Clipping and the optimizer step do it themselves."""
+        if self._counts is not None and not self.engine.settled:
+            self._counts.settle()
         self.attached.settle()
 
     def optimizer_step(

@@ -36,6 +36,8 @@ class AttachingStrategy:
     _attached: Attached | None = None
     _on_teardown: ExitStack
     _roll_call: RollCall | None = None
+    #: What collectives ask of those who write the loop.
+    _equal_counts = "Every rank then runs equally many microbatches, and balanced plans are made so."
 
     @property
     def communication(self) -> str:
@@ -107,15 +109,16 @@ class AttachingStrategy:
         return self._attached
 
     def _go_without(self, error: Exception) -> None:
-        """Let collectives do the work from now on, or raise, if the user insists or nodes need more than that."""
-        if self.options.communication != "auto" or self._groups.layout is not None:
+        """Let collectives do the work from now on, or raise, if the user insists."""
+        if self.options.communication != "auto":
             raise error
         self._groups.communication = "collective"
+        name = type(self).__name__
+        reason = str(error).replace("ODCStrategy(", f"{name}(")
         rank_zero_warn(
-            "ODCStrategy trains with collectives, since on-demand communication cannot run here. Every rank then runs "
-            f"equally many microbatches, and balanced plans are made so.\n{error}\n"
-            'ODCStrategy(communication="on_demand") makes this an error, and communication="collective" does without '
-            "this warning."
+            f"{name} trains with collectives, since on-demand communication cannot run here. {self._equal_counts}\n"
+            f'{reason}\n{name}(communication="on_demand") makes this an error, and communication="collective" does '
+            "without this warning."
         )
 
     @property

@@ -28,8 +28,8 @@ class RollCall:
 
     def __init__(self) -> None:
         self._store = _compat.default_store()
-        self._rank = dist.get_rank()
-        self._others = [rank for rank in range(dist.get_world_size()) if rank != self._rank]
+        self.rank = dist.get_rank()
+        self.others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
         self._say("")
 
     def fail(self, error: BaseException) -> None:
@@ -55,7 +55,7 @@ class RollCall:
     def trouble(self) -> str:
         """Which rank has failed or ended first, and how; empty if none has."""
         followed = ""
-        for rank in self._others:
+        for rank in self.others:
             try:
                 boot, pid, told = json.loads(self._store.get(f"odc/ranks/{rank}"))
             except dist.DistError:
@@ -73,4 +73,4 @@ class RollCall:
         return followed
 
     def _say(self, error: str) -> None:
-        self._store.set(f"odc/ranks/{self._rank}", json.dumps([boot_id(), os.getpid(), error]))
+        self._store.set(f"odc/ranks/{self.rank}", json.dumps([boot_id(), os.getpid(), error]))
