@@ -64,6 +64,10 @@ class AttachingStrategy:
         self._on_teardown.enter_context(part_of_the_cores(device_type, strategy.num_processes))
         with store_on_loopback(strategy), gloo_checked(strategy, self.timeout):
             yield
+        try:
+            self._groups.check_rows()
+        except ValueError as error:
+            self._go_without(error)
         self._groups.form(device_type)
         self._roll_call = RollCall()
 
@@ -79,6 +83,8 @@ class AttachingStrategy:
         try:
             attached.engine.attach(model, gradients=gradients)
         except WindowError as error:  # on all ranks
+            if replicas is not None:
+                raise  # it is sharded within nodes now, and collectives need a mesh of two dimensions
             given = self.mixed_precision_policy
             self._go_without(error)
             attached.engine.close()
