@@ -23,7 +23,6 @@ from lightning_odc.sharding.untrusted import reads_weights_only, refuse_code
 from lightning_odc.sharding.wrapping import WrapPolicy, mesh_for, shard_model
 from lightning_odc.strategy import options
 from lightning_odc.strategy.attaching import AttachingStrategy
-from lightning_odc.strategy.equal_counts import EqualCounts
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import fork_launcher
 
@@ -55,7 +54,6 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         ValueError: An invalid value.
     """
 
-    _counts: EqualCounts | None = None
     _equal_counts = (
         "Your loop must then run equally many microbatches on every rank, which `plan_minibatch(..., "
         'policy="lb_micro")` and `BalancedDataLoader(..., policy="lb_micro")` plan.'
@@ -131,11 +129,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             )
         with self._names.recorded(module):
             self.model = super().setup_module(module)
-        attached = self._attach(self.model)
-        if self.communication == "collective" and self.world_size > 1:
-            assert self._roll_call is not None
-            self._counts = EqualCounts(self.model, self._roll_call, self.timeout)
-            attached.engine.exchange("counts of an earlier model are overwritten", None)
+        self._attach(self.model).compare_counts(self.timeout)
         return self.model
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -162,10 +156,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         """Release what the engine holds; all ranks together, after the last use of the model. Idempotent."""
         self._on_teardown.close()
         attached = self._attached
-        if self._counts is not None:
-            self._counts.close()
         self._attached = None
-        self._counts = None
         self.model = None
         if attached is not None:
             attached.close()
@@ -194,8 +185,6 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
 
     def settle_gradients(self) -> None:
         """Complete the gradients in ``.grad``, all ranks together. Clipping and the optimizer step do it themselves."""
-        if self._counts is not None and not self.engine.settled:
-            self._counts.settle()
         self.attached.settle()
 
     def optimizer_step(

@@ -16,6 +16,7 @@ from lightning_odc import _compat
 from lightning_odc.attached import Attached
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import fsdp_modules
+from lightning_odc.engine.roll_call import RollCall
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WindowError
@@ -23,7 +24,6 @@ from lightning_odc.sharding.engines import make_engine
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.options import Options
-from lightning_odc.strategy.roll_call import RollCall
 from lightning_odc.strategy.starting import gloo_checked, part_of_the_cores, store_on_loopback
 
 
@@ -59,7 +59,7 @@ class AttachingStrategy:
         if self.communication != "collective":
             try:
                 check_device(device_type, type(self).__name__)
-            except ValueError as error:
+            except WindowError as error:
                 self._go_without(error)
         self._on_teardown.enter_context(part_of_the_cores(device_type, strategy.num_processes))
         with store_on_loopback(strategy), gloo_checked(strategy, self.timeout):

@@ -7,11 +7,12 @@ import time
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from lightning_odc import _compat
+from lightning_odc.engine.roll_call import RollCall
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
-from lightning_odc.strategy.roll_call import RollCall
 
 _LOOK_EVERY = 0.005  # seconds
 _KEY = "odc/place/"
@@ -24,13 +25,15 @@ class EqualCounts:
     another optimizer step into this one of the others, often without an error.
     """
 
-    def __init__(self, model: nn.Module, roll_call: RollCall, timeout: timedelta) -> None:
-        self._roll_call = roll_call
+    def __init__(self, model: nn.Module, timeout: timedelta) -> None:
+        """All ranks together."""
+        self._roll_call = RollCall()
         self._timeout = timeout
         self._store = _compat.default_store()
         # The optimizer step, its forward passes so far, and whether it ends. Later places are larger.
         self._place = [0, 0, False]
         self._say()
+        dist.barrier()  # no rank reads what another one has left of an earlier model
         self._hook = model.register_forward_pre_hook(self._begin, prepend=True)
 
     def close(self) -> None:
@@ -65,9 +68,9 @@ class EqualCounts:
                 time.sleep(_LOOK_EVERY)
             if place[0] == step and place > self._place:
                 raise DisagreementError(
-                    f"Rank {self._roll_call.rank} runs {count} microbatches in optimizer step {step}, and rank {rank} "
-                    f"at least {place[1]}. Collectives need equally many on every rank, which `plan_minibatch(..., "
-                    'policy="lb_micro")` and `BalancedDataLoader(..., policy="lb_micro")` plan.'
+                    f"In optimizer step {step}, rank {self._roll_call.rank} runs fewer microbatches ({count}) than "
+                    f"rank {rank} (at least {place[1]}). Collectives need equally many on every rank, which "
+                    '`plan_minibatch(..., policy="lb_micro")` and `BalancedDataLoader(..., policy="lb_micro")` plan.'
                 )
         self._place = [step + 1, 0, False]
 
