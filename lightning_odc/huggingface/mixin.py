@@ -174,10 +174,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         total = torch.zeros((), device=self.args.device)
         tasks = [self._plans.task_of(microbatch) for microbatch in inputs]
         with loss_trial.apart(self, lambda value: value):
-            audits = (
-                self._audit is not None and self._communication == "on_demand"
-            )  # each rank its own samples
-            if audits and self.accelerator.sync_gradients and self._audit.is_due():
+            if self._audit is not None and self.accelerator.sync_gradients and self._audit.is_due():
                 self.odc.engine.note = self._audit.of(tasks, lambda batch: batch, self._try_rule)
             for task in tasks:
                 if task.weight:  # a mean over nothing is not a number
