@@ -81,7 +81,9 @@ class Phases(pl.Callback):
             setattr(self, name, lambda *_, name=name, **__: self.times.setdefault(name, time.monotonic()))
 
 
-def fit(_: int, world_size: int, width: int, layers: int) -> tuple[int, list[float]]:
+def fit(
+    _: int, world_size: int, width: int, layers: int, texts: int, precision: Any
+) -> tuple[int, list[float]]:
     """Parameters, and the seconds of every phase."""
     phases = Phases()
     module = Large(width, layers)
@@ -91,11 +93,12 @@ def fit(_: int, world_size: int, width: int, layers: int) -> tuple[int, list[flo
         devices=world_size,
         max_steps=1,
         callbacks=[phases],
+        precision=precision,
         **QUIET,
     )
     begin = time.monotonic()
-    data = Made(64, lambda tokens: {"input_ids": tokens})
-    trainer.fit(module, DataLoader(data, 8, collate_fn=pad))
+    data = Made(texts, lambda tokens: {"input_ids": tokens})
+    trainer.fit(module, DataLoader(data, texts // 8, collate_fn=pad))
     times = [begin, *(phases.times[name] for name in PHASES)]
     count = sum(parameter.numel() for parameter in module.parameters())
     return count, [after - before for before, after in pairwise(times)]
@@ -131,13 +134,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, metavar="N", default=1_000_000, help="to look at")
     parser.add_argument("--width", type=int, metavar="N", default=128, help="width of the model")
     parser.add_argument("--layers", type=int, metavar="N", default=6, help="its layers")
+    parser.add_argument("--texts", type=int, metavar="N", default=64, help="of the fit; a step has a quarter")
+    parser.add_argument("--precision", default="32-true", help="of the fit, such as bf16-true")
     given = parser.parse_args(arguments)
     rows = []
     for package in ("lightning.pytorch", "lightning.pytorch, lightning_odc"):
         begin = time.monotonic()
         subprocess.run([sys.executable, "-c", f"import {package}"], check=True)
         rows.append([f"`import {package}`", f"{time.monotonic() - begin:.2f}"])
-    (count, seconds), *_ = run_ranks(fit, RANKS, given.width, given.layers)
+    (count, seconds), *_ = run_ranks(fit, RANKS, given.width, given.layers, given.texts, given.precision)
     rows += [[text, f"{taken:.2f}"] for text, taken in zip(PHASES.values(), seconds, strict=True)]
     print(f"{count / 1e6:,.1f} million parameters, rank 0 of {RANKS}\n")
     print(markdown(["phase", "s"], rows))

@@ -9,7 +9,9 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
+from typing import Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,12 +22,14 @@ from lightning_odc import _compat
 from lightning_odc.arguments import checked
 from lightning_odc.engine.advice import refuse_optimizers, text_of
 from lightning_odc.engine.base import Engine, WeightKind, total_weight
+from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.engine.comm import GatherComm, fsdp_modules
+from lightning_odc.engine.equal_counts import EqualCounts
 from lightning_odc.engine.peers import FOLLOWED
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
-from lightning_odc.errors import ODCError, PeerFailedError
+from lightning_odc.errors import ODCError, PeerFailedError, WindowError
 from lightning_odc.sharding.engines import (
     DEFAULT_TIMEOUT,
     HANG_REPORT_AFTER,
@@ -42,6 +46,7 @@ from lightning_odc.sharding.stepping import by_lists, clip
 def attach(
     model: nn.Module,
     *,
+    communication: Literal["on_demand", "collective"] = "on_demand",
     keep_gathered: MemorySize = "auto",
     deterministic: bool = False,
     accumulator_dtype: FloatDtype | None = None,
@@ -60,6 +65,8 @@ def attach(
 
     Args:
         model: The root module; ``fully_shard`` was called on it and on its blocks.
+        communication: ``"on_demand"``, or ``"collective"``: the same loop over the collectives of ``fully_shard``,
+            where every rank must run equally many microbatches.
         keep_gathered: The memory per rank for what then moves once per optimizer step, as in `ODCStrategy`.
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
@@ -68,24 +75,37 @@ def attach(
     Raises:
         ValueError: The model is not sharded, over other ranks than those of the job, or attached already.
         TypeError: The model is sharded with ``FullyShardedDataParallel``.
+        WindowError: On-demand communication cannot run here, or has not proven itself; on all ranks.
     """
     _check_sharded(model)
     mesh, groups = meshes_of(model)
     sample_group = None
     if groups is not None:
         sample_group = SampleGroup(groups, timeout)
-    place = place_on(mesh, sample_group)
-    check_device(place.device.type, "attach")
+    place = place_on(mesh, sample_group, communication)
     engine = make_engine(
         place,
+        communication=communication,
         keep_gathered=keep_gathered,
         deterministic=deterministic,
         accumulator_dtype=accumulator_dtype,
         timeout=timeout,
         hang_report=HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank),
     )
-    engine.attach(model)
-    return Attached(model, engine, sample_group)
+    try:
+        if communication == "on_demand":
+            check_device(place.device.type)
+        engine.attach(model)
+    except WindowError as error:  # on all ranks
+        engine.close()
+        reason = str(error).replace("ODCStrategy(", "attach(model, ")
+        raise WindowError(
+            f"On-demand communication cannot run here: {reason}\nIf your loop runs equally many microbatches on every "
+            'rank, write attach(model, communication="collective").'
+        ) from None
+    attached = Attached(model, engine, sample_group)
+    attached.compare_counts(timeout)
+    return attached
 
 
 def _check_sharded(model: nn.Module) -> None:
@@ -124,6 +144,7 @@ class Attached:
         self.sample_group = sample_group  # the ranks that compute the samples of this rank together with it
         self._ran = 0  # backward passes since the last optimizer step
         self._divisor = 1.0  # of the gradients that were settled last
+        self._counts: EqualCounts | None = None
         self._closed = False
         self._has_failed = False
         self._sharded = fsdp_modules(model)
@@ -137,6 +158,11 @@ class Attached:
         if error is not None:
             self.fail(error)
         self.close()
+
+    def compare_counts(self, timeout: timedelta) -> None:
+        """From now on, compare how many microbatches ranks run, if collectives pair them up. All ranks together."""
+        if isinstance(self.engine, CollectiveEngine) and self.engine.world_size > 1:
+            self._counts = EqualCounts(self.model, timeout)
 
     @contextmanager
     def backward(self, weight: float | Tensor | None = None, *, more: bool = True) -> Iterator[None]:
@@ -183,6 +209,8 @@ class Attached:
                 "    with odc.backward(weight=n):  # the loss is a sum over n items; or without a weight\n"
                 "        loss.backward()"
             )
+        if self._counts is not None:
+            self._counts.settle()
         self.engine.ledger.is_idle = not self._ran
         if self.sample_group is not None:
             weight = float(self.engine.ledger.weight)
@@ -206,7 +234,8 @@ class Attached:
 
         Raises:
             ValueError: an optimizer cannot work on shards.
-            DisagreementError: the ranks are at different places of their loops.
+            DisagreementError: the ranks are at different places of their loops, or run unequal numbers of microbatches
+                under ``communication="collective"``.
             PeerFailedError: another rank has failed or died.
             WaitTimeoutError: another rank did not come.
         """
@@ -272,6 +301,8 @@ class Attached:
         if self._closed:
             return
         self._closed = True
+        if self._counts is not None:
+            self._counts.close()
         try:
             # Without this, a rank that leaves early can abort the others' process group.
             if not self._has_failed:

@@ -37,8 +37,9 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
     the mean over the items of all ranks.
 
     Args:
-        communication: ``"on_demand"``, or ``"collective"``, the same sharding over stock collectives, which needs equal
-            numbers of microbatches.
+        communication: ``"auto"`` communicates on demand where that can run and has proven itself, and else by
+            collectives, with a warning that says why. ``"on_demand"`` insists. ``"collective"`` is the same sharding
+            over stock collectives, where every rank must run equally many microbatches.
         auto_wrap_policy: The modules that become units; by default the model's repeated blocks.
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
@@ -53,10 +54,15 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         ValueError: An invalid value.
     """
 
+    _equal_counts = (
+        "Your loop must then run equally many microbatches on every rank, which `plan_minibatch(..., "
+        'policy="lb_micro")` and `BalancedDataLoader(..., policy="lb_micro")` plan.'
+    )
+
     def __init__(
         self,
         *,
-        communication: Literal["on_demand", "collective"] = "on_demand",
+        communication: Literal["auto", "on_demand", "collective"] = "auto",
         auto_wrap_policy: WrapPolicy | None = None,
         deterministic: bool = False,
         accumulator_dtype: FloatDtype | None = None,
@@ -123,7 +129,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             )
         with self._names.recorded(module):
             self.model = super().setup_module(module)
-        self._attach(self.model)
+        self._attach(self.model).compare_counts(self.timeout)
         return self.model
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

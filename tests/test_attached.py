@@ -32,9 +32,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from transformers import AutoModelForCausalLM
 
 from lightning_odc import attach
-from lightning_odc.errors import ODCError, StaleShardError
+from lightning_odc.errors import ODCError, StaleShardError, WindowError
 from lightning_odc.pretrained import save_pretrained
 from tests.docs.blocks import ROOT, fragments
+from tests.strategy.test_falling_back import REFUSED
 from tests.strategy.test_models import CausalLM, causal_lm
 from tests.support import fits
 from tests.support.fits import are_equal, assert_same, doing
@@ -116,6 +117,48 @@ def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip):
 @on_ranks(4)
 def test_the_gradient_in_a_fixed_order_of_sums(rank):
     check_training(rank, (0, 0, 2, 3), 0.1, deterministic=True)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["memory", "proof"])
+def test_where_it_cannot_run_every_rank_reads_the_line_that_trains_by_collectives(rank, case):
+    refuses, says = REFUSED[case]
+    init_gloo(rank)
+    model = sharded(new_model())
+    with refuses(rank), pytest.raises(WindowError) as caught:
+        attach(model)
+    text = str(caught.value)
+    assert of_all_ranks(text) == [text] * 2
+    assert says in text
+    assert text.endswith(
+        "If your loop runs equally many microbatches on every rank, write "
+        'attach(model, communication="collective").'
+    )
+    assert "ODCStrategy(" not in text
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with attach(model, communication="collective") as odc:
+        for batches in step_by_step():
+            for batch in batches[2 * rank : 2 * rank + 2]:
+                loss = summed_loss(model, batch)
+                with odc.backward(weight=batch.numel() - 1):
+                    loss.backward()
+            odc.step(optimizer, max_norm=0.1)
+            optimizer.zero_grad()
+    parameters = fits.one_process(TokenModule("items", lr=0.01), [b[:4] for b in step_by_step()], 0.1)
+    expected = {name.removeprefix("net."): value for name, value in parameters.items()}
+    assert_same(full_parameters(model), expected)
+
+
+def _unlike(rank: int) -> None:
+    init_gloo(rank)
+    train(rank, (4, 1), communication="collective")
+
+
+def test_unequal_numbers_under_collectives_are_an_error():
+    more, fewer = try_ranks(_unlike)
+    assert "In optimizer step 0, rank 1 runs fewer microbatches (1) than rank 0 (at least 2)." in fewer.error
+    assert more.error
+    assert more.exitcode == fewer.exitcode == 1
 
 
 @on_ranks(2)

@@ -15,12 +15,14 @@ from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 import lightning_odc  # noqa: F401 - registers the name
-from lightning_odc.errors import DisagreementError
+from lightning_odc.engine.collective import CollectiveEngine
+from lightning_odc.errors import DisagreementError, WindowError
 from lightning_odc.fabric import ODCFabricStrategy
+from tests.strategy.test_falling_back import REFUSED, no_room
 from tests.strategy.test_models import answers, causal_lm, counted
 from tests.support.fits import LR, assert_same, one_process, steps_of
 from tests.support.models import Net, full_parameters, summed_loss
-from tests.support.modules import TokenModule
+from tests.support.modules import TokenModule, warned
 from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
 
 
@@ -193,6 +195,63 @@ def test_ranks_that_count_differently_are_told():
     for outcome in try_ranks(_disagree):
         assert DisagreementError.__name__ in outcome.error
         assert outcome.exitcode == 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_run_on_demand_trains_by_collectives_to_the_parameters_of_one_process(rank, case):
+    refuses, says = REFUSED[case]
+    with refuses(rank), warned() as messages:
+        fabric = make()
+        model, optimizer = fabric.setup(*new_model())
+    assert isinstance(fabric.strategy.engine, CollectiveEngine)
+    for step in range(3):
+        run_step(fabric, model, optimizer, own(rank, (3, 3), step), 0.1)
+    assert of_all_ranks(fabric.strategy.communication) == ["collective"] * 2
+    found = {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
+    fabric.strategy.teardown()
+    assert_same(found, reference(0.1))
+    told = [message for message in messages if "trains with collectives" in message]
+    assert len(told) == (rank == 0)
+    for message in told:
+        assert says in message
+        assert (
+            'equally many microbatches on every rank, which `plan_minibatch(..., policy="lb_micro")`'
+            in message
+        )
+        assert 'ODCFabricStrategy(communication="on_demand") makes this an error' in message
+        assert "ODCStrategy(" not in message
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", ["memory", "device"])
+def test_who_insists_gets_an_error_on_every_rank(rank, case):
+    refuses, says = REFUSED[case]
+    with refuses(rank), pytest.raises(WindowError) as caught:
+        make(ODCFabricStrategy(communication="on_demand")).setup(*new_model())
+    assert says in str(caught.value)
+
+
+def _unlike(rank: int, weighted: bool) -> None:
+    with no_room(rank):
+        fabric = make()
+        model, optimizer = fabric.setup(*new_model())
+    run_step(fabric, model, optimizer, own(rank, (3, 3), 0))
+    for step in (1, 2):
+        for batch in own(rank, (4, 2), step):
+            fabric.backward(summed_loss(model, batch), **({"num_items": 4} if weighted else {}))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_unequal_numbers_under_collectives_are_an_error_and_no_wrong_sum(weighted):
+    """Without weights, gloo would pair the third microbatch of rank 0 with the next step of rank 1."""
+    more, fewer = try_ranks(_unlike, weighted)
+    assert "In optimizer step 1, rank 1 runs fewer microbatches (2) than rank 0 (at least 3)." in fewer.error
+    assert 'policy="lb_micro"' in fewer.error
+    assert more.error
+    assert more.exitcode == fewer.exitcode == 1
 
 
 @on_ranks(2)

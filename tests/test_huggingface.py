@@ -28,7 +28,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from transformers.distributed import DistributedConfig
 
 from lightning_odc import attach
+from lightning_odc.errors import WindowError
 from lightning_odc.huggingface import ODCTrainerMixin
+from tests.strategy.test_falling_back import REFUSED, no_room
 from tests.strategy.test_models import causal_lm
 from tests.strategy.test_parity import assert_same
 from tests.support.models import full_parameters
@@ -60,13 +62,13 @@ def new_model() -> Any:
     return causal_lm()
 
 
-def one_process() -> tuple[dict[str, Tensor], list[float], list[float]]:
+def one_process(count: int = len(LENGTHS)) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Parameters, norms and losses of plain torch, with all samples of a step in one batch."""
     model, norms, losses = new_model(), [], []
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for _ in range(EPOCHS):
-        for first in range(0, len(LENGTHS), 8):
-            batch = padded(samples()[first : first + 8])
+        for first in range(0, count, 8):
+            batch = padded(samples()[:count][first : first + 8])
             loss = model(**batch).loss
             loss.backward()
             losses.append(loss.item())
@@ -167,6 +169,44 @@ def test_uneven_microbatches_end_in_the_parameters_of_one_process(rank, tmp_path
     assert made.counts[::2] == [0] * 4  # of two accumulated batches, the last has all microbatches
     first, second = of_all_ranks(made.counts)
     assert first != second
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("case", "count"), [("memory", 16), ("proof", 9)])
+def test_what_cannot_run_on_demand_trains_by_collectives_to_the_parameters_of_one_process(
+    rank, case, count, tmp_path
+):
+    """Of nine samples, the last step has one: the other rank goes along with a microbatch that counts nothing."""
+    parameters, norms, losses = one_process(count)
+    refuses, says = REFUSED[case]
+    made = balanced(str(tmp_path), train_sampling_strategy="sequential")
+    made.train_dataset = samples()[:count]
+    said = io.StringIO()
+    with refuses(rank), warned() as messages, contextlib.redirect_stdout(said):
+        made.train()
+    logged = [row for row in made.state.log_history if "loss" in row]
+    assert_same(full_parameters(made.model), parameters)
+    assert [row["grad_norm"] for row in logged] == pytest.approx(norms, rel=1e-5)
+    assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
+    first, second = of_all_ranks(made.counts)
+    assert first == second
+    assert max(first) > 1
+    told = [message for message in messages if "Balanced trains with collectives" in message]
+    assert len(told) == (rank == 0)
+    for message in told:
+        assert says in message
+        assert 'engine={"communication": "on_demand"} makes this an error' in message
+        assert "If your loop" not in message
+        assert 'policy "lb_micro"' in said.getvalue()
+        assert 'communication="collective".' in said.getvalue()
+    assert not any("idle/fraction" in row for row in made.state.log_history)
+
+
+@on_ranks(2)
+def test_who_insists_on_demand_gets_an_error_on_every_rank(rank, tmp_path):
+    made = balanced(str(tmp_path), engine={"communication": "on_demand"})
+    with no_room(rank), pytest.raises(WindowError, match="Rank 1 could not share memory"):
+        made.train()
 
 
 @on_ranks(2)

@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,8 @@ from lightning_odc.data.model_cost import ModelCost, cost_of_model
 from lightning_odc.data.plan import RunInfo
 from lightning_odc.data.reader import is_stream
 from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.engine.base import WeightKind
+from lightning_odc.errors import WindowError
 from lightning_odc.huggingface import loss_trial, sharding
 from lightning_odc.huggingface.plans import Plans, are_planned, loader_of
 from lightning_odc.trial.audit import Audit
@@ -48,7 +51,8 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
 
     Args:
         balance: Options of `BalancedDataLoader`, for example ``{"max_tokens": 8192}``.
-        engine: Options of `attach`, for example ``{"deterministic": True}``.
+        engine: Options of `attach`, for example ``{"deterministic": True}``. Without ``"communication"``, ranks that
+            cannot communicate on demand train with collectives, and equally many microbatches each. A warning says why.
 
     Attributes:
         odc: The attached model, during ``train``.
@@ -67,6 +71,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         self.odc: Attached | None = None
         self._balance = dict(balance or {})
         self._engine = dict(engine or {})
+        self._communication: str = self._engine.get("communication", "on_demand")
         self._until_trained = ExitStack()
         self._plans: Plans | None = None  # of the latest training data, if it can be planned
         self._audit: Audit | None = None  # of what microbatches count, if a trial has found it
@@ -174,6 +179,8 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             for task in tasks:
                 if task.weight:  # a mean over nothing is not a number
                     total += self._run(model, task.microbatch, task.weight)
+                elif self._communication == "collective":
+                    self._run_along(model, task.microbatch)
         if not self.accelerator.sync_gradients:
             return total  # nothing ran: all microbatches come with the last batch of an optimizer step
         total *= self.accelerator.num_processes / self.odc.settle()  # the mean over ranks is logged
@@ -195,6 +202,14 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
                 return factor * self._loss_of(model, batch, 1)
         finally:
             self.accelerator.backward = backward
+
+    def _run_along(self, model: nn.Module, batch: Any) -> None:
+        """Run a microbatch that counts nothing, since other ranks wait for its collectives."""
+        assert self.odc is not None
+        engine = self.odc.engine
+        engine.ledger.add(0.0, WeightKind.EXACT)
+        with engine.backward(manual=True, more=True, counts=False):
+            self._loss_of(model, batch, 1)
 
     def _loss_of(self, model: nn.Module, batch: Any, copies: int) -> Tensor:
         """What ``Trainer`` makes of the loss of a batch, in a step of so many equal batches on this rank."""
@@ -234,18 +249,43 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         # TRL's reference model is sharded, too, and runs in every microbatch.
         sharded: list[Any] = [value for value in vars(self).values() if isinstance(value, FSDPModule)]
         for model in dict.fromkeys(sharded):
-            attached = self._until_trained.enter_context(attach(model, **self._engine))
+            attached = self._until_trained.enter_context(self._attach(model))
             if model is self.model:
                 self.odc = attached
         if self._plans is not None:
+            balanced = self._plans.balanced
+            balanced.adapt(replace(balanced.info, meets=self._communication == "collective"))
             self._decide(self._plans)
             if self._plans.rule is not None:
                 tried = None if self._audit is None else self._audit.rule
-                self.accelerator.print(brief(self._plans.balanced, self._model_cost, tried), flush=True)
+                text = brief(balanced, self._model_cost, tried, self._communication)
+                self.accelerator.print(text, flush=True)
+            if self._communication == "collective":
+                self._audit = None  # in which each rank tries what it has, and others would wait
+
+    def _attach(self, model: nn.Module) -> Attached:
+        """Attach a model; by collectives, where it cannot communicate on demand. All ranks together."""
+        options = {"communication": self._communication, **self._engine}
+        try:
+            return attach(model, **options)
+        except WindowError as error:  # on all ranks
+            if "communication" in self._engine:
+                raise
+            if self.is_world_process_zero():
+                reason, _, _ = str(error).rpartition("\n")
+                warnings.warn(
+                    f"{type(self).__name__} trains with collectives, and every rank runs equally many microbatches. "
+                    f'{reason}\nengine={{"communication": "on_demand"}} makes this an error, and "collective" does '
+                    "without this warning.",
+                    stacklevel=2,
+                )
+        self._communication = "collective"
+        return self._attach(model)
 
     def _begin_epoch(self) -> None:
         assert self.odc is not None
-        self._epoch = Epoch(self.odc.engine)
+        if self._communication == "on_demand":  # collectives do not say how long they wait
+            self._epoch = Epoch(self.odc.engine)
 
     def _end_epoch(self) -> None:
         """Measure how long ranks have waited in it, and say so after the first one."""

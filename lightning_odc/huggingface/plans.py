@@ -79,7 +79,7 @@ class Plans:
         assert self.rule is not None
         assert planned.weight is not None
         task = self.balanced.counted(self._epoch, planned.indices, planned.batch, planned.weight)
-        if self.rule.counter is not None:
+        if self.rule.counter is not None and planned.weight:
             count = self.rule.counter.of(planned.batch)
             if count is not None:
                 return task._replace(weight=float(count))
@@ -107,7 +107,8 @@ class Plans:
             plan = self.balanced.plan(step, self._epoch)
             weighted = zip(plan.microbatches[self._rank], plan.weights[self._rank], strict=True)
             # Those without weight make counts equal.
-            yield [Planned(indices, None, weight) for indices, weight in weighted if weight]
+            meets = self.balanced.info.meets
+            yield [Planned(indices, None, weight) for indices, weight in weighted if weight or meets]
 
 
 class _Samples(Dataset[Any]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -142,9 +143,14 @@ def _make_spanning_engine(
     )
     column = ColumnGroup(layout, place.device, timedelta(seconds=stall))
     options |= {"layout": layout, "make_link": make_link, "group": column}
-    options["agree"] = (
-        single_process  # nodes that wait for each other's connections come to no answer together
-    )
+
+    def agree(reason: str) -> list[str]:
+        """Let all nodes come to one answer about the windows, with the node where they were refused."""
+        if reason:
+            reason = f"Node {layout.node} ({socket.gethostname()}): {reason}"
+        return rendezvous(reason)
+
+    options["agree"] = agree
     if place.replicas is None:
         return CopiesEngine(transport, rendezvous, **options)
     return HybridEngine(transport, rendezvous, **options)

@@ -53,7 +53,7 @@ def meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
     return mesh, next(iter(groups), None)
 
 
-def place_on(mesh: DeviceMesh, sample_group: SampleGroup | None) -> Place:
+def place_on(mesh: DeviceMesh, sample_group: SampleGroup | None, communication: str) -> Place:
     """Where this rank is, as ``torchrun`` and the mesh say it."""
     world_size = dist.get_world_size()
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -76,12 +76,17 @@ def place_on(mesh: DeviceMesh, sample_group: SampleGroup | None) -> Place:
             )
         return replace(place, data_parallel=mesh, sample_group=sample_group)
     if mesh.size() < world_size:
+        if communication == "collective":
+            raise ValueError(
+                f"The model is sharded over the ranks {mesh.mesh.tolist()}, and collectives would not sum over the "
+                "others. Shard it over all ranks, `fully_shard(block)`; or train it without `attach`."
+            )
         return _place_of_replica(place, mesh)
     if on_node == world_size:
         return place
     nodes = world_size // on_node
     layout = layout_of((nodes, on_node), nodes, world_size, place.rank)
-    check_rows(layout, replicates=False)
+    check_rows(layout, replicates=False, communication=communication)
     return replace(place, layout=layout)
 
 

@@ -16,6 +16,7 @@ from lightning_odc import _compat
 from lightning_odc.attached import Attached
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import fsdp_modules
+from lightning_odc.engine.roll_call import RollCall
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WindowError
@@ -23,7 +24,6 @@ from lightning_odc.sharding.engines import make_engine
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.options import Options
-from lightning_odc.strategy.roll_call import RollCall
 from lightning_odc.strategy.starting import gloo_checked, part_of_the_cores, store_on_loopback
 
 
@@ -36,6 +36,8 @@ class AttachingStrategy:
     _attached: Attached | None = None
     _on_teardown: ExitStack
     _roll_call: RollCall | None = None
+    #: What collectives ask of those who write the loop.
+    _equal_counts = "Every rank then runs equally many microbatches, and balanced plans are made so."
 
     @property
     def communication(self) -> str:
@@ -57,11 +59,15 @@ class AttachingStrategy:
         if self.communication != "collective":
             try:
                 check_device(device_type, type(self).__name__)
-            except ValueError as error:
+            except WindowError as error:
                 self._go_without(error)
         self._on_teardown.enter_context(part_of_the_cores(device_type, strategy.num_processes))
         with store_on_loopback(strategy), gloo_checked(strategy, self.timeout):
             yield
+        try:
+            self._groups.check_rows()
+        except ValueError as error:
+            self._go_without(error)
         self._groups.form(device_type)
         self._roll_call = RollCall()
 
@@ -77,6 +83,8 @@ class AttachingStrategy:
         try:
             attached.engine.attach(model, gradients=gradients)
         except WindowError as error:  # on all ranks
+            if replicas is not None:
+                raise  # it is sharded within nodes now, and collectives need a mesh of two dimensions
             given = self.mixed_precision_policy
             self._go_without(error)
             attached.engine.close()
@@ -107,15 +115,16 @@ class AttachingStrategy:
         return self._attached
 
     def _go_without(self, error: Exception) -> None:
-        """Let collectives do the work from now on, or raise, if the user insists or nodes need more than that."""
-        if self.options.communication != "auto" or self._groups.layout is not None:
+        """Let collectives do the work from now on, or raise, if the user insists."""
+        if self.options.communication != "auto":
             raise error
         self._groups.communication = "collective"
+        name = type(self).__name__
+        reason = str(error).replace("ODCStrategy(", f"{name}(")
         rank_zero_warn(
-            "ODCStrategy trains with collectives, since on-demand communication cannot run here. Every rank then runs "
-            f"equally many microbatches, and balanced plans are made so.\n{error}\n"
-            'ODCStrategy(communication="on_demand") makes this an error, and communication="collective" does without '
-            "this warning."
+            f"{name} trains with collectives, since on-demand communication cannot run here. {self._equal_counts}\n"
+            f'{reason}\n{name}(communication="on_demand") makes this an error, and communication="collective" does '
+            "without this warning."
         )
 
     @property

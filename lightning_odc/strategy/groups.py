@@ -87,11 +87,14 @@ class Groups:
             return None
         return layout
 
-    def form(self, device_type: str) -> None:
-        """Check the arrangement, and make the mesh of groups. All ranks together, when the process group is there."""
+    def check_rows(self) -> None:
+        """Refuse nodes on which there is nothing to read on demand."""
         layout = self.layout
         if layout is not None:
             check_rows(layout, self.replicates, self.communication)
+
+    def form(self, device_type: str) -> None:
+        """Check the arrangement, and make the mesh of groups. All ranks together, when the process group is there."""
         size = self._options.group_size
         if size == 1:
             return

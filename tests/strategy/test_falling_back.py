@@ -17,6 +17,7 @@ from lightning_odc import BalancedDataLoader, ODCStrategy, host_memory
 from lightning_odc.callbacks import DeviceIdleMonitor
 from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.errors import WindowError
 from lightning_odc.strategy import attaching
 from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
 from tests.support import groups
@@ -57,7 +58,7 @@ def wrong_byte(rank: int) -> Iterator[None]:
 @contextmanager
 def other_device(rank: int) -> Iterator[None]:
     """Devices of another kind, which are refused before the model is sharded."""
-    with patch.object(attaching, "check_device", side_effect=ValueError("not between mps devices")):
+    with patch.object(attaching, "check_device", side_effect=WindowError("not between mps devices")):
         yield
 
 

@@ -59,7 +59,7 @@ def test_a_rank_that_ends_where_no_engine_is_is_named_with_its_error(where, how)
 
 
 def _ends_on_another_host(rank: int, hosts: list[str]) -> None:
-    with patch("lightning_odc.strategy.roll_call.boot_id", lambda: hosts[rank]):
+    with patch("lightning_odc.engine.roll_call.boot_id", lambda: hosts[rank]):
         _ends(rank, "dies", "between two fits")
 
 

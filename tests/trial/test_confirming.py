@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.trial import run
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import try_loss
 from lightning_odc.trial.samples import groups_to_confirm
@@ -160,3 +161,20 @@ def test_random_numbers_that_change_nothing_are_not_named():
 
     assert Samples().tried(step)[0] == Verdict(LABELS)
     assert "numpy" not in Samples().tried(lambda batch: mean_of_labels(batch).square())[0].reason
+
+
+def test_a_trial_that_takes_more_than_a_moment_shows_a_progress_bar(monkeypatch):
+    """A model of a billion parameters takes minutes."""
+    shown = []
+
+    def bar(groups: Any, **options: Any) -> Any:
+        shown.append((len(groups), options))
+        return groups
+
+    monkeypatch.setattr(run, "tqdm", bar)
+    _, ran = Samples().tried(mean_of_labels)
+    assert sum(count for count, _ in shown) == ran
+    for _, options in shown:
+        assert options["desc"] == "Trial of the loss"
+        assert options["delay"] == 2
+        assert not options["disable"]

@@ -10,12 +10,13 @@ import torch
 from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.transports.cuda import CudaTransport, SymmetricDevice
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
+from lightning_odc.errors import WindowError
 
 
 def check_device(device_type: str, strategy: str = "ODCStrategy") -> None:
     """Refuse devices that have no windows."""
     if device_type not in ("cpu", "cuda"):
-        raise ValueError(
+        raise WindowError(
             f"On-demand communication works between CPU processes and between NVIDIA GPUs, not between {device_type} "
             f'devices. Use Trainer(strategy="odc", accelerator="cpu", devices=2), or '
             f'{strategy}(communication="collective").'

@@ -5,6 +5,7 @@ The link between nodes carries each byte once per minibatch. Tolerances: as in `
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -15,14 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_odc import Minibatch
 from lightning_odc.engine.hybrid.copies import CopiesProtocol
 from lightning_odc.engine.hybrid.spanning import Layout
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from notebooks.support.threads import ThreadHub
 from tests.strategy.test_parity import STEPS, assert_same, one_process, train
+from tests.support import fits
 from tests.support.interleaving import together
-from tests.support.models import Net
-from tests.support.modules import TokenModule, loader, trainer
+from tests.support.models import Net, full_parameters, token_batches
+from tests.support.modules import TokenModule, loader, trainer, warned
 from tests.support.nodes import as_nodes
 from tests.support.ranks import on_ranks
 
@@ -217,7 +220,17 @@ def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options)
 
 @on_ranks(2)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_nodes_of_one_rank_are_refused_with_the_ways_out(rank, strategy):
+def test_nodes_of_one_rank_train_by_collectives_or_are_refused_with_the_ways_out(rank, strategy):
     as_nodes(rank, 1)
-    with pytest.raises(ValueError, match=r'(?s)nodes of one rank.*="collective".*strategy="ddp"'):
-        trainer(1, num_nodes=2, sharding_strategy=strategy).fit(TokenModule(), loader([]))
+    options = {"num_nodes": 2, "sharding_strategy": strategy}
+    says = r'(?s)nodes of one rank.*="collective".*strategy="ddp"'
+    with pytest.raises(ValueError, match=says):
+        trainer(1, communication="on_demand", **options).fit(TokenModule(), loader([]))
+    module = TokenModule("items")
+    with warned() as messages:
+        t = trainer(1, **options)
+        t.fit(module, loader([Minibatch(token_batches([6], seed=rank))]))
+    assert t.strategy.communication == "collective"
+    assert len([message for message in messages if re.search(says, message)]) == (rank == 0)
+    batches = [*token_batches([6], seed=0), *token_batches([6], seed=1)]
+    fits.assert_same(full_parameters(module), fits.one_process(TokenModule("items"), [batches]))

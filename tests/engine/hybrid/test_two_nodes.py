@@ -7,6 +7,7 @@ test looks at the part that it is about.
 from __future__ import annotations
 
 import os
+import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_odc import Minibatch
+from lightning_odc.errors import WindowError
 from tests.strategy.test_balance import Padded, plain, reference
+from tests.strategy.test_falling_back import REFUSED, no_room
 from tests.strategy.test_parity import STEPS, minibatch
 from tests.support.fits import assert_same, before_step, doing, numbers, one_process
 from tests.support.models import Block, full_parameters, summed_loss, token_batches
@@ -356,6 +359,41 @@ def test_fp16_with_scaled_losses_that_are_clipped_by_hand(rank, alone):
     _assert_close(found, alone["by hand"])
     assert any((found[name] != value).any() for name, value in exact.items())
     assert_equal_on_all_ranks(found)
+
+
+# -- where on-demand communication cannot run -----------------------------------------------------------------
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_one_node_refuses_lets_all_nodes_train_by_collectives(rank, case, alone):
+    refuses, says = REFUSED[case]
+    module = doing(items(), on_train_end=look)
+    with refuses(rank), warned() as messages:
+        t = trainer_on(rank, "copies", gradient_clip_val=CLIP)
+        t.fit(module, shares(rank, "copies", counts=EVEN))
+    assert module.found["engine"] == "CollectiveEngine"
+    assert of_all_ranks(t.strategy.communication) == ["collective"] * 4
+    assert_same(module.found["parameters"], alone["norms of four"]["parameters"])
+    told = [message for message in messages if "trains with collectives" in message]
+    assert len(told) == (rank == 0)
+    for message in told:
+        assert says in message
+        assert case == "device" or f"Node 0 ({socket.gethostname()}): " in message
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("way", "options"), [("copies", {"communication": "on_demand"}), ("replicas", {})], ids=str
+)
+def test_the_ranks_of_all_nodes_get_the_same_error_if_it_must_run_on_demand(rank, way, options):
+    """Under hybrid sharding, the model is sharded for nodes that sum by the engine: collectives need another mesh."""
+    with no_room(rank), pytest.raises(WindowError) as caught:
+        trainer_on(rank, way, **options).fit(items(), shares(rank, way))
+    text = str(caught.value)
+    assert of_all_ranks(text) == [text] * 4
+    assert text.startswith(f"Node 0 ({socket.gethostname()}): Rank 1 could not share memory")
+    assert 'ODCStrategy(communication="collective")' in text
 
 
 # -- replicas -------------------------------------------------------------------------------------------------

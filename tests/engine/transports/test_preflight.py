@@ -129,7 +129,7 @@ def test_which_transport(monkeypatch):
     check_device("cpu")
     check_device("cuda")
     with pytest.raises(
-        ValueError, match=r'not between mps devices.*ODCFabricStrategy\(communication="collective"\)'
+        WindowError, match=r'not between mps devices.*ODCFabricStrategy\(communication="collective"\)'
     ):
         check_device("mps", "ODCFabricStrategy")
     gpus = [torch.device("cuda", index) for index in range(2)]

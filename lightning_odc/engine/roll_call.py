@@ -28,8 +28,8 @@ class RollCall:
 
     def __init__(self) -> None:
         self._store = _compat.default_store()
-        self._rank = dist.get_rank()
-        self._others = [rank for rank in range(dist.get_world_size()) if rank != self._rank]
+        self.rank = dist.get_rank()
+        self.others = [rank for rank in range(dist.get_world_size()) if rank != self.rank]
         self._say("")
 
     def fail(self, error: BaseException) -> None:
@@ -44,7 +44,7 @@ class RollCall:
             deadline = time.monotonic() + _PATIENCE
             while not trouble and time.monotonic() < deadline:
                 time.sleep(_LOOK_EVERY)
-                trouble, unseen = self._look()
+                trouble, unseen = self.look()
         told = "".join(traceback.format_exception(error))
         if trouble or unseen:
             error.add_note(f"{_FOLLOWED} {unseen or trouble}")
@@ -54,11 +54,11 @@ class RollCall:
         with suppress(dist.DistError):  # it has ended with rank 0, which has told nothing either
             self._say(told)
 
-    def _look(self) -> tuple[str, str]:
+    def look(self) -> tuple[str, str]:
         """Which rank has failed or ended first, and how; if that is unknown, which ones of other hosts may have."""
         followed = ""
         unseen = []
-        for rank in self._others:
+        for rank in self.others:
             try:
                 boot, pid, told = json.loads(self._store.get(f"odc/ranks/{rank}"))
             except dist.DistError:
@@ -80,4 +80,4 @@ class RollCall:
         return followed, f"One of the ranks {unseen}, which are on other hosts, {ended}."
 
     def _say(self, error: str) -> None:
-        self._store.set(f"odc/ranks/{self._rank}", json.dumps([boot_id(), os.getpid(), error]))
+        self._store.set(f"odc/ranks/{self.rank}", json.dumps([boot_id(), os.getpid(), error]))
