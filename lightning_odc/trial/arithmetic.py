@@ -11,6 +11,7 @@ in a kernel of the user's, the step runs in its own arithmetic.
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -45,7 +46,8 @@ class WithoutChance(TorchFunctionMode):
     def __init__(self, wide: bool, shakes: bool = False) -> None:
         super().__init__()
         self._wide = wide  # compute in float64 what parameters and batches take part in
-        self._shakes = shakes  # change trained parameters a little
+        self._shakes = shakes  # change trained parameters a little, each in another way
+        self._shaken: dict[nn.Parameter, int] = {}  # in the order in which they were met
         self._draws = 0  # since a batch was entered
 
     def entered(self, batch: Any) -> Any:
@@ -106,7 +108,10 @@ class WithoutChance(TorchFunctionMode):
                 return value
             wide = value.double()
             if self._shakes and isinstance(value, nn.Parameter) and value.requires_grad:
-                wide = wide + torch.linspace(-0.1, 0.1, wide.numel()).to(wide).view_as(wide)
+                # A copy of a trained parameter may be trained, too, and then both must not stay equal.
+                place = self._shaken.setdefault(value, len(self._shaken))
+                end = 0.1 * math.cos(place)
+                wide = wide + torch.linspace(-end, end, wide.numel()).to(wide).view_as(wide)
             return wide
         if isinstance(value, torch.dtype):
             return torch.float64 if value in _NARROW else value

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_odc.data.weighting import LabelCounter, Rule
@@ -122,6 +122,19 @@ def test_a_usual_rule_gives_way_to_one_that_explains_more():
     data.y[-1] = 3
     data.hidden[-1] = True
     assert data.tried(not_hidden)[0].rule == NOT_THREE
+
+
+def test_a_trained_weight_and_its_trained_copy_do_not_stay_equal():
+    """As the reference adapter that TRL copies: at first, the losses of all samples are equal."""
+    weight = nn.Parameter(torch.ones(2))
+    reference = nn.Parameter(torch.ones(2))
+
+    def step(batch: Any) -> Tensor:
+        margins = [(batch["x"] * parameter[0]).sum(1) for parameter in (weight, reference)]
+        return -nn.functional.logsigmoid(margins[0] - margins[1]).mean()
+
+    verdict, _ = Samples().tried(step)
+    assert verdict == Verdict(Rule("sample"))
 
 
 def test_samples_that_need_too_much_memory_are_left_out():
