@@ -6,13 +6,17 @@ Losses can be compared if they differ by nothing but the samples. So while a ste
 between its code and torch. It computes in float64: 16-bit rounding is ten times the difference between the losses of an
 untrained model. It leaves dropout out, in training mode, in which batch norm shows that it couples samples. Random
 numbers are constants: their mean, or a permutation that mixes up samples, so that mixup shows. Where float64 fails, say
-in a kernel of the user's, the step runs in its own arithmetic.
+in a kernel of the user's, the step runs in its own arithmetic. Kernels of quantised weights do not fail, but write
+nothing: see `dequantise`.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,6 +124,20 @@ class WithoutChance(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)([self._widened(inner) for inner in value])
         return value
+
+
+def dequantise(modules: Iterable[nn.Module]) -> None:
+    """Let layers with weights of 4 bits compute in the dtype of their input. Restore `forward` after the trial."""
+    for module in modules:
+        if isinstance(module, nn.Linear) and hasattr(module, "quant_state"):
+            vars(module)["forward"] = partial(_dequantised, module)
+
+
+def _dequantised(layer: Any, x: Tensor) -> Tensor:
+    """What ``bitsandbytes.nn.Linear4bit`` returns; its own kernels take at most 32 bits, and do not check it."""
+    dequantize = importlib.import_module("bitsandbytes.functional").dequantize_4bit
+    weight: Tensor = dequantize(layer.weight.data, layer.quant_state)
+    return nn.functional.linear(x, weight.to(x.dtype), layer.bias)
 
 
 def _is_wide(value: Any) -> bool:
