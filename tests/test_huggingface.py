@@ -373,10 +373,17 @@ def test_what_does_not_work_is_refused_with_the_line_to_write(rank, tmp_path):
             balanced(str(tmp_path), **options)
     with pytest.raises(ValueError, match="eval_on_start=True"):
         balanced(str(tmp_path)).evaluate()
-    generating = arguments(str(tmp_path))
-    generating.num_generations = 2  # as TRL's
-    with pytest.raises(ValueError, match=r"generates .* docs/rl\.md"):
-        Balanced(new_model(), generating, padded, train_dataset=samples())
+    for limit in ("max_completion_length", "max_new_tokens"):  # as TRL's
+        generating = arguments(str(tmp_path))
+        generating.temperature = 1.0
+        setattr(generating, limit, 2)
+        with pytest.raises(ValueError, match=r"generates .* docs/rl\.md"):
+            Balanced("a model's name", generating)
+    for attribute, words in {"quant_state": "torch.uint8", "SCB": "load_in_4bit=True"}.items():
+        quantised = new_model()
+        setattr(quantised.lm_head.weight, attribute, None)  # as bitsandbytes'
+        with pytest.raises(ValueError, match=words):
+            Balanced(quantised, arguments(str(tmp_path), bf16=True), padded, train_dataset=samples())
 
 
 class Unmeasured(Dataset[Any]):

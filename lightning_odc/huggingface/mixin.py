@@ -78,6 +78,8 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         self._epoch: Epoch | None = None  # under way
         self._has_measured = False  # the first one
         self._measured: dict[str, float] = {}  # in the latest one, for the next row of the log
+        for argument in (*args, *kwargs.values()):
+            sharding.refuse_generation(type(self), argument)
         super().__init__(*args, **kwargs)
         sharding.check(self)
         self.add_callback(_Steps(self))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers import TrainingArguments
 
 from lightning_odc import _compat
 from lightning_odc.sharding.wrapping import default_units
@@ -54,6 +56,16 @@ def prepare(accelerator: Any, shard: Callable[..., Any], args: Any, *objects: An
             del vars(model)[name]
 
 
+def refuse_generation(kind: type, args: Any) -> None:
+    """Refuse the arguments of a trainer that samples texts while it trains, before it starts what samples them."""
+    samples = hasattr(args, "max_completion_length") or hasattr(args, "max_new_tokens")
+    if isinstance(args, TrainingArguments) and samples and hasattr(args, "temperature"):
+        raise ValueError(
+            f"{kind.__name__} generates its samples while it trains, on all ranks together. Write a loop of your own "
+            "with `lightning_odc.rl`, as in docs/rl.md."
+        )
+
+
 def check(trainer: Any) -> None:
     """Refuse arguments that do not work with the mix-in, when the trainer is made."""
     args = trainer.args
@@ -61,11 +73,6 @@ def check(trainer: Any) -> None:
         raise ValueError(
             f"{type(trainer).__name__} trains a model that Accelerate shards with `fully_shard`. Write "
             f"{type(args).__name__}(..., fsdp=True), and start it with torchrun."
-        )
-    if hasattr(args, "num_generations"):
-        raise ValueError(
-            f"{type(trainer).__name__} generates its samples inside of a training step, on all ranks together. Write "
-            "a loop of your own with `lightning_odc.rl`, as in docs/rl.md."
         )
     if args.torch_compile:
         raise ValueError(
@@ -76,6 +83,16 @@ def check(trainer: Any) -> None:
         raise ValueError("sync_ref_model=True changes a model that other ranks read: leave it at False.")
     if args.fp16:
         raise ValueError("fp16=True has no room for sums of losses: write bf16=True.")
+    if any(hasattr(one, "SCB") for one in trainer.model.parameters()):
+        raise ValueError(
+            "`fully_shard` cuts weights of 8 bits off from their scales: write BitsAndBytesConfig(load_in_4bit=True)."
+        )
+    stored = {one.dtype for one in trainer.model.parameters() if hasattr(one, "quant_state")}
+    if args.bf16 and not stored.isdisjoint({torch.float16, torch.float32}):
+        raise ValueError(
+            "bf16=True casts the elements in which weights of 4 bits are stored, and they are lost: leave "
+            "bnb_4bit_quant_storage of BitsAndBytesConfig at torch.uint8."
+        )
     if args.include_num_input_tokens_seen not in (False, "no"):
         raise ValueError(
             "include_num_input_tokens_seen counts one batch per call of `training_step`, which has several here: "

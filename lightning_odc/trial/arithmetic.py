@@ -6,12 +6,17 @@ Losses can be compared if they differ by nothing but the samples. So while a ste
 between its code and torch. It computes in float64: 16-bit rounding is ten times the difference between the losses of an
 untrained model. It leaves dropout out, in training mode, in which batch norm shows that it couples samples. Random
 numbers are constants: their mean, or a permutation that mixes up samples, so that mixup shows. Where float64 fails, say
-in a kernel of the user's, the step runs in its own arithmetic.
+in a kernel of the user's, the step runs in its own arithmetic. Kernels of quantised weights do not fail, but write
+nothing: see `dequantise`.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
 import sys
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +50,8 @@ class WithoutChance(TorchFunctionMode):
     def __init__(self, wide: bool, shakes: bool = False) -> None:
         super().__init__()
         self._wide = wide  # compute in float64 what parameters and batches take part in
-        self._shakes = shakes  # change trained parameters a little
+        self._shakes = shakes  # change trained parameters a little, each in another way
+        self._shaken: dict[nn.Parameter, int] = {}  # in the order in which they were met
         self._draws = 0  # since a batch was entered
 
     def entered(self, batch: Any) -> Any:
@@ -106,7 +112,10 @@ class WithoutChance(TorchFunctionMode):
                 return value
             wide = value.double()
             if self._shakes and isinstance(value, nn.Parameter) and value.requires_grad:
-                wide = wide + torch.linspace(-0.1, 0.1, wide.numel()).to(wide).view_as(wide)
+                # A copy of a trained parameter may be trained, too, and then both must not stay equal.
+                place = self._shaken.setdefault(value, len(self._shaken))
+                end = 0.1 * math.cos(place)
+                wide = wide + torch.linspace(-end, end, wide.numel()).to(wide).view_as(wide)
             return wide
         if isinstance(value, torch.dtype):
             return torch.float64 if value in _NARROW else value
@@ -115,6 +124,20 @@ class WithoutChance(TorchFunctionMode):
         if type(value) in (list, tuple):
             return type(value)([self._widened(inner) for inner in value])
         return value
+
+
+def dequantise(modules: Iterable[nn.Module]) -> None:
+    """Let layers with weights of 4 bits compute in the dtype of their input. Restore `forward` after the trial."""
+    for module in modules:
+        if isinstance(module, nn.Linear) and hasattr(module, "quant_state"):
+            vars(module)["forward"] = partial(_dequantised, module)
+
+
+def _dequantised(layer: Any, x: Tensor) -> Tensor:
+    """What ``bitsandbytes.nn.Linear4bit`` returns; its own kernels take at most 32 bits, and do not check it."""
+    dequantize = importlib.import_module("bitsandbytes.functional").dequantize_4bit
+    weight: Tensor = dequantize(layer.weight.data, layer.quant_state)
+    return nn.functional.linear(x, weight.to(x.dtype), layer.bias)
 
 
 def _is_wide(value: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc.data.weighting import Rule
-from lightning_odc.trial.arithmetic import WithoutChance
+from lightning_odc.trial.arithmetic import WithoutChance, dequantise
 from lightning_odc.trial.collectives import CollectiveListener
 from lightning_odc.trial.decide import (
     UNEXPLAINED,
@@ -68,7 +68,9 @@ def try_loss(
         rule: The only rule to try, with all samples; see Note [The proof goes on].
     """
     listener = CollectiveListener()
-    with untouched(modules, device, restores) as restore_random_numbers:
+    touched = [*modules]
+    with untouched(touched, device, restores) as restore_random_numbers:
+        dequantise(touched)
         losses = Losses(step, batch_of, tokens, restore_random_numbers, listener, WithoutChance(wide=True))
         try:
             verdict = losses.verdict() if rule is None else losses.verdict_on(rule)
@@ -128,9 +130,10 @@ class Losses:
         groups = groups_to_try(chosen)
         tried = self._of_either(groups)
         # As with a last layer of zeros: once more, with trained weights a little off.
-        if all(abs(group.loss - tried[0].loss) <= 1e-9 * abs(group.loss) for group in tried):
+        difference = min(100 * self.noise, 1e-3)
+        if all(abs(group.loss - tried[0].loss) <= difference * abs(group.loss) for group in tried):
             self.arithmetic = WithoutChance(wide=True, shakes=True)
-            tried = self.of(groups)
+            tried = self._of_either(groups)
         return tried
 
     def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule) -> list[Tried]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
+import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lightning_odc.data.weighting import LabelCounter, Rule
@@ -123,6 +126,56 @@ def test_a_usual_rule_gives_way_to_one_that_explains_more():
     data.y[-1] = 3
     data.hidden[-1] = True
     assert data.tried(not_hidden)[0].rule == NOT_THREE
+
+
+def test_a_trained_weight_and_its_trained_copy_do_not_stay_equal():
+    """As the reference adapter that TRL copies: at first, the losses of all samples are equal."""
+    weight = nn.Parameter(torch.ones(2))
+    reference = nn.Parameter(torch.ones(2))
+
+    def step(batch: Any) -> Tensor:
+        margins = [(batch["x"] * parameter[0]).sum(1) for parameter in (weight, reference)]
+        return -nn.functional.logsigmoid(margins[0] - margins[1]).mean()
+
+    verdict, _ = Samples().tried(step)
+    assert verdict == Verdict(Rule("sample"))
+
+
+class FourBits(nn.Linear):
+    """As ``bitsandbytes.nn.Linear4bit``, of which kernels leave a result of 64 bits as it was in memory."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False)
+        self.weight = nn.Parameter(torch.ones(1, 1, dtype=torch.uint8), requires_grad=False)
+        self.quant_state = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, math.nan)
+
+
+def test_weights_of_four_bits_take_part_in_64_bits(monkeypatch):
+    functional = SimpleNamespace(dequantize_4bit=lambda data, state: data * state)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", functional)
+    layer, samples = FourBits(), Samples()
+
+    def step(batch: Any) -> Tensor:
+        return layer(batch["x"].sum(1, keepdim=True)).square().mean()
+
+    trial = try_loss(step, samples.batch_of, LENGTHS, [layer], torch.device("cpu"))
+    assert trial.verdict == Verdict(Rule("sample"))
+    assert layer(torch.ones(1, 1)).isnan()  # as before
+
+
+def test_losses_that_differ_by_rounding_alone_do_not_tell():
+    """As those of a trained adapter in 16 bits and of its reference in 32 bits."""
+    weight = nn.Parameter(torch.ones(1))
+
+    def step(batch: Any) -> Tensor:
+        margins = (batch["x"] * (weight - 1)).sum(1) + 1e-6 * (batch["x"].sum(1) % 1)
+        return torch.zeros(()).copy_(-nn.functional.logsigmoid(margins).mean())  # in 32 bits, as a kernel's
+
+    verdict, _ = Samples().tried(step)
+    assert verdict == Verdict(Rule("sample"))
 
 
 def test_samples_that_need_too_much_memory_are_left_out():
