@@ -24,8 +24,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, Samples, lower_bound
-from lightning_odc.balance.search import Load, additive, improve, longest_first
+from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, lower_bound
+from lightning_odc.balance.search import additive, improve, longest_first
 
 _ATTEMPTS = 64
 _TOLERANCE = 5e-3
@@ -40,8 +40,7 @@ def in_step(work: Microbatches, lined_up: bool) -> list[Bins]:
     least = math.inf
     aligns = lined_up and (len(work) <= work.most_lined_up or len(work) % work.num_ranks > 0)
     for groups in _groupings(work, lined_up):
-        fewest = min(map(len, groups))
-        for count in [count for count in work.counts(groups) if count <= fewest]:
+        for count in _counts(work, groups):
             options: list[list[Bins]] = []
             if aligns:
                 options.append(_line_up(work, groups, count, least))
@@ -56,9 +55,7 @@ def in_step(work: Microbatches, lined_up: bool) -> list[Bins]:
                 break
     if best:
         return best
-    most = -(-len(work) // work.num_ranks)
-    nothing: Groups = [[] for _ in range(work.num_ranks)]
-    dealt = _dealt(work, nothing, [most] * work.num_ranks, [0] * work.num_ranks)
+    dealt = _dealt(work, [[] for _ in range(work.num_ranks)])
     return [[[sample] for sample in group] for group in dealt]
 
 
@@ -71,7 +68,7 @@ def _total(work: Microbatches, bins: list[Bins]) -> float:
 
 
 def _groupings(work: Microbatches, lined_up: bool) -> Iterator[Groups]:
-    """Ways to share the samples out: levelled, dealt, and dealt, then levelled."""
+    """Ways to share the samples out, each rank's by rising size: levelled; dealt, then levelled; dealt."""
     whole, spare = divmod(len(work), work.num_ranks)
     if not whole:
         return
@@ -79,15 +76,14 @@ def _groupings(work: Microbatches, lined_up: bool) -> Iterator[Groups]:
     load = additive(work.costs, work.num_ranks)
     is_few = len(work) <= _FEW
     for short in _short_runs(work, is_few):
-        loads = [load(rank, run) for rank, run in enumerate(short)]
-        dealt = _dealt(work, short, limits, loads)
+        dealt = _dealt(work, short)
         if len(work) <= work.most_lined_up:
             level = [list(run) for run in short]
             rest = range(sum(map(len, short)), len(work))
-            longest_first(work.costs, rest, level, loads, limits)
-            yield _levelled(work, short, level, load)
+            longest_first(work.costs, rest, level, [load(rank, run) for rank, run in enumerate(short)], limits)
+            yield _levelled(work, level)
             if is_few:
-                yield _levelled(work, short, dealt, load)
+                yield _levelled(work, dealt)
         if lined_up or len(work) > work.most_lined_up:
             yield [sorted(group) for group in dealt]
 
@@ -107,34 +103,39 @@ def _short_runs(work: Microbatches, is_few: bool) -> Iterator[Groups]:
         yield [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _dealt(work: Microbatches, short: Groups, limits: list[int], loads: list[int]) -> Groups:
+def _dealt(work: Microbatches, short: Groups) -> Groups:
     """One of each ``num_ranks`` neighbours by cost for every rank: the costliest for the fastest, least loaded one."""
     groups = [list(run) for run in short]
-    loads = [*loads]
+    load = additive(work.costs, work.num_ranks)
+    loads = [load(rank, run) for rank, run in enumerate(short)]
     slowness = work.by_rank(work.costs.sum(1))
     sums = work.costs.sum(0).tolist()
     rest = sorted(range(sum(map(len, short)), len(work)), key=work.bulk.__getitem__)
     while rest:
-        receivers = [rank for rank in range(work.num_ranks) if len(groups[rank]) < limits[rank]]
-        receivers.sort(key=lambda rank: (slowness[rank], loads[rank]))
-        neighbours = sorted(rest[-len(receivers) :], key=sums.__getitem__, reverse=True)
-        del rest[-len(receivers) :]
+        neighbours = sorted(rest[-work.num_ranks :], key=sums.__getitem__, reverse=True)
+        del rest[-work.num_ranks :]
+        receivers = sorted(range(work.num_ranks), key=lambda rank: (slowness[rank], loads[rank]))
         for rank, sample in zip(receivers, neighbours, strict=False):
             groups[rank].append(sample)
             loads[rank] += work.costs_of[rank][sample]
     return groups
 
 
-def _levelled(work: Microbatches, short: Groups, groups: Groups, load: Load) -> Groups:
-    """Groups after exchanges of equally many samples that make the ranks' totals equal; the short runs stay."""
-    moving = [group[len(run) :] for run, group in zip(short, groups, strict=True)]
+def _levelled(work: Microbatches, groups: Groups) -> Groups:
+    """Groups after exchanges of equally many samples that make the ranks' totals equal."""
+    level = [list(group) for group in groups]
+    load = additive(work.costs, work.num_ranks)
     enough = lower_bound(work.costs, work.num_ranks) * (1 + _TOLERANCE)
+    improve(level, work.costs, load, enough, _ATTEMPTS, equal_counts=True)
+    return [sorted(group) for group in level]
 
-    def load_with(rank: int, samples: Samples) -> int:
-        return load(rank, short[rank] + samples)
 
-    improve(moving, work.costs, load_with, enough, _ATTEMPTS, equal_counts=True)
-    return [sorted(run + group) for run, group in zip(short, moving, strict=True)]
+def _counts(work: Microbatches, groups: Groups) -> list[int]:
+    """Numbers of microbatches that are worth trying."""
+    likely = max([len(work.bins(rank, group)) for rank, group in enumerate(groups)])
+    most = min(map(len, groups))
+    counts = [likely + step for step in work.near]
+    return [count for count in dict.fromkeys([*counts, most]) if 0 < count <= most]
 
 
 def _line_up(work: Microbatches, groups: Groups, count: int, limit: float) -> list[Bins]:

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 
 import numpy as np
 
 from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens
-from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, Samples
+from lightning_odc.balance.microbatches import Bins, Microbatches, Samples
 
 _FIELD = 56  # bits, enough for all caps that matter
 _GUARD = 1 << (_FIELD - 1)
@@ -42,17 +41,14 @@ class Packed(Microbatches):
         overhead = self.overhead[:, None]
         pair = costs.pair[:, None]
         self._has_pairs = bool(pair.any())
-        self.is_additive = not self._has_pairs and not overhead.any()
-        # The number that fills most microbatches tells how full they are, and comes first. Where pairs cost, it is the
-        # first one anyway.
+        # The number that fills most microbatches tells how full they are; the first one where pairs cost.
         filling = 0
         if not self._has_pairs:
+            self.near = (0, 1)  # more samples do not fit into fewer
             filling = int(np.argmax(rows.sum(0) / caps.sum(0)))
-        columns = sorted(range(rows.shape[1]), key=lambda column: column != filling)
-        rows = rows[order][:, columns]
-        caps = caps[:, columns]
-        sizes = rows[:, 0]
-        most = caps[: len(self.costs), :1]
+        rows = rows[order]
+        sizes = rows[:, filling]
+        most = caps[: len(self.costs), filling, None]
         # What each sample adds to microbatches that are filled as far as it pays: beyond, pairs cost more.
         pays = np.sqrt(2 * overhead / np.maximum(pair, 1e-200))
         full = np.maximum(np.minimum(most, pays), 1.0)
@@ -81,9 +77,10 @@ class Packed(Microbatches):
         if self._has_pairs:
             return self._total(rank, self.bins(rank, samples))
         costs = self.costs_of[rank]
+        overhead = self.overhead_of[rank]
         found = sum([costs[sample] for sample in samples])
-        if not self.is_additive:
-            found += self.overhead_of[rank] * len(self._best_fit(rank, samples))
+        if overhead:
+            found += overhead * len(self._best_fit(rank, samples))
         return found
 
     def _total(self, rank: int, bins: Bins) -> int:
@@ -150,14 +147,6 @@ class Packed(Microbatches):
             bins[number].append(sample)
             rooms[number] -= size
         return bins
-
-    def counts(self, groups: Groups) -> Sequence[int]:
-        fewest = max([len(self._best_fit(rank, group)) for rank, group in enumerate(groups)])
-        most = min(map(len, groups))
-        if self._has_pairs:
-            ratio = most / fewest
-            return sorted({round(fewest * ratio ** (step / 5)) for step in range(6)})
-        return [fewest, fewest + 1, most]
 
 
 def _integers(rows: Ints) -> list[int]:

@@ -47,15 +47,12 @@ TOLERANCE = 1e-4
 """The search ends where the largest load is this close to the lower bound, relative to it."""
 
 _MOST_STARTS = 16
-_SAMPLES_IN_STARTS = 128
-_ADDITIVE_SAMPLES_IN_STARTS = 384
+_SAMPLES_IN_STARTS = 256
 _ATTEMPTS = 48
-_SAMPLES_PER_ATTEMPT = 32
-_ADDITIVE_ATTEMPTS_PER_RANK = 4
 _TRIES = 4
 _MOST_SETS = 46
 _MOST_SLOTS = 64
-_SHAKES = (0.1, 0.3)
+_SHAKE = 0.2
 _GOLDEN = 0.6180339887498949
 _PLASTIC = 0.7548776662466927
 _NEVER = 2**62  # above all loads
@@ -64,12 +61,8 @@ _NEVER = 2**62  # above all loads
 def share_out(work: Microbatches) -> Groups:
     """The samples of every rank, such that the largest load is small; some ranks may get none."""
     enough = work.bound() * (1 + TOLERANCE)
-    attempts = _ATTEMPTS + len(work) // _SAMPLES_PER_ATTEMPT
-    samples_in_starts = _SAMPLES_IN_STARTS
-    if work.is_additive:  # then attempts take little time
-        attempts += _ADDITIVE_ATTEMPTS_PER_RANK * work.num_ranks
-        samples_in_starts = _ADDITIVE_SAMPLES_IN_STARTS
-    count = max(1, samples_in_starts // len(work))
+    attempts = _ATTEMPTS + 2 * work.num_ranks
+    count = max(1, _SAMPLES_IN_STARTS // len(work))
     starts: list[tuple[int, Any]] = []
     for pieces, costs in work.divisions():
         load = additive(costs, work.num_ranks)
@@ -111,12 +104,13 @@ def longest_first(
 ) -> None:
     """Each piece, the costliest first, goes to the rank that then ends earliest, of those below their limits.
 
+
     Args:
         costs: Costs of pieces, ``[1 or num_ranks, n]``.
         pieces: The pieces that are shared out.
         groups: The pieces that every rank has before; they get more.
         loads: What they cost.
-        limits: The most pieces of each rank.
+        limits: The most pieces of each rank; at first it has fewer.
 
     Example:
         >>> costs = np.array([[9, 8, 7, 3]])
@@ -128,12 +122,8 @@ def longest_first(
     limits = limits or [costs.shape[1]] * len(groups)
     sums = costs.sum(0).tolist()
     falling = sorted(pieces, key=sums.__getitem__, reverse=True)
-    ends = [*loads]
-    for rank, group in enumerate(groups):
-        if len(group) == limits[rank]:
-            ends[rank] = _NEVER
     if len(costs) == 1:
-        heap = [(end, rank) for rank, end in enumerate(ends)]
+        heap = [(load, rank) for rank, load in enumerate(loads)]
         heapq.heapify(heap)
         for piece in falling:
             end, rank = heap[0]
@@ -143,7 +133,7 @@ def longest_first(
                 end = _NEVER
             heapq.heapreplace(heap, (end, rank))
         return
-    by_rank = np.array(ends)
+    by_rank = np.array(loads)
     for piece, own in zip(falling, costs.T[falling], strict=True):
         after = by_rank + own
         rank = int(after.argmin())
@@ -154,12 +144,11 @@ def longest_first(
 
 
 def shaken(costs: Ints, index: int) -> Ints:
-    """Costs moved by up to 10 or 30 percent lead to other groups; with index 0 they stay."""
+    """Costs moved by up to 20 percent lead to other groups; with index 0 they stay."""
     if not index:
         return costs
     spread = (np.arange(costs.shape[1]) * _GOLDEN + index * _PLASTIC) * (1 + index) % 1.0
-    most = _SHAKES[index % len(_SHAKES)]
-    return np.rint(costs * (1 + most * (2 * spread - 1))).astype(np.int64)
+    return np.rint(costs * (1 + _SHAKE * (2 * spread - 1))).astype(np.int64)
 
 
 def improve(
