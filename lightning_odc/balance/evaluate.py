@@ -46,17 +46,13 @@ def average_costs(
     """
     lengths = np.concatenate(list(microbatches))
     costs = MinibatchCosts.of(resolve_cost(cost), lengths, num_ranks, collation).average()
-    found = []
-    begin = 0
-    for sizes in microbatches:
-        end = begin + len(sizes)
-        found.append(_together(costs, 0, range(begin, end), sizes, collation))
-        begin = end
-    return found
+    ends = np.cumsum([len(sizes) for sizes in microbatches])
+    members = np.split(np.arange(len(lengths)), ends[:-1])
+    return [_together(costs, 0, own, lengths[own], collation) for own in members]
 
 
 def _together(
-    costs: MinibatchCosts, rank: int, members: Sequence[int], lengths: Ints, collation: Collation
+    costs: MinibatchCosts, rank: int, members: Sequence[int] | Ints, lengths: Ints, collation: Collation
 ) -> float:
     """Cost of one microbatch on a rank, from the costs that its members have alone, and their lengths."""
     row = rank % len(costs.samples)

@@ -144,20 +144,22 @@ def _line_up(work: Microbatches, groups: Groups, count: int, limit: float) -> li
     loads = np.zeros((len(groups), count), dtype=np.int64)
     costliest = [max([work.costs_of[rank][sample] for sample in group]) for rank, group in enumerate(groups)]
     order = sorted(range(len(groups)), key=costliest.__getitem__, reverse=True)
-    for rank in order:
-        found = work.along(rank, groups[rank], loads.max(0).tolist())
+    for rank in order * 2:  # once more, now that all others are known
+        own = loads[rank].copy()
+        loads[rank] = 0
+        others = loads.max(0)
+        loads[rank] = own
+        is_waited_for = bool((own > others).any())
+        if lined[rank] and not is_waited_for:
+            continue
+        found = work.along(rank, groups[rank], others.tolist()) or lined[rank]
         if not found:
             return []
-        lined[rank] = work.costliest_first(rank, found)
-        loads[rank] = [work.cost_of(rank, samples) for samples in lined[rank]]
+        bins = work.costliest_first(rank, found)
+        costs = [work.cost_of(rank, samples) for samples in bins]
+        if not lined[rank] or np.maximum(others, costs).sum() < np.maximum(others, own).sum():
+            lined[rank] = bins
+            loads[rank] = costs
         if loads.max(0).sum() > limit:
             return []
-    for rank in sorted(set(loads.argmax(0).tolist())):  # once more, now that all others are known
-        others = np.delete(loads, rank, axis=0).max(0, initial=0)
-        found = work.along(rank, groups[rank], others.tolist())
-        again = work.costliest_first(rank, found or lined[rank])
-        costs = [work.cost_of(rank, samples) for samples in again]
-        if np.maximum(others, costs).sum() < loads.max(0).sum():
-            lined[rank] = again
-            loads[rank] = costs
     return lined

@@ -75,7 +75,7 @@ class Packed(Microbatches):
 
     def load(self, rank: int, samples: Samples) -> int:
         if self._has_pairs:
-            return self._total(rank, self.bins(rank, samples))
+            return sum([self.cost_of(rank, own) for own in self.bins(rank, samples)])
         costs = self.costs_of[rank]
         overhead = self.overhead_of[rank]
         found = sum([costs[sample] for sample in samples])
@@ -83,21 +83,14 @@ class Packed(Microbatches):
             found += overhead * len(self._best_fit(rank, samples))
         return found
 
-    def _total(self, rank: int, bins: Bins) -> int:
-        return sum([self.cost_of(rank, samples) for samples in bins])
-
     def bins(self, rank: int, samples: Samples) -> Bins:
         """Even microbatches: as few as best fit needs; where pairs cost, about as many as pay."""
-        if not self._has_pairs:
-            best_fit = self._best_fit(rank, samples)
-            return self.along(rank, samples, [0] * len(best_fit)) or best_fit
-        fills = self._fills_of[rank]
-        likely = int(math.fsum([fills[sample] for sample in samples]))
-        options = []
-        for count in (likely, likely + 1):
-            even = self.along(rank, samples, [0] * min(count, len(samples)))
-            options.append(even or self._best_fit(rank, samples))
-        return min(options, key=lambda bins: self._total(rank, bins))
+        best_fit = self._best_fit(rank, samples)
+        count = len(best_fit)
+        if self._has_pairs:
+            fills = self._fills_of[rank]
+            count = max(count, round(math.fsum([fills[sample] for sample in samples])))
+        return self.along(rank, samples, [0] * count) or best_fit
 
     def _best_fit(self, rank: int, samples: Samples) -> Bins:
         """Each sample, the largest first, goes into the fullest microbatch with room."""
