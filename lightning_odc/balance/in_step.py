@@ -12,8 +12,8 @@ Note [A sample more]
 If the number of ranks does not divide the number of samples, ``n = q * num_ranks + r``, then ``r`` ranks get one more
 than the others, and must put two together. So the shortest samples are cut into runs, of which the first ``r`` have one
 sample more, and the rest is shared out as before. Example: 7 samples on 3 ranks, numbered by rising size; with runs of
-one, ranks begin with ``[0, 1]``, ``[2]`` and ``[3]``, and each gets one of the samples 4, 5 and 6. If two do not fit
-together, every sample runs alone, and the other ranks end with an empty microbatch.
+one, ranks begin with ``[0, 1]``, ``[2]`` and ``[3]``, and each gets one of the samples 4, 5 and 6. Exchanges may move
+all of them. If two do not fit together, every sample runs alone, and the other ranks end with an empty microbatch.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def _groupings(work: Microbatches, lined_up: bool) -> Iterator[Groups]:
         if len(work) <= work.most_lined_up:
             level = [list(run) for run in short]
             rest = range(sum(map(len, short)), len(work))
-            longest_first(work.costs, rest, level, [load(rank, run) for rank, run in enumerate(short)], limits)
+            loads = [load(rank, run) for rank, run in enumerate(short)]
+            longest_first(work.costs, rest, level, loads, limits)
             yield _levelled(work, level)
             if is_few:
                 yield _levelled(work, dealt)

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -104,13 +104,12 @@ def longest_first(
 ) -> None:
     """Each piece, the costliest first, goes to the rank that then ends earliest, of those below their limits.
 
-
     Args:
         costs: Costs of pieces, ``[1 or num_ranks, n]``.
         pieces: The pieces that are shared out.
         groups: The pieces that every rank has before; they get more.
         loads: What they cost.
-        limits: The most pieces of each rank; at first it has fewer.
+        limits: The most pieces of each rank. There is room for all.
 
     Example:
         >>> costs = np.array([[9, 8, 7, 3]])
@@ -207,40 +206,38 @@ def _exchanges(
     takes = _sets_of(len(theirs))
     here = parts[heavy % len(parts)]
     there = parts[light % len(parts)]
-    left = loads[heavy] - gives.chosen @ here[mine]
-    reached = loads[light] + gives.chosen @ there[mine]
-    heavy_loads = left[:, None] + takes.chosen @ here[theirs]
-    light_loads = reached[:, None] - takes.chosen @ there[theirs]
+    left = loads[heavy] - gives @ here[mine]
+    reached = loads[light] + gives @ there[mine]
+    heavy_loads = left[:, None] + takes @ here[theirs]
+    light_loads = reached[:, None] - takes @ there[theirs]
     larger = np.maximum(heavy_loads, light_loads)
     if equal_counts:
-        larger[gives.sizes[:, None] != takes.sizes] = _NEVER
+        larger[gives.sum(1)[:, None] != takes.sum(1)] = _NEVER
     for _ in range(_TRIES):
         best = int(larger.argmin())
         if larger.flat[best] >= loads[heavy]:
             return
         larger.flat[best] = _NEVER
-        give, take = divmod(best, len(takes.slots))
-        given = gives.slots[give]
-        taken = takes.slots[take]
-        yield _after(mine, given, theirs, taken), _after(theirs, taken, mine, given)
+        give, take = divmod(best, len(takes))
+        given, kept = _parted(mine, gives[give])
+        taken, left_there = _parted(theirs, takes[take])
+        yield kept + taken, left_there + given
 
 
-def _after(own: Samples, gone: tuple[int, ...], others: Samples, got: tuple[int, ...]) -> Samples:
-    kept = [sample for slot, sample in enumerate(own) if slot not in gone]
-    return kept + [others[slot] for slot in got]
-
-
-class _Sets(NamedTuple):
-    """Sets of slots."""
-
-    slots: list[tuple[int, ...]]
-    chosen: Ints  # [s, k] 1 if set s has slot k
-    sizes: Ints  # [s]
+def _parted(samples: Samples, chosen: Ints) -> tuple[Samples, Samples]:
+    """Those that are chosen, and the others."""
+    parts: tuple[Samples, Samples] = ([], [])
+    for sample, is_chosen in zip(samples, chosen.tolist(), strict=True):
+        parts[1 - is_chosen].append(sample)
+    return parts
 
 
 @lru_cache(maxsize=256)
-def _sets_of(slots: int) -> _Sets:
-    """All sets of up to as many slots as keep the list short; of some slots only, if there are very many."""
+def _sets_of(slots: int) -> Ints:
+    """Sets of slots, ``[sets, slots]``: 1 where a set has a slot.
+
+    All sets of up to as many slots as keep the list short; of some slots only, if there are very many.
+    """
     step = -(-slots // _MOST_SLOTS) or 1
     used = range(0, slots, step)
     sets: list[tuple[int, ...]] = [()]
@@ -252,4 +249,4 @@ def _sets_of(slots: int) -> _Sets:
     chosen = np.zeros((len(sets), slots), dtype=np.int64)
     for row, members in enumerate(sets):
         chosen[row, list(members)] = 1
-    return _Sets(sets, chosen, chosen.sum(1))
+    return chosen
