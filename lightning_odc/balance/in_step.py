@@ -73,7 +73,7 @@ def _groupings(work: Microbatches, lined_up: bool) -> Iterator[Groups]:
     if not whole:
         return
     limits = [whole + (rank < spare) for rank in range(work.num_ranks)]
-    load = additive(work.costs, work.num_ranks)
+    load = additive(work.costs_of)
     is_few = len(work) <= _FEW
     for short in _short_runs(work, is_few):
         dealt = _dealt(work, short)
@@ -107,7 +107,7 @@ def _short_runs(work: Microbatches, is_few: bool) -> Iterator[Groups]:
 def _dealt(work: Microbatches, short: Groups) -> Groups:
     """One of each ``num_ranks`` neighbours by cost for every rank: the costliest for the fastest, least loaded one."""
     groups = [list(run) for run in short]
-    load = additive(work.costs, work.num_ranks)
+    load = additive(work.costs_of)
     loads = [load(rank, run) for rank, run in enumerate(short)]
     slowness = work.by_rank(work.costs.sum(1))
     sums = work.costs.sum(0).tolist()
@@ -125,7 +125,7 @@ def _dealt(work: Microbatches, short: Groups) -> Groups:
 def _levelled(work: Microbatches, groups: Groups) -> Groups:
     """Groups after exchanges of equally many samples that make the ranks' totals equal."""
     level = [list(group) for group in groups]
-    load = additive(work.costs, work.num_ranks)
+    load = additive(work.costs_of)
     enough = lower_bound(work.costs, work.num_ranks) * (1 + _TOLERANCE)
     improve(level, work.costs, load, enough, _ATTEMPTS, equal_counts=True)
     return [sorted(group) for group in level]
@@ -146,21 +146,20 @@ def _line_up(work: Microbatches, groups: Groups, count: int, limit: float) -> li
     costliest = [max([work.costs_of[rank][sample] for sample in group]) for rank, group in enumerate(groups)]
     order = sorted(range(len(groups)), key=costliest.__getitem__, reverse=True)
     for rank in order * 2:  # once more, now that all others are known
-        own = loads[rank].copy()
-        loads[rank] = 0
         others = loads.max(0)
-        loads[rank] = own
-        is_waited_for = bool((own > others).any())
-        if lined[rank] and not is_waited_for:
-            continue
+        if lined[rank]:
+            if (loads[rank] < others).all():
+                continue
+            others = np.delete(loads, rank, axis=0).max(0, initial=0)
         found = work.along(rank, groups[rank], others.tolist()) or lined[rank]
         if not found:
             return []
         bins = work.costliest_first(rank, found)
         costs = [work.cost_of(rank, samples) for samples in bins]
-        if not lined[rank] or np.maximum(others, costs).sum() < np.maximum(others, own).sum():
+        total = np.maximum(others, costs).sum()
+        if not lined[rank] or total < loads.max(0).sum():
             lined[rank] = bins
             loads[rank] = costs
-        if loads.max(0).sum() > limit:
-            return []
+            if total > limit:
+                return []
     return lined

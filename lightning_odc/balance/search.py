@@ -46,8 +46,8 @@ Load = Callable[[int, Samples], int]
 TOLERANCE = 1e-4
 """The search ends where the largest load is this close to the lower bound, relative to it."""
 
-_MOST_STARTS = 16
-_SAMPLES_IN_STARTS = 256
+_MOST_STARTS = 12
+_SAMPLES_IN_STARTS = 384
 _ATTEMPTS = 48
 _TRIES = 4
 _MOST_SETS = 46
@@ -61,11 +61,11 @@ _NEVER = 2**62  # above all loads
 def share_out(work: Microbatches) -> Groups:
     """The samples of every rank, such that the largest load is small; some ranks may get none."""
     enough = work.bound() * (1 + TOLERANCE)
-    attempts = _ATTEMPTS + 2 * work.num_ranks
+    attempts = _ATTEMPTS + work.num_ranks
     count = max(1, _SAMPLES_IN_STARTS // len(work))
     starts: list[tuple[int, Any]] = []
     for pieces, costs in work.divisions():
-        load = additive(costs, work.num_ranks)
+        load = additive(work.by_rank(costs))
         for index in range(min(count, _MOST_STARTS)):
             groups: Groups = [[] for _ in range(work.num_ranks)]
             longest_first(shaken(costs, index), range(len(pieces)), groups, [0] * work.num_ranks)
@@ -84,12 +84,11 @@ def share_out(work: Microbatches) -> Groups:
     return min(options, key=itemgetter(0))[1]
 
 
-def additive(costs: Ints, num_ranks: int) -> Load:
-    """A load that is the sum of costs ``[1 or num_ranks, n]``."""
-    rows = costs.tolist() * (num_ranks // len(costs))
+def additive(costs_of: list[list[int]]) -> Load:
+    """A load that is the sum of costs, which are listed by rank."""
 
     def load(rank: int, pieces: Samples) -> int:
-        row = rows[rank]
+        row = costs_of[rank]
         return sum([row[piece] for piece in pieces])
 
     return load
@@ -169,7 +168,7 @@ def improve(
     Example:
         >>> groups = [[0, 2], [1], [3]]
         >>> costs = np.array([[9, 8, 7, 3]])
-        >>> improve(groups, costs, additive(costs, 3), 0, 9)
+        >>> improve(groups, costs, additive(costs.tolist() * 3), 0, 9)
         10
         >>> groups
         [[2, 3], [1], [0]]
