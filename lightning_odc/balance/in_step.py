@@ -133,7 +133,7 @@ def _levelled(work: Microbatches, groups: Groups) -> Groups:
 
 def _counts(work: Microbatches, groups: Groups) -> list[int]:
     """Numbers of microbatches that are worth trying."""
-    likely = max([len(work.bins(rank, group)) for rank, group in enumerate(groups)])
+    likely = max([work.likely(rank, group) for rank, group in enumerate(groups)])
     most = min(map(len, groups))
     counts = [likely + step for step in work.near]
     return [count for count in dict.fromkeys([*counts, most]) if 0 < count <= most]

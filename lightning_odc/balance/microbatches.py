@@ -72,6 +72,10 @@ class Microbatches(ABC):
     def bins(self, rank: int, samples: Samples) -> Bins:
         """The best microbatches of samples on a rank."""
 
+    def likely(self, rank: int, samples: Samples) -> int:
+        """How many microbatches are best for samples on a rank."""
+        return len(self.bins(rank, samples))
+
     @abstractmethod
     def along(self, rank: int, samples: Samples, profile: list[int]) -> Bins:
         """As many microbatches as the profile has entries, that together exceed it little; none if they do not fit.

@@ -84,13 +84,17 @@ class Packed(Microbatches):
         return found
 
     def bins(self, rank: int, samples: Samples) -> Bins:
-        """Even microbatches: as few as best fit needs; where pairs cost, about as many as pay."""
-        best_fit = self._best_fit(rank, samples)
-        count = len(best_fit)
+        """Even microbatches, or best fit where the samples do not fit into as many."""
+        even = self.along(rank, samples, [0] * self.likely(rank, samples))
+        return even or self._best_fit(rank, samples)
+
+    def likely(self, rank: int, samples: Samples) -> int:
+        """As few as best fit needs; where pairs cost, about as many as pay."""
+        count = len(self._best_fit(rank, samples))
         if self._has_pairs:
             fills = self._fills_of[rank]
             count = max(count, round(math.fsum([fills[sample] for sample in samples])))
-        return self.along(rank, samples, [0] * count) or best_fit
+        return count
 
     def _best_fit(self, rank: int, samples: Samples) -> Bins:
         """Each sample, the largest first, goes into the fullest microbatch with room."""
