@@ -46,9 +46,9 @@ Load = Callable[[int, Samples], int]
 TOLERANCE = 1e-4
 """The search ends where the largest load is this close to the lower bound, relative to it."""
 
-_MOST_STARTS = 12
+_MOST_STARTS = 24
 _SAMPLES_IN_STARTS = 384
-_ATTEMPTS = 48
+_ATTEMPTS = 64
 _TRIES = 4
 _MOST_SETS = 46
 _MOST_SLOTS = 64
