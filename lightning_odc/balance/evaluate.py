@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Caps, Ints, Plan, as_lengths, check_caps, first_number
+from lightning_odc.balance.arrays import Caps, Ints, Plan, as_lengths, first_number
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens, resolve_cost
 from lightning_odc.balance.planner import microbatches_of
@@ -46,17 +46,13 @@ def average_costs(
     """
     lengths = np.concatenate(list(microbatches))
     costs = MinibatchCosts.of(resolve_cost(cost), lengths, num_ranks, collation).average()
-    found = []
-    begin = 0
-    for sizes in microbatches:
-        end = begin + len(sizes)
-        found.append(_together(costs, 0, range(begin, end), sizes, collation))
-        begin = end
-    return found
+    ends = np.cumsum([len(sizes) for sizes in microbatches])
+    members = np.split(np.arange(len(lengths)), ends[:-1])
+    return [_together(costs, 0, own, lengths[own], collation) for own in members]
 
 
 def _together(
-    costs: MinibatchCosts, rank: int, members: Sequence[int], lengths: Ints, collation: Collation
+    costs: MinibatchCosts, rank: int, members: Sequence[int] | Ints, lengths: Ints, collation: Collation
 ) -> float:
     """Cost of one microbatch on a rank, from the costs that its members have alone, and their lengths."""
     row = rank % len(costs.samples)
@@ -115,9 +111,5 @@ def least_cost(
         max_tokens: most tokens of a microbatch, see `plan_minibatch`; by default the longest row.
         collation: See `plan_minibatch`.
     """
-    array = as_lengths(lengths)
-    rows = collation.row_lengths(array)
-    caps = check_caps(array, rows, max_tokens, num_ranks)
-    costs = MinibatchCosts.of(resolve_cost(cost), array, num_ranks, collation)
-    work = microbatches_of(rows, caps, costs, collation)
+    work = microbatches_of(as_lengths(lengths), max_tokens, resolve_cost(cost), num_ranks, collation)
     return work.bound() / work.scale

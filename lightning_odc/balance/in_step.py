@@ -12,8 +12,8 @@ Note [A sample more]
 If the number of ranks does not divide the number of samples, ``n = q * num_ranks + r``, then ``r`` ranks get one more
 than the others, and must put two together. So the shortest samples are cut into runs, of which the first ``r`` have one
 sample more, and the rest is shared out as before. Example: 7 samples on 3 ranks, numbered by rising size; with runs of
-one, ranks begin with ``[0, 1]``, ``[2]`` and ``[3]``, and each gets one of the samples 4, 5 and 6. If two do not fit
-together, every sample runs alone, and the other ranks end with an empty microbatch.
+one, ranks begin with ``[0, 1]``, ``[2]`` and ``[3]``, and each gets one of the samples 4, 5 and 6. Exchanges may move
+all of them. If two do not fit together, every sample runs alone, and the other ranks end with an empty microbatch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from itertools import accumulate
 
 import numpy as np
 
-from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, Samples, lower_bound
-from lightning_odc.balance.search import Load, additive, improve, longest_first
+from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, lower_bound
+from lightning_odc.balance.search import additive, improve, longest_first
 
 _ATTEMPTS = 64
 _TOLERANCE = 5e-3
@@ -40,8 +40,7 @@ def in_step(work: Microbatches, lined_up: bool) -> list[Bins]:
     least = math.inf
     aligns = lined_up and (len(work) <= work.most_lined_up or len(work) % work.num_ranks > 0)
     for groups in _groupings(work, lined_up):
-        fewest = min(map(len, groups))
-        for count in [count for count in work.counts(groups) if count <= fewest]:
+        for count in _counts(work, groups):
             options: list[list[Bins]] = []
             if aligns:
                 options.append(_line_up(work, groups, count, least))
@@ -56,9 +55,7 @@ def in_step(work: Microbatches, lined_up: bool) -> list[Bins]:
                 break
     if best:
         return best
-    most = -(-len(work) // work.num_ranks)
-    nothing: Groups = [[] for _ in range(work.num_ranks)]
-    dealt = _dealt(work, nothing, [most] * work.num_ranks, [0] * work.num_ranks)
+    dealt = _dealt(work, [[] for _ in range(work.num_ranks)])
     return [[[sample] for sample in group] for group in dealt]
 
 
@@ -71,23 +68,23 @@ def _total(work: Microbatches, bins: list[Bins]) -> float:
 
 
 def _groupings(work: Microbatches, lined_up: bool) -> Iterator[Groups]:
-    """Ways to share the samples out: levelled, dealt, and dealt, then levelled."""
+    """Ways to share the samples out, each rank's by rising size: levelled; dealt, then levelled; dealt."""
     whole, spare = divmod(len(work), work.num_ranks)
     if not whole:
         return
     limits = [whole + (rank < spare) for rank in range(work.num_ranks)]
-    load = additive(work.costs, work.num_ranks)
+    load = additive(work.costs_of)
     is_few = len(work) <= _FEW
     for short in _short_runs(work, is_few):
-        loads = [load(rank, run) for rank, run in enumerate(short)]
-        dealt = _dealt(work, short, limits, loads)
+        dealt = _dealt(work, short)
         if len(work) <= work.most_lined_up:
             level = [list(run) for run in short]
             rest = range(sum(map(len, short)), len(work))
+            loads = [load(rank, run) for rank, run in enumerate(short)]
             longest_first(work.costs, rest, level, loads, limits)
-            yield _levelled(work, short, level, load)
+            yield _levelled(work, level)
             if is_few:
-                yield _levelled(work, short, dealt, load)
+                yield _levelled(work, dealt)
         if lined_up or len(work) > work.most_lined_up:
             yield [sorted(group) for group in dealt]
 
@@ -107,34 +104,39 @@ def _short_runs(work: Microbatches, is_few: bool) -> Iterator[Groups]:
         yield [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _dealt(work: Microbatches, short: Groups, limits: list[int], loads: list[int]) -> Groups:
+def _dealt(work: Microbatches, short: Groups) -> Groups:
     """One of each ``num_ranks`` neighbours by cost for every rank: the costliest for the fastest, least loaded one."""
     groups = [list(run) for run in short]
-    loads = [*loads]
+    load = additive(work.costs_of)
+    loads = [load(rank, run) for rank, run in enumerate(short)]
     slowness = work.by_rank(work.costs.sum(1))
     sums = work.costs.sum(0).tolist()
     rest = sorted(range(sum(map(len, short)), len(work)), key=work.bulk.__getitem__)
     while rest:
-        receivers = [rank for rank in range(work.num_ranks) if len(groups[rank]) < limits[rank]]
-        receivers.sort(key=lambda rank: (slowness[rank], loads[rank]))
-        neighbours = sorted(rest[-len(receivers) :], key=sums.__getitem__, reverse=True)
-        del rest[-len(receivers) :]
+        neighbours = sorted(rest[-work.num_ranks :], key=sums.__getitem__, reverse=True)
+        del rest[-work.num_ranks :]
+        receivers = sorted(range(work.num_ranks), key=lambda rank: (slowness[rank], loads[rank]))
         for rank, sample in zip(receivers, neighbours, strict=False):
             groups[rank].append(sample)
             loads[rank] += work.costs_of[rank][sample]
     return groups
 
 
-def _levelled(work: Microbatches, short: Groups, groups: Groups, load: Load) -> Groups:
-    """Groups after exchanges of equally many samples that make the ranks' totals equal; the short runs stay."""
-    moving = [group[len(run) :] for run, group in zip(short, groups, strict=True)]
+def _levelled(work: Microbatches, groups: Groups) -> Groups:
+    """Groups after exchanges of equally many samples that make the ranks' totals equal."""
+    level = [list(group) for group in groups]
+    load = additive(work.costs_of)
     enough = lower_bound(work.costs, work.num_ranks) * (1 + _TOLERANCE)
+    improve(level, work.costs, load, enough, _ATTEMPTS, equal_counts=True)
+    return [sorted(group) for group in level]
 
-    def load_with(rank: int, samples: Samples) -> int:
-        return load(rank, short[rank] + samples)
 
-    improve(moving, work.costs, load_with, enough, _ATTEMPTS, equal_counts=True)
-    return [sorted(run + group) for run, group in zip(short, moving, strict=True)]
+def _counts(work: Microbatches, groups: Groups) -> list[int]:
+    """Numbers of microbatches that are worth trying."""
+    likely = max([work.likely(rank, group) for rank, group in enumerate(groups)])
+    most = min(map(len, groups))
+    counts = [likely + step for step in work.near]
+    return [count for count in dict.fromkeys([*counts, most]) if 0 < count <= most]
 
 
 def _line_up(work: Microbatches, groups: Groups, count: int, limit: float) -> list[Bins]:
@@ -143,20 +145,21 @@ def _line_up(work: Microbatches, groups: Groups, count: int, limit: float) -> li
     loads = np.zeros((len(groups), count), dtype=np.int64)
     costliest = [max([work.costs_of[rank][sample] for sample in group]) for rank, group in enumerate(groups)]
     order = sorted(range(len(groups)), key=costliest.__getitem__, reverse=True)
-    for rank in order:
-        found = work.along(rank, groups[rank], loads.max(0).tolist())
+    for rank in order * 2:  # once more, now that all others are known
+        others = loads.max(0)
+        if lined[rank]:
+            if (loads[rank] < others).all():
+                continue
+            others = np.delete(loads, rank, axis=0).max(0, initial=0)
+        found = work.along(rank, groups[rank], others.tolist()) or lined[rank]
         if not found:
             return []
-        lined[rank] = work.costliest_first(rank, found)
-        loads[rank] = [work.cost_of(rank, samples) for samples in lined[rank]]
-        if loads.max(0).sum() > limit:
-            return []
-    for rank in sorted(set(loads.argmax(0).tolist())):  # once more, now that all others are known
-        others = np.delete(loads, rank, axis=0).max(0, initial=0)
-        found = work.along(rank, groups[rank], others.tolist())
-        again = work.costliest_first(rank, found or lined[rank])
-        costs = [work.cost_of(rank, samples) for samples in again]
-        if np.maximum(others, costs).sum() < loads.max(0).sum():
-            lined[rank] = again
+        bins = work.costliest_first(rank, found)
+        costs = [work.cost_of(rank, samples) for samples in bins]
+        total = np.maximum(others, costs).sum()
+        if not lined[rank] or total < loads.max(0).sum():
+            lined[rank] = bins
             loads[rank] = costs
+            if total > limit:
+                return []
     return lined

@@ -40,8 +40,8 @@ class Microbatches(ABC):
     smallest: Ints  # [1 or num_ranks, n] that each sample costs at least, without overhead
     fills: Floats  # [1 or num_ranks, n] the part of a microbatch that each sample takes at least
     bulk: Sequence[int]  # of each sample; those of like bulk are dealt out to different ranks
-    is_additive: bool  # a load is the sum of its parts
     most_lined_up: int  # samples up to which `along` is fast enough
+    near: Sequence[int] = (-2, -1, 0, 1)  # microbatches more than a rank likely has, that are worth trying
 
     def __init__(self, order: Ints, rows: Ints, caps: Ints, costs: MinibatchCosts) -> None:
         self.num_ranks = len(caps)
@@ -72,6 +72,10 @@ class Microbatches(ABC):
     def bins(self, rank: int, samples: Samples) -> Bins:
         """The best microbatches of samples on a rank."""
 
+    def likely(self, rank: int, samples: Samples) -> int:
+        """How many microbatches are best for samples on a rank."""
+        return len(self.bins(rank, samples))
+
     @abstractmethod
     def along(self, rank: int, samples: Samples, profile: list[int]) -> Bins:
         """As many microbatches as the profile has entries, that together exceed it little; none if they do not fit.
@@ -79,10 +83,6 @@ class Microbatches(ABC):
         Collectives wait for the largest ``m``-th microbatch. The *profile* has the largest ones of other ranks. Below
         it, a microbatch costs nothing.
         """
-
-    @abstractmethod
-    def counts(self, groups: Groups) -> Sequence[int]:
-        """Numbers of microbatches that are worth trying, if all ranks have equally many."""
 
     def evenly(self, groups: Groups, count: int) -> list[Bins]:
         """So many microbatches of each rank that do not depend on those of other ranks."""

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
 
 import numpy as np
 
 from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens
-from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, Samples
+from lightning_odc.balance.microbatches import Bins, Microbatches, Samples
 
 _FIELD = 56  # bits, enough for all caps that matter
 _GUARD = 1 << (_FIELD - 1)
@@ -42,17 +41,14 @@ class Packed(Microbatches):
         overhead = self.overhead[:, None]
         pair = costs.pair[:, None]
         self._has_pairs = bool(pair.any())
-        self.is_additive = not self._has_pairs and not overhead.any()
-        # The number that fills most microbatches tells how full they are, and comes first. Where pairs cost, it is the
-        # first one anyway.
+        # The number that fills most microbatches tells how full they are; the first one where pairs cost.
         filling = 0
         if not self._has_pairs:
+            self.near = (0, 1)  # more samples do not fit into fewer
             filling = int(np.argmax(rows.sum(0) / caps.sum(0)))
-        columns = sorted(range(rows.shape[1]), key=lambda column: column != filling)
-        rows = rows[order][:, columns]
-        caps = caps[:, columns]
-        sizes = rows[:, 0]
-        most = caps[: len(self.costs), :1]
+        rows = rows[order]
+        sizes = rows[:, filling]
+        most = caps[: len(self.costs), filling, None]
         # What each sample adds to microbatches that are filled as far as it pays: beyond, pairs cost more.
         pays = np.sqrt(2 * overhead / np.maximum(pair, 1e-200))
         full = np.maximum(np.minimum(most, pays), 1.0)
@@ -79,28 +75,26 @@ class Packed(Microbatches):
 
     def load(self, rank: int, samples: Samples) -> int:
         if self._has_pairs:
-            return self._total(rank, self.bins(rank, samples))
+            return sum([self.cost_of(rank, own) for own in self.bins(rank, samples)])
         costs = self.costs_of[rank]
+        overhead = self.overhead_of[rank]
         found = sum([costs[sample] for sample in samples])
-        if not self.is_additive:
-            found += self.overhead_of[rank] * len(self._best_fit(rank, samples))
+        if overhead:
+            found += overhead * len(self._best_fit(rank, samples))
         return found
 
-    def _total(self, rank: int, bins: Bins) -> int:
-        return sum([self.cost_of(rank, samples) for samples in bins])
-
     def bins(self, rank: int, samples: Samples) -> Bins:
-        """Even microbatches: as few as best fit needs; where pairs cost, about as many as pay."""
-        if not self._has_pairs:
-            best_fit = self._best_fit(rank, samples)
-            return self.along(rank, samples, [0] * len(best_fit)) or best_fit
-        fills = self._fills_of[rank]
-        likely = int(math.fsum([fills[sample] for sample in samples]))
-        options = []
-        for count in (likely, likely + 1):
-            even = self.along(rank, samples, [0] * min(count, len(samples)))
-            options.append(even or self._best_fit(rank, samples))
-        return min(options, key=lambda bins: self._total(rank, bins))
+        """Even microbatches, or best fit where the samples do not fit into as many."""
+        even = self.along(rank, samples, [0] * self.likely(rank, samples))
+        return even or self._best_fit(rank, samples)
+
+    def likely(self, rank: int, samples: Samples) -> int:
+        """As few as best fit needs; where pairs cost, about as many as pay."""
+        count = len(self._best_fit(rank, samples))
+        if self._has_pairs:
+            fills = self._fills_of[rank]
+            count = max(count, round(math.fsum([fills[sample] for sample in samples])))
+        return count
 
     def _best_fit(self, rank: int, samples: Samples) -> Bins:
         """Each sample, the largest first, goes into the fullest microbatch with room."""
@@ -150,14 +144,6 @@ class Packed(Microbatches):
             bins[number].append(sample)
             rooms[number] -= size
         return bins
-
-    def counts(self, groups: Groups) -> Sequence[int]:
-        fewest = max([len(self._best_fit(rank, group)) for rank, group in enumerate(groups)])
-        most = min(map(len, groups))
-        if self._has_pairs:
-            ratio = most / fewest
-            return sorted({round(fewest * ratio ** (step / 5)) for step in range(6)})
-        return [fewest, fewest + 1, most]
 
 
 def _integers(rows: Ints) -> list[int]:

@@ -33,8 +33,13 @@ POLICIES: tuple[str, ...] = get_args(Policy)
 COLLECTIVE_SAFE = ("local_sort", "lb_micro")
 
 
-def microbatches_of(rows: Ints, caps: Ints, costs: MinibatchCosts, collation: Collation) -> Microbatches:
-    """The samples of a minibatch, with rows ``[n]`` or ``[n, d]`` and caps ``[num_ranks, d]``."""
+def microbatches_of(
+    lengths: Ints, max_tokens: Any, cost: Cost, num_ranks: int, collation: Collation
+) -> Microbatches:
+    """The samples of a minibatch, after all checks of caps and costs."""
+    rows = collation.row_lengths(lengths)
+    caps = check_caps(lengths, rows, max_tokens, num_ranks)
+    costs = MinibatchCosts.of(cost, lengths, num_ranks, collation)
     rows = rows.reshape(len(rows), -1)
     whole = costs.forbid_unfitting(rows, caps).whole()
     if collation.is_table:
@@ -114,7 +119,7 @@ class Planner:
                 equal counts cannot share.
         """
         array = as_lengths(lengths)
-        rows, caps = self._rows_and_caps(array)
+        work = microbatches_of(array, self.max_tokens, self._cost, self.num_ranks, self.collation)
         if not self.allow_empty and self.policy in COLLECTIVE_SAFE and len(array) % self.num_ranks:
             raise ValueError(
                 f"policy={self.policy!r} gives {self.num_ranks} ranks equally many samples, and {len(array)} cannot be "
@@ -122,13 +127,11 @@ class Planner:
                 'policy="lb_mini" with on-demand communication, or allow_empty=True and run empty microbatches with '
                 "weight zero."
             )
-        costs = MinibatchCosts.of(self._cost, array, self.num_ranks, self.collation)
         if self.policy == "local_sort":
             sizes = array
             if array.ndim == 2:
-                sizes = costs.samples[0]
+                sizes = work.costs[0, np.argsort(work.order)]
             return _of_equal_counts(self._local_sort(sizes.tolist()))
-        work = microbatches_of(rows, caps, costs, self.collation)
         if self.policy == "lb_micro":
             return _of_equal_counts(work.plan(in_step(work, self.align)))
         groups = share_out(work)
@@ -136,15 +139,11 @@ class Planner:
 
     def capped_for(self, lengths: Any) -> Planner:
         """This planner with the caps that ``max_tokens=None`` means for all samples that will be planned."""
-        _, caps = self._rows_and_caps(as_lengths(lengths))
+        array = as_lengths(lengths)
+        caps = check_caps(array, self.collation.row_lengths(array), self.max_tokens, self.num_ranks)
         if self.max_tokens is not None:
             return self
         return replace(self, max_tokens=tuple(caps[0].tolist()))
-
-    def _rows_and_caps(self, lengths: Ints) -> tuple[Ints, Ints]:
-        """``[n]`` tokens of each sample alone, or ``[n, d]``, and ``[num_ranks, d]`` caps of a microbatch."""
-        rows = self.collation.row_lengths(lengths)
-        return rows, check_caps(lengths, rows, self.max_tokens, self.num_ranks)
 
     def _local_sort(self, sizes: list[float]) -> Plan:
         plan: Plan = []

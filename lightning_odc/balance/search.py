@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -46,16 +46,13 @@ Load = Callable[[int, Samples], int]
 TOLERANCE = 1e-4
 """The search ends where the largest load is this close to the lower bound, relative to it."""
 
-_MOST_STARTS = 16
-_SAMPLES_IN_STARTS = 128
-_ADDITIVE_SAMPLES_IN_STARTS = 384
-_ATTEMPTS = 48
-_SAMPLES_PER_ATTEMPT = 32
-_ADDITIVE_ATTEMPTS_PER_RANK = 4
+_MOST_STARTS = 24
+_SAMPLES_IN_STARTS = 384
+_ATTEMPTS = 64
 _TRIES = 4
 _MOST_SETS = 46
 _MOST_SLOTS = 64
-_SHAKES = (0.1, 0.3)
+_SHAKE = 0.2
 _GOLDEN = 0.6180339887498949
 _PLASTIC = 0.7548776662466927
 _NEVER = 2**62  # above all loads
@@ -64,15 +61,11 @@ _NEVER = 2**62  # above all loads
 def share_out(work: Microbatches) -> Groups:
     """The samples of every rank, such that the largest load is small; some ranks may get none."""
     enough = work.bound() * (1 + TOLERANCE)
-    attempts = _ATTEMPTS + len(work) // _SAMPLES_PER_ATTEMPT
-    samples_in_starts = _SAMPLES_IN_STARTS
-    if work.is_additive:  # then attempts take little time
-        attempts += _ADDITIVE_ATTEMPTS_PER_RANK * work.num_ranks
-        samples_in_starts = _ADDITIVE_SAMPLES_IN_STARTS
-    count = max(1, samples_in_starts // len(work))
+    attempts = _ATTEMPTS + work.num_ranks
+    count = max(1, _SAMPLES_IN_STARTS // len(work))
     starts: list[tuple[int, Any]] = []
     for pieces, costs in work.divisions():
-        load = additive(costs, work.num_ranks)
+        load = additive(work.by_rank(costs))
         for index in range(min(count, _MOST_STARTS)):
             groups: Groups = [[] for _ in range(work.num_ranks)]
             longest_first(shaken(costs, index), range(len(pieces)), groups, [0] * work.num_ranks)
@@ -91,12 +84,11 @@ def share_out(work: Microbatches) -> Groups:
     return min(options, key=itemgetter(0))[1]
 
 
-def additive(costs: Ints, num_ranks: int) -> Load:
-    """A load that is the sum of costs ``[1 or num_ranks, n]``."""
-    rows = costs.tolist() * (num_ranks // len(costs))
+def additive(costs_of: list[list[int]]) -> Load:
+    """A load that is the sum of costs, which are listed by rank."""
 
     def load(rank: int, pieces: Samples) -> int:
-        row = rows[rank]
+        row = costs_of[rank]
         return sum([row[piece] for piece in pieces])
 
     return load
@@ -116,7 +108,7 @@ def longest_first(
         pieces: The pieces that are shared out.
         groups: The pieces that every rank has before; they get more.
         loads: What they cost.
-        limits: The most pieces of each rank.
+        limits: The most pieces of each rank. There is room for all.
 
     Example:
         >>> costs = np.array([[9, 8, 7, 3]])
@@ -128,12 +120,8 @@ def longest_first(
     limits = limits or [costs.shape[1]] * len(groups)
     sums = costs.sum(0).tolist()
     falling = sorted(pieces, key=sums.__getitem__, reverse=True)
-    ends = [*loads]
-    for rank, group in enumerate(groups):
-        if len(group) == limits[rank]:
-            ends[rank] = _NEVER
     if len(costs) == 1:
-        heap = [(end, rank) for rank, end in enumerate(ends)]
+        heap = [(load, rank) for rank, load in enumerate(loads)]
         heapq.heapify(heap)
         for piece in falling:
             end, rank = heap[0]
@@ -143,7 +131,7 @@ def longest_first(
                 end = _NEVER
             heapq.heapreplace(heap, (end, rank))
         return
-    by_rank = np.array(ends)
+    by_rank = np.array(loads)
     for piece, own in zip(falling, costs.T[falling], strict=True):
         after = by_rank + own
         rank = int(after.argmin())
@@ -154,12 +142,11 @@ def longest_first(
 
 
 def shaken(costs: Ints, index: int) -> Ints:
-    """Costs moved by up to 10 or 30 percent lead to other groups; with index 0 they stay."""
+    """Costs moved by up to 20 percent lead to other groups; with index 0 they stay."""
     if not index:
         return costs
     spread = (np.arange(costs.shape[1]) * _GOLDEN + index * _PLASTIC) * (1 + index) % 1.0
-    most = _SHAKES[index % len(_SHAKES)]
-    return np.rint(costs * (1 + most * (2 * spread - 1))).astype(np.int64)
+    return np.rint(costs * (1 + _SHAKE * (2 * spread - 1))).astype(np.int64)
 
 
 def improve(
@@ -181,7 +168,7 @@ def improve(
     Example:
         >>> groups = [[0, 2], [1], [3]]
         >>> costs = np.array([[9, 8, 7, 3]])
-        >>> improve(groups, costs, additive(costs, 3), 0, 9)
+        >>> improve(groups, costs, additive(costs.tolist() * 3), 0, 9)
         10
         >>> groups
         [[2, 3], [1], [0]]
@@ -218,40 +205,38 @@ def _exchanges(
     takes = _sets_of(len(theirs))
     here = parts[heavy % len(parts)]
     there = parts[light % len(parts)]
-    left = loads[heavy] - gives.chosen @ here[mine]
-    reached = loads[light] + gives.chosen @ there[mine]
-    heavy_loads = left[:, None] + takes.chosen @ here[theirs]
-    light_loads = reached[:, None] - takes.chosen @ there[theirs]
+    left = loads[heavy] - gives @ here[mine]
+    reached = loads[light] + gives @ there[mine]
+    heavy_loads = left[:, None] + takes @ here[theirs]
+    light_loads = reached[:, None] - takes @ there[theirs]
     larger = np.maximum(heavy_loads, light_loads)
     if equal_counts:
-        larger[gives.sizes[:, None] != takes.sizes] = _NEVER
+        larger[gives.sum(1)[:, None] != takes.sum(1)] = _NEVER
     for _ in range(_TRIES):
         best = int(larger.argmin())
         if larger.flat[best] >= loads[heavy]:
             return
         larger.flat[best] = _NEVER
-        give, take = divmod(best, len(takes.slots))
-        given = gives.slots[give]
-        taken = takes.slots[take]
-        yield _after(mine, given, theirs, taken), _after(theirs, taken, mine, given)
+        give, take = divmod(best, len(takes))
+        given, kept = _parted(mine, gives[give])
+        taken, left_there = _parted(theirs, takes[take])
+        yield kept + taken, left_there + given
 
 
-def _after(own: Samples, gone: tuple[int, ...], others: Samples, got: tuple[int, ...]) -> Samples:
-    kept = [sample for slot, sample in enumerate(own) if slot not in gone]
-    return kept + [others[slot] for slot in got]
-
-
-class _Sets(NamedTuple):
-    """Sets of slots."""
-
-    slots: list[tuple[int, ...]]
-    chosen: Ints  # [s, k] 1 if set s has slot k
-    sizes: Ints  # [s]
+def _parted(samples: Samples, chosen: Ints) -> tuple[Samples, Samples]:
+    """Those that are chosen, and the others."""
+    parts: tuple[Samples, Samples] = ([], [])
+    for sample, is_chosen in zip(samples, chosen.tolist(), strict=True):
+        parts[1 - is_chosen].append(sample)
+    return parts
 
 
 @lru_cache(maxsize=256)
-def _sets_of(slots: int) -> _Sets:
-    """All sets of up to as many slots as keep the list short; of some slots only, if there are very many."""
+def _sets_of(slots: int) -> Ints:
+    """Sets of slots, ``[sets, slots]``: 1 where a set has a slot.
+
+    All sets of up to as many slots as keep the list short; of some slots only, if there are very many.
+    """
     step = -(-slots // _MOST_SLOTS) or 1
     used = range(0, slots, step)
     sets: list[tuple[int, ...]] = [()]
@@ -263,4 +248,4 @@ def _sets_of(slots: int) -> _Sets:
     chosen = np.zeros((len(sets), slots), dtype=np.int64)
     for row, members in enumerate(sets):
         chosen[row, list(members)] = 1
-    return _Sets(sets, chosen, chosen.sum(1))
+    return chosen

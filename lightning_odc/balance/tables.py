@@ -33,7 +33,6 @@ _SHARES = (math.inf, 1.0, 0.5, 0.25, 1e-9)  # of a rank's load, that a piece may
 class Tables(Microbatches):
     """Samples as rows of a table, each as long as the longest. The first number is padded, the others add up."""
 
-    is_additive = False
     most_lined_up = 256
 
     def __init__(self, rows: Ints, caps: Ints, costs: MinibatchCosts, is_stacked: bool) -> None:
@@ -130,14 +129,6 @@ class Tables(Microbatches):
         ends = np.cumsum(sizes)
         rows = sizes * self._padded[:, ends - 1] + self.overhead[:, None]
         return rows + np.add.reduceat(self._extra, ends - sizes, axis=1)
-
-    def counts(self, groups: Groups) -> Sequence[int]:
-        likely = max([len(self.bins(rank, group)) for rank, group in enumerate(groups)])
-        most = min(map(len, groups))
-        counts = list(range(max(likely - 2, 1), min(likely + 1, most) + 1))
-        if self.numbers[1:]:
-            counts.append(most)
-        return counts
 
     def evenly(self, groups: Groups, count: int) -> list[Bins]:
         """Tables of the same places in every group, which cost least if all ranks wait for the longest rows."""
