@@ -146,7 +146,8 @@ def test_one_group_has_none_to_read_from(rank, way):
     trains(way, [4])
 
 
-@pytest.mark.parametrize("way", fast(WAYS, "attach"))
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks(8)
 def test_four_groups_of_two(rank, way):
     init_gloo(rank)

@@ -185,7 +185,13 @@ def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, 
     assert found["cut_short"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), RankFailedError("rank 1 failed", "the traceback\n")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyboardInterrupt(),
+        pytest.param(RankFailedError("rank 1 failed", "the traceback\n"), marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_measured_leaves_earlier_results(error, tmp_path, monkeypatch, capsys):
     def call(*_: Any, heard: Callable[[int, Any], None] | None = None) -> None:
         if heard:  # the warm-up, which does not count

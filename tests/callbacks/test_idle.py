@@ -42,6 +42,7 @@ from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.engine.peers import Word
 from tests.support.modules import Memory, TokenModule, loader, trainer, warned
 from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
+from tests.support.tiers import fast
 
 SLEEPS = [
     [[0.08, 0.02], [0.02, 0.06], [0.05, 0.05], [0.08, 0.02]],
@@ -118,7 +119,7 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "world_size"), KINDS)
+@pytest.mark.parametrize(("kind", "world_size"), fast(KINDS, ("on_demand", 4), ("collective", 2), ("ddp", 2)))
 def test_reported_idle_is_what_the_arithmetic_says(kind: str, world_size: int) -> None:
     for scale in SCALES:
         (rows, last_step, last_epoch, complete), *others = run_ranks(

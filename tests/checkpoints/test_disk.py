@@ -18,6 +18,7 @@ from lightning_odc.callbacks import TimelineRecorder
 from tests.support.fits import doing
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer, warned
 from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
+from tests.support.tiers import fast
 
 BATCHES = [Minibatch(token_batches([5, 9])) for _ in range(3)]
 
@@ -84,7 +85,7 @@ def _goes_on(rank: int, kind: str, folder: str) -> bool:
     return intact and _loads(kind, path, full_parameters(module))
 
 
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", fast(["full", "sharded"], "sharded"))
 def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_that_was_there(tmp_path, kind):
     dead, _ = try_ranks(_dies, kind, str(tmp_path), timeout=60)
     assert dead.exitcode == -signal.SIGKILL

@@ -42,7 +42,7 @@ class Staged(TokenModule):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", fast(KINDS, "full"))
 def test_model_checkpoint_keeps_the_best_and_the_last(rank, kind, tmp_path):
     keeper = ModelCheckpoint(
         tmp_path, "{epoch}", monitor="val_loss", mode="max", save_top_k=2, save_last=True

@@ -27,6 +27,7 @@ from tests.support.fits import LR, Parameters, are_equal, assert_same, one_proce
 from tests.support.models import full_parameters
 from tests.support.modules import TokenModule, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
+from tests.support.tiers import fast
 
 LENGTHS = np.random.default_rng(0).integers(2, 16, 23).tolist()
 STEPS = 6  # of 4 samples each, the last of 3
@@ -81,11 +82,15 @@ def reference() -> Parameters:
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("communication", "policy"),
-    [
-        *(("on_demand", policy) for policy in POLICIES),
+    fast(
+        [
+            *(("on_demand", policy) for policy in POLICIES),
+            ("collective", "lb_micro"),
+            ("collective", "local_sort"),
+        ],
+        ("on_demand", "lb_mini"),
         ("collective", "lb_micro"),
-        ("collective", "local_sort"),
-    ],
+    ),
 )
 def test_every_policy_ends_in_the_parameters_of_one_process(rank, communication, policy):
     module = RowsModule()

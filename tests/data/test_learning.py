@@ -127,8 +127,11 @@ class Run:
 
 @pytest.mark.parametrize(
     ("workers", "accumulate"),
-    [({}, 1), ({"num_workers": 1}, 2), ({"num_workers": 2, "persistent_workers": True}, 1)],
-    ids=["0", "1", "kept"],
+    [
+        pytest.param({}, 1, id="0"),
+        pytest.param({"num_workers": 1}, 2, id="1"),
+        pytest.param({"num_workers": 2, "persistent_workers": True}, 1, id="kept", marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_plan_alike_and_a_resumed_run_makes_the_same_plans(workers, accumulate):
     whole, begun, resumed = (Run(accumulate, **workers) for _ in range(3))

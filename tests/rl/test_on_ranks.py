@@ -20,6 +20,7 @@ from tests.support.fits import assert_same, largest_difference
 from tests.support.models import Net, full_parameters
 from tests.support.modules import loader, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
+from tests.support.tiers import fast
 
 #: Prompts and responses; the sixth response is empty.
 LENGTHS = [(2, 5), (1, 12), (4, 1), (1, 7), (3, 3), (2, 0), (1, 4)]
@@ -123,7 +124,10 @@ HAS_PEFT = importlib.util.find_spec("peft") is not None
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("make", "communication", "loss_type"),
-    [(llamas, "on_demand", "dapo"), (llamas, "collective", "gspo"), (nets, "on_demand", "grpo")],
+    fast(
+        [(llamas, "on_demand", "dapo"), (llamas, "collective", "gspo"), (nets, "on_demand", "grpo")],
+        (nets, "on_demand", "grpo"),
+    ),
 )
 def test_scores_and_updates_are_those_of_one_process(rank, make, communication, loss_type) -> None:
     module = Learns(make, loss_type)

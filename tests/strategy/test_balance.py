@@ -23,6 +23,7 @@ from tests.support.fits import assert_same, failure, fit, one_process
 from tests.support.models import Net, full_parameters, token_batches
 from tests.support.modules import ListDataset, TokenModule, Unsized, loader, said, trainer, warned
 from tests.support.ranks import of_all_ranks, on_ranks
+from tests.support.tiers import fast
 
 SAMPLES = [torch.randint(11, (size,), generator=torch.Generator().manual_seed(size)) for size in range(2, 26)]
 
@@ -200,7 +201,7 @@ ALONE: dict[str, tuple[Any, bool]] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", fast(ALONE, "dict", "list", "minibatches"))
 def test_one_loader_in_a_dict_or_list_is_balanced_and_the_step_gets_its_batches_so(rank, name):
     make, counted = ALONE[name]
     module = Unpacks(counted)
@@ -314,7 +315,7 @@ SHOWN: dict[str, tuple[list[Any], Any, int]] = {
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", SHOWN)
-@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("streamed", fast([False, True], False))
 def test_what_a_batch_shows_is_a_length_by_which_batches_are_balanced(rank, name, streamed):
     samples, collate_fn, longest = SHOWN[name]
     data: Any = Unsized(samples) if streamed else samples

@@ -23,6 +23,7 @@ from tests.support.fits import assert_same, fit, one_process
 from tests.support.groups import CLOSE, waits_for
 from tests.support.models import full_parameters
 from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
 
 DRAW = torch.Generator().manual_seed(0)
 SAMPLES = [torch.randint(1, 50, (size,), generator=DRAW) for size in range(2, 26)]
@@ -81,7 +82,7 @@ def train(module: Module, world: int, **options: Any) -> None:
     fit(module, batches, world, context_parallel_size=2, use_distributed_sampler=True, **options)
 
 
-@pytest.mark.parametrize("balance", ["lb_mini", "steal", None])
+@pytest.mark.parametrize("balance", fast(["lb_mini", "steal", None], "lb_mini"))
 @on_ranks(4)
 def test_groups_that_divide_samples_train_as_one_process(rank, balance):
     module, seen = Module(), []

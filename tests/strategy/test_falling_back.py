@@ -25,6 +25,7 @@ from tests.support.fits import are_equal, assert_same, failure, fit
 from tests.support.models import full_parameters
 from tests.support.modules import TokenModule, said, token_batches, trainer, warned
 from tests.support.ranks import of_all_ranks, on_ranks
+from tests.support.tiers import fast
 
 
 @contextmanager
@@ -86,7 +87,7 @@ class Watched(Padded):
 
 @on_ranks(2)
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", fast(["32-true", "bf16-mixed"], "32-true"))
 def test_what_cannot_run_on_demand_trains_by_balanced_collectives_bit_for_bit(
     rank, case, precision, tmp_path
 ):

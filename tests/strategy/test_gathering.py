@@ -15,6 +15,7 @@ from tests.support.losses import Losses, collate, samples
 from tests.support.models import full_parameters
 from tests.support.modules import warned
 from tests.support.ranks import of_all_ranks, on_ranks
+from tests.support.tiers import fast
 
 SIZES = (300, 3, 5, 11, 6, 12, 5, 10, 6, 12, 7, 25, 5, 12, 4, 30)
 
@@ -65,7 +66,7 @@ def test_rows_of_an_epoch_are_gathered_as_under_ddp(rank, count):
 
 @on_ranks(2)
 @pytest.mark.parametrize("accumulated", [1, 2])
-@pytest.mark.parametrize("count", [16, 15, 13, 9])
+@pytest.mark.parametrize("count", fast([16, 15, 13, 9], 16, 13))
 def test_a_step_that_gathers_runs_with_any_number_of_samples(rank, accumulated, count):
     """Ranks have equal batches, also the last ones: as a distributed sampler does, a sample is repeated."""
     data = samples(SIZES[:count])

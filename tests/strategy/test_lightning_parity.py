@@ -30,6 +30,7 @@ from tests.support.fits import Sgd, are_equal, assert_same, doing, fit, fitted
 from tests.support.models import Net, full_parameters, token_batches
 from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
 
 TESTS = Path(__file__).parents[1]
 TABLE = TESTS.parent / "docs" / "data" / "lightning-parity.md"
@@ -154,7 +155,7 @@ CONTEXTS = [("32-true", None), ("16-true", "meta"), ("bf16-true", "meta"), ("bf1
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("precision", "device"), CONTEXTS)
+@pytest.mark.parametrize(("precision", "device"), fast(CONTEXTS, *CONTEXTS[:2]))
 def test_modules_made_in_the_trainers_context(rank, precision, device):
     own = {"strategy": ODCStrategy(balance=None), "precision": precision}
     t = Trainer(accelerator="cpu", devices=2, max_steps=1, barebones=True, **own)

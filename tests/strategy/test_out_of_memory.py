@@ -325,7 +325,7 @@ NODES = [["1", "backward", 0, 1], ["head", "forward", 2, 2], ["embed", "forward"
 
 @needs_reset
 @on_ranks(4)
-@pytest.mark.parametrize("are_copies", [False, True])
+@pytest.mark.parametrize("are_copies", fast([False, True], True))
 def test_ranks_of_several_nodes(rank, are_copies):
     as_nodes(rank, 2 if are_copies else 4)
     options = {"num_nodes": 2} if are_copies else {"sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)}

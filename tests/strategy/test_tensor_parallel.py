@@ -89,6 +89,7 @@ class Held(Module):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_whole_group_steals(rank, tmp_path):
     module = Held()
@@ -131,6 +132,7 @@ def test_all_ranks_take_part_in_a_decision(rank):
 # -- waits --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sleepers", [[1], [2, 3]], ids=["the same group", "the other group"])
 @on_ranks(4)
 def test_waits_within_a_group_are_told_from_those_between_groups(rank, sleepers):
@@ -166,6 +168,7 @@ def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
 # -- out of memory ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_a_group_that_runs_out_of_memory_runs_the_parts_together(rank):
     module = Module(fails_above=2)
