@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc import host_memory
 from lightning_odc.arguments import Like
 from lightning_odc.balance.arrays import as_lengths, check_caps
 from lightning_odc.data.rng import isolated_rng
 from lightning_odc.data.shapes import ShownLength, are_all_shown
+from lightning_odc.progress import progress
 
 LengthArray = npt.NDArray[np.int64]
 """``[n]``, or ``[n, d]`` where samples have rows of numbers."""
@@ -315,7 +315,7 @@ def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
     next_look = -math.inf
     found = []
     with isolated_rng():
-        for index in tqdm(range(count), desc="Lengths of samples", unit="sample", delay=2, leave=False):
+        for index in progress(range(count), "Lengths of samples", "sample"):
             if time.monotonic() >= next_look:  # raise before the kernel ends this process
                 next_look = time.monotonic() + _LOOK_EVERY_S
                 left = count - index

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_odc import _compat
 from lightning_odc.engine.units import post_order
+from lightning_odc.progress import progress
 
 InitWeights = Callable[[nn.Module], object]
 
@@ -76,9 +77,11 @@ class _Materializer:
         self._seen: set[nn.Module] = set()
         self._sharded: dict[Tensor, Tensor] = {}  # by the parameter on the meta device: tied ones stay tied
         self._unfilled: list[Unfilled] = []
+        self._bar = progress([*model.parameters()], "First values", "parameter")
 
     def run(self) -> list[Unfilled]:
-        self._unit(self._model, None)
+        with self._bar:
+            self._unit(self._model, None)
         kept = [item for item in self._unfilled if item.name in item.module.state_dict()]
         check_filled([item for item in self._unfilled if item not in kept])
         return kept
@@ -90,6 +93,7 @@ class _Materializer:
         for module, name, meta in whole:
             if meta not in self._sharded:
                 self._sharded[meta] = self._cut(getattr(module, name), meta)
+                self._bar.update()
             setattr(module, name, self._sharded[meta])
 
     def _visit(self, module: nn.Module, init_weights: InitWeights | None) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc.data.weighting import Rule
+from lightning_odc.progress import progress
 from lightning_odc.trial.arithmetic import WithoutChance, dequantise
 from lightning_odc.trial.collectives import CollectiveListener
 from lightning_odc.trial.decide import (
@@ -167,10 +166,7 @@ class Losses:
     def of(self, groups: Sequence[Group]) -> list[Tried]:
         """The loss of every group, and what it counts; with a progress bar if that takes more than a moment."""
         tried: list[Tried] = []
-        is_silent = dist.is_initialized() and dist.get_rank() > 0
-        for group in tqdm(
-            groups, desc="Trial of the loss", unit="pass", delay=2, leave=False, disable=is_silent
-        ):
+        for group in progress(groups, "Trial of the loss", "pass"):
             batch = self._batch(group)
             # Counted before the step, which may take entries out of the batch.
             counts = self._counts(group, batch)

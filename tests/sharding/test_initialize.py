@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_odc import progress
+from lightning_odc.sharding.initialize import materialize
 from tests.strategy.test_models import HAS_PEFT, CausalLM, causal_lm, with_lora
 from tests.support.fits import doing, fit
 from tests.support.models import Net, full_parameters, token_batches
@@ -139,3 +142,17 @@ def test_values_that_a_checkpoint_has_need_none(rank, tmp_path):
     fit(saved, token_batches([6, 6], seed=rank), max_steps=1).save_checkpoint(path)
     found = first_parameters(rank, OnMeta(Param), max_epochs=2, ckpt_path=path)
     assert torch.equal(found["net.blocks.1.extra.scale"], torch.ones(3))
+
+
+def test_values_that_take_long_show_how_far_they_are(monkeypatch):
+    shown, bar = io.StringIO(), progress.tqdm
+
+    def patient(items: Any, **options: Any) -> Any:
+        assert 0 < options["delay"] <= 5  # what takes no time shows nothing
+        return bar(items, **{**options, "delay": 0, "mininterval": 0, "file": shown})
+
+    monkeypatch.setattr(progress, "tqdm", patient)
+    model = nn.Sequential(nn.Linear(2, 3, device="meta"), nn.Linear(3, 1, device="meta"))
+    materialize(model, torch.device("cpu"))
+    assert "First values" in shown.getvalue()
+    assert "4/4" in shown.getvalue()

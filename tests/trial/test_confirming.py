@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from lightning_odc import progress
 from lightning_odc.data.weighting import LabelCounter, Rule
-from lightning_odc.trial import run
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import try_loss
 from lightning_odc.trial.samples import groups_to_confirm
@@ -224,7 +224,7 @@ def test_a_trial_that_takes_more_than_a_moment_shows_a_progress_bar(monkeypatch)
         shown.append((len(groups), options))
         return groups
 
-    monkeypatch.setattr(run, "tqdm", bar)
+    monkeypatch.setattr(progress, "tqdm", bar)
     _, ran = Samples().tried(mean_of_labels)
     assert sum(count for count, _ in shown) == ran
     for _, options in shown:
