@@ -15,7 +15,6 @@ from lightning_odc.engine.roll_call import RollCall
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 
 _LOOK_EVERY = 0.005  # seconds
-_KEY = "odc/place/"
 
 
 class EqualCounts:
@@ -30,15 +29,22 @@ class EqualCounts:
         self._roll_call = RollCall()
         self._timeout = timeout
         self._store = _compat.default_store()
+        # Each model has its own places. Ranks attach their models in the same order.
+        number = self._store.add(f"odc/models/{self._roll_call.rank}", 1)
+        self._key = f"odc/place/{number}/"
         # The optimizer step, its forward passes so far, and whether it ends. Later places are larger.
         self._place = [0, 0, False]
         self._say()
-        dist.barrier()  # no rank reads what another one has left of an earlier model
+        dist.barrier()  # every place can be read
         self._hook = model.register_forward_pre_hook(self._begin, prepend=True)
 
     def close(self) -> None:
         """Count no longer. Idempotent."""
         self._hook.remove()
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this rank has failed. The error gets a note if another rank is to blame."""
+        self._roll_call.fail(error)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it has no types
     def _begin(self, *_: object) -> None:
@@ -59,7 +65,7 @@ class EqualCounts:
         self._say()
         deadline = time.monotonic() + self._timeout.total_seconds()
         for rank in self._roll_call.others:
-            while (place := json.loads(self._store.get(f"{_KEY}{rank}"))) < self._place:
+            while (place := json.loads(self._store.get(f"{self._key}{rank}"))) < self._place:
                 trouble, _ = self._roll_call.look()
                 if trouble:
                     raise PeerFailedError(trouble)
@@ -75,4 +81,4 @@ class EqualCounts:
         self._place = [step + 1, 0, False]
 
     def _say(self) -> None:
-        self._store.set(f"{_KEY}{self._roll_call.rank}", json.dumps(self._place))
+        self._store.set(f"{self._key}{self._roll_call.rank}", json.dumps(self._place))
