@@ -183,9 +183,7 @@ def test_under_collectives_a_rank_that_fails_is_named_with_its_error():
 def test_under_collectives_two_models_take_turns(rank):
     """Rank 1 comes late to each step of the first model, and soon runs the second one."""
     both = [made(rank), made(rank)]
-    attached = [
-        attach(model, communication="collective", timeout=timedelta(seconds=60)) for model, _ in both
-    ]
+    attached = [attach(model, communication="collective", timeout=timedelta(seconds=60)) for model, _ in both]
     for _ in range(5):
         for (model, optimizer), odc in zip(both, attached, strict=True):
             loss = summed_loss(model, token_batches([6])[0])
