@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_odc import _compat
 from lightning_odc.engine.roll_call import RollCall
@@ -26,12 +27,13 @@ class EqualCounts:
 
     def __init__(self, model: nn.Module, timeout: timedelta) -> None:
         """All ranks together."""
-        self._roll_call = RollCall()
+        self.roll_call = RollCall()
         self._timeout = timeout
-        self._store = _compat.default_store()
+        self._rank = str(self.roll_call.rank)
         # Each model has its own places. Ranks attach their models in the same order.
-        number = self._store.add(f"odc/models/{self._roll_call.rank}", 1)
-        self._key = f"odc/place/{number}/"
+        store = _compat.default_store()
+        number = store.add(f"odc/models/{self._rank}", 1)
+        self._places = PrefixStore(f"odc/places/{number}", store)
         # The optimizer step, its forward passes so far, and whether it ends. Later places are larger.
         self._place = [0, 0, False]
         self._say()
@@ -41,10 +43,6 @@ class EqualCounts:
     def close(self) -> None:
         """Count no longer. Idempotent."""
         self._hook.remove()
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the others that this rank has failed. The error gets a note if another rank is to blame."""
-        self._roll_call.fail(error)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it has no types
     def _begin(self, *_: object) -> None:
@@ -64,21 +62,21 @@ class EqualCounts:
         self._place[2] = True
         self._say()
         deadline = time.monotonic() + self._timeout.total_seconds()
-        for rank in self._roll_call.others:
-            while (place := json.loads(self._store.get(f"{self._key}{rank}"))) < self._place:
-                trouble, _ = self._roll_call.look()
+        for rank in self.roll_call.others:
+            while (place := json.loads(self._places.get(str(rank)))) < self._place:
+                trouble, _ = self.roll_call.look()
                 if trouble:
                     raise PeerFailedError(trouble)
                 if time.monotonic() > deadline:
                     raise WaitTimeoutError(f"Rank {rank} did not come to optimizer step {step}.")
                 time.sleep(_LOOK_EVERY)
-            if place[0] == step and place > self._place:
+            if self._place < place < [step + 1]:
                 raise DisagreementError(
-                    f"In optimizer step {step}, rank {self._roll_call.rank} runs fewer microbatches ({count}) than "
+                    f"In optimizer step {step}, rank {self._rank} runs fewer microbatches ({count}) than "
                     f"rank {rank} (at least {place[1]}). Collectives need equally many on every rank, which "
                     '`plan_minibatch(..., policy="lb_micro")` and `BalancedDataLoader(..., policy="lb_micro")` plan.'
                 )
         self._place = [step + 1, 0, False]
 
     def _say(self) -> None:
-        self._store.set(f"{self._key}{self._roll_call.rank}", json.dumps(self._place))
+        self._places.set(self._rank, json.dumps(self._place))
