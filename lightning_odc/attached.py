@@ -295,6 +295,8 @@ class Attached:
         if has_followed:
             text = FOLLOWED + text
         self.engine.fail(text)
+        if self._counts is not None:
+            self._counts.roll_call.fail(error)
 
     def close(self) -> None:
         """Give the model back to ``fully_shard``'s collectives; all ranks together. Idempotent."""

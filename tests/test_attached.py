@@ -157,8 +157,46 @@ def _unlike(rank: int) -> None:
 def test_unequal_numbers_under_collectives_are_an_error():
     more, fewer = try_ranks(_unlike)
     assert "In optimizer step 0, rank 1 runs fewer microbatches (1) than rank 0 (at least 2)." in fewer.error
-    assert more.error
+    assert "Rank 1 failed. Its error was:" in more.error
     assert more.exitcode == fewer.exitcode == 1
+
+
+def _fail(rank: int) -> None:
+    model, optimizer = made(rank)
+    with attach(model, communication="collective") as odc:
+        with odc.backward():
+            summed_loss(model, token_batches([6])[0]).backward()
+        if rank == 1:
+            raise ValueError("bad data")
+        odc.step(optimizer)
+
+
+def test_under_collectives_a_rank_that_fails_is_named_with_its_error():
+    waited, failed = try_ranks(_fail)
+    assert "PeerFailedError: Rank 1 failed. Its error was:" in waited.error
+    for outcome in (waited, failed):
+        assert "ValueError: bad data" in outcome.error
+        assert outcome.exitcode == 1
+
+
+@on_ranks(2)
+def test_under_collectives_two_models_take_turns(rank):
+    """Rank 1 comes late to each step of the first model, and soon runs the second one."""
+    both = [made(rank), made(rank)]
+    attached = [attach(model, communication="collective", timeout=timedelta(seconds=60)) for model, _ in both]
+    for _ in range(5):
+        for (model, optimizer), odc in zip(both, attached, strict=True):
+            loss = summed_loss(model, token_batches([6])[0])
+            with odc.backward():
+                loss.backward()
+            if rank == 1 and odc is attached[0]:
+                time.sleep(0.02)
+            odc.step(optimizer)
+            optimizer.zero_grad()
+    for odc in attached:
+        odc.close()
+    first, second = (full_parameters(model) for model, _ in both)
+    assert_same(first, second)
 
 
 @on_ranks(2)

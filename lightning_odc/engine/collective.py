@@ -89,6 +89,7 @@ class CollectiveEngine(Engine):
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
         """Keep the gradients of weighted microbatches apart from ``.grad`` until they can be divided."""
         self.backward_done = False
+        self.settled = False  # an optimizer may run its closure again
         if manual:
             self._scalars.drop_emptied()
             self._root.gather()

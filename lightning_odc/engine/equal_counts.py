@@ -9,13 +9,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import PrefixStore
 
 from lightning_odc import _compat
 from lightning_odc.engine.roll_call import RollCall
 from lightning_odc.errors import DisagreementError, PeerFailedError, WaitTimeoutError
 
 _LOOK_EVERY = 0.005  # seconds
-_KEY = "odc/place/"
 
 
 class EqualCounts:
@@ -27,13 +27,17 @@ class EqualCounts:
 
     def __init__(self, model: nn.Module, timeout: timedelta) -> None:
         """All ranks together."""
-        self._roll_call = RollCall()
+        self.roll_call = RollCall()
         self._timeout = timeout
-        self._store = _compat.default_store()
+        self._rank = str(self.roll_call.rank)
+        # Each model has its own places. Ranks attach their models in the same order.
+        store = _compat.default_store()
+        number = store.add(f"odc/models/{self._rank}", 1)
+        self._places = PrefixStore(f"odc/places/{number}", store)
         # The optimizer step, its forward passes so far, and whether it ends. Later places are larger.
         self._place = [0, 0, False]
         self._say()
-        dist.barrier()  # no rank reads what another one has left of an earlier model
+        dist.barrier()  # every place can be read
         self._hook = model.register_forward_pre_hook(self._begin, prepend=True)
 
     def close(self) -> None:
@@ -58,21 +62,21 @@ class EqualCounts:
         self._place[2] = True
         self._say()
         deadline = time.monotonic() + self._timeout.total_seconds()
-        for rank in self._roll_call.others:
-            while (place := json.loads(self._store.get(f"{_KEY}{rank}"))) < self._place:
-                trouble, _ = self._roll_call.look()
+        for rank in self.roll_call.others:
+            while (place := json.loads(self._places.get(str(rank)))) < self._place:
+                trouble, _ = self.roll_call.look()
                 if trouble:
                     raise PeerFailedError(trouble)
                 if time.monotonic() > deadline:
                     raise WaitTimeoutError(f"Rank {rank} did not come to optimizer step {step}.")
                 time.sleep(_LOOK_EVERY)
-            if place[0] == step and place > self._place:
+            if self._place < place < [step + 1]:
                 raise DisagreementError(
-                    f"In optimizer step {step}, rank {self._roll_call.rank} runs fewer microbatches ({count}) than "
+                    f"In optimizer step {step}, rank {self._rank} runs fewer microbatches ({count}) than "
                     f"rank {rank} (at least {place[1]}). Collectives need equally many on every rank, which "
                     '`plan_minibatch(..., policy="lb_micro")` and `BalancedDataLoader(..., policy="lb_micro")` plan.'
                 )
         self._place = [step + 1, 0, False]
 
     def _say(self) -> None:
-        self._store.set(f"{_KEY}{self._roll_call.rank}", json.dumps(self._place))
+        self._places.set(self._rank, json.dumps(self._place))

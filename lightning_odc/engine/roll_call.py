@@ -72,12 +72,16 @@ class RollCall:
             else:
                 how = how_ended(pid)
                 if how or not Path(f"/proc/{pid}").exists():
-                    ended = f"Rank {rank} (process {pid}) ended without a word."
-                    return f"{ended} How it ended: {how or 'unknown'}.", ""
+                    return (
+                        f"Rank {rank} (process {pid}) ended without a word. How it ended: {how or 'unknown'}.",
+                        "",
+                    )
         if not unseen:
             return followed, ""
-        ended = "has ended without a word, or the network to it is broken"
-        return followed, f"One of the ranks {unseen}, which are on other hosts, {ended}."
+        return followed, (
+            f"One of the ranks {unseen}, which are on other hosts, has ended without a word, or the network to it is "
+            "broken."
+        )
 
     def _say(self, error: str) -> None:
         self._store.set(f"odc/ranks/{self.rank}", json.dumps([boot_id(), os.getpid(), error]))

@@ -260,16 +260,16 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             self._decide(self._plans)
             if self._plans.rule is not None:
                 tried = None if self._audit is None else self._audit.rule
-                text = brief(balanced, self._model_cost, tried, self._communication)
-                self.accelerator.print(text, flush=True)
+                self.accelerator.print(
+                    brief(balanced, self._model_cost, tried, self._communication), flush=True
+                )
             if self._communication == "collective":
                 self._audit = None  # in which each rank tries what it has, and others would wait
 
     def _attach(self, model: nn.Module) -> Attached:
         """Attach a model; by collectives, where it cannot communicate on demand. All ranks together."""
-        options = {"communication": self._communication, **self._engine}
         try:
-            return attach(model, **options)
+            return attach(model, **{"communication": self._communication, **self._engine})
         except WindowError as error:  # on all ranks
             if "communication" in self._engine:
                 raise

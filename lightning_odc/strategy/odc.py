@@ -379,8 +379,7 @@ class ODCStrategy(ReducingStrategy):
             _compat_lightning.load_loader_states(trainer)
         self._hold_signals(meeting=self._groups.on_demand)
         if self.attached.sample_group is not None:
-            meeting = meeting_before_batches(trainer, self.attached.sample_group)
-            self._on_teardown.enter_context(meeting)
+            self._on_teardown.enter_context(meeting_before_batches(trainer, self.attached.sample_group))
         data = self._data
         data.accumulation.fold_schedulers(self.lr_scheduler_configs)
         if self._owes_schedulers:
@@ -443,8 +442,7 @@ class ODCStrategy(ReducingStrategy):
             trainer = self.lightning_module.trainer
             self._signals = PendingSignals(self.engine.signals)
             self._on_teardown.enter_context(self._signals.collected(trainer))
-            without = _compat_lightning.in_place_of_broadcasts(trainer, lambda _: None)
-            self._on_teardown.enter_context(without)
+            self._on_teardown.enter_context(_compat_lightning.in_place_of_broadcasts(trainer, lambda _: None))
 
     # -- data ---------------------------------------------------------------------------------------------
 
