@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -201,7 +202,6 @@ class Losses:
         return counts_of(self.rules, batch, [self.tokens[sample] for sample in group])
 
 
-def _chance_elsewhere() -> object:
+def _chance_elsewhere() -> bytes:
     """The states of the global generators of Python and numpy."""
-    name, words, *place = np.random.get_state()
-    return random.getstate(), name, np.asarray(words).tobytes(), place
+    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
