@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -202,6 +201,7 @@ class Losses:
         return counts_of(self.rules, batch, [self.tokens[sample] for sample in group])
 
 
-def _chance_elsewhere() -> bytes:
+def _chance_elsewhere() -> object:
     """The states of the global generators of Python and numpy."""
-    return pickle.dumps((random.getstate(), np.random.get_state(legacy=False)))
+    name, words, *place = np.random.get_state()
+    return random.getstate(), name, np.asarray(words).tobytes(), place
