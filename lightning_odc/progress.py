@@ -14,5 +14,6 @@ def progress(items: Collection[Any], what: str, unit: str) -> Any:
 
     It shows after two seconds, on rank 0, and goes at the end.
     """
-    is_silent = dist.is_initialized() and dist.get_rank() > 0
-    return tqdm(items, desc=what, unit=unit, delay=2, leave=False, disable=is_silent)
+    if dist.is_initialized() and dist.get_rank() > 0:
+        return tqdm(items, disable=True)
+    return tqdm(items, desc=what, unit=unit, delay=2, leave=False)

@@ -132,9 +132,13 @@ def execute(notebook: Any) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, and where ``support`` is: a notebook finds it beside itself, but runs elsewhere here."""
+    """This process's, and where ``support`` is: a notebook finds it beside itself, but runs elsewhere here.
+
+    Whether a progress bar shows is chance: it shows on a slow machine.
+    """
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore:IProgress not found"}
+    quiet = {"PYTHONWARNINGS": "ignore:IProgress not found", "TQDM_DISABLE": "1"}
+    return {**os.environ, **quiet, "PYTHONPATH": path}
 
 
 def _joined(outputs: list[Any]) -> list[Any]:
