@@ -35,7 +35,6 @@ from tests.support.fits import assert_same
 from tests.support.groups import CLOSE, LINE, Block, Module, run, trains_as_one_process
 from tests.support.models import full_parameters, init_gloo
 from tests.support.ranks import on_ranks, try_ranks
-from tests.support.tiers import fast
 
 NAMES, FIXED = ("data_parallel", "tensor_parallel"), {"deterministic": True}
 ADAMW, SGD = partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.01)
@@ -239,7 +238,8 @@ def loses_a_rank(rank: int, way: str) -> None:
         train(odc, batches()[1:], [2, 2], mesh["data_parallel"].get_local_rank())
 
 
-@pytest.mark.parametrize(("way", "timeout"), fast([("attach", 60), ("Trainer", 100)], ("Trainer", 100)))
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "timeout"), [("attach", 60), ("Trainer", 100)])
 def test_all_ranks_end_when_one_of_a_group_has_died(way, timeout):
     outcomes = try_ranks(loses_a_rank, way, world_size=4, timeout=timeout)
     assert [bool(outcome.exitcode) for outcome in outcomes] == [True] * 4

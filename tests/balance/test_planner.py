@@ -97,6 +97,7 @@ def check(plan: Plan, lengths: list[int], caps: list[int], collation: Collation 
             assert collation.kind != "stacked" or len(set(rows[own].tolist())) <= 1
 
 
+@pytest.mark.slow
 @settings(many, max_examples=400)
 @given(
     LENGTHS, RANKS, COSTS, st.sampled_from(POLICIES), COLLATIONS, st.sampled_from([1.0, 1.4, 4.0]), st.data()

@@ -143,6 +143,7 @@ LONG = "--model tiny --max-length 128 --samples-per-rank 2 --minibatches 10 --re
 LONG += " --runs collective+lb_micro on_demand+lb_mini"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "says"),
     [
@@ -157,7 +158,6 @@ LONG += " --runs collective+lb_micro on_demand+lb_mini"
             1,
             "ended with exit code -9",
             id="killed",
-            marks=pytest.mark.slow,
         ),
     ],
 )

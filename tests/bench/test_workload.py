@@ -54,6 +54,7 @@ def _corpus(rank: int) -> Corpus:
     return read_corpus(CAP)
 
 
+@pytest.mark.slow
 def test_samples_are_whole_definitions_under_the_cap_with_a_long_tail(corpus: Corpus) -> None:
     lengths = sorted(corpus.lengths)
     assert len(lengths) > 1000

@@ -192,6 +192,7 @@ def _assert_same(found: dict[str, Tensor], straight: dict[str, Tensor], how: str
         assert bool((difference <= 1e-5 + 1e-4 * value.abs()).all()), f"{how}: {name}"
 
 
+@pytest.mark.slow
 def test_training_goes_on_as_if_never_interrupted(written):
     directory, (straight, found) = written
     (alone,) = run_ranks(_read_alone, str(directory), world_size=1)

@@ -193,7 +193,8 @@ def test_a_rank_that_runs_out_of_memory_alone_ends_the_job():
 # -- checkpoints --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", fast(["full", "sharded"], "sharded"))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "sharded"])
 @on_ranks(4)
 def test_checkpoints_go_on_with_groups_of_another_size(rank, kind, tmp_path):
     paths = [f"{tmp_path}/{number}.ckpt" for number in range(2)]

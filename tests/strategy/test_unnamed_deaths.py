@@ -98,12 +98,8 @@ if {where!r} == "afterwards":
 """
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "where", ["on_fit_end", pytest.param("teardown", marks=SLOW), pytest.param("afterwards", marks=SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["on_fit_end", "teardown", "afterwards"])
 def test_a_rank_that_dies_when_all_is_done_fails_the_job(where, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(DIES.format(where=where))

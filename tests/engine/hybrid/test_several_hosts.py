@@ -113,6 +113,7 @@ def alone() -> dict[str, torch.Tensor]:
     return one_process(module(), [list(share) for share in shares(None)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", RUNS)
 def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(ranks, alone, sharding):
     first = [found[sharding][0] for found in ranks]
