@@ -197,9 +197,10 @@ def test_a_host_that_is_cut_off_ends_the_other_in_bounded_time(stalls):
         (kind, text, seconds), (kind_of_sum, text_of_sum, seconds_of_sum) = outcome.result
         assert kind == kind_of_sum == "PeerFailedError"
         other = hosts.address(1 - outcome.rank // 2)
-        assert re.search(
-            rf"Rank \d \({other}\) cannot be reached any more: its host is down or cut off", text
-        )
+        says = rf"Rank \d \({other}\) cannot be reached any more: its host is down or cut off"
+        if stalls:  # it may begin to stall in the middle of a sum
+            says += "|A sum of gradients over nodes broke on rank"
+        assert re.search(says, text), text
         assert "A sum of gradients over nodes broke" in text_of_sum
         # Starting takes seconds on a busy machine; a wait for the timeout of a process group takes half an hour.
         assert seconds < SILENCE + 30
