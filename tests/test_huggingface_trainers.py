@@ -31,6 +31,7 @@ from transformers import PrinterCallback, Trainer, TrainingArguments
 from lightning_odc.huggingface import ODCTrainerMixin
 from tests.strategy.test_models import VOCAB, causal_lm
 from tests.support.models import full_parameters
+from tests.support.tiers import fast
 
 LENGTHS = [20, 8, 9, 7, 8, 9, 8, 7, 8, 7, 19, 9, 8, 6, 7, 9]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": VOCAB}
@@ -292,7 +293,6 @@ CASES = {
 }
 
 
-SLOW = pytest.mark.slow
 #: One of each kind: a rule explains the loss of a sharded encoder, one of the class's own, and none.
 FAST = ("BERT, regression", "Llama, compute_loss of the class itself", "a model with batch norm")
 
@@ -460,9 +460,7 @@ def compare(name: str, folder: str) -> tuple[list[Trained], Trained]:
     return run_ranks(train, name, "odc", folder), reference
 
 
-@pytest.mark.parametrize(
-    "name", [*FAST, *[pytest.param(name, marks=SLOW) for name in CASES if name not in FAST]]
-)
+@pytest.mark.parametrize("name", fast(CASES, *FAST))
 def test_a_trainer_ends_in_the_parameters_and_losses_that_it_has_without_the_mix_in(name, tmp_path):
     found, reference = compare(name, str(tmp_path))
     bound = BOUND

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
-from lightning_odc import host_memory, progress
+from lightning_odc import host_memory
 from lightning_odc.balance.arrays import as_lengths
 from lightning_odc.data import lengths as lengths_module
 from lightning_odc.data.content import digest_of
@@ -25,6 +24,7 @@ from lightning_odc.data.lengths import (
     measure,
 )
 from lightning_odc.host_memory import Room
+from tests.support.bars import shown_bars
 from tests.support.refusals import assert_refused
 
 
@@ -288,13 +288,7 @@ def test_columns_of_a_hugging_face_data_set(monkeypatch):
 
 
 def test_looking_that_takes_long_shows_how_far_it_is(monkeypatch):
-    shown, bar = io.StringIO(), progress.tqdm
-
-    def patient(items: Any, **options: Any) -> Any:
-        assert 0 < options["delay"] <= 5  # what takes no time shows nothing
-        return bar(items, **{**options, "delay": 0, "mininterval": 0, "file": shown})
-
-    monkeypatch.setattr(progress, "tqdm", patient)
+    shown = shown_bars(monkeypatch)
     find_lengths(Samples(ROWS))
     assert "Lengths of samples" in shown.getvalue()
     assert "5/5" in shown.getvalue()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_odc import progress
 from lightning_odc.sharding.initialize import materialize
 from tests.strategy.test_models import HAS_PEFT, CausalLM, causal_lm, with_lora
+from tests.support.bars import shown_bars
 from tests.support.fits import doing, fit
 from tests.support.models import Net, full_parameters, token_batches
 from tests.support.modules import TokenModule
@@ -145,13 +144,7 @@ def test_values_that_a_checkpoint_has_need_none(rank, tmp_path):
 
 
 def test_values_that_take_long_show_how_far_they_are(monkeypatch):
-    shown, bar = io.StringIO(), progress.tqdm
-
-    def patient(items: Any, **options: Any) -> Any:
-        assert 0 < options["delay"] <= 5  # what takes no time shows nothing
-        return bar(items, **{**options, "delay": 0, "mininterval": 0, "file": shown})
-
-    monkeypatch.setattr(progress, "tqdm", patient)
+    shown = shown_bars(monkeypatch)
     model = nn.Sequential(nn.Linear(2, 3, device="meta"), nn.Linear(3, 1, device="meta"))
     materialize(model, torch.device("cpu"))
     assert "First values" in shown.getvalue()

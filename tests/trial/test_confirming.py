@@ -230,3 +230,4 @@ def test_a_trial_that_takes_more_than_a_moment_shows_a_progress_bar(monkeypatch)
     for _, options in shown:
         assert options["desc"] == "Trial of the loss"
         assert options["delay"] == 2
+        assert not options.get("disable")
