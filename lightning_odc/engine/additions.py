@@ -3,15 +3,17 @@
 Note [Added once]
 ~~~~~~~~~~~~~~~~~
 *Once per minibatch.* Adding a gradient to its owners moves the whole unit, and only the sum over the minibatch counts.
-So where memory is left, a rank sums the gradients of a unit in a tensor of its own (`UnitSum`), in the dtype of the
-accumulators. It adds the sum in the backward pass of its last microbatch; or, if it does not know which one is its last
-(work stealing), when nothing is left to take. Every rank decides for itself, as in Note [Read once per minibatch].
+So where memory is left, a rank takes every gradient from autograd, and sums it in a tensor of its own (`UnitSum`), in
+the dtype of the accumulators. ``fully_shard`` finds nothing to reduce. In the backward pass of its last microbatch, the
+rank leaves gradients to ``fully_shard``, and adds the sums with them. If it does not know which microbatch is its last
+(work stealing), it adds the sums when nothing is left to take. Every rank decides for itself, as in Note [Read once per
+minibatch].
 
 *Once per sample.* A backward pass adds the gradient of a unit, to the owners or to that sum, as soon as it has gone
-through the unit. If it breaks off later, these gradients are parts of sums already, and stay. The microbatch runs again
-in parts, and these units add nothing for the parts. That is exact if the loss is a sum over samples. The n-th addition
-of a unit in a part belongs to the n-th of the whole. A part that runs a unit another number of times than the whole,
-but not 0 times, is refused before it adds.
+through the unit (to the sum, when the gradient of another unit arrives). If it breaks off later, these gradients are parts of sums already, and stay. The microbatch runs again
+in parts, which leave these parameters out. That is exact if the loss is a sum over samples. The n-th gradient of a
+parameter in a part belongs to the n-th of the whole: there are several where checkpointed blocks go backward one by
+one. So a part that runs a unit another number of times than the whole, but not 0 times, is refused before it adds.
 
 A microbatch of the samples ``x y`` breaks off in block 0, and its second part once more, after the head::
 
@@ -26,31 +28,36 @@ A microbatch of the samples ``x y`` breaks off in block 0, and its second part o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lightning_odc.engine.units import ParamSlot, Unit
 from lightning_odc.errors import ODCError
 
 
 @dataclass(frozen=True)
 class Added:
-    """What a backward pass has added before it broke off, by the number of the unit."""
+    """What a backward pass has added before it broke off."""
 
-    times: Mapping[int, int] = field(default_factory=dict)  # that it has added
-    calls: Mapping[int, int] = field(default_factory=dict)  # that it ran in the forward pass
+    times: Mapping[ParamSlot, int] = field(default_factory=dict)  # by parameter, that its gradient was added
+    calls: Mapping[int, int] = field(
+        default_factory=dict
+    )  # by number of the unit, that it ran in the forward pass
 
 
 class Additions:
     """The additions of one backward pass after the other."""
 
-    def __init__(self, names: Sequence[str], ran: Callable[[], Sequence[int]]) -> None:
-        self._names = names  # of the units, by number
+    def __init__(self, units: Sequence[Unit], ran: Callable[[], Sequence[int]]) -> None:
+        self._names = [unit.name for unit in units]
+        self._unit_of = {slot: unit.index for unit in units for slot in unit.slots}
         self._ran = ran  # returns the numbers of the units in the order in which they ran forward
-        # The unit that adds now; after a pass that broke off, the one that has added a part.
-        self.adding: int | None = None
+        # The unit that is being added to its owners; after a pass that broke off, the one that has added a part.
+        self.adding: str | None = None
         self._is_open = False  # a backward pass has begun and not ended
         self._before = Added()
-        self._now: Counter[int] = Counter()
+        self._arrived: Counter[ParamSlot] = Counter()
+        self._added: dict[ParamSlot, int] = {}
         self._next = Added()  # the `_before` of the next pass
         self._mark = 0  # how many runs of units there were before this microbatch
 
@@ -66,8 +73,9 @@ class Additions:
         """A backward pass begins. Refused if it is of a part that runs units another number of times than the whole."""
         self.check_none_broke_off()
         before, self._next = self._next, Added()
-        for unit in before.times:
-            here = self._calls()[unit]
+        calls = self._calls()
+        for unit in {self._unit_of[slot] for slot in before.times}:
+            here = calls[unit]
             there = before.calls[unit]
             if here not in (0, there):
                 raise ODCError(
@@ -79,30 +87,33 @@ class Additions:
         self._is_open = True
         self.adding = None
         self._before = before
-        self._now = Counter()
+        self._forget()
 
-    def begin_adding(self, unit: int) -> bool:
-        """A unit has a gradient; returns whether it is to be added."""
-        self._now[unit] += 1
-        if self._now[unit] <= self._before.times.get(unit, 0):
-            return False
+    def arrives(self, slot: ParamSlot) -> bool:
+        """A parameter has a gradient; returns whether it is to be added."""
+        self._arrived[slot] += 1
+        return self._arrived[slot] > self._before.times.get(slot, 0)
+
+    def begin_adding(self, unit: str) -> None:
+        """The gradients of a unit are being added to its owners."""
         self.adding = unit
-        return True
 
-    def end_adding(self) -> None:
-        """The gradient is added."""
+    def end_adding(self, slots: Iterable[ParamSlot]) -> None:
+        """All gradients of some parameters that have arrived are added."""
         self.adding = None
+        for slot in slots:
+            self._added[slot] = self._arrived[slot]
 
     def end_backward(self) -> None:
         """The pass has come to its end, and `fully_shard` has forgotten what ran before it."""
         self._is_open = False
         self._mark = 0
         self._before = Added()
-        self._now = Counter()
+        self._forget()
 
     def check_none_broke_off(self) -> None:
         """Refuse to go on with a part of the gradient of a microbatch, whose error was caught."""
-        if self._is_open and (self._now or self._before.times):
+        if self._is_open and (self._added or self.adding or self._before.times):
             raise ODCError(
                 "A backward pass broke off and its error was caught, but a part of its gradient has been added before. "
                 "Let the error end the run."
@@ -112,16 +123,13 @@ class Additions:
         """The microbatch has broken off: what stays in the accumulators; ``None`` before its backward pass."""
         added = None
         if self._is_open:
-            done = Counter(self._now)
-            if self.adding is not None:
-                done[self.adding] -= 1
             before = self._before
-            times = done | Counter(before.times)  # the larger one of both
-            # What a unit has added before stands for its calls then.
             calls = dict(self._calls())
-            for unit in before.times:
+            # What a unit has added before stands for its calls then.
+            for slot in before.times:
+                unit = self._unit_of[slot]
                 calls[unit] = before.calls.get(unit, 0)
-            added = Added(dict(times), calls)
+            added = Added({**before.times, **self._added}, calls)
         self.end_backward()
         self._next = Added()
         return added
@@ -129,3 +137,7 @@ class Additions:
     def _calls(self) -> Counter[int]:
         """How many times each unit ran in the forward pass of this microbatch."""
         return Counter(self._ran()[self._mark :])
+
+    def _forget(self) -> None:
+        self._arrived.clear()
+        self._added.clear()

@@ -48,7 +48,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat, host_memory
 from lightning_odc.engine.comm import GatherComm
-from lightning_odc.engine.unit_window import UnitSum
+from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.engine.units import ROOT, Unit
 
 #: Copying this many bytes takes as long as asking for them.

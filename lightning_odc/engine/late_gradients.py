@@ -48,7 +48,7 @@ from lightning_odc import _compat
 from lightning_odc.engine.base import any_flags, flags_to_hex
 from lightning_odc.engine.protocol import DISCARD, Protocol
 from lightning_odc.engine.transports.base import Rendezvous
-from lightning_odc.engine.unit_window import UnitSum
+from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.engine.units import ParamSlot, Unit
 from lightning_odc.errors import DisagreementError, ODCError
 
@@ -124,11 +124,13 @@ class Placeholders:
         protocol.drop_together = self._drop_together
 
     def lay(self, slots: Iterable[ParamSlot]) -> None:
-        """Turn the zeros that a backward pass left into placeholders."""
+        """Turn the zeros that a backward pass left into placeholders, or lay them where a sum took the gradient."""
         for slot in slots:
-            grad: Any = slot.sharded_param.grad
+            shard = slot.sharded_param
+            grad: Any = shard.grad
             if grad is None:
-                continue
+                grad = _compat.sharded_like(shard, torch.zeros_like(_compat.local_of(shard)))
+                shard.grad = grad
             if type(grad) is not Placeholder:
                 grad.__class__ = Placeholder
                 grad.parameter_name = slot.name
@@ -193,7 +195,7 @@ class Placeholders:
         for unit in self._units:
             for slot in dropped.intersection(unit.grad_slots):
                 self._protocol.windows[unit.index].clear(slot.grad_offset, slot.padded_numel)
-                self._sums[unit.index].clear(slot.grad_offset, slot.padded_numel)
+                self._sums[unit.index].clear(slot)
                 unit.reduced_in_step.discard(slot)
         self.lift()
         self._own = set()

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,9 @@ from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.streaming import stream
 from lightning_odc.engine.transports.base import Rendezvous, Transport
-from lightning_odc.engine.unit_window import Traffic, UnitSum, UnitWindow
-from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
+from lightning_odc.engine.unit_sum import UnitSum
+from lightning_odc.engine.unit_window import Traffic, UnitWindow
+from lightning_odc.engine.units import ROOT, ParamSlot, Unit, compare_models, find_units
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError
 
@@ -109,6 +110,7 @@ class OnDemandEngine(Engine):
         self._gradients = True
         self._pass = _OF_THE_USER
         self._sums: list[UnitSum] = []
+        self._arriving: Unit | None = None  # whose gradients arrive, besides those of the root unit
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
         self.stolen = 0  # microbatches of other ranks that this rank has run so far
@@ -154,7 +156,7 @@ class OnDemandEngine(Engine):
             protocol.go_on_from(self._protocol)
         open_proven(protocol, self._agree)
         self._protocol = protocol
-        self._sums = [UnitSum(window) for window in protocol.windows]
+        self._sums = [UnitSum(*pair) for pair in zip(self._units, protocol.windows, strict=True)]
         self._placeholders = Placeholders(self._units, self._sums, protocol)
         self._staleness = StalenessGuard(self._units, protocol)
         # 4. Shards. `fully_shard` gathers through this engine only after that: before, there is nothing to read.
@@ -168,8 +170,7 @@ class OnDemandEngine(Engine):
         self.gather_cache.attach(self._units, comms, None if self._lockstep else self._sums)
         self._on_close.callback(self.gather_cache.release)
         groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
-        names = [unit.name for unit in self._units]
-        self._additions = Additions(names, partial(ran_forward, model, groups))
+        self._additions = Additions(self._units, partial(ran_forward, model, groups))
         if not self._lockstep:
             self._on_close.enter_context(generating(model, self.gathered))
 
@@ -198,8 +199,8 @@ class OnDemandEngine(Engine):
         if not (parameter.requires_grad and self._gradients):
             return
         slot.has_hook = True
-        note: Any = partial(unit.reduced_now.__setitem__, slot)  # in C, since it is called for every gradient
-        self._on_close.callback(parameter.register_post_accumulate_grad_hook(note).remove)
+        arrives: Any = partial(self._gradient_arrives, unit, slot)
+        self._on_close.callback(parameter.register_post_accumulate_grad_hook(arrives).remove)
 
         def refuse(_: Tensor) -> None:
             if self.ledger.is_weighted:
@@ -220,6 +221,35 @@ class OnDemandEngine(Engine):
         window.gather(output, comm.gathered_in)
         comm.gathered_in = self.protocol.version if comm.retains_buffer else 0
 
+    def _gradient_arrives(self, unit: Unit, slot: ParamSlot, parameter: Tensor) -> None:
+        """Autograd has put a gradient into ``.grad`` of a whole parameter, where ``fully_shard`` would find it."""
+        total = self._sums[unit.index]
+        if not self._additions.arrives(slot):
+            parameter.grad = None  # a part of a microbatch, and the whole has added it: Note [Added once]
+        elif self._pass.is_last or not total.waits:
+            unit.reduced_now[slot] = parameter
+        else:
+            # One unit after the other, as ``fully_shard`` reduces them, and the root unit at the end of the pass.
+            before = self._arriving
+            if unit.name != ROOT:
+                self._arriving = unit
+                if before is not None and before is not unit:
+                    self._take_in(before)
+            if slot in total.arrived:
+                self._take_in(unit)
+            total.arrived[slot] = cast(Tensor, parameter.grad)
+            parameter.grad = None
+
+    def _take_in(self, unit: Unit) -> None:
+        """Add the gradients of a unit that have arrived to its sums."""
+        total = self._sums[unit.index]
+        slots = list(total.arrived)
+        unit.reduced_in_step.update(slots)
+        if self._pass.counts:
+            total.take_in()
+        total.arrived = {}
+        self._additions.end_adding(slots)
+
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
         """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of what is reduced now]``."""
         if not self._pass.is_announced:  # was a gradient emptied?
@@ -232,16 +262,16 @@ class OnDemandEngine(Engine):
         for shard in _compat.with_gradient_hooks(slot.sharded_param for slot in unit.reduced_now):
             self._late_hooks.hold(shard)  # they are called when the step settles
         assert unit.divided_by_fully_shard == (chunks.dtype not in (torch.float32, torch.bfloat16))
+        slots = list(unit.reduced_now)
         segments = unit.take_reduced()
         if sum(segment.numel for segment in segments) * window.owners != chunks.numel():
             raise unexpected_gradient(unit, self._gradients)
-        if not self._additions.begin_adding(unit.index):
-            return  # a part of a microbatch, and the whole has added this gradient: Note [Added once]
+        self._additions.begin_adding(unit.name)
         if self._pass.counts:
-            self._sums[unit.index].add(chunks, segments, self._pass.is_last)
+            self._sums[unit.index].add(chunks, segments)
         elif self._lockstep:  # the others wait at the barrier of this addition
             window.accumulate(chunks.zero_(), segments)
-        self._additions.end_adding()
+        self._additions.end_adding(slots)
 
     # -- what the strategy calls --------------------------------------------------------------------------
 
@@ -313,9 +343,12 @@ class OnDemandEngine(Engine):
         self._additions.begin_backward()
         self.backward_done = False
         self._pass = _Pass(True, counts, self._closes_window and not more)
+        self._forget_arrived()
         try:
             with self._scalars.backward(counts):
                 yield
+                for unit in self._units:
+                    self._take_in(unit)
         finally:
             self._pass = _OF_THE_USER
         self.backward_done = True
@@ -336,7 +369,7 @@ class OnDemandEngine(Engine):
             return 'communication="lockstep" makes the other ranks wait for this microbatch as it was planned'
         torn = self._additions.adding
         if torn is not None:
-            return f"it ran out while the gradient of unit {self._units[torn].name!r} was being added to the others"
+            return f"it ran out while the gradient of unit {torn!r} was being added to the others"
         return super().why_no_retry()
 
     def undo(self) -> Added | None:
@@ -345,9 +378,15 @@ class OnDemandEngine(Engine):
         whole += [slot.registered_param for unit in self._units if unit.is_gathered for slot in unit.slots]
         for unit in self._units:
             unit.reduced_now.clear()
+        self._forget_arrived()
+        forget_pass(self._model, whole)  # first: to drop sums takes memory
         self.gather_cache.drop_all()
-        forget_pass(self._model, whole)
         return added
+
+    def _forget_arrived(self) -> None:
+        self._arriving = None
+        for total in self._sums:
+            total.arrived = {}
 
     def retry(self, added: Added) -> None:
         self._additions.retry(added)

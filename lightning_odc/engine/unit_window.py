@@ -1,20 +1,17 @@
-"""One unit in the windows of all ranks: publish, gather, accumulate, sum. Everything that repeats is prepared once."""
+"""One unit in the windows of all ranks: publish, gather, accumulate. Everything that repeats is prepared once."""
 
 from __future__ import annotations
 
-import contextlib
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_odc.engine.peers import Activity, Peers, Word
 from lightning_odc.engine.tracing import Traced
-from lightning_odc.engine.transports.base import Lock, Segment, Transport, UnitSpec, packed
+from lightning_odc.engine.transports.base import Lock, Segment, Transport, UnitSpec
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import DisagreementError, StaleShardError
 
@@ -347,72 +344,3 @@ class UnitWindow:
 
         self._state.peers.begin(Activity.ACCUMULATE, self.index)
         self._state.waiter.until(free, Cause.LOCK, what, self._transport.job_rank(targets[0].owner))
-
-
-class UnitSum:
-    """The gradients of one unit that this rank has not added to their owners yet: see Note [Added once]."""
-
-    def __init__(self, window: UnitWindow) -> None:
-        self._window = window
-        spec = window.spec
-        self._shape = (window.owners, spec.grad_numel)
-        self.size = math.prod(self._shape) * spec.grad_dtype.itemsize  # bytes of the sum
-        self.moved = 0  # bytes of this minibatch's gradients, which adding each of them by itself would move
-        self.waits = False  # gradients of microbatches that are not the last one are summed here
-        self._total: Tensor | None = None
-        self._parts: set[tuple[int, int]] = set()  # of each owner's row, begin and end: what has a gradient
-        self._written: torch.cuda.Event | None = None  # `fully_shard` reduces on a stream of its own
-
-    def add(self, chunks: Tensor, segments: Sequence[Segment], is_last: bool) -> None:
-        """Take in the gradient of a microbatch, ``[owners * numel]``; see `UnitWindow.accumulate`."""
-        self.moved += chunks.nbytes
-        if self._total is None and self.waits and not is_last:
-            # A microbatch that broke off here could not be taken back: see Note [Added once].
-            with contextlib.suppress(RuntimeError):  # out of memory
-                self._total = chunks.new_empty(self._shape, dtype=self._window.spec.grad_dtype)
-        if self._total is None or (not self._parts and (is_last or not self.waits)):
-            self._window.accumulate(chunks, segments)
-            return
-        if chunks.numel() == self._total.numel():  # usually every parameter has a gradient
-            whole = self._total.view(-1)
-            if self._parts:
-                whole.add_(chunks)
-            else:
-                whole.copy_(chunks)
-        else:
-            if not self._parts:
-                self._total.zero_()
-            rows = chunks.view(len(self._total), -1)
-            for part in segments:
-                self._total.narrow(1, part.target, part.numel).add_(rows.narrow(1, part.source, part.numel))
-        self._parts.update((part.target, part.target + part.numel) for part in segments)
-        if self._total.is_cuda:
-            self._written = torch.cuda.current_stream(self._total.device).record_event()
-        if is_last:
-            self.give()
-
-    def give(self) -> None:
-        """Add the sum to the owners."""
-        rows = self._total
-        if rows is None or not self._parts:
-            return
-        if self._written is not None:
-            torch.cuda.current_stream(rows.device).wait_event(self._written)
-        segments = packed(self._parts)
-        self._parts = set()
-        if sum(part.numel for part in segments) < rows.shape[1]:
-            rows = torch.cat([rows.narrow(1, part.target, part.numel) for part in segments], 1)
-        self._window.accumulate(rows.view(-1), segments)
-
-    def clear(self, start: int, numel: int) -> None:
-        """Forget a part of each owner's row: the gradients of a parameter were dropped."""
-        if self._parts and self._total is not None:
-            self._total[:, start : start + numel].zero_()
-
-    def release(self) -> None:
-        """Add the sum to the owners, and free its memory."""
-        self.give()
-        self.waits = False
-        if self._total is not None and self._total.is_cuda:  # another stream may still read it
-            self._total.record_stream(torch.cuda.current_stream(self._total.device))
-        self._total = None

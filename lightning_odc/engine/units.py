@@ -113,6 +113,11 @@ class ParamSlot:
         joined = torch.cat([row.view(padded) for row in rows], dim)
         return joined.narrow(dim, 0, shape[dim]).contiguous()
 
+    def shards_of(self, whole: Tensor, owners: int) -> tuple[Tensor, ...]:
+        """The shards of a whole gradient by owner, without padding; the last owners may have none."""
+        _, dim = _placement_of(self.sharded_param)
+        return whole.chunk(owners, dim)
+
 
 @dataclass
 class Unit:
@@ -131,7 +136,7 @@ class Unit:
     # Where these lie in the shard: (begin, end).
     grad_ranges: list[tuple[int, int]] = field(default_factory=list)
     shard_numel: int = 0  # elements of this rank's published shard
-    _whole: list[Segment] = field(default_factory=list)
+    whole: list[Segment] = field(default_factory=list)  # where all of these lie
     _sizes: list[int] = field(default_factory=list)
 
     def lay_out(self, accumulator_dtype: torch.dtype | None) -> None:
@@ -151,7 +156,7 @@ class Unit:
                 grad_offset += slot.padded_numel
                 self.grad_ranges.append((slot.shard_offset, self.shard_numel))
         self.grad_ranges = joined(self.grad_ranges)
-        self._whole = _segments_of(self.grad_slots)
+        self.whole = _segments_of(self.grad_slots)
         own = torch.float32
         if self.grad_slots:
             own = self.grad_slots[0].registered_shard.dtype
@@ -257,7 +262,7 @@ class Unit:
         """Where the parameters with a new gradient lie in the reduce-scatter buffer and in the accumulator."""
         reduced = self.reduced_now
         if len(reduced) == len(self.grad_slots):
-            segments = self._whole
+            segments = self.whole
         else:
             segments = _segments_of(slot for slot in self.grad_slots if slot in reduced)
         self.reduced_in_step.update(reduced)

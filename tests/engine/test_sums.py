@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,11 +16,24 @@ from lightning_odc.engine.additions import Added, Additions
 from lightning_odc.engine.late_gradients import Placeholders
 from lightning_odc.engine.protocol import DISCARD
 from lightning_odc.engine.transports.base import Segment
-from lightning_odc.engine.unit_window import UnitSum
+from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.errors import DisagreementError, ODCError
 
-OWNERS, NUMEL = 2, 6  # of each owner's row
-WHOLE = [Segment(0, 0, NUMEL)]
+OWNERS = 2
+ROWS = [(2, 3), (1, 2), (3, 2)]  # of three parameters: rows and columns
+PADDED = [3, 2, 4]  # numbers of each in a shard, with the padding of the first and the last
+PLACES = [0, 3, 5]  # where these begin
+NUMEL = 9  # of each owner's row
+
+
+class Slot:
+    """A parameter, cut along its rows."""
+
+    def __init__(self, number: int) -> None:
+        self.grad_offset = PLACES[number]
+
+    def shards_of(self, whole: Tensor, owners: int) -> tuple[Tensor, ...]:
+        return whole.chunk(owners)
 
 
 class Accumulators:
@@ -42,62 +53,82 @@ class Accumulators:
             self.rows[:, part.target : part.target + part.numel] += rows
 
 
-def made(waits: bool = True) -> tuple[UnitSum, Accumulators]:
+def made() -> tuple[UnitSum, Accumulators, list[Any]]:
+    """A sum, what it is added to, and its parameters."""
     accumulators: Any = Accumulators()
-    total = UnitSum(accumulators)
-    total.waits = waits
-    return total, accumulators
+    unit: Any = SimpleNamespace(whole=[Segment(0, 0, NUMEL)])
+    return UnitSum(unit, accumulators), accumulators, [Slot(number) for number in range(3)]
 
 
-def gradient(numel: int, seed: int) -> Tensor:
-    return torch.randn(OWNERS * numel, generator=torch.Generator().manual_seed(seed))
+def gradient(number: int, seed: int) -> Tensor:
+    return torch.randn(ROWS[number], generator=torch.Generator().manual_seed(seed))
 
 
-def test_without_memory_for_a_sum_and_for_a_single_microbatch_nothing_is_held():
-    for waits, is_last, memory in [
-        (False, False, nullcontext()),
-        (True, True, nullcontext()),
-        (True, False, patch.object(Tensor, "new_empty", side_effect=torch.OutOfMemoryError("no memory"))),
-    ]:
-        total, accumulators = made(waits)
-        with memory:
-            total.add(gradient(NUMEL, 0), WHOLE, is_last)
-            total.add(gradient(NUMEL, 1), WHOLE, is_last)
-        assert accumulators.touched == [[(0, NUMEL)]] * 2
-        assert total._total is None
-        assert torch.equal(accumulators.rows, (gradient(NUMEL, 0) + gradient(NUMEL, 1)).view(OWNERS, NUMEL))
+def take(total: UnitSum, slots: list[Any], **gradients: Tensor) -> None:
+    """Gradients of a microbatch, by `p0`, `p1` and `p2`."""
+    total.arrived = {slots[int(name[1:])]: gradient for name, gradient in gradients.items()}
+    total.take_in()
+    assert not total.arrived
 
 
-def test_parameters_without_a_gradient_are_not_added():
-    """Of three parameters of 2 numbers: first the outer two, then the last one alone."""
-    total, accumulators = made()
-    outer, last = gradient(4, 0), gradient(2, 2)
-    total.add(outer, [Segment(0, 0, 2), Segment(4, 2, 2)], is_last=False)
-    total.add(last, [Segment(4, 0, 2)], is_last=False)
+def rows_of(number: int, whole: Tensor) -> Tensor:
+    """How `fully_shard` lays out a gradient: a row per owner, with padding."""
+    padded = torch.zeros(OWNERS * -(-len(whole) // OWNERS), whole.shape[1])
+    padded[: len(whole)] = whole
+    return padded.view(OWNERS, PADDED[number])
+
+
+def test_sums_are_laid_out_as_fully_shard_lays_out_gradients():
+    """The second parameter has no gradient in the second microbatch, the third one has none at all."""
+    total, accumulators, slots = made()
+    take(total, slots, p0=gradient(0, 0), p1=gradient(1, 1))
+    take(total, slots, p0=gradient(0, 2))
+    assert not accumulators.touched
     for _ in range(2):  # nothing is left the second time
         total.give()
-    assert accumulators.touched == [[(0, 2), (4, 2)]]
+    assert accumulators.touched == [[(0, NUMEL)]]
     expected = torch.zeros(OWNERS, NUMEL)
-    expected[:, :2] += outer.view(OWNERS, 4)[:, :2]
-    expected[:, 4:] += outer.view(OWNERS, 4)[:, 2:] + last.view(OWNERS, 2)
-    assert torch.allclose(accumulators.rows, expected)
+    expected[:, :3] = rows_of(0, gradient(0, 0) + gradient(0, 2))
+    expected[:, 3:5] = rows_of(1, gradient(1, 1))
+    assert torch.equal(accumulators.rows, expected)
+
+
+def test_the_last_microbatch_is_added_with_the_sums():
+    """`fully_shard` reduces the first and the last parameter of three, of which the last has no sum."""
+    total, accumulators, slots = made()
+    take(total, slots, p0=gradient(0, 0), p1=gradient(1, 1))
+    last = torch.cat([rows_of(0, gradient(0, 2)), rows_of(2, gradient(2, 3))], 1)
+    total.add(last.reshape(-1), [Segment(0, 0, 3), Segment(5, 3, 4)])
+    total.give()
+    assert len(accumulators.touched) == 1
+    wholes = [gradient(0, 0) + gradient(0, 2), gradient(1, 1), gradient(2, 3)]
+    expected = torch.cat([rows_of(number, whole) for number, whole in enumerate(wholes)], 1)
+    assert torch.equal(accumulators.rows, expected)
 
 
 def test_what_is_dropped_has_no_part_in_what_is_added_later_and_what_is_given_back_has():
     for drops in (True, False):
-        chunks, (total, accumulators) = gradient(NUMEL, 0), made()
-        expected = 2 * chunks.view(OWNERS, NUMEL)
-        total.add(chunks, WHOLE, is_last=False)
+        total, accumulators, slots = made()
+        take(total, slots, p0=gradient(0, 0), p1=gradient(1, 1))
         if drops:
-            total.clear(2, 2)
-            expected[:, 2:4] /= 2
+            total.clear(slots[0])
         else:
             total.release()
-        total.add(chunks, WHOLE, is_last=drops)  # at once where it was released: it waits no longer
-        assert torch.allclose(accumulators.rows, expected)
+        take(total, slots, p0=gradient(0, 5))
+        total.give()
+        first = gradient(0, 5)
+        if not drops:
+            first = first + gradient(0, 0)
+        assert torch.allclose(accumulators.rows[:, :3], rows_of(0, first))
+        assert torch.equal(accumulators.rows[:, 3:5], rows_of(1, gradient(1, 1)))
 
 
 # -- added once, wherever passes break off --
+
+
+def units(count: int) -> list[Any]:
+    """Units of one parameter."""
+    return [SimpleNamespace(index=one, name=f"unit {one}", slots=[object()]) for one in range(count)]
 
 
 class Model:
@@ -112,7 +143,8 @@ class Model:
         self.calls = calls
         self.breaks = list(breaks)
         self.ran: list[int] = []
-        self.additions = Additions([f"unit {unit}" for unit in range(len(calls))], lambda: self.ran)
+        self.units = units(len(calls))
+        self.additions = Additions(self.units, lambda: self.ran)
         self.sums: Counter[tuple[int, int, str]] = Counter()
 
     def forward(self, calls: list[int]) -> None:
@@ -130,9 +162,10 @@ class Model:
                 self.ran.clear()
                 return added
             times[unit] += 1
-            if self.additions.begin_adding(unit):
+            slot = self.units[unit].slots[0]
+            if self.additions.arrives(slot):
                 self.sums.update({(unit, times[unit], sample): 1 for sample in samples})
-                self.additions.end_adding()
+                self.additions.end_adding([slot])
         self.additions.end_backward()
         self.ran.clear()
         return None
@@ -174,7 +207,8 @@ def test_a_unit_that_runs_another_number_of_times_is_found(calls: list[int], fit
     """A part may do without a unit. Unit 1 has added nothing, so it may run as often as it likes."""
     model = Model([1, 4, 2], [])
     model.forward(calls)
-    model.additions.retry(Added(times={0: 1, 2: 1}, calls={0: 1, 1: 4, 2: 2}))
+    times = {model.units[unit].slots[0]: 1 for unit in (0, 2)}
+    model.additions.retry(Added(times, calls={0: 1, 1: 4, 2: 2}))
     if fits:
         assert model.backward(["x"]) is None
         return
@@ -183,11 +217,14 @@ def test_a_unit_that_runs_another_number_of_times_is_found(calls: list[int], fit
 
 
 def test_a_pass_that_broke_off_is_refused_once_it_has_added_unless_it_is_undone() -> None:
-    additions = Additions([""] * 4, list)
+    (unit,) = units(1)
+    additions = Additions([unit], list)
     additions.begin_backward()
     additions.check_none_broke_off()
-    assert additions.begin_adding(3)
-    assert additions.adding == 3
+    assert additions.arrives(unit.slots[0])
+    additions.check_none_broke_off()
+    additions.begin_adding(unit.name)
+    assert additions.adding == unit.name
     with pytest.raises(ODCError, match="a part of its gradient has been added"):
         additions.check_none_broke_off()
     added = additions.undo()
@@ -212,7 +249,8 @@ def dropped(laid: set[int], emptied: set[int], others: list[str], came_for: str)
     slots = [SlotStub(number, number in emptied) for number in range(3)]
     cleared, forgotten = set[int](), set[int]()
     unit = SimpleNamespace(index=0, slots=slots, grad_slots=slots, reduced_in_step=set())
-    window, held = (SimpleNamespace(clear=lambda at, _, s=s: s.add(at)) for s in (cleared, forgotten))
+    window = SimpleNamespace(clear=lambda at, _: cleared.add(at))
+    held = SimpleNamespace(clear=lambda slot: forgotten.add(slot.grad_offset))
     protocol: Any = SimpleNamespace(windows=[window], meet=lambda kind, item=None: None)
     parts: list[Any] = [[unit], [held], protocol]
     placeholders: Any = Placeholders(*parts)

@@ -1,0 +1,104 @@
+"""The gradients of one unit that a rank has not added to their owners yet; see Note [Added once]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_odc.engine.transports.base import Segment
+from lightning_odc.engine.unit_window import UnitWindow
+from lightning_odc.engine.units import ParamSlot, Unit
+
+
+class UnitSum:
+    """The sums of its parameters' gradients, each whole, in the dtype of the accumulators.
+
+    A gradient is taken before ``fully_shard`` sees it, which then has nothing to reduce. Autograd has made it for this
+    microbatch, so the first one becomes the sum, without a copy.
+    """
+
+    def __init__(self, unit: Unit, window: UnitWindow) -> None:
+        self._unit = unit
+        self._window = window
+        self._shape = (window.owners, window.spec.grad_numel)
+        self.size = math.prod(self._shape) * window.spec.grad_dtype.itemsize  # bytes of all sums
+        self.moved = 0  # bytes of this minibatch's gradients, which adding each of them by itself would move
+        self.waits = False  # gradients of microbatches that are not the last one are summed here
+        self.arrived: dict[ParamSlot, Tensor] = {}  # gradients of the microbatch at hand, not in the sums yet
+        self._totals: dict[ParamSlot, Tensor] = {}
+
+    def take_in(self) -> None:
+        """Add what has arrived to the sums."""
+        known: list[Tensor] = []
+        addends: list[Tensor] = []
+        for slot, gradient in self.arrived.items():
+            gradient = _local(slot, gradient.detach())
+            self.moved += gradient.nbytes
+            if slot in self._totals:
+                known.append(self._totals[slot])
+                addends.append(gradient)
+            else:
+                self._totals[slot] = gradient.to(self._window.spec.grad_dtype)
+        if known:
+            torch._foreach_add_(known, addends)
+        self.arrived = {}
+
+    def add(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
+        """Add a gradient that ``fully_shard`` reduces to the owners, with the sums; see `UnitWindow.accumulate`."""
+        self.moved += chunks.nbytes
+        if not self._totals:
+            self._window.accumulate(chunks, segments)
+            return
+        rows = self._take_rows()
+        chunks = chunks.view(len(rows), -1)
+        for part in segments:
+            rows.narrow(1, part.target, part.numel).add_(chunks.narrow(1, part.source, part.numel))
+        self._window.accumulate(rows.view(-1), self._unit.whole)
+
+    def give(self) -> None:
+        """Add the sums to the owners."""
+        if self._totals:
+            self._window.accumulate(self._take_rows().view(-1), self._unit.whole)
+
+    def _take_rows(self) -> Tensor:
+        """The sums, as ``fully_shard`` lays out a gradient that it reduces: a row per owner. None are left."""
+        spec = self._window.spec
+        places = []
+        values = []
+        some = next(iter(self._totals.values()))
+        rows = some.new_zeros(self._shape, dtype=spec.grad_dtype)
+        for slot, total in self._totals.items():
+            # On a GPU, the last microbatch's are given on the stream on which ``fully_shard`` reduces.
+            if total.is_cuda:
+                total.record_stream(torch.cuda.current_stream(total.device))
+            for row, shard in zip(
+                rows, slot.shards_of(total, len(rows)), strict=False
+            ):  # a small one has less shards
+                place = row.narrow(0, slot.grad_offset, shard.numel())
+                places.append(place.view(shard.shape))
+                values.append(shard)
+        torch._foreach_copy_(places, values)
+        self._totals = {}
+        return rows
+
+    def clear(self, slot: ParamSlot) -> None:
+        """Forget the sum of a parameter, whose gradients were dropped."""
+        self._totals.pop(slot, None)
+
+    def release(self) -> None:
+        """Add the sums to the owners, and make no more."""
+        self.give()
+        self.waits = False
+
+
+def _local(slot: ParamSlot, gradient: Tensor) -> Tensor:
+    """The gradient of what this rank computes with: with tensor parallelism, of its part."""
+    if not isinstance(gradient, DTensor):
+        return gradient
+    parameter: Any = slot.registered_param
+    return gradient.redistribute(placements=parameter.placements).to_local()
