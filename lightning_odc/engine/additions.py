@@ -10,7 +10,7 @@ rank leaves gradients to ``fully_shard``, and adds the sums with them. If it doe
 minibatch].
 
 *Once per sample.* A backward pass adds the gradient of a unit, to the owners or to that sum, as soon as it has gone
-through the unit (to the sum, when the gradient of another unit arrives). If it breaks off later, these gradients are parts of sums already, and stay. The microbatch runs again
+through the unit. If it breaks off later, these gradients are parts of sums already, and stay. The microbatch runs again
 in parts, which leave these parameters out. That is exact if the loss is a sum over samples. The n-th gradient of a
 parameter in a part belongs to the n-th of the whole: there are several where checkpointed blocks go backward one by
 one. So a part that runs a unit another number of times than the whole, but not 0 times, is refused before it adds.

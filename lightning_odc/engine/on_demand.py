@@ -48,7 +48,7 @@ from lightning_odc.engine.streaming import stream
 from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.engine.unit_window import Traffic, UnitWindow
-from lightning_odc.engine.units import ROOT, ParamSlot, Unit, compare_models, find_units
+from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError
 
@@ -110,7 +110,6 @@ class OnDemandEngine(Engine):
         self._gradients = True
         self._pass = _OF_THE_USER
         self._sums: list[UnitSum] = []
-        self._arriving: Unit | None = None  # whose gradients arrive, besides those of the root unit
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
         self.stolen = 0  # microbatches of other ranks that this rank has run so far
@@ -229,16 +228,12 @@ class OnDemandEngine(Engine):
         elif self._pass.is_last or not total.waits:
             unit.reduced_now[slot] = parameter
         else:
-            # One unit after the other, as ``fully_shard`` reduces them, and the root unit at the end of the pass.
-            before = self._arriving
-            if unit.name != ROOT:
-                self._arriving = unit
-                if before is not None and before is not unit:
-                    self._take_in(before)
             if slot in total.arrived:
                 self._take_in(unit)
             total.arrived[slot] = cast(Tensor, parameter.grad)
             parameter.grad = None
+            if len(total.arrived) == len(unit.grad_slots):
+                self._take_in(unit)
 
     def _take_in(self, unit: Unit) -> None:
         """Add the gradients of a unit that have arrived to its sums."""
@@ -347,7 +342,7 @@ class OnDemandEngine(Engine):
         try:
             with self._scalars.backward(counts):
                 yield
-                for unit in self._units:
+                for unit in self._units:  # not all of its parameters had a gradient
                     self._take_in(unit)
         finally:
             self._pass = _OF_THE_USER
@@ -384,7 +379,6 @@ class OnDemandEngine(Engine):
         return added
 
     def _forget_arrived(self) -> None:
-        self._arriving = None
         for total in self._sums:
             total.arrived = {}
 

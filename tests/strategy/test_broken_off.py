@@ -112,14 +112,13 @@ def still(told: Sequence[Any]) -> Short:
     return doing(module, configure_optimizers=no_step, on_before_optimizer_step=keep)
 
 
-#: What runs out, and the blocks that had added their gradient before, by the pass through the model from its end: in
-#: the last microbatch (2) at their end, in others as soon as the next block has a gradient.
+#: What runs out, and the units that had added their gradient before, by the pass through the model from its end.
 BITS: list[tuple[list[Any], tuple[str, ...]]] = [
     (["head", "forward", 0, 1], ()),
     (["1", "forward", 1, 1], ()),
     (["2", "backward", 2, 2], ()),
-    (["1", "backward", 0, 1], ()),
-    (["0", "backward", 1, 1], ("2",)),
+    (["1", "backward", 0, 1], ("2",)),
+    (["0", "backward", 1, 1], ("1", "2")),
     (["embed", "backward", 2, 2], ("0", "1", "2")),
 ]
 
