@@ -30,9 +30,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from lightning_odc.engine.units import ParamSlot, Unit
 from lightning_odc.errors import ODCError
+
+
+class Pass(NamedTuple):
+    """A backward pass."""
+
+    is_announced: bool  # it runs within `OnDemandEngine.backward`
+    counts: bool = True  # else zeros are added instead of its gradients
+    is_last: bool = True  # in the optimizer step, as far as is known
+
+
+OF_THE_USER = Pass(is_announced=False)  # by itself, such as in `loss.backward()` with manual optimization
 
 
 @dataclass(frozen=True)
@@ -51,6 +63,7 @@ class Additions:
     def __init__(self, units: Sequence[Unit], ran: Callable[[], Sequence[int]]) -> None:
         self._names = [unit.name for unit in units]
         self._unit_of = {slot: unit.index for unit in units for slot in unit.slots}
+        self.running = OF_THE_USER
         self._ran = ran  # returns the numbers of the units in the order in which they ran forward
         # The unit that is being added to its owners; after a pass that broke off, the one that has added a part.
         self.adding: str | None = None
@@ -69,7 +82,7 @@ class Additions:
         """The next backward pass is that of a part of a microbatch that had added this."""
         self._next = added
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, announced: Pass = OF_THE_USER) -> None:
         """A backward pass begins. Refused if it is of a part that runs units another number of times than the whole."""
         self.check_none_broke_off()
         before, self._next = self._next, Added()
@@ -84,6 +97,7 @@ class Additions:
                     'missing. Write ODCStrategy(on_out_of_memory="raise"), or run the unit equally often for every '
                     "microbatch."
                 )
+        self.running = announced
         self._is_open = True
         self.adding = None
         self._before = before

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import compress
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_odc import _compat
 from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine import stealing
-from lightning_odc.engine.additions import Added, Additions
+from lightning_odc.engine.additions import OF_THE_USER, Added, Additions, Pass
 from lightning_odc.engine.advice import refuse_all_reduce_hooks, undivided_gradient, unexpected_gradient
 from lightning_odc.engine.base import (
     Engine,
@@ -51,17 +51,6 @@ from lightning_odc.engine.unit_window import Traffic, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError
-
-
-class _Pass(NamedTuple):
-    """The backward pass at hand."""
-
-    is_announced: bool  # it runs within `OnDemandEngine.backward`
-    counts: bool = True  # else zeros are added instead of its gradients
-    is_last: bool = True  # in the optimizer step, as far as is known
-
-
-_OF_THE_USER = _Pass(is_announced=False)  # by itself, such as in `loss.backward()` with manual optimization
 
 
 class OnDemandEngine(Engine):
@@ -108,7 +97,6 @@ class OnDemandEngine(Engine):
         self._late_hooks = LateHooks()
         self._scalars = Scalars()
         self._gradients = True
-        self._pass = _OF_THE_USER
         self._sums: list[UnitSum] = []
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
@@ -155,7 +143,11 @@ class OnDemandEngine(Engine):
             protocol.go_on_from(self._protocol)
         open_proven(protocol, self._agree)
         self._protocol = protocol
-        self._sums = [UnitSum(*pair) for pair in zip(self._units, protocol.windows, strict=True)]
+        groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
+        self._additions = Additions(self._units, partial(ran_forward, model, groups))
+        self._sums = []
+        for unit, window in zip(self._units, protocol.windows, strict=True):
+            self._sums.append(UnitSum(unit, window, self._additions))
         self._placeholders = Placeholders(self._units, self._sums, protocol)
         self._staleness = StalenessGuard(self._units, protocol)
         # 4. Shards. `fully_shard` gathers through this engine only after that: before, there is nothing to read.
@@ -168,8 +160,6 @@ class OnDemandEngine(Engine):
         # 5. What looks at passes of the model, with hooks on it, finds everything in its place.
         self.gather_cache.attach(self._units, comms, None if self._lockstep else self._sums)
         self._on_close.callback(self.gather_cache.release)
-        groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
-        self._additions = Additions(self._units, partial(ran_forward, model, groups))
         if not self._lockstep:
             self._on_close.enter_context(generating(model, self.gathered))
 
@@ -198,7 +188,10 @@ class OnDemandEngine(Engine):
         if not (parameter.requires_grad and self._gradients):
             return
         slot.has_hook = True
-        arrives: Any = partial(self._gradient_arrives, unit, slot)
+
+        def arrives(whole: Tensor) -> None:
+            self._sums[unit.index].arrives(slot, whole)
+
         self._on_close.callback(parameter.register_post_accumulate_grad_hook(arrives).remove)
 
         def refuse(_: Tensor) -> None:
@@ -220,34 +213,9 @@ class OnDemandEngine(Engine):
         window.gather(output, comm.gathered_in)
         comm.gathered_in = self.protocol.version if comm.retains_buffer else 0
 
-    def _gradient_arrives(self, unit: Unit, slot: ParamSlot, parameter: Tensor) -> None:
-        """Autograd has put a gradient into ``.grad`` of a whole parameter, where ``fully_shard`` would find it."""
-        total = self._sums[unit.index]
-        if not self._additions.arrives(slot):
-            parameter.grad = None  # a part of a microbatch, and the whole has added it: Note [Added once]
-        elif self._pass.is_last or not total.waits:
-            unit.reduced_now[slot] = parameter
-        else:
-            if slot in total.arrived:
-                self._take_in(unit)
-            total.arrived[slot] = cast(Tensor, parameter.grad)
-            parameter.grad = None
-            if len(total.arrived) == len(unit.grad_slots):
-                self._take_in(unit)
-
-    def _take_in(self, unit: Unit) -> None:
-        """Add the gradients of a unit that have arrived to its sums."""
-        total = self._sums[unit.index]
-        slots = list(total.arrived)
-        unit.reduced_in_step.update(slots)
-        if self._pass.counts:
-            total.take_in()
-        total.arrived = {}
-        self._additions.end_adding(slots)
-
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
         """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of what is reduced now]``."""
-        if not self._pass.is_announced:  # was a gradient emptied?
+        if not self._additions.running.is_announced:  # was a gradient emptied?
             self.ran_outside = True
             if self._placeholders.laid.keys() & unit.reduced_now.keys():
                 raise ODCError(
@@ -262,7 +230,7 @@ class OnDemandEngine(Engine):
         if sum(segment.numel for segment in segments) * window.owners != chunks.numel():
             raise unexpected_gradient(unit, self._gradients)
         self._additions.begin_adding(unit.name)
-        if self._pass.counts:
+        if self._additions.running.counts:
             self._sums[unit.index].add(chunks, segments)
         elif self._lockstep:  # the others wait at the barrier of this addition
             window.accumulate(chunks.zero_(), segments)
@@ -335,17 +303,17 @@ class OnDemandEngine(Engine):
             if not self.gather_cache.retains(unit):  # fully_shard frees it at the end of it
                 self._staleness.before_reshard(unit)
         self.gather_cache.relieve(self._free)
-        self._additions.begin_backward()
+        self._additions.begin_backward(Pass(True, counts, self._closes_window and not more))
         self.backward_done = False
-        self._pass = _Pass(True, counts, self._closes_window and not more)
-        self._forget_arrived()
+        for one in self._sums:
+            one.forget_arrived()
         try:
             with self._scalars.backward(counts):
                 yield
-                for unit in self._units:  # not all of its parameters had a gradient
-                    self._take_in(unit)
+                for one in self._sums:
+                    one.take_in()  # not all of its parameters had a gradient
         finally:
-            self._pass = _OF_THE_USER
+            self._additions.running = OF_THE_USER
         self.backward_done = True
         self._additions.end_backward()
         self._root.check_reduced()
@@ -373,14 +341,11 @@ class OnDemandEngine(Engine):
         whole += [slot.registered_param for unit in self._units if unit.is_gathered for slot in unit.slots]
         for unit in self._units:
             unit.reduced_now.clear()
-        self._forget_arrived()
+        for one in self._sums:
+            one.forget_arrived()
         forget_pass(self._model, whole)  # first: to drop sums takes memory
         self.gather_cache.drop_all()
         return added
-
-    def _forget_arrived(self) -> None:
-        for total in self._sums:
-            total.arrived = {}
 
     def retry(self, added: Added) -> None:
         self._additions.retry(added)

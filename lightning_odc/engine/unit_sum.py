@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_odc.engine.additions import Additions
 from lightning_odc.engine.transports.base import Segment
 from lightning_odc.engine.unit_window import UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit
@@ -22,31 +23,56 @@ class UnitSum:
     microbatch, so the first one becomes the sum, without a copy.
     """
 
-    def __init__(self, unit: Unit, window: UnitWindow) -> None:
+    def __init__(self, unit: Unit, window: UnitWindow, additions: Additions) -> None:
+        self._additions = additions
         self._unit = unit
         self._window = window
         self._shape = (window.owners, window.spec.grad_numel)
         self.size = math.prod(self._shape) * window.spec.grad_dtype.itemsize  # bytes of all sums
         self.moved = 0  # bytes of this minibatch's gradients, which adding each of them by itself would move
         self.waits = False  # gradients of microbatches that are not the last one are summed here
-        self.arrived: dict[ParamSlot, Tensor] = {}  # gradients of the microbatch at hand, not in the sums yet
+        self._arrived: dict[
+            ParamSlot, Tensor
+        ] = {}  # gradients of the microbatch at hand, not in the sums yet
         self._totals: dict[ParamSlot, Tensor] = {}
+
+    def arrives(self, slot: ParamSlot, parameter: Tensor) -> None:
+        """Autograd has put a gradient into ``.grad`` of a whole parameter, where ``fully_shard`` would find it."""
+        if not self._additions.arrives(slot):
+            parameter.grad = None  # a part of a microbatch, and the whole has added it
+        elif self._additions.running.is_last or not self.waits:
+            self._unit.reduced_now[slot] = parameter
+        else:
+            if slot in self._arrived:
+                self.take_in()
+            self._arrived[slot] = cast(Tensor, parameter.grad)
+            parameter.grad = None
+            if len(self._arrived) == len(self._unit.grad_slots):
+                self.take_in()
 
     def take_in(self) -> None:
         """Add what has arrived to the sums."""
-        known: list[Tensor] = []
-        addends: list[Tensor] = []
-        for slot, gradient in self.arrived.items():
-            gradient = _local(slot, gradient.detach())
-            self.moved += gradient.nbytes
-            if slot in self._totals:
-                known.append(self._totals[slot])
-                addends.append(gradient)
-            else:
-                self._totals[slot] = gradient.to(self._window.spec.grad_dtype)
-        if known:
-            torch._foreach_add_(known, addends)
-        self.arrived = {}
+        slots = list(self._arrived)
+        self._unit.reduced_in_step.update(slots)
+        if self._additions.running.counts:
+            known: list[Tensor] = []
+            addends: list[Tensor] = []
+            for slot, gradient in self._arrived.items():
+                gradient = _local(slot, gradient.detach())
+                self.moved += gradient.nbytes
+                if slot in self._totals:
+                    known.append(self._totals[slot])
+                    addends.append(gradient)
+                else:
+                    self._totals[slot] = gradient.to(self._window.spec.grad_dtype)
+            if known:
+                torch._foreach_add_(known, addends)
+        self._arrived = {}
+        self._additions.end_adding(slots)
+
+    def forget_arrived(self) -> None:
+        """The microbatch has broken off."""
+        self._arrived = {}
 
     def add(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
         """Add a gradient that ``fully_shard`` reduces to the owners, with the sums; see `UnitWindow.accumulate`."""

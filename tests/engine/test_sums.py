@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_odc.engine.additions import Added, Additions
+from lightning_odc.engine.additions import Added, Additions, Pass
 from lightning_odc.engine.late_gradients import Placeholders
 from lightning_odc.engine.protocol import DISCARD
 from lightning_odc.engine.transports.base import Segment
@@ -56,8 +56,14 @@ class Accumulators:
 def made() -> tuple[UnitSum, Accumulators, list[Any]]:
     """A sum, what it is added to, and its parameters."""
     accumulators: Any = Accumulators()
-    unit: Any = SimpleNamespace(whole=[Segment(0, 0, NUMEL)])
-    return UnitSum(unit, accumulators), accumulators, [Slot(number) for number in range(3)]
+    slots: list[Any] = [Slot(number) for number in range(3)]
+    unit: Any = SimpleNamespace(
+        name="a unit", index=0, slots=slots, grad_slots=slots, reduced_in_step=set(), reduced_now={}
+    )
+    unit.whole = [Segment(0, 0, NUMEL)]
+    total = UnitSum(unit, accumulators, Additions([unit], list))
+    total.waits = True
+    return total, accumulators, slots
 
 
 def gradient(number: int, seed: int) -> Tensor:
@@ -66,9 +72,13 @@ def gradient(number: int, seed: int) -> Tensor:
 
 def take(total: UnitSum, slots: list[Any], **gradients: Tensor) -> None:
     """Gradients of a microbatch, by `p0`, `p1` and `p2`."""
-    total.arrived = {slots[int(name[1:])]: gradient for name, gradient in gradients.items()}
+    total._additions.begin_backward(Pass(is_announced=True, is_last=False))
+    for name, gradient in gradients.items():
+        parameter: Any = SimpleNamespace(grad=gradient)
+        total.arrives(slots[int(name[1:])], parameter)
+        assert parameter.grad is None
     total.take_in()
-    assert not total.arrived
+    total._additions.end_backward()
 
 
 def rows_of(number: int, whole: Tensor) -> Tensor:
@@ -104,6 +114,24 @@ def test_the_last_microbatch_is_added_with_the_sums():
     wholes = [gradient(0, 0) + gradient(0, 2), gradient(1, 1), gradient(2, 3)]
     expected = torch.cat([rows_of(number, whole) for number, whole in enumerate(wholes)], 1)
     assert torch.equal(accumulators.rows, expected)
+
+
+def test_what_a_broken_off_pass_left_is_forgotten_and_what_is_not_summed_is_left_to_fully_shard():
+    total, accumulators, slots = made()
+    additions, unit = total._additions, total._unit
+    additions.begin_backward(Pass(is_announced=True, is_last=False))
+    total.arrives(slots[0], SimpleNamespace(grad=gradient(0, 0)))  # type: ignore[arg-type]
+    assert additions.undo() == Added()
+    total.forget_arrived()
+    for waits, is_last in ((False, False), (True, True)):
+        total.waits = waits
+        additions.begin_backward(Pass(is_announced=True, is_last=is_last))
+        parameter: Any = SimpleNamespace(grad=gradient(0, 0))
+        total.arrives(slots[0], parameter)
+        assert parameter.grad is not None and unit.reduced_now.pop(slots[0]) is parameter
+        additions.end_backward()
+    total.give()
+    assert not accumulators.touched and not unit.reduced_in_step
 
 
 def test_what_is_dropped_has_no_part_in_what_is_added_later_and_what_is_given_back_has():
