@@ -142,6 +142,8 @@ def test_what_is_dropped_has_no_part_in_what_is_added_later_and_what_is_given_ba
             total.clear(slots[0])
         else:
             total.release()
+            assert not total.waits
+            total.waits = True
         take(total, slots, p0=gradient(0, 5))
         total.give()
         first = gradient(0, 5)
