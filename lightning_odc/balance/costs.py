@@ -66,8 +66,7 @@ class MinibatchCosts:
     @property
     def of_equal_ranks(self) -> bool:
         """Whether they are those of any rank."""
-        of_ranks = np.array([self.overhead, self.pair])
-        return len(self.samples) == 1 and bool((of_ranks == of_ranks[:, :1]).all())
+        return all((values == values[:1]).all() for values in (self.samples, self.overhead, self.pair))
 
     def average(self) -> MinibatchCosts:
         """The mean over ranks, as the costs of one rank."""
@@ -97,10 +96,10 @@ class MinibatchCosts:
             return np.broadcast_to(np.rint(values * scale).astype(np.int64), shape)
 
         return MinibatchCosts(
-            samples=rounded(self.samples, kinds, count),
+            samples=rounded(self.samples[:kinds], kinds, count),
             overhead=rounded(self.overhead[:kinds], kinds),
             pair=self.pair[:kinds] * scale,  # of which a product with whole numbers is rounded
-            extra_cost=rounded(self.extra_cost, kinds, count),
+            extra_cost=rounded(self.extra_cost[:kinds], kinds, count),
             scale=scale,
         )
 

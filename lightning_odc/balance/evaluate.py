@@ -51,9 +51,7 @@ def average_costs(
     return [_together(costs, 0, own, lengths, collation) for own in members]
 
 
-def _together(
-    costs: MinibatchCosts, rank: int, members: Any, lengths: Ints, collation: Collation
-) -> float:
+def _together(costs: MinibatchCosts, rank: int, members: Any, lengths: Ints, collation: Collation) -> float:
     """Cost of one microbatch on a rank, from the costs that samples have alone, and the lengths of all."""
     row = rank % len(costs.samples)
     alone = costs.samples[row].take(members)

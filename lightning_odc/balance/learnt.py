@@ -217,12 +217,12 @@ class FittedCost(_OfRanks):
         return self._fit.is_fitted
 
     @property
-    def dense(self) -> bool:  # type: ignore[override]  # is learnt
+    def dense(self) -> bool:
         """Whether attention is taken to run over all tokens of a microbatch."""
         return self._fit.dense
 
     @property
-    def coefficients(self) -> Floats:  # type: ignore[override]  # are learnt
+    def coefficients(self) -> Floats:
         """``[num_ranks, 3]``: seconds per squared token, per token, and per microbatch.
 
         From rows of ``d`` numbers: ``[num_ranks, 2 + d]``, one for each number instead of the one per token.
@@ -406,6 +406,7 @@ class AutoCost:
             self._shape = prior.polynomial
         elif isinstance(prior, PolynomialCost):
             self._shape = prior
+        self.num_ranks = num_ranks
         self.prior = prior
         self.is_refuted = False
         # Rank, lengths and seconds of the latest microbatches, and these seconds over what the prior says.
@@ -419,7 +420,7 @@ class AutoCost:
         """The samples of a microbatch turned out not to attend to each other, as in the rows of a padded one."""
         self._collation = Collation("apart")
         if not self.fitted.is_fitted:
-            self.fitted = FittedCost(self.fitted.num_ranks, self._shape, dense=False)
+            self.fitted = FittedCost(self.num_ranks, self._shape, dense=False)
 
     def observe(self, observations: Iterable[Observation]) -> None:
         """Take in the measurements of one minibatch, as `FittedCost.observe`."""
@@ -431,7 +432,7 @@ class AutoCost:
             alone = [[list(range(len(lengths)))]]
             ((predicted,),) = microbatch_costs(alone, lengths, self.prior, collation=self._collation)
             self._latest.append([rank, list(lengths), seconds, seconds / predicted])
-        del self._latest[: -max(_KEPT, 2 * _ENOUGH * self.fitted.num_ranks)]
+        del self._latest[: -max(_KEPT, 2 * _ENOUGH * self.num_ranks)]
         if len(self._latest) >= _ENOUGH:
             self.is_refuted = self._is_wrong()
 
@@ -439,7 +440,7 @@ class AutoCost:
         """Whether the prior errs by much on one rank, which is then always late, or by more than the fit."""
         ranks, _, _, ratios = zip(*self._latest, strict=True)
         errors = np.clip(ratios / np.median(ratios) - 1, -1.0, 1.0)  # without outliers
-        of_ranks = [errors[np.equal(ranks, rank)] for rank in range(self.fitted.num_ranks)]
+        of_ranks = [errors[np.equal(ranks, rank)] for rank in range(self.num_ranks)]
         if any(_is_beyond(_SLOW, own, absolute=True) for own in of_ranks):
             return True
         fitted = [seconds / self.fitted.predict(rank, own) - 1 for rank, own, seconds, _ in self._latest]

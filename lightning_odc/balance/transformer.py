@@ -193,7 +193,7 @@ def _first(raw: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """The windows of the layers with sliding-window attention."""
-    window = raw.get("sliding_window")
+    window: Any = raw.get("sliding_window")
     kinds = raw.get("layer_types")
     if kinds is None:
         kinds = ["full_attention"] * layers
