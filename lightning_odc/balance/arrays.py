@@ -14,16 +14,22 @@ from collections.abc import Sequence
 from typing import Annotated, Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
+from numpy.typing import NDArray
 
 from lightning_odc.arguments import Count, Like
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+Cap = int | tuple[int, ...]
+"""The most tokens of a microbatch; or a cap for each number of a sample."""
 
 Plan = list[list[list[int]]]
 """For each rank its microbatches in the order to run them, each a list of sample indices."""
+
+State = dict[str, Any]
+"""What is saved, by name: numbers, text, lists, and dicts of them."""
 
 LENGTH_LIMIT = 2**40
 """Lengths are below it: far above any sample, and the sum of 8192 of them is still exact in float64."""
@@ -34,12 +40,17 @@ MOST_NUMBERS = 8
 _ROW_LINE = 'length_fn=lambda sample: (len(sample["input_ids"]), len(sample["patches"]))'
 
 
+def floats(values: Any) -> Floats:
+    """Values as an array of float64."""
+    return np.asarray(values, dtype=np.float64)
+
+
 def as_lengths(lengths: Any, name: str = "lengths", count: int | None = None) -> Ints:
     """Checked lengths as int64: numbers of tokens, ``[n]``, or a row of numbers for each sample, ``[n, d]``.
 
     There must be ``count`` of them, by default any number but none.
     """
-    array = _as_floats(lengths, name)
+    array = _numbers(lengths, name)
     if array.ndim not in (1, 2) or (count is None and not len(array)):
         raise ValueError(
             f"{name} must be one number per sample, or a row of numbers for each, with at least one sample, got shape "
@@ -49,7 +60,7 @@ def as_lengths(lengths: Any, name: str = "lengths", count: int | None = None) ->
         raise ValueError(
             f"{name} has {len(array)} entries, but the data set has {count} samples: give one for each."
         )
-    rows = np.atleast_2d(array.T).T
+    rows = columns(array).T
     numbers = rows.shape[1]
     if not 1 <= numbers <= MOST_NUMBERS:
         raise ValueError(
@@ -78,11 +89,11 @@ def as_lengths(lengths: Any, name: str = "lengths", count: int | None = None) ->
     return rows.astype(np.int64)
 
 
-def _as_floats(lengths: Any, name: str) -> Floats:
+def _numbers(lengths: Any, name: str) -> Floats:
     try:
         if np.asarray(lengths).dtype.kind in "bUS":  # numpy would make numbers of them
             raise TypeError("text and truth values are no numbers.")
-        return np.asarray(lengths, dtype=np.float64)
+        return floats(lengths)
     except (TypeError, ValueError, OverflowError) as error:
         why = f"lengths=[len(x) for x in samples]. {error}"
         if isinstance(lengths, list | tuple):
@@ -97,12 +108,17 @@ def _as_floats(lengths: Any, name: str) -> Floats:
 
 def first_number(lengths: Ints) -> Ints:
     """``[n]`` of lengths ``[n]`` or ``[n, d]``: the tokens that are padded and attended to."""
-    return np.atleast_2d(lengths.T)[0]
+    return columns(lengths)[0]
+
+
+def columns(lengths: NDArray[Any]) -> NDArray[Any]:
+    """``[d, n]``: each number of all samples, of lengths ``[n]`` or ``[n, d]``."""
+    return np.atleast_2d(lengths.T)
 
 
 def first_and_rest(lengths: Floats) -> tuple[Floats, Floats]:
     """``[n]`` first numbers, and ``[n]`` sums of the others; 0 if there are none."""
-    first, *others = np.atleast_2d(lengths.T)
+    first, *others = columns(lengths)
     return first, sum(others, np.zeros(len(first)))
 
 
@@ -115,7 +131,7 @@ Caps = Annotated[
 For samples with a row of numbers, a tuple has one cap for each number: ``(4096, 512)`` on all ranks, or
 ``[(4096, 512), (2048, 256)]`` by rank.
 """
-KnownCaps = int | tuple[int, ...] | list[int] | list[tuple[int, ...]] | None
+KnownCaps = Cap | list[Cap] | None
 
 
 def as_caps(max_tokens: Any, num_ranks: int) -> KnownCaps:
@@ -124,9 +140,9 @@ def as_caps(max_tokens: Any, num_ranks: int) -> KnownCaps:
         return None
     if not isinstance(max_tokens, Sequence | np.ndarray) or isinstance(max_tokens, tuple):
         return as_cap(max_tokens)
-    caps: Any = list(map(as_cap, max_tokens))
+    caps = list(map(as_cap, max_tokens))
     if len(caps) != num_ranks:
-        example = ((caps or [8192]) * num_ranks)[:num_ranks]
+        example = [*caps, *[8192] * num_ranks][:num_ranks]
         raise ValueError(
             f"max_tokens has {len(caps)} caps for {num_ranks} ranks: write one per rank, max_tokens={example}, "
             f"or one number for all, max_tokens={example[0]}. One cap for each number of a sample is a tuple: "
@@ -141,7 +157,7 @@ def as_caps(max_tokens: Any, num_ranks: int) -> KnownCaps:
     return caps
 
 
-def as_cap(cap: Any) -> int | tuple[int, ...]:
+def as_cap(cap: Any) -> Cap:
     """A number, or a tuple with one per number of a sample."""
     numbers = tuple(np.atleast_1d(cap).tolist())
     if not numbers:
@@ -153,39 +169,35 @@ def as_cap(cap: Any) -> int | tuple[int, ...]:
 
 def check_caps(lengths: Ints, rows: Ints, max_tokens: Any, num_ranks: int) -> Ints:
     """``[num_ranks, d]`` caps of a microbatch, for each number of a sample: ``max_tokens``, or the longest row."""
-    numbers = np.atleast_2d(rows.T).T
+    numbers = columns(rows).T
     longest = np.maximum(numbers.max(0), 1)
     known = as_caps(max_tokens, num_ranks)
     caps = longest[None]
-    if isinstance(known, list):
-        caps = np.array(known).reshape(num_ranks, -1)
-    elif known is not None:
-        caps = np.array(known).reshape(1, -1)
+    if known is not None:
+        ranks = len(known) if isinstance(known, list) else 1
+        caps = np.array(known).reshape(ranks, -1)
     if caps.shape[1] != len(longest):
         _refuse_numbers(longest, caps[0].tolist(), known)
     fits = np.any([(numbers <= cap).all(1) for cap in np.unique(caps, axis=0)], axis=0)
     if not fits.all():
-        index = int(np.where(fits, 0, numbers[:, 0]).argmax())
-        _refuse_sample(index, lengths, numbers, caps, numbers[~fits].max(0), known)
+        _refuse_sample(lengths, numbers, caps, fits, known)
     return np.broadcast_to(caps, (num_ranks, len(longest)))
 
 
-def _refuse_sample(
-    index: int, lengths: Ints, numbers: Ints, caps: Ints, needed: Ints, known: KnownCaps
-) -> NoReturn:
-    """Raise `ValueError` about a sample that fits nowhere. Caps should be ``needed`` on one rank."""
+def _refuse_sample(lengths: Ints, numbers: Ints, caps: Ints, fits: Bools, known: KnownCaps) -> NoReturn:
+    """Raise `ValueError` about a sample that fits nowhere, with caps that are enough for all on one rank."""
+    index = int(np.where(fits, 0, numbers[:, 0]).argmax())
     own = numbers[index]
     has = str(tuple(own.tolist()))
     if len(own) == 1:
         has = f"{lengths[index]} tokens"
         if own > lengths[index]:
-            has = f"{has}, padded to {own[0]}"
+            has += f", padded to {own[0]}"
         elif own < lengths[index]:
-            has = f"{has}, cut to {own[0]}"
-    fitting = (own <= caps).sum(1)
-    rank = int(np.lexsort((-caps[:, 0], -fitting))[0])  # where most fits, the largest cap
+            has += f", cut to {own[0]}"
+    rank = int(caps[:, 0].argmax())
     enough = caps.copy()
-    enough[rank] = np.maximum(caps[rank], needed)
+    enough[rank] = np.maximum(caps[rank], numbers[~fits].max(0))
     line: Any = as_cap(enough[rank])
     where = ""
     if isinstance(known, list):

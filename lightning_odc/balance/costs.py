@@ -30,7 +30,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 import numpy as np
 
 from lightning_odc.arguments import Like, checked
-from lightning_odc.balance.arrays import Floats, Ints, first_and_rest
+from lightning_odc.balance.arrays import Floats, Ints, first_and_rest, floats
 from lightning_odc.balance.collation import PACKED, Collation
 
 _LARGEST_SUM_BITS = 48
@@ -55,15 +55,18 @@ class MinibatchCosts:
         if rows.ndim == 2 and collation.is_table:
             # Padding raises the first number only. So the cost that a sample would have if its other numbers were the
             # smallest of all grows with padding. The rest, at least nothing and at most all, does not.
-            least = rows.astype(np.float64)
+            least = floats(rows)
             least[:, 1:] = least[:, 1:].min(0)
-            padded = np.asarray(cost.samples(least), dtype=np.float64).reshape(samples.shape)
+            padded = floats(cost.samples(least)).reshape(samples.shape)
             extra = samples - np.fmax(0.0, np.fmin(padded, samples))
-        pair = np.zeros(())
-        if collation.kind == "packed":
-            pair = pair_of(cost)
         overhead = _per_rank("overhead", cost.overhead, num_ranks)
-        return cls(samples, overhead, _per_rank("pair", pair, num_ranks), extra)
+        pair = _per_rank("pair", pair_of(cost) * (collation.kind == "packed"), num_ranks)
+        return cls(samples, overhead, pair, extra)
+
+    @property
+    def of_equal_ranks(self) -> bool:
+        """Whether they are those of any rank."""
+        return all((values == values[:1]).all() for values in (self.samples, self.overhead, self.pair))
 
     def average(self) -> MinibatchCosts:
         """The mean over ranks, as the costs of one rank."""
@@ -83,9 +86,8 @@ class MinibatchCosts:
     def whole(self) -> MinibatchCosts:
         """The costs times a power of two, rounded, in one row if ranks are equal: Note [The same plan everywhere]."""
         _, count = self.samples.shape
-        of_ranks = np.array([self.overhead, self.pair])
         kinds = len(self.overhead)
-        if len(self.samples) == 1 and (of_ranks == of_ranks[:, :1]).all():
+        if self.of_equal_ranks:
             kinds = 1
         largest_sum = float(self.samples.max() + 2 * self.overhead.max()) * (count + 1)
         scale = 2.0 ** (_LARGEST_SUM_BITS - math.frexp(largest_sum)[1])
@@ -94,16 +96,16 @@ class MinibatchCosts:
             return np.broadcast_to(np.rint(values * scale).astype(np.int64), shape)
 
         return MinibatchCosts(
-            samples=rounded(self.samples, kinds, count),
+            samples=rounded(self.samples[:kinds], kinds, count),
             overhead=rounded(self.overhead[:kinds], kinds),
             pair=self.pair[:kinds] * scale,  # of which a product with whole numbers is rounded
-            extra_cost=rounded(self.extra_cost, kinds, count),
+            extra_cost=rounded(self.extra_cost[:kinds], kinds, count),
             scale=scale,
         )
 
 
 def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
-    samples = np.asarray(cost.samples(lengths.astype(np.float64)), dtype=np.float64)
+    samples = floats(cost.samples(floats(lengths)))
     if samples.shape not in ((len(lengths),), (1, len(lengths)), (num_ranks, len(lengths))):
         raise ValueError(
             f"the cost gave shape {list(samples.shape)} for {len(lengths)} samples on {num_ranks} ranks; it must give "
@@ -131,7 +133,7 @@ def _right(lengths: Ints | Floats) -> str:
 
 
 def _per_rank(name: str, value: Floats, num_ranks: int) -> Floats:
-    array = np.asarray(value, dtype=np.float64)
+    array = floats(value)
     if array.shape not in ((), (1,), (num_ranks,)):
         raise ValueError(
             f"the cost has {name} of shape {list(array.shape)} for {num_ranks} ranks; it must be one number, or one "
@@ -211,14 +213,12 @@ class PolynomialCost:
 
     @property
     def overhead(self) -> Floats:
-        return np.array(self.constant, dtype=np.float64)
+        return floats(self.constant)
 
     @property
     def pair(self) -> Floats:
         """What every two tokens of different samples in one microbatch cost."""
-        if not self.dense:
-            return np.zeros(())
-        return np.array(2 * self.quadratic)
+        return floats(2 * self.quadratic * self.dense)
 
 
 @checked
@@ -236,7 +236,7 @@ class FunctionCost:
     constant: Term = 0.0
 
     def samples(self, lengths: Floats) -> Floats:
-        costs = np.asarray(self.function(lengths), dtype=np.float64)
+        costs = floats(self.function(lengths))
         if lengths.ndim == 2 and costs.shape == lengths.shape:
             # A cost for each number? Two ranks that differ, with two samples of two numbers, look the same.
             twice = np.shape(self.function(np.concatenate([lengths, lengths])))
@@ -248,7 +248,7 @@ class FunctionCost:
 
     @property
     def overhead(self) -> Floats:
-        return np.array(self.constant, dtype=np.float64)
+        return floats(self.constant)
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ def resolve_cost(cost: Any) -> Cost:
 
 def pair_of(cost: Cost) -> Floats:
     """What every two tokens of different samples in one microbatch cost, see Note [Dense attention]."""
-    return np.asarray(getattr(cost, "pair", 0.0), dtype=np.float64)
+    return floats(getattr(cost, "pair", 0.0))
 
 
 def pairs_of_tokens(sizes: Sequence[int]) -> int:

@@ -29,7 +29,7 @@ def microbatch_costs(
     costs = MinibatchCosts.of(resolve_cost(cost), array, len(plan), collation)
     found = []
     for rank, own in enumerate(plan):
-        found.append([_together(costs, rank, members, array[members], collation) for members in own])
+        found.append([_together(costs, rank, members, array, collation) for members in own])
     return found
 
 
@@ -48,26 +48,22 @@ def average_costs(
     costs = MinibatchCosts.of(resolve_cost(cost), lengths, num_ranks, collation).average()
     ends = np.cumsum([len(sizes) for sizes in microbatches])
     members = np.split(np.arange(len(lengths)), ends[:-1])
-    return [_together(costs, 0, own, lengths[own], collation) for own in members]
+    return [_together(costs, 0, own, lengths, collation) for own in members]
 
 
-def _together(
-    costs: MinibatchCosts, rank: int, members: Sequence[int] | Ints, lengths: Ints, collation: Collation
-) -> float:
-    """Cost of one microbatch on a rank, from the costs that its members have alone, and their lengths."""
+def _together(costs: MinibatchCosts, rank: int, members: Any, lengths: Ints, collation: Collation) -> float:
+    """Cost of one microbatch on a rank, from the costs that samples have alone, and the lengths of all."""
     row = rank % len(costs.samples)
     alone = costs.samples[row].take(members)
+    own = lengths[members]
     overhead = float(costs.overhead[rank])
     if collation.is_table and len(members):
         extra = costs.extra_cost[row].take(members)
-        longest = int(first_number(collation.row_lengths(lengths)).argmax())
+        longest = int(first_number(collation.row_lengths(own)).argmax())
         of_rows = len(members) * float(alone[longest] - extra[longest])
         return of_rows + float(extra.sum()) + overhead
-    found = math.fsum(alone.tolist()) + overhead
-    pair = float(costs.pair[rank])
-    if pair:
-        found += pair * pairs_of_tokens(first_number(lengths).tolist())
-    return found
+    pairs = pairs_of_tokens(first_number(own).tolist())
+    return math.fsum(alone.tolist()) + overhead + float(costs.pair[rank]) * pairs
 
 
 def on_demand_cost(

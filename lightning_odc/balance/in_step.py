@@ -19,13 +19,14 @@ all of them. If two do not fit together, every sample runs alone, and the other 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
 
 from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, lower_bound
-from lightning_odc.balance.search import additive, improve, longest_first
+from lightning_odc.balance.search import improve, longest_first
 
 _ATTEMPTS = 64
 _TOLERANCE = 5e-3
@@ -73,14 +74,13 @@ def _groupings(work: Microbatches, lined_up: bool) -> Iterator[Groups]:
     if not whole:
         return
     limits = [whole + (rank < spare) for rank in range(work.num_ranks)]
-    load = additive(work.costs_of)
     is_few = len(work) <= _FEW
     for short in _short_runs(work, is_few):
         dealt = _dealt(work, short)
         if len(work) <= work.most_lined_up:
             level = [list(run) for run in short]
             rest = range(sum(map(len, short)), len(work))
-            loads = [load(rank, run) for rank, run in enumerate(short)]
+            loads = [work.alone(rank, run) for rank, run in enumerate(short)]
             longest_first(work.costs, rest, level, loads, limits)
             yield _levelled(work, level)
             if is_few:
@@ -92,12 +92,11 @@ def _groupings(work: Microbatches, lined_up: bool) -> Iterator[Groups]:
 def _short_runs(work: Microbatches, is_few: bool) -> Iterator[Groups]:
     """Runs of the shortest samples that ranks begin with, empty if counts are equal; see Note [A sample more]."""
     whole, spare = divmod(len(work), work.num_ranks)
-    if not spare:
-        yield [[] for _ in range(work.num_ranks)]
-        return
-    lengths: Iterable[int] = (1,)
-    if is_few:
+    lengths = range(1)
+    if spare and is_few:
         lengths = range(min(whole, _LONGEST_RUN) + 1)
+    elif spare:
+        lengths = range(1, 2)
     for length in lengths:
         sizes = [length + (rank < spare) for rank in range(work.num_ranks)]
         ends = accumulate(sizes)
@@ -107,8 +106,7 @@ def _short_runs(work: Microbatches, is_few: bool) -> Iterator[Groups]:
 def _dealt(work: Microbatches, short: Groups) -> Groups:
     """One of each ``num_ranks`` neighbours by cost for every rank: the costliest for the fastest, least loaded one."""
     groups = [list(run) for run in short]
-    load = additive(work.costs_of)
-    loads = [load(rank, run) for rank, run in enumerate(short)]
+    loads = [work.alone(rank, run) for rank, run in enumerate(short)]
     slowness = work.by_rank(work.costs.sum(1))
     sums = work.costs.sum(0).tolist()
     rest = sorted(range(sum(map(len, short)), len(work)), key=work.bulk.__getitem__)
@@ -125,9 +123,8 @@ def _dealt(work: Microbatches, short: Groups) -> Groups:
 def _levelled(work: Microbatches, groups: Groups) -> Groups:
     """Groups after exchanges of equally many samples that make the ranks' totals equal."""
     level = [list(group) for group in groups]
-    load = additive(work.costs_of)
     enough = lower_bound(work.costs, work.num_ranks) * (1 + _TOLERANCE)
-    improve(level, work.costs, load, enough, _ATTEMPTS, equal_counts=True)
+    improve(level, work.costs, work.alone, enough, _ATTEMPTS, equal_counts=True)
     return [sorted(group) for group in level]
 
 
@@ -154,7 +151,7 @@ def _line_up(work: Microbatches, groups: Groups, count: int, limit: float) -> li
         found = work.along(rank, groups[rank], others.tolist()) or lined[rank]
         if not found:
             return []
-        bins = work.costliest_first(rank, found)
+        bins = sorted(found, key=partial(work.cost_of, rank), reverse=True)  # as ranks run them
         costs = [work.cost_of(rank, samples) for samples in bins]
         total = np.maximum(others, costs).sum()
         if not lined[rank] or total < loads.max(0).sum():

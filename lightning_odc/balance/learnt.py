@@ -40,7 +40,7 @@ from typing import Annotated, Any
 import numpy as np
 
 from lightning_odc.arguments import Count, Like, checked
-from lightning_odc.balance.arrays import Floats, Ints, as_lengths, first_number
+from lightning_odc.balance.arrays import Floats, Ints, State, as_lengths, columns, first_number, floats
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, quadratic
 from lightning_odc.balance.evaluate import microbatch_costs
@@ -50,7 +50,6 @@ Observation = tuple[int, Sequence[Any], float]
 """Rank, the lengths of a microbatch's segments in tokens (or rows of numbers), and the seconds it took."""
 
 _VERSION = 2  # of saved states
-_OLDER = "an older version saved it, and its sums have another form."
 
 _UNIT = 4096.0  # tokens; keeps the columns of the problem at similar size
 _PRIOR_WORTH = 0.1  # measurements
@@ -77,22 +76,15 @@ _SLOW = 0.15  # the error on one rank that is too much, likewise
 _SURE = 4.0  # standard errors
 
 
-@dataclass(frozen=True)
-class LearntCost:
-    """Seconds of a microbatch for each rank, as a `FittedCost` had learnt them; it stays as it is.
+class _OfRanks:
+    """What coefficients of every rank say about the cost of samples."""
 
-    Attributes:
-        coefficients: Seconds per squared token, per token, and per microbatch, for every rank. If samples have rows of
-            numbers, there is one for each number in the place of the one per token.
-        dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
-    """
-
-    coefficients: tuple[tuple[float, ...], ...]
-    dense: bool
+    coefficients: Any  # [num_ranks, 3 or more]
+    dense: Any
 
     def samples(self, lengths: Floats) -> Floats:
         """Seconds ``[num_ranks, n]`` of samples, without the constant."""
-        numbers = np.atleast_2d(lengths.T)
+        numbers = columns(lengths)
         known = np.array(self.coefficients)
         _check_width(known.shape[1] - 2, lengths, is_fitted=known.shape[1] > 3)
         square, *linear = _widened(known, len(numbers) + 2).T[:-1, :, None]
@@ -113,9 +105,23 @@ class LearntCost:
         return 2 * np.array(self.coefficients)[:, 0] * self.dense
 
 
+@dataclass(frozen=True)
+class LearntCost(_OfRanks):
+    """Seconds of a microbatch for each rank, as a `FittedCost` had learnt them; it stays as it is.
+
+    Attributes:
+        coefficients: Seconds per squared token, per token, and per microbatch, for every rank. If samples have rows of
+            numbers, there is one for each number in the place of the one per token.
+        dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
+    """
+
+    coefficients: tuple[tuple[float, ...], ...]
+    dense: bool
+
+
 def _check_width(known: int, lengths: Ints | Floats, is_fitted: bool) -> None:
     """Refuse samples of another number of numbers than a cost has learnt from."""
-    found = len(np.atleast_2d(lengths.T))
+    found = len(columns(lengths))
     if known != found and is_fitted:
         raise ValueError(
             f"this cost has learnt from samples of {known} numbers each, and these have {found}: begin with a new one, "
@@ -124,7 +130,7 @@ def _check_width(known: int, lengths: Ints | Floats, is_fitted: bool) -> None:
 
 
 @checked
-class FittedCost:
+class FittedCost(_OfRanks):
     """Seconds of a microbatch, fitted online for each rank; a `Cost` for the planner.
 
     Until the first observation all ranks are alike and the cost is the prior's. `BalancedDataLoader(cost="fitted")`
@@ -228,30 +234,16 @@ class FittedCost:
         terms = features(self._as_wide(lengths), self.dense)
         return float(_widened(self._fit.ranks, len(terms))[rank] @ terms)
 
-    def samples(self, lengths: Floats) -> Floats:
-        """Seconds ``[num_ranks, n]`` of samples, without the constant."""
-        return self.snapshot().samples(lengths)
-
-    @property
-    def overhead(self) -> Floats:
-        """``[num_ranks]`` seconds that a microbatch takes besides its samples."""
-        return self.snapshot().overhead
-
-    @property
-    def pair(self) -> Floats:
-        """What every two tokens of different samples in one microbatch cost."""
-        return self.snapshot().pair
-
     def snapshot(self) -> LearntCost:
         """What is known now, for plans that are made ahead."""
         return LearntCost(tuple(map(tuple, self.coefficients.tolist())), self.dense)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """All that was learnt, as numbers, lists and dicts of them."""
         fits = [fit.state_dict() for fit in self._fits]
         return {"version": _VERSION, "forgetting": self.forgetting, "used": self._used, "fits": fits}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned.
 
         Raises:
@@ -260,9 +252,10 @@ class FittedCost:
         if "fits" not in state:
             raise ValueError('it is of cost="auto".')
         if state.get("version") != _VERSION:
-            raise ValueError(_OLDER)
+            raise ValueError("an older version saved it, and its sums have another form.")
         fits = [_Fit.of_state(fit) for fit in state["fits"]]
-        if (ranks := len(fits[0].ranks)) != self.num_ranks:
+        ranks = len(fits[0].ranks)
+        if ranks != self.num_ranks:
             raise ValueError(
                 f"the saved FittedCost has {ranks} ranks, this one {self.num_ranks}; the speeds of other ranks say "
                 f"nothing: write FittedCost({self.num_ranks})."
@@ -282,11 +275,11 @@ def _units(count: int) -> Floats:
 
 def features(lengths: Ints, dense: bool) -> Floats:
     """What coefficients are multiplied with: squared tokens, the sum of each number, and 1, in `_units`."""
-    sizes = first_number(lengths).astype(np.float64)
+    sizes = floats(first_number(lengths))
     squares = (sizes * sizes).sum()
     if dense:
         squares = sizes.sum() ** 2
-    terms = np.array([squares, *np.atleast_2d(lengths.T).sum(1), 1.0])
+    terms = np.array([squares, *columns(lengths).sum(1), 1.0])
     return terms / _units(len(terms))
 
 
@@ -314,9 +307,10 @@ class _Fit:
 
     def _begin(self, ranks: Floats) -> None:
         """Start from these coefficients, in `_units`, without measurements."""
+        count, width = ranks.shape
         self.ranks = ranks
         self.prior = ranks[0]
-        self.sums = np.zeros((len(ranks), ranks.shape[1] + 1, ranks.shape[1] + 1))
+        self.sums = np.zeros((count, width + 1, width + 1))
 
     def observe(self, measured: Sequence[tuple[int, Ints, float]], forgetting: float) -> None:
         """Take in ranks, lengths and seconds of microbatches, and fit again."""
@@ -329,10 +323,9 @@ class _Fit:
                 self.mispredicted = _PACKED_ERROR_MEMORY * self.mispredicted + min(abs(error), 1.0)
                 self.predicted = _PACKED_ERROR_MEMORY * self.predicted + 1
             self.sums[rank] *= forgetting
-            weight = 1.0
-            if self.is_fitted:
-                weight = self._weight(rank, error)
-            self.sums[rank] += weight * np.outer([*row, 1.0], [*row, 1.0])
+            weight = self._weight(rank, error) if self.is_fitted else 1.0
+            extended = np.append(row, 1.0)
+            self.sums[rank] += weight * np.outer(extended, extended)
         heard = {rank for rank, _, _ in measured}
         self.sums[[rank for rank in range(len(self.ranks)) if rank not in heard]] *= _SILENT_FADE
         if self.sums.any():
@@ -347,10 +340,9 @@ class _Fit:
             self.strikes[rank] = 0
             return 1.0
         side = int(np.sign(error))
-        if self.strikes[rank] * side < 0:  # the ones before were on the other side
-            self.strikes[rank] = 0
-        self.strikes[rank] += side
-        if abs(self.strikes[rank]) < _STRIKES:
+        before = max(side * self.strikes[rank], 0)  # those on the other side do not count
+        if before + 1 < _STRIKES:
+            self.strikes[rank] = side * (before + 1)
             return (kept / error) ** 2
         self.sums[rank] *= _KEPT_AFTER_CHANGE
         self.strikes[rank] = 0
@@ -378,16 +370,14 @@ class _Fit:
             self.ranks[rank] = fit_near(products[rank], targets[rank], pulls, near)
         self.is_fitted = True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         return {name: np.asarray(value).tolist() for name, value in vars(self).items()}
 
     @classmethod
-    def of_state(cls, state: dict[str, Any]) -> _Fit:
+    def of_state(cls, state: State) -> _Fit:
         fit = cls(state["dense"], np.array(state["ranks"]))
-        for name, value in state.items():
-            if isinstance(value, list):
-                value = np.array(value)
-            setattr(fit, name, value)
+        arrays = {name: np.array(value) for name, value in state.items() if isinstance(value, list)}
+        vars(fit).update(state, **arrays)
         return fit
 
 
@@ -416,10 +406,11 @@ class AutoCost:
             self._shape = prior.polynomial
         elif isinstance(prior, PolynomialCost):
             self._shape = prior
+        self.num_ranks = num_ranks
         self.prior = prior
         self.is_refuted = False
         # Rank, lengths and seconds of the latest microbatches, and these seconds over what the prior says.
-        self._latest: list[tuple[int, Sequence[Any], float, float]] = []
+        self._latest: list[list[Any]] = []
         self.fitted = FittedCost(num_ranks, self._shape, dense=dense)
         self._collation = PACKED
         if dense is False:
@@ -429,7 +420,7 @@ class AutoCost:
         """The samples of a microbatch turned out not to attend to each other, as in the rows of a padded one."""
         self._collation = Collation("apart")
         if not self.fitted.is_fitted:
-            self.fitted = FittedCost(self.fitted.num_ranks, self._shape, dense=False)
+            self.fitted = FittedCost(self.num_ranks, self._shape, dense=False)
 
     def observe(self, observations: Iterable[Observation]) -> None:
         """Take in the measurements of one minibatch, as `FittedCost.observe`."""
@@ -440,8 +431,8 @@ class AutoCost:
         for rank, lengths, seconds in measured:
             alone = [[list(range(len(lengths)))]]
             ((predicted,),) = microbatch_costs(alone, lengths, self.prior, collation=self._collation)
-            self._latest.append((rank, lengths, seconds, seconds / predicted))
-        del self._latest[: -max(_KEPT, 2 * _ENOUGH * self.fitted.num_ranks)]
+            self._latest.append([rank, list(lengths), seconds, seconds / predicted])
+        del self._latest[: -max(_KEPT, 2 * _ENOUGH * self.num_ranks)]
         if len(self._latest) >= _ENOUGH:
             self.is_refuted = self._is_wrong()
 
@@ -449,7 +440,7 @@ class AutoCost:
         """Whether the prior errs by much on one rank, which is then always late, or by more than the fit."""
         ranks, _, _, ratios = zip(*self._latest, strict=True)
         errors = np.clip(ratios / np.median(ratios) - 1, -1.0, 1.0)  # without outliers
-        of_ranks = [errors[np.equal(ranks, rank)] for rank in range(self.fitted.num_ranks)]
+        of_ranks = [errors[np.equal(ranks, rank)] for rank in range(self.num_ranks)]
         if any(_is_beyond(_SLOW, own, absolute=True) for own in of_ranks):
             return True
         fitted = [seconds / self.fitted.predict(rank, own) - 1 for rank, own, seconds, _ in self._latest]
@@ -466,18 +457,18 @@ class AutoCost:
             return None
         return self.fitted.snapshot()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """All that was learnt, as numbers, lists and dicts of them."""
-        latest = [[rank, list(lengths), *seconds] for rank, lengths, *seconds in self._latest]
-        return {"refuted": self.is_refuted, "latest": latest, "fitted": self.fitted.state_dict()}
+        fitted = self.fitted.state_dict()
+        return {"refuted": self.is_refuted, "latest": list(self._latest), "fitted": fitted}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """As `FittedCost.load_state_dict`."""
         if "fitted" not in state:
             raise ValueError('it is of cost="fitted".')
         self.fitted.load_state_dict(state["fitted"])
         self.is_refuted = state["refuted"]
-        self._latest = [tuple(one) for one in state["latest"]]
+        self._latest = list(state["latest"])
 
 
 def _is_beyond(limit: float, values: Floats, absolute: bool = False) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,20 @@ can be said alone.
 """
 
 
+Load = Callable[[int, Samples], int]
+"""What samples, or pieces, cost a rank."""
+
+
+def additive(costs_of: list[list[int]]) -> Load:
+    """A load that is the sum of costs, which are listed by rank."""
+
+    def load(rank: int, pieces: Samples) -> int:
+        row = costs_of[rank]
+        return sum([row[piece] for piece in pieces])
+
+    return load
+
+
 class Microbatches(ABC):
     """The samples of a minibatch, with costs as whole numbers: Note [The same plan everywhere]."""
 
@@ -51,6 +65,7 @@ class Microbatches(ABC):
         self.costs = costs.samples[:, order]  # [1 or num_ranks, n] of each sample alone, without overhead
         self.overhead = costs.overhead  # [1 or num_ranks] of a microbatch
         self.costs_of: list[list[int]] = self.by_rank(self.costs)
+        self.alone = additive(self.costs_of)  # each in a microbatch, without overhead
         self.overhead_of: list[int] = self.by_rank(self.overhead)
 
     def __len__(self) -> int:
@@ -98,10 +113,6 @@ class Microbatches(ABC):
         alone = (self.smallest + overhead).min(0).max()
         shares = (overhead * self.fills).astype(np.int64)
         return max(float(alone), lower_bound(self.smallest + shares, self.num_ranks))
-
-    def costliest_first(self, rank: int, bins: Bins) -> Bins:
-        """Microbatches of a rank in the order to run them."""
-        return sorted(bins, key=lambda own: self.cost_of(rank, own), reverse=True)
 
     def plan(self, bins: list[Bins]) -> Plan:
         """The caller's indices: the costliest microbatch first, in each the costliest sample first."""

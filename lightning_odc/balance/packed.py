@@ -66,8 +66,7 @@ class Packed(Microbatches):
         (self._guards,) = _integers(np.full_like(rows[:1], _GUARD))
 
     def cost_of(self, rank: int, samples: Samples) -> int:
-        costs = self.costs_of[rank]
-        found = self.overhead_of[rank] + sum([costs[sample] for sample in samples])
+        found = self.overhead_of[rank] + self.alone(rank, samples)
         if self._has_pairs:
             pairs = pairs_of_tokens([self.numbers[0][sample] for sample in samples])
             found += round(self._pair_of[rank] * pairs)
@@ -76,11 +75,10 @@ class Packed(Microbatches):
     def load(self, rank: int, samples: Samples) -> int:
         if self._has_pairs:
             return sum([self.cost_of(rank, own) for own in self.bins(rank, samples)])
-        costs = self.costs_of[rank]
+        found = self.cost_of(rank, samples)
         overhead = self.overhead_of[rank]
-        found = sum([costs[sample] for sample in samples])
         if overhead:
-            found += overhead * len(self._best_fit(rank, samples))
+            found += overhead * (len(self._best_fit(rank, samples)) - 1)
         return found
 
     def bins(self, rank: int, samples: Samples) -> Bins:

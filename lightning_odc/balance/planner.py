@@ -18,6 +18,7 @@ from lightning_odc.balance.arrays import (
     as_caps,
     as_lengths,
     check_caps,
+    floats,
 )
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Cost, MinibatchCosts, resolve_cost
@@ -131,7 +132,11 @@ class Planner:
             sizes = array
             if array.ndim == 2:
                 sizes = work.costs[0, np.argsort(work.order)]
-            return _of_equal_counts(self._local_sort(sizes.tolist()))
+            everything = sorted(range(len(array)), key=sizes.tolist().__getitem__, reverse=True)
+            dealt: Plan = [[] for _ in range(self.num_ranks)]
+            for sample in everything:
+                dealt[sample % self.num_ranks].append([sample])
+            return _of_equal_counts(dealt)
         if self.policy == "lb_micro":
             return _of_equal_counts(work.plan(in_step(work, self.align)))
         groups = share_out(work)
@@ -144,14 +149,6 @@ class Planner:
         if self.max_tokens is not None:
             return self
         return replace(self, max_tokens=tuple(caps[0].tolist()))
-
-    def _local_sort(self, sizes: list[float]) -> Plan:
-        plan: Plan = []
-        for rank in range(self.num_ranks):
-            own = range(rank, len(sizes), self.num_ranks)
-            falling = sorted(own, key=sizes.__getitem__, reverse=True)
-            plan.append([[sample] for sample in falling])
-        return plan
 
 
 def _of_equal_counts(plan: Plan) -> Plan:
@@ -259,7 +256,7 @@ def regroup(costs: Any, num_ranks: int, minibatch_size: int) -> list[Ints]:
         Positions of the samples of each minibatch; minibatches by their first sample. The samples that do not fill a
         minibatch are the last ones, and stay one.
     """
-    array = np.asarray(costs, dtype=np.float64)
+    array = floats(costs)
     count = len(array) // minibatch_size
     whole = count * minibatch_size
     falling = np.argsort(-array[:whole], kind="stable").tolist()

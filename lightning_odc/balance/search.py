@@ -29,7 +29,7 @@ still rank 0, with 10. No exchange with rank 1 or 2 makes it lighter, so the sea
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
 from operator import itemgetter
@@ -38,10 +38,7 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.balance.arrays import Floats, Ints
-from lightning_odc.balance.microbatches import Groups, Microbatches, Samples
-
-Load = Callable[[int, Samples], int]
-"""What samples, or pieces, cost a rank."""
+from lightning_odc.balance.microbatches import Groups, Load, Microbatches, Samples, additive
 
 TOLERANCE = 1e-4
 """The search ends where the largest load is this close to the lower bound, relative to it."""
@@ -82,16 +79,6 @@ def share_out(work: Microbatches) -> Groups:
         if largest <= enough:
             break
     return min(options, key=itemgetter(0))[1]
-
-
-def additive(costs_of: list[list[int]]) -> Load:
-    """A load that is the sum of costs, which are listed by rank."""
-
-    def load(rank: int, pieces: Samples) -> int:
-        row = costs_of[rank]
-        return sum([row[piece] for piece in pieces])
-
-    return load
 
 
 def longest_first(

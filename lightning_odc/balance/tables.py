@@ -25,7 +25,7 @@ import numpy as np
 
 from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.costs import MinibatchCosts
-from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, Pieces, Samples
+from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, Pieces, Samples, additive
 
 _SHARES = (math.inf, 1.0, 0.5, 0.25, 1e-9)  # of a rank's load, that a piece may cost
 
@@ -46,6 +46,7 @@ class Tables(Microbatches):
         self.overhead_of = self.by_rank(self.overhead)
         # A cost that falls while samples get longer is the largest so far; in bounds, the smallest that follows.
         self._extra = costs.extra_cost[:, order]
+        self._extra_cost = additive(self.by_rank(self._extra))
         alone = self.costs - self._extra
         self._padded = np.maximum.accumulate(alone, axis=1)
         self.smallest = np.minimum.accumulate(alone[:, ::-1], axis=1)[:, ::-1] + self._extra
@@ -82,11 +83,6 @@ class Tables(Microbatches):
         rising = sorted(samples)
         _, tables = self._cut(rank, rising)
         return [rising[table] for table in tables]
-
-    def _extra_cost(self, rank: int, samples: Samples) -> int:
-        if not self.numbers[1:]:
-            return 0
-        return int(self._extra[rank % len(self._extra), samples].sum())
 
     def _cut(self, rank: int, samples: Samples) -> tuple[int, list[slice]]:
         padded = self._padded_of[rank]

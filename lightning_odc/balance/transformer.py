@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.arguments import checked
-from lightning_odc.balance.arrays import Floats, first_and_rest
+from lightning_odc.balance.arrays import Floats, first_and_rest, floats
 from lightning_odc.balance.costs import MICROBATCH, PolynomialCost, Term
 
 _FORWARD_AND_BACKWARD = 3  # the backward pass computes two products for each of the forward pass
@@ -63,15 +63,13 @@ class TransformerCost:
 
     @property
     def overhead(self) -> Floats:
-        return np.array(self.constant, dtype=np.float64)
+        return floats(self.constant)
 
     @property
     def pair(self) -> Floats:
         """A mask hides the pairs from the result, not from the work: both orders count, in windows, too."""
         layers = self.full_layers + len(self.windows)
-        if not self.dense:
-            layers = 0
-        return np.array(2 * self.per_pair * layers)
+        return floats(2 * self.per_pair * layers * self.dense)
 
     @property
     def polynomial(self) -> PolynomialCost:
@@ -129,26 +127,12 @@ def transformer(
 class TransformerShape:
     """The sizes of a dense decoder-only transformer."""
 
-    hidden: int  # width of the residual stream
     layers: int
     queries: int  # width of all query heads together
-    keys: int  # of all key heads, and of all value heads
-    intermediate: int  # width of the feed-forward layers
-    matrices: int  # of a feed-forward layer: three with a gate, else two
-    vocabulary: int  # 0 if the configuration does not say
+    layer_weights: int  # parameters of the matrices of one layer
+    head_weights: int  # parameters of the output head; 0 if the configuration does not say
     tied: bool  # the embedding and the output head are one matrix
     windows: tuple[int, ...]  # of the layers with sliding-window attention, in tokens
-
-    @property
-    def layer_weights(self) -> int:
-        """Parameters of the matrices of one layer."""
-        attention = 2 * self.hidden * (self.queries + self.keys)
-        return attention + self.matrices * self.hidden * self.intermediate
-
-    @property
-    def head_weights(self) -> int:
-        """Parameters of the output head."""
-        return self.hidden * self.vocabulary
 
 
 def shape_of(config: Any, *, gated_mlp: bool | None = None) -> TransformerShape:
@@ -173,19 +157,16 @@ def shape_of(config: Any, *, gated_mlp: bool | None = None) -> TransformerShape:
     head_dim = int(sizes["head_dim"] or hidden // heads)
     if gated_mlp is None:
         activation = _first(raw, ("hidden_act", "hidden_activation", "activation_function"))
-        family = str(raw.get("model_type") or "")
+        family = str(raw.get("model_type"))
         gated_mlp = family.startswith(_GATED_FAMILIES) or activation in _GATED_ACTIVATIONS
-    matrices = 2
-    if gated_mlp:
-        matrices = 3
+    queries = heads * head_dim
+    keys = int(sizes["key_value_heads"] or heads) * head_dim  # and as many values
+    intermediate = int(sizes["intermediate_size"] or 4 * hidden)
     return TransformerShape(
-        hidden=hidden,
         layers=layers,
-        queries=heads * head_dim,
-        keys=int(sizes["key_value_heads"] or heads) * head_dim,
-        intermediate=int(sizes["intermediate_size"] or 4 * hidden),
-        matrices=matrices,
-        vocabulary=int(sizes["vocab_size"] or 0),
+        queries=queries,
+        layer_weights=2 * hidden * (queries + keys) + (2 + gated_mlp) * hidden * intermediate,
+        head_weights=hidden * int(sizes["vocab_size"] or 0),
         tied=bool(raw.get("tie_word_embeddings", True)),
         windows=_windows(raw, layers),
     )
@@ -212,7 +193,7 @@ def _first(raw: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     """The windows of the layers with sliding-window attention."""
-    window = raw.get("sliding_window")
+    window: Any = raw.get("sliding_window")
     kinds = raw.get("layer_types")
     if kinds is None:
         kinds = ["full_attention"] * layers
@@ -229,4 +210,4 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
         raise ValueError(
             "the configuration has sliding attention but no sliding_window, its width in tokens."
         )
-    return (int(window or 0),) * sliding
+    return (window,) * sliding

@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -49,11 +49,6 @@ def tensors_of(batch: Any, path: Path = ()) -> Iterator[tuple[Path, Tensor]]:
         return
     for key, part in parts_in(batch):
         yield from tensors_of(part, (*path, key))
-
-
-def holds_tensors(batch: Any) -> bool:
-    """Whether there is a tensor in it."""
-    return any(True for _ in tensors_of(batch))
 
 
 def parts_in(batch: Any) -> Iterable[tuple[Any, Any]]:
@@ -104,7 +99,7 @@ def some_rows(batch: Any, count: int, part: Sequence[int]) -> Any:
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value[rows] if value.dim() else value
-        if len(value) == count and not holds_tensors(value):  # text
+        if len(value) == count and not any(tensors_of(value)):  # text
             return [value[index] for index in part]
         return [some_rows(inner, count, part) for inner in value]
 
@@ -119,14 +114,10 @@ def _bounds(batch: Any) -> list[int]:
     bounds = given_bounds(batch)
     if len(bounds) < 3:
         return []
-    for name, value in batch.items():
-        if name in _BOUNDS:
-            continue
-        if isinstance(value, Tensor):
-            is_strange = value.dim() > 0 and _token_axis(value, bounds[-1]) is None
-        else:  # of images in a list, say, nothing tells whose they are
-            is_strange = holds_tensors(value)
-        if is_strange:
+    others = {name: value for name, value in batch.items() if name not in _BOUNDS}
+    for path, tensor in tensors_of(others):
+        # Of images in a list, say, nothing tells whose they are.
+        if len(path) > 1 or (tensor.dim() and _token_axis(tensor, bounds[-1]) is None):
             return []
     return bounds
 
@@ -137,16 +128,17 @@ def given_bounds(batch: Mapping[str, Any]) -> list[int]:
         bounds = batch.get(name)
         if isinstance(bounds, Tensor):
             return [int(bound) for bound in bounds.tolist()]
-    positions = batch.get("position_ids")
-    if isinstance(positions, Tensor) and positions.dim() == 2 and len(positions) == 1:
-        starts = (positions[0] == 0).nonzero().flatten().tolist()
+    for name in ("position_ids", "seq_idx"):
+        row = batch.get(name)
+        if not isinstance(row, Tensor) or row.shape[:-1] != (1,):
+            continue
+        begins = row[0] == 0
+        if name == "seq_idx":
+            begins = row[0].diff(prepend=row[0, :1] - 1) != 0
+        starts = begins.nonzero().flatten().tolist()
         if starts[:1] != [0]:
             return []
-        return [*starts, positions.size(1)]
-    numbers = batch.get("seq_idx")
-    if isinstance(numbers, Tensor) and numbers.dim() == 2 and len(numbers) == 1:
-        changes = (numbers[0].diff() != 0).nonzero().flatten() + 1
-        return [0, *changes.tolist(), numbers.size(1)]
+        return [*starts, row.size(1)]
     return []
 
 
@@ -161,13 +153,9 @@ def _token_axis(tensor: Tensor, tokens: int) -> int | None:
 
 def _some_packed(batch: Any, bounds: list[int], samples: Sequence[int]) -> Any:
     """Some samples of a packed row as a packed row. A list of text is cut, too, if it has one entry per sample."""
-    sizes = []
-    tokens: list[int] = []
-    for index in samples:
-        begin = bounds[index]
-        end = bounds[index + 1]
-        sizes.append(end - begin)
-        tokens += range(begin, end)
+    taken = [range(bounds[index], bounds[index + 1]) for index in samples]
+    sizes = list(map(len, taken))
+    tokens = list(chain.from_iterable(taken))
     part = copy.copy(batch)
     for name, value in batch.items():
         if name in _LONGEST:
@@ -198,13 +186,12 @@ def digest_of(content: Any) -> str:
 def _pieces(value: Any, depth: int) -> Iterator[bytes]:
     """The content of a sample as bytes, with the types that hold it."""
     yield type(value).__qualname__.encode()
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+    if value is None or isinstance(value, int | float | complex | str | bytes):
         yield repr(value).encode()
-    elif isinstance(value, Tensor):
+    elif isinstance(value, Tensor | np.ndarray | np.generic) and not getattr(value.dtype, "hasobject", False):
         yield f"{value.dtype} {list(value.shape)}".encode()
-        yield value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-    elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-        yield f"{value.dtype} {list(value.shape)}".encode()
+        if isinstance(value, Tensor):
+            value = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         yield value.tobytes()
     elif depth and isinstance(value, Sequence | np.ndarray):
         for part in value:

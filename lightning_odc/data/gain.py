@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from lightning_odc.balance import COLLECTIVE_SAFE, Plan, Planner, microbatch_cos
 from lightning_odc.balance.arrays import as_lengths, first_number
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.lengths import EQUALLY_LONG, LengthArray, LengthFunction, length_function, plain
+from lightning_odc.data.plan import dealt_out
 from lightning_odc.data.rng import isolated_rng, with_own_rng
 
 _SECONDS = 0.4
@@ -64,7 +66,7 @@ class _Totals:
         costs = microbatch_costs(plan, lengths, cost, collation=collation)
         busy = [sum(of_rank) for of_rank in costs]
         self.least += max(busy)
-        self.time += sum(map(max, zip(*costs, strict=True))) if meets else max(busy)
+        self.time += sum(map(max, zip_longest(*costs, fillvalue=0.0))) if meets else max(busy)
         self.work += sum(busy) / len(busy)
         for of_rank in plan:
             for microbatch in filter(None, of_rank):
@@ -97,9 +99,10 @@ def planned_gain(
     alone = _Totals()
     for first in range(0, len(whole), size)[:_MOST_MINIBATCHES]:
         part = whole[first : first + size]
-        dealt = _dealt(len(part), batch_size, batches, planner.num_ranks)
+        samples = list(range(len(part)))
+        dealt = dealt_out(samples, planner.num_ranks, batch_size)
         as_they_come.add(dealt, part, planner.cost, collation, meets=True)
-        alone.add([[[sample] for sample in range(len(part))]], part, planner.cost, collation, meets=False)
+        alone.add(dealt_out(samples, 1, 1), part, planner.cost, collation, meets=False)
         balanced.add(planner.plan(part), part, planner.cost, planner.collation, meets)
     tokens = first_number(lengths)
     return Gain(
@@ -114,16 +117,6 @@ def planned_gain(
         least_idle=1 - as_they_come.work / as_they_come.least,
         padding_alone=alone.padding,
     )
-
-
-def _dealt(num_samples: int, batch_size: int, batches: int, num_ranks: int) -> Plan:
-    """The batches of each rank as a distributed sampler deals them out: every ``num_ranks``-th sample."""
-    dealt = []
-    begins = range(0, batch_size * batches, batch_size)
-    for rank in range(num_ranks):
-        samples = list(range(rank, num_samples, num_ranks))
-        dealt.append([samples[begin : begin + batch_size] for begin in begins])
-    return dealt
 
 
 def glance(

@@ -27,11 +27,12 @@ that more fits.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, Generic, TypeVar
 
 from lightning_odc.balance import FittedCost, LearntCost
+from lightning_odc.balance.arrays import Caps, State
 from lightning_odc.balance.learnt import AutoCost, Observation
 
 Measurement = tuple[Sequence[Any], float]
@@ -107,14 +108,14 @@ class DelayedCost(History[LearntCost | None]):
         learnt = self.cost.snapshot()
         if learnt is None:
             return None
-        return [number, learnt.coefficients, learnt.dense]
+        return [number, *astuple(learnt)]
 
     def observe(self, by_rank: Sequence[tuple[Sequence[Measurement], list[Any] | None]]) -> None:
         """Take in what each rank measured in an optimizer step, and what `post` returned there."""
         for _, post in by_rank:
             if post is not None:
-                number, coefficients, dense = post
-                learnt = LearntCost(tuple(map(tuple, coefficients)), dense)
+                number, *saved = post
+                learnt = _learnt(*saved)
                 if not self._fits:
                     self.cost.take(learnt)
                 self.learn(number, learnt)
@@ -122,7 +123,7 @@ class DelayedCost(History[LearntCost | None]):
         for rank, (measured, _) in enumerate(by_rank):
             self._unfitted += [(rank, lengths, seconds) for lengths, seconds in measured]
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """All that a resumed run needs, as numbers, lists and dicts of them. Rank 0 alone has the sums of the fit."""
         known: list[list[Any]] = []
         for last, value in self.known:
@@ -133,17 +134,17 @@ class DelayedCost(History[LearntCost | None]):
         unfitted = [[rank, list(lengths), seconds] for rank, lengths, seconds in self._unfitted]
         return {"begun": self.begun, "learnt": known, "unfitted": unfitted, "cost": self.cost.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned."""
         self.cost.load_state_dict(state["cost"])
         self.begun = state["begun"]
-        self._unfitted = [(rank, lengths, seconds) for rank, lengths, seconds in state["unfitted"]]
-        self.known = []
-        for last, coefficients, dense in state["learnt"]:
-            learnt = None
-            if coefficients:
-                learnt = LearntCost(tuple(map(tuple, coefficients)), dense)
-            self.known.append((last, learnt))
+        self._unfitted = list(map(tuple, state["unfitted"]))
+        self.known = [(last, _learnt(*saved) if saved[0] else None) for last, *saved in state["learnt"]]
+
+
+def _learnt(coefficients: Sequence[Sequence[float]], dense: bool) -> LearntCost:
+    """What was learnt, of what JSON has made of it."""
+    return LearntCost(tuple(map(tuple, coefficients)), dense)
 
 
 class DelayedCap(History["int | list[int]"]):
@@ -193,22 +194,23 @@ class DelayedCap(History["int | list[int]"]):
         """What to log, by name: see `DeviceIdleMonitor`."""
         return {"memory/max_tokens": float(min(self.caps)), "memory/ran_out": float(self.ran_out)}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """All that a resumed run needs, as numbers and lists."""
         cap = {"first": list(self._first), "caps": list(self.caps), "ran_out": self.ran_out}
-        return {"begun": self.begun, "known": [list(known) for known in self.known], "cap": cap}
+        return {"begun": self.begun, "known": list(map(list, self.known)), "cap": cap}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned, unless it is of other ranks, or another cap was chosen since."""
         cap = state["cap"]
-        if len(cap["caps"]) != len(self.caps):
-            raise ValueError(f"it is of {len(cap['caps'])} ranks, and there are {len(self.caps)}.")
-        if cap["first"] != self._first:
-            raise ValueError(f"it began with {cap['first']} (by rank), and now max_tokens is {self._first}.")
+        first = cap["first"]
+        if len(first) != len(self.caps):
+            raise ValueError(f"it is of {len(first)} ranks, and there are {len(self.caps)}.")
+        if first != self._first:
+            raise ValueError(f"it began with {first} (by rank), and now max_tokens is {self._first}.")
         self.caps = list(cap["caps"])
         self.ran_out = cap["ran_out"]
         self.begun = state["begun"]
-        self.known = [(last, value) for last, value in state["known"]]
+        self.known = list(map(tuple, state["known"]))
 
 
 @dataclass(frozen=True)
@@ -234,15 +236,17 @@ class Learning:
             part.lag = lag
             part.begun = begun
 
-    def cost_at(self, number: int) -> LearntCost | None:
-        """The cost that minibatch ``number`` is planned with, if one was learnt."""
-        return None if self.cost is None else self.cost.at(number)
+    def begin_minibatch(self) -> int:
+        """The number of the minibatch that is handed out now."""
+        return max([part.begin() for part in self._parts], default=0)
 
-    def cap_at(self, number: int) -> int | list[int] | None:
-        """The cap that minibatch ``number`` is planned with, if caps may fall."""
-        return None if self.cap is None else self.cap.at(number)
+    def at(self, number: int) -> tuple[LearntCost | None, Caps]:
+        """The cost and the cap that minibatch ``number`` is planned with, if one was learnt, and if caps may fall."""
+        learnt = None if self.cost is None else self.cost.at(number)
+        cap = None if self.cap is None else self.cap.at(number)
+        return learnt, cap
 
-    def state_dict(self, under_way: int) -> dict[str, Any]:
+    def state_dict(self, under_way: int) -> State:
         """All that a resumed run needs, by name; it begins with the minibatches that are ``under_way``."""
         state = {}
         if self.cost is not None:
@@ -253,7 +257,7 @@ class Learning:
             of_part["begun"] -= under_way
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned, as far as it fits; the rest is taken out of it, with a warning."""
         parts = {"learning": (self.cost, "the cost"), "memory": (self.cap, "max_tokens")}
         for name, (part, what) in parts.items():

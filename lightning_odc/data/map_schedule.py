@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_odc.balance import LearntCost
-from lightning_odc.balance.arrays import Caps, first_number
+from lightning_odc.balance.arrays import Caps, Floats, first_number
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Rereader, StealableWork, Task
@@ -47,10 +47,11 @@ class MapSchedule:
         order = options.order
         if options.shuffle:
             order += ", as DistributedSampler"
-        self.order = Order(
-            f"{order}, lengths {lengths.digest}", self.epochs.samples_per_minibatch, options.batches
-        )
+        order += f", lengths {lengths.digest}"
+        self.order = Order(order, self.epochs.samples_per_minibatch, options.batches)
         self.world = world
+        self._options = options
+        self._lengths = lengths
         self._rank = rank
         self._unroll = unroll  # weights are relative to the mean over the minibatch
         self._reader = reader
@@ -77,20 +78,17 @@ class MapSchedule:
     def count_microbatches(self, epoch: int) -> int:
         """Microbatches per rank in an epoch, where all ranks have equally many. Plans the whole epoch, once."""
         if self._epoch_counted is None or self._epoch_counted[0] != epoch:
-            assert self.epochs.options.equal_counts
-            plans = (self.epochs.plan(epoch, step) for step in range(len(self)))
+            assert self._options.equal_counts
+            plans = [self.epochs.plan(epoch, step) for step in range(len(self))]
             self._epoch_counted = (epoch, sum(len(plan.microbatches[0]) for plan in plans))
         return self._epoch_counted[1]
 
     def plan_now(self, epoch: int, step: int) -> MinibatchPlan:
         """The plan of a minibatch by what has been learnt until now."""
         learnt = None
-        caps = None
         if self.learning.cost is not None:
             learnt = self.learning.cost.cost.snapshot()
-        if self.learning.cap is not None:
-            caps = self.learning.cap.value
-        return self.epochs.plan(epoch, step, learnt, caps)
+        return self.epochs.plan(epoch, step, learnt, self.max_tokens)
 
     def loader(
         self, epoch: int, first: int, options: WorkerOptions, reuse_workers: bool
@@ -102,7 +100,7 @@ class MapSchedule:
             return self._with_workers
         # A proxy: in a circle of references, workers that are kept would live until the garbage collector comes.
         sampler = weakref.proxy(self)
-        loader = torch_loader(self._reader, self.epochs.options.seed + epoch, options, sampler)
+        loader = torch_loader(self._reader, self._options.seed + epoch, options, sampler)
         self._with_workers = loader if options.get("persistent_workers") else None
         return loader
 
@@ -111,34 +109,27 @@ class MapSchedule:
         epoch = self._epoch
         steps = range(self._first, len(self))
         self._under_way.clear()
-        checks_lengths = self._reader.length_of is not None
         for number, step in enumerate(steps, self.learning.begun):
-            learnt = self.learning.cost_at(number)
-            plan = self.epochs.plan(epoch, step, learnt, self.learning.cap_at(number))
+            learnt, cap = self.learning.at(number)
+            plan = self.epochs.plan(epoch, step, learnt, cap)
             self._under_way[step] = (plan, learnt)
             own = plan.microbatches[self._rank]
-            lengths = None
-            if checks_lengths:
-                lengths = [self.epochs.lengths.of(indices) for indices in own]
-            yield Assignment(epoch, own, plan.weights_of(self._rank, self._unroll), plan.text, lengths)
+            weights = plan.weights_of(self._rank, self._unroll)
+            lengths = [self._lengths.of(indices) for indices in own]
+            yield Assignment(epoch, own, weights, plan.text, lengths)
 
     def completed(self, minibatch: Minibatch, step: int) -> Minibatch:
         """A minibatch that has arrived, with what only its plan knows; under ``policy="steal"`` about all ranks."""
         epoch = self._epoch
         plan, learnt = self._under_way.pop(step)
         own = plan.microbatches[self._rank]
-        weights = minibatch.weights
-        assert weights is not None
-        counted = [
-            self.counted(epoch, indices, batch, weight)
-            for indices, batch, weight in zip(own, minibatch, weights, strict=True)
-        ]
-        minibatch = self.epochs.options.minibatch(counted, plan.text)
-        assert minibatch.origin is not None
-        minibatch.origin.hand_out(self.learning.cost, self.learning.cap)
+        read = zip(own, minibatch.weighted(), strict=True)
+        counted = [self.counted(epoch, indices, *weighted) for indices, weighted in read]
+        minibatch = self._options.minibatch(counted, plan.text)
+        minibatch.hand_out(self.learning)
         self._has_warned = self._has_warned or warn_of_others(minibatch)
-        if self.epochs.options.policy == "steal" and self.epochs.num_replicas > 1:
-            by_rank = [list(of_rank) for of_rank in plan.weights]
+        if self._options.policy == "steal" and self.epochs.num_replicas > 1:
+            by_rank = list(map(list, plan.weights))
             by_rank[self._rank] = [task.weight for task in counted]
 
             def fetch(rank: int, number: int) -> Any:
@@ -155,31 +146,33 @@ class MapSchedule:
 
     @cached_property
     def _ran(self) -> Ran:
-        if self.epochs.options.counts_alike:
+        if self._options.counts_alike:
             return Ran()
-        return self._reader.ran(self.epochs.lengths.values)
+        return self._reader.ran(self._lengths.values)
 
     def counted(self, epoch: int, indices: list[int], batch: Any, weight: float) -> Task:
         """A microbatch that was read, and what it counts: Note [What ran counts]."""
-        options = self.epochs.options
         planned = None
-        if options.counts_as_planned:
-            planned = options.sample_weights(self.epochs.lengths.values[indices])
+        if self._options.counts_as_planned:
+            planned = self._planned(indices)
         task = Task(batch, weight, self._detail(epoch, indices))
         return self._ran.counted(task, indices, planned, partial(self.read, epoch))
 
+    def _planned(self, indices: list[int]) -> Floats:
+        """What samples are planned to count."""
+        return self._options.sample_weights(self._lengths.values[indices])
+
     def _detail(self, epoch: int, indices: list[int]) -> MicrobatchFacts:
-        options = self.epochs.options
-        lengths = self.epochs.planner.collation.rows(self.epochs.lengths.of(indices))
-        seed = options.seed, epoch, indices[0], 1
-        if options.counts_alike:  # nothing may cut it
+        lengths = self.epochs.planner.collation.rows(self._lengths.of(indices))
+        seed = self._options.seed, epoch, indices[0], 1
+        if self._options.counts_alike:  # nothing may cut it
             return MicrobatchFacts(lengths, seed)
         samples = Rereader(indices, partial(self._part, epoch, indices), self._typical)
         return MicrobatchFacts(lengths, seed, samples)
 
     @cached_property
     def _typical(self) -> tuple[int, int]:
-        tokens = first_number(self.epochs.lengths.values)
+        tokens = first_number(self._lengths.values)
         middle = len(tokens) // 2
         index = int(tokens.argpartition(middle)[middle])
         return index, int(tokens[index])
@@ -188,7 +181,7 @@ class MapSchedule:
         """Some samples of a microbatch, with their part of its weight; or any others."""
         if not set(indices) <= set(whole):
             whole = indices
-        weights = self.epochs.options.sample_weights(self.epochs.lengths.values[whole])
+        weights = self._planned(whole)
         weight = float(weights[[whole.index(index) for index in indices]].sum())
         return self.counted(epoch, indices, self.read(epoch, indices), weight)
 

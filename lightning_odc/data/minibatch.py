@@ -14,7 +14,7 @@ from lightning_odc.data.content import named, tensors_of
 from lightning_odc.data.weighting import LabelCounter
 
 if TYPE_CHECKING:
-    from lightning_odc.data.learning import DelayedCap, DelayedCost
+    from lightning_odc.data.learning import DelayedCap, DelayedCost, Learning
 
 _TEACH = (
     "A Minibatch holds microbatches and must be unrolled by a strategy that knows it. Write\n"
@@ -107,15 +107,6 @@ class LoaderFacts:
         self.number = 0  # of the minibatch, from the beginning of training
         self.cost: DelayedCost | None = None  # learns how long the microbatches took
         self.cap: DelayedCap | None = None  # learns how much memory they took
-
-    def hand_out(self, cost: DelayedCost | None, cap: DelayedCap | None = None) -> None:
-        """Number the minibatch, which is handed out now, and keep what learns from it."""
-        if cost is not None:
-            self.number = cost.begin()
-            self.cost = cost
-        if cap is not None:
-            self.number = cap.begin()
-            self.cap = cap
 
 
 class StealableWork:
@@ -239,6 +230,13 @@ class Minibatch:
     def weighted(self) -> Iterator[tuple[Any, float]]:
         """Pairs of microbatch and weight."""
         return zip(self.microbatches, self.weights or [1.0] * len(self), strict=True)
+
+    def hand_out(self, learning: Learning) -> None:
+        """Number the minibatch of a loader, which is handed out now, and keep what learns from it."""
+        assert self.origin is not None
+        self.origin.number = learning.begin_minibatch()
+        self.origin.cost = learning.cost
+        self.origin.cap = learning.cap
 
     def tasks(self) -> Iterator[Task]:
         """The microbatches with all that is known about them."""

@@ -23,19 +23,21 @@ from rank to rank, the planner has placed the parts, and they stay. They also st
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 
 from lightning_odc.balance import (
     COLLECTIVE_SAFE,
     Cost,
     FittedCost,
     LearntCost,
+    Plan,
     Planner,
     Policy,
     average_costs,
@@ -43,19 +45,18 @@ from lightning_odc.balance import (
     regroup,
     resolve_cost,
 )
-from lightning_odc.balance.arrays import Caps, first_number
+from lightning_odc.balance.arrays import Caps, Floats, Ints, as_cap, columns, first_number, floats
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts
 from lightning_odc.balance.learnt import AutoCost
+from lightning_odc.balance.search import longest_first
 from lightning_odc.data.learning import DelayedCap, DelayedCost
 from lightning_odc.data.lengths import LengthArray, Lengths
 from lightning_odc.data.minibatch import LoaderFacts, Minibatch, Task
 from lightning_odc.data.weighting import LabelCounter
 
-IndexArray = npt.NDArray[np.int64]
 Weighting = (
-    Literal["auto", "label", "token", "next_token", "sample", "sum"]
-    | Callable[[LengthArray], npt.NDArray[Any]]
+    Literal["auto", "label", "token", "next_token", "sample", "sum"] | Callable[[LengthArray], NDArray[Any]]
 )
 
 
@@ -146,12 +147,12 @@ class BatchOptions:
     @property
     def learns(self) -> bool:
         """Whether the cost is one that has to learn while training."""
-        return isinstance(self.cost, FittedCost) or (isinstance(self.cost, str) and self.cost == "fitted")
+        return isinstance(self.cost, FittedCost) or self.cost == "fitted"
 
     @property
     def is_auto(self) -> bool:
         """Whether the cost is what the model says, until measured times refute it."""
-        return isinstance(self.cost, str) and self.cost == "auto"
+        return self.cost == "auto"
 
     @property
     def by_labels(self) -> bool:
@@ -214,15 +215,14 @@ class BatchOptions:
         used = self.count_samples(num_samples, num_replicas)
         return -(-used // (self.minibatch_size * num_replicas))
 
-    def minibatches(self, lengths: LengthArray, num_replicas: int) -> list[IndexArray]:
+    def minibatches(self, lengths: LengthArray, num_replicas: int) -> list[Ints]:
         """Positions of the samples of each minibatch of a window; see `lightning_odc.balance.regroup`."""
         size = self.minibatch_size * num_replicas
         if not self.regroup:
             everything = np.arange(len(lengths))
             return [everything[first : first + size] for first in range(0, len(lengths), size)]
         # Always by the quadratic cost: one that is learnt while training would regroup otherwise after a resume.
-        costs = quadratic().samples(lengths.astype(np.float64))
-        return regroup(costs, num_replicas, size)
+        return regroup(quadratic().samples(floats(lengths)), num_replicas, size)
 
     def planner(
         self, num_replicas: int, lengths: LengthArray | None = None, info: RunInfo = NOTHING_KNOWN
@@ -241,35 +241,32 @@ class BatchOptions:
 
     def _largest_batch(self, lengths: LengthArray, num_replicas: int, collation: Collation) -> Caps:
         """The most tokens (of rows of numbers, the most of each) in a batch of the user's own loader, which fits."""
-        rows = np.atleast_2d(collation.row_lengths(lengths).T)
+        rows = columns(collation.row_lengths(lengths))
         size = self.batch_size or 1
         most = np.maximum(rows.max(1), 1)
         unit = size * num_replicas
         whole = rows.shape[1] // unit * unit
-        if size > 1 and whole:
+        if whole:
             # as `[numbers, batches, samples, ranks]`
             dealt = rows[:, :whole].reshape(len(rows), -1, size, num_replicas)
             sums = dealt.sum(2)
             if collation.is_table:
                 sums[0] = size * dealt[0].max(1)  # of further numbers, nothing is padded
             most = np.maximum(most, sums.max((1, 2)))
-        caps: list[int] = most.tolist()
-        if lengths.ndim == 2:
-            return tuple(caps)
-        return caps[0]
+        return as_cap(most)
 
     def delayed_cost(self, num_replicas: int, rank: int, info: RunInfo) -> DelayedCost | None:
         """The cost, if it is one that learns, for so many ranks; the first one fits it."""
         dense = info.dense
         if info.collation.kind != "packed":
             dense = False
-        if self.is_auto and info.measured:
-            return DelayedCost(AutoCost(num_replicas, info.first_cost, dense), fits=rank == 0)
-        if not self.learns:
-            return None
         cost = self.cost
-        if not isinstance(cost, FittedCost):
+        if cost == "fitted":
             cost = FittedCost(num_replicas, dense=dense)
+        elif self.is_auto and info.measured:
+            cost = AutoCost(num_replicas, info.first_cost, dense)
+        if not isinstance(cost, FittedCost | AutoCost):
+            return None
         if cost.num_ranks != num_replicas:
             raise ValueError(
                 f"cost=FittedCost({cost.num_ranks}) learns about {cost.num_ranks} ranks, and there are {num_replicas}: "
@@ -277,10 +274,10 @@ class BatchOptions:
             )
         return DelayedCost(cost, fits=rank == 0)
 
-    def sample_weights(self, lengths: LengthArray) -> npt.NDArray[np.float64]:
+    def sample_weights(self, lengths: LengthArray) -> Floats:
         """What each sample counts in the gradient."""
         if callable(self.weighting):
-            weights = np.asarray(self.weighting(lengths), dtype=np.float64)
+            weights = floats(self.weighting(lengths))
             if weights.shape != (len(lengths),):
                 raise ValueError(
                     f"weighting(lengths) must return one weight per length, got {list(weights.shape)} for lengths of "
@@ -289,7 +286,7 @@ class BatchOptions:
             return weights
         if self.weighting in ("sample", "sum"):
             return np.ones(len(lengths))
-        tokens = first_number(lengths).astype(np.float64)
+        tokens = floats(first_number(lengths))
         if self.weighting == "next_token":
             tokens -= 1
         return tokens
@@ -319,9 +316,9 @@ class EpochPlan:
             )
         # Minibatches are mostly asked for one after another, so the latest epoch and the latest window are kept.
         self._epoch: int | None = None
-        self._order: IndexArray = np.arange(len(lengths))
+        self._order = np.arange(len(lengths))
         self._window: tuple[int, int] | None = None
-        self._minibatches: list[IndexArray] = []
+        self._minibatches: list[Ints] = []
         planner = options.planner(num_replicas, lengths.values[self.order(0)], info)
         self.planner = planner.capped_for(lengths.values)
 
@@ -329,7 +326,7 @@ class EpochPlan:
         """Minibatches per epoch."""
         return self.options.count_minibatches(len(self.lengths), self.num_replicas)
 
-    def order(self, epoch: int) -> IndexArray:
+    def order(self, epoch: int) -> Ints:
         """All sample indices in the order of an epoch; windows of minibatches are consecutive pieces of it."""
         if self.options.shuffle and self._epoch != epoch:
             generator = torch.Generator().manual_seed((self.options.seed + epoch) % 2**63)
@@ -339,7 +336,7 @@ class EpochPlan:
             self._order = torch.randperm(len(self.lengths), generator=generator).numpy()
         return self._order
 
-    def samples(self, epoch: int, step: int) -> IndexArray:
+    def samples(self, epoch: int, step: int) -> Ints:
         """The samples of a minibatch."""
         window, within = divmod(step, self.options.window)
         if self._window != (epoch, window):
@@ -397,7 +394,7 @@ class EpochPlan:
 class MinibatchPlan:
     """What all ranks do in one minibatch."""
 
-    microbatches: list[list[list[int]]]  # lists of sample indices, for each rank
+    microbatches: Plan  # of sample indices
     # one number per microbatch, for each rank; 0 for one that only keeps the ranks' counts equal
     weights: list[list[float]]
     text: str  # equal on all ranks that follow the same plan
@@ -407,7 +404,7 @@ class MinibatchPlan:
         cls,
         options: BatchOptions,
         planner: Planner,
-        indices: IndexArray,
+        indices: Ints,
         lengths: LengthArray,
         name: str,
         learnt: LearntCost | None = None,
@@ -420,9 +417,11 @@ class MinibatchPlan:
             positions = whole_batches(options, planner, lengths)
         else:
             positions = planner.plan(lengths)
-            if learnt is None and _has_equal_ranks(planner, lengths):
-                first = turn % planner.num_ranks  # see Note [Ranks take turns]
-                positions = positions[first:] + positions[:first]
+            if learnt is None and not isinstance(planner.max_tokens, list):
+                costs = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
+                if costs.of_equal_ranks:
+                    first = turn % planner.num_ranks  # see Note [Ranks take turns]
+                    positions = positions[first:] + positions[:first]
         counts = options.sample_weights(lengths)
         if options.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
             counts *= planner.num_ranks * options.batches / len(lengths)
@@ -449,29 +448,25 @@ class MinibatchPlan:
         return [weight / mean for weight in own]
 
 
-def _has_equal_ranks(planner: Planner, lengths: LengthArray) -> bool:
-    """Whether costs and caps are those of any rank."""
-    if isinstance(planner.max_tokens, list):
-        return False
-    costs = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
-    by_rank = (costs.samples, costs.overhead, costs.pair)
-    return all(bool((values == values[0]).all()) for values in by_rank)
+def dealt_out(samples: list[int], num_ranks: int, size: int) -> Plan:
+    """Batches of samples for each rank, as a distributed sampler deals them out: every ``num_ranks``-th sample."""
+    dealt = []
+    for rank in range(num_ranks):
+        own = samples[rank::num_ranks]
+        dealt.append([own[first : first + size] for first in range(0, len(own), size)])
+    return dealt
 
 
-def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray) -> list[list[list[int]]]:
+def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray) -> Plan:
     """The batches that a distributed sampler deals out. Ranks swap some of them, so that loads are level."""
     ranks = planner.num_ranks
-    size = options.samples_per_batch
-    dealt = []
     count = len(lengths)
-    if (
-        options.whole == "fixed"
-    ):  # the step communicates: as the sampler does, repeat samples, so that counts are equal
-        count = -(-count // ranks) * ranks
-    for rank in range(ranks):
-        own = [place % len(lengths) for place in range(rank, count, ranks)]
-        dealt.append([own[first : first + size] for first in range(0, len(own), size)])
-    if options.batches == 1 or options.whole == "fixed":
+    is_fixed = options.whole == "fixed"
+    samples = list(range(count))
+    if is_fixed:  # the step communicates: as the sampler does, repeat samples, so that counts are equal
+        samples += [place % count for place in range(-count % ranks)]
+    dealt = dealt_out(samples, ranks, options.samples_per_batch)
+    if options.batches == 1 or is_fixed:
         return dealt
     batches = [batch for of_rank in dealt for batch in of_rank]
     sizes = [lengths[batch] for batch in batches]
@@ -480,12 +475,8 @@ def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray)
     #   costs of rank 0, rank 1     9 8 | 2 1     loads 17 and 3
     #   levelled                    9 1 | 8 2     loads 10 and 10
     # Each rank keeps its number of batches, because a loss that couples samples may also communicate.
-    level: list[list[int]] = [[] for _ in range(ranks)]
-
-    def load(rank: int) -> float:
-        return sum(costs[batch] for batch in level[rank])
-
-    for batch in sorted(range(len(batches)), key=lambda index: -costs[index]):
-        open_ranks = [rank for rank in range(ranks) if len(level[rank]) < len(dealt[rank])]
-        level[min(open_ranks, key=load)].append(batch)
+    level: list[list[int]] = [[] for _ in dealt]
+    limits = [len(of_rank) for of_rank in dealt]
+    loads = [0.0 if limit else math.inf for limit in limits]
+    longest_first(np.array([costs]), range(len(batches)), level, loads, limits)
     return [[batches[batch] for batch in sorted(of_rank)] for of_rank in level]

@@ -16,7 +16,7 @@ got on rank 0, seed, epoch, index of the first sample, 1), so that another seed 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict
 
@@ -49,8 +49,7 @@ class Assignment:
     microbatches: list[list[int]]  # lists of sample indices
     weights: list[float]  # one per microbatch
     plan: str  # text that is equal on all ranks
-    # what the samples' lengths must be, in the same form, if that is to be checked
-    lengths: list[list[int]] | None = None
+    lengths: list[list[Any]]  # those of the samples, in the same form
 
 
 class SampleReader:
@@ -70,8 +69,7 @@ class SampleReader:
         """Read an assignment."""
         microbatches = []
         with isolated_rng():
-            for number, indices in enumerate(assignment.microbatches):
-                lengths = None if assignment.lengths is None else assignment.lengths[number]
+            for indices, lengths in zip(assignment.microbatches, assignment.lengths, strict=True):
                 microbatches.append(self.read(assignment.epoch, indices, lengths))
         return Minibatch(microbatches, assignment.weights, assignment.plan)
 
@@ -98,10 +96,10 @@ class SampleReader:
         except Exception:  # a data set that refuses copies; this look was not asked for
             return None
 
-    def read(self, epoch: int, indices: list[int], lengths: list[int] | None = None) -> Any:
-        """Read one microbatch; it seeds the global generators."""
+    def read(self, epoch: int, indices: list[int], lengths: Sequence[Any] = ()) -> Any:
+        """Read one microbatch; it seeds the global generators. Lengths, if known, are compared with those found."""
         samples = self.samples(epoch, indices)
-        for index, sample, length in zip(indices, samples, lengths or (), strict=lengths is not None):
+        for index, sample, length in zip(indices, samples, lengths, strict=len(lengths) > 0):
             if self.length_of is None:
                 break
             found = self.length_of(sample)

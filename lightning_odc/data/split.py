@@ -26,25 +26,20 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
     if not sizes:
         return []
     at = middle(sizes)
-    first = some_of(task.microbatch, range(at))
-    second = some_of(task.microbatch, range(at, len(sizes)))
-    of_first = None
-    of_second = None
+    parts = [some_of(task.microbatch, places) for places in (range(at), range(at, len(sizes)))]
+    details: list[MicrobatchFacts | None] = [None, None]
     if detail is not None and len(detail.lengths) == len(sizes):
         # The first part has the random numbers that the whole began with.
-        of_first = MicrobatchFacts(detail.lengths[:at], detail.seed)
-        of_second = MicrobatchFacts(detail.lengths[at:], (*detail.seed, at))
+        details = [
+            MicrobatchFacts(detail.lengths[:at], detail.seed),
+            MicrobatchFacts(detail.lengths[at:], (*detail.seed, at)),
+        ]
     # A loss that is a mean is then `sum_p weight_p L_p / sum_p weight_p` over the parts.
-    first_count = _counted(rule, first)
-    second_count = _counted(rule, second)
-    if not first_count + second_count:
-        first_count = planned_count(rule, sizes[:at])
-        second_count = planned_count(rule, sizes[at:])
-    total = first_count + second_count
-    return [
-        Task(first, task.weight * first_count / total, of_first),
-        Task(second, task.weight * second_count / total, of_second),
-    ]
+    counts = [_counted(rule, part) for part in parts]
+    if not sum(counts):
+        counts = [planned_count(rule, sizes[:at]), planned_count(rule, sizes[at:])]
+    weights = [task.weight * count / sum(counts) for count in counts]
+    return [Task(*facts) for facts in zip(parts, weights, details, strict=True)]
 
 
 def _counted(rule: Rule, part: object) -> float:
@@ -60,9 +55,9 @@ def _read_again(weight: float, tokens: Sequence[int], samples: Rereader) -> list
         return []
     at = middle(tokens)
     parts = [samples.read(samples.indices[:at]), samples.read(samples.indices[at:])]
-    full = [part for part in parts if part.detail is None or part.detail.ran != 0]
-    if len(full) == 1 and full[0].detail is not None and full[0].detail.samples is not None:
-        return _read_again(weight, full[0].detail.tokens, full[0].detail.samples)
+    full = [part.detail for part in parts if part.detail is None or part.detail.ran != 0]
+    if len(full) == 1 and full[0] is not None and full[0].samples is not None:
+        return _read_again(weight, full[0].tokens, full[0].samples)
     # A user's function may give other weights to fewer samples.
     planned = sum(part.weight for part in parts) or 1.0
     return [part._replace(weight=weight * part.weight / planned) for part in parts]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
 from typing import Any
@@ -105,8 +106,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
 
     def completed(self, minibatch: Minibatch, step: int) -> Minibatch:
         """A minibatch that has arrived, counted."""
-        assert minibatch.origin is not None
-        minibatch.origin.hand_out(self.learning.cost)
+        minibatch.hand_out(self.learning)
         self._has_warned = self._has_warned or warn_of_others(minibatch)
         return minibatch
 
@@ -144,8 +144,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
 
     def _windows(self, size: int) -> Iterator[list[Any]]:
         """The samples of one window after another, of all ranks."""
-        with isolated_rng():
-            seed_rng(self._options.seed, self._epoch)
+        with self._seeded():
             source = iter(self._dataset)
             rng = RandomState()
         for number in count():
@@ -159,6 +158,12 @@ class StreamSchedule(IterableDataset[Minibatch]):
             if len(window) < size:
                 return
 
+    @contextmanager
+    def _seeded(self) -> Iterator[None]:
+        with isolated_rng():
+            seed_rng(self._options.seed, self._epoch)
+            yield
+
     def _find_ran(self, samples: list[Any], lengths: LengthArray) -> Ran:
         if self._options.counts_alike:
             return Ran()
@@ -166,8 +171,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
         def read(indices: list[int]) -> Any:
             return self._collate([copy.deepcopy(samples[index]) for index in indices])
 
-        with isolated_rng():
-            seed_rng(self._options.seed, self._epoch)
+        with self._seeded():
             ran = find_ran(read, lengths)
         if ran.stand_in is None:
             return ran
@@ -175,8 +179,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
         return replace(ran, stand_in=-1)  # the last one, behind those of a minibatch
 
     def _find_collation(self, samples: list[Any], lengths: LengthArray) -> Collation:
-        with isolated_rng():
-            seed_rng(self._options.seed, self._epoch)
+        with self._seeded():
             collation = find_collation(self._collate, samples.__getitem__, lengths) or PACKED
         if self.learning.cost is not None and collation.kind != "packed":
             self.learning.cost.separate_samples()
@@ -185,17 +188,18 @@ class StreamSchedule(IterableDataset[Minibatch]):
     def _minibatch(self, step: int, samples: list[Any], lengths: LengthArray, info: RunInfo) -> Minibatch:
         """This rank's part of a minibatch of these samples."""
         options = self._options
+        learnt, _ = self.learning.at(self.learning.begun)
         plan = MinibatchPlan.of(
             options,
             options.planner(self._num_replicas, lengths, info),
-            np.arange(len(lengths), dtype=np.int64),
+            np.arange(len(lengths)),
             lengths,
             options.name(self._epoch, step, Lengths(lengths, "samples")),
-            self.learning.cost_at(self.learning.begun),
+            learnt,
             turn=self._epoch + step,
         )
         tasks = []
-        weights = list(plan.weights_of(self._rank, self._unroll))
+        weights = plan.weights_of(self._rank, self._unroll)
         everything = [*samples, *self._stand_in]
 
         def read(positions: list[int]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_odc import _compat
@@ -65,8 +66,7 @@ def calmed(
             return (*args[:place], value, *args[place + 1 :]), kwargs
         return args, {**kwargs, name: value}
     if func in RECURRENT:
-        args = tuple(0.0 if isinstance(argument, float) else argument for argument in args)
-        return args, {name: 0.0 if isinstance(value, float) else value for name, value in kwargs.items()}
+        return apply_to_collection((args, kwargs), float, lambda _: 0.0)
     if func in POOLING:
         pooled: Tensor = args[0] if args else kwargs["input"]
         dimensions = POOLING[func]
@@ -100,41 +100,9 @@ def _uniform(made: Tensor, _: Tensor, *bounds: float, **named: Any) -> Tensor:
     return _between(made, *bounds, **named) if bounds or named else made.fill_(0.5)
 
 
-def _reversed(made: Tensor, *_: Any, **__: Any) -> Tensor:
-    return made.copy_(torch.arange(len(made) - 1, -1, -1))
-
-
-def _mean(made: Tensor, mean: float | Tensor = 0.0, *_: Any, **__: Any) -> Tensor:
-    return made.copy_(torch.as_tensor(mean).expand_as(made))
-
-
-def _normal(made: Tensor, _: Tensor, mean: float = 0.0, *__: Any, **___: Any) -> Tensor:
-    return made.fill_(mean)
-
-
-def _log_normal(made: Tensor, _: Tensor, mean: float = 1.0, *__: Any, **___: Any) -> Tensor:
-    return made.fill_(math.exp(mean))
-
-
-def _cauchy(made: Tensor, _: Tensor, median: float = 0.0, *__: Any, **___: Any) -> Tensor:
-    return made.fill_(median)
-
-
-def _exponential(made: Tensor, _: Tensor, lambd: float = 1.0, **__: Any) -> Tensor:
-    return made.fill_(1.0 / lambd)
-
-
-def _geometric(made: Tensor, _: Tensor, p: float, **__: Any) -> Tensor:
-    return made.fill_(round(1.0 / p))
-
-
 def _likelier(made: Tensor, input: Any, p: Any = None, **_: Any) -> Tensor:  # noqa: A002 - torch's name
     likely = torch.as_tensor(input if p is None else p) >= 0.5
     return made.copy_(likely.expand_as(made))
-
-
-def _likelier_in_place(made: Tensor, input: Tensor, p: Any = 0.5, **_: Any) -> Tensor:  # noqa: A002 - torch's name
-    return _likelier(made, input, p)
 
 
 def _most_likely(made: Tensor, input: Tensor, num_samples: int, *_: Any, **__: Any) -> Tensor:  # noqa: A002
@@ -142,22 +110,6 @@ def _most_likely(made: Tensor, input: Tensor, num_samples: int, *_: Any, **__: A
     order = input.argsort(dim=-1, descending=True, stable=True)
     places = torch.arange(num_samples, device=order.device) % order.size(-1)
     return made.copy_(order[..., places])
-
-
-def _poisson(made: Tensor, input: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: A002 - torch's name
-    return made.copy_(input.round())
-
-
-def _binomial(made: Tensor, count: Tensor, prob: Tensor, *_: Any, **__: Any) -> Tensor:
-    return made.copy_((count * prob).round())
-
-
-def _gamma(made: Tensor, input: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: A002 - torch's name
-    return made.copy_(input)
-
-
-def _dirichlet(made: Tensor, input: Tensor, *_: Any, **__: Any) -> Tensor:  # noqa: A002 - torch's name
-    return made.copy_(input / input.sum(-1, keepdim=True))
 
 
 def _softmax(
@@ -182,23 +134,25 @@ CONSTANTS: dict[Any, Callable[..., Tensor]] = {
     torch.randn_like: _zero,
     torch.randint: _between,
     torch.randint_like: _between,
-    torch.randperm: _reversed,
-    torch.normal: _mean,
+    torch.randperm: lambda made, *_, **__: made.copy_(torch.arange(len(made)).flip(0)),
+    torch.normal: lambda made, mean=0.0, *_, **__: made.copy_(torch.as_tensor(mean).expand_as(made)),
     torch.bernoulli: _likelier,
     torch.multinomial: _most_likely,
-    torch.poisson: _poisson,
-    torch.binomial: _binomial,
-    _compat.standard_gamma: _gamma,
-    _compat.sample_dirichlet: _dirichlet,
+    torch.poisson: lambda made, input, *_, **__: made.copy_(input.round()),  # noqa: A006 - torch's name
+    torch.binomial: lambda made, count, prob, *_, **__: made.copy_((count * prob).round()),
+    _compat.standard_gamma: lambda made, input, *_, **__: made.copy_(input),  # noqa: A006
+    _compat.sample_dirichlet: lambda made, input, *_, **__: made.copy_(  # noqa: A006
+        input / input.sum(-1, keepdim=True)
+    ),
     F.gumbel_softmax: _softmax,
     Tensor.bernoulli: _likelier,
     Tensor.multinomial: _most_likely,
     Tensor.uniform_: _uniform,
     Tensor.random_: _between,
-    Tensor.normal_: _normal,
-    Tensor.log_normal_: _log_normal,
-    Tensor.cauchy_: _cauchy,
-    Tensor.exponential_: _exponential,
-    Tensor.geometric_: _geometric,
-    Tensor.bernoulli_: _likelier_in_place,
+    Tensor.normal_: lambda made, _, mean=0.0, *__, **___: made.fill_(mean),
+    Tensor.log_normal_: lambda made, _, mean=1.0, *__, **___: made.fill_(math.exp(mean)),
+    Tensor.cauchy_: lambda made, _, median=0.0, *__, **___: made.fill_(median),
+    Tensor.exponential_: lambda made, _, lambd=1.0, **__: made.fill_(1.0 / lambd),
+    Tensor.geometric_: lambda made, _, p, **__: made.fill_(round(1.0 / p)),
+    Tensor.bernoulli_: lambda made, _, p=0.5, **__: _likelier(made, None, p),
 }

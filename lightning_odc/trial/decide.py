@@ -24,8 +24,8 @@ more of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -74,7 +74,7 @@ def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> 
         noise: How far off they are, as a part of them.
         chosen: The rule that explained some of them, before others were added.
     """
-    alone = {single.samples[0]: single for single in tried if len(single.samples) == 1}
+    alone = alone_in(tried)
     together = [group for group in tried if len(group.samples) > 1]
     groups = {group.samples: group for group in together}
     if not all(math.isfinite(group.loss) for group in groups.values()):
@@ -84,10 +84,10 @@ def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> 
         again = groups[group.samples]
         if abs(group.loss - again.loss) > bound:
             return Verdict(None, "the loss of the same samples changes from call to call")
-    fitting = [rule for rule in tried[0].counts if _explains(rule, alone, list(groups.values()), bound)]
+    fitting = [rule for rule in tried[0].counts if _explains(rule, alone, groups.values(), bound)]
+    if not fitting and chosen is None:
+        return Verdict(None, UNEXPLAINED)
     if not fitting:
-        if chosen is None:
-            return Verdict(None, UNEXPLAINED)
         reason = (
             f"what explains some samples does not explain others ({chosen}; training_step may cut or leave out "
             "long ones)"
@@ -98,38 +98,43 @@ def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> 
     if others:
         reason = f"the losses of all samples are too equal to tell whether it is a {rule}, or a {others[0]}"
         remedy: str = rule.weighting
-        if rule.counter is not None:
-            remedy = "label" if rule.counter == LabelCounter() else "num_items"
+        if rule.counter == LabelCounter():
+            remedy = "label"
+        elif rule.counter is not None:
+            remedy = "num_items"
         return Verdict(None, reason, remedy=remedy)
     return Verdict(rule)
+
+
+def alone_in(tried: Sequence[Tried]) -> dict[int, Tried]:
+    """The samples that were tried alone, by position."""
+    return {single.samples[0]: single for single in tried if len(single.samples) == 1}
 
 
 def with_unknown_counts(tried: Sequence[Tried]) -> list[Tried]:
     """The same losses, with the counts that samples must have if it is a mean: as pairs with the first one tell."""
     first = tried[0]
-    alone = {single.samples: single.loss for single in tried if len(single.samples) == 1}
+    alone = alone_in(tried)
     counts = dict.fromkeys(first.samples, 1.0)
     for pair in tried:
         if len(pair.samples) == 2 and pair.samples[:1] == first.samples:
+            other = pair.samples[1]
             # L(ab) = (w_a L(a) + w_b L(b)) / (w_a + w_b)
             of_first = first.loss - pair.loss
-            of_second = pair.loss - alone[pair.samples[1:]]
-            counts[pair.samples[1]] = of_first / of_second if of_second else math.nan
+            of_second = pair.loss - alone[other].loss
+            counts[other] = of_first / of_second if of_second else math.nan
     unknown = Rule("num_items")
-    return [
-        Tried(group.samples, group.loss, {unknown: sum(counts[sample] for sample in group.samples)})
-        for group in tried
-    ]
+    return [replace(group, counts={unknown: sum(map(counts.__getitem__, group.samples))}) for group in tried]
 
 
-def _explains(rule: Rule, alone: Mapping[int, Tried], groups: Sequence[Tried], bound: float) -> bool:
+def _explains(rule: Rule, alone: Mapping[int, Tried], groups: Iterable[Tried], bound: float) -> bool:
     """Whether a rule's counts add up, and its predictions are right, but for rounding."""
     for group in groups:
-        predicted = _predicted(rule, alone, group)
-        losses = [alone[sample].loss for sample in group.samples if math.isfinite(alone[sample].loss)]
-        spread = max(losses, default=0.0) - min(losses, default=0.0)
-        error = max(abs(predicted - group.loss) - bound, 0.0)
-        if not math.isfinite(error) or error > _MISFIT * max(spread, bound):
+        losses = [alone[sample].loss for sample in group.samples]
+        finite = list(filter(math.isfinite, losses))
+        spread = max(finite, default=0.0) - min(finite, default=0.0)
+        error = abs(_predicted(rule, alone, group) - group.loss)
+        if not error <= bound + _MISFIT * max(spread, bound):  # NaN explains nothing
             return False
     return True
 
@@ -155,7 +160,7 @@ def _predicted(rule: Rule, alone: Mapping[int, Tried], group: Tried) -> float:
 def contradiction(tried: Sequence[Tried], noise: float, rule: Rule) -> str:
     """How samples, tried alone and then together, contradict a rule; empty if they do not. See `decide`."""
     *singles, together = tried
-    alone = {single.samples[0]: single for single in singles}
+    alone = alone_in(singles)
     predicted = _predicted(rule, alone, together)
     if not together.counts.get(rule) or not math.isfinite(together.loss):
         return ""
@@ -182,22 +187,16 @@ def _agree(one: Rule, other: Rule, tried: Sequence[Tried]) -> bool:
 def _preference(rule: Rule) -> tuple[bool, ...]:
     """Where several rules explain everything: labels, masks, samples, then any other; the plainest of each."""
     counter = rule.counter or LabelCounter(path=())
-    has_path = bool(counter.path)
-    ignores_usual = counter.ignored == IGNORE_INDEX
-    is_labels = counter.path[-1:] == ("labels",) and ignores_usual
-    is_mask = any("mask" in str(key) for key in counter.path)
-    is_samples = rule.weighting == "sample" and not has_path
-    is_tokens = rule.weighting == "token"
-    is_sum = counter.ignored is None
+    ignores_others = counter.ignored != IGNORE_INDEX
     return (
-        not is_labels,
-        not is_mask,
-        not is_samples,
-        has_path,
-        not is_tokens,
-        not ignores_usual,
+        counter.path[-1:] != ("labels",) or ignores_others,
+        not any("mask" in str(key) for key in counter.path),
+        rule.weighting != "sample" or bool(counter.path),
+        bool(counter.path),
+        rule.weighting != "token",
+        ignores_others,
         counter.skips_first,
-        is_sum,
+        counter.ignored is None,
     )
 
 
@@ -218,17 +217,17 @@ def _ignored_in(tensor: Tensor) -> list[float | None]:
     """The entries of a tensor that may be ignored ones; ``None``: it may be summed."""
     if tensor.is_floating_point():
         return [0, None]
+    common: list[float | None] = [*_common(tensor[..., [0, -1]], _PADS)]
     if tensor.dim() == 1:
-        return list(dict.fromkeys([IGNORE_INDEX, -1, 0, *_common(tensor, _CLASSES), None]))
-    ends = tensor[..., [0, -1]]
-    return list(dict.fromkeys([IGNORE_INDEX, -1, 0, *_common(ends, _PADS)]))
+        common = [*_common(tensor, _CLASSES), None]
+    return list(dict.fromkeys([IGNORE_INDEX, -1, 0, *common]))
 
 
 def _common(tensor: Tensor, most: int) -> list[float]:
     """The most common values."""
     values, numbers = tensor.flatten().unique(return_counts=True)
     order = numbers.argsort(descending=True)
-    return [float(value) for value in values[order[:most]].tolist()]
+    return list(map(float, values[order[:most]].tolist()))
 
 
 def counts_of(rules: Sequence[Rule], batch: Any, tokens: Sequence[int]) -> dict[Rule, float]:

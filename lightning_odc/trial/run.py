@@ -20,6 +20,7 @@ from lightning_odc.trial.decide import (
     UNEXPLAINED,
     Tried,
     Verdict,
+    alone_in,
     contradiction,
     counts_of,
     decide,
@@ -117,7 +118,7 @@ class Losses:
 
     def is_some_mean(self, tried: list[Tried]) -> bool:
         """Whether a loss that no rule explains is a mean all the same: over frames that the step chooses, say."""
-        first, *others = [single.samples[0] for single in tried if len(single.samples) == 1]
+        first, *others = alone_in(tried)
         tried += self.of([(first, other) for other in others])
         return decide(with_unknown_counts(tried), self.noise).rule is not None
 
@@ -137,9 +138,9 @@ class Losses:
 
     def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule) -> list[Tried]:
         """The losses of further samples, alone and with one that counts much; none if all samples were tried."""
-        counts = {single.samples[0]: single.counts[rule] for single in tried if len(single.samples) == 1}
-        partner = max(counts, key=counts.__getitem__)
-        others = sorted({*range(len(self.tokens))} - counts.keys(), key=self.tokens.__getitem__)
+        alone = alone_in(tried)
+        partner = max(alone, key=lambda sample: alone[sample].counts[rule])
+        others = sorted({*range(len(self.tokens))} - alone.keys(), key=self.tokens.__getitem__)
         while others:
             try:
                 return self.of(groups_to_confirm(others, partner, rule.is_usual))
@@ -178,18 +179,16 @@ class Losses:
                     contexts.enter_context(self.listener)
                 output = self.step(self.arithmetic.entered(batch))
             self.draw_elsewhere |= _chance_elsewhere() != before
-            named: Mapping[str, Any] = {"loss": output}
-            if isinstance(output, Mapping):
-                named = output
+            named = output if isinstance(output, Mapping) else {"loss": output}
             loss = named["loss"]
             if not isinstance(loss, Tensor):
                 raise TypeError(f"it returned {type(output).__name__}, not a loss")
             self.noise = _NOISE.get(loss.dtype, _NOISE_OF_16_BITS)
             value = float(loss)
-            if named.get("num_items") is not None:
-                items = float(named["num_items"])
-                counts = {Rule("num_items"): items}
-                value /= items or 1.0
+            items = named.get("num_items")
+            if items is not None:
+                counts = {Rule("num_items"): float(items)}
+                value /= float(items) or 1.0
             tried.append(Tried(group, value, counts))
         return tried
 
@@ -203,5 +202,5 @@ class Losses:
 
 def _chance_elsewhere() -> object:
     """The states of the global generators of Python and numpy."""
-    name, words, *place = np.random.get_state()
-    return random.getstate(), name, np.asarray(words).tobytes(), place
+    _, words, *place = np.random.get_state()
+    return random.getstate(), np.asarray(words).tobytes(), place

@@ -50,22 +50,17 @@ class TrialSamples:
         self._samples = [samples[position] for position in ran]
         self.tokens: list[int] = first_number(lengths)[list(ran)].tolist()
         everything = range(len(ran))
-        whole = self._collated(everything, seed=0)
-        again = self._collated(everything, seed=1)
         # A random `collate_fn` (it masks some tokens, say) would show a sample alone in one way and among
         # others in another. So where it is, all batches are rows of a single one.
-        self._whole = whole
-        if _are_equal(whole, again):
+        self._whole = self._collated(everything, seed=0)
+        if _are_equal(self._whole, self._collated(everything, seed=1)):
             self._whole = None
-
-    def __len__(self) -> int:
-        return len(self._samples)
 
     def batch_of(self, group: Sequence[int]) -> Any:
         """A batch of the samples at these positions."""
         if self._whole is None:
             return self._collated(group, seed=0)
-        return copy.deepcopy(some_rows(self._whole, len(self), list(group)))
+        return copy.deepcopy(some_rows(self._whole, len(self._samples), group))
 
     def _runs(self, position: int) -> bool:
         """Whether anything is left of a sample that is collated alone."""
@@ -84,9 +79,8 @@ class TrialSamples:
 
 def _are_equal(batch: Any, other: Any) -> bool:
     """Whether two batches hold equal tensors."""
-    pairs = list(zip(tensors_of(batch), tensors_of(other), strict=True))
-    known = [(mine.nan_to_num(), theirs.nan_to_num()) for (_, mine), (_, theirs) in pairs]
-    return all(mine.shape == theirs.shape and torch.equal(mine, theirs) for mine, theirs in known)
+    pairs = zip(tensors_of(batch), tensors_of(other), strict=True)
+    return all(torch.equal(mine.nan_to_num(), theirs.nan_to_num()) for (_, mine), (_, theirs) in pairs)
 
 
 def distinguishing(counts: Sequence[Counts]) -> list[int]:
@@ -121,8 +115,7 @@ def groups_to_try(chosen: Sequence[int]) -> list[Group]:
         groups.append((chosen[1], chosen[2]))
     if len(chosen) > 2:
         groups.append(tuple(chosen))
-    groups.append(pair)
-    return groups
+    return [*groups, pair]
 
 
 def groups_to_confirm(others: Sequence[int], partner: int, is_usual: bool) -> list[Group]:
@@ -133,10 +126,7 @@ def groups_to_confirm(others: Sequence[int], partner: int, is_usual: bool) -> li
         partner: The sample that was tried.
         is_usual: Whether many projects mean the rule. If not, it needs more samples.
     """
-    most = _CONFIRM_UNUSUAL
-    if is_usual:
-        most = _CONFIRM_USUAL
-    count = min(most, len(others))
+    count = min(_CONFIRM_USUAL if is_usual else _CONFIRM_UNUSUAL, len(others))
     further = [others[-1 - index * len(others) // count] for index in range(count)]
     groups: list[Group] = [(sample,) for sample in further]
     # The longest by itself: padding makes all samples of a batch as large as it.
