@@ -344,6 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--write", action="store_true", help="renew the numbers and tables of the documentation"
     )
+    parser.add_argument("--bound", action="store_true", help="only what is compared with no communication")
     parser.add_argument("--split", action="store_true", help="only the parts of a step on demand")
     options = parser.parse_args(arguments)
     if options.split:
@@ -367,6 +368,8 @@ def main(arguments: list[str] | None = None) -> None:
 def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows of a project, or the usual ones, round by round."""
     rows = [row for row in PROJECTS[name].rows if not (options.usual and row.text.startswith("by hand"))]
+    if options.bound:
+        rows = [row for row in rows if row in (ODC, SINGLE, LEVEL, PLANNED, SILENT)]
     measured: list[dict[str, Any]] = [
         {"row": row.text, "seconds": [], "tokens": 0, "largest": 0} for row in rows
     ]

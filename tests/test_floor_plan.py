@@ -23,18 +23,18 @@ FILES = {
 NODES = {
     "": 8981,
     "advisor": 2827,
-    "balance": 11911,
+    "balance": 11620,
     "bench": 9309,
     "callbacks": 10296,
-    "data": 18700,
-    "engine": 29417,
+    "data": 18352,
+    "engine": 29656,
     "huggingface": 2950,
     "rl": 3859,
     "sharding": 7648,
     "strategy": 21175,
-    "trial": 5744,
+    "trial": 5493,
 }
-MOST_NODES = 132_870  # of the package
+MOST_NODES = 132_240  # of the package
 MOST_NODES_PER_STATEMENT = 7.8
 MOST_PARALLEL_PER_100 = 0.3
 MOST_CONDITIONAL_PER_100 = 2.5
