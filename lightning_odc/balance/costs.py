@@ -87,7 +87,7 @@ class MinibatchCosts:
         """The costs times a power of two, rounded, in one row if ranks are equal: Note [The same plan everywhere]."""
         _, count = self.samples.shape
         kinds = len(self.overhead)
-        if self.of_equal_ranks:
+        if len(self.samples) == 1 and self.of_equal_ranks:  # not by rank, as where caps differ
             kinds = 1
         largest_sum = float(self.samples.max() + 2 * self.overhead.max()) * (count + 1)
         scale = 2.0 ** (_LARGEST_SUM_BITS - math.frexp(largest_sum)[1])
@@ -96,10 +96,10 @@ class MinibatchCosts:
             return np.broadcast_to(np.rint(values * scale).astype(np.int64), shape)
 
         return MinibatchCosts(
-            samples=rounded(self.samples[:kinds], kinds, count),
+            samples=rounded(self.samples, kinds, count),
             overhead=rounded(self.overhead[:kinds], kinds),
             pair=self.pair[:kinds] * scale,  # of which a product with whole numbers is rounded
-            extra_cost=rounded(self.extra_cost[:kinds], kinds, count),
+            extra_cost=rounded(self.extra_cost, kinds, count),
             scale=scale,
         )
 
