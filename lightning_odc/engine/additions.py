@@ -51,10 +51,9 @@ OF_THE_USER = Pass(is_announced=False)  # by itself, such as in `loss.backward()
 class Added:
     """What a backward pass has added before it broke off."""
 
-    times: Mapping[ParamSlot, int] = field(default_factory=dict)  # by parameter, that its gradient was added
-    calls: Mapping[int, int] = field(
-        default_factory=dict
-    )  # by number of the unit, that it ran in the forward pass
+    # How many times a parameter's gradient was added, and how many times a unit, by number, ran in the forward pass.
+    times: Mapping[ParamSlot, int] = field(default_factory=dict)
+    calls: Mapping[int, int] = field(default_factory=dict)
 
 
 class Additions:
@@ -82,7 +81,7 @@ class Additions:
         """The next backward pass is that of a part of a microbatch that had added this."""
         self._next = added
 
-    def begin_backward(self, announced: Pass = OF_THE_USER) -> None:
+    def begin_backward(self, running: Pass) -> None:
         """A backward pass begins. Refused if it is of a part that runs units another number of times than the whole."""
         self.check_none_broke_off()
         before, self._next = self._next, Added()
@@ -97,7 +96,7 @@ class Additions:
                     'missing. Write ODCStrategy(on_out_of_memory="raise"), or run the unit equally often for every '
                     "microbatch."
                 )
-        self.running = announced
+        self.running = running
         self._is_open = True
         self.adding = None
         self._before = before

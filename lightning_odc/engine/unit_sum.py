@@ -31,9 +31,8 @@ class UnitSum:
         self.size = math.prod(self._shape) * window.spec.grad_dtype.itemsize  # bytes of all sums
         self.moved = 0  # bytes of this minibatch's gradients, which adding each of them by itself would move
         self.waits = False  # gradients of microbatches that are not the last one are summed here
-        self._arrived: dict[
-            ParamSlot, Tensor
-        ] = {}  # gradients of the microbatch at hand, not in the sums yet
+        # Gradients of the microbatch at hand that are not in the sums yet.
+        self._arrived: dict[ParamSlot, Tensor] = {}
         self._totals: dict[ParamSlot, Tensor] = {}
 
     def arrives(self, slot: ParamSlot, parameter: Tensor) -> None:
@@ -102,9 +101,10 @@ class UnitSum:
             # On a GPU, the last microbatch's are given on the stream on which ``fully_shard`` reduces.
             if total.is_cuda:
                 total.record_stream(torch.cuda.current_stream(total.device))
+            shards = slot.shards_of(total, len(rows))
             for row, shard in zip(
-                rows, slot.shards_of(total, len(rows)), strict=False
-            ):  # a small one has less shards
+                rows, shards, strict=False
+            ):  # a small parameter has fewer shards than owners
                 place = row.narrow(0, slot.grad_offset, shard.numel())
                 places.append(place.view(shard.shape))
                 values.append(shard)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_odc.engine.additions import Added, Additions, Pass
+from lightning_odc.engine.additions import OF_THE_USER, Added, Additions, Pass
 from lightning_odc.engine.late_gradients import Placeholders
 from lightning_odc.engine.protocol import DISCARD
 from lightning_odc.engine.transports.base import Segment
@@ -184,7 +184,7 @@ class Model:
     def backward(self, samples: list[str]) -> Added | None:
         """Run a pass; returns what has been added if it breaks off."""
         order, times = self.ran[::-1], Counter[int]()
-        self.additions.begin_backward()
+        self.additions.begin_backward(OF_THE_USER)
         last = self.breaks.pop() if self.breaks else len(order)
         for position, unit in enumerate(order):
             if position == last:
@@ -249,7 +249,7 @@ def test_a_unit_that_runs_another_number_of_times_is_found(calls: list[int], fit
 def test_a_pass_that_broke_off_is_refused_once_it_has_added_unless_it_is_undone() -> None:
     (unit,) = units(1)
     additions = Additions([unit], list)
-    additions.begin_backward()
+    additions.begin_backward(OF_THE_USER)
     additions.check_none_broke_off()
     assert additions.arrives(unit.slots[0])
     additions.check_none_broke_off()
