@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_odc import Minibatch
 from lightning_odc.engine import units
+from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.errors import ODCError
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
@@ -118,6 +119,31 @@ def test_a_shard_is_compared_once_when_it_is_read_and_once_after_the_last_backwa
         model(torch.ones(2, 4))
         engine.reshard()
     assert len(compared) - counts[1] >= 3, "where no step may ever end, every time"
+    engine.close()
+
+
+@on_ranks(2)
+def test_what_was_summed_is_dropped_where_the_user_empties_gradients(rank):
+    """The first of two passes is emptied. From the second step on it lies in sums, which no owner has seen."""
+    init_gloo(rank)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = attached(rank, model, gather_cache=GatherCache(2**20, HostMemory(2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # holds shards
+    found, held = [], []
+    for scales in ([10.0], [1.0, 10.0], [1.0, 10.0]):
+        for number, scale in enumerate(scales):
+            with engine.backward(manual=True, more=number < len(scales) - 1):
+                (model(torch.ones(2, 4)).sum() * scale).backward()
+            held.append(any(total._totals for total in engine._sums))
+            if scale == 1.0:
+                optimizer.zero_grad()
+        engine.settle([])
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+        model.zero_grad()
+        engine.publish()
+    assert held == [False, False, False, True, False]
+    for later in found[1:]:
+        assert all(map(torch.equal, found[0], later))
     engine.close()
 
 
