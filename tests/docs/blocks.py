@@ -47,8 +47,8 @@ class Block:
 
     @property
     def file(self) -> str:
-        """What a program is saved as."""
-        return self.title or "example.py"
+        """Its name in `examples/`; README, which has one program, shows no title."""
+        return self.title or "compare.py"
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -58,9 +58,12 @@ def blocks(page: Path) -> Iterator[Block]:
         indent, language, title, text = match.groups()
         line = source[: match.start()].count("\n") + 2
         text = re.sub(f"^{indent}", "", text, flags=re.MULTILINE)
-        yield Block(
-            page, line, language, title or "", _SNIPPET.sub(lambda found: (ROOT / found[1]).read_text(), text)
-        )
+        yield Block(page, line, language, title or "", _SNIPPET.sub(_included, text))
+
+
+def _included(found: re.Match[str]) -> str:
+    """The file that a line includes; the line has an end of its own."""
+    return (ROOT / found[1]).read_text().removesuffix("\n")
 
 
 def fragments(page: Path) -> list[Block]:

@@ -87,20 +87,18 @@ def without_times(text: str) -> list[str]:
     return re.sub(r" *\d+[.]\d (s|times)| \d+% of it", " _", text).splitlines()
 
 
-def test_the_example_of_the_readme_is_the_one_of_get_started() -> None:
-    found = [block.text for block in blocks(ROOT / "README.md") if block.is_program]
-    assert found
-    assert found[0] in (ROOT / "docs" / "get-started.md").read_text()
+def test_programs_on_pages_are_the_files_of_examples() -> None:
+    """A page includes its program. README cannot, and repeats it."""
+    files = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    assert {program.file: program.text for program in programs()} == files
+    assert f"```python\n{files['compare.py']}```" in (ROOT / "README.md").read_text()
     assert told("README.md") == told("docs/get-started.md")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(450)
 def test_the_example_prints_what_the_pages_show(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(
-        next(block.text for block in blocks(ROOT / "README.md") if block.is_program)
-    )
-    output = run(["example.py"], tmp_path, {})
+    output = run([str(ROOT / "examples" / "compare.py")], tmp_path, {})
     lines = without_times(output)
     assert len(told("README.md")) == 12
     assert not [line for line in told("README.md") if line not in lines]
