@@ -19,7 +19,7 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.bench.processes import run_ranks
 from lightning_odc.callbacks import DeviceIdleMonitor
 
-MODES = ("on_demand", "lockstep", "collective", "ddp", "model_parallel")
+MODES = ("on_demand", "collective", "ddp", "model_parallel")
 EVEN = [[2.0, 1.0]] * 4
 UNEVEN = [[3.0, 1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 1.0]]
 UNEQUAL_COUNTS = [[3.0, 1.0, 2.0], [1.0, 2.0], [4.0], []]
@@ -95,7 +95,7 @@ def measure(
     """What the monitor logs in each step, on rank 0."""
     rows = Rows()
     tensors = [torch.tensor([[seconds]]) for seconds in sleeps[rank]]
-    weighted = mode in ("on_demand", "lockstep", "collective")
+    weighted = mode in ("on_demand", "collective")
     batches: list[Any] = [Minibatch(tensors)] * steps if weighted else tensors * steps
     trainer = Trainer(
         strategy=_strategy(mode, world_size),

@@ -128,7 +128,6 @@ def policies(seeds: int) -> list[Table]:
     """Idle time without any communication time, in the setting of the paper."""
     runs: list[tuple[str, Callable[..., float], dict[str, Any]]] = [
         ("collective, local_sort", collective_cost, {"policy": "local_sort"}),
-        ("collective, lb_micro, align=False", collective_cost, {"policy": "lb_micro", "align": False}),
         ("collective, lb_micro", collective_cost, {"policy": "lb_micro"}),
         ("on demand, local_sort", on_demand_cost, {"policy": "local_sort"}),
         ("on demand, lb_micro", on_demand_cost, {"policy": "lb_micro"}),

@@ -35,12 +35,12 @@ _MANY = 256  # samples above which less is tried
 _LONGEST_RUN = 3
 
 
-def in_step(work: Microbatches, lined_up: bool) -> list[Bins]:
+def in_step(work: Microbatches) -> list[Bins]:
     """The microbatches of every rank; equally many, or each sample alone where that cannot be. All caps are equal."""
     best: list[Bins] = []
     least = math.inf
-    aligns = lined_up and (len(work) <= work.most_lined_up or len(work) % work.num_ranks > 0)
-    for groups in _groupings(work, lined_up):
+    aligns = len(work) <= work.most_lined_up or len(work) % work.num_ranks > 0
+    for groups in _groupings(work):
         for count in _counts(work, groups):
             options: list[list[Bins]] = []
             if aligns:
@@ -68,7 +68,7 @@ def _total(work: Microbatches, bins: list[Bins]) -> float:
     return sum(map(max, zip(*costs, strict=True)))
 
 
-def _groupings(work: Microbatches, lined_up: bool) -> Iterator[Groups]:
+def _groupings(work: Microbatches) -> Iterator[Groups]:
     """Ways to share the samples out, each rank's by rising size: levelled; dealt, then levelled; dealt."""
     whole, spare = divmod(len(work), work.num_ranks)
     if not whole:
@@ -85,8 +85,7 @@ def _groupings(work: Microbatches, lined_up: bool) -> Iterator[Groups]:
             yield _levelled(work, level)
             if is_few:
                 yield _levelled(work, dealt)
-        if lined_up or len(work) > work.most_lined_up:
-            yield [sorted(group) for group in dealt]
+        yield [sorted(group) for group in dealt]
 
 
 def _short_runs(work: Microbatches, is_few: bool) -> Iterator[Groups]:

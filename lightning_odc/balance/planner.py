@@ -74,8 +74,6 @@ class Planner:
             divide. Counts of samples then differ by one. A rank with fewer samples than others have microbatches
             ends with empty ones, which the caller must run with weight zero. ``"lb_micro"`` needs none where ranks
             with a sample more can put two together.
-        align: Whether ``"lb_micro"`` makes microbatches of different ranks line up: the largest ones meet each other.
-            Otherwise each rank spreads its cost evenly over its microbatches, as in the paper.
         collation: what the ``collate_fn`` makes of a microbatch, which decides its tokens and its cost; see
             `Collation`.
 
@@ -89,7 +87,6 @@ class Planner:
     cost: Any = "quadratic"
     _: KW_ONLY
     allow_empty: bool = False
-    align: bool = True
     collation: Collation = PACKED
     _cost: Cost = field(init=False, repr=False, compare=False)
 
@@ -138,7 +135,7 @@ class Planner:
                 dealt[sample % self.num_ranks].append([sample])
             return _of_equal_counts(dealt)
         if self.policy == "lb_micro":
-            return _of_equal_counts(work.plan(in_step(work, self.align)))
+            return _of_equal_counts(work.plan(in_step(work)))
         groups = share_out(work)
         return work.plan([work.bins(rank, samples) for rank, samples in enumerate(groups)])
 
@@ -165,7 +162,6 @@ def plan_minibatch(
     cost: Any = "quadratic",
     *,
     allow_empty: bool = False,
-    align: bool = True,
     collation: Collation = PACKED,
 ) -> Plan:
     """The microbatches of every rank for one minibatch; equal inputs give equal plans on any machine.
@@ -179,7 +175,6 @@ def plan_minibatch(
         policy: ``"local_sort"``, ``"lb_micro"``, ``"lb_mini"`` or ``"steal"``.
         cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
         allow_empty: allow empty microbatches where a policy needs equal numbers of them.
-        align: whether ``"lb_micro"`` packs ranks along each other.
         collation: what the ``collate_fn`` makes of a microbatch; by default one row of packed samples.
 
     Returns:
@@ -200,7 +195,6 @@ def plan_minibatch(
         policy,
         cost,
         allow_empty=allow_empty,
-        align=align,
         collation=collation,
     )
     return planner.plan(lengths)

@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch.utils.data import DataLoader
 
+from lightning_odc.bench.lockstep import LockstepStrategy
 from lightning_odc.bench.models import BenchModule
 from lightning_odc.bench.options import AUTO, Combination
 from lightning_odc.bench.processes import PROCESS_BYTES, Placement, RankProcesses, Tell, check_memory, place
@@ -200,6 +202,9 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of one rank, whose process group is there already."""
     communication: Any = combination.communication
+    strategy_class = partial(ODCStrategy, communication=communication)
+    if communication == "lockstep":
+        strategy_class = partial(LockstepStrategy)
     balancing: dict[str, Any] = {"balance": None}
     if combination.policy == AUTO:
         # What ``strategy="odc"`` chooses, by its name: ``"auto"`` leaves samples of equal length alone, which a
@@ -210,9 +215,8 @@ def make_trainer(
         cost = workload.planned_cost(combination)
         balancing = {"balance": choice, "cost": cost, "max_tokens": workload.max_tokens}
     units: Any = workload.units
-    strategy = ODCStrategy(
+    strategy = strategy_class(
         parallel_devices=placement.devices,
-        communication=communication,
         auto_wrap_policy=units,
         hang_report_after=None,
         **balancing,

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_odc.balance.arrays import Plan
-from lightning_odc.balance.costs import Cost
-from lightning_odc.balance.planner import Planner, Policy
+from lightning_odc.balance.costs import Cost, resolve_cost
+from lightning_odc.balance.planner import Planner, Policy, plan_minibatch
 from lightning_odc.balance.transformer import transformer
 from lightning_odc.bench.lengths import TokenSamples, find_samples
 from lightning_odc.bench.models import BenchModule, CausalModel, count_parameters, find_config
@@ -144,11 +146,8 @@ class ComparedOptions(BatchOptions):
         self, num_replicas: int, lengths: LengthArray | None = None, info: RunInfo = NOTHING_KNOWN
     ) -> Planner:
         planner = super().planner(num_replicas, lengths, info)
-        if self.compared == SHUFFLED:
-            return ShuffledPlanner(
-                **{one.name: getattr(planner, one.name) for one in fields(Planner) if one.init}
-            )
-        return replace(planner, align=self.compared != PAPERS_OWN)
+        planner_class = {SHUFFLED: ShuffledPlanner, PAPERS_OWN: PapersPlanner}.get(self.compared, Planner)
+        return planner_class(**{one.name: getattr(planner, one.name) for one in fields(Planner) if one.init})
 
 
 class ShuffledPlanner(Planner):
@@ -160,3 +159,39 @@ class ShuffledPlanner(Planner):
             own = range(rank, len(lengths), self.num_ranks)
             plan.append([[index] for index in own])
         return plan
+
+
+class PapersPlanner(Planner):
+    """``lb_micro`` as in the paper: ranks share the samples out, and then each packs its own alone."""
+
+    def plan(self, lengths: Any) -> Plan:
+        tokens = np.asarray(lengths)
+        costs = resolve_cost(self.cost).samples(tokens.astype(float))
+        cap = int(tokens.max())
+        if self.max_tokens is not None:
+            cap = max(cap, cast(int, self.max_tokens))
+        # With so much room, only the totals of ranks count.
+        roomy = plan_minibatch(tokens, self.num_ranks, int(tokens.sum()), "lb_micro", self.cost)
+        groups = [list(itertools.chain(*own)) for own in roomy]
+        for count in range(1, len(groups[0]) + 1):
+            plan = [spread(group, count, costs, tokens, cap) for group in groups]
+            if all(plan):
+                return plan
+        raise AssertionError("each sample alone fits")
+
+
+def spread(samples: Sequence[int], count: int, costs: Any, tokens: Any, cap: int) -> list[list[int]]:
+    """Samples in so many microbatches, the costliest first into the one that costs least; empty if they do not fit."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    loads = [0.0] * count
+    rooms = [cap] * count
+    for sample in sorted(samples, key=lambda sample: float(costs[sample]), reverse=True):
+        fitting = [place for place in range(count) if rooms[place] >= tokens[sample]]
+        if not fitting:
+            return []
+        place = min(fitting, key=loads.__getitem__)
+        bins[place].append(sample)
+        loads[place] += float(costs[sample])
+        rooms[place] -= int(tokens[sample])
+    falling = sorted(range(count), key=loads.__getitem__, reverse=True)
+    return [bins[place] for place in falling]

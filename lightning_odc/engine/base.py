@@ -193,16 +193,6 @@ def _hint(*kinds: str | None) -> str:
     return ' Or give all batches "labels", or write weighting="token", which does not look at them.'
 
 
-def check_equal_counts(counts: Sequence[int], communication: str) -> None:
-    """Refuse unequal microbatch counts where ranks wait for each other at every unit."""
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f'communication="{communication}" makes every rank wait for all others in every microbatch, so it needs '
-            f"the same number of microbatches on every rank, but this minibatch has {counts} (by rank). Use "
-            'ODCStrategy(communication="on_demand"), or give every rank equally many.'
-        )
-
-
 class Engine(Traced, ABC):
     """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in `attach`."""
 
@@ -259,9 +249,6 @@ class Engine(Traced, ABC):
     @abstractmethod
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         """A rank begins its part of a minibatch. Refused where all ranks need equal numbers of microbatches."""
-
-    def set_evaluating(self, evaluating: bool) -> None:
-        """From now on ranks may have different numbers of batches, or no more."""
 
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports."""
@@ -364,7 +351,7 @@ class Engine(Traced, ABC):
         holds one unit at a time. The tensors are the caller's. Shared parameters come once, under their first name.
         """
         raise ValueError(
-            'communication="collective" and "lockstep" read parameters on all ranks together. To stream them to one '
+            'communication="collective" reads parameters on all ranks together. To stream them to one '
             'rank, use communication="on_demand"; or, on all ranks, torch\'s `get_model_state_dict`.'
         )
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat
 from lightning_odc.engine.additions import Added
-from lightning_odc.engine.base import Engine, SettleRecord, check_equal_counts, check_records, total_weight
+from lightning_odc.engine.base import Engine, SettleRecord, check_records, total_weight
 from lightning_odc.engine.comm import (
     RootUnit,
     StockComm,
@@ -83,7 +83,13 @@ class CollectiveEngine(Engine):
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         self.ledger.begin_minibatch(plan)
-        check_equal_counts(self.exchange("begin a minibatch", microbatches), "collective")
+        counts = self.exchange("begin a minibatch", microbatches)
+        if len(set(counts)) > 1:
+            raise ValueError(
+                'communication="collective" makes every rank wait for all others in every microbatch, so it needs the '
+                f"same number of microbatches on every rank, but this minibatch has {counts} (by rank). Use "
+                'ODCStrategy(communication="on_demand"), or give every rank equally many.'
+            )
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:

@@ -38,7 +38,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -114,7 +113,7 @@ class _Entry:
 
     unit: Unit
     comm: GatherComm
-    sum: UnitSum | None  # ``None`` in lockstep, where every addition is a barrier
+    sum: UnitSum  # of its gradients
     size: int  # bytes of the whole unit on one rank, in the compute dtype
     frozen_size: int  # bytes of its frozen parameters
     reshards: bool = True  # whether ``fully_shard`` frees it then, if it does not stay gathered
@@ -131,7 +130,7 @@ class _Entry:
             held += self.size
         if self.comm.retains_buffer:
             held += self.size
-        if self.sum is not None and self.sum.waits:
+        if self.sum.waits:
             held += self.sum.size
         return held
 
@@ -151,16 +150,14 @@ class _Entry:
         # A unit that stays gathered is gathered once per minibatch, which says nothing of its visits.
         if visits and not self.stays_gathered:
             self.visits = visits
-        if self.sum is not None:
-            self.moved = max(self.moved, self.sum.moved)
-            self.sum.moved = 0
+        self.moved = max(self.moved, self.sum.moved)
+        self.sum.moved = 0
 
     def drop(self) -> None:
         """Retain nothing of it any longer."""
         self.comm.drop()
         self.stay_gathered(False)
-        if self.sum is not None:
-            self.sum.release()
+        self.sum.release()
 
 
 class _Candidate(NamedTuple):
@@ -187,7 +184,6 @@ class GatherCache:
         self._peak = 0  # bytes that were taken at all
         self._usable = 0
         self._has_measured = False
-        self._decides_alone = True  # this rank may retain less without the others
         self._contexts = 0  # of `gathered`
         self._for_a_while: list[tuple[_Entry, bool]] = []  # of these contexts; was it gathered before?
         self._asks: _Entry | None = None  # the unit at which the next pass asks for memory
@@ -201,12 +197,11 @@ class GatherCache:
         self,
         units: Sequence[Unit],
         comms: Sequence[GatherComm],  # by unit, what gathers it
-        sums: Sequence[UnitSum] | None = None,  # by unit, of its gradients; ``None`` if ranks decide together
+        sums: Sequence[UnitSum],  # by unit, of its gradients
     ) -> None:
         """Look after these units."""
-        self._decides_alone = sums is not None
         self._entries = []
-        for unit, comm, total in zip_longest(units, comms, sums or ()):
+        for unit, comm, total in zip(units, comms, sums, strict=True):
             width = unit.spec().shard_dtype.itemsize * unit.owners
             frozen = unit.shard_numel - sum(end - start for start, end in unit.grad_ranges)
             entry = _Entry(unit, comm, total, unit.shard_numel * width, frozen * width)
@@ -236,16 +231,15 @@ class GatherCache:
 
     def choose(self, visits: Sequence[int]) -> list[int]:
         """The units to retain from now on, by number: as many as there is room for, the most worthwhile first."""
-        # The room is shared with sums of gradients, which no other rank needs to know.
+        # The room is shared with sums of gradients.
         candidates: list[_Candidate] = []
         for entry, count in zip(self._entries, visits, strict=True):
             entry.learn(count)
             candidates.append(_Candidate(_worth(entry.visits, entry.size), entry.size, entry, False))
-            if entry.sum is not None:
-                entry.will_sum = False
-                size = entry.sum.size
-                times = entry.moved / max(size, 1)  # bf16 gradients move half of what their sum does
-                candidates.append(_Candidate(_worth(times, size), size, entry, True))
+            entry.will_sum = False
+            size = entry.sum.size
+            times = entry.moved / max(size, 1)  # bf16 gradients move half of what their sum does
+            candidates.append(_Candidate(_worth(times, size), size, entry, True))
         candidates.sort(key=lambda candidate: candidate.worth, reverse=True)
         # Greedy: what does not fit is left out, and smaller ones of less worth may still fit.
         chosen = []
@@ -267,10 +261,9 @@ class GatherCache:
         for entry in self._entries:
             entry.stay_gathered(entry.unit.index in chosen)
             entry.comm.retains_buffer = False  # until there is room for it below
-            if entry.sum is not None:
-                if not entry.will_sum:
-                    entry.sum.release()
-                entry.sum.waits = entry.will_sum
+            if not entry.will_sum:
+                entry.sum.release()
+            entry.sum.waits = entry.will_sum
         room -= self.bytes
         for entry in sorted(self._entries, key=lambda entry: entry.frozen_size):
             if entry.frozen_size > 0 and entry.size <= room:
@@ -283,8 +276,7 @@ class GatherCache:
 
     def relieve(self, free: Callable[[Iterable[Unit]], None]) -> None:
         """Retain less from now on, where memory has become tight; ``free`` gets the units to free, largest first."""
-        may_drop = self._decides_alone and self._budget == "auto"
-        if not may_drop or not any(entry.bytes for entry in self._entries):
+        if self._budget != "auto" or not any(entry.bytes for entry in self._entries):
             return
         freed: list[Unit] = []
         short = self._memory.used() - int(self._usable * (1 - _TIGHT))

@@ -23,7 +23,6 @@ from lightning_odc.engine.base import (
     Engine,
     SettleRecord,
     any_flags,
-    check_equal_counts,
     check_records,
     flags_to_hex,
     total_weight,
@@ -70,7 +69,6 @@ class OnDemandEngine(Engine):
         *,
         timeout: float,  # seconds after which any wait gives up
         deterministic: bool = False,  # sum in rank order; one accumulator per source rank
-        lockstep: bool = False,  # a barrier at every unit, the control experiment
         accumulator_dtype: torch.dtype | None = None,  # by default fp32, or wider if the parameters are
         hang_report: HangReport | None = None,
         gather_cache: GatherCache | None = None,
@@ -82,7 +80,6 @@ class OnDemandEngine(Engine):
         self._protocol_options: dict[str, Any] = {
             "timeout": timeout,
             "deterministic": deterministic,
-            "lockstep": lockstep,
             "hang_report": hang_report,
             "signals": self.signals,
         }
@@ -90,7 +87,6 @@ class OnDemandEngine(Engine):
         self._make_transport = make_transport
         self._rendezvous = rendezvous
         self._agree = agree or rendezvous
-        self._lockstep = lockstep
         self._accumulator_dtype = accumulator_dtype
         self._thread = threading.get_ident()  # that trains
         self._units: list[Unit] = []
@@ -106,9 +102,6 @@ class OnDemandEngine(Engine):
     def protocol(self) -> Protocol:
         assert self._protocol is not None, "the engine is not attached"
         return self._protocol
-
-    def set_evaluating(self, evaluating: bool) -> None:
-        self.protocol.lockstep = self._lockstep and not evaluating
 
     @property
     def world_size(self) -> int:
@@ -158,10 +151,9 @@ class OnDemandEngine(Engine):
             comms.append(gather)
             set_comms(unit.modules, gather, AccumulateComm(partial(self._accumulate, unit, window)))
         # 5. What looks at passes of the model, with hooks on it, finds everything in its place.
-        self.gather_cache.attach(self._units, comms, None if self._lockstep else self._sums)
+        self.gather_cache.attach(self._units, comms, self._sums)
         self._on_close.callback(self.gather_cache.release)
-        if not self._lockstep:
-            self._on_close.enter_context(generating(model, self.gathered))
+        self._on_close.enter_context(generating(model, self.gathered))
 
     def close(self) -> None:
         self._on_close.close()
@@ -232,8 +224,6 @@ class OnDemandEngine(Engine):
         self._additions.begin_adding(unit.name)
         if self._additions.running.counts:
             self._sums[unit.index].add(chunks, segments)
-        elif self._lockstep:  # the others wait at the barrier of this addition
-            window.accumulate(chunks.zero_(), segments)
         self._additions.end_adding(slots)
 
     # -- what the strategy calls --------------------------------------------------------------------------
@@ -268,16 +258,13 @@ class OnDemandEngine(Engine):
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         self.ledger.begin_minibatch(plan)
-        if self._lockstep:
-            counts = self.exchange("begin a minibatch in lockstep", microbatches)
-            check_equal_counts(counts, "lockstep")
 
     def begin_microbatch(self, index: int) -> None:
         self.protocol.begin_microbatch(index)
         self.gather_cache.relieve(self._free)
 
     def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
-        if minibatch.all_ranks is None or self._lockstep or self.world_size == 1:
+        if minibatch.all_ranks is None or self.world_size == 1:
             yield from super().tasks(minibatch)
             return
         work = stealing.tasks(self.protocol, minibatch, minibatch.all_ranks, self._sample_group)
@@ -287,7 +274,7 @@ class OnDemandEngine(Engine):
             yield task
 
     def claims(self, rank: int, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
-        if self._lockstep or self.world_size == 1:
+        if self.world_size == 1:
             return super().claims(rank, costs)
         return stealing.claims(self.protocol, costs)
 
@@ -328,8 +315,6 @@ class OnDemandEngine(Engine):
         self._additions.begin_forward()
 
     def why_no_retry(self) -> str:
-        if self._lockstep:
-            return 'communication="lockstep" makes the other ranks wait for this microbatch as it was planned'
         torn = self._additions.adding
         if torn is not None:
             return f"it ran out while the gradient of unit {torn!r} was being added to the others"
@@ -397,13 +382,9 @@ class OnDemandEngine(Engine):
             self.settled = False
             self.protocol.next_version()
             self._publish_units()
-            # Which units stay gathered in this version; in lockstep, where ranks meet at every read, together.
             windows = self.protocol.windows
             chosen = self.gather_cache.choose([window.gathers for window in windows])
-            if self._lockstep:
-                by_rank = self.exchange("choose what stays gathered", chosen)
-                chosen = sorted(set(chosen).intersection(*by_rank))
-            self.gather_cache.retain(chosen)
+            self.gather_cache.retain(chosen)  # in this version
             for window in windows:
                 window.gathers = 0
 
@@ -412,8 +393,6 @@ class OnDemandEngine(Engine):
         self.publish()
 
     def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
-        if self._lockstep:  # where a read is a barrier
-            super().parameters(module)
         yield from stream(self._units, self.protocol, self._names_in(module), self._thread)
 
     def announce_collective(self, kind: str) -> None:
@@ -465,8 +444,6 @@ class OnDemandEngine(Engine):
         self._root.shard()
 
     def gathered(self) -> AbstractContextManager[None]:
-        if self.protocol.lockstep:
-            return super().gathered()
         return self.gather_cache.gathered(self._free)
 
     def _free(self, units: Iterable[Unit]) -> None:

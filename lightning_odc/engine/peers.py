@@ -40,14 +40,13 @@ class Word(IntEnum):
 
     MEETING = 0  # number of the last meeting this rank came to
     STATE = 1  # a State
-    LOCKSTEP = 2  # barriers passed under communication="lockstep"
-    VERSION = 3  # for reports: the version this rank works on
-    DOING = 4  # for reports: an Activity, its unit and when it began; see `Doing`
-    MICROBATCH = 5  # for reports: microbatches begun in this minibatch
-    RATE = 6  # measured seconds per planned cost, as the bits of a float: for stealing
-    ENDS = 7  # of batches, epochs and training, that this rank has come to
-    CLAIM = 8  # what is left of its queue, which others change, too: see `WorkQueues`
-    COUNT = 9
+    VERSION = 2  # for reports: the version this rank works on
+    DOING = 3  # for reports: an Activity, its unit and when it began; see `Doing`
+    MICROBATCH = 4  # for reports: microbatches begun in this minibatch
+    RATE = 5  # measured seconds per planned cost, as the bits of a float: for stealing
+    ENDS = 6  # of batches, epochs and training, that this rank has come to
+    CLAIM = 7  # what is left of its queue, which others change, too: see `WorkQueues`
+    COUNT = 8
 
 
 _DOING = int(Word.DOING)  # an attribute of an enumeration is slow to look up, and this word is written most

@@ -72,7 +72,6 @@ class Protocol(RankState):
         *,
         timeout: float,  # seconds after which any wait gives up
         deterministic: bool = False,  # one accumulator per source rank, summed in rank order
-        lockstep: bool = False,  # a barrier at every gather and accumulate: cheap bytes, a collective's waits
         hang_report: HangReport | None = None,
         signals: Signals | None = None,
         nodes: int = 1,  # how many ranks' shards this rank's window holds, one per node
@@ -80,7 +79,7 @@ class Protocol(RankState):
     ) -> None:
         peers = Peers(transport, units)
         waiter = Waiter(timeout, peers.check, peers.report, hang_report)
-        super().__init__(transport, _FIRST_VERSION, lockstep, peers, waiter)
+        super().__init__(transport, _FIRST_VERSION, peers, waiter)
         self.nodes = nodes
         self.node = node
         self.device_waits = 0  # of the host for its own device, which is not idle time

@@ -34,12 +34,9 @@ class Traffic:
 class RankState(Traced):
     """What all units of one rank share: how far it is, how it waits, what it has moved."""
 
-    def __init__(
-        self, transport: Transport, version: int, lockstep: bool, peers: Peers, waiter: Waiter
-    ) -> None:
+    def __init__(self, transport: Transport, version: int, peers: Peers, waiter: Waiter) -> None:
         self.transport = transport
         self.version = version
-        self.lockstep = lockstep
         self.peers = peers
         self.waiter = waiter
         # How many ranks' shards each window holds, and the place of its owner among them: on several nodes it may be
@@ -49,7 +46,6 @@ class RankState(Traced):
         self.ended = False  # the version has ended on all ranks, and the next one has not begun here
         self.finished = False  # nothing was asked of the device since the host waited for it last
         self.traffic = Traffic()
-        self._barriers = 0
 
     def finish(self) -> None:
         """Wait until what this rank has asked of its device is done. See Note [When the host waits for its device]."""
@@ -57,16 +53,6 @@ class RankState(Traced):
     def publish(self, window: UnitWindow, edited: bool) -> None:
         """The own shard in a window is written: let it be read as the current version, now or later."""
         window.announce(self.version, edited)
-
-    def barrier(self) -> None:
-        """Wait for all ranks: ``communication="lockstep"``."""
-        self.finish()
-        self.peers.begin(Activity.MEET)
-        self._barriers += 1
-        self.transport.store(Word.LOCKSTEP, self._barriers)
-        self._await_all(
-            Word.LOCKSTEP, self._barriers, Cause.LOCKSTEP, lambda peer: f"waiting in lockstep for {peer}"
-        )
 
     def _await_all(self, word: Word, count: int, cause: Cause, what: Callable[[str], str]) -> None:
         """Wait until a control word of every rank has come so far. The ranks behind this one first."""
@@ -171,8 +157,6 @@ class UnitWindow:
         at_once = self._is_small and not since
         spared = 0  # elements that need not be read
         begin = time.monotonic_ns()
-        if state.lockstep:
-            state.barrier()
         for window in self._published:
             if window.version() != state.version:
                 self._await_version(window)
@@ -221,8 +205,6 @@ class UnitWindow:
                     self._transport.add_rows(self.index, self._source, start, addends)
         state.traffic.adds += self.owners - 1
         state.traffic.bytes_added += chunks.nbytes
-        if state.lockstep:
-            state.barrier()
         self._go_on("add", begin)
 
     def summed(self) -> Tensor:

@@ -44,7 +44,6 @@ class Cause(StrEnum):
     READ = "read"
     LOCK = "lock"
     SETTLE = "settle"
-    LOCKSTEP = "lockstep"
     NETWORK = "network"
 
 

@@ -30,7 +30,6 @@ from lightning_odc.rl.rollouts import strategy_of
 
 _SEEDS = 2**62
 _TENSOR = "torch.Tensor"  # marks a dictionary that stands for a tensor
-_MEETS = ("collective", "lockstep")
 
 
 class _Share(NamedTuple):
@@ -82,7 +81,7 @@ def claim_prompts(
     shares = [_Share(*fields) for fields in answers]
     counts = [len(share.prompts) for share in shares]
     # All ranks make each call of ``generate`` together.
-    if strategy.communication in _MEETS and len(set(counts)) > 1:
+    if strategy.communication == "collective" and len(set(counts)) > 1:
         raise ValueError(
             f'communication="{strategy.communication}" makes all ranks generate together, so every rank needs the same '
             f"number of prompts, but they have {counts} (by rank). Use "

@@ -98,7 +98,6 @@ def make_engine(
         "gather_cache": cache,
         "timeout": timeout.total_seconds(),
         "deterministic": deterministic,
-        "lockstep": communication == "lockstep",
         "accumulator_dtype": accumulator_dtype,
         "hang_report": hang_report,
     }

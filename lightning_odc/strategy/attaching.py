@@ -193,8 +193,8 @@ class AttachingStrategy:
         ``generate`` of a model opens one by itself. Units that fit into the memory of ``keep_gathered`` stay gathered,
         the others are read in every pass. At the end, all are freed that the minibatch does not keep anyway. After an
         optimizer step in the context, all are read again. Each rank decides for itself: ranks may open different
-        numbers of contexts, and contexts may be nested. With ``communication="collective"`` or ``"lockstep"`` it does
-        nothing, because there all ranks gather together.
+        numbers of contexts, and contexts may be nested. With ``communication="collective"`` it does nothing, because
+        there all ranks gather together.
 
         Raises:
             RuntimeError: before ``fabric.setup``, or while the trainer does not run.

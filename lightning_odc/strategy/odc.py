@@ -102,8 +102,7 @@ class ODCStrategy(ReducingStrategy):
             ``(num_nodes, devices per node)``.
         communication: ``"auto"`` communicates on demand where that can run and has proven itself, and else by
             collectives, with a warning that says why. ``"on_demand"`` insists. ``"collective"`` is the same sharding
-            over stock collectives, and ``"lockstep"`` the on-demand transport with a barrier at every unit. That
-            control separates cheaper bytes from fewer waits.
+            over stock collectives.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The memory per rank for what then moves once per minibatch, parameters that stay gathered and
@@ -371,7 +370,6 @@ class ODCStrategy(ReducingStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         check_filled(self._unfilled)
-        self.engine.set_evaluating(False)
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         check_single(trainer.train_dataloader, self.options.balance)
@@ -401,7 +399,6 @@ class ODCStrategy(ReducingStrategy):
 
     def on_validation_end(self) -> None:
         self._give_values_back()
-        self.engine.set_evaluating(False)
         self.publish_parameters()
 
     on_test_start = on_validation_start
@@ -419,7 +416,6 @@ class ODCStrategy(ReducingStrategy):
 
     def _begin_evaluation(self) -> Evaluation:
         check_filled(self._unfilled)
-        self.engine.set_evaluating(True)
         self._hold_signals(meeting=self._groups.on_demand)
         self.publish_parameters()
         self._look_up_rule()

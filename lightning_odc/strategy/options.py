@@ -33,7 +33,7 @@ from lightning_odc.sharding import nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import HANG_REPORT_AFTER
 
-Communication = Literal["auto", "on_demand", "collective", "lockstep"]
+Communication = Literal["auto", "on_demand", "collective"]
 OnOutOfMemory = Literal["split", "skip", "raise"]
 Balance = Literal["auto"] | Policy | None
 _BACKENDS = {*dist.Backend.backend_list, *dist.Backend.default_device_backend_map}
@@ -161,7 +161,7 @@ class Options:
         if self.communication == "collective":
             raise ValueError(
                 f'cost={cost!r} learns from how long ranks work, and in communication="collective" waiting for others '
-                'cannot be told from work: use communication="on_demand" (or "lockstep"), cost="auto", or '
+                'cannot be told from work: use communication="on_demand", cost="auto", or '
                 "cost=fitted.snapshot() of a FittedCost that has learnt before."
             )
         if self.deterministic:

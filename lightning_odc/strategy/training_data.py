@@ -272,7 +272,7 @@ class TrainingData:
             minibatches_per_step=self._trainer.accumulate_grad_batches,
             fit_begins=not self._fit_has_begun,
             world=world,
-            meets=communication in ("collective", "lockstep") and self._world_size > 1,
+            meets=communication == "collective" and self._world_size > 1,
         )
 
     def _decide_packing(self, loader: BalancedDataLoader, info: RunInfo) -> RunInfo:

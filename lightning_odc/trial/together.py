@@ -15,7 +15,6 @@ class Ranks(Protocol):
 
     def exchange(self, what: str, value: Any) -> list[Any]: ...
     def refresh(self) -> None: ...
-    def set_evaluating(self, evaluating: bool) -> None: ...
     def reshard(self) -> None: ...
 
 
@@ -32,11 +31,9 @@ def try_together(
     if failures:
         return Verdict(None, failures[0])
     ranks.refresh()
-    ranks.set_evaluating(True)
     try:
         verdict = try_loss(samples)
     finally:
-        ranks.set_evaluating(False)
         ranks.reshard()
     failure = verdict.reason if verdict.has_failed else ""
     by_rank = ranks.exchange("trial of the loss", [str(verdict.rule), failure])

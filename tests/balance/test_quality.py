@@ -22,6 +22,7 @@ from lightning_odc.balance import (
     with_speeds,
 )
 from lightning_odc.balance.costs import MinibatchCosts
+from lightning_odc.bench.workload import PapersPlanner
 
 SLACK = 1e-4
 
@@ -105,10 +106,10 @@ def test_the_policies_do_what_the_paper_reports() -> None:
     spent, needed = np.zeros(4), 0.0
     for seed in range(200):
         lengths = draw_lengths("longalign", 8, 4, seed)
-        sort, micro, mini = (
-            plan_minibatch(lengths, 8, 65_536, policy, cost, align=False)
-            for policy in ("local_sort", "lb_micro", "lb_mini")
+        sort, mini = (
+            plan_minibatch(lengths, 8, 65_536, policy, cost) for policy in ("local_sort", "lb_mini")
         )
+        micro = PapersPlanner(8, 65_536, "lb_micro", cost).plan(lengths)
         spent += [collective_cost(plan, lengths, cost) for plan in (sort, micro)] + [
             on_demand_cost(plan, lengths, cost) for plan in (micro, mini)
         ]

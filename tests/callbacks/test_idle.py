@@ -115,7 +115,7 @@ def _rows(rank: int, kind: str, world_size: int, scale: int) -> Any:
 
 KINDS = [
     ("on_demand", 4),
-    *((kind, 2) for kind in ("lockstep", "collective", "plain batches", "ddp", "model_parallel")),
+    *((kind, 2) for kind in ("collective", "plain batches", "ddp", "model_parallel")),
 ]
 
 

@@ -134,16 +134,6 @@ def test_what_is_kept_is_given_back_in_the_middle_of_a_minibatch_when_memory_get
         assert reads == sorted(reads, reverse=True), "the earlier memory is tight, the more"
 
 
-@on_ranks(2)
-def test_in_lockstep_all_ranks_keep_the_same(rank):
-    """First rank 1 alone has room, then both have."""
-    alone, both = (train(rank, "lockstep", (3, 3), {}, keep=keep) for keep in (ALL * rank, ALL))
-    assert_same(alone["parameters"], one_process({}))
-    assert_same(both["parameters"], one_process({}))
-    assert alone["reads"] == [(2 * BLOCKS + 1) * 3] * STEPS
-    assert both["reads"][1:] == [BLOCKS + 1] * (STEPS - 1)
-
-
 def test_an_amount_of_memory():
     for given in ("auto", 0, 10**9):
         assert memory_size(given) == given

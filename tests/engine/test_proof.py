@@ -173,7 +173,7 @@ def on_device(rank: int, rendezvous: Any, delays: int | None = None) -> Transpor
     return CudaTransport(rank, WORLD, rendezvous, FakeDevice(rank, rendezvous, delays=delays))
 
 
-@pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"lockstep": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
 @pytest.mark.parametrize(
     "make", [on_host, on_device, partial(on_device, delays=5)], ids=["host", "device", "late"]
 )

@@ -101,7 +101,7 @@ def test_whatever_counts_optimizer_steps_counts_as_before(rank, tmp_path):
 
 @on_ranks(2)
 def test_folded_steps_are_those_of_one_process(rank):
-    for balance, communication in (("lb_mini", "on_demand"), ("auto", "collective"), ("auto", "lockstep")):
+    for balance, communication in (("lb_mini", "on_demand"), ("auto", "collective")):
         module = Padded(counted=True)
         options = {"balance": balance, "communication": communication, "accumulate_grad_batches": 4}
         t = fits.fit(module, loader(SAMPLES), **options)

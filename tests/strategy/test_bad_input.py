@@ -77,7 +77,7 @@ def test_arguments_that_cannot_be(options, message):
 def test_every_argument_is_kept():
     """Arguments are written out three times: here, a forgotten one is missing."""
     given = {
-        "communication": "lockstep",
+        "communication": "on_demand",
         "deterministic": True,
         "accumulator_dtype": torch.float64,
         "keep_gathered": 0,
@@ -329,7 +329,7 @@ WEIGHTED = [[Minibatch(token_batches([5, 4]), weights=[1.0, 3.0])]] * 2
 ONE_EMPTY = [[Minibatch([b] * (rank == 0 or i != 1)) for i, b in enumerate(PLAIN[rank])] for rank in range(2)]
 DEALT = [DataLoader(Shares(), batch_size=None)] * 2
 ENDS = [unsized(own) for own in STEPS]
-LOCKSTEP, ONE_UNIT = {"communication": "lockstep"}, {"auto_wrap_policy": set()}
+ONE_UNIT = {"auto_wrap_policy": set()}
 CHANGED = "'net.head.weight' changed after"
 COUNT = r'rank 0 .*"num_items" must be finite and at least 0'
 COUNTS = r'ValueError: communication=.*has \[1, 2\] \(by rank\).*ODCStrategy\(communication="on_demand"\)'
@@ -374,7 +374,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
     "rank 0 ends": (items, ENDS, {}, "Rank 0 has no more batches in this epoch, rank 1 has"),
     "rank 1 ends": (items, ENDS[::-1], {}, "Rank 1 has no more batches in this epoch, rank 0 has"),
     "uneven, collectively": (items, UNEVEN, COLLECTIVE, COUNTS),
-    "uneven, in lockstep": (items, UNEVEN, LOCKSTEP, COUNTS),
     "dealt": (items, DEALT, {"use_distributed_sampler": True}, r"Write Trainer\(use_distributed_sampler=F"),
 }
 

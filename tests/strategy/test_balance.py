@@ -118,7 +118,6 @@ CHOSEN = [
     ("on_demand", False, 1, True, "lb_mini"),
     ("on_demand", False, 2, False, "lb_mini"),
     ("collective", False, 2, True, "lb_micro"),
-    ("lockstep", True, 2, False, "lb_micro"),
 ]
 
 
@@ -559,7 +558,7 @@ STEAL, LEARNS = {"policy": "steal"}, {"policy": "lb_micro", "cost": "fitted"}
 #: A loader's own options, those of the strategy, and what is said.
 EXPLICIT: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"policy": "lb_mini"}, COLLECTIVE, UNEQUAL),
-    (STEAL, {"communication": "lockstep"}, 'policy="steal" gives ranks different numbers'),
+    (STEAL, COLLECTIVE, 'policy="steal" gives ranks different numbers'),
     (STEAL, {"deterministic": True}, 'Use policy="lb_mini" with deterministic=True'),
     (LEARNS, COLLECTIVE, "cannot be told from work"),
 ]

@@ -238,23 +238,21 @@ class Refuses(Short):
 
 BREAKS = [["0", "backward", 1, 1]]
 INF, NAN = float("inf"), float("nan")
-#: What rank 1 returns for which microbatch, what runs out there, and the communication.
-REFUSED = [(None, 0, [], "on_demand"), (INF, 2, [], "on_demand"), (NAN, 1, [], "lockstep")]
-REFUSED += [(NAN, 1, BREAKS, "on_demand")]
+#: What rank 1 returns for which microbatch, and what runs out there.
+REFUSED = [(None, 0, []), (INF, 2, []), (NAN, 1, BREAKS)]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("what", "m", "told", "communication"), REFUSED)
-def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank(rank, what, m, told, communication):
+@pytest.mark.parametrize(("what", "m", "told"), REFUSED)
+def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank(rank, what, m, told):
     """What is left out and runs out of memory does not run again."""
     if told and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("torch < 2.13 cannot take back a step that broke off")
     module = Refuses(told, m, what) if rank == 1 else Refuses([], None, None)
-    share = {"on_demand": rank, "lockstep": 1}[communication]
     with warned() as caught:
-        fit(module, batches(share, 1), on_nonfinite="skip", communication=communication)
+        fit(module, batches(rank, 1), on_nonfinite="skip")
     counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
-    counted += list(batches(0 if communication == "on_demand" else 1, 1)[0])
+    counted += list(batches(0, 1)[0])
     assert differences(module.states, [one_step(Short(), counted)])[0] < TOLERANCE
     assert bool(module.trips) == (rank == 1 and bool(told))
     batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"

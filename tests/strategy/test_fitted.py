@@ -40,7 +40,6 @@ STRATEGIES: list[dict[str, Any]] = [
     {},
     {"balance": "steal"},
     {"balance": "lb_micro"},
-    {"balance": "lb_micro", "communication": "lockstep"},
 ]
 #: How random numbers are drawn: the policy, the slow rank, and the seed.
 DRAWN = [("local_sort", 0, 7), ("steal", 0, 7), ("steal", 1, 7), ("local_sort", 0, 8)]

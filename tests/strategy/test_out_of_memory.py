@@ -181,7 +181,6 @@ NEVER = ["nowhere", "backward", 0, 1]
 ROW, LATE, EARLY = ["1", "backward", 0, FIRST_ROW], ["1", "backward", 0, 1], ["1", "forward", 0, 1]
 OTHERS = [Minibatch([table(1, 4, 0), table(1, 5, 0)])]
 RAISE, SKIP = {"on_out_of_memory": "raise"}, {"on_out_of_memory": "skip"}
-LOCKSTEP = {**SKIP, "communication": "lockstep"}
 BEHIND = "its gradient had been added, and memory ran out after its backward pass."
 CHUNKS = "Unit 'net.blocks.2' ran 4 times for a microbatch that did not fit into memory, and 2 times"
 #: The module, what runs out on rank 1, batches or a loader, options, and what rank 1 says.
@@ -189,7 +188,6 @@ ENDS: dict[str, tuple[type[Short], list[Any], Any, dict[str, Any], str]] = {
     "split": (Short, ROW, [TWO], {}, "2 samples, 8 tokens; 1 sample, 4 tokens; 1 sample, 4 tokens."),
     "raise": (Short, ROW, [TWO], RAISE, 'ODCStrategy(on_out_of_memory="split") runs a microbatch that'),
     "added": (Short, ROW, [TWO], SKIP, "in a backward pass, and some units had added its gradient."),
-    "lockstep": (Short, ROW, [TWO], LOCKSTEP, 'communication="lockstep" makes the other ranks wait'),
     "collating": (Short, EARLY, fours, {}, "16 tokens (which cannot be cut: ValueError: four, please)"),
     "manual": (Manual, LATE, [table(4, 4, 0)], {}, "With manual optimization, no batch runs again in parts."),
     "behind": (Behind, NEVER, OTHERS, {}, BEHIND),

@@ -68,9 +68,8 @@ def make_engine(communication: str, rank: int, **options: Any) -> Engine:
         return CollectiveEngine(world, rendezvous)
     if communication == "copies":
         return make_copies_engine(rank, **options)
-    lockstep = communication == "lockstep"
     make = lambda: SharedMemoryTransport(rank, world, rendezvous)  # noqa: E731
-    return OnDemandEngine(make, rendezvous, timeout=30, lockstep=lockstep, **options)
+    return OnDemandEngine(make, rendezvous, timeout=30, **options)
 
 
 def checkpointed(model: nn.Module) -> None:
@@ -192,7 +191,6 @@ ON_TWO_RANKS: dict[str, tuple[Any, ...]] = {
     "(3, 3)": ("on_demand", (3, 3), {}),
     "(6, 0)": ("on_demand", (6, 0), {}),
     "collective": ("collective", (3, 3), SCALARS),
-    "lockstep": ("lockstep", (3, 3), SCALARS),
     "tied, uneven": ("on_demand", (5, 1), NETS["tied"]),
     "frozen, uneven": ("on_demand", (5, 1), NETS["frozen"]),
     "scalars, uneven": ("on_demand", (5, 1), SCALARS),

@@ -132,7 +132,6 @@ LATE: dict[str, tuple[Any, list[Any], dict[str, Any], int]] = {
     "callback, epoch": (Scaled, [CallbackOfEpoch], {}, 1),
     "callback, batch": (Scaled, [CallbackOfBatch], {}, 1),
     "one rank": (OfRankOne, [], {}, 1),
-    "one rank, in lockstep": (OfRankOne, [], {"communication": "lockstep"}, 1),
     "collective": (OfEpoch, [], {"communication": "collective"}, 1),
     "stream": (
         OfEpoch,

@@ -98,7 +98,6 @@ COMMUNICATION: list[dict[str, Any]] = [
     {"communication": "on_demand", "balance": "lb_mini", "max_tokens": 30},
     {"communication": "on_demand", "balance": "steal", "max_tokens": 30},
     {"communication": "collective", "balance": "lb_micro", "max_tokens": 30},
-    {"communication": "lockstep", "balance": "lb_micro", "max_tokens": 30},
 ]
 
 

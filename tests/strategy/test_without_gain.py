@@ -73,7 +73,6 @@ RULES: dict[str, tuple[str, Sequence[int], int, dict[str, Any], str]] = {
     "samples": ("classes", UNEQUAL, 1, {}, "Loss: mean over samples (checked)."),
     "accumulated": ("labels", ACCUMULATED, 2, {}, "Loss: mean over labels (checked)."),
     "one rank has nothing": ("labels", UNEQUAL[:7], 1, {}, "mean over labels (checked)"),
-    "lockstep": ("labels", UNEQUAL, 1, {"communication": "lockstep"}, "mean over labels (checked)"),
     "collective": ("labels", ACCUMULATED, 2, {"communication": "collective"}, "mean over labels (checked)"),
     "asked for": ("labels", UNEQUAL, 1, {"weighting": "label"}, WHOLE),
 }

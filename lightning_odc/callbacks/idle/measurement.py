@@ -93,7 +93,7 @@ def _on_cpu(strategy: Strategy) -> bool:
 
 
 def _on_demand(strategy: Strategy) -> TypeGuard[ODCStrategy]:
-    """Whether ranks wait for each other in the engine alone: on demand, and in lockstep."""
+    """Whether ranks wait for each other in the engine alone: on demand."""
     return isinstance(strategy, ODCStrategy) and strategy.communication != "collective"
 
 

@@ -32,8 +32,8 @@ class DeviceIdleMonitor(Callback):
 
     - ``idle/fraction``, ``idle/worst_fraction``, ``idle/worst_rank``: waiting as a part of the time, over all ranks,
       and for the rank that waited most;
-    - ``idle/<cause>_seconds``: ``read``, ``lock``, ``settle``, ``lockstep``, ``network``, ``collective``,
-      ``within_group``, ``broadcast``, ``data``;
+    - ``idle/<cause>_seconds``: ``read``, ``lock``, ``settle``, ``network``, ``collective``, ``within_group``,
+      ``broadcast``, ``data``;
     - ``idle/within_group_fraction``: the part of ``idle/fraction`` in collectives of ranks that compute one sample;
     - ``busy_seconds``, ``step_seconds``; ``imbalance``, the busiest rank's busy time over the mean;
     - ``gpu/<part>_seconds``: ``kernel``, ``collective``, ``empty``, if steps on GPUs are profiled;
@@ -53,7 +53,7 @@ class DeviceIdleMonitor(Callback):
     Attributes:
         last_step: The values that were last logged for steps, even without a logger.
         last_epoch: The values of the last epoch.
-        communication: What ran under `ODCStrategy`: ``"on_demand"``, ``"collective"`` or ``"lockstep"``.
+        communication: What ran under `ODCStrategy`: ``"on_demand"`` or ``"collective"``.
         complete: Whether all waiting for other ranks is measured under this strategy.
 
     Raises:

@@ -117,7 +117,7 @@ class Watch:
         # All waiting for other ranks that the documentation lists is seen. Else nothing is said of idle as a whole.
         self.complete = complete
         self.why = why  # why it is not complete, if there is more to say than the name of the strategy
-        self._engine = engine  # counts its waits, on demand and in lockstep
+        self._engine = engine  # counts its waits, on demand
         self._meetings: list[Any] = []
 
     def begin_batch(self) -> None:
@@ -238,7 +238,7 @@ class CollectiveWatch(_ListeningWatch):
 
 
 class StreamWatch(_ListeningWatch):
-    """``ODCStrategy`` on demand and in lockstep on GPUs, where ranks wait for each other on the host."""
+    """``ODCStrategy`` on demand on GPUs, where ranks wait for each other on the host."""
 
     def __init__(self, engine: Engine, waits: StreamWaits) -> None:
         waits.causes.update(IdleCause(cause) for cause in Cause)

@@ -24,7 +24,6 @@ class IdleCause(StrEnum):
     READ = Cause.READ
     LOCK = Cause.LOCK
     SETTLE = Cause.SETTLE
-    LOCKSTEP = Cause.LOCKSTEP
     NETWORK = Cause.NETWORK
     COLLECTIVE = "collective"
     WITHIN_GROUP = "within_group"  # inside collectives of the ranks that compute one sample together

@@ -17,7 +17,7 @@ IDLE = "#d4d4d4"
 
 LINES = (BLUE, ORANGE, GREEN, RED, PURPLE, GREY)
 """Of the lines in one picture, in this order."""
-MODES = {"collective": RED, "on_demand": BLUE, "lockstep": ORANGE, "balanced": TEAL}
+MODES = {"collective": RED, "on_demand": BLUE, "balanced": TEAL}
 """Of the ways to communicate."""
 DARK = {BLUE: "#4484c6", IDLE: "#555a65"}
 """What stands for a colour on a dark screen, where it is another one."""

@@ -289,7 +289,6 @@ def slow_on_even_ranks() -> Any:
 #: How a module is made, its data, options, and what it ends as.
 TRAINED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
     "by hand": (ByHand, one_each, {}, "by hand"),
-    "by hand, in lockstep": (ByHand, one_each, {"communication": "lockstep"}, "by hand"),
     "unfrozen": (Unfreezes, shares, {"accumulate_grad_batches": 2}, "unfrozen"),
     "dropped": (Drops, shares, {}, "dropped"),
     "stolen": (
