@@ -244,8 +244,7 @@ print(f"\nidle seconds per minibatch: {before:.2f} -> {after:.2f}")
 # the same waiting is a larger part of it.
 #
 # Be careful with the column "of". Two things differ between the rows: there are fewer waits, and bytes move through
-# shared memory instead of a socket, which is cheaper. `communication="lockstep"` separates the two, see the first
-# exercise. The idle column is about the waits alone.
+# shared memory instead of a socket, which is cheaper. The idle column is about the waits alone.
 #
 # Where are these seconds? Here are the timelines.
 
@@ -504,25 +503,14 @@ print_table(["per minibatch", "predicted", "measured", "off by"], rows)
 #
 # ## Exercises
 #
-# 1. Train with `communication="lockstep"` as well. It reads and adds like `"on_demand"` and meets like
-#    `"collective"`. How much of the difference in seconds is cheaper bytes, how much is fewer waits?
-# 2. Deal out the texts with `longest_first=True`: every rank sorts its own texts by length. Why does this help
+# 1. Deal out the texts with `longest_first=True`: every rank sorts its own texts by length. Why does this help
 #    collectives, and why not enough?
-# 3. Give each rank a single text per minibatch (`samples_per_rank=1`). What does on-demand communication gain
+# 2. Give each rank a single text per minibatch (`samples_per_rank=1`). What does on-demand communication gain
 #    now? Look at the two formulas.
-# 4. Replace `lengths` by the lengths of your own data. How much does the longest tenth of them hold?
+# 3. Replace `lengths` by the lengths of your own data. How much does the longest tenth of them hold?
 #
 # <details>
 # <summary>Answer to 1</summary>
-#
-# Add `"lockstep": "lockstep"` to `WAYS` and run the cells again. From `collective` to `lockstep` only the bytes
-# get cheaper. From `lockstep` to `on_demand` only the waits get fewer. So the two differences in the column "of"
-# are the two parts.
-#
-# </details>
-#
-# <details>
-# <summary>Answer to 2</summary>
 #
 # Sorted, the longest texts of all ranks run side by side, then the second longest, and so on. They are more alike
 # than texts in random order, so every maximum is closer to its mean. But the longest text of one rank is seldom
@@ -533,7 +521,7 @@ print_table(["per minibatch", "predicted", "measured", "off by"], rows)
 # </details>
 #
 # <details>
-# <summary>Answer to 3</summary>
+# <summary>Answer to 2</summary>
 #
 # Nothing but cheaper bytes. With one microbatch, the sum over `m` has one term. If every layer takes the same part
 # of a text's work, the rank with the longest text is the last one at every meeting, and both formulas give the
@@ -542,7 +530,7 @@ print_table(["per minibatch", "predicted", "measured", "off by"], rows)
 # </details>
 #
 # <details>
-# <summary>Answer to 4</summary>
+# <summary>Answer to 3</summary>
 #
 # `texts.fraction_in_longest(your_lengths)` is 0.1 if all are equally long. Texts like ours have several times as
 # much. `texts.fraction_in_longest([n * n for n in your_lengths])` does the same for the work of attention.

@@ -255,9 +255,7 @@ print_table(["per step", "idle", "of", "idle part", "tokens/s"], rows)
 # %% [markdown]
 # Idle time is measured, not estimated: the seconds of a step in which a rank waited for the other one, for data, or
 # for that small message. These are numbers of one short run on one machine. On a laptop that runs other programs
-# they vary, the seconds more than the idle part. Run it again before you believe them. `communication="lockstep"`
-# shows how much of a faster step comes from cheaper bytes, and how much from fewer waits: see [Communication
-# modes](../docs/idle.md#communication-modes).
+# they vary, the seconds more than the idle part. Run it again before you believe them.
 #
 # The last three rows had the same texts in every step. DDP came from another loader, so its steps may hold other texts:
 # compare its idle part, not its seconds. It has no plan, so a rank with long texts makes the other one wait. A model as
