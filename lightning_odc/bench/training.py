@@ -202,9 +202,9 @@ def make_trainer(
 ) -> Trainer:
     """The trainer of one rank, whose process group is there already."""
     communication: Any = combination.communication
-    strategy_class = partial(ODCStrategy, communication=communication)
+    make_strategy: Callable[..., ODCStrategy] = partial(ODCStrategy, communication=communication)
     if communication == "lockstep":
-        strategy_class = partial(LockstepStrategy)
+        make_strategy = LockstepStrategy
     balancing: dict[str, Any] = {"balance": None}
     if combination.policy == AUTO:
         # What ``strategy="odc"`` chooses, by its name: ``"auto"`` leaves samples of equal length alone, which a
@@ -215,7 +215,7 @@ def make_trainer(
         cost = workload.planned_cost(combination)
         balancing = {"balance": choice, "cost": cost, "max_tokens": workload.max_tokens}
     units: Any = workload.units
-    strategy = strategy_class(
+    strategy = make_strategy(
         parallel_devices=placement.devices,
         auto_wrap_policy=units,
         hang_report_after=None,
