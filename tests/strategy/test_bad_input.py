@@ -39,7 +39,7 @@ TIMEOUT = r"Write timeout=datetime.timedelta\(minutes=30\)"
 UNKNOWN: list[tuple[dict[str, Any], str]] = [
     (
         {"communication": "ring"},
-        r"communication=.ring.\) cannot work. Write communication=.auto., .on_demand., .coll",
+        r"communication=.ring.\) cannot work. Write communication=.auto., .on_demand. or .coll",
     ),
     ({"state_dict_type": "half"}, r"state_dict_type='half'\) cannot work"),
     ({"sharding_strategy": "NO_SHARD"}, r'has nothing to read on demand: use Trainer\(strategy="ddp"\)'),
