@@ -15,8 +15,6 @@ from torch.nn.functional import pad
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-Seconds = float | Tensor
-
 
 class IdleFraction(Metric):
     """The part of all devices' time that was spent waiting for other ranks.
@@ -33,7 +31,6 @@ class IdleFraction(Metric):
         idle: Seconds counted as idle so far, on this rank.
     """
 
-    is_differentiable = False
     higher_is_better = False
     full_state_update = False
 
@@ -45,25 +42,24 @@ class IdleFraction(Metric):
         self.add_state("busy", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("idle", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
-    def update(self, busy_seconds: Seconds, idle_seconds: Seconds) -> None:
+    def update(self, busy_seconds: float, idle_seconds: float) -> None:
         """Count more time of this rank.
 
         Args:
-            busy_seconds: Time spent computing, or moving own bytes. The elements of a tensor are added up.
+            busy_seconds: Time spent computing, or moving own bytes.
             idle_seconds: Time spent waiting for other ranks.
 
         Raises:
             ValueError: A time is negative or not finite.
         """
-        busy = _seconds("busy_seconds", busy_seconds)
-        idle = _seconds("idle_seconds", idle_seconds)
-        self.busy += busy
-        self.idle += idle
+        _check("busy_seconds", busy_seconds)
+        _check("idle_seconds", idle_seconds)
+        self.busy += busy_seconds
+        self.idle += idle_seconds
 
     def compute(self) -> Tensor:
         """A scalar between 0 and 1."""
-        value = idle_fraction(float(self.busy), float(self.idle))
-        return self.idle.new_tensor(value).to(torch.get_default_dtype())
+        return (self.idle / (self.idle + self.busy)).float()
 
 
 class LoadImbalance(Metric):
@@ -85,7 +81,6 @@ class LoadImbalance(Metric):
             reset the metric at the end of an epoch.
     """
 
-    is_differentiable = False
     higher_is_better = False
     full_state_update = True  # updates are a sequence: there is no way to add two states up
 
@@ -96,35 +91,22 @@ class LoadImbalance(Metric):
         super().__init__(**kwargs)
         self.add_state("steps", torch.zeros(0, dtype=torch.float64), dist_reduce_fx=None)
 
-    def update(self, busy_seconds: Seconds) -> None:
+    def update(self, busy_seconds: float) -> None:
         """Count one more step of this rank.
 
         Args:
-            busy_seconds: Time spent computing, or moving own bytes. The elements of a tensor are added up.
+            busy_seconds: Time spent computing, or moving own bytes.
 
         Raises:
             ValueError: A time is negative or not finite.
         """
-        busy = _seconds("busy_seconds", busy_seconds)
-        self.steps = torch.cat([self.steps, self.steps.new_tensor([busy])])
+        _check("busy_seconds", busy_seconds)
+        self.steps = torch.cat([self.steps, self.steps.new_tensor([busy_seconds])])
 
     def compute(self) -> Tensor:
         """A scalar of at least 1."""
-        return load_imbalance(self.steps).to(torch.get_default_dtype())
-
-
-def load_imbalance(busy: Tensor) -> Tensor:
-    """The arithmetic of `LoadImbalance`.
-
-    Args:
-        busy: Seconds, ``[ranks, steps]``, or ``[steps]`` of the only rank.
-    """
-    table = busy
-    if busy.ndim != 2:
-        table = busy[None]
-    slowest = float(table.amax(dim=0).sum())
-    mean = float(table.mean(dim=0).sum())
-    return table.new_tensor(imbalance(slowest, mean))
+        table = torch.atleast_2d(self.steps)
+        return (table.amax(0).sum() / table.mean(0).sum()).float()
 
 
 def imbalance(slowest: float, mean: float) -> float:
@@ -159,10 +141,6 @@ def _gather_padded(values: Tensor, group: Any = None) -> list[Tensor]:
     return [pad(steps, (0, longest - len(steps))) for steps in gathered]
 
 
-def _seconds(name: str, value: Seconds) -> float:
-    if isinstance(value, Tensor):
-        value = value.detach().double().sum()
-    seconds = float(value)
+def _check(name: str, seconds: float) -> None:
     if not 0 <= seconds < math.inf:
         raise ValueError(f"{name} must be a number of at least 0, got {seconds}")
-    return seconds

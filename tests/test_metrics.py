@@ -6,7 +6,6 @@ import math
 import pickle
 
 import pytest
-import torch
 
 from lightning_odc.metrics import IdleFraction, LoadImbalance
 from tests.support.models import init_gloo
@@ -49,8 +48,8 @@ def test_ranks_agree_with_the_arithmetic(rank):
 def test_one_process():
     fraction, unbalanced = IdleFraction(), LoadImbalance()
     assert math.isnan(fraction.compute()) and math.isnan(unbalanced.compute())
-    fraction.update(torch.tensor([1.0, 2.0]), torch.tensor(1.0))
-    unbalanced.update(torch.tensor([1.0, 2.0]))
+    fraction.update(3.0, 1.0)
+    unbalanced.update(3.0)
     assert fraction.compute() == pytest.approx(0.25)
     assert unbalanced.compute() == 1
     assert fraction(1.0, 3.0) == pytest.approx(0.75)  # forward: the value of this update alone

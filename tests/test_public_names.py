@@ -47,9 +47,7 @@ MODULES = {
     },
     "lightning_odc.fabric": {"ODCFabricStrategy"},
     "lightning_odc.huggingface": {"ODCTrainerMixin"},
-    "lightning_odc.metrics": {
-        *("IdleFraction", "LoadImbalance", "idle_fraction", "imbalance", "load_imbalance")
-    },
+    "lightning_odc.metrics": {*("IdleFraction", "LoadImbalance", "idle_fraction", "imbalance")},
 }
 FORM = ("--json", "--quiet")
 COMMANDS = {
