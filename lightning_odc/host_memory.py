@@ -10,8 +10,7 @@ The first limit that is reached counts, and the kernel answers with SIGKILL and 
 
 Control groups are those of version 2. Their use counts the page cache of files, which the kernel takes back before it
 ends a process. Inactive pages count as free, and half of the active ones, which would be read again and again. If a
-group allows 8 GiB and uses 6, with 1.5 inactive and 1 active, then 8 - 6 + 1.5 + 0.5 = 4 GiB are left. Above
-``memory.high`` processes wait for memory that the kernel cannot find, so it is a limit, too.
+group allows 8 GiB and uses 6, with 1.5 inactive and 1 active, then 8 - 6 + 1.5 + 0.5 = 4 GiB are left.
 
 Note [Whom the kernel ended]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -21,11 +20,8 @@ control group, in those above, and for the host. A count further up may be that 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 #: The folder of ``proc`` and ``sys``.
 ROOT = Path("/")
@@ -46,29 +42,24 @@ class Room:
     remedy: str  # how to raise it
 
 
-class _Group(NamedTuple):
-    """A control group that may limit the memory of this process."""
-
-    folder: Path
-    name: str
-    is_own: bool
-
-
-def rooms(root: Path | None = None) -> list[Room]:
+def rooms() -> list[Room]:
     """What is left below every limit of this process, none where it is no Linux; see Note [What limits memory]."""
-    root = root or ROOT
-    found: list[Room] = []
-    with contextlib.suppress(OSError):  # this is not Linux
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        meminfo = dict(line.split(":") for line in lines)
-        kib = int(meminfo["MemAvailable"].split()[0])
+    left = []
+    kib = _fields(ROOT / "proc/meminfo").get("MemAvailable:")
+    if kib is not None:
         limit = "this host has no more (MemAvailable of /proc/meminfo)"
-        found.append(Room(kib * 1024, limit, "end what else runs on it"))
-    for group in _control_groups(root):
-        room = _room_of_group(group)
-        if room is not None:
-            found.append(room)
-    return found
+        left.append(Room(kib * 1024, limit, "end what else runs on it"))
+    for name, folder in _control_groups().items():
+        try:
+            most = int((folder / "memory.max").read_text())
+            used = int((folder / "memory.current").read_text())
+        except (OSError, ValueError):  # there is no such file, or the limit is "max"
+            continue
+        stat = _fields(folder / "memory.stat")
+        reclaimable = stat.get("inactive_file", 0) + stat.get("active_file", 0) // 2
+        free = max(most - used + reclaimable, 0)
+        left.append(Room(min(free, most), f"{name} allows {gib(most)} GiB (memory.max)", _RAISE_GROUP))
+    return left
 
 
 def available(processes: int = 1) -> int:
@@ -97,88 +88,61 @@ def gib(size: int) -> str:
 class Kills:
     """Processes that the out-of-memory killer ended since this object was made; see Note [Whom the kernel ended]."""
 
-    def __init__(self, root: Path | None = None) -> None:
-        self._root = root or ROOT
-        self._before = dict(_kills(self._root))
+    def __init__(self) -> None:
+        self._before = _kills()
 
     def verdict(self) -> str:
         """A sentence about a killed process; empty if the kernel ended none because memory ran out."""
-        for (name, is_own), count in _kills(self._root):  # the closest to this process first
-            ended = count - self._before.get((name, is_own), count)
+        for (name, verb), count in _kills().items():
+            ended = count - self._before.get((name, verb), count)
             if ended > 0:
                 processes = f"{ended} processes"
                 if ended == 1:
                     processes = "1 process"
-                sure = "it probably ran"
-                if is_own:
-                    sure = "it ran"
                 return (
-                    f"The kernel's out-of-memory killer has ended {processes} of {name} since this run began: {sure} "
-                    "out of host memory (not of a GPU's). Use fewer data workers, smaller batches or a smaller "
+                    f"The kernel's out-of-memory killer has ended {processes} of {name} since this run began: it "
+                    f"{verb} out of host memory (not of a GPU's). Use fewer data workers, smaller batches or a smaller "
                     f"model, or {_RAISE_GROUP}."
                 )
         return ""
 
 
-def _kills(root: Path) -> Iterator[tuple[tuple[str, bool], int]]:
-    """Name and whether it is this process's own group, and processes ended in it; the host last."""
-    for group in reversed(list(_control_groups(root))):
-        count = _fields(group.folder / "memory.events").get("oom_kill")
-        if count is not None:
-            yield (group.name, group.is_own), count
-    count = _fields(root / "proc/vmstat").get("oom_kill")
-    if count is not None:
-        yield ("this host", False), count
-
-
-def _room_of_group(group: _Group) -> Room | None:
-    limits = []
-    for name in ("memory.max", "memory.high"):
-        size = _number(group.folder / name)
-        if size is not None:
-            limits.append((size, name))
-    used = _number(group.folder / "memory.current")
-    if not limits or used is None:
-        return None
-    limit, name = min(limits)
-    stat = _fields(group.folder / "memory.stat")
-    reclaimable = stat.get("inactive_file", 0) + stat.get("active_file", 0) // 2
-    free = max(limit - used + reclaimable, 0)
-    free = min(free, limit)
-    return Room(free, f"{group.name} allows {gib(limit)} GiB ({name})", _RAISE_GROUP)
-
-
-def _number(path: Path) -> int | None:
-    """The number in a file; ``None`` if there is no such file or another word in it, such as ``max``."""
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
+def _kills() -> dict[tuple[str, str], int]:
+    """Processes ended so far, by where they ran and what that says of this run; the closest to this process first."""
+    ended = {}
+    verb = "ran"
+    for name, folder in _control_groups().items():
+        ended[name, verb] = _fields(folder / "memory.events").get("oom_kill", 0)
+        verb = "probably ran"
+    ended["this host", "probably ran"] = _fields(ROOT / "proc/vmstat").get("oom_kill", 0)
+    return ended
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of a name and a number; empty where there is no such file."""
+    """The names and numbers with which lines begin; empty where there is no such file."""
     try:
-        pairs = (line.split() for line in path.read_text().splitlines())
-        return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
-    except (OSError, ValueError):
+        lines = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
         return {}
+    return {words[0]: int(words[1]) for words in lines}
 
 
-def _control_groups(root: Path) -> Iterator[_Group]:
-    """Every control group that may limit the memory of this process, as far as mounted; from the top down."""
-    with contextlib.suppress(OSError):
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::")), None)
-        if own is None:
-            return
-        top = root / "sys/fs/cgroup"
-        if (top / "unified").is_dir():  # beside version 1
-            top /= "unified"
-        parts = [part for part in own.split("/") if part]
-        if ".." in parts or not top.joinpath(*parts).is_dir():
-            parts = []  # the group lies outside of what this container shows
-        for depth in range(len(parts) + 1):
-            above = parts[:depth]
-            name = f"control group /{'/'.join(above)}"
-            yield _Group(top.joinpath(*above), name, is_own=depth == len(parts))
+def _control_groups() -> dict[str, Path]:
+    """Folders of the control groups that may limit the memory of this process, as far as mounted; its own first."""
+    try:
+        lines = (ROOT / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return {}
+    top = ROOT / "sys/fs/cgroup"
+    groups = {}
+    for line in lines:
+        if not line.startswith("0::/"):
+            continue
+        folder = top / line.removeprefix("0::/")
+        if ".." in folder.parts or not folder.is_dir():
+            folder = top  # the group lies outside of what this container shows
+        while folder.is_relative_to(top):
+            name = str(folder).removeprefix(str(top))
+            groups[f"control group {name or '/'}"] = folder
+            folder = folder.parent
+    return groups

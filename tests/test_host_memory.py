@@ -23,7 +23,7 @@ GROUPS: dict[str, tuple[str, dict[str, tuple[Any, int, int]], int]] = {
     "outside of its namespace": ("0::/../job", {"": (9000, 5000, 0)}, 4000),
     "no limit": ("0::/job", {"job": ("max", 5000, 0)}, 65536),
     "over its limit": ("0::/job", {"job": (9000, 9500, 0)}, 0),
-    "beside version 1": ("4:memory:/other\n0::/job", {"job": (9000, 5000, 0)}, 4000),
+    "beside others": ("4:memory:/other\n0::/job", {"job": (9000, 5000, 0)}, 4000),
 }
 
 
@@ -45,31 +45,28 @@ def group(folder: Path, stat: str = "", **numbers: Any) -> None:
         (folder / f"memory.{name}").write_text(f"{number}\n")
 
 
-def least(root: Path) -> Room:
-    return min(rooms(root), key=lambda room: room.size)
+def least() -> Room:
+    return min(rooms(), key=lambda room: room.size)
 
 
 @pytest.mark.parametrize("case", GROUPS)
-def test_what_is_left_is_the_least_that_the_host_and_all_groups_above_have(tmp_path, case):
+def test_what_is_left_is_the_least_that_the_host_and_all_groups_above_have(tmp_path, case, monkeypatch):
     own, groups, left = GROUPS[case]
     for name, (limit, used, reclaimable) in groups.items():
         group(tmp_path / "sys/fs/cgroup" / name, f"inactive_file {reclaimable}\n", max=limit, current=used)
-    room = least(tree(tmp_path, own))
+    monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, own))
+    room = least()
     assert room.size == left
     assert ("control group /" in room.limit) == (left != 65536)
     assert ("MemAvailable" in room.limit) == (left == 65536)
 
 
-def test_of_the_page_cache_in_use_half_is_free_and_a_throttling_limit_counts(tmp_path):
-    for high, stat, left, file in (
-        ("max", "active_file 1000\nfile 9000\nshmem 3000\n", 4500, "memory.max"),
-        ("max", "active_file 90000\n", 9000, "memory.max"),
-        (8000, "", 3000, "memory.high"),
-        (9500, "", 4000, "memory.max"),
-    ):
-        group(tmp_path / "sys/fs/cgroup/job", stat, max=9000, current=5000, high=high)
-        room = least(tree(tmp_path, "0::/job"))
-        assert (room.size, room.limit) == (left, f"control group /job allows 0.00 GiB ({file})")
+def test_of_the_page_cache_in_use_half_is_free(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, "0::/job"))
+    for stat, left in (("active_file 1000\nfile 9000\nshmem 3000\n", 4500), ("active_file 90000\n", 9000)):
+        group(tmp_path / "sys/fs/cgroup/job", stat, max=9000, current=5000)
+        assert least().size == left
+        assert least().limit == "control group /job allows 0.00 GiB (memory.max)"
 
 
 def test_the_message_says_how_much_is_needed_and_left_who_limits_it_and_what_to_do(tmp_path, monkeypatch):
@@ -99,14 +96,14 @@ def count_kill(path: Path, number: int) -> None:
     path.write_text(f"low 0\nmax 7\noom {number}\noom_kill {number}\noom_group_kill 0\n")
 
 
-def test_kills_of_the_own_group_are_known_and_others_are_likely(tmp_path):
+def test_kills_of_the_own_group_are_known_and_others_are_likely(tmp_path, monkeypatch):
     groups = tmp_path / "sys/fs/cgroup"
     files = {"own": groups / "job/task/memory.events", "above": groups / "job/memory.events"}
     files["host"] = tmp_path / "proc/vmstat"
-    root = tree(tmp_path, "0::/job/task")
+    monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, "0::/job/task"))
     for path in files.values():
         count_kill(path, 3)
-    kills = Kills(root)
+    kills = Kills()
     assert kills.verdict() == "", "they were before"
     count_kill(files["host"], 4)
     verdict = kills.verdict()
