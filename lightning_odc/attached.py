@@ -24,8 +24,8 @@ from lightning_odc.engine.advice import refuse_optimizers, text_of
 from lightning_odc.engine.base import Engine, WeightKind, total_weight
 from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.engine.comm import GatherComm, fsdp_modules
-from lightning_odc.engine.equal_counts import EqualCounts
 from lightning_odc.engine.peers import FOLLOWED
+from lightning_odc.engine.roll_call import EqualCounts
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
@@ -296,7 +296,7 @@ class Attached:
             text = FOLLOWED + text
         self.engine.fail(text)
         if self._counts is not None:
-            self._counts.roll_call.fail(error)
+            self._counts.fail(error)
 
     def close(self) -> None:
         """Give the model back to ``fully_shard``'s collectives; all ranks together. Idempotent."""
