@@ -317,7 +317,6 @@ def _check_limits(machine: Machine) -> Iterator[Finding]:
 def _check_gpus(machine: Machine) -> Iterator[Finding]:
     """What the CUDA transport would refuse, with its messages; each GPU stands for a rank of the same number."""
     from lightning_odc.engine.transports import preflight
-    from lightning_odc.engine.transports.base import WindowSpec
     from lightning_odc.errors import WindowError
 
     devices = machine.devices
@@ -333,7 +332,7 @@ def _check_gpus(machine: Machine) -> Iterator[Finding]:
     stack = devices[0].stack
     yield Finding("GPUs", "ok", f"{len(devices)} ({names}); {stack}; no GPU has run this code yet")
     try:
-        preflight.check(devices, WindowSpec(units=(), words=0))
+        preflight.check(devices)
         reason = preflight.why_not_atomic(devices)
         if reason:
             remedy = "nothing to do; GPUs joined by NVLink would need less"

@@ -24,8 +24,8 @@ WHOLE = Machine(
 )
 """Everything works."""
 PAIR = tuple(
-    DeviceFacts("H100", uuid, 2**36, index, "torch 2.13", reaches={other: True}, atomics={other: True})
-    for index, (uuid, other) in enumerate([("a", "b"), ("b", "a")])
+    DeviceFacts("H100", uuid, 2**36, "torch 2.13", reaches={other: True}, atomics={other: True})
+    for uuid, other in (("a", "b"), ("b", "a"))
 )
 
 
@@ -61,7 +61,7 @@ ADVISED: list[Any] = [
     ({"devices": PAIR, "nccl": False}, "NCCL", "error", "none", "CUDA build"),
     (lacking("triton") | {"devices": PAIR}, "Triton", "warning", "accumulator", "[gpu]"),
     (first(reaches={"b": False}), "GPU memory of others", "error", "no peer-to-peer access", "CUDA_VISIBLE"),
-    (first(backend=None), "GPU memory of others", "error", "no symmetric", "GPU"),
+    (first(backend=None), "GPU memory of others", "error", "own symmetric memory", "GPU"),
     (first(atomics={}), "GPU atomics", "warning", "not known to be", "NVLink"),
 ]
 

@@ -81,9 +81,7 @@ class FakeDevice:
         self._rendezvous = rendezvous
         self._why_not = why_not
         linked = {f"uuid{peer}": True for peer in range(_LINKED)}
-        self._facts = replace(
-            DeviceFacts("Fake", f"uuid{rank}", free=2**40, index=rank, atomics=linked), **facts
-        )
+        self._facts = replace(DeviceFacts("Fake", f"uuid{rank}", free=2**40, atomics=linked), **facts)
         self._regions: dict[int, MappedWindow] = {}
         self._here = threading.local()
         self._streams = [] if delays is None else [FakeStream(delays * 31 + rank * 7 + s) for s in range(3)]

@@ -82,7 +82,7 @@ class CudaTransport(SharedMemoryTransport):
         self._spec = spec
         self._first_sums = [sums - spec.control_bytes for _, sums in spec.offsets()]
         self._facts = self._together(self._device.facts)
-        self._together(lambda: preflight.check(self._facts, spec))
+        self._together(lambda: preflight.check(self._facts))
         self._together(lambda: self._explained(lambda: self._device.create(spec.data_bytes)))
         self._together(self._attach_on_device)
         self._announcer = Announcer(self.store, self._device.enter_thread)
@@ -93,7 +93,7 @@ class CudaTransport(SharedMemoryTransport):
         except WindowError:
             raise
         except RuntimeError as error:
-            raise WindowError(preflight.explain(error, self._facts[self.rank])) from error
+            raise WindowError(preflight.explain(error, self._facts[self.rank], self._spec)) from error
 
     def _attach_on_device(self) -> None:
         windows = self._explained(self._device.attach)
@@ -198,7 +198,6 @@ class SymmetricDevice:
     def facts(self) -> DeviceFacts:
         """What there is."""
         properties = torch.cuda.get_device_properties(self._device)
-        own = self._device.index or 0
         free, _ = torch.cuda.mem_get_info(self._device)
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         reaches = {}
@@ -207,17 +206,15 @@ class SymmetricDevice:
             if index != self._device.index:
                 uuid = str(torch.cuda.get_device_properties(index).uuid)
                 reaches[uuid] = torch.cuda.can_device_access_peer(self._device, index)
-                atomics[uuid] = _adds_atomically(own, index)
+                atomics[uuid] = _adds_atomically(self._device.index or 0, index)
         return DeviceFacts(
             name=properties.name,
             uuid=str(properties.uuid),
             free=free + cached,
-            index=own,
             stack=_stack(),
             backend=_compat.symmetric_backend(self._device),
             is_rocm=torch.version.hip is not None,
-            shares_device=os.environ.get(preflight.OVERLAP_VARIABLE) == "1",
-            socket=_socket(),
+            folder=_socket_folder(),
             reaches=reaches,
             atomics=atomics,
         )
@@ -261,7 +258,7 @@ class SymmetricDevice:
         """All ranks' windows as bytes, in rank order; all ranks call it together after `create`."""
         assert self._own is not None, "there is no window yet"
         # A killed process leaves its socket. In a container, a later process may have the same number.
-        Path(_socket()).unlink(missing_ok=True)
+        Path(f"{_socket_folder()}/symm_mem-{os.getpid()}").unlink(missing_ok=True)
         self._handle = _compat.symmetric_rendezvous(self._own, self._group, _MAPPING_PATIENCE)
         size = self._own.numel()
         self._windows = []
@@ -343,14 +340,12 @@ def _stack() -> str:
     return f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {_compat.cuda_driver_version()}"
 
 
-def _socket() -> str:
-    """Path of the socket by which torch takes handles from other processes."""
-    folder = tempfile.gettempdir()
+def _socket_folder() -> str:
+    """Where torch makes the socket by which it takes handles from other processes."""
     for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
         if name in os.environ:
-            folder = os.environ[name]
-            break
-    return f"{folder}/symm_mem-{os.getpid()}"
+            return os.environ[name]
+    return tempfile.gettempdir()
 
 
 def _adds_atomically(source: int, target: int) -> bool:

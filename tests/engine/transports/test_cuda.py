@@ -212,6 +212,13 @@ def test_sums_are_staged_where_they_cannot_be_shared(facts, reason, plainly):
     assert len(told) == 1  # said once, by rank 0
 
 
+class Full(FakeDevice):
+    def create(self, size: int) -> None:
+        if self._rank == 1:
+            raise RuntimeError("CUDA driver error: out of memory")
+        super().create(size)
+
+
 class Sandboxed(FakeDevice):
     def attach(self) -> list[Tensor]:
         self._rendezvous(None)
@@ -222,7 +229,11 @@ class Sandboxed(FakeDevice):
 
 
 REFUSED: dict[str, tuple[type[FakeDevice], dict[str, Any], list[str]]] = {
-    "too little memory": (FakeDevice, {"free": 10}, ["on the GPU of rank 1 (Fake) 0.00 GiB are free"]),
+    "too little memory": (
+        Full,
+        {},
+        ["by the peers: CUDA driver error: out of memory. What", "1024.00 GiB were free"],
+    ),
     "the driver fails": (
         Sandboxed,
         {},
