@@ -33,7 +33,7 @@ NO_NUMBER: list[Any] = ["0.5", True, [0.5]]
 NO_TIME: list[Any] = [5, 5.0, "30", True, timedelta(0), timedelta(seconds=-1)]
 NO_FUNCTION: list[Any] = ["len", 5, True, [len]]
 NO_CLASSES: list[Any] = ["Block", 5, True, [int], torch.nn.Linear(1, 1).weight]
-NO_CAPS: list[Any] = [0, "8192", True, 2.5, [0], [(9, 0)], [8, "8"], (8, 8.0)]
+NO_CAP: list[Any] = [0, "8192", True, 2.5, [8, 8], (8, 8)]
 #: Wrong values by annotation, beside a `Strange` one. Elsewhere text, numbers and truth values are: an option that
 #: takes some of them has to say here which are wrong.
 WRONG: dict[str, list[Any]] = {
@@ -43,7 +43,7 @@ WRONG: dict[str, list[Any]] = {
     "Backend": ["glooo", "cpu:glooo", "", 5, True],
     "Balance": NO_CHOICE,
     "Callable[[list[Any]], Any]": NO_FUNCTION,
-    "Caps": NO_CAPS,
+    "Cap": NO_CAP,
     "ClipRange": ["0.2", -0.1, (0.1, -0.1), (0.1,), True],
     "Collate": NO_FUNCTION,
     "Collation": ["padded"],
@@ -209,8 +209,8 @@ def test_what_looks_wrong_and_is_right_stays_right():
     assert Minibatch(iter([1, 2]), weights=np.array([1, 2])).weights == [1.0, 2.0]
     assert rl.Rollout(np.array([1, 2, 3]), torch.tensor(1), reward=True, group=np.int64(4)).group == 4
     assert rl.Rollout([1, 2], 1, reward=np.bool_(True), advantage=torch.tensor(2.0)).advantage == 2.0
-    assert loader(max_tokens=np.array([8]), lengths=np.arange(1, 9)).max_tokens == [8]
-    assert balance.Planner(np.int64(2), max_tokens=[np.int64(9), 9]).max_tokens == [9, 9]
+    assert loader(max_tokens=np.int64(8), lengths=np.arange(1, 9)).max_tokens == 8
+    assert balance.Planner(np.int64(2), max_tokens=np.int64(9)).max_tokens == 9
     ODCStrategy(
         auto_wrap_policy=torch.nn.Linear,
         process_group_backend="cpu:gloo,cuda:NCCL",

@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_odc import host_memory
 from lightning_odc.advisor.options import GPU_MEMORY, AdviseOptions
-from lightning_odc.balance.arrays import Ints, as_lengths, first_number
+from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MICROBATCH, Cost
 from lightning_odc.balance.transformer import shape_of, transformer
@@ -183,13 +183,13 @@ def read_lengths(given: Any, max_length: int | None = None, seed: int = 0) -> Sa
     """Lengths that a user named or gave."""
     if not isinstance(given, str | Path):
         try:
-            lengths = first_number(as_lengths(np.asarray(given)))
+            lengths = as_lengths(np.asarray(given))
         except (ValueError, TypeError, OverflowError) as error:
             raise OptionError(str(error)) from error
         return Samples(lengths, f"{len(lengths):,} lengths")
     check_lengths(str(given))
     found = find_samples(str(given), max_length, seed)
-    return Samples(first_number(as_lengths(found.lengths)), found.source)
+    return Samples(as_lengths(found.lengths), found.source)
 
 
 def inspect_loader(dataloader: Any, batches: int, length_fn: Any = None) -> Samples:
@@ -223,4 +223,4 @@ def inspect_loader(dataloader: Any, batches: int, length_fn: Any = None) -> Samp
         how = collation.describe()
     source = f"{len(values):,} of the loader's {len(dataset):,} samples; the collate_fn {how}"
     size = dataloader.batch_size
-    return Samples(first_number(values), source, size, size * batches, collation)
+    return Samples(values, source, size, size * batches, collation)

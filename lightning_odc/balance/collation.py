@@ -6,9 +6,6 @@ A ``collate_fn`` that pads makes a table with one row per sample, each as long a
 samples with 100, 90 and 10 tokens computes ``3 x 100`` tokens, not 200. Each row costs as much as a single sample of
 100 tokens. Rows do not attend to each other, so the cost is ``3 * samples(100) + overhead``, and there is no pair cost.
 The planner therefore fills a microbatch with samples of similar length.
-
-In a row of numbers, only the first one is padded. The others add up unpadded, in size and in cost: see
-`MinibatchCosts.of`.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from lightning_odc.arguments import Count, checked
-from lightning_odc.balance.arrays import Ints, first_number
+from lightning_odc.balance.arrays import Ints
 
 CollationKind = Literal["packed", "apart", "padded", "stacked"]
 
@@ -65,27 +62,24 @@ class Collation:
         return self.kind in ("padded", "stacked")
 
     def row_lengths(self, lengths: Any) -> Ints:
-        """``[n]`` tokens that each sample has if it is alone in its microbatch; ``[n, d]`` of rows of numbers."""
+        """``[n]`` tokens that each sample has if it is alone in its microbatch."""
         array = np.asarray(lengths, dtype=np.int64)
-        if array.ndim == 2:
-            return np.column_stack([self.row_lengths(array[:, 0]), array[:, 1:]])
         if self.fixed is not None:
             return np.full_like(array, self.fixed)
         if self.multiple == 1:
             return array
         return -(-array // self.multiple) * self.multiple
 
-    def rows(self, lengths: Any) -> list[Any]:
-        """``[n]`` tokens of the rows, or segments of the one row, that samples together become; of rows, ``[n, d]``."""
-        own = np.array(self.row_lengths(lengths))
-        tokens = first_number(own)
-        if self.is_table and len(own):
-            tokens[:] = tokens.max()
-        return own.tolist()
+    def rows(self, lengths: Any) -> list[int]:
+        """``[n]`` tokens of the rows, or segments of the one row, that samples together become."""
+        rows: list[int] = self.row_lengths(lengths).tolist()
+        if self.is_table and rows:
+            return [max(rows)] * len(rows)
+        return rows
 
     def tokens(self, lengths: Any) -> int:
         """The number of tokens that the model computes for one microbatch of samples of these lengths."""
-        return int(first_number(np.array(self.rows(lengths), dtype=np.int64)).sum())
+        return sum(self.rows(lengths))
 
     def describe(self) -> str:
         """What the collate_fn does, in plain words: ``pads to the longest sample, a multiple of 8``."""

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from lightning_odc.arguments import Like, checked
-from lightning_odc.balance.arrays import Floats, Ints, first_and_rest, floats
+from lightning_odc.balance.arrays import Floats, Ints, floats
 from lightning_odc.balance.collation import PACKED, Collation
 
 _LARGEST_SUM_BITS = 48
@@ -43,7 +43,6 @@ class MinibatchCosts:
     samples: Any  # [1, n] costs of samples if all ranks are alike in them, else [num_ranks, n]
     overhead: Any  # [num_ranks] of every microbatch
     pair: Floats  # [num_ranks] of every two tokens of different samples in one microbatch
-    extra_cost: Any  # the part of ``samples`` that padding does not raise, in the same shape
     scale: float = 1.0  # these numbers per unit of the caller's costs
 
     @classmethod
@@ -51,17 +50,9 @@ class MinibatchCosts:
         """The costs of samples of these lengths, each alone in its microbatch, checked."""
         rows = collation.row_lengths(lengths)
         samples = _samples(cost, rows, num_ranks)
-        extra = 0 * samples
-        if rows.ndim == 2 and collation.is_table:
-            # Padding raises the first number only. So the cost that a sample would have if its other numbers were the
-            # smallest of all grows with padding. The rest, at least nothing and at most all, does not.
-            least = floats(rows)
-            least[:, 1:] = least[:, 1:].min(0)
-            padded = floats(cost.samples(least)).reshape(samples.shape)
-            extra = samples - np.fmax(0.0, np.fmin(padded, samples))
         overhead = _per_rank("overhead", cost.overhead, num_ranks)
         pair = _per_rank("pair", pair_of(cost) * (collation.kind == "packed"), num_ranks)
-        return cls(samples, overhead, pair, extra)
+        return cls(samples, overhead, pair)
 
     @property
     def of_equal_ranks(self) -> bool:
@@ -70,24 +61,14 @@ class MinibatchCosts:
 
     def average(self) -> MinibatchCosts:
         """The mean over ranks, as the costs of one rank."""
-        means = [values.mean(0, keepdims=True) for values in astuple(self)[:4]]
+        means = [values.mean(0, keepdims=True) for values in astuple(self)[:3]]
         return MinibatchCosts(*means)
-
-    def forbid_unfitting(self, rows: Ints, caps: Ints) -> MinibatchCosts:
-        """The costs on ranks with different caps, ``[num_ranks, d]``: too much where a row ``[n, d]`` does not fit."""
-        if (caps == caps[0]).all():
-            return self
-        # More than any plan in which all samples fit. A search for a small largest load that begins with longest first
-        # never ends with a sample where it does not fit: a place where it fits always ends earlier.
-        largest = float(self.samples.max() + self.overhead.max())
-        price = 4.0 * len(rows) * largest * (rows > caps[:, None]).any(2)
-        return replace(self, samples=self.samples + price, extra_cost=self.extra_cost + price)
 
     def whole(self) -> MinibatchCosts:
         """The costs times a power of two, rounded, in one row if ranks are equal: Note [The same plan everywhere]."""
         _, count = self.samples.shape
         kinds = len(self.overhead)
-        if len(self.samples) == 1 and self.of_equal_ranks:  # not by rank, as where caps differ
+        if len(self.samples) == 1 and self.of_equal_ranks:
             kinds = 1
         largest_sum = float(self.samples.max() + 2 * self.overhead.max()) * (count + 1)
         scale = 2.0 ** (_LARGEST_SUM_BITS - math.frexp(largest_sum)[1])
@@ -99,7 +80,6 @@ class MinibatchCosts:
             samples=rounded(self.samples, kinds, count),
             overhead=rounded(self.overhead[:kinds], kinds),
             pair=self.pair[:kinds] * scale,  # of which a product with whole numbers is rounded
-            extra_cost=rounded(self.extra_cost, kinds, count),
             scale=scale,
         )
 
@@ -109,7 +89,7 @@ def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
     if samples.shape not in ((len(lengths),), (1, len(lengths)), (num_ranks, len(lengths))):
         raise ValueError(
             f"the cost gave shape {list(samples.shape)} for {len(lengths)} samples on {num_ranks} ranks; it must give "
-            f"[{len(lengths)}], or [{num_ranks}, {len(lengths)}] for ranks that differ.{_right(lengths)}"
+            f"[{len(lengths)}], or [{num_ranks}, {len(lengths)}] for ranks that differ."
         )
     samples = samples.reshape(-1, len(lengths))
     good = ((samples > 0) & np.isfinite(samples)).all(0)
@@ -120,16 +100,6 @@ def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
             "positive and finite, for example cost=lambda lengths: lengths + 2e-5 * lengths**2."
         )
     return samples
-
-
-def _right(lengths: Ints | Floats) -> str:
-    """The line to write for a cost of samples with several numbers."""
-    if lengths.ndim == 1:
-        return ""
-    return (
-        f" Lengths have {lengths.shape[1]} numbers each, shape {list(lengths.shape)}: "
-        "cost=lambda lengths: lengths[:, 0] + 2 * lengths[:, 1]."
-    )
 
 
 def _per_rank(name: str, value: Floats, num_ranks: int) -> Floats:
@@ -168,15 +138,14 @@ class Cost(Protocol):
     """A microbatch costs ``samples(lengths).sum() + overhead``.
 
     Equal inputs must give equal outputs on all ranks, since every rank makes the plan for itself. A cost may also have
-    a property ``pair``, of the shape of ``overhead``: see Note [Dense attention]. Where samples have rows of numbers,
-    it concerns the first ones.
+    a property ``pair``, of the shape of ``overhead``: see Note [Dense attention].
     """
 
     def samples(self, lengths: Floats) -> Floats:
         """Cost of each sample: ``[n]`` if all ranks are alike, or ``[num_ranks, n]``; positive and finite.
 
         Args:
-            lengths: ``[n]``, or ``[n, d]`` where samples have rows of ``d`` numbers.
+            lengths: ``[n]`` tokens of the samples.
         """
 
     @property
@@ -190,8 +159,8 @@ class PolynomialCost:
     """``quadratic * s^2 + linear * s`` per sample of ``s`` tokens, ``constant`` per microbatch.
 
     Attributes:
-        quadratic: attention, per token squared; of a row of numbers, for the first one.
-        linear: everything else, per token; of a row of numbers, for their sum.
+        quadratic: attention, per token squared.
+        linear: everything else, per token.
         constant: launches, gathers and whatever a microbatch costs even when it is short.
         dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
     """
@@ -208,8 +177,7 @@ class PolynomialCost:
             )
 
     def samples(self, lengths: Floats) -> Floats:
-        first, rest = first_and_rest(lengths)
-        return (self.quadratic * first + self.linear) * first + self.linear * rest
+        return (self.quadratic * lengths + self.linear) * lengths
 
     @property
     def overhead(self) -> Floats:
@@ -227,8 +195,7 @@ class FunctionCost:
     """Any function of the lengths.
 
     Attributes:
-        function: Maps lengths, float64 ``[n]`` or, of rows of numbers, ``[n, d]``, to costs, ``[n]`` or
-            ``[num_ranks, n]``.
+        function: Maps lengths, float64 ``[n]``, to costs, ``[n]`` or ``[num_ranks, n]``.
         constant: cost of a microbatch besides its samples.
     """
 
@@ -236,15 +203,7 @@ class FunctionCost:
     constant: Term = 0.0
 
     def samples(self, lengths: Floats) -> Floats:
-        costs = floats(self.function(lengths))
-        if lengths.ndim == 2 and costs.shape == lengths.shape:
-            # A cost for each number? Two ranks that differ, with two samples of two numbers, look the same.
-            twice = np.shape(self.function(np.concatenate([lengths, lengths])))
-            if twice == (2 * len(lengths), lengths.shape[1]):
-                raise ValueError(
-                    f"the cost gave shape {list(costs.shape)}, a cost for each number.{_right(lengths)}"
-                )
-        return costs
+        return floats(self.function(lengths))
 
     @property
     def overhead(self) -> Floats:
@@ -272,10 +231,7 @@ class SpeedCost:
 
 
 def tokens() -> PolynomialCost:
-    """A sample costs its number of tokens: right for short samples, where attention hardly counts.
-
-    A row of numbers costs their sum.
-    """
+    """A sample costs its number of tokens: right for short samples, where attention hardly counts."""
     return PolynomialCost()
 
 

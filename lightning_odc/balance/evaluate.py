@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import Caps, Ints, Plan, as_lengths, first_number
+from lightning_odc.balance.arrays import Cap, Ints, Plan, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens, resolve_cost
 from lightning_odc.balance.planner import microbatches_of
@@ -21,7 +21,7 @@ def microbatch_costs(
 
     Args:
         plan: The plan of one minibatch.
-        lengths: ``[n]`` tokens of the samples that the plan's indices name, or ``[n, d]`` numbers.
+        lengths: ``[n]`` tokens of the samples that the plan's indices name.
         cost: See `plan_minibatch`.
         collation: See `plan_minibatch`.
     """
@@ -58,11 +58,9 @@ def _together(costs: MinibatchCosts, rank: int, members: Any, lengths: Ints, col
     own = lengths[members]
     overhead = float(costs.overhead[rank])
     if collation.is_table and len(members):
-        extra = costs.extra_cost[row].take(members)
-        longest = int(first_number(collation.row_lengths(own)).argmax())
-        of_rows = len(members) * float(alone[longest] - extra[longest])
-        return of_rows + float(extra.sum()) + overhead
-    pairs = pairs_of_tokens(first_number(own).tolist())
+        longest = int(collation.row_lengths(own).argmax())
+        return len(members) * float(alone[longest]) + overhead
+    pairs = pairs_of_tokens(own.tolist())
     return math.fsum(alone.tolist()) + overhead + float(costs.pair[rank]) * pairs
 
 
@@ -94,14 +92,14 @@ def least_cost(
     lengths: Any,
     num_ranks: int,
     cost: Any = "quadratic",
-    max_tokens: Caps = None,
+    max_tokens: Cap = None,
     *,
     collation: Collation = PACKED,
 ) -> float:
     """A lower bound on `on_demand_cost` of any plan of these samples.
 
     Args:
-        lengths: ``[n]`` tokens of the minibatch's samples, or ``[n, d]`` numbers.
+        lengths: ``[n]`` tokens of the minibatch's samples.
         num_ranks: how many ranks share them.
         cost: See `plan_minibatch`.
         max_tokens: most tokens of a microbatch, see `plan_minibatch`; by default the longest row.

@@ -36,7 +36,7 @@ _LONGEST_RUN = 3
 
 
 def in_step(work: Microbatches) -> list[Bins]:
-    """The microbatches of every rank; equally many, or each sample alone where that cannot be. All caps are equal."""
+    """The microbatches of every rank; equally many, or each sample alone where that cannot be."""
     best: list[Bins] = []
     least = math.inf
     aligns = len(work) <= work.most_lined_up or len(work) % work.num_ranks > 0

@@ -2,8 +2,7 @@
 
 Note [Fitting a cost]
 ~~~~~~~~~~~~~~~~~~~~~
-A microbatch of segments ``s_i`` on rank ``r`` takes ``a_r sum s_i^2 + b_r sum s_i + c_r`` seconds. If samples have
-rows of numbers, ``s_i`` are the first numbers, and the sum of each other number has its own ``b_r``. Each rank has
+A microbatch of segments ``s_i`` on rank ``r`` takes ``a_r sum s_i^2 + b_r sum s_i + c_r`` seconds. Each rank has
 the sums of a least-squares problem in *relative* errors: rows are divided by the measured seconds, so that long and
 short microbatches count alike. Old measurements fade. Three rules make it safe to plan with:
 
@@ -40,14 +39,14 @@ from typing import Annotated, Any
 import numpy as np
 
 from lightning_odc.arguments import Count, Like, checked
-from lightning_odc.balance.arrays import Floats, Ints, State, as_lengths, columns, first_number, floats
+from lightning_odc.balance.arrays import Floats, Ints, State, as_lengths, floats
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MICROBATCH, Cost, PolynomialCost, quadratic
 from lightning_odc.balance.evaluate import microbatch_costs
 from lightning_odc.balance.transformer import TransformerCost
 
 Observation = tuple[int, Sequence[Any], float]
-"""Rank, the lengths of a microbatch's segments in tokens (or rows of numbers), and the seconds it took."""
+"""Rank, the lengths of a microbatch's segments in tokens, and the seconds it took."""
 
 _VERSION = 2  # of saved states
 
@@ -79,20 +78,14 @@ _SURE = 4.0  # standard errors
 class _OfRanks:
     """What coefficients of every rank say about the cost of samples."""
 
-    coefficients: Any  # [num_ranks, 3 or more]
+    coefficients: Any  # [num_ranks, 3]
     dense: Any
 
     def samples(self, lengths: Floats) -> Floats:
         """Seconds ``[num_ranks, n]`` of samples, without the constant."""
-        numbers = columns(lengths)
-        known = np.array(self.coefficients)
-        _check_width(known.shape[1] - 2, lengths, is_fitted=known.shape[1] > 3)
-        square, *linear = _widened(known, len(numbers) + 2).T[:-1, :, None]
-        costs = square * numbers[0] * numbers[0]
+        square, linear = np.array(self.coefficients).T[:-1, :, None]
         # A product of matrices would round by the processor.
-        for each, number in zip(linear, numbers, strict=True):
-            costs = costs + each * number
-        return costs
+        return square * lengths * lengths + linear * lengths
 
     @property
     def overhead(self) -> Floats:
@@ -110,23 +103,12 @@ class LearntCost(_OfRanks):
     """Seconds of a microbatch for each rank, as a `FittedCost` had learnt them; it stays as it is.
 
     Attributes:
-        coefficients: Seconds per squared token, per token, and per microbatch, for every rank. If samples have rows of
-            numbers, there is one for each number in the place of the one per token.
+        coefficients: Seconds per squared token, per token, and per microbatch, for every rank.
         dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
     """
 
     coefficients: tuple[tuple[float, ...], ...]
     dense: bool
-
-
-def _check_width(known: int, lengths: Ints | Floats, is_fitted: bool) -> None:
-    """Refuse samples of another number of numbers than a cost has learnt from."""
-    found = len(columns(lengths))
-    if known != found and is_fitted:
-        raise ValueError(
-            f"this cost has learnt from samples of {known} numbers each, and these have {found}: begin with a new one, "
-            'cost="fitted", or FittedCost(num_ranks).'
-        )
 
 
 @checked
@@ -186,23 +168,17 @@ class FittedCost(_OfRanks):
                 raise ValueError(
                     f"a microbatch of rank {rank} took {seconds} s; measured seconds are positive and finite."
                 )
-            checked.append((rank, self._as_wide(lengths), seconds))
+            checked.append((rank, as_lengths(lengths), seconds))
         for fit in self._fits:
             fit.observe(checked, self.forgetting)
         errors = [fit.mispredicted / fit.predicted for fit in self._fits]
         if min(errors) < _CLEARLY_BETTER * errors[self._used]:
             self._used = errors.index(min(errors))
 
-    def _as_wide(self, lengths: Sequence[Any]) -> Ints:
-        """Lengths with as many numbers as the fit knows, once it knows any."""
-        array = as_lengths(lengths)
-        _check_width(self._fit.ranks.shape[1] - 2, array, self.is_fitted)
-        return array
-
     def take(self, learnt: LearntCost) -> None:
         """Use what this cost has learnt on another rank, its :meth:`snapshot`."""
         ranks = np.array(learnt.coefficients)
-        fit = _Fit(learnt.dense, ranks * _units(ranks.shape[1]))
+        fit = _Fit(learnt.dense, ranks * _UNITS)
         fit.is_fitted = True
         self._fits = [*(other for other in self._fits if other.dense is not learnt.dense), fit]
         self._used = len(self._fits) - 1
@@ -223,16 +199,12 @@ class FittedCost(_OfRanks):
 
     @property
     def coefficients(self) -> Floats:
-        """``[num_ranks, 3]``: seconds per squared token, per token, and per microbatch.
-
-        From rows of ``d`` numbers: ``[num_ranks, 2 + d]``, one for each number instead of the one per token.
-        """
-        return self._fit.ranks / _units(self._fit.ranks.shape[1])
+        """``[num_ranks, 3]``: seconds per squared token, per token, and per microbatch."""
+        return self._fit.ranks / _UNITS
 
     def predict(self, rank: int, lengths: Sequence[Any]) -> float:
         """Seconds that a microbatch of these segments will take on ``rank``."""
-        terms = features(self._as_wide(lengths), self.dense)
-        return float(_widened(self._fit.ranks, len(terms))[rank] @ terms)
+        return float(self._fit.ranks[rank] @ features(as_lengths(lengths), self.dense))
 
     def snapshot(self) -> LearntCost:
         """What is known now, for plans that are made ahead."""
@@ -268,26 +240,16 @@ class FittedCost(_OfRanks):
 # -- least squares ----------------------------------------------------------------------------------------
 
 
-def _units(count: int) -> Floats:
-    """``[count]`` units of the features, in squared tokens, tokens (or each number), and 1."""
-    return np.array([_UNIT * _UNIT, *[_UNIT] * (count - 2), 1.0])
+_UNITS = np.array([_UNIT * _UNIT, _UNIT, 1.0])  # of the features, in squared tokens, tokens, and 1
 
 
 def features(lengths: Ints, dense: bool) -> Floats:
-    """What coefficients are multiplied with: squared tokens, the sum of each number, and 1, in `_units`."""
-    sizes = floats(first_number(lengths))
+    """What coefficients are multiplied with: squared tokens, tokens, and 1, in `_UNITS`."""
+    sizes = floats(lengths)
     squares = (sizes * sizes).sum()
     if dense:
         squares = sizes.sum() ** 2
-    terms = np.array([squares, *columns(lengths).sum(1), 1.0])
-    return terms / _units(len(terms))
-
-
-def _widened(ranks: Floats, count: int) -> Floats:
-    """Fits ``[num_ranks, count]`` of more numbers: further ones count like the first one, without the square."""
-    linear = ranks[:, 1:2]
-    further = [linear] * (count - ranks.shape[1])
-    return np.concatenate([ranks[:, :-1], *further, ranks[:, -1:]], 1)
+    return np.array([squares, sizes.sum(), 1.0]) / _UNITS
 
 
 class _Fit:
@@ -303,10 +265,6 @@ class _Fit:
         self.predicted = _PACKED_ERROR_WORTH
         self.usual_errors = np.full(len(ranks), _USUAL_ERROR)
         self.strikes = np.zeros(len(ranks), dtype=np.int64)
-        self._begin(ranks)
-
-    def _begin(self, ranks: Floats) -> None:
-        """Start from these coefficients, in `_units`, without measurements."""
         count, width = ranks.shape
         self.ranks = ranks
         self.prior = ranks[0]
@@ -316,8 +274,6 @@ class _Fit:
         """Take in ranks, lengths and seconds of microbatches, and fit again."""
         for rank, lengths, seconds in measured:
             row = features(lengths, self.dense) / seconds
-            if len(row) != len(self.prior):  # the first rows of numbers
-                self._begin(_widened(self.ranks, len(row)))
             error = float(self.ranks[rank] @ row) - 1
             if self.is_fitted and len(lengths) > 1:
                 self.mispredicted = _PACKED_ERROR_MEMORY * self.mispredicted + min(abs(error), 1.0)

@@ -52,14 +52,17 @@ class Microbatches(ABC):
     # Arrays have one row for all ranks if those are equal, else one row per rank.
     parts: Ints  # [1 or num_ranks, n] that each sample adds to a load, as far as it can be said alone
     smallest: Ints  # [1 or num_ranks, n] that each sample costs at least, without overhead
-    fills: Floats  # [1 or num_ranks, n] the part of a microbatch that each sample takes at least
+    fills: Floats  # [n] the part of a microbatch that each sample takes at least
     bulk: Sequence[int]  # of each sample; those of like bulk are dealt out to different ranks
     most_lined_up: int  # samples up to which `along` is fast enough
     near: Sequence[int] = (-2, -1, 0, 1)  # microbatches more than a rank likely has, that are worth trying
 
-    def __init__(self, order: Ints, rows: Ints, caps: Ints, costs: MinibatchCosts) -> None:
-        self.num_ranks = len(caps)
-        self.numbers: list[list[int]] = rows[order].T.tolist()  # every number of all samples
+    def __init__(self, num_ranks: int, rows: Ints, cap: int, costs: MinibatchCosts) -> None:
+        order = np.argsort(rows, kind="stable")
+        self.num_ranks = num_ranks
+        self.cap = cap
+        self.sizes = rows[order]  # [n] tokens of each row
+        self.tokens: list[int] = self.sizes.tolist()
         self.order: list[int] = order.tolist()  # the caller's indices
         self.scale = costs.scale
         self.costs = costs.samples[:, order]  # [1 or num_ranks, n] of each sample alone, without overhead

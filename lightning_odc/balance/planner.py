@@ -10,16 +10,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from lightning_odc.arguments import Count, Index, checked
-from lightning_odc.balance.arrays import (
-    Caps,
-    Ints,
-    Plan,
-    as_cap,
-    as_caps,
-    as_lengths,
-    check_caps,
-    floats,
-)
+from lightning_odc.balance.arrays import Cap, Ints, Plan, as_cap, as_lengths, floats
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Cost, MinibatchCosts, resolve_cost
 from lightning_odc.balance.in_step import in_step
@@ -35,17 +26,15 @@ COLLECTIVE_SAFE = ("local_sort", "lb_micro")
 
 
 def microbatches_of(
-    lengths: Ints, max_tokens: Any, cost: Cost, num_ranks: int, collation: Collation
+    lengths: Ints, max_tokens: int | None, cost: Cost, num_ranks: int, collation: Collation
 ) -> Microbatches:
-    """The samples of a minibatch, after all checks of caps and costs."""
+    """The samples of a minibatch, after all checks of the cap and of costs."""
     rows = collation.row_lengths(lengths)
-    caps = check_caps(lengths, rows, max_tokens, num_ranks)
-    costs = MinibatchCosts.of(cost, lengths, num_ranks, collation)
-    rows = rows.reshape(len(rows), -1)
-    whole = costs.forbid_unfitting(rows, caps).whole()
+    cap = as_cap(lengths, rows, max_tokens)
+    costs = MinibatchCosts.of(cost, lengths, num_ranks, collation).whole()
     if collation.is_table:
-        return Tables(rows, caps, whole, collation.kind == "stacked")
-    return Packed(rows, caps, whole)
+        return Tables(num_ranks, rows, cap, costs, collation.kind == "stacked")
+    return Packed(num_ranks, rows, cap, costs)
 
 
 @checked
@@ -55,9 +44,7 @@ class Planner:
 
     Args:
         num_ranks: how many ranks share a minibatch.
-        max_tokens: most tokens of a microbatch; by default the longest row of the lengths at hand. Or a list with one
-            cap per rank, for devices of unlike memory, under ``"lb_mini"``. Where samples have rows of numbers, a cap
-            is a tuple with one for each number: ``(4096, 512)``, or ``[(4096, 512), (2048, 256)]`` on two ranks.
+        max_tokens: most tokens of a microbatch, on any rank; by default the longest row of the lengths at hand.
         policy: who gets which samples, and in which microbatches:
 
             - ``"local_sort"``: rank ``r`` gets samples ``r``, ``r + num_ranks``, ... and runs each alone, the longest
@@ -82,7 +69,7 @@ class Planner:
     """
 
     num_ranks: Count
-    max_tokens: Caps = None
+    max_tokens: Cap = None
     policy: Policy = "lb_mini"
     cost: Any = "quadratic"
     _: KW_ONLY
@@ -91,30 +78,21 @@ class Planner:
     _cost: Cost = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        caps = as_caps(self.max_tokens, self.num_ranks)
-        if isinstance(caps, list) and len(set(caps)) > 1 and self.policy != "lb_mini":
-            least = as_cap(np.array(caps).min(0))  # of rows of numbers, the smallest cap of each number
-            raise ValueError(
-                f"policy={self.policy!r} lets any rank run any microbatch, and max_tokens={caps} allows some ranks "
-                f'more than others: write policy="lb_mini", or max_tokens={least}.'
-            )
-        object.__setattr__(self, "max_tokens", caps)
         object.__setattr__(self, "_cost", resolve_cost(self.cost))
 
     def plan(self, lengths: Any) -> Plan:
         """The plan of one minibatch.
 
         Args:
-            lengths: ``[n]`` tokens of its samples, or ``[n, d]``: a row of numbers for each.
+            lengths: ``[n]`` tokens of its samples.
 
         Returns:
             For each rank its microbatches in the order to run them, each a list of indices into ``lengths``. Every
             sample is in exactly one microbatch.
 
         Raises:
-            ValueError: lengths that are not positive whole numbers, a sample above ``max_tokens``, caps of another
-                number of numbers, costs that are not positive and finite, or a number of samples that a policy with
-                equal counts cannot share.
+            ValueError: lengths that are not positive whole numbers, a sample above ``max_tokens``, costs that are not
+                positive and finite, or a number of samples that a policy with equal counts cannot share.
         """
         array = as_lengths(lengths)
         work = microbatches_of(array, self.max_tokens, self._cost, self.num_ranks, self.collation)
@@ -126,10 +104,7 @@ class Planner:
                 "weight zero."
             )
         if self.policy == "local_sort":
-            sizes = array
-            if array.ndim == 2:
-                sizes = work.costs[0, np.argsort(work.order)]
-            everything = sorted(range(len(array)), key=sizes.tolist().__getitem__, reverse=True)
+            everything = sorted(range(len(array)), key=array.tolist().__getitem__, reverse=True)
             dealt: Plan = [[] for _ in range(self.num_ranks)]
             for sample in everything:
                 dealt[sample % self.num_ranks].append([sample])
@@ -140,12 +115,9 @@ class Planner:
         return work.plan([work.bins(rank, samples) for rank, samples in enumerate(groups)])
 
     def capped_for(self, lengths: Any) -> Planner:
-        """This planner with the caps that ``max_tokens=None`` means for all samples that will be planned."""
+        """This planner with the cap that ``max_tokens=None`` means for all samples that will be planned."""
         array = as_lengths(lengths)
-        caps = check_caps(array, self.collation.row_lengths(array), self.max_tokens, self.num_ranks)
-        if self.max_tokens is not None:
-            return self
-        return replace(self, max_tokens=tuple(caps[0].tolist()))
+        return replace(self, max_tokens=as_cap(array, self.collation.row_lengths(array), self.max_tokens))
 
 
 def _of_equal_counts(plan: Plan) -> Plan:
@@ -157,7 +129,7 @@ def _of_equal_counts(plan: Plan) -> Plan:
 def plan_minibatch(
     lengths: Any,
     num_ranks: int,
-    max_tokens: Caps = None,
+    max_tokens: Cap = None,
     policy: Policy = "lb_mini",
     cost: Any = "quadratic",
     *,
@@ -167,11 +139,9 @@ def plan_minibatch(
     """The microbatches of every rank for one minibatch; equal inputs give equal plans on any machine.
 
     Args:
-        lengths: ``[n]`` tokens of the minibatch's samples, of all ranks together; or a row of numbers for each,
-            ``[n, d]``, for example text tokens and image patches.
+        lengths: ``[n]`` tokens of the minibatch's samples, of all ranks together.
         num_ranks: see `Planner`, as for all that follow.
-        max_tokens: most tokens of a microbatch, or a list with one cap per rank; by default the longest row. For rows
-            of numbers a cap is a tuple.
+        max_tokens: most tokens of a microbatch, on any rank; by default the longest row.
         policy: ``"local_sort"``, ``"lb_micro"``, ``"lb_mini"`` or ``"steal"``.
         cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
         allow_empty: allow empty microbatches where a policy needs equal numbers of them.
@@ -186,8 +156,6 @@ def plan_minibatch(
     Example:
         >>> plan_minibatch([900, 500, 400, 100], num_ranks=2, cost="tokens")
         [[[0], [3]], [[1, 2]]]
-        >>> plan_minibatch([(60, 0), (10, 50), (40, 0), (10, 40)], 2, max_tokens=(100, 60), cost="tokens")
-        [[[0, 3]], [[1, 2]]]
     """
     planner = Planner(
         num_ranks,

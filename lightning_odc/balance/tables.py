@@ -9,9 +9,6 @@ samples::
 Example: rows of 10, 10, 30 and 40 tokens, a token costs 1 and a table 15, no cap. ``least`` is 0, 25, 35, 80 for up to
 three samples. With the fourth, the last is alone, ``80 + 40 + 15 = 135``; or the last two are together,
 ``35 + 2 * 40 + 15 = 130``; or the last three, ``25 + 3 * 40 + 15 = 160``; or all, 175. So ``least[4]`` is 130.
-
-If samples have rows of numbers, the first ones are sorted and padded. What the others cost does not depend on the cut
-and is added to it. Their caps make tables begin later.
 """
 
 from __future__ import annotations
@@ -19,65 +16,57 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 
 from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.costs import MinibatchCosts
-from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, Pieces, Samples, additive
+from lightning_odc.balance.microbatches import Bins, Groups, Microbatches, Pieces, Samples
 
 _SHARES = (math.inf, 1.0, 0.5, 0.25, 1e-9)  # of a rank's load, that a piece may cost
 
 
 class Tables(Microbatches):
-    """Samples as rows of a table, each as long as the longest. The first number is padded, the others add up."""
+    """Samples as rows of a table, each as long as the longest."""
 
     most_lined_up = 256
 
-    def __init__(self, rows: Ints, caps: Ints, costs: MinibatchCosts, is_stacked: bool) -> None:
-        order = np.argsort(rows[:, 0], kind="stable")
-        super().__init__(order, rows, caps, costs)
+    def __init__(self, num_ranks: int, rows: Ints, cap: int, costs: MinibatchCosts, is_stacked: bool) -> None:
+        super().__init__(num_ranks, rows, cap, costs)
         self.bulk = self.costs.sum(0).tolist()
-        tokens = rows[order, 0]
-        self._caps: list[list[int]] = caps.tolist()
         self._is_stacked = is_stacked
         self.overhead = self.overhead + 1  # of equal plans, the one with fewer microbatches is better
         self.overhead_of = self.by_rank(self.overhead)
         # A cost that falls while samples get longer is the largest so far; in bounds, the smallest that follows.
-        self._extra = costs.extra_cost[:, order]
-        self._extra_cost = additive(self.by_rank(self._extra))
-        alone = self.costs - self._extra
-        self._padded = np.maximum.accumulate(alone, axis=1)
-        self.smallest = np.minimum.accumulate(alone[:, ::-1], axis=1)[:, ::-1] + self._extra
+        self._padded = np.maximum.accumulate(self.costs, axis=1)
+        self.smallest = np.minimum.accumulate(self.costs[:, ::-1], axis=1)[:, ::-1]
         self._padded_of = self.by_rank(self._padded)
-        most = np.maximum(caps[: len(self.costs), :1], tokens)  # one alone is never refused
-        self._heights_of = self.by_rank(most // tokens)
-        self.fills = tokens / most
+        self._heights: list[int] = (cap // self.sizes).tolist()
+        self.fills = self.sizes / cap
         # All samples cut together, which no plan undercuts, and the part of each sample in that.
         everything = range(len(self))
-        firsts = self._firsts(int(caps[:, 0].argmax()), everything)
+        firsts = self._firsts(everything)
         self._total, parts = cut(self._padded.min(0).tolist(), firsts, int(self.overhead.min()))
         self._pool = [everything[part] for part in parts]
         sizes = [len(table) for table in self._pool]
         longest = self._padded[:, [table[-1] for table in self._pool]]
         shares = longest + self.overhead[:, None] // sizes
-        self.parts = np.repeat(shares, sizes, axis=1) + self._extra
+        self.parts = np.repeat(shares, sizes, axis=1)
 
     def bound(self) -> float:
         bound = super().bound()
-        is_rising = bool((self.smallest == self._padded + self._extra).all())
-        if len(self.costs) > 1 or self.numbers[1:] or not is_rising:
+        is_rising = bool((self.smallest == self._padded).all())
+        if len(self.costs) > 1 or not is_rising:
             return bound
         return max(bound, self._total / self.num_ranks)
 
     def cost_of(self, rank: int, samples: Samples) -> int:
-        rows = len(samples) * self._padded_of[rank][max(samples)]
-        return rows + self.overhead_of[rank] + self._extra_cost(rank, samples)
+        return len(samples) * self._padded_of[rank][max(samples)] + self.overhead_of[rank]
 
     def load(self, rank: int, samples: Samples) -> int:
         load, _ = self._cut(rank, sorted(samples))
-        return load + self._extra_cost(rank, samples)
+        return load
 
     def bins(self, rank: int, samples: Samples) -> Bins:
         rising = sorted(samples)
@@ -87,20 +76,15 @@ class Tables(Microbatches):
     def _cut(self, rank: int, samples: Samples) -> tuple[int, list[slice]]:
         padded = self._padded_of[rank]
         costs = [padded[sample] for sample in samples]
-        return cut(costs, self._firsts(rank, samples), self.overhead_of[rank])
+        return cut(costs, self._firsts(samples), self.overhead_of[rank])
 
-    def _firsts(self, rank: int, samples: Sequence[int]) -> list[int]:
+    def _firsts(self, samples: Sequence[int]) -> list[int]:
         """For each of these samples, which rise, the place of the first one that may share a table with it."""
-        heights = self._heights_of[rank]
+        heights = self._heights
         firsts = [max(0, end - heights[sample]) for end, sample in enumerate(samples, 1)]
         if self._is_stacked:
-            tokens = [self.numbers[0][sample] for sample in samples]
+            tokens = [self.tokens[sample] for sample in samples]
             firsts = [max(first, bisect_left(tokens, own)) for first, own in zip(firsts, tokens, strict=True)]
-        for numbers, cap in zip(self.numbers[1:], self._caps[rank][1:], strict=True):
-            totals = [0, *accumulate([numbers[sample] for sample in samples])]
-            for place, first in enumerate(firsts):
-                fitting = bisect_left(totals, totals[place + 1] - cap)
-                firsts[place] = max(first, min(fitting, place))
         return firsts
 
     def divisions(self) -> Iterator[Pieces]:
@@ -123,15 +107,14 @@ class Tables(Microbatches):
         """What tables of consecutive samples cost, ``[1 or num_ranks, tables]``."""
         sizes = np.array([len(table) for table in tables])
         ends = np.cumsum(sizes)
-        rows = sizes * self._padded[:, ends - 1] + self.overhead[:, None]
-        return rows + np.add.reduceat(self._extra, ends - sizes, axis=1)
+        return sizes * self._padded[:, ends - 1] + self.overhead[:, None]
 
     def evenly(self, groups: Groups, count: int) -> list[Bins]:
         """Tables of the same places in every group, which cost least if all ranks wait for the longest rows."""
         if len(set(map(len, groups))) > 1:
             return []
         costs = [self._padded[rank % len(self._padded), group] for rank, group in enumerate(groups)]
-        firsts = [self._firsts(rank, group) for rank, group in enumerate(groups)]
+        firsts = [self._firsts(group) for group in groups]
         _, parts = cut(np.max(costs, 0).tolist(), np.max(firsts, 0).tolist(), max(self.overhead_of))
         return [[group[part] for part in parts] for group in groups]
 
@@ -141,10 +124,8 @@ class Tables(Microbatches):
         row = rank % len(self._padded)
         begins = np.arange(len(samples))[:, None]
         ends = np.arange(1, len(samples) + 1)
-        extra = np.append(0, np.cumsum(self._extra[row, samples]))
-        padded = (ends - begins) * self._padded[row, samples]
-        costs = padded + (extra[ends] - extra[begins]) + self.overhead_of[rank]
-        fits = (begins < ends) & (begins >= self._firsts(rank, samples))
+        costs = (ends - begins) * self._padded[row, samples] + self.overhead_of[rank]
+        fits = (begins < ends) & (begins >= self._firsts(samples))
         costs = np.where(fits, costs, math.inf)  # [j, i - 1]
         least = np.full(len(samples) + 1, math.inf)
         least[0] = 0.0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.arguments import checked
-from lightning_odc.balance.arrays import Floats, first_and_rest, floats
+from lightning_odc.balance.arrays import Floats, floats
 from lightning_odc.balance.costs import MICROBATCH, PolynomialCost, Term
 
 _FORWARD_AND_BACKWARD = 3  # the backward pass computes two products for each of the forward pass
@@ -33,8 +33,7 @@ class TransformerCost:
     """FLOPs of the forward and backward pass of each sample, attention causal and separate for each sample.
 
     A sample of ``s`` tokens costs ``per_token * s + per_pair * pairs``, where ``pairs`` counts each query with each key
-    that it sees: ``s (s + 1) / 2`` in a layer with full attention, fewer in one with a sliding window. In a row of
-    numbers the first one counts tokens, and each of the others costs ``per_token``.
+    that it sees: ``s (s + 1) / 2`` in a layer with full attention, fewer in one with a sliding window.
 
     Attributes:
         per_token: FLOPs of projections, feed-forward layers and the output head, for one token.
@@ -53,13 +52,12 @@ class TransformerCost:
     dense: bool = False
 
     def samples(self, lengths: Floats) -> Floats:
-        lengths, rest = first_and_rest(lengths)
         pairs = self.full_layers * (lengths * (lengths + 1) / 2)
         for window in sorted(set(self.windows)):
             inside = np.minimum(lengths, window)
             seen = inside * (inside + 1) / 2 + (lengths - inside) * window
             pairs = pairs + self.windows.count(window) * seen
-        return self.per_token * lengths + self.per_pair * pairs + self.per_token * rest
+        return self.per_token * lengths + self.per_pair * pairs
 
     @property
     def overhead(self) -> Floats:

@@ -22,10 +22,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from lightning_odc.balance.arrays import LENGTH_LIMIT
+from lightning_odc.balance.arrays import LENGTH_LIMIT, Ints
 from lightning_odc.bench.corpus import VOCABULARY, encode, read_samples
 from lightning_odc.console import OptionError
-from lightning_odc.data.lengths import LengthArray
 
 _DRAWN = 4096
 _SIGMA = 0.75
@@ -58,7 +57,7 @@ PUBLISHED = {
 class TokenSamples(Sequence[Tensor]):
     """Token ids by index, made when they are asked for."""
 
-    lengths: LengthArray  # the lengths of all samples
+    lengths: Ints  # the lengths of all samples
     source: str  # a description of them, for people
     # the tokens of a sample; by default random ones, the same on all ranks
     text: Callable[[int], Tensor] | None = None
@@ -104,7 +103,7 @@ def find_samples(name: str, max_length: int | None, seed: int) -> TokenSamples:
     return TokenSamples(kept, source)
 
 
-def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> LengthArray:
+def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> Ints:
     """Lengths from a named distribution, int64 ``[count]``."""
     # All shrink in proportion to the longest, which by default is the published one.
     known = PUBLISHED[name]
@@ -133,7 +132,7 @@ def describe_tail(lengths: ArrayLike) -> str:
     return ", ".join(f"{name} {value:,.0f}" for name, value in figures.items())
 
 
-def _read(path: Path) -> tuple[LengthArray, str]:
+def _read(path: Path) -> tuple[Ints, str]:
     """Lengths from a file of numbers, or of records; and how texts were counted."""
     how = ""
     try:

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_odc.balance.arrays import Plan
+from lightning_odc.balance.arrays import Ints, Plan
 from lightning_odc.balance.costs import Cost, resolve_cost
 from lightning_odc.balance.planner import Planner, Policy, plan_minibatch
 from lightning_odc.balance.transformer import transformer
@@ -23,7 +23,6 @@ from lightning_odc.bench.lengths import TokenSamples, find_samples
 from lightning_odc.bench.models import BenchModule, CausalModel, count_parameters, find_config
 from lightning_odc.bench.options import AUTO, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
 from lightning_odc.console import OptionError
-from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, RunInfo
@@ -143,7 +142,7 @@ class ComparedOptions(BatchOptions):
     compared: str = "lb_mini"  # a policy of `lightning_odc.bench.options.POLICIES`
 
     def planner(
-        self, num_replicas: int, lengths: LengthArray | None = None, info: RunInfo = NOTHING_KNOWN
+        self, num_replicas: int, lengths: Ints | None = None, info: RunInfo = NOTHING_KNOWN
     ) -> Planner:
         planner = super().planner(num_replicas, lengths, info)
         planner_class = {SHUFFLED: ShuffledPlanner, PAPERS_OWN: PapersPlanner}.get(self.compared, Planner)
@@ -169,7 +168,7 @@ class PapersPlanner(Planner):
         costs = resolve_cost(self.cost).samples(tokens.astype(float))
         cap = int(tokens.max())
         if self.max_tokens is not None:
-            cap = max(cap, cast(int, self.max_tokens))
+            cap = max(cap, self.max_tokens)
         # With so much room, only the totals of ranks count.
         roomy = plan_minibatch(tokens, self.num_ranks, int(tokens.sum()), "lb_micro", self.cost)
         groups = [list(itertools.chain(*own)) for own in roomy]

@@ -6,10 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-import numpy as np
-
-from lightning_odc.balance.arrays import Caps
-from lightning_odc.data.lengths import LengthArray
+from lightning_odc.balance.arrays import Ints
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import ModelCost
 from lightning_odc.data.plan import BatchOptions
@@ -33,10 +30,7 @@ def brief(
 def _data(loader: BalancedDataLoader) -> str:
     if loader.is_stream:
         return "a stream of samples; the collate_fn is tried with the first samples"
-    tokens, *others = np.atleast_2d(loader.lengths.values.T)
-    found = f"{len(tokens):,} samples {_range(tokens, ' tokens')}"
-    for place, numbers in enumerate(others, 2):
-        found += f"; number {place} of each {_range(numbers)}"
+    found = f"{len(loader.lengths):,} samples {_range(loader.lengths.values)}"
     if loader.collation is None:
         return (
             f"{found}; the collate_fn could not be recognized, and its microbatches are taken for packed ones"
@@ -44,8 +38,8 @@ def _data(loader: BalancedDataLoader) -> str:
     return f"{found}; the collate_fn {loader.collation.describe()}"
 
 
-def _range(values: LengthArray, unit: str = "") -> str:
-    return f"from {values.min():,} to {values.max():,}{unit}, {float(values.mean()):,.0f} on average"
+def _range(lengths: Ints) -> str:
+    return f"from {lengths.min():,} to {lengths.max():,} tokens, {float(lengths.mean()):,.0f} on average"
 
 
 def _step(loader: BalancedDataLoader) -> str:
@@ -53,7 +47,9 @@ def _step(loader: BalancedDataLoader) -> str:
     samples = f"{recipe.minibatch_size} samples per rank"
     if recipe.batches > 1:
         samples += f" ({recipe.batches} accumulated batches of {recipe.minibatch_size // recipe.batches})"
-    return samples if recipe.whole else samples + _caps(loader.max_tokens)
+    if recipe.whole or loader.max_tokens is None:
+        return samples
+    return f"{samples}; at most {loader.max_tokens:,} tokens in a microbatch"
 
 
 def _plan(loader: BalancedDataLoader) -> str:
@@ -73,15 +69,6 @@ def _cost(recipe: BatchOptions, learns: bool) -> str:
         if learns:
             cost += ", then from measured times"
     return cost
-
-
-def _caps(caps: Caps) -> str:
-    if caps is None:
-        return ""
-    if isinstance(caps, int):
-        return f"; at most {caps:,} tokens in a microbatch"
-    unit = "tokens (by rank)" if isinstance(caps, list) else "(by number)"
-    return f"; at most {caps} {unit} in a microbatch"
 
 
 def _expectation(loader: BalancedDataLoader) -> str:

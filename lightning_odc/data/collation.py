@@ -11,22 +11,19 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.balance.arrays import first_number
+from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.content import Path
-from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.shapes import Shape, Shapes, shapes_of
 
 _TRIED = 9  # samples
 _PADDED = [Collation("padded", 2**power) for power in range(11)]
 
 
-def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: LengthArray) -> Collation | None:
+def find_collation(collate_fn: Any, sample: Callable[[int], Any], tokens: Ints) -> Collation | None:
     """How ``collate_fn`` lays out a microbatch; ``None`` if in none of the known ways, or if it raises."""
-    if not len(lengths):
+    if not len(tokens):
         return None
-    tokens = first_number(lengths)  # of rows of numbers, the first one tells
-
     shapes = partial(_shapes, collate_fn, sample)
     # The shapes of the shortest sample, of the longest one and of both together tell; of those that are not left out:
     #   [10], [17]  ->  (1, 10), (1, 17), together (2, 17)      pads
@@ -44,8 +41,7 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], lengths: Lengt
     if not together:
         return Collation("stacked") if shapes(short, short) else None
     ends = tokens[[short, long]]
-    several = lengths.ndim == 2
-    path = _telling(of_short, of_long, together, ends.tolist() if several else None)
+    path = _telling(of_short, of_long, together)
     if path is None:
         parts = [*of_short.values(), *of_long.values()]
         is_apart = bool(parts) and sorted(parts) == sorted(together.values())
@@ -87,9 +83,7 @@ def _first_kept(indices: list[int], shapes: Callable[[int], Shapes]) -> tuple[in
     return 0, {}
 
 
-def _padded(
-    tokens: LengthArray, ends: LengthArray, rows: list[int], row_of: Callable[[int], int]
-) -> Collation:
+def _padded(tokens: Ints, ends: Ints, rows: list[int], row_of: Callable[[int], int]) -> Collation:
     """The multiple to which samples are padded, of which the shortest and the longest one have these rows."""
     fitting = [padded for padded in _PADDED if padded.row_lengths(ends).tolist() == rows]
     if not fitting:
@@ -110,14 +104,11 @@ def _padded(
     return fitting[0]
 
 
-def _telling(short: Shapes, long: Shapes, together: Shapes, tokens: list[int] | None) -> Path | None:
+def _telling(short: Shapes, long: Shapes, together: Shapes) -> Path | None:
     """A tensor that pads or packs: tokens before others, and what differs between the samples before what does not."""
 
     def rank(path: Path) -> tuple[bool, ...]:
-        # Where samples have several numbers, a tensor with the first ones in its shapes goes before all.
-        sizes = map(list, zip(short[path], long[path], strict=False))
-        is_other = tokens is not None and tokens not in sizes
-        return is_other, "input_ids" not in path, short[path] == long[path]
+        return "input_ids" not in path, short[path] == long[path]
 
     common = [path for path in together if path in short and path in long]
     for path in sorted(common, key=rank):

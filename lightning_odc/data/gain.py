@@ -11,9 +11,9 @@ import numpy as np
 from torch.utils.data import DataLoader, SequentialSampler, Subset
 
 from lightning_odc.balance import COLLECTIVE_SAFE, Plan, Planner, microbatch_costs
-from lightning_odc.balance.arrays import as_lengths, first_number
+from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.balance.collation import Collation
-from lightning_odc.data.lengths import EQUALLY_LONG, LengthArray, LengthFunction, length_function, plain
+from lightning_odc.data.lengths import EQUALLY_LONG, LengthFunction, length_function, plain
 from lightning_odc.data.plan import dealt_out
 from lightning_odc.data.rng import isolated_rng, with_own_rng
 
@@ -31,7 +31,7 @@ class Gain:
     balanced_padding: float  # the same for balanced minibatches
     balanced: float  # the time of balanced minibatches, in the unit of the cost
     factor: float  # the time as batches come, over the time of balanced minibatches
-    shortest: int  # tokens of the shortest sample that was looked at; of rows of numbers, by the first one
+    shortest: int  # tokens of the shortest sample that was looked at
     longest: int  # tokens of the longest one
     least_idle: float  # as `idle`, where ranks wait once per optimizer step only
     padding_alone: float  # as `padding`, with one sample in a batch
@@ -61,7 +61,7 @@ class _Totals:
     computed: int = 0  # tokens, padding included
     own: int = 0  # tokens without it
 
-    def add(self, plan: Plan, lengths: LengthArray, cost: Any, collation: Collation, meets: bool) -> None:
+    def add(self, plan: Plan, lengths: Ints, cost: Any, collation: Collation, meets: bool) -> None:
         """Count one more minibatch; ``meets``: ranks wait for each other at every microbatch."""
         costs = microbatch_costs(plan, lengths, cost, collation=collation)
         busy = [sum(of_rank) for of_rank in costs]
@@ -72,7 +72,7 @@ class _Totals:
             for microbatch in filter(None, of_rank):
                 own = lengths[microbatch]
                 self.computed += collation.tokens(own)
-                self.own += int(first_number(own).sum())
+                self.own += int(own.sum())
 
     @property
     def idle(self) -> float:
@@ -85,7 +85,7 @@ class _Totals:
 
 
 def planned_gain(
-    lengths: LengthArray, batch_size: int, batches: int, planner: Planner, unbalanced: Collation | None = None
+    lengths: Ints, batch_size: int, batches: int, planner: Planner, unbalanced: Collation | None = None
 ) -> Gain:
     """Compare batches as they come with balanced minibatches; ``unbalanced`` is the collation of the former."""
     size = batch_size * batches * planner.num_ranks
@@ -104,7 +104,6 @@ def planned_gain(
         as_they_come.add(dealt, part, planner.cost, collation, meets=True)
         alone.add(dealt_out(samples, 1, 1), part, planner.cost, collation, meets=False)
         balanced.add(planner.plan(part), part, planner.cost, planner.collation, meets)
-    tokens = first_number(lengths)
     return Gain(
         idle=as_they_come.idle,
         balanced_idle=balanced.idle,
@@ -112,8 +111,8 @@ def planned_gain(
         balanced_padding=balanced.padding,
         balanced=balanced.time,
         factor=as_they_come.time / balanced.time,
-        shortest=int(tokens.min()),
-        longest=int(tokens.max()),
+        shortest=int(lengths.min()),
+        longest=int(lengths.max()),
         least_idle=1 - as_they_come.work / as_they_come.least,
         padding_alone=alone.padding,
     )
@@ -121,7 +120,7 @@ def planned_gain(
 
 def glance(
     loader: DataLoader[Any], enough: int, length_fn: LengthFunction | None = None
-) -> tuple[LengthArray, list[int]]:
+) -> tuple[Ints, list[int]]:
     """Lengths and indices of ``enough`` samples in the order they come; fewer where reading takes time, or none."""
     dataset: Any = loader.dataset
     sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)

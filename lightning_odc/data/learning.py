@@ -1,4 +1,4 @@
-"""What a loader learns while its minibatches run: costs, and caps.
+"""What a loader learns while its minibatches run: costs, and a cap.
 
 Note [Plans of what everybody knows]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
@@ -20,8 +20,7 @@ minibatches is saved with the loader, so a resumed run makes the plans of an uni
 Note [After running out]
 ~~~~~~~~~~~~~~~~~~~~~~~~
 A microbatch that ran out of memory was cut and run again, which takes time. So later plans have a lower cap, on all
-ranks that had the same cap, because the same samples may be on any of them next time. A cap never rises: nothing shows
-that more fits.
+ranks, because the same samples may be on any of them next time. A cap never rises: nothing shows that more fits.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, Generic, TypeVar
 
 from lightning_odc.balance import FittedCost, LearntCost
-from lightning_odc.balance.arrays import Caps, State
+from lightning_odc.balance.arrays import State
 from lightning_odc.balance.learnt import AutoCost, Observation
 
 Measurement = tuple[Sequence[Any], float]
@@ -147,28 +146,21 @@ def _learnt(coefficients: Sequence[Sequence[float]], dense: bool) -> LearntCost:
     return LearntCost(tuple(map(tuple, coefficients)), dense)
 
 
-class DelayedCap(History["int | list[int]"]):
-    """Caps that fall, equal on all ranks, as each plan may use them; see Note [Plans of what everybody knows]."""
+class DelayedCap(History[int]):
+    """A cap that falls, as each plan may use it; see Note [Plans of what everybody knows]."""
 
-    def __init__(self, num_ranks: int, cap: int | Sequence[int], least: int) -> None:
-        self._by_rank = not isinstance(cap, int)
-        self._first = [cap] * num_ranks if isinstance(cap, int) else list(cap)
-        self.caps = list(self._first)  # by rank
+    def __init__(self, num_ranks: int, cap: int, least: int) -> None:
+        self._num_ranks = num_ranks
+        self._first = cap
+        self.value = cap
         self.ran_out = 0  # microbatches
         self._least = least  # tokens of the longest sample, which has to run anyway
-        super().__init__(self.value)
-
-    @property
-    def value(self) -> int | list[int]:
-        """The cap of all ranks; or one for each, where they differ or a list was given."""
-        if self._by_rank or len(set(self.caps)) > 1:
-            return list(self.caps)
-        return self.caps[0]
+        super().__init__(cap)
 
     def observe(self, by_rank: Sequence[Sequence[Any] | None]) -> None:
         """Take in what ran out of memory on each rank in a step: the minibatch, and the sizes of microbatches."""
         numbers = []
-        for rank, report in enumerate(by_rank):
+        for report in by_rank:
             if report is None:
                 continue
             number, ran_out = report
@@ -177,37 +169,35 @@ class DelayedCap(History["int | list[int]"]):
             # Parts that ran out, too, do not count: one sample in all of them may be the reason.
             for tokens, samples in ran_out:
                 if samples != 1:  # no cap helps one that does not fit alone
-                    self._lower(self.caps[rank], tokens)
+                    self._lower(tokens or self.value)
         if numbers:
             self.learn(max(numbers), self.value)
 
-    def _lower(self, cap: int, tokens: int) -> None:
-        """Lower the cap of all ranks that have this one: so many tokens have run out, or an unknown number, 0."""
+    def _lower(self, tokens: int) -> None:
+        """Lower the cap: so many tokens have run out."""
         # Never above the cap: a plan from before it fell may run out with more tokens.
-        lower = min(cap, max(int(_LEFT * (tokens or cap)), 1))
-        others = [other for other in self.caps if other != cap]
-        if max([lower, *others]) < self._least:
-            lower = self._least
-        self.caps = [lower if other == cap else other for other in self.caps]
+        lower = min(self.value, int(_LEFT * tokens))
+        self.value = max(lower, self._least)
 
     def values(self) -> dict[str, float]:
         """What to log, by name: see `DeviceIdleMonitor`."""
-        return {"memory/max_tokens": float(min(self.caps)), "memory/ran_out": float(self.ran_out)}
+        return {"memory/max_tokens": float(self.value), "memory/ran_out": float(self.ran_out)}
 
     def state_dict(self) -> State:
         """All that a resumed run needs, as numbers and lists."""
-        cap = {"first": list(self._first), "caps": list(self.caps), "ran_out": self.ran_out}
+        cap = {"ranks": self._num_ranks, "first": self._first, "now": self.value, "ran_out": self.ran_out}
         return {"begun": self.begun, "known": list(map(list, self.known)), "cap": cap}
 
     def load_state_dict(self, state: State) -> None:
         """Go on from what `state_dict` returned, unless it is of other ranks, or another cap was chosen since."""
         cap = state["cap"]
-        first = cap["first"]
-        if len(first) != len(self.caps):
-            raise ValueError(f"it is of {len(first)} ranks, and there are {len(self.caps)}.")
-        if first != self._first:
-            raise ValueError(f"it began with {first} (by rank), and now max_tokens is {self._first}.")
-        self.caps = list(cap["caps"])
+        if "now" not in cap:
+            raise ValueError("an older version saved it, with one cap for each rank.")
+        if cap["ranks"] != self._num_ranks:
+            raise ValueError(f"it is of {cap['ranks']} ranks, and there are {self._num_ranks}.")
+        if cap["first"] != self._first:
+            raise ValueError(f"it began with {cap['first']}, and now max_tokens is {self._first}.")
+        self.value = cap["now"]
         self.ran_out = cap["ran_out"]
         self.begun = state["begun"]
         self.known = list(map(tuple, state["known"]))
@@ -240,8 +230,8 @@ class Learning:
         """The number of the minibatch that is handed out now."""
         return max([part.begin() for part in self._parts], default=0)
 
-    def at(self, number: int) -> tuple[LearntCost | None, Caps]:
-        """The cost and the cap that minibatch ``number`` is planned with, if one was learnt, and if caps may fall."""
+    def at(self, number: int) -> tuple[LearntCost | None, int | None]:
+        """The cost and the cap of minibatch ``number``, if one was learnt, and if the cap may fall."""
         learnt = None if self.cost is None else self.cost.at(number)
         cap = None if self.cap is None else self.cap.at(number)
         return learnt, cap

@@ -14,23 +14,18 @@ from numbers import Number
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
 from lightning_odc import host_memory
 from lightning_odc.arguments import Like
-from lightning_odc.balance.arrays import as_lengths, check_caps
+from lightning_odc.balance.arrays import Ints, as_cap, as_lengths
 from lightning_odc.data.rng import isolated_rng
 from lightning_odc.data.shapes import ShownLength, are_all_shown
 from lightning_odc.progress import progress
 
-LengthArray = npt.NDArray[np.int64]
-"""``[n]``, or ``[n, d]`` where samples have rows of numbers."""
-LengthFunction = Annotated[
-    Callable[[Any], int | Sequence[int]], Like('lambda sample: len(sample["input_ids"])')
-]
-"""The length of a sample, or a row of numbers, as many for every sample: ``(text tokens, image patches)``."""
+LengthFunction = Annotated[Callable[[Any], int], Like('lambda sample: len(sample["input_ids"])')]
+"""The length of a sample."""
 Source = Literal["given", "attribute", "column", "length_fn", "samples", "collated"]
 
 _LOOKED_AT = 16  # samples that show in which dimensions others may differ
@@ -63,8 +58,7 @@ class LengthsUnknownError(ValueError):
 class Lengths:
     """One length per sample of a data set."""
 
-    # int64, at least 1 each; or rows of numbers, `[n, d]`, of which the first is at least 1
-    values: LengthArray
+    values: Ints  # at least 1 each
     # "given", "attribute" (`dataset.lengths`), "column" (of a Hugging Face data set), "length_fn", "samples" (every
     # sample was looked at), or "collated" (the same, alone in a batch)
     source: Source
@@ -74,16 +68,14 @@ class Lengths:
     def __len__(self) -> int:
         return len(self.values)
 
-    def of(self, indices: list[int]) -> list[Any]:
-        """The lengths of some samples: numbers, or lists of them."""
+    def of(self, indices: list[int]) -> list[int]:
+        """The lengths of some samples."""
         return self.values[indices].tolist()
 
     @cached_property
     def digest(self) -> str:
         """Short text that differs when a length does."""
         content = self.values.astype("<i8").tobytes()
-        if self.values.ndim > 1:
-            content = repr(self.values.shape).encode() + content
         return hashlib.sha256(content).hexdigest()[:12]
 
 
@@ -233,12 +225,10 @@ def plain(length: Any) -> Any:
     return length
 
 
-def check_longest(lengths: LengthArray, max_tokens: Any) -> None:
+def check_longest(lengths: Ints, max_tokens: int | None) -> None:
     """Refuse a sample that fits no microbatch."""
-    if max_tokens is None or not len(lengths):
-        return
-    num_ranks = len(max_tokens) if isinstance(max_tokens, list) else 1
-    check_caps(lengths, lengths, max_tokens, num_ranks)
+    if len(lengths):
+        as_cap(lengths, lengths, max_tokens)
 
 
 def _known(dataset: Any) -> Lengths | None:
@@ -253,12 +243,6 @@ def _known(dataset: Any) -> Lengths | None:
         found = [part for part in parts if part is not None]
         if not found or len(found) < len(parts):
             return None
-        if len({part.values.shape[1:] for part in found}) > 1:
-            widths = [np.size(part.values[:1]) for part in found]
-            raise ValueError(
-                f"the parts of a ConcatDataset have lengths of {widths} numbers: say how long samples are, "
-                'length_fn=lambda sample: (len(sample["input_ids"]), len(sample["patches"])).'
-            )
         return Lengths(np.concatenate([part.values for part in found]), found[0].source)
     attribute = getattr(dataset, "lengths", None)
     if attribute is not None and not callable(attribute):
@@ -269,7 +253,7 @@ def _known(dataset: Any) -> Lengths | None:
     return Lengths(column, "column")
 
 
-def _column(dataset: Any) -> LengthArray | None:
+def _column(dataset: Any) -> Ints | None:
     """Lengths from the columns of a Hugging Face data set, unless it transforms samples as they are read."""
     names = getattr(dataset, "column_names", None)
     if not isinstance(names, list) or not hasattr(dataset, "with_format") or not len(dataset):
@@ -292,7 +276,7 @@ def _column(dataset: Any) -> LengthArray | None:
     return None
 
 
-def _scan_collated(dataset: Any, collated: ShownLength) -> LengthArray:
+def _scan_collated(dataset: Any, collated: ShownLength) -> Ints:
     """What ``collated`` measures: by the samples' own shapes if these say the same, since batches take much longer."""
 
     def differs(places: Iterable[int]) -> bool:
@@ -309,7 +293,7 @@ def _scan_collated(dataset: Any, collated: ShownLength) -> LengthArray:
     return values
 
 
-def _scan(dataset: Any, length_of: LengthFunction) -> LengthArray:
+def _scan(dataset: Any, length_of: LengthFunction) -> Ints:
     """Look at every sample, with a progress bar if it takes more than a moment."""
     count = len(dataset)
     next_look = -math.inf

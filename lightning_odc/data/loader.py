@@ -24,13 +24,12 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from lightning_odc.arguments import Count, Index, checked
-from lightning_odc.balance.arrays import Caps, as_lengths
+from lightning_odc.balance.arrays import Cap, Ints, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.planner import Policy
 from lightning_odc.data.arguments import check_stream, check_unroll, check_world, did_you_mean
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.lengths import (
-    LengthArray,
     LengthFunction,
     Lengths,
     check_longest,
@@ -68,13 +67,10 @@ class BalancedDataLoader:
     Args:
         dataset: A map-style data set, or an ``IterableDataset`` that yields the same samples on every rank.
         minibatch_size: Samples per rank and minibatch, on average over ranks.
-        lengths: One number per sample, or a row of numbers for each, for example text tokens and image patches;
-            by default they are found out, see :func:`find_lengths`.
-        length_fn: The length of a sample, or a tuple of numbers.
-        max_tokens: The most tokens in a microbatch, padding included. A list has one number for each rank, for devices
-            with different memory. By default the length of the longest sample (of a stream: the longest of the
-            minibatch). For rows of numbers, a cap is a tuple with one for each: ``(4096, 512)``, or a list of tuples.
-            Every cap falls when a microbatch has run out of memory.
+        lengths: One number per sample; by default they are found out, see :func:`find_lengths`.
+        length_fn: The length of a sample.
+        max_tokens: The most tokens in a microbatch, padding included, on any rank. By default the length of the longest
+            sample (of a stream: the longest of the minibatch). It falls when a microbatch has run out of memory.
         policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
         cost: The cost of a sample by its length. ``"auto"`` is the cost of the model, until times that ``ODCStrategy``
             measures refute it. ``"fitted"`` is learnt from these times from the beginning, for each rank. Others are
@@ -120,7 +116,7 @@ class BalancedDataLoader:
         minibatch_size: Count,
         lengths: Any = None,
         length_fn: LengthFunction | None = None,
-        max_tokens: Caps = None,
+        max_tokens: Cap = None,
         policy: Policy = "lb_mini",
         cost: Any = "auto",
         weighting: Weighting = "auto",
@@ -216,7 +212,7 @@ class BalancedDataLoader:
         self._instead = loader
         self.yields_minibatches = False
 
-    def peek(self, choose: Callable[[LengthArray], list[int]]) -> tuple[list[Any], LengthArray]:
+    def peek(self, choose: Callable[[Ints], list[int]]) -> tuple[list[Any], Ints]:
         """Samples that are chosen by the lengths of all, and their lengths. The data set stays as it is.
 
         Of a stream, it is the first minibatches that are chosen from; one that can be read only once is refused.
@@ -275,8 +271,8 @@ class BalancedDataLoader:
         return cap.values()
 
     @property
-    def max_tokens(self) -> Caps:
-        """The most tokens in a microbatch, or a list by rank, as given; ``None``: the longest sample of a minibatch."""
+    def max_tokens(self) -> int | None:
+        """The most tokens in a microbatch; ``None``: the longest sample of a minibatch."""
         return self._prepare().max_tokens
 
     @property

@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_odc.balance import LearntCost
-from lightning_odc.balance.arrays import Caps, Floats, first_number
+from lightning_odc.balance.arrays import Floats
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Rereader, StealableWork, Task
@@ -68,7 +68,7 @@ class MapSchedule:
         return len(self.epochs)
 
     @property
-    def max_tokens(self) -> Caps:
+    def max_tokens(self) -> int | None:
         """The most tokens in a microbatch, by what is known now."""
         cap = self.learning.cap
         if cap is None:
@@ -172,7 +172,7 @@ class MapSchedule:
 
     @cached_property
     def _typical(self) -> tuple[int, int]:
-        tokens = first_number(self._lengths.values)
+        tokens = self._lengths.values
         middle = len(tokens) // 2
         index = int(tokens.argpartition(middle)[middle])
         return index, int(tokens[index])

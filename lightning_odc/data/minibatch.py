@@ -37,19 +37,13 @@ class NotUnrolledError(TypeError):
 class MicrobatchFacts(NamedTuple):
     """What a loader knows about a microbatch besides its content."""
 
-    # the tokens of its rows, or of the samples in its one row; those of padding are among them. Where samples have
-    # several numbers each, lists of them, tokens first.
-    lengths: list[Any]
+    # the tokens of its rows, or of the samples in its one row; those of padding are among them
+    lengths: list[int]
     # the seed of the random numbers that belong to it, see Note [Random numbers follow the sample]
     seed: tuple[int, ...]
     samples: Rereader | None = None  # the samples, where they can be read again
     # How many samples ``collate_fn`` has made; `None`: as many as planned, as far as is known.
     ran: int | None = None
-
-    @property
-    def tokens(self) -> list[int]:
-        """The lengths; where samples have several numbers, the first one of each."""
-        return [length[0] if isinstance(length, list) else length for length in self.lengths]
 
     @property
     def sample_count(self) -> int:

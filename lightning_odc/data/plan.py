@@ -16,7 +16,7 @@ or peak memory. In epoch ``e``, rank ``r`` gets part ``(r + e + step) % num_rank
     part 0 (9 tokens)    r0    r1    r0    r1       r0: 9 + 2 + 9 + 2 = 22
     part 1 (2 tokens)    r1    r0    r1    r0       r1: 2 + 9 + 2 + 9 = 22
 
-This is a function of epoch and step alone, so a resumed run gets the same parts. If a cost or ``max_tokens`` differs
+This is a function of epoch and step alone, so a resumed run gets the same parts. If a cost differs
 from rank to rank, the planner has placed the parts, and they stay. They also stay while a cost is learnt for each rank.
 """
 
@@ -26,7 +26,7 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -45,19 +45,17 @@ from lightning_odc.balance import (
     regroup,
     resolve_cost,
 )
-from lightning_odc.balance.arrays import Caps, Floats, Ints, as_cap, columns, first_number, floats
+from lightning_odc.balance.arrays import Cap, Floats, Ints, floats
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts
 from lightning_odc.balance.learnt import AutoCost
 from lightning_odc.balance.search import longest_first
 from lightning_odc.data.learning import DelayedCap, DelayedCost
-from lightning_odc.data.lengths import LengthArray, Lengths
+from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import LoaderFacts, Minibatch, Task
 from lightning_odc.data.weighting import LabelCounter
 
-Weighting = (
-    Literal["auto", "label", "token", "next_token", "sample", "sum"] | Callable[[LengthArray], NDArray[Any]]
-)
+Weighting = Literal["auto", "label", "token", "next_token", "sample", "sum"] | Callable[[Ints], NDArray[Any]]
 
 
 World = tuple[int, int]
@@ -108,7 +106,7 @@ class BatchOptions:
     """How samples become minibatches, as the user wrote it for a `BalancedDataLoader`; the same on all ranks."""
 
     minibatch_size: int
-    max_tokens: Caps = None
+    max_tokens: Cap = None
     policy: Policy = "lb_mini"
     cost: Any = "auto"
     weighting: Weighting = "auto"
@@ -129,10 +127,7 @@ class BatchOptions:
             raise ValueError(
                 "regroup=True lets the minibatches of a window exchange samples: write window=16."
             )
-        num_replicas = 1
-        if isinstance(self.max_tokens, list):
-            num_replicas = max(len(self.max_tokens), 1)
-        self.planner(num_replicas)  # refuses what it cannot plan with
+        self.planner(1)  # refuses what it cannot plan with
 
     def under(self, info: RunInfo) -> BatchOptions:
         """The same, as it was decided."""
@@ -215,7 +210,7 @@ class BatchOptions:
         used = self.count_samples(num_samples, num_replicas)
         return -(-used // (self.minibatch_size * num_replicas))
 
-    def minibatches(self, lengths: LengthArray, num_replicas: int) -> list[Ints]:
+    def minibatches(self, lengths: Ints, num_replicas: int) -> list[Ints]:
         """Positions of the samples of each minibatch of a window; see `lightning_odc.balance.regroup`."""
         size = self.minibatch_size * num_replicas
         if not self.regroup:
@@ -225,7 +220,7 @@ class BatchOptions:
         return regroup(quadratic().samples(floats(lengths)), num_replicas, size)
 
     def planner(
-        self, num_replicas: int, lengths: LengthArray | None = None, info: RunInfo = NOTHING_KNOWN
+        self, num_replicas: int, lengths: Ints | None = None, info: RunInfo = NOTHING_KNOWN
     ) -> Planner:
         """What plans minibatches for so many ranks; ``lengths`` are those of the samples in the order they come."""
         cap = self.max_tokens
@@ -239,21 +234,17 @@ class BatchOptions:
             cost = "quadratic"
         return Planner(num_replicas, cap, self.policy, cost, allow_empty=True, collation=info.collation)
 
-    def _largest_batch(self, lengths: LengthArray, num_replicas: int, collation: Collation) -> Caps:
-        """The most tokens (of rows of numbers, the most of each) in a batch of the user's own loader, which fits."""
-        rows = columns(collation.row_lengths(lengths))
+    def _largest_batch(self, lengths: Ints, num_replicas: int, collation: Collation) -> int:
+        """The most tokens in a batch of the user's own loader, which fits."""
+        rows = collation.row_lengths(lengths)
         size = self.batch_size or 1
-        most = np.maximum(rows.max(1), 1)
         unit = size * num_replicas
-        whole = rows.shape[1] // unit * unit
-        if whole:
-            # as `[numbers, batches, samples, ranks]`
-            dealt = rows[:, :whole].reshape(len(rows), -1, size, num_replicas)
-            sums = dealt.sum(2)
-            if collation.is_table:
-                sums[0] = size * dealt[0].max(1)  # of further numbers, nothing is padded
-            most = np.maximum(most, sums.max((1, 2)))
-        return as_cap(most)
+        whole = len(rows) // unit * unit
+        dealt = rows[:whole].reshape(-1, size, num_replicas)  # [batches, samples, ranks]
+        tokens = dealt.sum(1)
+        if collation.is_table:
+            tokens = size * dealt.max(1)
+        return max(int(rows.max()), int(tokens.max(initial=0)))
 
     def delayed_cost(self, num_replicas: int, rank: int, info: RunInfo) -> DelayedCost | None:
         """The cost, if it is one that learns, for so many ranks; the first one fits it."""
@@ -274,7 +265,7 @@ class BatchOptions:
             )
         return DelayedCost(cost, fits=rank == 0)
 
-    def sample_weights(self, lengths: LengthArray) -> Floats:
+    def sample_weights(self, lengths: Ints) -> Floats:
         """What each sample counts in the gradient."""
         if callable(self.weighting):
             weights = floats(self.weighting(lengths))
@@ -286,7 +277,7 @@ class BatchOptions:
             return weights
         if self.weighting in ("sample", "sum"):
             return np.ones(len(lengths))
-        tokens = floats(first_number(lengths))
+        tokens = floats(lengths)
         if self.weighting == "next_token":
             tokens -= 1
         return tokens
@@ -354,19 +345,14 @@ class EpochPlan:
             self._minibatches = [own[group] for group in groups]
         return self._minibatches[within]
 
-    def delayed_cap(self) -> DelayedCap | None:
-        """Caps that begin with those of the planner; ``None`` where samples have several numbers, each with a cap."""
-        cap = self.planner.max_tokens
-        if self.lengths.values.ndim > 1 or cap is None:
-            return None
+    def delayed_cap(self) -> DelayedCap:
+        """A cap that begins with that of the planner."""
+        assert self.planner.max_tokens is not None
         rows = self.planner.collation.row_lengths(self.lengths.values)
-        caps = cast("int | Sequence[int]", cap)
-        return DelayedCap(self.num_replicas, caps, least=int(rows.max()))
+        return DelayedCap(self.num_replicas, self.planner.max_tokens, least=int(rows.max()))
 
-    def plan(
-        self, epoch: int, step: int, learnt: LearntCost | None = None, caps: Caps = None
-    ) -> MinibatchPlan:
-        """Plan which rank runs which samples in minibatch ``step``, with a cost and caps that were learnt."""
+    def plan(self, epoch: int, step: int, learnt: LearntCost | None = None, cap: Cap = None) -> MinibatchPlan:
+        """Plan which rank runs which samples in minibatch ``step``, with a cost and a cap that were learnt."""
         if not 0 <= step < len(self):
             raise IndexError(
                 f"Minibatch {step} is not one of the {len(self)} of an epoch, which count from 0."
@@ -375,8 +361,8 @@ class EpochPlan:
         lengths = self.lengths.values[indices]
         name = self.options.name(epoch, step, self.lengths)
         planner = self.planner
-        if caps is not None:
-            planner = replace(planner, max_tokens=caps)
+        if cap is not None:
+            planner = replace(planner, max_tokens=cap)
         return MinibatchPlan.of(self.options, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
@@ -384,7 +370,7 @@ class EpochPlan:
         lengths = [self.lengths.values[indices] for of_rank in plan.microbatches for indices in of_rank]
         cost = self.planner.cost if learnt is None else learnt
         costs = average_costs(lengths, cost, self.num_replicas, collation=self.planner.collation)
-        tokens = sum(first_number(sizes).sum() for sizes in lengths)
+        tokens = sum(sizes.sum() for sizes in lengths)
         scale = float(tokens) / sum(costs)
         remaining = iter(costs)
         return [[next(remaining) * scale for _ in of_rank] for of_rank in plan.microbatches]
@@ -405,7 +391,7 @@ class MinibatchPlan:
         options: BatchOptions,
         planner: Planner,
         indices: Ints,
-        lengths: LengthArray,
+        lengths: Ints,
         name: str,
         learnt: LearntCost | None = None,
         turn: int = 0,
@@ -417,7 +403,7 @@ class MinibatchPlan:
             positions = whole_batches(options, planner, lengths)
         else:
             positions = planner.plan(lengths)
-            if learnt is None and not isinstance(planner.max_tokens, list):
+            if learnt is None:
                 costs = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
                 if costs.of_equal_ranks:
                     first = turn % planner.num_ranks  # see Note [Ranks take turns]
@@ -426,8 +412,7 @@ class MinibatchPlan:
         if options.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
             counts *= planner.num_ranks * options.batches / len(lengths)
         # A rank that has too few samples for equal counts gets a microbatch of weight 0, of the shortest sample.
-        sizes = lengths.reshape(len(lengths), -1).sum(1)
-        shortest = int(indices[sizes.argmin()])
+        shortest = int(indices[lengths.argmin()])
         microbatches = [[indices[own].tolist() or [shortest] for own in of_rank] for of_rank in positions]
         weights = [[float(counts[own].sum()) for own in of_rank] for of_rank in positions]
         if options.counts_alike:
@@ -457,7 +442,7 @@ def dealt_out(samples: list[int], num_ranks: int, size: int) -> Plan:
     return dealt
 
 
-def whole_batches(options: BatchOptions, planner: Planner, lengths: LengthArray) -> Plan:
+def whole_batches(options: BatchOptions, planner: Planner, lengths: Ints) -> Plan:
     """The batches that a distributed sampler deals out. Ranks swap some of them, so that loads are level."""
     ranks = planner.num_ranks
     count = len(lengths)

@@ -30,9 +30,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from lightning_odc.balance.arrays import first_number
+from lightning_odc.balance.arrays import Ints
 from lightning_odc.data.content import Path, given_bounds, parts_in
-from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.minibatch import Minibatch, Task
 
 _TRIED = 9  # samples
@@ -89,9 +88,8 @@ class Ran:
         return 0
 
 
-def find_ran(read: Read, lengths: LengthArray) -> Ran:
+def find_ran(read: Read, tokens: Ints) -> Ran:
     """What batches show, tried with a few samples, from the shortest to the longest."""
-    tokens = first_number(lengths)
     order = tokens.argsort(kind="stable")
     places = np.linspace(0, len(order) - 1, min(_TRIED, len(order))).astype(int)
     chosen: list[int] = order[places].tolist()

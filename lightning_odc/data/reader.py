@@ -25,9 +25,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_odc import host_memory
 from lightning_odc.arguments import Count, Index, Like
+from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.collation import find_collation
-from lightning_odc.data.lengths import LengthArray, LengthFunction
+from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.ran import Ran, find_ran
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
@@ -73,7 +74,7 @@ class SampleReader:
                 microbatches.append(self.read(assignment.epoch, indices, lengths))
         return Minibatch(microbatches, assignment.weights, assignment.plan)
 
-    def collation(self, lengths: LengthArray) -> Collation | None:
+    def collation(self, lengths: Ints) -> Collation | None:
         """What the ``collate_fn`` makes of a microbatch, see `find_collation`; ``None`` where only workers can read."""
         copied = self._copied()
         if copied is None:
@@ -81,7 +82,7 @@ class SampleReader:
         with isolated_rng():
             return find_collation(self._collate, lambda index: copied.samples(0, [index])[0], lengths)
 
-    def ran(self, lengths: LengthArray) -> Ran:
+    def ran(self, lengths: Ints) -> Ran:
         """How microbatches show what they hold, see `find_ran`; nothing where only workers can read."""
         copied = self._copied()
         if copied is None:

@@ -21,7 +21,7 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
     """The two parts of a microbatch; empty if it cannot be cut."""
     detail = task.detail
     if detail is not None and detail.samples is not None:
-        return _read_again(task.weight, detail.tokens, detail.samples)
+        return _read_again(task.weight, detail.lengths, detail.samples)
     sizes = sizes_of(task.microbatch)
     if not sizes:
         return []
@@ -57,7 +57,7 @@ def _read_again(weight: float, tokens: Sequence[int], samples: Rereader) -> list
     parts = [samples.read(samples.indices[:at]), samples.read(samples.indices[at:])]
     full = [part.detail for part in parts if part.detail is None or part.detail.ran != 0]
     if len(full) == 1 and full[0] is not None and full[0].samples is not None:
-        return _read_again(weight, full[0].tokens, full[0].samples)
+        return _read_again(weight, full[0].lengths, full[0].samples)
     # A user's function may give other weights to fewer samples.
     planned = sum(part.weight for part in parts) or 1.0
     return [part._replace(weight=weight * part.weight / planned) for part in parts]

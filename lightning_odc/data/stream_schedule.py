@@ -23,12 +23,11 @@ import numpy as np
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc.balance import epoch_order
-from lightning_odc.balance.arrays import as_lengths
+from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import (
-    LengthArray,
     LengthFunction,
     Lengths,
     check_longest,
@@ -164,7 +163,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
             seed_rng(self._options.seed, self._epoch)
             yield
 
-    def _find_ran(self, samples: list[Any], lengths: LengthArray) -> Ran:
+    def _find_ran(self, samples: list[Any], lengths: Ints) -> Ran:
         if self._options.counts_alike:
             return Ran()
 
@@ -178,14 +177,14 @@ class StreamSchedule(IterableDataset[Minibatch]):
         self._stand_in = [copy.deepcopy(samples[ran.stand_in])]
         return replace(ran, stand_in=-1)  # the last one, behind those of a minibatch
 
-    def _find_collation(self, samples: list[Any], lengths: LengthArray) -> Collation:
+    def _find_collation(self, samples: list[Any], lengths: Ints) -> Collation:
         with self._seeded():
             collation = find_collation(self._collate, samples.__getitem__, lengths) or PACKED
         if self.learning.cost is not None and collation.kind != "packed":
             self.learning.cost.separate_samples()
         return collation
 
-    def _minibatch(self, step: int, samples: list[Any], lengths: LengthArray, info: RunInfo) -> Minibatch:
+    def _minibatch(self, step: int, samples: list[Any], lengths: Ints, info: RunInfo) -> Minibatch:
         """This rank's part of a minibatch of these samples."""
         options = self._options
         learnt, _ = self.learning.at(self.learning.begun)

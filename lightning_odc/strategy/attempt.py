@@ -270,7 +270,7 @@ def size_of(task: Task) -> tuple[int, int]:
     detail = task.detail
     if detail is None:
         return token_count(task.microbatch) or 0, sample_count(task.microbatch) or 0
-    return int(sum(detail.tokens)), len(detail.lengths)
+    return sum(detail.lengths), len(detail.lengths)
 
 
 def described(task: Task) -> str:

@@ -44,8 +44,7 @@ def choose_policy(
     # planned ones. It reads samples in this process, which is not ``prepared`` as the user's workers are.
     if world_size == 1 or device_type != "cpu" or not indexed or prepared:
         return "lb_mini"
-    caps_differ = isinstance(options.max_tokens, list)
-    if options.deterministic or caps_differ:
+    if options.deterministic:
         return "lb_mini"
     return "steal"
 

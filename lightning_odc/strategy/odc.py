@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
 from lightning_odc.arguments import Count, checked
-from lightning_odc.balance.arrays import Caps
+from lightning_odc.balance.arrays import Cap
 from lightning_odc.data.convert import check_single, is_minibatch, only, placed_as
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import BalancedDataLoader, Packing
@@ -114,13 +114,11 @@ class ODCStrategy(ReducingStrategy):
             ``batch_size * accumulate_grad_batches`` samples per rank on average. ``"auto"`` chooses the policy that
             waits least. It leaves loaders alone that yield `Minibatch`\ es, and data that it cannot balance.
             ``strategy="odc_plain"`` is ``None``.
-        max_tokens: The most tokens in a microbatch, padding included; a list has one cap for each rank, a tuple one for
-            each number of a sample. By default as in the loader's largest batch. It falls when a microbatch has run
-            out of memory.
+        max_tokens: The most tokens in a microbatch, padding included, on any rank. By default as in the loader's
+            largest batch. It falls when a microbatch has run out of memory.
         cost: The cost of a sample by its length, as in ``BalancedDataLoader``. ``"auto"`` is the cost of the model,
             until measured times refute it; others are ``"quadratic"``, ``"fitted"``, ...
-        length_fn: The function that returns the length of a sample, or a tuple of numbers; by default the loader finds
-            lengths out.
+        length_fn: The function that returns the length of a sample; by default the loader finds lengths out.
         weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``. By default, a trial of the loss
             finds out what counts, or that batches must stay whole. ``num_items`` that ``training_step`` returns
             override it.
@@ -171,7 +169,7 @@ class ODCStrategy(ReducingStrategy):
         accumulator_dtype: FloatDtype | None = None,
         keep_gathered: MemorySize = "auto",
         balance: Balance = "auto",
-        max_tokens: Caps = None,
+        max_tokens: Cap = None,
         cost: Any = "auto",
         length_fn: LengthFunction | None = None,
         weighting: Weighting = "auto",

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 
 from lightning_odc.arguments import Count, Like
 from lightning_odc.balance import FittedCost
-from lightning_odc.balance.arrays import Caps
+from lightning_odc.balance.arrays import Cap
 from lightning_odc.balance.planner import COLLECTIVE_SAFE, Policy
 from lightning_odc.data.arguments import did_you_mean
 from lightning_odc.data.lengths import LengthFunction
@@ -73,7 +73,7 @@ class Options:
     accumulator_dtype: torch.dtype | None = None
     keep_gathered: int | str = "auto"
     balance: Balance = "auto"
-    max_tokens: Caps = None
+    max_tokens: Cap = None
     cost: Any = "auto"
     length_fn: LengthFunction | None = None
     weighting: Weighting = "auto"

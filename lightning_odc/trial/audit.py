@@ -81,8 +81,8 @@ class Audit:
         # Rows may be anything, unless there are as many as samples.
         if detail is None or len(sizes) != detail.sample_count:
             return []
-        if len(sizes) == len(detail.tokens):
-            sizes = detail.tokens
+        if len(sizes) == len(detail.lengths):
+            sizes = detail.lengths
         counts_tokens = self.rule.counter is None and self.rule.weighting in ("token", "next_token")
         if counts_tokens and not math.isclose(planned_count(self.rule, sizes), task.weight):
             return []
@@ -96,12 +96,12 @@ def _mixed(tasks: Sequence[Task]) -> Task | None:
     largest = 0
     samples = None
     for _, _, detail in tasks:
-        if detail is None or detail.samples is None or len(detail.tokens) != len(detail.samples.indices):
+        if detail is None or detail.samples is None or len(detail.lengths) != len(detail.samples.indices):
             return None
         samples = detail.samples
-        tokens += detail.tokens
+        tokens += detail.lengths
         indices += samples.indices
-        largest = max(largest, max(detail.tokens) * len(detail.tokens))
+        largest = max(largest, max(detail.lengths) * len(detail.lengths))
     if samples is None:
         return None
     if samples.typical is not None and samples.typical[0] not in indices:

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_odc.balance.arrays import first_number
+from lightning_odc.balance.arrays import Ints
 from lightning_odc.data.content import some_rows, tensors_of
-from lightning_odc.data.lengths import LengthArray
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.trial.decide import Counts
@@ -32,9 +31,9 @@ def samples_of(loader: BalancedDataLoader) -> TrialSamples:
     return TrialSamples(samples, lengths, loader.collate)
 
 
-def spread_out(lengths: LengthArray) -> list[int]:
+def spread_out(lengths: Ints) -> list[int]:
     """Positions of 64 samples, the shortest first and the longest last: enough to show a class that is not common."""
-    order = first_number(lengths).argsort(kind="stable")
+    order = lengths.argsort(kind="stable")
     count = min(len(order), _MOST_READ)
     return order[np.linspace(0, len(order) - 1, count).astype(int)].tolist()
 
@@ -42,13 +41,13 @@ def spread_out(lengths: LengthArray) -> list[int]:
 class TrialSamples:
     """Makes batches of samples. Equal samples make equal batches, whatever is random in the ``collate_fn``."""
 
-    def __init__(self, samples: Sequence[Any], lengths: LengthArray, collate_fn: Callable[..., Any]) -> None:
+    def __init__(self, samples: Sequence[Any], lengths: Ints, collate_fn: Callable[..., Any]) -> None:
         self._samples = samples
         self._collate_fn = collate_fn
         # Those that the `collate_fn` leaves out have no loss. If it leaves out all, training will meet its error, too.
         ran = [position for position in range(len(samples)) if self._runs(position)] or range(len(samples))
         self._samples = [samples[position] for position in ran]
-        self.tokens: list[int] = first_number(lengths)[list(ran)].tolist()
+        self.tokens: list[int] = lengths[list(ran)].tolist()
         everything = range(len(ran))
         # A random `collate_fn` (it masks some tokens, say) would show a sample alone in one way and among
         # others in another. So where it is, all batches are rows of a single one.

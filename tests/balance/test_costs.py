@@ -158,13 +158,3 @@ def test_sliding_windows_see_fewer_keys() -> None:
     assert pairs.tolist() == [1, 55, 55 + 15 * 10]
     halfway = (2 * sliding.samples(lengths) + full.samples(lengths)) / 3
     np.testing.assert_allclose(mixed.samples(lengths), halfway)
-
-
-def test_ranks_with_other_caps_stay_apart_even_if_every_sample_fits_everywhere() -> None:
-    """Their microbatches fill differently, so one row of costs for all of them would plan with the first cap."""
-    lengths = np.array([5, 3, 2])
-    costs = MinibatchCosts.of(resolve_cost("tokens"), lengths, 2)
-    for caps, rows in (([9, 9], 1), ([9, 5], 2)):
-        by_rank = np.array(caps)[:, None]
-        whole = costs.forbid_unfitting(lengths[:, None], by_rank).whole()
-        assert (len(whole.samples), len(whole.overhead)) == (rows, rows)

@@ -146,19 +146,6 @@ def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
     assert all("labels" in row for row in rows)
 
 
-def test_of_several_numbers_the_first_one_tells():
-    """Patches come first in the batch and are packed; texts are padded, and their tokens are the first number."""
-    samples = [(torch.zeros(patches, 4), torch.zeros(tokens)) for tokens, patches in ((3, 2), (9, 7), (5, 3))]
-
-    def collate(batch: list[Any]) -> dict[str, Tensor]:
-        patches, texts = zip(*batch, strict=True)
-        return {"patches": torch.cat(patches), "text": pad_sequence(texts, batch_first=True)}
-
-    rows = np.array([(len(text), len(patches)) for patches, text in samples])
-    assert find_collation(collate, samples.__getitem__, rows) == PADDED
-    assert find_collation(collate, samples.__getitem__, rows[:, ::-1]) == PACKED
-
-
 LENGTHS = [30, 5, 5, 6, 29, 12, 11, 13, 28, 6, 7, 30]
 LONG = [30, 5, 4, 6, 40, 7, 5, 3]  # two of them are cut to 12
 

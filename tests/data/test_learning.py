@@ -194,26 +194,25 @@ def observe(cap: DelayedCap, *ran_out: list[list[int]]) -> None:
     cap.observe([[0, own] if own else None for own in ran_out])
 
 
-def test_a_cap_falls_below_what_ran_out_on_all_ranks_that_had_it() -> None:
-    cap = DelayedCap(3, [4000, 4000, 1500], 1000)
+def test_the_cap_falls_below_what_ran_out_on_any_rank() -> None:
+    cap = DelayedCap(3, 4000, 1000)
     observe(cap, [], [[3000, 2]], [])
-    assert cap.value == [2400, 2400, 1500]
+    assert cap.value == 2400
     observe(cap, [], [], [[0, 2]])
-    assert cap.value == [2400, 2400, 1200], "not known: that of a full microbatch"
-    observe(cap, [[2900, 2], [1450, 2]], [], [])
-    assert cap.value == [1160, 1160, 1200], "two microbatches"
+    assert cap.value == 1920, "not known: that of a full microbatch"
+    observe(cap, [[2900, 2]], [], [[1450, 2]])
+    assert cap.value == 1160, "two microbatches"
     observe(cap, [[1000, 1]], [], [])
-    assert cap.value == [1160, 1160, 1200], "no cap helps a sample that does not fit alone"
+    assert cap.value == 1160, "no cap helps a sample that does not fit alone"
     assert cap.ran_out == 5
 
 
 def test_plans_made_before_that_run_out_too_change_nothing_more() -> None:
-    for cap, least, other_rank, expected in (
-        (1000, 100, [[990, 2]], 792),
-        (1000, 900, [], 900),  # it stays above the longest sample
-        ([1000, 500], 900, [[500, 2]], [900, 400]),  # which fits on rank 0
+    for least, other_rank, expected in (
+        (100, [[990, 2]], 792),
+        (900, [], 900),  # it stays above the longest sample
     ):
-        own = DelayedCap(2, cap, least)
+        own = DelayedCap(2, 1000, least)
         for _ in range(3):
             observe(own, [[1000, 2]], other_rank)
             assert own.value == expected
@@ -252,7 +251,7 @@ def capped_loader(max_tokens: Any, info: RunInfo = MEASURED, **options: Any) -> 
 
 
 def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
-    for max_tokens, expected in ((36, 28), (None, 9), ([36], [28])):
+    for max_tokens, expected in ((36, 28), (None, 9)):
         own = capped_loader(max_tokens)
         minibatches = iter(own)
         for number in range(3):
@@ -284,9 +283,8 @@ def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
 def test_caps_that_stay() -> None:
     for options in (
         {"unroll": True, "policy": "lb_micro"},
-        {"lengths": [(length, 1) for length in CAPPED]},
         {"info": RunInfo(dense=False, repeats=True)},
     ):
         own = capped_loader(None, **options)
-        assert own.max_tokens in (9, (9, 1))
+        assert own.max_tokens == 9
         assert own.memory_values == {}

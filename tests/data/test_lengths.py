@@ -304,21 +304,12 @@ def test_wrong_lengths_are_named():
         ([3, 4, 10**400], "one number per sample"),
         ([3, 4], "lengths has 2 entries, but the data set has 3 samples"),
         ([[[3, 4]]], r"shape \[1, 1, 2\]"),
-        (["a", "b", "c"], r"lengths=\[len\(x\) for x in samples\]"),
-        (["3", "4", "5"], "text and truth values are no numbers"),
-        ([True, True, True], "text and truth values are no numbers"),
-        ([[1], [2, 3], [4]], "sample 0 has 1, and sample 1 has 2: length_fn="),
+        (["a", "b", "c"], r"as in lengths=\[812, 4096, 77\]: the tokens of its row"),
+        (["3", "4", "5"], "Text and truth values are no numbers"),
+        ([True, True, True], "Text and truth values are no numbers"),
+        ([[1], [2, 3], [4]], "one number per sample"),
         (7, "one number per sample"),
-        # rows of numbers
-        ([(3, 1), (4, 2, 1), (5, 1)], r"sample 0 has 2, and sample 1 has 3: length_fn=lambda sample: \(len"),
-        ([(), (), ()], "a row of 2 to 8, and every row has 0 numbers"),
-        (
-            [(3, 1), (4, -1), (5, 0)],
-            r"sample 1 has length \(4, -1\).*only the numbers after the first may be 0",
-        ),
-        ([(3, 1), (4, 1), (0, 2)], r"sample 2 has length \(0, 2\).*put first what every sample has"),
-        ([(3, 1), (4, float("nan")), (5, 2)], r"sample 1 has length \(4, nan\)"),
-        ([range(9)] * 3, "every row has 9 numbers"),
+        ([(3, 1), (4, 2), (5, 0)], r"one number per sample.*length_fn=lambda .*have shape \[3, 2\]"),
     ]
     assert_refused(lambda lengths: as_lengths(lengths, count=3), cases)
 
@@ -333,9 +324,11 @@ def test_wrong_lengths_are_found_wherever_they_come_from():
         ((Samples([[1], [], [1]]), None), "the samples: sample 1 has length 0"),
         ((Samples(ROWS), lambda _: None), "the samples: sample 0 has length nan"),
         ((Samples(ROWS), lambda _: -1), "sample 0 has length -1"),
+        (
+            (Samples(ROWS), lambda sample: (len(sample), 2)),
+            r"the samples must be one number per sample.*length_fn=.*\+ len\(sample\[\"patches\"\]\)",
+        ),
     ]
-    other = ConcatDataset([Samples(ROWS, lengths=[3, 1, 4, 1, 5]), Samples(ROWS, lengths=[(1, 2)] * 5)])
-    cases.append(((other, None), r"lengths of \[1, 2\] numbers: .*length_fn="))
     assert_refused(lambda case: find_lengths(case[0], length_fn=case[1]), cases)
 
 
@@ -350,23 +343,6 @@ def test_a_digest_sees_into_samples():
     assert digest_of(bits[0]) != digest_of(bits[1])
     assert digest_of(np.array(["x"], dtype=object)) != digest_of(np.array(["y"], dtype=object))
     assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])
-
-
-def numbers(sample: list[int]) -> tuple[int, int]:
-    return len(sample), sum(sample)
-
-
-def test_a_length_function_may_return_a_row_of_numbers():
-    expected = [[len(row), sum(row)] for row in ROWS]
-    for convert in (tuple, list, np.array, torch.tensor):
-        found = find_lengths(Samples(ROWS), length_fn=lambda row, convert=convert: convert(numbers(row)))
-        assert found.values.tolist() == expected
-    found = find_lengths(Samples(ROWS), length_fn=numbers)
-    assert (found.values.tolist(), found.of([1])) == (expected, expected[1:2])
-    assert found.digest != find_lengths(Samples(ROWS), [row[0] for row in expected]).digest
-    assert find_lengths(Samples(ROWS, lengths=np.array(expected))).values.tolist() == expected
-    single = find_lengths(Samples(ROWS), length_fn=lambda sample: (len(sample),))
-    assert single.values.ndim == 1
 
 
 class Hoards:

@@ -349,25 +349,10 @@ def test_workers_end_with_a_pass_that_is_given_up_and_kept_ones_with_their_loade
         gc.enable()
 
 
-def test_samples_with_several_numbers():
-    numbers = np.array([(length, length % 5) for length in LENGTHS])
-    options: dict[str, Any] = {"lengths": numbers, "max_tokens": (50, 6)}
-    balanced = loader(**options, weighting="token")
-    plans = [balanced.plan(step) for step in range(len(balanced))]
-    used = [own for plan in plans for rank in plan.microbatches for own in rank]
-    assert sorted(index for own in used for index in own) == list(range(len(LENGTHS)))
-    assert all((numbers[own].sum(0) <= (50, 6)).all() for own in used)
-    assert sum(sum(weights) for plan in plans for weights in plan.weights) == sum(LENGTHS)
-    list(islice(balanced, 2))
-    other = loader(**{**options, "lengths": numbers[:, ::-1] + 1, "max_tokens": None})
-    other.load_state_dict(balanced.state_dict())
-    with pytest.raises(ValueError, match="in another order"):
-        next(iter(other))
-    with pytest.raises(ValueError, match=r"max_tokens=50 caps 1: .*max_tokens=\(50, 4\)"):
-        loader(lengths=numbers)
-    with pytest.raises(ValueError, match=r"got \[4, 2\] for lengths of shape \[4, 2\]"):
-        loader(**options, weighting=lambda lengths: lengths).plan(0)
-    assert loader(**options, weighting=lambda lengths: lengths[:, 1] + 1).plan(0).weights
+def test_weights_of_samples_are_checked() -> None:
+    assert loader(weighting=lambda lengths: lengths + 1).plan(0).weights
+    with pytest.raises(ValueError, match=r"got \[1\] for lengths of shape \[4\]"):
+        loader(weighting=lambda lengths: lengths[:1]).plan(0)
 
 
 class Deadly(Rows):

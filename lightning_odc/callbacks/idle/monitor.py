@@ -38,7 +38,7 @@ class DeviceIdleMonitor(Callback):
     - ``busy_seconds``, ``step_seconds``; ``imbalance``, the busiest rank's busy time over the mean;
     - ``gpu/<part>_seconds``: ``kernel``, ``collective``, ``empty``, if steps on GPUs are profiled;
     - ``microbatches`` of all ranks in a step, ``samples_per_second``, ``tokens_per_second``;
-    - with a `BalancedDataLoader`, by the latest step: ``memory/max_tokens``, the smallest over ranks;
+    - with a `BalancedDataLoader`, by the latest step: ``memory/max_tokens``;
       ``memory/ran_out``, microbatches so far that ran out of memory.
 
     The strategy decides which of them can be measured. The others are left out, never guessed. The page *Idle time* of
