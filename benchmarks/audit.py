@@ -16,11 +16,10 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 from lightning.pytorch.plugins.environments import LightningEnvironment
 
-from benchmarks.command import QUIET, parser_of
+from benchmarks.command import QUIET, markdown, parser_of
+from benchmarks.harness.processes import RankProcesses
 from benchmarks.one_line import ODC, PROJECTS, loader_of
 from lightning_odc import ODCStrategy
-from lightning_odc.bench.processes import RankProcesses
-from lightning_odc.console import markdown
 from lightning_odc.trial.audit import Audit
 
 RANKS = 2
@@ -75,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, metavar="N", default=12, help="of four minibatches each")
     options: argparse.Namespace = parser.parse_args(arguments)
     rows = []
-    with RankProcesses(RANKS, preload=["lightning_odc.bench.models"]) as ranks:
+    with RankProcesses(RANKS, preload=["benchmarks.harness.models"]) as ranks:
         for name in options.projects:
             by_rank = ranks.call(fit, name, options.epochs)
             assert all(found and not any(found) for _, found in by_rank), (

@@ -27,10 +27,10 @@ from rich.console import Console
 from rich.progress import track
 
 from benchmarks import command
+from benchmarks.command import OptionError, check_options, markdown, option, prepare_output
+from benchmarks.harness.processes import PROCESS_BYTES, CutShort, RankProcesses, check_memory
+from benchmarks.harness.report import machine
 from benchmarks.tables import quartiles
-from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, RankProcesses, check_memory
-from lightning_odc.bench.report import machine
-from lightning_odc.console import OptionError, check_options, markdown, option, prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import all_gather, reduce_scatter
 from lightning_odc.engine.protocol import Protocol

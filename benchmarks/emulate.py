@@ -1,6 +1,6 @@
 """Train on emulated devices: all is real except the layers' work. For that, a rank sleeps as long as a cost says.
 
-``make bench NAME=emulate`` has the options of ``lightning-odc bench``, with other defaults and some of its own.
+``make bench NAME=emulate`` has the options of ``benchmarks.harness``, with other defaults and some of its own.
 
 Note [Emulated devices]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -31,12 +31,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from benchmarks import command
-from lightning_odc.balance import PolynomialCost, transformer, with_speeds
-from lightning_odc.balance.costs import Cost, pair_of, resolve_cost
-from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
-from lightning_odc.bench.lengths import TokenSamples
-from lightning_odc.bench.models import BenchModule, configuration
-from lightning_odc.bench.options import (
+from benchmarks.command import OptionError, option, prepare_output
+from benchmarks.harness.lengths import TokenSamples
+from benchmarks.harness.models import BenchModule, configuration
+from benchmarks.harness.options import (
     AUTO,
     EQUAL_COUNTS,
     LONGEST_HELP,
@@ -45,11 +43,13 @@ from lightning_odc.bench.options import (
     TrainOptions,
     combinations,
 )
-from lightning_odc.bench.report import Outcome, show_percent
-from lightning_odc.bench.results import WARM_UP, Row
-from lightning_odc.bench.training import check, train_all
-from lightning_odc.bench.workload import Workload
-from lightning_odc.console import OptionError, option, prepare_output
+from benchmarks.harness.report import Outcome, show_percent
+from benchmarks.harness.results import WARM_UP, Row
+from benchmarks.harness.training import check, train_all
+from benchmarks.harness.workload import Workload
+from lightning_odc.balance import PolynomialCost, transformer, with_speeds
+from lightning_odc.balance.costs import Cost, pair_of, resolve_cost
+from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
 from notebooks.support.sleeping import SleepingLayer, SleepingModel
 
 FITTED = {
@@ -66,7 +66,7 @@ _SILENT_MINIBATCHES = 2
 
 @dataclass(frozen=True)
 class EmulatedOptions(TrainOptions):
-    """Options of ``lightning-odc bench``, and of devices that sleep.
+    """Options of the harness, and of devices that sleep.
 
     Attributes:
         seconds_per_cost: The unit of time; found out by `measure`.
@@ -80,7 +80,7 @@ class EmulatedOptions(TrainOptions):
             *(f"{how}+{PAPERS_OWN}" for how in ("collective", "lockstep")),
             *("collective+lb_micro", f"on_demand+{PAPERS_OWN}", "on_demand+lb_mini"),
         ),
-        "combinations, as of lightning-odc bench",
+        "combinations, as of the harness",
         letter="C+P",
     )
     model: str = option(
@@ -88,7 +88,7 @@ class EmulatedOptions(TrainOptions):
         f"one of {', '.join(FITTED)}, a type of model that transformers knows, or a Hugging Face config.json",
         letter="M",
     )
-    lengths: str = option("longalign", "as of lightning-odc bench", letter="L")
+    lengths: str = option("longalign", "as of the harness", letter="L")
     ranks: int = option(8, f"emulated devices, up to {MOST_RANKS}", least=1)
     samples_per_rank: int = option(4, "samples of each rank in a minibatch, on average", least=1)
     max_length: int | None = option(None, f"{LONGEST_HELP} (as they are)", least=1)

@@ -33,11 +33,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks import command
+from benchmarks.command import OptionError, check_options, markdown, option, prepare_output
+from benchmarks.harness.processes import PROCESS_BYTES, CutShort, RankProcesses, check_memory
+from benchmarks.harness.report import machine
+from benchmarks.harness.results import Interval, bootstrap, median_interval
 from lightning_odc._compat import comms_of
-from lightning_odc.bench.processes import PROCESS_BYTES, CutShort, RankProcesses, check_memory
-from lightning_odc.bench.report import machine
-from lightning_odc.bench.results import Interval, bootstrap, median_interval
-from lightning_odc.console import OptionError, check_options, markdown, option, prepare_output
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import StockComm, set_comms
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from lightning_odc.bench.models import byte_llama
-from lightning_odc.bench.processes import run_ranks
-from lightning_odc.console import markdown
+from benchmarks.command import markdown
+from benchmarks.harness.models import byte_llama
+from benchmarks.harness.processes import run_ranks
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory

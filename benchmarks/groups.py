@@ -26,19 +26,18 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.data import DataLoader
 
-from benchmarks.command import QUIET, parser_of
+from benchmarks.command import QUIET, markdown, parser_of
+from benchmarks.harness.lengths import find_samples
+from benchmarks.harness.processes import RankProcesses
 from benchmarks.one_line import Watch
 from benchmarks.projects import LanguageModel, Texts, pad
 from lightning_odc import ODCStrategy
 from lightning_odc._compat import comms_of
 from lightning_odc.balance import plan_minibatch, quadratic, with_speeds
 from lightning_odc.balance.evaluate import on_demand_cost
-from lightning_odc.bench.lengths import find_samples
-from lightning_odc.bench.processes import RankProcesses
 from lightning_odc.callbacks import DeviceIdleMonitor
 from lightning_odc.callbacks.idle.sources import TimedComm
 from lightning_odc.callbacks.timeline.spans import Passage
-from lightning_odc.console import markdown
 
 GROUPS = 2
 SIZE = 2
@@ -142,7 +141,7 @@ def measure(rounds: int, epochs: int) -> None:
     idle: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     tokens: dict[str, int] = {}
     within: list[float] = []
-    with RankProcesses(GROUPS * SIZE, preload=["lightning_odc.bench.models"]) as ranks:
+    with RankProcesses(GROUPS * SIZE, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(rounds):
             for name in STRATEGIES:
                 results = ranks.call(fit, name, epochs)

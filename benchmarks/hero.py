@@ -14,12 +14,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_odc.bench.options import MODES as COMPARED
-from lightning_odc.bench.options import SHUFFLED, TrainOptions
-from lightning_odc.bench.report import Outcome
-from lightning_odc.bench.results import WARM_UP
-from lightning_odc.bench.training import run_train
-from lightning_odc.bench.workload import Workload
+from benchmarks.harness.options import AUTO, SHUFFLED, Combination, TrainOptions
+from benchmarks.harness.report import Outcome
+from benchmarks.harness.results import WARM_UP
+from benchmarks.harness.training import run_train
+from benchmarks.harness.workload import Workload
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
 from lightning_odc.callbacks.timeline.gantt import COMMUNICATION
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
@@ -27,9 +26,9 @@ from lightning_odc.engine.tracing import Span
 from lightning_odc.files import write_json
 
 MODES = {
-    "collective": COMPARED["collective"]._replace(policy=SHUFFLED),
-    "on_demand": COMPARED["on_demand"]._replace(policy=SHUFFLED),
-    "balanced": COMPARED["balanced"],
+    "collective": Combination("collective", SHUFFLED),
+    "on_demand": Combination("on_demand", SHUFFLED),
+    "balanced": Combination("on_demand", AUTO),
 }
 KINDS: dict[str, Collection[str]] = {
     "forward": ["forward"],

@@ -11,12 +11,12 @@ import argparse
 from itertools import islice
 from pathlib import Path
 
-from lightning_odc.bench.options import AUTO, SHUFFLED, Combination, TrainOptions
-from lightning_odc.bench.report import Outcome
-from lightning_odc.bench.results import WARM_UP
-from lightning_odc.bench.training import check, train_all
-from lightning_odc.bench.workload import Workload
-from lightning_odc.console import OptionError
+from benchmarks.command import OptionError
+from benchmarks.harness.options import AUTO, SHUFFLED, Combination, TrainOptions
+from benchmarks.harness.report import Outcome
+from benchmarks.harness.results import WARM_UP
+from benchmarks.harness.training import check, train_all
+from benchmarks.harness.workload import Workload
 from lightning_odc.files import write_json
 
 RANKS = 2

@@ -21,10 +21,9 @@ import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.utils.data import DataLoader
 
-from benchmarks.command import QUIET, parser_of
+from benchmarks.command import QUIET, markdown, parser_of
+from benchmarks.harness.processes import RankProcesses
 from lightning_odc import ODCStrategy
-from lightning_odc.bench.processes import RankProcesses
-from lightning_odc.console import markdown
 from lightning_odc.files import write_json
 from tests.support.losses import KINDS, RANDOM, STATEFUL, Losses, collate, dealt, meant, samples
 from tests.support.models import full_parameters

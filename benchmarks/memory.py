@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.command import parser_of
-from lightning_odc.bench.processes import run_ranks
-from lightning_odc.console import markdown
+from benchmarks.command import markdown, parser_of
+from benchmarks.harness.processes import run_ranks
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory

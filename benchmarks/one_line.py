@@ -29,6 +29,9 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
+from benchmarks.command import markdown
+from benchmarks.harness.models import byte_llama
+from benchmarks.harness.processes import RankProcesses
 from benchmarks.projects import (
     LONGEST,
     Classifier,
@@ -43,9 +46,6 @@ from benchmarks.projects import (
 from benchmarks.tables import Column, Table, write_into
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import transformer
-from lightning_odc.bench.models import byte_llama
-from lightning_odc.bench.processes import RankProcesses
-from lightning_odc.console import markdown
 from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.engine.tracing import Span, Tracer
 from lightning_odc.files import write_json
@@ -320,7 +320,7 @@ def print_split(name: str, options: argparse.Namespace) -> None:
     """What the engine does in a step of the row `ODC`, as a table."""
     number = [row.text for row in PROJECTS[name].rows].index(ODC.text)
     rows = []
-    with RankProcesses(options.ranks, preload=["lightning_odc.bench.models"]) as ranks:
+    with RankProcesses(options.ranks, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(options.rounds):
             for rank, (found, _) in enumerate(ranks.call(fit, name, number, options.epochs, True)):
                 steps = found.steps * options.epochs / (1 + options.epochs)
@@ -373,7 +373,7 @@ def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     measured: list[dict[str, Any]] = [
         {"row": row.text, "seconds": [], "tokens": 0, "largest": 0} for row in rows
     ]
-    with RankProcesses(options.ranks, preload=["lightning_odc.bench.models"]) as ranks:
+    with RankProcesses(options.ranks, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(options.rounds):
             for row, one in zip(rows, measured, strict=True):
                 results = ranks.call(fit, name, PROJECTS[name].rows.index(row), options.epochs)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from benchmarks.command import parser_of
+from benchmarks.command import markdown, parser_of
+from benchmarks.harness.processes import run_ranks
 from benchmarks.tables import spread
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.bench.processes import run_ranks
-from lightning_odc.console import markdown
 
 
 class Runs(torch.autograd.Function):

@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
 
-from lightning_odc.bench.corpus import BOS, read_corpus
-from lightning_odc.bench.models import byte_llama
+from benchmarks.harness.models import byte_llama
+from lightning_odc.demo import BOS, read_texts
 
 LONGEST = 1024
 SAMPLES = 64
@@ -28,7 +28,7 @@ class Texts(Dataset[dict[str, list[int]]]):
     """Functions of the standard library as tokens; or pieces of equal length of them."""
 
     def __init__(self, equal: bool = False) -> None:
-        samples = read_corpus(LONGEST).samples
+        samples = read_texts(LONGEST)
         every = len(samples) // SAMPLES
         self.samples = [[BOS, *text] for text in samples[::every][:SAMPLES]]
         if equal:

@@ -29,11 +29,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 
 from benchmarks.command import parser_of
+from benchmarks.harness.lengths import PUBLISHED, draw
+from benchmarks.harness.models import byte_llama
+from benchmarks.harness.processes import run_ranks
 from benchmarks.tables import Column, Table, put_into, spread
 from lightning_odc import rl
-from lightning_odc.bench.lengths import PUBLISHED, draw
-from lightning_odc.bench.models import byte_llama
-from lightning_odc.bench.processes import run_ranks
 from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.files import write_json
 

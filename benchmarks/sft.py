@@ -21,11 +21,11 @@ import torch.distributed as dist
 from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks import command
+from benchmarks.command import option
+from benchmarks.harness.models import byte_llama
+from benchmarks.harness.processes import RankProcesses
 from benchmarks.projects import LONGEST, Texts, pad
 from benchmarks.tables import Column, Table, spread, write_into
-from lightning_odc.bench.models import byte_llama
-from lightning_odc.bench.processes import RankProcesses
-from lightning_odc.console import option
 from lightning_odc.huggingface import ODCTrainerMixin
 from lightning_odc.huggingface.sharding import shards_on_cpu
 

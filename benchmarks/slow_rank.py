@@ -1,4 +1,4 @@
-"""Train as ``lightning-odc bench`` does, with a last rank that is slower: it sleeps after each pass.
+"""Train as ``python -m benchmarks.harness`` does, with a last rank that is slower: it sleeps after each pass.
 
 ``make bench NAME=slow_rank`` has the options of that command, and ``--slow-rank``.
 """
@@ -14,18 +14,18 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks import command
-from lightning_odc.bench.models import BenchModule, CausalModel, find_config
-from lightning_odc.bench.options import TrainOptions
-from lightning_odc.bench.report import Outcome
-from lightning_odc.bench.training import run_train
-from lightning_odc.bench.workload import Workload
-from lightning_odc.console import option
+from benchmarks.command import option
+from benchmarks.harness.models import BenchModule, CausalModel, find_config
+from benchmarks.harness.options import TrainOptions
+from benchmarks.harness.report import Outcome
+from benchmarks.harness.training import run_train
+from benchmarks.harness.workload import Workload
 from lightning_odc.data.packing import PackedBatch
 
 
 @dataclass(frozen=True)
 class SlowOptions(TrainOptions):
-    """Options of ``lightning-odc bench``, and how slow the last rank is."""
+    """Options of the harness, and how slow the last rank is."""
 
     slow_rank: float = option(1.5, "how many times slower the last rank is", letter="X", least=1)
 

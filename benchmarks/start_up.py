@@ -18,11 +18,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.command import QUIET, parser_of
+from benchmarks.command import QUIET, markdown, parser_of
+from benchmarks.harness.processes import run_ranks
 from benchmarks.projects import pad
 from lightning_odc import ODCStrategy
-from lightning_odc.bench.processes import run_ranks
-from lightning_odc.console import markdown
 from lightning_odc.data.lengths import find_lengths
 
 RANKS = 2

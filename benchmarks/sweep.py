@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import command
+from benchmarks.command import check_options, markdown, option, prepare_output
 from benchmarks.emulate import EmulatedOptions, EmulatedOutcome, EmulatedWorkload, measure
-from lightning_odc.bench.options import PAPERS_OWN, Combination
-from lightning_odc.bench.report import machine, show_percent, show_ratio
-from lightning_odc.bench.results import Interval, loss_difference, ratio_interval, times
-from lightning_odc.bench.training import check
-from lightning_odc.console import check_options, markdown, option, prepare_output
+from benchmarks.harness.options import PAPERS_OWN, Combination
+from benchmarks.harness.report import machine, show_percent, show_ratio
+from benchmarks.harness.results import Interval, loss_difference, ratio_interval, times
+from benchmarks.harness.training import check
 from lightning_odc.files import write_json, write_whole
 
 # Lockstep meets as collectives do. On a few cores gloo's own time is not what a real machine's collectives take, and

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.console import markdown
+from benchmarks.command import markdown
 
 _LINE = "<!-- {}: {} -->"
 

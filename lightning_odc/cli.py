@@ -1,4 +1,4 @@
-"""The command line: ``lightning-odc doctor``, ``advise``, ``demo``, ``bench``, and their options."""
+"""The command line: ``lightning-odc doctor``, ``advise``, ``demo``, and their options."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
 from lightning_odc import doctor
 from lightning_odc._version import __version__
 from lightning_odc.advisor.options import AdviseOptions
-from lightning_odc.bench.options import DemoOptions, TrainOptions
 from lightning_odc.console import (
     PROGRAM,
     Form,
@@ -24,7 +23,6 @@ from lightning_odc.console import (
     complain,
     did_you_mean,
     read_options,
-    run_written,
     say_first,
 )
 
@@ -37,8 +35,6 @@ examples:
   lightning-odc advise --lengths longalign --model 1.5b --device H200 --devices 8
                                             what would it gain on these lengths? trains nothing
   lightning-odc demo                        train a small model here, three ways, and compare
-  lightning-odc bench --model gpt2 --lengths lengths.txt
-                                            measure your model and your lengths on this machine
 """
 
 
@@ -87,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # cannot work; 130 after Ctrl-C; otherwise 0.
     if arguments is None:
         arguments = sys.argv[1:]
+    if arguments and arguments[0] in MODULES:
+        return _run_module(arguments[0], arguments[1:])
     parser = _build_parser()
     if not arguments:
         print(parser.format_help(), end="")
@@ -100,8 +98,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options: Any = None
         if command.options is not None:
             options = read_options(command.options, parsed)
-        if command.needs_extra:
-            check_extra_packages(command.needs_extra)
         say_first(form)  # the heavy imports wait until the options are right
         return command.run(options, form)
     except OptionError as error:
@@ -110,6 +106,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         complain("interrupted; no results were written")
         return INTERRUPTED
+
+
+def _run_module(name: str, arguments: Sequence[str]) -> int:
+    """Run a command that has a module of its own."""
+    try:
+        check_extra_packages(name)
+    except OptionError as error:
+        complain(str(error))
+        return BAD_USAGE
+    module = import_module(MODULES[name][0])
+    parser = argparse.ArgumentParser(prog=f"{PROGRAM} {name}", description=module.__doc__)
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse_args(arguments))
+    return code
 
 
 def _doctor(_: None, form: Form) -> int:
@@ -143,24 +153,6 @@ def _advise(options: AdviseOptions, form: Form) -> int:
     return 0
 
 
-def _demo(options: DemoOptions, form: Form) -> int:
-    """``lightning-odc demo``."""
-    from lightning_odc.bench.demo import DemoOutcome, run_demo
-
-    outcome = DemoOutcome(options)
-    return run_written(form, partial(run_demo, outcome), lambda: outcome.json)
-
-
-def _bench(options: TrainOptions, form: Form) -> int:
-    """``lightning-odc bench``."""
-    from lightning_odc.bench.report import Outcome
-    from lightning_odc.bench.training import run_train
-    from lightning_odc.bench.workload import Workload
-
-    outcome = Outcome(Workload(options))
-    return run_written(form, partial(run_train, outcome), lambda: outcome.json)
-
-
 class _Command(NamedTuple):
     """A command: what runs it, its options, what ``--quiet`` does, and two texts of its help."""
 
@@ -169,7 +161,6 @@ class _Command(NamedTuple):
     quiet: str
     help: str
     description: str
-    needs_extra: str = ""  # what needs the packages of the extra "demo"; empty if nothing does
 
 
 COMMANDS = {
@@ -192,30 +183,15 @@ COMMANDS = {
             "needs in memory, and which Trainer to write. If it would not help, the first line says so."
         ),
     ),
-    "demo": _Command(
-        _demo,
-        DemoOptions,
-        quiet="print errors only; the files are written",
-        help="train one model on real text with collectives, on demand and balanced, and compare",
-        description=(
-            "Train the same small language model on the same minibatches of Python source: with collectives, on "
-            'demand, and on demand with balanced minibatches (strategy="odc"). Show times, losses, the '
-            "speed-up and its causes."
-        ),
-        needs_extra="demo",
-    ),
-    "bench": _Command(
-        _bench,
-        TrainOptions,
-        quiet="print errors only; the files are written",
-        help="measure your model and data under every way to communicate and to balance",
-        description=(
-            "Train one model on the same minibatches under combinations of communication and balancing, which take "
-            "turns. Show times with confidence intervals, speed-ups split into causes, idle time and memory."
-        ),
-        needs_extra="benchmark",
+}
+
+MODULES = {
+    "demo": (
+        "lightning_odc.demo",
+        "train one model on real text with collectives, on demand and balanced, and compare",
     ),
 }
+"""Commands with ``add_arguments`` and ``run``."""
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -228,11 +204,11 @@ def _build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
+    for name, (_, text) in MODULES.items():
+        commands.add_parser(name, help=text)
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.help, description=command.description)
         own.set_defaults(command=command)
-        if name == "bench":
-            own.add_argument("train", nargs="?", choices=("train",), metavar="train", help="may be left out")
         if command.options is not None:
             add_options(own, command.options)
         own.add_argument("--json", action="store_true", help="print one JSON document instead of text")

@@ -18,7 +18,7 @@ import pytest
 
 SECOND_TIER = ("benchmarks", "gpu")
 #: Who has one of these has tests that need ranks.
-RANKS = {"tests.support.ranks", "lightning_odc.bench.processes"}
+RANKS = {"tests.support.ranks", "benchmarks.harness.processes"}
 
 
 def pytest_configure() -> None:

@@ -24,7 +24,6 @@ NODES = {
     "": 8981,
     "advisor": 2827,
     "balance": 11620,
-    "bench": 9309,
     "callbacks": 10296,
     "data": 18352,
     "engine": 29656,
@@ -141,7 +140,7 @@ def test_the_root_is_the_public_face():
         "_registration",
         "_version",
     }
-    commands = {"cli", "console", "doctor", "errors", "files", "host_memory", "metrics"}
+    commands = {"cli", "console", "demo", "doctor", "errors", "files", "host_memory", "metrics"}
     ways_to_train = {"attached", "fabric", "pretrained", "ray"}
     assert at_the_root == private | commands | ways_to_train
 

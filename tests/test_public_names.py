@@ -57,15 +57,7 @@ COMMANDS = {
         *("--device", "--devices", "--lengths", "--max-length", "--max-tokens", "--minibatch-size"),
         *("--model", "--nodes", "--seed", *FORM),
     },
-    "demo": {
-        *("--communication", "--device", "--devices", "--equal-lengths", "--max-length", "--minibatches"),
-        *("--model", "--output", "--repetitions", "--samples-per-rank", "--seed", *FORM),
-    },
-    "bench": {
-        *("train", "--cost", "--device", "--lengths", "--max-length", "--minibatches", "--model", "--output"),
-        *("--precision", "--ranks", "--repetitions", "--runs"),
-        *("--samples-per-rank", "--seed", *FORM),
-    },
+    "demo": {"--devices", "--equal-lengths", "--max-length", "--minibatches", "--output", "--repetitions"},
 }
 
 

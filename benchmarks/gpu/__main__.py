@@ -23,7 +23,7 @@ from benchmarks.gpu.host_time import BUSY, SHAPES, compare
 from benchmarks.gpu.measure import measure
 from benchmarks.gpu.report import TABLES, bench_tables, machine, summarize, write
 from benchmarks.gpu.sweep import sweep_kernel
-from lightning_odc.bench.processes import RankFailedError, run_ranks
+from benchmarks.harness.processes import RankFailedError, run_ranks
 
 
 def main(arguments: list[str] | None = None) -> int:

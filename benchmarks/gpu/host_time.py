@@ -35,9 +35,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.harness.processes import Placement, RankFailedError, RankProcesses, place
+from benchmarks.harness.results import median_interval
 from lightning_odc._compat import comms_of
-from lightning_odc.bench.processes import Placement, RankFailedError, RankProcesses, place
-from lightning_odc.bench.results import median_interval
 from lightning_odc.engine.collective import process_group_rendezvous, single_process
 from lightning_odc.engine.comm import all_gather, reduce_scatter, set_comms
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory

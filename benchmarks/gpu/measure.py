@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_odc.bench.processes import place
+from benchmarks.harness.processes import place
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports import make_transport

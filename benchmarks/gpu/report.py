@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_odc.console import markdown
+from benchmarks.command import markdown
 
 _FRACTIONS = {
     "read GiB/s": "{:.0f}",

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from benchmarks.command import markdown
+from benchmarks.harness.processes import RankProcesses
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts
 from benchmarks.hybrid.replicas import LAYERS, Layer, prepare
 from benchmarks.tables import spread
-from lightning_odc.bench.processes import RankProcesses
-from lightning_odc.console import markdown
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory

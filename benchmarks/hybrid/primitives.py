@@ -39,11 +39,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.command import markdown
+from benchmarks.harness.processes import RankProcesses
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts, why_no_limit
 from benchmarks.hybrid.copies import FP32, PER_HOST, STOCK, Cell, Job, parser_of
 from benchmarks.hybrid.replicas import Layer, prepare
-from lightning_odc.bench.processes import RankProcesses
-from lightning_odc.console import markdown
 from lightning_odc.engine.comm import all_gather, reduce_scatter
 from lightning_odc.engine.hybrid.spanning import ColumnGroup
 from lightning_odc.files import write_json

@@ -24,12 +24,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from benchmarks.command import QUIET, parser_of
+from benchmarks.command import QUIET, markdown, parser_of
+from benchmarks.harness.processes import run_ranks
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import Policy, PolynomialCost
-from lightning_odc.bench.processes import run_ranks
-from lightning_odc.console import markdown
 from notebooks.support.sleeping import Pause
 
 _RANKS = 4

@@ -18,12 +18,12 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
+from benchmarks.harness.options import Combination, TrainOptions
+from benchmarks.harness.processes import run_ranks
+from benchmarks.harness.results import WARM_UP, MinibatchRecord
+from benchmarks.harness.training import fit
+from benchmarks.harness.workload import Workload
 from benchmarks.tables import quartiles
-from lightning_odc.bench.options import Combination, TrainOptions
-from lightning_odc.bench.processes import run_ranks
-from lightning_odc.bench.results import WARM_UP, MinibatchRecord
-from lightning_odc.bench.training import fit
-from lightning_odc.bench.workload import Workload
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 
 VARIANTS = ("nothing", "monitor", "recorder off", "recorder on")

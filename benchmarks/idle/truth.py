@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
+from benchmarks.harness.processes import run_ranks
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.bench.processes import run_ranks
 from lightning_odc.callbacks import DeviceIdleMonitor
 
 MODES = ("on_demand", "collective", "ddp", "model_parallel")

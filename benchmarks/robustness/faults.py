@@ -28,8 +28,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from benchmarks.command import markdown
 from lightning_odc import Minibatch
-from lightning_odc.console import markdown
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from tests.support.modules import ListDataset, TokenModule, full_parameters, token_batches, trainer
 from tests.support.ranks import Outcome, try_ranks

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from benchmarks.command import markdown
 from benchmarks.robustness.faults import PLACES, WORLD_SIZE, train, victim_of
-from lightning_odc.console import markdown
 from tests.support.ranks import run_ranks, try_ranks
 
 #: Deterministic sums take no lock, so here the sums are in arrival order.

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from benchmarks.harness.configs import PRESETS
+from benchmarks.harness.lengths import draw
 from benchmarks.simulate import Cluster, Model, Simulation, Work, plan_work, simulate_work
 from benchmarks.simulate.simulation import busy_owners
 from benchmarks.simulate.transfers import RECORD_BYTES, Transfers
 from benchmarks.tables import Column, Table
 from lightning_odc.balance import Planner, Policy
-from lightning_odc.bench.configs import PRESETS
-from lightning_odc.bench.lengths import draw
 
 CONFIG = {**PRESETS["7b"], "tie_word_embeddings": False}
 """DeepSeek-R1-Distill-Qwen, 7B."""

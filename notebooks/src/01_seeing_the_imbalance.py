@@ -26,6 +26,7 @@ if find_spec("support") is None:  # the folder beside the notebooks
     sys.path.append("clone/notebooks")
 
 from support import pictures, replay, texts
+from support.corpus import read_corpus
 from support.dealing import DealtTexts, deal_minibatches
 from support.display import (
     QUIET,
@@ -34,11 +35,9 @@ from support.display import (
     quiet,
     show,
 )
+from support.models import CausalModel, byte_llama
 from support.sleeping import LAYERS, SleepingLayer, SleepingModel
 from support.sliders import show_sliders
-
-from lightning_odc.bench.corpus import read_corpus
-from lightning_odc.bench.models import CausalModel, byte_llama
 
 quiet()
 

@@ -26,9 +26,10 @@ if find_spec("support") is None:  # the folder beside the notebooks
     # !git clone --quiet --depth 1 https://github.com/OWNER/lightning-odc clone
     sys.path.append("clone/notebooks")
 
+from support.corpus import read_corpus
 from support.display import mean_of_log, print_table, quiet, read_log
 
-from lightning_odc.bench.corpus import VOCABULARY, encode, read_corpus
+from lightning_odc.demo import VOCABULARY, encode
 
 quiet()
 

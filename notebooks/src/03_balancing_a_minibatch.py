@@ -26,10 +26,11 @@ if find_spec("support") is None:  # the folder beside the notebooks
     sys.path.append("clone/notebooks")
 
 from support import pictures, replay
+from support.corpus import read_corpus
 from support.display import QUIET, print_table, quiet, show
+from support.models import CausalModel, byte_llama
 
-from lightning_odc.bench.corpus import encode, read_corpus
-from lightning_odc.bench.models import CausalModel, byte_llama
+from lightning_odc.demo import encode
 
 quiet()
 

@@ -26,6 +26,7 @@ if find_spec("support") is None:  # the folder beside the notebooks
     sys.path.append("clone/notebooks")
 
 from support import pictures, texts
+from support.corpus import read_corpus
 from support.display import (
     QUIET,
     print_table,
@@ -34,7 +35,7 @@ from support.display import (
     show,
 )
 
-from lightning_odc.bench.corpus import BOS, EOS, VOCABULARY, encode, read_corpus
+from lightning_odc.demo import BOS, EOS, VOCABULARY, encode
 
 quiet()
 

@@ -10,9 +10,11 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from lightning_odc.bench.corpus import Corpus, encode
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import pack_samples
+from lightning_odc.demo import encode
+
+from .corpus import Corpus
 
 Deal = list[list[list[int]]]
 """``deal[minibatch][rank]`` is that rank's sample indices, in the order in which it trains on them."""

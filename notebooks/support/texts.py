@@ -6,12 +6,13 @@ import ast
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_odc.bench.corpus import SPECIAL_TOKENS, Corpus, source_files
+from lightning_odc.demo import source_files
+
+from .corpus import SPECIAL_TOKENS, Corpus
 
 _DOCUMENTED = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -42,7 +43,7 @@ def recut(corpus: Corpus, lengths: Iterable[int]) -> Corpus:
             place = 0
         samples.append(text[place : place + size])
         place += size
-    return replace(corpus, samples=tuple(samples), max_length=max(lengths), dropped=0)
+    return replace(corpus, samples=tuple(samples), max_length=max(lengths))
 
 
 def fraction_in_longest(values: Iterable[float], part: float = 0.1) -> float:
@@ -51,15 +52,14 @@ def fraction_in_longest(values: Iterable[float], part: float = 0.1) -> float:
     return sum(ordered[: max(round(part * len(ordered)), 1)]) / sum(ordered)
 
 
-def read_prose(max_length: int, root: Path | None = None) -> list[bytes]:
-    """Docstrings of modules, functions, classes and methods: English, of all lengths.
+def read_prose(max_length: int) -> list[bytes]:
+    """Docstrings of modules, functions, classes and methods of the standard library: English, of all lengths.
 
     Args:
         max_length: The most tokens of a text. Its tokens are its bytes and two more.
-        root: The folder of ``.py`` files; by default the running interpreter's standard library.
     """
     found: dict[bytes, None] = {}  # each text once, in order
-    for path in source_files(root):
+    for path in source_files():
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escapes in old modules
             tree = ast.parse(path.read_bytes())

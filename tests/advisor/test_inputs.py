@@ -13,10 +13,10 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
+from benchmarks.harness.configs import PRESETS
 from lightning_odc import advise, cli
 from lightning_odc.advisor.inputs import Model, Place, find_model, inspect_loader, parse_inputs, read_lengths
 from lightning_odc.advisor.options import AdviseOptions
-from lightning_odc.bench.configs import PRESETS
 from lightning_odc.console import OptionError
 from tests.support.refusals import assert_one_line, assert_refused
 

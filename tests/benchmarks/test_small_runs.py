@@ -14,6 +14,7 @@ pytest.importorskip("rich")
 
 
 from benchmarks import generate, rl, start_up, traffic
+from benchmarks.command import OptionError
 from benchmarks.hero import minibatches
 from benchmarks.hosts import why_no_limit, why_not
 from benchmarks.hybrid import copies, primitives
@@ -21,7 +22,6 @@ from benchmarks.idle.truth import expected
 from benchmarks.loss_curve import MODES, train, train_alone
 from benchmarks.tables import Column, Table, write_into
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
-from lightning_odc.console import OptionError
 from lightning_odc.engine.tracing import Span
 
 LAYERS, TOKENS = 2, 4

@@ -18,7 +18,6 @@ COMMANDS = {
     "doctor": "Checking a machine",
     "advise": "Planning the gain",
     "demo": "The demo",
-    "bench": "Training under every communication and policy",
 }
 
 _HEAD = """---

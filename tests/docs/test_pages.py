@@ -25,7 +25,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 BENCH = re.compile(r"python -m (benchmarks\.[\w.]+)(.*)")
-MEASURE = re.compile(r"lightning-odc (bench)( .*|$)")
 
 
 SHORT = {"PL_TRAINER_LIMIT_TRAIN_BATCHES": "2"}
@@ -125,12 +124,12 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
     ]
     asked: dict[str, set[str]] = {}
     for line in lines:
-        match = BENCH.match(line) or MEASURE.match(line)
+        match = BENCH.match(line)
         command = match.group(1) if match else "demo" if line.startswith("--") else None
         if command:
             asked.setdefault(command, set()).update(w for w in shlex.split(line) if w.startswith("--"))
     assert len(asked) >= 5
-    assert {"bench", "benchmarks.sweep", "benchmarks.comm"} <= asked.keys()
+    assert {"benchmarks.harness", "benchmarks.sweep", "benchmarks.comm"} <= asked.keys()
     for command, options in asked.items():
         main, words = cli.main, [command]
         if "." in command:  # what `python -m` calls

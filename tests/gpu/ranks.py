@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_odc.bench.processes import Placement, place
+from benchmarks.harness.processes import Placement, place
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.cuda import CudaTransport

@@ -50,12 +50,12 @@ bench() { # 9 minutes
 }
 
 train() { # 9 minutes
-  local odc=("$PY" -m lightning_odc)
-  run 90 nccl "${odc[@]}" bench train --device cuda --ranks 1 --model 4x512 --precision bf16-mixed \
+  local train=("$PY" -m benchmarks.harness --device cuda)
+  run 90 nccl "${train[@]}" --ranks 1 --model 4x512 --precision bf16-mixed \
     --runs collective+local_sort --minibatches 2 --repetitions 1 --output "$OUT/nccl"
-  run 280 train "${odc[@]}" bench train --device cuda --ranks 2 --model 24x1024 --precision bf16-mixed \
+  run 280 train "${train[@]}" --ranks 2 --model 24x1024 --precision bf16-mixed \
     --runs collective+local_sort on_demand+local_sort on_demand+auto --minibatches 3 --repetitions 1 --output "$OUT/train"
-  run 140 demo "${odc[@]}" demo --device cuda --output "$OUT/demo"
+  run 140 small "${train[@]}" --runs collective+local_sort on_demand+local_sort on_demand+auto --output "$OUT/small"
 }
 
 for part in "${@:-first}"; do

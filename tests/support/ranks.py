@@ -36,7 +36,7 @@ PRELOADED = [
     "torch.distributed.tensor.parallel",
     "lightning_odc",
     "lightning_odc.metrics",
-    "lightning_odc.bench.training",
+    "benchmarks.harness.training",
     "transformers.models.llama.modeling_llama",
     "peft",
     "tests.support.models",

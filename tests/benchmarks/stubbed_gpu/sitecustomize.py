@@ -19,7 +19,7 @@ def _in_the_parent() -> None:
     import torch
 
     from benchmarks.gpu import host_time
-    from lightning_odc.bench.processes import Placement
+    from benchmarks.harness.processes import Placement
 
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
@@ -33,7 +33,7 @@ def _on_ranks() -> None:
     import torch
 
     from benchmarks.gpu import measure, sweep
-    from lightning_odc.bench.processes import Placement
+    from benchmarks.harness.processes import Placement
     from tests.support.fake_device import fake_cuda
 
     torch.cuda.synchronize = torch.cuda.set_device = lambda *_: None

@@ -13,15 +13,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
+from benchmarks.command import OptionError
+from benchmarks.harness import training
+from benchmarks.harness.options import Combination, TrainOptions
+from benchmarks.harness.processes import Placement, RankProcesses, place
+from benchmarks.harness.report import Outcome
+from benchmarks.harness.results import MinibatchRecord, Run, Totals
+from benchmarks.harness.workload import Workload
 from lightning_odc import ODCStrategy
-from lightning_odc.bench import training
-from lightning_odc.bench.demo import DemoOutcome
-from lightning_odc.bench.options import Combination, DemoOptions, TrainOptions
-from lightning_odc.bench.processes import Placement, RankProcesses, place
-from lightning_odc.bench.report import Outcome
-from lightning_odc.bench.results import MinibatchRecord, Run, Totals
-from lightning_odc.bench.workload import Workload
-from lightning_odc.console import OptionError
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 CAPTION = "2 ranks on one GPU: shows that it works, not how fast"
@@ -100,9 +99,9 @@ def test_the_trainer_gets_these_devices(gpus: Any, monkeypatch: pytest.MonkeyPat
         assert isinstance(strategy, ODCStrategy)
 
 
-def measured(options: TrainOptions | DemoOptions, sees_waits: bool = True) -> Outcome:
+def measured(options: TrainOptions, sees_waits: bool = True) -> Outcome:
     """What two ranks told of one timed minibatch of every combination."""
-    outcome = DemoOutcome(options) if isinstance(options, DemoOptions) else Outcome(Workload(options))
+    outcome = Outcome(Workload(options))
     for combination in outcome.options.runs or ():
         ranks = [[MinibatchRecord(1.0, {"settle": 0.1}, 3.0, 3) for _ in range(2)] for _ in range(2)]
         totals = [Totals(traffic={"reads": 1}, sees_waits=sees_waits) for _ in range(2)]
@@ -110,7 +109,6 @@ def measured(options: TrainOptions | DemoOptions, sees_waits: bool = True) -> Ou
     return outcome
 
 
-@pytest.mark.slow
 def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus, tmp_path, capsys):
     gpus(1)
     options = TrainOptions(device="cuda", lengths="aime", output=tmp_path)
@@ -123,7 +121,6 @@ def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus, tmp_path, capsys):
     assert CAPTION in capsys.readouterr().out.splitlines()
     record = outcome.as_dict()
     assert (record["caption"], record["machine"]["gpus"]) == (CAPTION, ["GPU number 0"])
-    assert measured(DemoOptions(device="cuda")).as_dict()["config"]["device"] == "cuda"
     gpus(2)
     assert CAPTION not in measured(options).text
     assert measured(options).as_dict()["caption"] is None

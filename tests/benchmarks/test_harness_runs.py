@@ -1,10 +1,9 @@
-"""``lightning-odc bench`` and ``demo``: real ranks on tiny models, what is kept when cut short, and what is refused."""
+"""``python -m benchmarks.harness``: real ranks on tiny models, what is kept when cut short, and what is refused."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import signal
@@ -21,20 +20,18 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from lightning_odc import cli, host_memory
-from lightning_odc.bench.processes import RankFailedError, RankProcesses
-from lightning_odc.bench.results import MinibatchRecord
-from lightning_odc.callbacks import load_timeline
-from tests.support.refusals import assert_one_line
+from benchmarks.harness import __main__ as harness
+from benchmarks.harness.processes import RankFailedError, RankProcesses
+from benchmarks.harness.results import MinibatchRecord
+from lightning_odc import host_memory
 
 ROOT = Path(__file__).parents[2]
 TINY = "--model tiny --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 1"
-SMALL = "--model 2x64 --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 2 --seed 3"
 
 
 def bench(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    """Run ``lightning-odc bench`` here, with ranks of its own; exit code and ``bench.json``."""
-    code = cli.main(["bench", *arguments, "--output", str(output)])
+    """Run the harness here, with ranks of its own; exit code and ``bench.json``."""
+    code = harness.main([*arguments, "--output", str(output)])
     return code, json.loads((output / "bench.json").read_text())
 
 
@@ -47,9 +44,7 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(tmp_path, ca
         "on_demand+steal",
         "on_demand+auto",
     ]
-    code, found = bench(
-        tmp_path, *TINY.split(), "--lengths", "aime", "--runs", *runs
-    )  # real text: the demo's tests
+    code, found = bench(tmp_path, *TINY.split(), "--lengths", "aime", "--runs", *runs)
     assert code == 0
     rows = {row["combination"]: row for row in found["rows"]}
     assert list(rows) == runs
@@ -115,7 +110,7 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     def begin(*arguments: str) -> subprocess.Popen[str]:
         started.append(
             subprocess.Popen(
-                [sys.executable, "-m", "lightning_odc", *arguments],
+                [sys.executable, "-m", "benchmarks.harness", *arguments],
                 env=os.environ | {"PYTHONPATH": str(ROOT), "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "job"},
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
@@ -143,7 +138,6 @@ LONG = "--model tiny --max-length 128 --samples-per-rank 2 --minibatches 10 --re
 LONG += " --runs collective+lb_micro on_demand+lb_mini"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "code", "says"),
     [
@@ -162,7 +156,7 @@ LONG += " --runs collective+lb_micro on_demand+lb_mini"
     ],
 )
 def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, start):
-    process = start("bench", *LONG.split(), "--output", str(tmp_path))
+    process = start(*LONG.split(), "--output", str(tmp_path))
     with_windows: list[int] = []
     deadline = time.monotonic() + 100
     while not with_windows and process.poll() is None and time.monotonic() < deadline:
@@ -189,7 +183,7 @@ def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, 
     "error",
     [
         KeyboardInterrupt(),
-        pytest.param(RankFailedError("rank 1 failed", "the traceback\n"), marks=pytest.mark.slow),
+        pytest.param(RankFailedError("rank 1 failed", "the traceback\n")),
     ],
 )
 def test_nothing_measured_leaves_earlier_results(error, tmp_path, monkeypatch, capsys):
@@ -207,7 +201,7 @@ def test_nothing_measured_leaves_earlier_results(error, tmp_path, monkeypatch, c
     for name in names:
         (tmp_path / name).write_text("earlier")
     failed = isinstance(error, RankFailedError)
-    assert cli.main(["bench", "train", *TINY.split(), "--output", str(tmp_path)]) == (1 if failed else 130)
+    assert harness.main([*TINY.split(), "--output", str(tmp_path)]) == (1 if failed else 130)
     assert [(tmp_path / name).read_text() for name in names] == ["earlier"] * len(names)
     assert ("the traceback\nlightning-odc: rank 1 failed; " in capsys.readouterr().err) == failed
 
@@ -270,65 +264,7 @@ def test_bad_options_get_one_line(tmp_path, capsys, monkeypatch):
     paths = {name: tmp_path / (f"{name}.json" if text[0] in "[{" else name) for name, text in files.items()}
     for name, path in paths.items():
         path.write_text(files[name])
-    cases = [(f"bench {line.format(**paths)}", message) for line, message in WRONG]
-    assert_one_line(capsys, cli.main, cases)
-
-
-@pytest.mark.slow
-def test_two_processes_train_under_every_mode(tmp_path: Path, start: Any) -> None:
-    modes = ["balanced", "collective", "on_demand", "lockstep"]
-    process = start("demo", *SMALL.split(), "--output", str(tmp_path), "--communication", *modes)
-    out, err = process.communicate(timeout=170)
-    assert process.returncode == 0, err
-    result = json.loads((tmp_path / "result.json").read_text())
-    rows, gain = dict(zip(modes, result["rows"], strict=True)), result["gain"]
-    combinations = [result["modes"][mode] for mode in modes]
-    assert [row["combination"] for row in rows.values()] == combinations
-    assert all(row["minibatches"] == 2 * 2 and 0 < row["idle"] < 1 for row in rows.values())
-    assert result["loss_difference"] <= 1e-5
-    assert list(gain["factors"]) == ["cheaper bytes", "fewer waits", "balancing"]
-    faster = rows["collective"]["total"] / rows["balanced"]["total"]
-    assert (gain["fast"], gain["total"][1]) == ("on_demand+auto", pytest.approx(faster))
-    assert math.prod(factor[1] for factor in gain["factors"].values()) == pytest.approx(gain["total"][1])
-    assert [run["combination"] for run in result["runs"]] == combinations * 2
-    last = dict(zip(modes, result["runs"][-len(modes) :], strict=True))
-    assert all(len(run["losses"]) == 1 + 2 and run["losses"][-1] < run["losses"][0] for run in last.values())
-    # The one-sided path was taken, by two ranks: each of them reads the peer's shard of each unit (two layers and the
-    # rest) at least once in each of three minibatches.
-    reads = {mode: sum(one["traffic"]["reads"] for one in run["totals"]) for mode, run in last.items()}
-    assert reads["on_demand"] >= 3 * 2 * 3 and reads["balanced"] > 0 == reads["collective"]
-    # The strategy itself has planned: short samples share a microbatch, and ranks may take from each other.
-    policies = dict.fromkeys(modes, "local_sort") | {"balanced": "steal"}
-    assert {mode: run["totals"][0]["policy"] for mode, run in last.items()} == policies
-    tokens = set()
-    for mode in modes:
-        timeline = load_timeline(tmp_path / result["timelines"][mode]["trace"])
-        assert timeline.waiting_seen
-        for rank in timeline.ranks:
-            assert [span.details["number"] for span in rank.of("minibatch")] == [2]
-            assert mode == "balanced" or len(rank.of("forward")) == 3
-        tokens.add(sum(span.details["tokens"] for rank in timeline.ranks for span in rank.of("forward")))
-    assert len(tokens) == 1, "the same samples, without padding"
-    begins = tuple(f"{mode}  " for mode in modes)  # ranks are silent
-    assert [line.split()[0] for line in out.splitlines() if line.startswith(begins)] == modes
-    assert 'balanced is Trainer(strategy="odc"); it chose policy "steal"' in out
-    assert "- balanced over collective: " in out and "losses agree" in out
-    assert "Warning" not in err
-    names = ["result.json", "result.md", "timelines", "timelines.png"]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == names
-    assert all(name in out for name in [f"files in {tmp_path}/:", *names])
-    assert sorted(path.name for path in (tmp_path / "timelines").iterdir()) == sorted(modes)
-
-
-@pytest.mark.slow
-def test_one_process_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = (
-        f"--devices 1 --output {tmp_path} --communication on_demand balanced --repetitions 1 --equal-lengths"
-    )
-    assert cli.main(["demo", *SMALL.split(), *options.split()]) == 0
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert result["gain"] is None and "over collective" not in capsys.readouterr().out
-    assert result["runs"][-1]["totals"][0]["policy"] == "lb_mini"  # there is nobody to take from
-    assert result["lengths"]["tokens"]["median"] == result["lengths"]["tokens"]["longest"]
-    (rank,) = load_timeline(tmp_path / result["timelines"]["on_demand"]["trace"]).ranks
-    assert len(rank.of("forward")) == 3
+    for line, message in WRONG:
+        with pytest.raises(SystemExit, match=r"^2$"):
+            harness.main(line.format(**paths).split())
+        assert message in capsys.readouterr().err.splitlines()[-1], line

@@ -26,9 +26,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.command import OptionError
+from benchmarks.harness.options import available_cores
 from lightning_odc import host_memory
-from lightning_odc.bench.options import available_cores
-from lightning_odc.console import OptionError
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 PROCESS_BYTES = 150 * 2**20

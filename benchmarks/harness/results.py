@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_odc.bench.options import PAPERS_OWN, Combination
+from benchmarks.harness.options import PAPERS_OWN, Combination
 from lightning_odc.callbacks.idle.summary import waits_in_meetings
 from lightning_odc.callbacks.timeline.spans import Passage
 

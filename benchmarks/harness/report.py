@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_odc._version import __version__
-from lightning_odc.bench.lengths import describe_tail, tail_of
-from lightning_odc.bench.options import Combination, TrainOptions, available_cores
-from lightning_odc.bench.processes import CutShort, Placement, place
-from lightning_odc.bench.results import (
+from benchmarks.command import markdown
+from benchmarks.harness.lengths import describe_tail, tail_of
+from benchmarks.harness.options import Combination, TrainOptions, available_cores
+from benchmarks.harness.processes import CutShort, Placement, place
+from benchmarks.harness.results import (
     WARM_UP,
     Interval,
     Row,
@@ -31,8 +31,8 @@ from lightning_odc.bench.results import (
     splits,
     summarize,
 )
-from lightning_odc.bench.workload import Workload
-from lightning_odc.console import markdown
+from benchmarks.harness.workload import Workload
+from lightning_odc._version import __version__
 from lightning_odc.files import as_json, write_whole
 
 MIB = 2**20

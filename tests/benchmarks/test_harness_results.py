@@ -1,4 +1,4 @@
-"""The arithmetic of ``lightning-odc bench``: medians, intervals, splits, bounds, lengths."""
+"""The arithmetic of ``python -m benchmarks.harness``: medians, intervals, splits, bounds, lengths."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
-from lightning_odc.bench.lengths import PUBLISHED, draw
-from lightning_odc.bench.options import Combination, TrainOptions
-from lightning_odc.bench.report import Outcome
-from lightning_odc.bench.results import (
+from benchmarks.harness.lengths import PUBLISHED, draw
+from benchmarks.harness.options import Combination, TrainOptions
+from benchmarks.harness.report import Outcome
+from benchmarks.harness.results import (
     MinibatchRecord,
     Run,
     baseline_of,
@@ -23,7 +23,7 @@ from lightning_odc.bench.results import (
     splits,
     summarize,
 )
-from lightning_odc.bench.workload import Workload
+from benchmarks.harness.workload import Workload
 from lightning_odc.callbacks.timeline.spans import Passage
 
 COLLECTIVE = Combination("collective", "lb_micro")

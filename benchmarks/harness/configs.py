@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_odc.console import OptionError
+from benchmarks.command import OptionError
 
 _SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),

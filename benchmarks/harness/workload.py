@@ -15,14 +15,14 @@ from lightning.pytorch import Callback
 from torch import nn
 from torch.utils.data import DataLoader
 
+from benchmarks.command import OptionError
+from benchmarks.harness.lengths import TokenSamples, find_samples
+from benchmarks.harness.models import BenchModule, CausalModel, count_parameters, find_config
+from benchmarks.harness.options import AUTO, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
 from lightning_odc.balance.arrays import Ints, Plan
 from lightning_odc.balance.costs import Cost, resolve_cost
 from lightning_odc.balance.planner import Planner, Policy, plan_minibatch
 from lightning_odc.balance.transformer import transformer
-from lightning_odc.bench.lengths import TokenSamples, find_samples
-from lightning_odc.bench.models import BenchModule, CausalModel, count_parameters, find_config
-from lightning_odc.bench.options import AUTO, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
-from lightning_odc.console import OptionError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, RunInfo
@@ -139,7 +139,7 @@ class Workload:
 class ComparedOptions(BatchOptions):
     """Options of what is compared here and not offered by the loader."""
 
-    compared: str = "lb_mini"  # a policy of `lightning_odc.bench.options.POLICIES`
+    compared: str = "lb_mini"  # a policy of `benchmarks.harness.options.POLICIES`
 
     def planner(
         self, num_replicas: int, lengths: Ints | None = None, info: RunInfo = NOTHING_KNOWN

@@ -22,9 +22,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from benchmarks.command import OptionError
 from lightning_odc.balance.arrays import LENGTH_LIMIT, Ints
-from lightning_odc.bench.corpus import VOCABULARY, encode, read_samples
-from lightning_odc.console import OptionError
+from lightning_odc.demo import VOCABULARY, encode, read_texts
 
 _DRAWN = 4096
 _SIGMA = 0.75
@@ -78,14 +78,14 @@ def find_samples(name: str, max_length: int | None, seed: int) -> TokenSamples:
     """The samples that ``--lengths`` names."""
     # Texts, files and data sets lose what is longer than ``max_length``; named distributions shrink.
     if name in ("stdlib", "equal"):
-        is_control = name == "equal"
-        corpus = read_samples(max_length or _TEXT_CAP, equal=is_control)
+        texts = read_texts(max_length or _TEXT_CAP)
         what = "functions and classes"
-        if is_control:
+        if name == "equal":
+            texts = _equal_pieces(texts)
             what = "equal pieces"
-        source = f"{len(corpus.samples)} {what} of the standard library"
-        lengths = np.array(corpus.lengths)
-        return TokenSamples(lengths, source, lambda index: encode(corpus.samples[index]), VOCABULARY)
+        lengths = np.array([len(encode(text)) for text in texts])
+        source = f"{len(texts)} {what} of the standard library"
+        return TokenSamples(lengths, source, lambda index: encode(texts[index]), VOCABULARY)
     if name in PUBLISHED:
         lengths = draw(name, _DRAWN, max_length, seed)
         return TokenSamples(lengths, f"{name}, lognormal by its published statistics")
@@ -101,6 +101,14 @@ def find_samples(name: str, max_length: int | None, seed: int) -> TokenSamples:
     if left_out:
         source += f", {left_out} longer ones left out"
     return TokenSamples(kept, source)
+
+
+def _equal_pieces(texts: Sequence[bytes]) -> list[bytes]:
+    """The same text in as many pieces of the mean length: a control with nothing to wait for."""
+    whole = b"".join(texts)
+    size = len(whole) // len(texts)
+    starts = range(0, size * len(texts), size)
+    return [whole[start : start + size] for start in starts]
 
 
 def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> Ints:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_odc.console import OptionError, add_options, check_options, option, read_options
+from benchmarks.command import OptionError, add_options, check_options, option, read_options
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from transformers import (
     PretrainedConfig,
 )
 
-from lightning_odc.bench.configs import config_of, one_line
-from lightning_odc.bench.corpus import VOCABULARY
-from lightning_odc.console import OptionError
+from benchmarks.command import OptionError
+from benchmarks.harness.configs import config_of, one_line
 from lightning_odc.data.packing import IGNORE_INDEX, PackedBatch
+from lightning_odc.demo import VOCABULARY
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

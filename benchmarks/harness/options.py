@@ -1,4 +1,4 @@
-"""The options of ``lightning-odc bench``, and the checks that need no process and no heavy import."""
+"""The options of ``python -m benchmarks.harness``, and the checks that need no process and no heavy import."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.command import OptionError, check_options, did_you_mean, option
 from lightning_odc.balance.planner import COLLECTIVE_SAFE
 from lightning_odc.balance.planner import POLICIES as PLANNED
-from lightning_odc.console import OptionError, check_options, did_you_mean, option
 
 COMMUNICATIONS = ("collective", "lockstep", "on_demand")
 PAPERS_OWN = "lb_micro_paper"
@@ -81,7 +81,7 @@ LONGEST_HELP = (
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of ``lightning-odc bench``; the help of each says what it means."""
+    """Options of ``python -m benchmarks.harness``; the help of each says what it means."""
 
     output: Path | None = option(Path("odc-bench"), "folder for JSON and Markdown", letter="DIR")
     runs: tuple[Combination, ...] = option(
@@ -165,65 +165,3 @@ def check_ranks(flag: str, ranks: int) -> None:
     most = RANKS_PER_CORE * cores
     if ranks > most:
         raise OptionError(f"{flag} {ranks} is too many for {cores} cores: the most is {most}")
-
-
-MODES = {
-    "collective": Combination("collective", "local_sort"),
-    "on_demand": Combination("on_demand", "local_sort"),
-    "lockstep": Combination("lockstep", "local_sort"),
-    "balanced": Combination("on_demand", AUTO),
-}
-"""What the demo compares: one plan for all ways to communicate, and what the strategy makes of the same data."""
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """Options of ``lightning-odc demo``, a preset of ``lightning-odc bench``."""
-
-    output: Path = option(Path("odc-demo"), "folder for result.json and pictures", letter="DIR")
-    communication: tuple[str, ...] = option(
-        ("collective", "on_demand", "balanced"),
-        f'modes to compare, among {", ".join(MODES)}; balanced is strategy="odc", and lockstep splits cheaper bytes '
-        "from fewer waits",
-        letter="MODE",
-        choices=tuple(MODES),
-    )
-    devices: int = option(2, "processes, one rank each", least=1)
-    model: str = option(
-        "demo", "layers x width of the model, as in 4x256, or another that bench knows", letter="M"
-    )
-    minibatches: int = option(5, "timed minibatches per repetition; an untimed one runs first", least=1)
-    repetitions: int = option(3, "how often each mode trains the same minibatches; modes take turns", least=1)
-    samples_per_rank: int = option(8, "samples of each rank in a minibatch", least=1)
-    max_length: int = option(
-        2048, "longest sample in tokens (bytes); longer functions are left out", least=64
-    )
-    equal_lengths: bool = option(False, "the control: cut the same text into samples of one length")
-    device: str = option("cpu", DEVICE_HELP, letter="D", choices=DEVICES)
-    seed: int = option(0, "seed of the weights and of the choice of samples", least=0)
-
-    def __post_init__(self) -> None:
-        check_options(self)
-        check_ranks("--devices", self.devices)
-        if len(set(self.communication)) < len(self.communication):
-            raise OptionError("--communication names a mode twice")
-
-    @property
-    def training(self) -> TrainOptions:
-        """The demo as a benchmark."""
-        lengths = "stdlib"
-        if self.equal_lengths:
-            lengths = "equal"
-        return TrainOptions(
-            output=self.output,
-            runs=tuple(MODES[mode] for mode in self.communication),
-            model=self.model,
-            lengths=lengths,
-            ranks=self.devices,
-            samples_per_rank=self.samples_per_rank,
-            minibatches=self.minibatches,
-            repetitions=self.repetitions,
-            max_length=self.max_length,
-            device=self.device,
-            seed=self.seed,
-        )

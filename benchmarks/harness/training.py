@@ -19,15 +19,15 @@ from rich.console import Console
 from rich.progress import Progress
 from torch.utils.data import DataLoader
 
-from lightning_odc.bench.lockstep import LockstepStrategy
-from lightning_odc.bench.models import BenchModule
-from lightning_odc.bench.options import AUTO, Combination
-from lightning_odc.bench.processes import PROCESS_BYTES, Placement, RankProcesses, Tell, check_memory, place
-from lightning_odc.bench.results import WARM_UP, MinibatchRecord, Run, Totals
-from lightning_odc.bench.workload import Workload
+from benchmarks.command import OptionError, prepare_output
+from benchmarks.harness.lockstep import LockstepStrategy
+from benchmarks.harness.models import BenchModule
+from benchmarks.harness.options import AUTO, Combination
+from benchmarks.harness.processes import PROCESS_BYTES, Placement, RankProcesses, Tell, check_memory, place
+from benchmarks.harness.results import WARM_UP, MinibatchRecord, Run, Totals
+from benchmarks.harness.workload import Workload
 from lightning_odc.callbacks.idle.measurement import watch_for
 from lightning_odc.callbacks.idle.sources import Watch
-from lightning_odc.console import OptionError, prepare_output
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.host_memory import gib
 from lightning_odc.strategy.decisions import choose_policy
@@ -35,9 +35,9 @@ from lightning_odc.strategy.odc import ODCStrategy
 from lightning_odc.strategy.options import Options
 
 if TYPE_CHECKING:
-    from lightning_odc.bench.report import Outcome
+    from benchmarks.harness.report import Outcome
 
-PRELOAD = ("lightning.pytorch", "lightning_odc.bench.training")
+PRELOAD = ("lightning.pytorch", "benchmarks.harness.training")
 
 CallbacksOf = Callable[[Combination, int], Sequence[Callback]]
 """More callbacks of a combination in a repetition."""

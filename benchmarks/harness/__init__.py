@@ -1,0 +1,1 @@
+"""What experiments share: workloads, ranks in processes, measurements, and what they say."""
