@@ -33,7 +33,7 @@ from torch import Tensor
 from benchmarks import command
 from benchmarks.command import OptionError, option, prepare_output
 from benchmarks.harness.lengths import TokenSamples
-from benchmarks.harness.models import BenchModule, configuration
+from benchmarks.harness.models import configuration
 from benchmarks.harness.options import (
     AUTO,
     EQUAL_COUNTS,
@@ -50,6 +50,7 @@ from benchmarks.harness.workload import Workload
 from lightning_odc.balance import PolynomialCost, transformer, with_speeds
 from lightning_odc.balance.costs import Cost, pair_of, resolve_cost
 from lightning_odc.balance.evaluate import collective_cost, on_demand_cost
+from notebooks.support.models import BenchModule
 from notebooks.support.sleeping import SleepingLayer, SleepingModel
 
 FITTED = {

@@ -30,7 +30,6 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from benchmarks.command import markdown
-from benchmarks.harness.models import byte_llama
 from benchmarks.harness.processes import RankProcesses
 from benchmarks.projects import (
     LONGEST,
@@ -49,6 +48,7 @@ from lightning_odc.balance import transformer
 from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.engine.tracing import Span, Tracer
 from lightning_odc.files import write_json
+from notebooks.support.models import byte_llama
 
 PER_STEP = 16
 EACH = PER_STEP // 2  # samples of a rank in a step

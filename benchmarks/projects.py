@@ -16,8 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, LlamaForCausalLM
 
-from benchmarks.harness.models import byte_llama
 from lightning_odc.demo import BOS, read_texts
+from notebooks.support.models import byte_llama
 
 LONGEST = 1024
 SAMPLES = 64

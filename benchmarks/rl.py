@@ -30,12 +30,12 @@ from transformers import LlamaForCausalLM, StoppingCriteria, StoppingCriteriaLis
 
 from benchmarks.command import parser_of
 from benchmarks.harness.lengths import PUBLISHED, draw
-from benchmarks.harness.models import byte_llama
 from benchmarks.harness.processes import run_ranks
 from benchmarks.tables import Column, Table, put_into, spread
 from lightning_odc import rl
 from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.files import write_json
+from notebooks.support.models import byte_llama
 
 COLLECTIVE = "collective"
 ON_DEMAND = "on demand"

@@ -22,12 +22,12 @@ from transformers import LlamaForCausalLM, PrinterCallback, Trainer, TrainerCall
 
 from benchmarks import command
 from benchmarks.command import option
-from benchmarks.harness.models import byte_llama
 from benchmarks.harness.processes import RankProcesses
 from benchmarks.projects import LONGEST, Texts, pad
 from benchmarks.tables import Column, Table, spread, write_into
 from lightning_odc.huggingface import ODCTrainerMixin
 from lightning_odc.huggingface.sharding import shards_on_cpu
+from notebooks.support.models import byte_llama
 
 PAGE = Path(__file__).parents[1] / "docs" / "data" / "sft.md"
 

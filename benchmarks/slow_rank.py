@@ -15,12 +15,13 @@ from torch import Tensor
 
 from benchmarks import command
 from benchmarks.command import option
-from benchmarks.harness.models import BenchModule, CausalModel, find_config
+from benchmarks.harness.models import find_config
 from benchmarks.harness.options import TrainOptions
 from benchmarks.harness.report import Outcome
 from benchmarks.harness.training import run_train
 from benchmarks.harness.workload import Workload
 from lightning_odc.data.packing import PackedBatch
+from notebooks.support.models import BenchModule, CausalModel
 
 
 @dataclass(frozen=True)

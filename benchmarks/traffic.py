@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from benchmarks.command import markdown, parser_of
-from benchmarks.harness.models import byte_llama
 from benchmarks.harness.processes import run_ranks
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
@@ -27,6 +26,7 @@ from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.files import write_json
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
+from notebooks.support.models import byte_llama
 
 MIB = 2**20
 ENGINES = ("collective", "freed", "kept")

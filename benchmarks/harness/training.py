@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from benchmarks.command import OptionError, prepare_output
 from benchmarks.harness.lockstep import LockstepStrategy
-from benchmarks.harness.models import BenchModule
 from benchmarks.harness.options import AUTO, Combination
 from benchmarks.harness.processes import PROCESS_BYTES, Placement, RankProcesses, Tell, check_memory, place
 from benchmarks.harness.results import WARM_UP, MinibatchRecord, Run, Totals
@@ -33,6 +32,7 @@ from lightning_odc.host_memory import gib
 from lightning_odc.strategy.decisions import choose_policy
 from lightning_odc.strategy.odc import ODCStrategy
 from lightning_odc.strategy.options import Options
+from notebooks.support.models import BenchModule
 
 if TYPE_CHECKING:
     from benchmarks.harness.report import Outcome

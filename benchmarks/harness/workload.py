@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.command import OptionError
 from benchmarks.harness.lengths import TokenSamples, find_samples
-from benchmarks.harness.models import BenchModule, CausalModel, count_parameters, find_config
+from benchmarks.harness.models import count_parameters, find_config
 from benchmarks.harness.options import AUTO, PAPERS_OWN, SHUFFLED, Combination, TrainOptions
 from lightning_odc.balance.arrays import Ints, Plan
 from lightning_odc.balance.costs import Cost, resolve_cost
@@ -26,6 +26,7 @@ from lightning_odc.balance.transformer import transformer
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, RunInfo
+from notebooks.support.models import BenchModule, CausalModel
 
 _OFFERED = {PAPERS_OWN: "lb_micro", SHUFFLED: "local_sort", AUTO: "steal"}
 """The loader's policy that comes closest to one that only benchmarks have."""

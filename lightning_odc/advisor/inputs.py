@@ -12,14 +12,13 @@ import torch
 from torch import nn
 
 from lightning_odc import host_memory
+from lightning_odc.advisor.configs import ACCEPTED, config_of, one_line
+from lightning_odc.advisor.lengths import check_lengths, find_samples
 from lightning_odc.advisor.options import GPU_MEMORY, AdviseOptions
 from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MICROBATCH, Cost
 from lightning_odc.balance.transformer import shape_of, transformer
-from lightning_odc.bench.configs import ACCEPTED, config_of, one_line
-from lightning_odc.bench.lengths import find_samples
-from lightning_odc.bench.options import check_lengths
 from lightning_odc.console import OptionError
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.gain import glance

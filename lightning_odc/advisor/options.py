@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from lightning_odc.bench.options import DISTRIBUTIONS, LONGEST_HELP
 from lightning_odc.console import check_options, option
 
 GPU_MEMORY = {"A100": 80e9, "H100": 80e9, "H200": 141e9, "MI300X": 192e9}
 """Bytes of the GPUs that are known by name."""
+
+DISTRIBUTIONS = ("stdlib", "equal", "longalign", "swesmith", "aime")
+LONGEST_HELP = (
+    "longest sample in tokens: texts, files and data sets drop longer ones, named distributions shrink"
+)
 
 
 @dataclass(frozen=True)

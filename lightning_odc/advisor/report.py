@@ -10,9 +10,9 @@ from textwrap import indent
 from typing import Any
 
 from lightning_odc.advisor.inputs import Inputs, parse_inputs
+from lightning_odc.advisor.lengths import describe_tail, tail_of
 from lightning_odc.advisor.options import AdviseOptions
 from lightning_odc.advisor.plans import Memory, Plans, Traffic
-from lightning_odc.bench.lengths import describe_tail, tail_of
 from lightning_odc.console import OptionError
 from lightning_odc.data.gain import Gain
 
@@ -139,7 +139,7 @@ class Advice:
         steps = math.ceil(len(self.inputs.samples.lengths) / self.inputs.samples_per_step)
         parts.append(
             f"These are plans for {self.plans.steps} of the {steps:,} steps of an epoch. Their time is counted in "
-            "FLOPs, without communication.\nTo measure time on this machine: lightning-odc bench train"
+            "FLOPs, without communication.\nTo measure time on this machine: python -m benchmarks.harness, in a clone"
         )
         return "\n\n".join(parts)
 

@@ -31,8 +31,13 @@ def byte_llama(layers: int, width: int, max_length: int) -> LlamaConfig:
     )
 
 
-class SummedModule(LightningModule):
+class BenchModule(LightningModule):
     """A model whose loss is a sum with a count, weighted exactly by the strategy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss_sum = 0.0  # summed loss of the microbatches since `take_loss`
+        self.tokens = 0  # tokens predicted in them
 
     def compute(self, microbatch: Any) -> tuple[Tensor, int]:
         """Summed loss of a microbatch, and how many tokens it is a sum over."""
@@ -40,13 +45,22 @@ class SummedModule(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         loss, count = self.compute(batch)
+        self.loss_sum += float(loss.detach())
+        self.tokens += count
         return {"loss": loss, "num_items": count}
+
+    def take_loss(self) -> tuple[float, int]:
+        """``(loss_sum, tokens)`` since the last call, and start again from zero."""
+        taken = self.loss_sum, self.tokens
+        self.loss_sum = 0.0
+        self.tokens = 0
+        return taken
 
     def configure_optimizers(self) -> Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-class CausalModel(SummedModule):
+class CausalModel(BenchModule):
     """A causal language model over packed samples."""
 
     def __init__(self, config: PretrainedConfig, seed: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .models import SummedModule
+from .models import BenchModule
 
 LAYERS = 3
 WIDTH = 64
@@ -42,7 +42,7 @@ class SleepingLayer(nn.Module):
         return y + self.shift
 
 
-class SleepingModel(SummedModule):
+class SleepingModel(BenchModule):
     """An emulated model; a microbatch is its tokens and its time.
 
     Args:

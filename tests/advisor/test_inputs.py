@@ -13,8 +13,8 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from benchmarks.harness.configs import PRESETS
 from lightning_odc import advise, cli
+from lightning_odc.advisor.configs import PRESETS
 from lightning_odc.advisor.inputs import Model, Place, find_model, inspect_loader, parse_inputs, read_lengths
 from lightning_odc.advisor.options import AdviseOptions
 from lightning_odc.console import OptionError

@@ -9,9 +9,10 @@ pytest.importorskip("transformers")
 import torch
 
 from benchmarks.harness.lengths import find_samples
-from benchmarks.harness.models import CausalModel, find_config
+from benchmarks.harness.models import find_config
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.demo import BOS, EOS, VOCABULARY, encode
+from notebooks.support.models import CausalModel
 
 
 def test_control_is_the_same_text_in_equal_pieces() -> None:
