@@ -84,8 +84,12 @@ def main(arguments: list[str] | None = None) -> None:
             audited = statistics.median(seconds[4::2])  # after the first epoch
             plain = statistics.median(seconds[5::2])
             cost = audited / plain - 1
-            shares = [f"{share:.2%}" for share in (4 * cost / 1001, cost / 9000)]
-            rows.append([PROJECTS[name].title, f"{1e3 * plain:.0f}", f"{1e3 * audited:.0f}", *shares])
+            shares = []
+            for share in (4 * cost / 1001, cost / 9000):
+                one_share = f"{share:.2%}"
+                shares.append(one_share)
+            row = [PROJECTS[name].title, f"{1e3 * plain:.0f}", f"{1e3 * audited:.0f}", *shares]
+            rows.append(row)
     head = ("project", "ms per minibatch", "with an audit", "of the first 1,001", "of the next 9,000")
     print(markdown(head, rows))
 

@@ -201,10 +201,13 @@ class Result:
 
 def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[Result]:
     """One result per operation."""
-    combine: Callable[[Sequence[float]], float] = statistics.fmean if skew else max
-    rounds = {
-        name: [combine(of) for of in zip(*(r[name] for r in by_rank), strict=True)] for name in by_rank[0]
-    }
+    combine: Callable[[Sequence[float]], float] = max
+    if skew:
+        combine = statistics.fmean
+    rounds = {}
+    for name in by_rank[0]:
+        of_round = [combine(of) for of in zip(*(r[name] for r in by_rank), strict=True)]
+        rounds[name] = of_round
     world_size = len(by_rank)
     results = []
     copied = unit_bytes * max(world_size - 1, 1) / world_size
@@ -214,19 +217,19 @@ def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[
         bytes_ratio = moved[ours] / moved[plain]
         of_copy = [bytes_ratio * copy / own for copy, own in zip(rounds[plain], rounds[ours], strict=True)]
         faster = [other / own for other, own in zip(rounds[theirs], rounds[ours], strict=True)]
-        results.append(
-            Result(
-                ranks=len(by_rank),
-                unit_bytes=unit_bytes,
-                operation=ours,
-                ours=quartiles(rounds[ours]),
-                theirs=quartiles(rounds[theirs]),
-                plain=quartiles(rounds[plain]),
-                faster=quartiles(faster),
-                rate=moved[ours] / statistics.median(rounds[ours]),
-                of_copy=statistics.median(of_copy),
-            )
+        rate = moved[ours] / statistics.median(rounds[ours])
+        result = Result(
+            ranks=len(by_rank),
+            unit_bytes=unit_bytes,
+            operation=ours,
+            ours=quartiles(rounds[ours]),
+            theirs=quartiles(rounds[theirs]),
+            plain=quartiles(rounds[plain]),
+            faster=quartiles(faster),
+            rate=rate,
+            of_copy=statistics.median(of_copy),
         )
+        results.append(result)
     return results
 
 
@@ -234,8 +237,9 @@ def table(results: Sequence[Result]) -> str:
     """The results as Markdown."""
     head = ["ranks", "unit", "operation", "time", "bytes/s", "of a plain copy's", "the group's"]
     names = {ours: theirs for ours, theirs, _ in OPERATIONS}
-    rows = [
-        (
+    rows = []
+    for one in results:
+        row = (
             one.ranks,
             show_size(one.unit_bytes),
             one.operation,
@@ -245,14 +249,15 @@ def table(results: Sequence[Result]) -> str:
             f"{names[one.operation]} {1e3 * one.theirs[1]:.3f} ms",
             "{1:.2f}x [{0:.2f}, {2:.2f}]".format(*one.faster),
         )
-        for one in results
-    ]
+        rows.append(row)
     return markdown([*head, "faster than the group [quartiles]"], rows)
 
 
 def show_size(size: int) -> str:
     """Bytes for people."""
-    return f"{size / 2**20:g} MiB" if size >= 2**20 else f"{size / 2**10:g} KiB"
+    if size >= 2**20:
+        return f"{size / 2**20:g} MiB"
+    return f"{size / 2**10:g} KiB"
 
 
 def run_comm(options: CommOptions) -> int:

@@ -134,7 +134,9 @@ class EmulatedWorkload(Workload):
 
     def planned_cost(self, combination: Combination) -> Any:
         named = self.options.cost_of(combination)
-        return self.cost if named == "model" else named
+        if named == "model":
+            return self.cost
+        return named
 
     def collate(self, samples: Sequence[Tensor]) -> Tensor:
         """A microbatch of samples, whose one element is their length: ``[tokens, seconds]``, float64."""
@@ -151,7 +153,9 @@ class EmulatedWorkload(Workload):
         return SleepingModel(self.options.slow_rank if is_slow else 1.0)
 
     def callbacks(self, combination: Combination) -> list[Callback]:
-        return [KnownCost(self.cost)] if self.options.cost_of(combination) == AUTO else []
+        if self.options.cost_of(combination) == AUTO:
+            return [KnownCost(self.cost)]
+        return []
 
     def check(self) -> int:
         """Whether the cost is known; the model takes next to no memory."""
@@ -166,10 +170,15 @@ class EmulatedWorkload(Workload):
         """
         speeds = [1.0] * (self.options.ranks - 1) + [1 / self.options.slow_rank]
         meets = combination.communication in ("collective", "lockstep") and combination.policy in EQUAL_COUNTS
-        evaluate = collective_cost if meets else on_demand_cost
+        evaluate = on_demand_cost
+        if meets:
+            evaluate = collective_cost
         loader = self.loader(combination, 0)
         cost = with_speeds(self.cost, speeds)
-        plans = [loader.plan(step % len(loader), epoch=step // len(loader)) for step in range(count)]
+        plans = []
+        for step in range(count):
+            one_plan = loader.plan(step % len(loader), epoch=step // len(loader))
+            plans.append(one_plan)
         return [evaluate(plan.microbatches, self.samples.lengths, cost) for plan in plans]
 
 
@@ -241,7 +250,9 @@ class EmulatedOutcome(Outcome):
             for index in run.timed
             if bounds
         ]
-        return sum(timed) / row.total if timed else None
+        if timed:
+            return sum(timed) / row.total
+        return None
 
     def cells(self, row: Row) -> dict[str, str]:
         cells = super().cells(row)

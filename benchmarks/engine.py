@@ -128,11 +128,12 @@ def engine_python(
     torch.set_num_threads(1)
     model = _sharded(parameters, world_size)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
+    gather_cache = GatherCache(2**30 if keeps else 0, HostMemory(world_size))
     engine = OnDemandEngine(
         lambda: SharedMemoryTransport(rank, world_size, rendezvous),
         rendezvous,
         timeout=60,
-        gather_cache=GatherCache(2**30 if keeps else 0, HostMemory(world_size)),
+        gather_cache=gather_cache,
     )
     engine.attach(model)
     clocks = {part: _Clock() for part in _PARTS}
@@ -291,9 +292,10 @@ def _python_row(
 ) -> dict[str, Any]:
     """Microseconds, means over ranks."""
     blocks = zip(*(taken[part] for taken in by_rank for part in _PARTS), strict=True)
-    medians = {
-        name: statistics.median(one for taken in by_rank for one in taken[name]) for name in by_rank[0]
-    }
+    medians = {}
+    for name in by_rank[0]:
+        median = statistics.median(one for taken in by_rank for one in taken[name])
+        medians[name] = median
     whole = median_interval([sum(parts) / ranks for parts in blocks])
     return {"ranks": ranks, "parameters": parameters, "kept": keeps, "microbatch": whole, **medians}
 
@@ -301,8 +303,9 @@ def _python_row(
 def python_table(rows: Sequence[dict[str, Any]]) -> str:
     """Microseconds of the engine's own Python, as Markdown."""
     head = ["ranks", "parameters", "kept", *_PARTS, "per unit and microbatch", "with `fully_shard`"]
-    found = [
-        (
+    found = []
+    for row in rows:
+        one = (
             row["ranks"],
             row["parameters"],
             "yes" if row["kept"] else "no",
@@ -311,8 +314,7 @@ def python_table(rows: Sequence[dict[str, Any]]) -> str:
             f"{row['all']:.0f} us",
             f"{row['settle']:.0f} us",
         )
-        for row in rows
-    ]
+        found.append(one)
     return markdown([*head, "once per unit and minibatch"], found)
 
 
@@ -332,7 +334,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """How much longer a busy owner takes, as Markdown."""
     ratios = ("elsewhere", "into", "into_by_the_clock")
     shown = "x{1:.2f} [{0:.2f}, {2:.2f}]".format
-    found = [[row["peers"], *(shown(*row[name]) for name in ratios)] for row in rows]
+    found = []
+    for row in rows:
+        one = [row["peers"], *(shown(*row[name]) for name in ratios)]
+        found.append(one)
     return markdown(["peers", "peers add elsewhere", "peers add into it", "the same by the clock"], found)
 
 

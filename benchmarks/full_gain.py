@@ -102,10 +102,11 @@ def run(program: str, folder: Path, environment: Mapping[str, str] = os.environ)
         subprocess.TimeoutExpired: it took ten minutes.
     """
     (folder / "finetune.py").write_text(program)
+    env = {**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "finetune.py"],
         cwd=folder,
-        env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -128,7 +129,8 @@ def figures(output: str, program: str) -> dict[str, float]:
     made: dict[str, Any] = {"__name__": "page"}
     exec(compile(program, "finetune.py", "exec"), made)
     lengths = [len(sample["input_ids"]) for sample in made["Functions"]()]
-    found = {"seconds": len(lengths) / samples, "padding": 1 - sum(lengths) / len(lengths) * samples / tokens}
+    padding = 1 - sum(lengths) / len(lengths) * samples / tokens
+    found = {"seconds": len(lengths) / samples, "padding": padding}
     return found | ({"waiting": float(said[0][0])} if said[0][0] else {})
 
 

@@ -55,17 +55,20 @@ class Sampler:
         rendezvous = process_group_rendezvous(dist.group.WORLD)
         self.engine = CollectiveEngine(world_size, rendezvous)
         if way != "collective":
+            gather_cache = GatherCache("auto" if way == "gathered" else 0, HostMemory(world_size))
             self.engine = OnDemandEngine(
                 lambda: SharedMemoryTransport(rank, world_size, rendezvous),
                 rendezvous,
                 timeout=120,
-                gather_cache=GatherCache("auto" if way == "gathered" else 0, HostMemory(world_size)),
+                gather_cache=gather_cache,
             )
         self.engine.attach(self.model, gradients=False)
 
     def sample(self, prompts: Tensor, tokens: int) -> tuple[float, int, Tensor]:
         """Sample greedily; returns seconds, shards read from other ranks, and answers of shape ``[batch, length]``."""
-        before = 0 if self.engine is None else self.engine.traffic.reads
+        before = 0
+        if self.engine is not None:
+            before = self.engine.traffic.reads
         begin = time.monotonic()
         answers = self.model.generate(
             prompts,
@@ -76,7 +79,9 @@ class Sampler:
             pad_token_id=0,
         )
         seconds = time.monotonic() - begin
-        after = 0 if self.engine is None else self.engine.traffic.reads
+        after = 0
+        if self.engine is not None:
+            after = self.engine.traffic.reads
         return seconds, after - before, answers
 
 
@@ -112,7 +117,10 @@ def row(ranks: int, batch: int, tokens: int, by_rank: list[dict[str, Any]]) -> d
     found: dict[str, Any] = {"ranks": ranks, "batch": batch}
     for way in WAYS:
         rounds = zip(*(seen[way] for seen in by_rank), strict=True)
-        speeds = [batch * tokens / max(seconds for seconds, _ in ticks) for ticks in rounds]
+        speeds = []
+        for ticks in rounds:
+            speed = batch * tokens / max(seconds for seconds, _ in ticks)
+            speeds.append(speed)
         reads = statistics.median(reads for _, reads in by_rank[0][way])
         found[way] = {"tokens per second": speeds, "reads per token": reads / tokens}
     ratios = [
@@ -143,10 +151,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     sizes = {name: getattr(options, name) for name in ("tokens", "prompt", "rounds", "layers", "width")}
     by_rank = run_ranks(measure, options.ranks, options.batch, sizes)
-    rows = [
-        row(options.ranks, batch, options.tokens, [seen[batch] for seen in by_rank])
-        for batch in options.batch
-    ]
+    rows = []
+    for batch in options.batch:
+        one_row = row(options.ranks, batch, options.tokens, [seen[batch] for seen in by_rank])
+        rows.append(one_row)
     if options.json is not None:
         write_json(options.json, {"options": sizes, "rows": rows})
     head = ["ranks", "prompts of a rank", f"tokens per second of a rank: {', '.join(WAYS)}"]

@@ -100,12 +100,13 @@ def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
     passages = Passages()
     monitor = DeviceIdleMonitor(per_rank=False)
     more: dict[str, list[pl.Callback]] = {ODC: [], MONITORED: [monitor]}
+    callbacks = [watch, *more.get(name, [passages])]
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=world_size,
         max_epochs=1 + epochs,
-        callbacks=[watch, *more.get(name, [passages])],
+        callbacks=callbacks,
         **QUIET,
     )
     waits: list[float] = []
@@ -114,7 +115,9 @@ def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
         module.on_train_epoch_start = lambda: waits.append(sum(strategy.engine.waits.values()))  # type: ignore[method-assign]
         module.on_train_end = module.on_train_epoch_start  # type: ignore[method-assign]
     trainer.fit(module, DataLoader(Texts(), EACH, shuffle=True, collate_fn=pad))
-    waited = waits[-1] - waits[1] if name in more else None
+    waited = None
+    if name in more:
+        waited = waits[-1] - waits[1]
     result = SimpleNamespace(seconds=watch.seconds[1:], tokens=watch.tokens, waited=waited)
     result.passages = passages.found
     result.within = monitor.last_epoch.get(WITHIN)

@@ -70,10 +70,10 @@ def main(arguments: list[str] | None = None) -> None:
             mode: load_timeline(Path(folder, str(run)) / "timeline.json") for mode, run in MODES.items()
         }
     recorded = {mode: minibatches(timeline) for mode, timeline in timelines.items()}
-    gains = [
-        slow["seconds"] / fast["seconds"]
-        for slow, fast in zip(recorded["collective"], recorded["balanced"], strict=True)
-    ]
+    gains = []
+    for slow, fast in zip(recorded["collective"], recorded["balanced"], strict=True):
+        one_gain = slow["seconds"] / fast["seconds"]
+        gains.append(one_gain)
     median = gains.index(statistics.median_low(gains))
     told = {
         "minibatch": median + 1,
@@ -98,11 +98,13 @@ def minibatches(timeline: Timeline) -> list[dict[str, Any]]:
         end = max(span.end for span in spans)
         waits = [covered_by(rank.of("wait"), begin, end) for rank in timeline.ranks]
         idle = sum(last - first for rank in waits for first, last in rank)
+        seconds = (end - begin) / 1e9
+        ranks = [_milliseconds(rank, begin, end) for rank in timeline.ranks]
         found.append(
             {
-                "seconds": (end - begin) / 1e9,
+                "seconds": seconds,
                 "idle": idle / (len(timeline.ranks) * (end - begin)),
-                "ranks": [_milliseconds(rank, begin, end) for rank in timeline.ranks],
+                "ranks": ranks,
             }
         )
     return found

@@ -59,7 +59,11 @@ def train(modes: dict[str, Combination], ranks: int, steps: int, max_length: int
     check(workload)
     train_all(outcome)
     names = {combination: name for name, combination in modes.items()}
-    return {names[run.combination]: [run.loss(step) for step in range(run.count)] for run in outcome.runs}
+    found = {}
+    for run in outcome.runs:
+        one = [run.loss(step) for step in range(run.count)]
+        found[names[run.combination]] = one
+    return found
 
 
 def train_alone(steps: int, max_length: int) -> list[float]:

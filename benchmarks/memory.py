@@ -86,7 +86,9 @@ def window_pages() -> int:
 
 def formula(parameters: int, world_size: int, shard_itemsize: int, deterministic: bool) -> int:
     """Bytes per rank: a shard in the compute dtype, and fp32 accumulators (one per source if deterministic)."""
-    sources = world_size if deterministic else 1
+    sources = 1
+    if deterministic:
+        sources = world_size
     return parameters // world_size * (shard_itemsize + 4 * sources)
 
 
@@ -100,17 +102,16 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
     shard_model(model, mesh_for("cpu", world_size), mixed_precision=policy)
     rendezvous = process_group_rendezvous(dist.group.WORLD)
     cache = GatherCache("auto" if "kept" in run else 0, HostMemory(world_size))
-    engine: Engine = (
-        OnDemandEngine(
+    if on_demand:
+        engine: Engine = OnDemandEngine(
             lambda: SharedMemoryTransport(rank, world_size, rendezvous),
             rendezvous,
             timeout=60,
             gather_cache=cache,
             **RUNS[run],
         )
-        if on_demand
-        else CollectiveEngine(world_size, rendezvous)
-    )
+    else:
+        engine = CollectiveEngine(world_size, rendezvous)
     engine.attach(model)
     optimizer = torch.optim.AdamW(model.parameters())
     sampler = Sampler()
@@ -127,6 +128,7 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
         optimizer.step()
         engine.publish()
     peak = sampler.stop()
+    sharded = parameters // world_size * 16
     result = {
         "formula": formula(parameters, world_size, 2 if bf16 else 4, "deterministic" in run)
         if on_demand
@@ -135,7 +137,7 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
         "pages": window_pages() // world_size,
         "kept": cache.bytes,
         "peak": peak,
-        "sharded": parameters // world_size * 16,
+        "sharded": sharded,
     }
     engine.close()
     return result
@@ -167,7 +169,8 @@ def main(arguments: list[str] | None = None) -> None:
             for run in RUNS:
                 r = run_ranks(measure, ranks, run, options.width, options.depth, bf16)[0]
                 sizes = [r[key] for key in ("formula", "window", "pages", "kept", "peak", "sharded")]
-                rows.append([ranks, "bf16" if bf16 else "fp32", run, *(f"{n / MIB:.1f} MiB" for n in sizes)])
+                row = [ranks, "bf16" if bf16 else "fp32", run, *(f"{n / MIB:.1f} MiB" for n in sizes)]
+                rows.append(row)
     print(markdown(head, rows))
 
 

@@ -201,7 +201,10 @@ def loader_of(project: Project, row: Row, rank: int, ranks: int) -> Any:
     if row.loader == "grouped":
         order = sorted(range(len(data)), key=lambda index: len(data[index]["input_ids"]))
         whole = row.batch * ranks  # neighbours by length, on all ranks together
-        groups = [order[first : first + whole][rank::ranks] for first in range(0, len(order), whole)]
+        groups = []
+        for first in range(0, len(order), whole):
+            one_group = order[first : first + whole][rank::ranks]
+            groups.append(one_group)
         random.Random(0).shuffle(groups)
         given = {"sampler": [index for group in groups for index in group]}
     return DataLoader(data, batch_size=row.batch, collate_fn=project.collate, **given)
@@ -209,8 +212,14 @@ def loader_of(project: Project, row: Row, rank: int, ranks: int) -> Any:
 
 def tokens_of(batch: Any) -> int:
     """Tokens of a batch of either model, padding included."""
-    batch = batch.batch if isinstance(batch, Microbatch) else batch
-    table = batch["input_ids"] if isinstance(batch, dict) else batch[1]
+    if isinstance(batch, Microbatch):
+        batch = batch.batch
+    else:
+        batch = batch
+    if isinstance(batch, dict):
+        table = batch["input_ids"]
+    else:
+        table = batch[1]
     return table.numel()
 
 
@@ -259,10 +268,15 @@ def fit(
     chosen = PROJECTS[project]
     row = chosen.rows[number]
     pl.seed_everything(0, verbose=False)
-    strategy: Any = DDPStrategy(ddp_comm_hook=_nothing) if row.strategy == "alone" else row.strategy
+    if row.strategy == "alone":
+        strategy: Any = DDPStrategy(ddp_comm_hook=_nothing)
+    else:
+        strategy = row.strategy
     if isinstance(strategy, dict):
         strategy = ODCStrategy(hang_report_after=None, **strategy)
-    tracer = Tracer() if traced else None
+    tracer = None
+    if traced:
+        tracer = Tracer()
     watch = Watch(tracer)
     trainer = pl.Trainer(
         strategy=strategy,
@@ -280,7 +294,10 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = stepping_by_hand(chosen.module()) if row.loader == "planned" else chosen.module()
+    if row.loader == "planned":
+        module = stepping_by_hand(chosen.module())
+    else:
+        module = chosen.module()
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
@@ -290,13 +307,16 @@ def fit(
     log.removeHandler(handler)
     begins = ("Plan", "Expected", "Note", "Measured", "Samples have", "strategy=")
     lines = [line for line in dict.fromkeys(said.getvalue().splitlines()) if line.startswith(begins)]
+    split = None
+    if tracer is not None:
+        split = own_seconds(tracer.take())
     counted = SimpleNamespace(
         start=watch.start,
         seconds=watch.seconds,
         tokens=watch.tokens,
         largest=watch.largest,
         steps=trainer.global_step,
-        split=own_seconds(tracer.take()) if tracer is not None else None,
+        split=split,
     )
     return counted, "\n".join(lines)
 
@@ -324,7 +344,10 @@ def print_split(name: str, options: argparse.Namespace) -> None:
         for _ in range(options.rounds):
             for rank, (found, _) in enumerate(ranks.call(fit, name, number, options.epochs, True)):
                 steps = found.steps * options.epochs / (1 + options.epochs)
-                parts = {kind: f"{1e3 * found.split.get(kind, 0) / steps:.1f}" for kind in SPLIT}
+                parts = {}
+                for kind in SPLIT:
+                    part = f"{1e3 * found.split.get(kind, 0) / steps:.1f}"
+                    parts[kind] = part
                 rows.append((rank, f"{1e3 * sum(found.seconds[1:]) / steps:.0f}", *parts.values()))
     print(f"\nMilliseconds of a step\n\n{markdown(('rank', 'step', *SPLIT), rows)}\n", flush=True)
 
@@ -405,11 +428,11 @@ def tables(found: dict[str, Any]) -> list[Table]:
     ratios = {name: over(found[name]) for name in ("padding", "padding-4", "equal") if name in found}
     tokens = {one["row"]: f"{one['tokens']:,}" for one in found["padding"]}
     titles = {"padding": "2 ranks", "padding-4": "4 ranks", "equal": "2 ranks, equal lengths"}
-    wide = [
-        [row, *(ratios[name].get(row, "") for name in ratios), tokens[row]]
-        for row in tokens
-        if not row.startswith("by hand")
-    ]
+    wide = []
+    for row in tokens:
+        if not row.startswith("by hand"):
+            row_of_all = [row, *(ratios[name].get(row, "") for name in ratios), tokens[row]]
+            wide.append(row_of_all)
     wide_heads = ("what the user writes", *(titles[name] for name in ratios), "computed tokens")
     return [Table("one-line", "One line", [*map(Column, wide_heads)], wide)]
 
@@ -419,16 +442,16 @@ def _table(name: str, measured: Sequence[dict[str, Any]]) -> Table:
     project = PROJECTS[name.partition("-")[0]]
     ratios = over(measured)
     longest = max(tokens_of(project.collate([sample])) for sample in project.data())
-    rows = [
-        [
+    rows = []
+    for one in measured:
+        row = [
             one["row"],
             f"{statistics.median(one['seconds']):.2f} [{min(one['seconds']):.2f}, {max(one['seconds']):.2f}]",
             ratios[one["row"]],
             f"{one['tokens']:,}",
             f"{one['largest'] / longest:.2f}",
         ]
-        for one in measured
-    ]
+        rows.append(row)
     head = ("what the user writes", "s per epoch, median [least, most]", 'time over `"odc"`, batch 8')
     columns = map(Column, (*head, "computed tokens", "largest microbatch / longest sample"))
     return Table(f"one-line-{name}", project.title, [*columns], rows)

@@ -142,7 +142,9 @@ def rows(runs: dict[str, list[list[float]]]) -> list[list[str]]:
             (statistics.median(seconds[1::2]) - one) / (one / 2)
             for seconds, one in zip(own, plain, strict=True)
         ]
-        retry = spread(retries) if VARIANTS[name][1] else ""
+        retry = ""
+        if VARIANTS[name][1]:
+            retry = spread(retries)
         found.append([name, f"{1e3 * statistics.median(plain):.0f} ms", spread(ratios), retry])
     return found
 

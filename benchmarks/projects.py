@@ -46,10 +46,12 @@ class Texts(Dataset[dict[str, list[int]]]):
 def pad(samples: Sequence[dict[str, list[int]]]) -> dict[str, Tensor]:
     """What the usual collator of a causal model does."""
     rows = [torch.tensor(sample["input_ids"]) for sample in samples]
+    attention_mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    labels = pad_sequence(rows, batch_first=True, padding_value=IGNORED)
     return {
         "input_ids": pad_sequence(rows, batch_first=True),
-        "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
-        "labels": pad_sequence(rows, batch_first=True, padding_value=IGNORED),
+        "attention_mask": attention_mask,
+        "labels": labels,
     }
 
 

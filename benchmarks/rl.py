@@ -73,7 +73,10 @@ class Pace:
             self.passes += 1
             time.sleep(self.pass_seconds)
             return
-        tokens: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        if "input_ids" in kwargs:
+            tokens: Tensor = kwargs["input_ids"]
+        else:
+            tokens = args[0]
         passes = 1 + _BACKWARD * torch.is_grad_enabled()
         seconds = self._token_seconds * tokens.numel() * passes
         time.sleep(seconds)
@@ -120,7 +123,9 @@ class Job:
     """
 
     def __init__(self, variant: str, world_size: int, options: dict[str, Any]) -> None:
-        communication: Any = "collective" if variant == COLLECTIVE else "on_demand"
+        communication: Any = "on_demand"
+        if variant == COLLECTIVE:
+            communication = "collective"
         self.variant = variant
         self._most_tokens = _most_tokens(options)
         self.strategy = ODCFabricStrategy(communication=communication)
@@ -150,11 +155,12 @@ class Job:
         self._update(step)
         end = time.monotonic()
         busy = needed * self.pace.pass_seconds + self.pace.learning - learning
+        idle = 1 - busy / (end - begin)
         return Tick(
             self.pace.passes - passes,
             needed,
             *(sampled - begin, scored - sampled, end - scored),
-            idle=1 - busy / (end - begin),
+            idle=idle,
         )
 
     def _sample(self, prompts: list[dict[str, Any]]) -> tuple[list[rl.Rollout], int]:
@@ -176,13 +182,14 @@ class Job:
     def _respond(self, index: int, prompt: dict[str, Any]) -> list[rl.Rollout]:
         """A group of responses to one prompt."""
         tokens = torch.tensor([prompt["tokens"]])
+        stopping_criteria = StoppingCriteriaList([GivenLengths(_PROMPT, prompt["lengths"])])
         rows = self.model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             do_sample=True,
             num_return_sequences=len(prompt["lengths"]),
             max_new_tokens=max(prompt["lengths"]),
-            stopping_criteria=StoppingCriteriaList([GivenLengths(_PROMPT, prompt["lengths"])]),
+            stopping_criteria=stopping_criteria,
         )
         rows = [row[: _PROMPT + length] for row, length in zip(rows, prompt["lengths"], strict=True)]
         return [rl.Rollout(row, _PROMPT, reward=float(row[-1] % 7), group=index) for row in rows]

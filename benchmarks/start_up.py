@@ -123,7 +123,8 @@ def seconds_of_lengths(count: int) -> list[list[str]]:
             data[index]
         reading = time.monotonic() - begin
         find_lengths(data, collate_fn=collate if kind == "dicts of two lists" else list)
-        rows.append([kind, f"{reading:.1f}", f"{time.monotonic() - begin - 2 * reading:.1f}"])
+        row = [kind, f"{reading:.1f}", f"{time.monotonic() - begin - 2 * reading:.1f}"]
+        rows.append(row)
     return rows
 
 
@@ -140,7 +141,8 @@ def main(arguments: list[str] | None = None) -> None:
     for package in ("lightning.pytorch", "lightning.pytorch, lightning_odc"):
         begin = time.monotonic()
         subprocess.run([sys.executable, "-c", f"import {package}"], check=True)
-        rows.append([f"`import {package}`", f"{time.monotonic() - begin:.2f}"])
+        row = [f"`import {package}`", f"{time.monotonic() - begin:.2f}"]
+        rows.append(row)
     (count, seconds), *_ = run_ranks(fit, RANKS, given.width, given.layers, given.texts, given.precision)
     rows += [[text, f"{taken:.2f}"] for text, taken in zip(PHASES.values(), seconds, strict=True)]
     print(f"{count / 1e6:,.1f} million parameters, rank 0 of {RANKS}\n")

@@ -142,7 +142,9 @@ def settings(options: SweepOptions) -> list[tuple[str, Any, EmulatedOptions]]:
     found = []
     for sweep in options.sweeps:
         name, values = VALUES[sweep]
-        base = replace(golden, lengths="equal", max_length=2048) if sweep == "balanced" else golden
+        base = golden
+        if sweep == "balanced":
+            base = replace(golden, lengths="equal", max_length=2048)
         found += [
             (sweep, value, replace(base, **{name: value}))
             for value in values
@@ -160,19 +162,24 @@ def cell(sweep: str, value: Any, outcome: EmulatedOutcome) -> Cell:
     workload = outcome.workload
     own = outcome.efficiency
     long = [sum(workload.bounds(one, ARITHMETIC)) for one in (BASELINE, BEST)]
+    bound = (own(slow) or 0.0) * slow.total / ((own(best) or 1.0) * best.total)
+    long_bound = long[0] / long[1]
+    efficiency = {str(one): own(row) or 0.0 for one, row in rows.items()}
+    idle = {str(one): row.idle or 0.0 for one, row in rows.items()}
+    processor = max(row.processor for row in rows.values())
     return Cell(
         sweep=sweep,
         value=value,
         speed_up=best.speed_up,
         doubt=best.doubt,
         over_own=_over(outcome, OWN_BASELINE),
-        bound=(own(slow) or 0.0) * slow.total / ((own(best) or 1.0) * best.total),
-        long_bound=long[0] / long[1],
-        efficiency={str(one): own(row) or 0.0 for one, row in rows.items()},
-        idle={str(one): row.idle or 0.0 for one, row in rows.items()},
+        bound=bound,
+        long_bound=long_bound,
+        efficiency=efficiency,
+        idle=idle,
         overhead_seconds=outcome.overhead,
         seconds_per_minibatch=best.seconds[1],
-        processor=max(row.processor for row in rows.values()),
+        processor=processor,
         loss_difference=loss_difference(outcome.runs),
         load=outcome.load,
     )
@@ -201,8 +208,9 @@ def table(cells: Sequence[Cell]) -> str:
         "100 minibatches, no communication",
     ]
     head += ["paper", "bound / measured: on demand", "lockstep", "over our lb_micro"]
-    rows = [
-        (
+    rows = []
+    for one in cells:
+        row = (
             f"{one.value:g}",
             show_ratio(one.speed_up, one.doubt),
             f"x{one.bound:.3f}",
@@ -212,8 +220,7 @@ def table(cells: Sequence[Cell]) -> str:
             show_percent(one.efficiency[str(BASELINE)]),
             show_ratio(one.over_own),
         )
-        for one in cells
-    ]
+        rows.append(row)
     return markdown(head, rows)
 
 

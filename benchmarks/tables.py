@@ -79,7 +79,10 @@ class Table:
 
     def markdown(self) -> str:
         """The table without its title."""
-        rows = [[c.text(v) for c, v in zip(self.columns, row, strict=True)] for row in self.rows]
+        rows = []
+        for row in self.rows:
+            one_row = [c.text(v) for c, v in zip(self.columns, row, strict=True)]
+            rows.append(one_row)
         return markdown([column.head for column in self.columns], rows)
 
     def record(self) -> dict[str, Any]:

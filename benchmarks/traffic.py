@@ -54,11 +54,12 @@ class Job:
         self.model = model
         self.engine: Engine = CollectiveEngine(world_size, rendezvous)
         if engine != "collective":
+            gather_cache = GatherCache("auto" if engine == "kept" else 0, HostMemory(world_size))
             self.engine = OnDemandEngine(
                 lambda: SharedMemoryTransport(rank, world_size, rendezvous),
                 rendezvous,
                 timeout=120,
-                gather_cache=GatherCache("auto" if engine == "kept" else 0, HostMemory(world_size)),
+                gather_cache=gather_cache,
             )
         self.engine.attach(model)
         self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
@@ -114,7 +115,10 @@ def row(ranks: int, lora: bool, microbatches: int, seen: dict[str, Any]) -> dict
         seconds, reads, read, added = zip(*seen[engine], strict=True)
         found[engine] = {"seconds": statistics.median(seconds), "reads": reads[-1]}
         found[engine] |= {"bytes": read[-1], "added": added[-1]}
-    ratios = [kept[0] / freed[0] for kept, freed in zip(seen["kept"], seen["freed"], strict=True)]
+    ratios = []
+    for kept, freed in zip(seen["kept"], seen["freed"], strict=True):
+        ratio = kept[0] / freed[0]
+        ratios.append(ratio)
     found["kept / freed"] = statistics.quantiles(ratios, n=4)
     return found
 

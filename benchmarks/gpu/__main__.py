@@ -51,7 +51,9 @@ def main(arguments: list[str] | None = None) -> int:
         keep()
     results["finished"] = True
     keep()
-    return 1 if results["failed"] else 0
+    if results["failed"]:
+        return 1
+    return 0
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -91,7 +93,9 @@ def _transport(ranks: int, mib: list[int]) -> dict[str, Any]:
 def _details(error: BaseException) -> str:
     """The traceback of the rank that failed, if there is one."""
     cause = error.__context__
-    return f"\n{cause.details}" if isinstance(cause, RankFailedError) else ""
+    if isinstance(cause, RankFailedError):
+        return f"\n{cause.details}"
+    return ""
 
 
 if __name__ == "__main__":

@@ -71,8 +71,9 @@ class Shape:
     def model(self, device: torch.device) -> nn.Module:
         """Layers of 12 parameters each, and a norm, which is the root unit."""
         with device:
-            layers = [
-                nn.TransformerEncoderLayer(
+            layers = []
+            for _ in range(self.layers):
+                layer = nn.TransformerEncoderLayer(
                     self.width,
                     max(self.width // 128, 1),
                     4 * self.width,
@@ -80,8 +81,7 @@ class Shape:
                     batch_first=True,
                     norm_first=True,
                 )
-                for _ in range(self.layers)
-            ]
+                layers.append(layer)
             return nn.Sequential(*layers, nn.LayerNorm(self.width))
 
 
@@ -140,7 +140,9 @@ class Setting:
 
     def start(self) -> RankProcesses:
         """Its processes."""
-        backend = self.placement.backend if self.way in (Way.ALONE, Way.STOCK, Way.COPY_ENGINE) else "gloo"
+        backend = "gloo"
+        if self.way in (Way.ALONE, Way.STOCK, Way.COPY_ENGINE):
+            backend = self.placement.backend
         return RankProcesses(self.placement.ranks, [__name__], partial(_prepare, self), backend)
 
 
@@ -215,7 +217,10 @@ def _call(ranks: RankProcesses, function: Callable[..., Any], setting: Setting) 
     try:
         by_rank: list[dict[str, float]] = ranks.call(function, setting)
     except RankFailedError as error:
-        reason = f"no answer within {SECONDS:.0f} s" if late.is_set() else str(error)
+        if late.is_set():
+            reason = f"no answer within {SECONDS:.0f} s"
+        else:
+            reason = str(error)
         raise RankFailedError(reason, error.details) from error
     finally:
         timer.cancel()
@@ -293,9 +298,14 @@ class Subject:
         world = setting.world
         torch.set_num_threads(1)  # in a rehearsal; on a GPU the host computes nothing
         self._device = setting.placement.devices[rank]
-        alone = _pretend(setting) if way in (Way.FAKE, Way.SELF) else None
+        alone = None
+        if way in (Way.FAKE, Way.SELF):
+            alone = _pretend(setting)
         single = setting.placement.ranks == 1
-        self.meet = single_process if single else process_group_rendezvous(dist.group.WORLD)
+        if single:
+            self.meet = single_process
+        else:
+            self.meet = process_group_rendezvous(dist.group.WORLD)
         self._model = shape.model(self._device)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         units = ModuleWrapPolicy({nn.TransformerEncoderLayer})
@@ -304,9 +314,9 @@ class Subject:
         if way is Way.COPY_ENGINE:
             for module in _units(self._model):
                 module.set_symm_mem_for_comm()
-        self._engine = (
-            _attached(setting, rank, self.meet, self._model, self._device) if way.is_on_demand else None
-        )
+        self._engine = None
+        if way.is_on_demand:
+            self._engine = _attached(setting, rank, self.meet, self._model, self._device)
         self._clock = Clock()
         for module in _units(self._model):
             comms = comms_of(module)
@@ -330,12 +340,17 @@ class Subject:
         host = time.perf_counter() - begin
         self._synchronize()
         device = time.perf_counter() - begin
+        host_us = 1e6 * host / self._parts
+        comm_us = 1e6 * self._clock.seconds / self._parts
+        calls = self._clock.calls / self._parts
+        host_ms = 1e3 * host / MICROBATCHES
+        device_ms = 1e3 * device / MICROBATCHES
         return {
-            "host us": 1e6 * host / self._parts,
-            "comm us": 1e6 * self._clock.seconds / self._parts,
-            "calls": self._clock.calls / self._parts,
-            "host ms": 1e3 * host / MICROBATCHES,
-            "device ms": 1e3 * device / MICROBATCHES,
+            "host us": host_us,
+            "comm us": comm_us,
+            "calls": calls,
+            "host ms": host_ms,
+            "device ms": device_ms,
         }
 
     @contextmanager
@@ -388,19 +403,24 @@ def _pretend(setting: Setting) -> Any:
     dist.init_process_group("fake", store=store, rank=0, world_size=setting.world)
     if setting.way is Way.FAKE:
         return None
-    backend = "nccl" if setting.placement.gpus else "gloo"
+    backend = "gloo"
+    if setting.placement.gpus:
+        backend = "nccl"
     return dist.new_group([0], backend=backend, use_local_synchronization=True)
 
 
 def _attached(
     setting: Setting, rank: int, meet: Callable[[Any], list[Any]], model: nn.Module, device: torch.device
 ) -> OnDemandEngine:
-    budget = 2**62 if setting.way is Way.KEPT else 0
+    budget = 0
+    if setting.way is Way.KEPT:
+        budget = 2**62
+    gather_cache = GatherCache(budget, HostMemory(setting.world))
     engine = OnDemandEngine(
         lambda: make_transport(device, rank, setting.world, meet, dist.group.WORLD),
         meet,
         timeout=SECONDS,
-        gather_cache=GatherCache(budget, HostMemory(setting.world)),
+        gather_cache=gather_cache,
     )
     engine.attach(model)
     return engine

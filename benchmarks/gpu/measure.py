@@ -53,12 +53,17 @@ def measure(rank: int, world_size: int, mib: list[int]) -> dict[str, Any]:
     def fresh() -> Transport:
         return make_transport(device, rank, world_size, meet, dist.group.WORLD)
 
-    peer = None if shared else torch.device("cuda", (rank + 1) % world_size)
+    if shared:
+        peer = None
+    else:
+        peer = torch.device("cuda", (rank + 1) % world_size)
+    primitives = time_primitives(fresh, meet, mib, peer=peer, together=not shared)
+    waits = host_waits(OnDemandEngine(fresh, meet, timeout=120), device, world_size)
     return {
         "shared GPU": shared,
-        "primitives": time_primitives(fresh, meet, mib, peer=peer, together=not shared),
+        "primitives": primitives,
         "reading": reading(fresh(), meet, max(mib)),
-        "waits": host_waits(OnDemandEngine(fresh, meet, timeout=120), device, world_size),
+        "waits": waits,
     }
 
 
@@ -96,7 +101,9 @@ def time_primitives(
         together: Measure all ranks at once, too. On one GPU that would show how contexts take turns.
         rotated_mib: The size of what all rounds go over, in MiB.
     """
-    hows = ("alone", "together") if together else ("alone",)
+    hows = ["alone"]
+    if together:
+        hows.append("together")
     return [_time_size(fresh(), meet, size, time_of, peer, hows, rotated_mib) for size in mib]
 
 
@@ -111,7 +118,8 @@ def _time_size(
 ) -> dict[str, Any]:
     numel = mib * MIB // 4
     spec = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
-    transport.open(WindowSpec(units=(spec,) * max(rotated_mib // mib, 1), words=1))
+    units = (spec,) * max(rotated_mib // mib, 1)
+    transport.open(WindowSpec(units=units, words=1))
     jobs = _jobs(transport, max(rotated_mib // mib, 1), peer)
     result: dict[str, Any] = {"mib": mib, **{how: {} for how in hows}}
     for name, job in jobs.items():
@@ -191,12 +199,14 @@ def _read_profiled(transport: Transport, numel: int) -> dict[str, float]:
     on_device = [e for e in record.events() if str(e.device_type).endswith("CUDA")]
     copies = [e for e in on_device if e.name.startswith("Memcpy")]
     kernels = [e for e in on_device if not e.name.startswith(("Memcpy", "Memset"))]
+    copy_milliseconds = sum(e.device_time for e in copies) / 1e3
+    kernel_milliseconds = sum(e.device_time for e in kernels) / 1e3
     return {
         "reads": _READS,
         "copies": len(copies),
-        "copy milliseconds": sum(e.device_time for e in copies) / 1e3,
+        "copy milliseconds": copy_milliseconds,
         "kernels": len(kernels),
-        "kernel milliseconds": sum(e.device_time for e in kernels) / 1e3,
+        "kernel milliseconds": kernel_milliseconds,
     }
 
 
@@ -219,8 +229,9 @@ def _beside_a_product(transport: Transport, numel: int) -> dict[str, float]:
     alone = sorted(device_seconds(product))
     beside = sorted(device_seconds(product_beside_reads))
     torch.cuda.synchronize()
+    product_milliseconds = 1e3 * alone[len(alone) // 2]
     return {
-        "product milliseconds": 1e3 * alone[len(alone) // 2],
+        "product milliseconds": product_milliseconds,
         "product milliseconds beside reads": 1e3 * beside[len(beside) // 2],
     }
 

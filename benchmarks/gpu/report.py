@@ -33,8 +33,9 @@ _LINKED = "One GPU per rank: the plain copy comes over the same link, from a ten
 
 def machine() -> dict[str, Any]:
     """What was measured on."""
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
-        "devices": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "devices": devices,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
@@ -53,8 +54,9 @@ def write(file: Path, result: dict[str, Any], text: str) -> None:
 
 def summarize(world_size: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """One entry of the results: fractions by size, and the profile of rank 0."""
-    sizes = [
-        {
+    sizes = []
+    for index, entry in enumerate(by_rank[0]["primitives"]):
+        size = {
             "mib": entry["mib"],
             **{
                 how: fractions(entry, [rank["primitives"][index] for rank in by_rank], how)
@@ -62,15 +64,15 @@ def summarize(world_size: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
                 if how in entry
             },
         }
-        for index, entry in enumerate(by_rank[0]["primitives"])
-    ]
+        sizes.append(size)
+    seconds = [rank["primitives"] for rank in by_rank]
     return {
         "ranks": world_size,
         "shared GPU": by_rank[0]["shared GPU"],
         "sizes": sizes,
         "reading": by_rank[0]["reading"],
         "waits": by_rank[0]["waits"],
-        "seconds": [rank["primitives"] for rank in by_rank],
+        "seconds": seconds,
     }
 
 
@@ -88,14 +90,20 @@ def fractions(entry: dict[str, Any], by_rank: list[dict[str, Any]], how: str) ->
     size = entry["mib"] * 2**20
     world = len(by_rank)
     plain = slowest.get("copy over the link", slowest["copy"])
+    read_gib_per_s = size / slowest["read from a peer"] / 2**30
+    plain_copy_gib_per_s = size / plain / 2**30
+    add_gib_per_s = world * size / slowest["add to all"] / 2**30
+    own_add = world * slowest["add in place"] / slowest["add to all"]
+    add_bf16_gib_per_s = world * size / slowest["add bf16 to all"] / 2**30
+    own_add_bf16 = world * slowest["add bf16 in place"] / slowest["add bf16 to all"]
     return {
-        "read GiB/s": size / slowest["read from a peer"] / 2**30,
-        "plain copy GiB/s": size / plain / 2**30,
+        "read GiB/s": read_gib_per_s,
+        "plain copy GiB/s": plain_copy_gib_per_s,
         "read / plain copy": plain / slowest["read from a peer"],
-        "add GiB/s": world * size / slowest["add to all"] / 2**30,
-        "add / add in place": world * slowest["add in place"] / slowest["add to all"],
-        "add bf16 GiB/s": world * size / slowest["add bf16 to all"] / 2**30,
-        "add bf16 / add bf16 in place": world * slowest["add bf16 in place"] / slowest["add bf16 to all"],
+        "add GiB/s": add_gib_per_s,
+        "add / add in place": own_add,
+        "add bf16 GiB/s": add_bf16_gib_per_s,
+        "add bf16 / add bf16 in place": own_add_bf16,
     }
 
 
@@ -174,9 +182,8 @@ def sweep_tables(sweep: dict[str, Any]) -> str:
         dtype, is_aligned, programs = key
         speeds = [f"{of_key[block]['bytes per second'] / 1e9:.0f}" for block in blocks]
         plain = f"{next(iter(of_key.values()))['add_ bytes per second'] / 1e9:.0f}"
-        rows.append(
-            [f"{dtype}{'' if is_aligned else ', rows anywhere'}", _programs(programs), *speeds, plain]
-        )
+        row = [f"{dtype}{'' if is_aligned else ', rows anywhere'}", _programs(programs), *speeds, plain]
+        rows.append(row)
     heads = ["gradients", "programs", *(f"GB/s, block {block}" for block in blocks), "GB/s, `add_`"]
     beside = [
         [
@@ -199,7 +206,9 @@ def sweep_tables(sweep: dict[str, Any]) -> str:
 
 
 def _programs(count: int) -> str:
-    return "one per block" if count >= 2**30 else str(count)
+    if count >= 2**30:
+        return "one per block"
+    return str(count)
 
 
 def host_tables(entry: dict[str, Any]) -> str:

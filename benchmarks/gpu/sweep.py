@@ -104,13 +104,14 @@ def sweep(
                 offset, rows = sums.next()
                 add(sums.addresses, offset, torch.float32, rows, launch=chosen)
 
+            bytes_per_second = sums.bytes / statistics.median(time_of(job))
             found.append(
                 {
                     "dtype": str(dtype).removeprefix("torch."),
                     "aligned": is_aligned,
                     "programs": count,
                     "block": block,
-                    "bytes per second": sums.bytes / statistics.median(time_of(job)),
+                    "bytes per second": bytes_per_second,
                     "add_ bytes per second": plain,
                 }
             )
@@ -177,8 +178,9 @@ def sweep_kernel(*_: int) -> dict[str, Any]:
 
     torch.cuda.set_device(0)
     default = kernels.DEFAULT_LAUNCH
+    beside = beside_a_product(kernels.add_rows, launch, default.block)
     return {
         "default": {"programs": default.programs, "block": default.block},
         "alone": sweep(kernels.add_rows, launch),
-        "beside": beside_a_product(kernels.add_rows, launch, default.block),
+        "beside": beside,
     }

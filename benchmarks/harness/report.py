@@ -210,16 +210,18 @@ class Outcome:
         options["output"] = None
         rows = self.rows
         baseline = baseline_of([row.combination for row in rows])
+        lengths = {"source": samples.source, "tokens": tail_of(samples.lengths)}
+        runs = [run.record() for run in self.runs if run.count]
         return {
             "options": options,
             "caption": self.placement.caption or None,
-            "lengths": {"source": samples.source, "tokens": tail_of(samples.lengths)},
+            "lengths": lengths,
             "baseline": str(baseline),
             "rows": [row.record() for row in rows],
             "splits": [split.record() for split in splits(self.runs)],
             "loss_difference": loss_difference(self.runs),
             "cut_short": self.cut.failure or None,
-            "runs": [run.record() for run in self.runs if run.count],
+            "runs": runs,
             "machine": machine(self.load, self.placement.gpus),
         }
 

@@ -124,13 +124,15 @@ class Run:
     def record(self) -> dict[str, Any]:
         """For JSON."""
         every = range(self.count)
+        losses = [self.loss(index) for index in every]
+        totals = [asdict(total) for total in self.totals]
         return {
             "combination": str(self.combination),
             "repetition": self.repetition,
             "seconds": [self.seconds(index) for index in every],
             "idle": [[rank.idle for rank in self.of(index)] for index in every],
-            "losses": [self.loss(index) for index in every],
-            "totals": [asdict(total) for total in self.totals],
+            "losses": losses,
+            "totals": totals,
         }
 
 
@@ -297,6 +299,7 @@ def _row(combination: Combination, runs: list[Run], slow: dict[Key, float], core
     settling = sum(record.settling for record in records)
     processor = sum(record.processor for record in records)
     bytes_read = sum(record.bytes_read for record in records)
+    tokens = sum(record.tokens for record in records)
     return Row(
         combination=combination,
         seconds=median_interval(list(seconds.values())),
@@ -310,7 +313,7 @@ def _row(combination: Combination, runs: list[Run], slow: dict[Key, float], core
         window_bytes=window_bytes,
         bytes_read=bytes_read // len(records),
         minibatches=len(seconds),
-        tokens=sum(record.tokens for record in records),
+        tokens=tokens,
         total=span,
     )
 

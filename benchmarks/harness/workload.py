@@ -104,12 +104,13 @@ class Workload:
         """The loader of one rank; all combinations have the same minibatches in the same order."""
         options = self.options
         samples = self.samples
+        policy = cast(Policy, _OFFERED.get(combination.policy, combination.policy))
         loader = BalancedDataLoader(
             samples,
             lengths=samples.lengths,
             minibatch_size=options.samples_per_rank,
             max_tokens=self.max_tokens or self.longest,
-            policy=cast(Policy, _OFFERED.get(combination.policy, combination.policy)),
+            policy=policy,
             cost=self.planned_cost(combination),
             weighting=self.weighting,
             collate_fn=self.collate,
@@ -126,13 +127,14 @@ class Workload:
     def plain_loader(self) -> DataLoader[Any]:
         """The loader of a user who leaves balancing to the strategy; its minibatches are those of `loader`."""
         samples: Any = self.samples
+        generator = torch.Generator().manual_seed(self.options.seed)
         return DataLoader(
             samples,
             batch_size=self.options.samples_per_rank,
             shuffle=True,
             drop_last=True,
             collate_fn=self.collate,
-            generator=torch.Generator().manual_seed(self.options.seed),
+            generator=generator,
         )
 
 

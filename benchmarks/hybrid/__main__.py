@@ -12,7 +12,9 @@ from benchmarks.hybrid import copies, primitives, replicas
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.hybrid``."""
-    given = sys.argv[1:] if arguments is None else arguments
+    given = arguments
+    if arguments is None:
+        given = sys.argv[1:]
     if given[:1] == ["copies"]:
         copies.main(given[1:])
     elif given[:1] == ["primitives"]:

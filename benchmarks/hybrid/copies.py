@@ -78,7 +78,9 @@ class Cell(NamedTuple):
 
     @property
     def link(self) -> str:
-        return "unlimited" if self.mbit is None else f"{self.mbit:g} Mbit/s"
+        if self.mbit is None:
+            return "unlimited"
+        return f"{self.mbit:g} Mbit/s"
 
 
 class Model(nn.Module):
@@ -154,7 +156,9 @@ class Job:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def _engine_of(variant: str, layout: Layout, address: str) -> tuple[Engine, DeviceMesh]:
@@ -222,7 +226,9 @@ def _compare(
     rank: int, world_size: int, seen: dict[str, dict[str, Any]], microbatches: int, options: dict[str, Any]
 ) -> None:
     """Replace parameters by how far they are from those of one process after the same steps, on rank 0."""
-    expected = alone(world_size, microbatches, options) if rank == 0 else None
+    expected = None
+    if rank == 0:
+        expected = alone(world_size, microbatches, options)
     for one in seen.values():
         found = one.pop("parameters")
         if expected is not None:
@@ -256,34 +262,41 @@ def rows_of(
     for name in VARIANTS:
         ranks = [seen[name] for seen in by_rank]
         sent = statistics.mean(statistics.median(rank["bytes"]) for rank in ranks[::PER_HOST])
-        rows.append(
-            {
-                **cell._asdict(),
-                "variant": name,
-                "seconds": [
-                    max(several) for several in zip(*(rank["seconds"] for rank in ranks), strict=True)
-                ],
-                "bytes": sent,
-                "bytes per parameter": sent / numel,
-                "formula": bytes_per_parameter(name, cell.hosts),
-                "held": max(rank["held"] for rank in ranks),
-                "formula held": held_per_parameter(name, cell.hosts) * numel + _MAILBOXES * (name != STOCK),
-                "difference": ranks[0]["difference"],
-            }
-        )
+        seconds = [max(several) for several in zip(*(rank["seconds"] for rank in ranks), strict=True)]
+        held = max(rank["held"] for rank in ranks)
+        formula_held = held_per_parameter(name, cell.hosts) * numel + _MAILBOXES * (name != STOCK)
+        row = {
+            **cell._asdict(),
+            "variant": name,
+            "seconds": seconds,
+            "bytes": sent,
+            "bytes per parameter": sent / numel,
+            "formula": bytes_per_parameter(name, cell.hosts),
+            "held": held,
+            "formula held": formula_held,
+            "difference": ranks[0]["difference"],
+        }
+        rows.append(row)
     return rows
 
 
 def bytes_per_parameter(variant: str, hosts: int) -> float | None:
     """What a host sends per minibatch by the formulas of the documentation; ``None`` for stock sharding."""
-    published = 0 if variant == HYBRID else FP32
+    published = FP32
+    if variant == HYBRID:
+        published = 0
     sums = {HYBRID: 2 * FP32, FULL: FP32, FULL_BF16: BF16}.get(variant)
-    return None if sums is None else (hosts - 1) / hosts * (published + sums)
+    if sums is None:
+        return None
+    return (hosts - 1) / hosts * (published + sums)
 
 
 def held_per_parameter(variant: str, hosts: int) -> float:
     """Bytes of parameters, AdamW's state and the window on one rank: ``12 P/W + (c + a) P/R``, see `Job.bytes_held`."""
-    ranks = PER_HOST if variant == HYBRID else PER_HOST * hosts
+    if variant == HYBRID:
+        ranks = PER_HOST
+    else:
+        ranks = PER_HOST * hosts
     window = {STOCK: 0, FULL_BF16: FP32 + BF16}.get(variant, FP32 + FP32)
     return 3 * FP32 / ranks + window / PER_HOST
 

@@ -110,7 +110,10 @@ def train(
     layout = layout_of(None, world_size // PER_HOST, world_size, rank)
     job = Job(STOCK, layout, hosts.address(0), width)
     x = torch.ones(1, width)
-    turns = [[job.run([[(x, seconds)]])[0] for seconds in computing] for _ in range(1 + repetitions)]
+    turns = []
+    for _ in range(1 + repetitions):
+        turn = [job.run([[(x, seconds)]])[0] for seconds in computing]
+        turns.append(turn)
     job.engine.exchange("the end", None)
     job.engine.close()
     return [list(several) for several in zip(*turns[1:], strict=True)]
@@ -171,9 +174,8 @@ def tables(rows: list[dict[str, Any]], training: list[dict[str, Any]]) -> str:
         without, both = (statistics.median(seconds) for seconds in row["seconds"])
         times = without, row["computing"], both, without + row["computing"] - both
         link = Cell(row["hosts"], row["mbit"], 1).link
-        cells.append(
-            [str(row["hosts"]), link, *(f"{one * 1e3:.0f}" for one in times), str(row["packets lost"])]
-        )
+        cell = [str(row["hosts"]), link, *(f"{one * 1e3:.0f}" for one in times), str(row["packets lost"])]
+        cells.append(cell)
     return f"{collectives}\n\n{markdown(head, cells)}"
 
 
@@ -192,13 +194,14 @@ def _rows(cell: Cell, by_rank: list[Samples]) -> Iterator[dict[str, Any]]:
             [[sample[part] for sample in samples[operation, size]] for samples in by_rank]
             for part in range(3)
         )
+        processor_seconds = statistics.median(sum(several) for several in zip(*processor, strict=True))
         yield {
             "hosts": cell.hosts,
             "mbit": cell.mbit,
             "operation": operation,
             "bytes": size,
             "seconds": [round(max(several), 6) for several in zip(*seconds, strict=True)],
-            "processor seconds": statistics.median(sum(several) for several in zip(*processor, strict=True)),
+            "processor seconds": processor_seconds,
             "bytes sent": statistics.mean(statistics.median(host) for host in sent[::PER_HOST]),
         }
 

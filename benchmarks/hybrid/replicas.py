@@ -155,10 +155,12 @@ def _run(variant: Variant, rank: int, world_size: int, options: dict[str, Any]) 
         **QUIET,
     ).fit(module, loader)
     (begin, sent_before), (end, sent) = recorder.seen
+    seconds = (end - begin) / options["minibatches"]
+    gradient = 4 * sum(parameter.numel() for parameter in module.parameters())
     return {
-        "seconds": (end - begin) / options["minibatches"],
+        "seconds": seconds,
         "bytes": (sent - sent_before) / options["minibatches"],
-        "gradient": 4 * sum(parameter.numel() for parameter in module.parameters()),
+        "gradient": gradient,
     }
 
 

@@ -81,7 +81,8 @@ def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[st
                 else:
                     profiler = MinibatchProfiler()
                     run_one(communication, variant, profiler)
-                    records.append(record | {"own": seconds_in(profiler.profile, _is_observing) / count})
+                    own = seconds_in(profiler.profile, _is_observing) / count
+                    records.append(record | {"own": own})
     return records
 
 
@@ -167,6 +168,7 @@ def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
 
 def cells(row: dict[str, Any]) -> dict[str, object]:
     """A row as it is printed, by the heads of its columns."""
+    own_code = f"{100 * row['own_share']:z.3f} %"
     printed = {
         "communication": row["communication"],
         "with": row["variant"],
@@ -174,7 +176,7 @@ def cells(row: dict[str, Any]) -> dict[str, object]:
         "cost, median [quartiles]": _cost(row["costs_quartiles"]),
         "processor time": _cost(row["cpu_costs_quartiles"]),
         "pairs": len(row["costs"]),
-        "own code": f"{100 * row['own_share']:z.3f} %",
+        "own code": own_code,
     }
     if row["variant"] == "nothing":  # with which the others are compared
         printed |= {"cost, median [quartiles]": "-", "processor time": "-", "own code": "-"}

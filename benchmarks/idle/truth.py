@@ -96,7 +96,10 @@ def measure(
     rows = Rows()
     tensors = [torch.tensor([[seconds]]) for seconds in sleeps[rank]]
     weighted = mode in ("on_demand", "collective")
-    batches: list[Any] = [Minibatch(tensors)] * steps if weighted else tensors * steps
+    if weighted:
+        batches: list[Any] = [Minibatch(tensors)] * steps
+    else:
+        batches = tensors * steps
     trainer = Trainer(
         strategy=_strategy(mode, world_size),
         accelerator="cpu",
@@ -133,6 +136,10 @@ def compare(mode: str, name: str, sleeps: list[list[float]], steps: list[dict[st
     reported = [sum(value for key, value in row.items() if _is_wait(key)) for row in timed]
     seconds = statistics.median(row["step_seconds"] for row in timed)
     middle = statistics.median(reported)
+    relative_error = None
+    if truth:
+        relative_error = (middle - truth) / truth
+    error_of_step = (middle - truth) / seconds
     return {
         "mode": mode,
         "ranks": len(sleeps),
@@ -141,8 +148,8 @@ def compare(mode: str, name: str, sleeps: list[list[float]], steps: list[dict[st
         "reported": middle,
         "reported_steps": reported,
         "step_seconds": seconds,
-        "relative_error": (middle - truth) / truth if truth else None,
-        "error_of_step": (middle - truth) / seconds,
+        "relative_error": relative_error,
+        "error_of_step": error_of_step,
     }
 
 
@@ -182,6 +189,7 @@ def cells(row: dict[str, Any]) -> dict[str, object]:
     error = "-"
     if row["relative_error"] is not None:
         error = f"{100 * row['relative_error']:+.2f} %"
+    of_the_step = f"{100 * row['error_of_step']:+.2f} %"
     return {
         "ranks": row["ranks"],
         "mode": row["mode"],
@@ -189,5 +197,5 @@ def cells(row: dict[str, Any]) -> dict[str, object]:
         "waiting by arithmetic": f"{row['arithmetic']:.4f} s",
         "reported, median [all steps]": f"{row['reported']:.4f} s [{min(every):.4f}, {max(every):.4f}]",
         "error": error,
-        "of the step": f"{100 * row['error_of_step']:+.2f} %",
+        "of the step": of_the_step,
     }

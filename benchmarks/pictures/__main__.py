@@ -44,13 +44,12 @@ def load(name: str) -> Any:
 
 def files(load: charts.Load = load) -> dict[str, str]:
     """Every picture by file name, as SVG."""
-    drawn = {name: draw(load) for name, draw in PICTURES.items()}
-    themes = {"light": LIGHT, "dark": DARK}
-    return {
-        f"{name}-{kind}.svg": canvas.svg(theme)
-        for name, canvas in drawn.items()
-        for kind, theme in themes.items()
-    }
+    drawn = {}
+    for name, draw in PICTURES.items():
+        canvas = draw(load)
+        drawn[f"{name}-light.svg"] = canvas.svg(LIGHT)
+        drawn[f"{name}-dark.svg"] = canvas.svg(DARK)
+    return drawn
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,8 +61,10 @@ def main(arguments: list[str] | None = None) -> None:
     FOLDER.mkdir(exist_ok=True)
     drawn = files()
     for name, text in drawn.items():
-        write_whole(FOLDER / name, text.encode())
-        print(f"{FOLDER / name}: {len(text.encode()):,} bytes")
+        content = text.encode()
+        path = FOLDER / name
+        write_whole(path, content)
+        print(f"{path}: {len(content):,} bytes")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from math import log
+from math import hypot, log
 
 from lightning_odc.callbacks.timeline import palette
 
@@ -51,16 +51,19 @@ _BOLD = 0.61
 def number(value: float) -> str:
     """A coordinate with a tenth of a unit, as short as it can be."""
     text = f"{value:.1f}".removesuffix(".0")
-    return "0" if text == "-0" else text
+    if text == "-0":
+        return "0"
+    return text
 
 
 def bars(spans: Iterable[tuple[float, float]], top: float, height: float) -> str:
     """Rectangles as one path, which takes a third of the bytes: ``(left, right)`` of each."""
     tall = number(height)
-    return "".join(
-        f"M{number(left)} {number(top)}h{number(right - left)}v{tall}h-{number(right - left)}z"
-        for left, right in spans
-    )
+    path = ""
+    for left, right in spans:
+        wide = number(right - left)
+        path += f"M{number(left)} {number(top)}h{wide}v{tall}h-{wide}z"
+    return path
 
 
 @dataclass
@@ -93,20 +96,24 @@ class Canvas:
         Raises:
             ValueError: it is too long for the picture.
         """
-        wide = len(text) * size * (_BOLD if bold else _PLAIN)
-        left = x - {"start": 0.0, "middle": wide / 2, "end": wide}[anchor]
-        if left < -1 or left + wide > WIDTH + 1 or not size <= y + 1 <= self.height:
+        letter = _PLAIN
+        if bold:
+            letter = _BOLD
+        wide = len(text) * size * letter
+        before = {"start": 0.0, "middle": wide / 2, "end": wide}
+        left = x - before[anchor]
+        fits_across = left >= -1 and left + wide <= WIDTH + 1
+        fits_down = size <= y + 1 <= self.height
+        if not (fits_across and fits_down):
             raise ValueError(f"{text!r} does not fit into the picture {self.title!r}")
-        given = {
-            "class": self._fill(role),
-            "text-anchor": anchor if anchor != "start" else "",
-            "font-size": number(size) if size != TEXT else "",
-            "font-weight": "bold" if bold else "",
-        }
-        attributes = "".join(f' {name}="{value}"' for name, value in given.items() if value)
-        self._parts.append(
-            f'<text x="{number(x)}" y="{number(y)}"{attributes}>{escape(text, quote=False)}</text>'
-        )
+        attributes = f'x="{number(x)}" y="{number(y)}" class="{self._fill(role)}"'
+        if anchor != "start":
+            attributes += f' text-anchor="{anchor}"'
+        if size != TEXT:
+            attributes += f' font-size="{number(size)}"'
+        if bold:
+            attributes += ' font-weight="bold"'
+        self._parts.append(f"<text {attributes}>{escape(text, quote=False)}</text>")
 
     def box(
         self,
@@ -120,12 +127,17 @@ class Canvas:
         rounded: float = 0,
     ) -> None:
         """A filled rectangle, with an edge if ``edge`` is a role."""
-        corner = f' rx="{number(rounded)}"' if rounded else ""
-        classes = self._fill(role) + (f" {self._stroke(edge)}" if edge else "")
-        self._parts.append(
+        corner = ""
+        if rounded:
+            corner = f' rx="{number(rounded)}"'
+        classes = self._fill(role)
+        if edge:
+            classes += f" {self._stroke(edge)}"
+        part = (
             f'<rect class="{classes}" x="{number(x)}" y="{number(y)}" width="{number(width)}" '
             f'height="{number(height)}"{corner}/>'
         )
+        self._parts.append(part)
 
     def shape(self, path: str, role: str) -> None:
         """A filled path, such as `bars`."""
@@ -144,24 +156,54 @@ class Canvas:
         """Straight lines through the points; with an arrow's tip at the last one."""
         if arrow:
             (x0, y0), (x1, y1) = points[-2:]
-            length = ((x1 - x0) ** 2 + (y1 - y0) ** 2) ** 0.5
-            along = ((x1 - x0) / length, (y1 - y0) / length)
-            across = ((y0 - y1) / length, (x1 - x0) / length)
-            base = (x1 - 8 * along[0], y1 - 8 * along[1])
-            sides = [(base[0] + side * 4 * across[0], base[1] + side * 4 * across[1]) for side in (1, -1)]
-            points = [*points[:-1], base]
-            self.shape(_path([(x1, y1), *sides]) + "z", role)
-        dashes = f' stroke-dasharray="{dash}"' if dash else ""
-        wide = f' stroke-width="{number(width)}"' if width != 1 else ""
-        self._parts.append(f'<path class="{self._stroke(role)} open" d="{_path(points)}"{wide}{dashes}/>')
+            length = hypot(x1 - x0, y1 - y0)
+            along_x = (x1 - x0) / length
+            along_y = (y1 - y0) / length
+            base_x = x1 - 8 * along_x
+            base_y = y1 - 8 * along_y
+            left = (base_x - 4 * along_y, base_y + 4 * along_x)
+            right = (base_x + 4 * along_y, base_y - 4 * along_x)
+            points = [*points[:-1], (base_x, base_y)]
+            tip = _path([(x1, y1), left, right])
+            self.shape(f"{tip}z", role)
+        dashes = ""
+        if dash:
+            dashes = f' stroke-dasharray="{dash}"'
+        wide = ""
+        if width != 1:
+            wide = f' stroke-width="{number(width)}"'
+        part = f'<path class="{self._stroke(role)} open" d="{_path(points)}"{wide}{dashes}/>'
+        self._parts.append(part)
+
+    def stroke(
+        self,
+        x: float,
+        y: float,
+        to_x: float,
+        to_y: float,
+        role: str,
+        *,
+        width: float = 1,
+        dash: str = "",
+        arrow: bool = False,
+    ) -> None:
+        """One straight line."""
+        self.line([(x, y), (to_x, to_y)], role, width=width, dash=dash, arrow=arrow)
+
+    def note(self, x: float, y: float, text: str, anchor: str = "start", *, role: str = "soft") -> None:
+        """Small text."""
+        self.text(x, y, text, role=role, size=SMALL, anchor=anchor)
 
     def dot(self, x: float, y: float, radius: float, role: str, *, hollow: bool = False) -> None:
         """A disc, or a ring."""
-        classes = f"{self._stroke(role)} open" if hollow else self._fill(role)
-        wide = ' stroke-width="2"' if hollow else ""
-        self._parts.append(
-            f'<circle class="{classes}" cx="{number(x)}" cy="{number(y)}" r="{number(radius)}"{wide}/>'
-        )
+        if hollow:
+            classes = f"{self._stroke(role)} open"
+            wide = ' stroke-width="2"'
+        else:
+            classes = self._fill(role)
+            wide = ""
+        place = f'cx="{number(x)}" cy="{number(y)}"'
+        self._parts.append(f'<circle class="{classes}" {place} r="{number(radius)}"{wide}/>')
 
     def add(self, part: str) -> None:
         """A piece of SVG as it is."""
@@ -171,15 +213,17 @@ class Canvas:
         """A line of small boxes with text: roles by text."""
         for text, role in entries.items():
             self.box(left, y - 10, 11, 11, role)
-            self.text(left + 16, y, text, role="soft", size=SMALL)
+            self.note(left + 16, y, text)
             left += 16 + len(text) * SMALL * _PLAIN + 10
 
     def svg(self, theme: Mapping[str, str]) -> str:
         """The file."""
-        rules = "".join(
-            f".{role}{{fill:{theme[role]}}}" if kind == "fill" else f".{role}-line{{stroke:{theme[role]}}}"
-            for kind, role in sorted(self._rules)
-        )
+        rules = ""
+        for kind, role in sorted(self._rules):
+            if kind == "fill":
+                rules += f".{role}{{fill:{theme[role]}}}"
+            else:
+                rules += f".{role}-line{{stroke:{theme[role]}}}"
         width = number(WIDTH)
         height = number(self.height)
         head = (
@@ -187,13 +231,9 @@ class Canvas:
             f'height="{round(self.height * SCALE)}" viewBox="0 0 {width} {height}" '
             f'font-family="{_FONT}" font-size="{number(TEXT)}">'
         )
-        lines = [
-            head,
-            f"<title>{escape(self.title, quote=False)}</title>",
-            f"<style>.open{{fill:none;stroke-linejoin:round}}{rules}</style>",
-            *self._parts,
-            "</svg>",
-        ]
+        title = f"<title>{escape(self.title, quote=False)}</title>"
+        style = f"<style>.open{{fill:none;stroke-linejoin:round}}{rules}</style>"
+        lines = [head, title, style, *self._parts, "</svg>"]
         return "\n".join(lines) + "\n"
 
     def _fill(self, role: str) -> str:
@@ -236,11 +276,12 @@ class Axis:
     ) -> None:
         """Grid lines from top to bottom of each band, and text below the last one."""
         for value, text in ticks.items():
+            x = self(value)
             for top, bottom in bands:
-                canvas.line([(self(value), top), (self(value), bottom)], "grid")
+                canvas.stroke(x, top, x, bottom, "grid")
             if text:
                 y = bands[-1][1] + below
-                canvas.text(self(value), y, text, role="soft", size=SMALL, anchor="middle")
+                canvas.note(x, y, text, "middle")
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

@@ -33,40 +33,40 @@ class Group(NamedTuple):
 def speed_ups(load: Load) -> list[Group]:
     """How many times as fast as collectives; what does not depend on gloo comes first."""
     plain = load("one-line")
-    return [
-        Group(
-            "8 emulated devices, whose layers sleep",
-            [
-                (
-                    "on demand and balanced, against the paper's packing",
-                    _bench(load, "bench-emulated", "lb_mini"),
-                )
-            ],
-        ),
-        Group(
-            "2 CPU ranks: only the strategy's name changed",
-            [
-                ("language model, padding collator", paired(plain["padding"])),
-                ("regression on ragged series", paired(plain["regression"])),
-                ("control: all texts equally long", paired(plain["equal"])),
-            ],
-        ),
-        Group(
-            "2 CPU ranks: the demo, same samples in every step",
-            [
-                ("samples in a shuffling loader's order", load("demo-shuffled")["gain"]["speedup"]),
-                ("each rank's samples sorted by length", load("demo-sorted")["gain"]["speedup"]),
-                ("control: all samples equally long", load("demo-equal")["gain"]["speedup"]),
-            ],
-        ),
-        Group(
-            "2 CPU ranks: against the best plan for collectives",
-            [
-                ("balanced and stealing", _bench(load, "policies", "steal")),
-                ("the same, one rank 1.5 times as slow", _bench(load, "policies-slow", "steal")),
-            ],
-        ),
+    emulated = _bench(load, "bench-emulated", "lb_mini")
+    padding = paired(plain["padding"])
+    regression = paired(plain["regression"])
+    equal = paired(plain["equal"])
+    name_changed = [
+        ("language model, padding collator", padding),
+        ("regression on ragged series", regression),
+        ("control: all texts equally long", equal),
     ]
+    shuffled = _demo(load, "demo-shuffled")["speedup"]
+    in_order = _demo(load, "demo-sorted")["speedup"]
+    control = _demo(load, "demo-equal")["speedup"]
+    demo = [
+        ("samples in a shuffling loader's order", shuffled),
+        ("each rank's samples sorted by length", in_order),
+        ("control: all samples equally long", control),
+    ]
+    stealing = _bench(load, "policies", "steal")
+    slow_rank = _bench(load, "policies-slow", "steal")
+    best_plan = [
+        ("balanced and stealing", stealing),
+        ("the same, one rank 1.5 times as slow", slow_rank),
+    ]
+    against_paper = ("on demand and balanced, against the paper's packing", emulated)
+    return [
+        Group("8 emulated devices, whose layers sleep", [against_paper]),
+        Group("2 CPU ranks: only the strategy's name changed", name_changed),
+        Group("2 CPU ranks: the demo, same samples in every step", demo),
+        Group("2 CPU ranks: against the best plan for collectives", best_plan),
+    ]
+
+
+def _demo(load: Load, name: str) -> Any:
+    return load(name)["gain"]
 
 
 def paired(rows: Sequence[dict[str, Any]]) -> Interval:
@@ -86,7 +86,10 @@ def _bench(load: Load, name: str, policy: str) -> Interval:
 
 
 def _row(load: Load, name: str, combination: str) -> Any:
-    return next(row for row in load(name)["rows"] if row["combination"] == combination)
+    for row in load(name)["rows"]:
+        if row["combination"] == combination:
+            return row
+    raise KeyError(combination)
 
 
 def speed_up(load: Load) -> Canvas:
@@ -99,24 +102,33 @@ def speed_up(load: Load) -> Canvas:
     rows = _rows(canvas, groups)
     bands = [(y + 4, y + 20) for y, _, _ in rows]
     axis.draw(canvas, {1: "1x", 1.25: "1.25x", 1.5: "1.5x", 2: "2x", 2.5: "2.5x"}, *bands)
-    for y, label, (low, value, high) in rows:
+    for y, label, interval in rows:
+        low, value, high = interval
+        role = "soft"
+        if value > 1.05:
+            role = "balanced"
         _label(canvas, y, label, f"x{value:.2f}")
-        canvas.line([(axis(1), y + 4), (axis(1), y + 20)], "soft", width=2)
+        canvas.stroke(axis(1), y + 4, axis(1), y + 20, "soft", width=2)
         _whisker(canvas, axis, y + 12, low, high)
-        canvas.dot(axis(value), y + 12, 5, "balanced" if value > 1.05 else "soft")
+        canvas.dot(axis(value), y + 12, 5, role)
     said = "times as fast as collectives"
-    canvas.text(WIDTH / 2, canvas.height - 7, said, role="soft", size=SMALL, anchor="middle")
+    canvas.note(WIDTH / 2, canvas.height - 7, said, "middle")
     return canvas
 
 
 def _whisker(canvas: Canvas, axis: Axis, y: float, low: float, high: float) -> None:
-    canvas.line([(axis(low), y), (axis(high), y)], "ink", width=1.5)
+    canvas.stroke(axis(low), y, axis(high), y, "ink", width=1.5)
     for end in (low, high):
-        canvas.line([(axis(end), y - 4), (axis(end), y + 4)], "ink", width=1.5)
+        x = axis(end)
+        canvas.stroke(x, y - 4, x, y + 4, "ink", width=1.5)
 
 
 def _bottom(groups: Sequence[Group]) -> float:
-    return 6 + sum(_HEADING + _ROW * len(group.rows) for group in groups)
+    bottom = 6.0
+    for group in groups:
+        bottom += _HEADING
+        bottom += _ROW * len(group.rows)
+    return bottom
 
 
 def _rows(canvas: Canvas, groups: Sequence[Group]) -> list[tuple[float, str, Interval]]:
@@ -134,7 +146,7 @@ def _rows(canvas: Canvas, groups: Sequence[Group]) -> list[tuple[float, str, Int
 
 
 def _label(canvas: Canvas, y: float, left: str, right: str) -> None:
-    canvas.text(12, y, left, size=SMALL)
+    canvas.note(12, y, left, role="ink")
     canvas.text(WIDTH - 4, y, right, anchor="end", bold=True)
 
 
@@ -145,31 +157,31 @@ def idle_shares(load: Load) -> list[Group]:
     """Shares of all ranks' time before and after, as ``(before, after)``."""
 
     def bench(name: str, before: str, after: str) -> Interval:
-        return _row(load, name, before)["idle"], _row(load, name, after)["idle"]
+        row_before = _row(load, name, before)
+        row_after = _row(load, name, after)
+        return row_before["idle"], row_after["idle"]
 
     def demo(name: str) -> Interval:
         runs = load(name)["runs"]
         return runs["collective"]["idle_share"], runs["balanced"]["idle_share"]
 
     best = "collective+lb_micro"
+    emulated = bench("bench-emulated", f"{best}_paper", "on_demand+lb_mini")
+    shuffled = demo("demo-shuffled")
+    in_order = demo("demo-sorted")
+    stealing = bench("policies", best, "on_demand+steal")
+    slow_rank = bench("policies-slow", best, "on_demand+steal")
+    one_sample = bench("bench-minibatch1", "collective+local_sort", "on_demand+lb_mini")
+    rows = [
+        ("demo, in a shuffling loader's order", shuffled),
+        ("demo, sorted by length", in_order),
+        ("best plan for collectives, then stealing", stealing),
+        ("the same, one rank 1.5 times as slow", slow_rank),
+        ("one sample per rank: nothing to share out", one_sample),
+    ]
     return [
-        Group(
-            "8 emulated devices, whose layers sleep",
-            [("LongAlign-like lengths", bench("bench-emulated", f"{best}_paper", "on_demand+lb_mini"))],
-        ),
-        Group(
-            "2 CPU ranks",
-            [
-                ("demo, in a shuffling loader's order", demo("demo-shuffled")),
-                ("demo, sorted by length", demo("demo-sorted")),
-                ("best plan for collectives, then stealing", bench("policies", best, "on_demand+steal")),
-                ("the same, one rank 1.5 times as slow", bench("policies-slow", best, "on_demand+steal")),
-                (
-                    "one sample per rank: nothing to share out",
-                    bench("bench-minibatch1", "collective+local_sort", "on_demand+lb_mini"),
-                ),
-            ],
-        ),
+        Group("8 emulated devices, whose layers sleep", [("LongAlign-like lengths", emulated)]),
+        Group("2 CPU ranks", rows),
     ]
 
 
@@ -182,12 +194,14 @@ def idle(load: Load) -> Canvas:
     axis = Axis(0, 0.4, right=WIDTH - 24)
     rows = _rows(canvas, groups)
     bands = [(y + 4, y + 20) for y, _, _ in rows]
-    axis.draw(canvas, {share / 100: f"{share} %" for share in (0, 10, 20, 30, 40)}, *bands)
+    axis.draw(canvas, {0: "0 %", 0.1: "10 %", 0.2: "20 %", 0.3: "30 %", 0.4: "40 %"}, *bands)
     for y, label, (before, after) in rows:
-        _label(canvas, y, label, f"{before:.1%} to {after:.1%}".replace("%", " %"))
-        canvas.line([(axis(before), y + 12), (axis(after), y + 12)], "grid", width=3)
-        canvas.dot(axis(before), y + 12, 4.5, "collective", hollow=True)
-        canvas.dot(axis(after), y + 12, 5.5, "balanced")
+        said = f"{before:.1%} to {after:.1%}".replace("%", " %")
+        _label(canvas, y, label, said)
+        middle = y + 12
+        canvas.stroke(axis(before), middle, axis(after), middle, "grid", width=3)
+        canvas.dot(axis(before), middle, 4.5, "collective", hollow=True)
+        canvas.dot(axis(after), middle, 5.5, "balanced")
     entries = {"with collectives": "collective", "on demand, balanced": "balanced"}
     canvas.legend(canvas.height - 7, entries, left=70)
     return canvas
@@ -201,22 +215,25 @@ _CAUSES = {"fewer waits": "on_demand", "balancing": "balanced", "cheaper bytes":
 
 def factors(load: Load) -> list[tuple[str, dict[str, float]]]:
     """The causes of the speed-ups that were split: factors by cause."""
-
-    def last(name: str) -> dict[str, Interval]:
-        return next(split for split in load(name)["splits"] if split["fast"] == "on_demand+lb_mini")[
-            "factors"
-        ]
-
-    def demo(name: str) -> dict[str, Interval]:
-        return load(name)["gain"]["factors"]
-
-    found = {
-        "8 emulated devices, LongAlign-like lengths": last("bench-emulated"),
-        "2 CPU ranks, in a shuffling loader's order": demo("demo-shuffled"),
-        "2 CPU ranks, sorted by length": demo("demo-sorted"),
-        "2 CPU ranks, against the best plan for collectives": last("bench-train"),
+    splits = {
+        "8 emulated devices, LongAlign-like lengths": _split(load, "bench-emulated"),
+        "2 CPU ranks, in a shuffling loader's order": _demo(load, "demo-shuffled"),
+        "2 CPU ranks, sorted by length": _demo(load, "demo-sorted"),
+        "2 CPU ranks, against the best plan for collectives": _split(load, "bench-train"),
     }
-    return [(label, {cause: split[cause][1] for cause in _CAUSES}) for label, split in found.items()]
+    found = []
+    for label, split in splits.items():
+        intervals = split["factors"]
+        factor = {cause: intervals[cause][1] for cause in _CAUSES}
+        found.append((label, factor))
+    return found
+
+
+def _split(load: Load, name: str) -> Any:
+    for split in load(name)["splits"]:
+        if split["fast"] == "on_demand+lb_mini":
+            return split
+    raise KeyError(name)
 
 
 def causes(load: Load) -> Canvas:
@@ -239,8 +256,9 @@ def _product(canvas: Canvas, axis: Axis, y: float, label: str, split: dict[str, 
     for cause, factor in split.items():
         left = axis(total)
         right = axis(total * factor)
+        middle = (left + right) / 2
         canvas.box(left, y + 6, right - left, 18, _CAUSES[cause], edge="paper")
-        canvas.text((left + right) / 2, y + 37, f"{factor:.2f}", role="soft", size=SMALL, anchor="middle")
+        canvas.note(middle, y + 37, f"{factor:.2f}", "middle")
         total *= factor
     _label(canvas, y, label, f"x{total:.2f}")
 
@@ -252,10 +270,14 @@ def endings(load: Load) -> dict[str, list[float]]:
     """Seconds until every rank had ended, by fault."""
     found: dict[str, list[float]] = {}
     for trial in load("faults"):
-        if trial["fault"] != "disk full":
-            found.setdefault(trial["fault"], []).append(trial["seconds"])
-    stopped = [trial["gave_up"] for trial in load("stalls") if trial["gave_up"] is not None]
-    return found | {"stopped for good": stopped}
+        fault = trial["fault"]
+        if fault != "disk full":
+            found.setdefault(fault, []).append(trial["seconds"])
+    found["stopped for good"] = []
+    for trial in load("stalls"):
+        if trial["gave_up"] is not None:
+            found["stopped for good"].append(trial["gave_up"])
+    return found
 
 
 def faults(load: Load) -> Canvas:
@@ -264,16 +286,18 @@ def faults(load: Load) -> Canvas:
     bottom = 12.0 + 25 * len(rows)
     canvas = Canvas("Seconds from the fault of one rank until every rank had ended", bottom + 42)
     axis = Axis(0, 3.25, left=128, right=WIDTH - 10)
-    axis.draw(canvas, {second: f"{second} s" for second in range(4)}, (8, bottom))
+    axis.draw(canvas, {0: "0 s", 1: "1 s", 2: "2 s", 3: "3 s"}, (8, bottom))
     for place, (fault, seconds) in enumerate(rows.items()):
         y = 24 + 25.0 * place
-        canvas.text(0, y + 4.5, fault, size=SMALL)
+        canvas.note(0, y + 4.5, fault, role="ink")
         for number, one in enumerate(sorted(seconds)):
-            canvas.dot(axis(one), y + 5 * (number % 3 - 1), 3, "on_demand")
-    canvas.line([(axis(2), bottom - 25), (axis(2), bottom)], "add", width=2, dash="4 3")
-    canvas.text(axis(2) - 8, bottom - 8, "timeout", role="soft", size=SMALL, anchor="end")
+            lane = number % 3 - 1
+            canvas.dot(axis(one), y + 5 * lane, 3, "on_demand")
+    timeout = axis(2)
+    canvas.stroke(timeout, bottom - 25, timeout, bottom, "add", width=2, dash="4 3")
+    canvas.note(timeout - 8, bottom - 8, "timeout", "end")
     text = "seconds until every rank had ended; one dot per trial"
-    canvas.text(WIDTH / 2, bottom + 35, text, role="soft", size=SMALL, anchor="middle")
+    canvas.note(WIDTH / 2, bottom + 35, text, "middle")
     return canvas
 
 
@@ -293,7 +317,7 @@ def loss_curve(load: Load) -> Canvas:
     x = Axis(0, steps, left=44)
     _losses(canvas, x, losses, alone)
     _differences(canvas, x, losses, alone)
-    canvas.text(WIDTH / 2, 390, "optimizer step", role="soft", size=SMALL, anchor="middle")
+    canvas.note(WIDTH / 2, 390, "optimizer step", "middle")
     return canvas
 
 
@@ -301,20 +325,29 @@ def _losses(canvas: Canvas, x: Axis, losses: dict[str, list[float]], alone: Sequ
     y = Axis(min(alone) - 0.2, max(alone) + 0.2, left=210, right=26)
     canvas.text(0, 14, "loss per token", size=SMALL, bold=True)
     x.draw(canvas, dict.fromkeys(_marks(len(alone)), ""), (22, 210))
-    for tick in range(int(min(alone)) + 1, int(max(alone)) + 1):
-        canvas.line([(x.left, y(tick)), (x.right, y(tick))], "grid")
-        canvas.text(x.left - 6, y(tick) + 4, str(tick), role="soft", size=SMALL, anchor="end")
+    lowest = int(min(alone)) + 1
+    highest = int(max(alone))
+    for tick in range(lowest, highest + 1):
+        canvas.stroke(x.left, y(tick), x.right, y(tick), "grid")
+        canvas.note(x.left - 6, y(tick) + 4, str(tick), "end")
     for name, (role, width) in _CURVES.items():
-        canvas.line([(x(step), y(loss)) for step, loss in enumerate(losses[name])], role, width=width)
-    canvas.line([(x(step), y(loss)) for step, loss in enumerate(alone)], "ink")
-    for place, (name, (role, width)) in enumerate([*_CURVES.items(), (_ALONE, ("ink", 1.0))]):
+        points = [(x(step), y(loss)) for step, loss in enumerate(losses[name])]
+        canvas.line(points, role, width=width)
+    points = [(x(step), y(loss)) for step, loss in enumerate(alone)]
+    canvas.line(points, "ink")
+    named = [*_CURVES.items(), (_ALONE, ("ink", 1.0))]
+    for place, (name, (role, width)) in enumerate(named):
         top = 44 + 20.0 * place
-        canvas.line([(x.right - 122, top - 4), (x.right - 94, top - 4)], role, width=width)
-        canvas.text(x.right - 86, top, name, size=SMALL)
+        middle = top - 4
+        canvas.stroke(x.right - 122, middle, x.right - 94, middle, role, width=width)
+        canvas.note(x.right - 86, top, name, role="ink")
 
 
 def _marks(steps: int) -> range:
-    return range(0, steps + 1, 100 if steps >= 200 else max(steps // 4, 1))
+    every = 100
+    if steps < 200:
+        every = max(steps // 4, 1)
+    return range(0, steps + 1, every)
 
 
 def _differences(canvas: Canvas, x: Axis, losses: dict[str, list[float]], alone: Sequence[float]) -> None:
@@ -322,29 +355,37 @@ def _differences(canvas: Canvas, x: Axis, losses: dict[str, list[float]], alone:
     top = 252.0
     bottom = 360.0
     largest = largest_difference(losses)
-    powers = range(-8, -5 + 2 * max(ceil((log10(largest) + 6) / 2), 0))
+    above = ceil((log10(largest) + 6) / 2)
+    powers = range(-8, -5 + 2 * max(above, 0))
     y = Axis(powers[0], powers[-1], left=bottom, right=top)
     canvas.text(0, 240, "relative difference from one process", size=SMALL, bold=True)
     said = f"largest {largest:.0e}"
-    canvas.text(x.right, 240, said, role="soft", size=SMALL, anchor="end")
+    canvas.note(x.right, 240, said, "end")
     x.draw(canvas, {step: str(step) for step in _marks(len(alone))}, (top, bottom))
     for power in powers[::2]:
-        canvas.line([(x.left, y(power)), (x.right, y(power))], "grid")
-        canvas.text(x.left - 6, y(power) + 4, f"1e{power}", role="soft", size=SMALL, anchor="end")
+        canvas.stroke(x.left, y(power), x.right, y(power), "grid")
+        canvas.note(x.left - 6, y(power) + 4, f"1e{power}", "end")
     for name, (role, _) in _CURVES.items():
-        differences = [abs(one - other) / other for one, other in zip(losses[name], alone, strict=True)]
-        place = [(x(step), y(_power(one, powers))) for step, one in enumerate(differences)]
-        canvas.line(place, role, width=1.3)
+        points = []
+        for step, difference in enumerate(_from_alone(losses[name], alone)):
+            height = y(_power(difference, powers))
+            points.append((x(step), height))
+        canvas.line(points, role, width=1.3)
 
 
 def _power(value: float, powers: range) -> float:
-    return min(max(log10(max(value, 1e-300)), powers[0]), powers[-1])
+    power = log10(max(value, 1e-300))
+    return min(max(power, powers[0]), powers[-1])
+
+
+def _from_alone(losses: Sequence[float], alone: Sequence[float]) -> list[float]:
+    """Relative differences from the losses of one process."""
+    return [abs(one - other) / other for one, other in zip(losses, alone, strict=True)]
 
 
 def largest_difference(losses: dict[str, list[float]]) -> float:
     """The largest relative difference of any loss from that of one process."""
-    return max(
-        abs(one - other) / other
-        for name in _CURVES
-        for one, other in zip(losses[name], losses[_ALONE], strict=True)
-    )
+    differences = []
+    for name in _CURVES:
+        differences += _from_alone(losses[name], losses[_ALONE])
+    return max(differences)

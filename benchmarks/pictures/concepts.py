@@ -32,13 +32,18 @@ def barriers(_: Load) -> Canvas:
     canvas.text(0, 146, "On demand: one meeting per minibatch", bold=True)
     for rank, visits in enumerate(_VISITS):
         canvas.box(_BESIDE, _row(rank, 158), last - _BESIDE, 22, "idle")
-        ends = [_BESIDE + sum(visits[:count]) for count in range(len(visits) + 1)]
+        ends = []
+        for count in range(len(visits) + 1):
+            computed = sum(visits[:count])
+            ends.append(_BESIDE + computed)
         for begin, end in pairwise(ends):
-            canvas.box(begin, _row(rank, 158), end - begin, 22, "backward", edge="paper")
+            width = end - begin
+            canvas.box(begin, _row(rank, 158), width, 22, "backward", edge="paper")
     _finish(canvas, 158, [last], "the largest sum", "of any rank")
     canvas.legend(276, {"a unit is computed": "backward", "waiting": "idle"}, left=_BESIDE)
-    canvas.line([(_BESIDE + 242, 263), (_BESIDE + 242, 279)], "ink", width=2)
-    canvas.text(_BESIDE + 250, 276, "all ranks meet", role="soft", size=SMALL)
+    meeting = _BESIDE + 242
+    canvas.stroke(meeting, 263, meeting, 279, "ink", width=2)
+    canvas.note(meeting + 8, 276, "all ranks meet")
     return canvas
 
 
@@ -49,11 +54,12 @@ def _row(rank: int, top: float) -> float:
 def _finish(canvas: Canvas, top: float, meetings: Sequence[float], *said: str) -> None:
     """Names of the ranks, lines where all of them meet, and what the length is."""
     for rank in range(len(_VISITS)):
-        canvas.text(0, _row(rank, top) + 16, f"rank {rank}", role="soft", size=SMALL)
+        canvas.note(0, _row(rank, top) + 16, f"rank {rank}")
     for place in meetings:
-        canvas.line([(place, top - 4), (place, top + 80)], "ink", width=2)
+        canvas.stroke(place, top - 4, place, top + 80, "ink", width=2)
     for line, text in enumerate(said):
-        canvas.text(meetings[-1] + 10, top + 36 + 17 * line, text, role="soft", size=SMALL)
+        y = top + 36 + 17 * line
+        canvas.note(meetings[-1] + 10, y, text)
 
 
 # -- Windows ---------------------------------------------------------------------------------------------------
@@ -75,16 +81,16 @@ def windows(_: Load) -> Canvas:
         canvas.box(chunk, 24, 62, 26, role, edge="paper")
         canvas.box(chunk, 284, 62, 26, role, edge="paper")
         canvas.box(window, 112, 132, 110, "panel", edge="grid", rounded=6)
-        canvas.text(window + 66, 172, f"window of rank {owner}", size=SMALL, anchor="middle")
+        canvas.note(window + 66, 172, f"window of rank {owner}", "middle", role="ink")
         for y, text in ((120, "shard"), (188, "gradient sum")):
             canvas.box(window + 10, y, 112, 26, role, rounded=3)
-            canvas.text(window + 66, y + 17.5, text, role="label", size=SMALL, anchor="middle")
-        canvas.line([(window + 66, 118), (chunk + 31, 53)], "read", width=2.5, arrow=True)
-        canvas.line([(chunk + 31, 282), (window + 66, 217)], "add", width=2.5, arrow=True)
+            canvas.note(window + 66, y + 17.5, text, "middle", role="label")
+        canvas.stroke(window + 66, 118, chunk + 31, 53, "read", width=2.5, arrow=True)
+        canvas.stroke(chunk + 31, 282, window + 66, 217, "add", width=2.5, arrow=True)
     for y, text in ((76, "gather: read"), (266, "accumulate: add")):
-        canvas.text(0, y, text, role="soft", size=SMALL)
+        canvas.note(0, y, text)
     for y, text in ((76, "no lock,"), (92, "no meeting"), (250, "under the"), (266, "owner's lock")):
-        canvas.text(WIDTH, y, text, role="soft", size=SMALL, anchor="end")
+        canvas.note(WIDTH, y, text, "end")
     return canvas
 
 
@@ -104,23 +110,29 @@ def versions(_: Load) -> Canvas:
     """What an owner's window holds around an optimizer step, and what its peers may do."""
     canvas = Canvas("The states of a version: published, settled, published", 282)
     for left, right, text in _STAGES:
-        canvas.text((left + right) / 2, 16, text, size=SMALL, bold=True, anchor="middle")
+        middle = (left + right) / 2
+        canvas.text(middle, 16, text, size=SMALL, bold=True, anchor="middle")
     for row, (name, cells) in enumerate(_STATES.items()):
         y = 28 + 44.0 * row
-        canvas.text(0, y + 22, name, size=SMALL)
+        canvas.note(0, y + 22, name, role="ink")
         for (left, right, _text), (text, role) in zip(_STAGES, cells, strict=True):
             canvas.box(left, y, right - left, 34, role, rounded=4)
-            written = "ink" if role in ("panel", "idle") else "label"
-            canvas.text((left + right) / 2, y + 21.5, text, role=written, size=SMALL, anchor="middle")
-    for place, name, said in (
-        (196.0, "settle", ("all ranks have", "said: done with 7")),
-        (314.0, "publish", ("first the bytes,", "then the number")),
-    ):
-        canvas.line([(place, 24), (place, 212)], "ink", width=2)
-        for line, text in enumerate((name, *said)):
-            role = "soft" if line else "ink"
-            canvas.text(place, 230 + 17 * line, text, role=role, size=SMALL, bold=not line, anchor="middle")
+            written = "label"
+            if role in ("panel", "idle"):
+                written = "ink"
+            middle = (left + right) / 2
+            canvas.note(middle, y + 21.5, text, "middle", role=written)
+    _moment(canvas, 196.0, "settle", "all ranks have", "said: done with 7")
+    _moment(canvas, 314.0, "publish", "first the bytes,", "then the number")
     return canvas
+
+
+def _moment(canvas: Canvas, x: float, name: str, first: str, second: str) -> None:
+    """A line through all rows, and what happens there."""
+    canvas.stroke(x, 24, x, 212, "ink", width=2)
+    canvas.text(x, 230, name, size=SMALL, bold=True, anchor="middle")
+    canvas.note(x, 247, first, "middle")
+    canvas.note(x, 264, second, "middle")
 
 
 # -- Padding and packing ---------------------------------------------------------------------------------------
@@ -139,28 +151,36 @@ def padding(_: Load) -> Canvas:
     )
     y = 0.0
     for title, microbatches in rows:
-        packed = title == "Packed"
-        tokens = sum(sum(one) if packed else len(one) * max(one) for one in microbatches)
+        tokens = 0
+        for place, lengths in enumerate(microbatches):
+            left = 224.0 * place
+            if title == "Packed":
+                tokens += sum(lengths)
+                height = 70
+                _draw_packed(canvas, left, y + 26, lengths)
+            else:
+                tokens += len(lengths) * max(lengths)
+                height = 116
+                _draw_padded(canvas, left, y + 26, lengths)
         canvas.text(0, y + 16, title, bold=True)
         canvas.text(WIDTH - 4, y + 16, f"{tokens} tokens computed", anchor="end")
-        for place, lengths in enumerate(microbatches):
-            draw = _draw_packed if packed else _draw_padded
-            draw(canvas, 224.0 * place, y + 26, lengths)
-        y += 70 if packed else 116
+        y += height
     canvas.legend(y + 20, {f"{sum(_LENGTHS)} tokens of the samples": "forward", "padding": "idle"})
     return canvas
 
 
 def _draw_padded(canvas: Canvas, left: float, top: float, lengths: Sequence[int]) -> None:
     for row, length in enumerate(lengths):
-        canvas.box(left, top + 24 * row, _TOKEN * max(lengths), 20, "idle")
-        canvas.box(left, top + 24 * row, _TOKEN * length, 20, "forward")
+        y = top + 24 * row
+        canvas.box(left, y, _TOKEN * max(lengths), 20, "idle")
+        canvas.box(left, y, _TOKEN * length, 20, "forward")
 
 
 def _draw_packed(canvas: Canvas, left: float, top: float, lengths: Sequence[int]) -> None:
     for length in lengths:
-        canvas.box(left, top, _TOKEN * length, 20, "forward", edge="paper")
-        left += _TOKEN * length
+        width = _TOKEN * length
+        canvas.box(left, top, width, 20, "forward", edge="paper")
+        left += width
 
 
 # -- Several nodes ---------------------------------------------------------------------------------------------
@@ -174,16 +194,20 @@ def nodes(_: Load) -> Canvas:
         canvas.box(left, 24, 164, 184, "panel", edge="grid", rounded=6)
         for place, y in enumerate((36.0, 148.0)):
             canvas.box(left + 14, y, 136, 48, "forward", rounded=4)
-            canvas.text(left + 82, y + 20, f"rank {2 * node + place}", role="label", anchor="middle")
-            canvas.text(left + 82, y + 38, "and its window", role="label", size=SMALL, anchor="middle")
-        for x, role in ((52.0, "read"), (112.0, "add")):
-            canvas.line([(left + x - 8, 146), (left + x - 8, 87)], role, width=2.5, arrow=True)
-            canvas.line([(left + x + 8, 86), (left + x + 8, 145)], role, width=2.5, arrow=True)
+            rank = 2 * node + place
+            middle = left + 82
+            canvas.text(middle, y + 20, f"rank {rank}", role="label", anchor="middle")
+            canvas.note(middle, y + 38, "and its window", "middle", role="label")
+        for x, role in ((left + 52, "read"), (left + 112, "add")):
+            up = x - 8
+            down = x + 8
+            canvas.stroke(up, 146, up, 87, role, width=2.5, arrow=True)
+            canvas.stroke(down, 86, down, 145, role, width=2.5, arrow=True)
     for y in (60.0, 172.0):
-        canvas.line([(152, y - 8), (288, y - 8)], "publish", width=2.5, arrow=True)
-        canvas.line([(288, y + 8), (152, y + 8)], "publish", width=2.5, arrow=True)
+        canvas.stroke(152, y - 8, 288, y - 8, "publish", width=2.5, arrow=True)
+        canvas.stroke(288, y + 8, 152, y + 8, "publish", width=2.5, arrow=True)
     for line, text in enumerate(("once per", "minibatch")):
-        canvas.text(WIDTH / 2, 114 + 17 * line, text, role="soft", size=SMALL, anchor="middle")
+        canvas.note(WIDTH / 2, 114 + 17 * line, text, "middle")
     canvas.legend(234, {"read shards, at any time": "read", "add gradients, at any time": "add"})
     canvas.legend(258, {"exchange shards and sums of gradients": "publish"})
     return canvas
@@ -208,13 +232,18 @@ def settings(_: Load) -> Canvas:
     for place, (question, answer, is_end) in enumerate(_QUESTIONS):
         y = 2.0 + 88 * place
         canvas.box(0, y, 2 * middle, 46, "panel", edge="grid", rounded=6)
-        canvas.box(240, y, 192, 46, "idle" if is_end else "forward", rounded=6)
+        role = "forward"
+        written = "label"
+        if is_end:
+            role = "idle"
+            written = "ink"
+        canvas.box(240, y, 192, 46, role, rounded=6)
         _centred(canvas, middle, y, question, "ink")
-        _centred(canvas, right, y, answer, "ink" if is_end else "label")
-        canvas.line([(2 * middle, y + 23), (240, y + 23)], "ink", width=2, arrow=True)
-        canvas.text(206, y + 17, "no", role="soft", size=SMALL, anchor="middle")
-        canvas.line([(middle, y + 46), (middle, y + 88)], "ink", width=2, arrow=True)
-        canvas.text(middle - 8, y + 64, "yes", role="soft", size=SMALL, anchor="end")
+        _centred(canvas, right, y, answer, written)
+        canvas.stroke(2 * middle, y + 23, 240, y + 23, "ink", width=2, arrow=True)
+        canvas.note(206, y + 17, "no", "middle")
+        canvas.stroke(middle, y + 46, middle, y + 88, "ink", width=2, arrow=True)
+        canvas.note(middle - 8, y + 64, "yes", "end")
         if not is_end:
             back = [(right, y + 46), (right, y + 66), (middle + 1, y + 66)]
             canvas.line(back, "ink", width=2, arrow=True)
@@ -225,6 +254,9 @@ def settings(_: Load) -> Canvas:
 
 def _centred(canvas: Canvas, x: float, top: float, lines: Sequence[str], role: str) -> None:
     """One or two lines of text in a box that is 46 high."""
-    first = top + (20 if len(lines) > 1 else 28)
-    for line, text in enumerate(lines):
-        canvas.text(x, first + 17 * line, text, role=role, size=SMALL, anchor="middle")
+    y = top + 28
+    if len(lines) > 1:
+        y = top + 20
+    for text in lines:
+        canvas.note(x, y, text, "middle", role=role)
+        y += 17

@@ -55,10 +55,11 @@ def epochs(load: Load) -> list[Epoch]:
     found = []
     for name, label in _STEPS.items():
         row = load("full-gain")["steps"][name]
-        seconds, waiting, padding = [
-            statistics.median(row[key] or [0.0]) for key in ("seconds", "waiting", "padding")
-        ]
-        found.append(Epoch(label, seconds, waiting, padding))
+        seconds = statistics.median(row["seconds"])
+        waiting = statistics.median(row["waiting"] or [0.0])
+        padding = statistics.median(row["padding"] or [0.0])
+        epoch = Epoch(label, seconds, waiting, padding)
+        found.append(epoch)
     return found
 
 
@@ -72,28 +73,34 @@ def staircase(load: Load) -> Canvas:
         top = _label(canvas, place, row.label, f"{row.seconds:.2f} s")
         begin = 0.0
         for seconds, role in zip(row.parts, _PARTS.values(), strict=True):
-            canvas.box(axis(begin), top, axis(begin + seconds) - axis(begin), _BAR, role)
+            left = axis(begin)
             begin += seconds
+            canvas.box(left, top, axis(begin) - left, _BAR, role)
     canvas.legend(canvas.height - 7, _PARTS, left=axis.left)
     return canvas
 
 
 def nodes(load: Load) -> Canvas:
     """Minibatches on two emulated hosts: stock full sharding, and ours."""
-    rows = {row["variant"]: row for row in load("node-copies")["rows"] if row.items() >= _HOSTS.items()}
+    rows = {}
+    for row in load("node-copies")["rows"]:
+        if row.items() >= _HOSTS.items():
+            variant = row["variant"]
+            rows[variant] = row
     stock = rows["stock"]["seconds"]
     ours = rows["FULL_SHARD"]["seconds"]
     canvas = Canvas("Seconds per minibatch on two emulated hosts", 2 * _ROW + 20)
     axis = _axis([*stock, *ours])
     _ticks(canvas, axis, 2)
-    for place, (label, seconds, said) in enumerate(
-        [
-            ("stock FULL_SHARD", stock, f"{statistics.median(stock):.2f} s"),
-            ("on demand, num_nodes=2", ours, times(stock, ours)),
-        ]
-    ):
+    middle = statistics.median(stock)
+    bars = [
+        ("stock FULL_SHARD", middle, f"{middle:.2f} s"),
+        ("on demand, num_nodes=2", statistics.median(ours), times(stock, ours)),
+    ]
+    for place, (label, seconds, said) in enumerate(bars):
         top = _label(canvas, place, label, said)
-        canvas.box(axis.left, top, axis(statistics.median(seconds)) - axis.left, _BAR, "backward")
+        width = axis(seconds) - axis.left
+        canvas.box(axis.left, top, width, _BAR, "backward")
     return canvas
 
 
@@ -110,13 +117,21 @@ def _axis(seconds: Sequence[float]) -> Axis:
 
 def _label(canvas: Canvas, place: int, left: str, right: str) -> float:
     """Write above a bar; where the bar begins."""
-    canvas.text(12, _ROW * place + 15, left, size=SMALL)
-    canvas.text(WIDTH - 12, _ROW * place + 15, right, size=SMALL, anchor="end", bold=True)
-    return _ROW * place + 21
+    top = _ROW * place
+    canvas.note(12, top + 15, left, role="ink")
+    canvas.text(WIDTH - 12, top + 15, right, size=SMALL, anchor="end", bold=True)
+    return top + 21
 
 
 def _ticks(canvas: Canvas, axis: Axis, rows: int) -> None:
     every = next(one for one in (0.5, 1, 2, 5, 10, 20, 50) if axis.high <= 10 * one)
-    bands = [(_ROW * place + 19, _ROW * place + 43) for place in range(rows)]
-    values = [every * number for number in range(int(axis.high / every) + 1)]
-    axis.draw(canvas, {value: f"{value:g} s" for value in values}, *bands)
+    bands = []
+    for place in range(rows):
+        band = (_ROW * place + 19, _ROW * place + 43)
+        bands.append(band)
+    ticks = {}
+    value = 0.0
+    while value <= axis.high:
+        ticks[value] = f"{value:g} s"
+        value += every
+    axis.draw(canvas, ticks, *bands)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.pictures.canvas import SMALL, WIDTH, Axis, Canvas, bars
+from benchmarks.pictures.canvas import WIDTH, Axis, Canvas, bars
 from benchmarks.pictures.charts import Load
 
 _TITLES = {"collective": "Collectives", "on_demand": "On demand", "balanced": "On demand, balanced"}
@@ -51,17 +51,24 @@ def _write(canvas: Canvas, top: float, name: str, mode: dict[str, Any]) -> None:
     said = f"{mode['seconds']:.1f} s, waiting {mode['idle']:.0%}".replace("%", " %")
     canvas.text(WIDTH - 4, top + 16, said, anchor="end")
     for row in range(len(mode["ranks"])):
-        canvas.text(0, top + 39 + _ROW * row, f"rank {row}", role="soft", size=SMALL)
+        y = top + 39 + _ROW * row
+        canvas.note(0, y, f"rank {row}")
 
 
 def _draw_step(canvas: Canvas, axis: Axis, top: float, mode: dict[str, Any]) -> None:
     for row, spans in enumerate(mode["ranks"]):
         for kind, role in _ROLES.items():
-            places = [(axis(begin / 1000), axis(end / 1000)) for begin, end in _pairs(spans[kind])]
-            seen = [place for place in places if place[1] - place[0] >= 0.1]
-            canvas.shape(bars(seen, top + 24 + _ROW * row, _BAR), role)
+            seen = []
+            for begin, end in _pairs(spans[kind]):
+                left = axis(begin / 1000)
+                right = axis(end / 1000)
+                if right - left >= 0.1:
+                    seen.append((left, right))
+            path = bars(seen, top + 24 + _ROW * row, _BAR)
+            canvas.shape(path, role)
     end = axis(mode["seconds"])
-    canvas.line([(end, top + 20), (end, top + 24 + _ROW * len(mode["ranks"]))], "ink", width=2)
+    bottom = top + 24 + _ROW * len(mode["ranks"])
+    canvas.stroke(end, top + 20, end, bottom, "ink", width=2)
 
 
 def _pairs(values: Sequence[float]) -> list[tuple[float, float]]:

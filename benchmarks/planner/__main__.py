@@ -36,10 +36,15 @@ _DATA = Path("docs/data/planner.json")
 
 def write(tables: Sequence[Table]) -> None:
     """Put tables into the pages and the data file, which lie below the current directory."""
-    data = json.loads(_DATA.read_text()) if _DATA.exists() else {}
+    data = {}
+    if _DATA.exists():
+        data = json.loads(_DATA.read_text())
     data |= {table.name: table.record() for table in tables}
     write_into(_PAGES, tables)
-    lines = [f"  {json.dumps(name)}: {json.dumps(record)}" for name, record in data.items()]
+    lines = []
+    for name, record in data.items():
+        line = f"  {json.dumps(name)}: {json.dumps(record)}"
+        lines.append(line)
     _DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

@@ -75,7 +75,8 @@ def learn(scenario: Scenario, seed: int, noise: float = 0.03) -> Floats:
         lengths = draw_lengths("longalign", _RANKS, _PER_RANK, 1000 * seed + step)
         plans = [plan_minibatch(lengths, _RANKS, _CAP, cost=cost) for cost in (fit, "quadratic", true)]
         spent = [on_demand_cost(plan, lengths, true) for plan in plans]
-        rows.append([spent[0] / spent[2] - 1, spent[1] / spent[2] - 1])
+        row = [spent[0] / spent[2] - 1, spent[1] / spent[2] - 1]
+        rows.append(row)
         fit.observe(_measured(plans[0], lengths, microbatch_costs(plans[0], lengths, true), rng, noise))
     return np.array(rows)
 
@@ -86,10 +87,11 @@ def _measured(
     rows = []
     for rank, own in enumerate(plan):
         for microbatch, seconds in zip(own, exact[rank], strict=True):
-            pause = 5.0 if rng.random() < 0.02 else 1.0
-            rows.append(
-                (rank, lengths[microbatch].tolist(), seconds * pause * float(np.exp(rng.normal(0, noise))))
-            )
+            pause = 1.0
+            if rng.random() < 0.02:
+                pause = 5.0
+            row = (rank, lengths[microbatch].tolist(), seconds * pause * float(np.exp(rng.normal(0, noise))))
+            rows.append(row)
     return rows
 
 
@@ -113,7 +115,10 @@ def fitted(seeds: int) -> list[Table]:
             [scenario.name, [float(np.median(counts)), max(counts)], float(run[:, begin:, 1].mean())]
         )
     looked_at = (0, 1, 2, 3, 5, 10, 19, 20, 21, 22, 23, 25, 30, 39)
-    rows = [[step, *(float(run[:, step, 0].mean()) for run in runs.values())] for step in looked_at]
+    rows = []
+    for step in looked_at:
+        row = [step, *(float(run[:, step, 0].mean()) for run in runs.values())]
+        rows.append(row)
     heads = [Column("minibatches seen"), *(Column(s.name, ".1%") for s in SCENARIOS)]
     title = "Longer than with the true cost, on average"
     return [

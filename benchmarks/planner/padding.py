@@ -32,9 +32,10 @@ def padding(seeds: int) -> list[Table]:
         Column("padding of packed plans", ".0%"),
         Column("their largest microbatch / max_tokens", ".1f"),
     ]
-    rows = [
-        _row(kind, [draw_lengths(kind, _RANKS, _PER_RANK, seed) for seed in range(seeds)]) for kind in KINDS
-    ]
+    rows = []
+    for kind in KINDS:
+        row = _row(kind, [draw_lengths(kind, _RANKS, _PER_RANK, seed) for seed in range(seeds)])
+        rows.append(row)
     return [Table("padding", "A padding collate_fn, 512 samples on 64 ranks: median (worst)", columns, rows)]
 
 

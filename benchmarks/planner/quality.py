@@ -51,9 +51,8 @@ def quality(seeds: int) -> list[Table]:
                 _excess(plan_minibatch(own, ranks, cost=cost_for(kind)), own, kind) for ranks, own in drawn
             ]
             plain, better = np.array(found).T.tolist()
-            rows.append(
-                [per_rank, *map(float, (np.median(plain), max(plain), np.median(better), max(better)))]
-            )
+            row = [per_rank, *map(float, (np.median(plain), max(plain), np.median(better), max(better)))]
+            rows.append(row)
         title = f"{kind}: above the bound, 2 to 256 ranks, {seeds} seeds each"
         tables.append(Table(f"quality-{kind}", title, columns, rows))
     return tables
@@ -79,7 +78,8 @@ def swaps(seeds: int) -> list[Table]:
         better = int((ratios < 1 - 1e-9).sum())
         worse = int((ratios > 1 + 1e-9).sum())
         most = [float(1 - ratios.min()), float(ratios.max() - 1)]
-        rows.append([kind, better, len(ratios) - better - worse, worse, *most])
+        row = [kind, better, len(ratios) - better - worse, worse, *most]
+        rows.append(row)
     return [Table("swaps", "Beside Karmarkar-Karp with swaps, 2 to 32 ranks", heads, rows)]
 
 
@@ -110,7 +110,8 @@ def oracle(seeds: int) -> list[Table]:
             found = [math.nan] * 3
             if len(known):
                 found = [float((known < 1e-5).mean()), float(known.mean()), float(known.max())]
-            rows.append([name, f"{num_ranks} x {per_rank}", len(gaps), len(known), *found])
+            row = [name, f"{num_ranks} x {per_rank}", len(gaps), len(known), *found]
+            rows.append(row)
     return [Table("oracle", "Above the optimum, where CP-SAT finds it in 2 s", columns, rows)]
 
 
@@ -121,7 +122,9 @@ def _gap(lengths: Ints, num_ranks: int, cost: Any) -> float | None:
     solved = True
     if own > best * (1 + 1e-6):
         best, solved = optimum(lengths, num_ranks, cost)
-    return max(own / best - 1, 0.0) if solved else None
+    if solved:
+        return max(own / best - 1, 0.0)
+    return None
 
 
 def policies(seeds: int) -> list[Table]:
@@ -153,7 +156,10 @@ def window(seeds: int) -> list[Table]:
     """Idle time of lb_mini when minibatches of a window exchange samples."""
     windows = (1, 2, 4, 8, 16)
     columns = [Column("samples per rank"), *(Column(f"window={ahead}", ".0%") for ahead in windows)]
-    rows = [[per_rank, *(_idle_ahead(seeds, per_rank, ahead) for ahead in windows)] for per_rank in (1, 2, 4)]
+    rows = []
+    for per_rank in (1, 2, 4):
+        row = [per_rank, *(_idle_ahead(seeds, per_rank, ahead) for ahead in windows)]
+        rows.append(row)
     return [Table("window", "Idle time of lb_mini on 8 ranks, longalign", columns, rows)]
 
 

@@ -47,7 +47,9 @@ def draw_lengths(kind: str, num_ranks: int, per_rank: int, seed: int) -> Ints:
 
 def cost_for(kind: str) -> str:
     """The cost that makes lengths of this kind hard."""
-    return "tokens" if kind == "planted" else "quadratic"
+    if kind == "planted":
+        return "tokens"
+    return "quadratic"
 
 
 def karmarkar_karp_with_swaps(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
@@ -57,7 +59,10 @@ def karmarkar_karp_with_swaps(costs: Sequence[float], num_ranks: int) -> list[li
     other, until none lowers the larger load of the two.
     """
     empty: list[tuple[float, list[int]]] = [(0.0, [])] * (num_ranks - 1)
-    heap = [(-cost, index, [(cost, [index]), *empty]) for index, cost in enumerate(costs)]
+    heap = []
+    for index, cost in enumerate(costs):
+        entry = (-cost, index, [(cost, [index]), *empty])
+        heap.append(entry)
     heapq.heapify(heap)
     for age in range(len(costs), 2 * len(costs) - 1):
         one = heapq.heappop(heap)[2]
@@ -154,7 +159,9 @@ class _Problem:
         most = int(costs.max(0).sum() + overhead.max() * len(lengths))
         largest = self.model.new_int_var(0, most, "largest")
         for rank in ranks:
-            used = self._used_bins(rank) if overhead.any() else []
+            used = []
+            if overhead.any():
+                used = self._used_bins(rank)
             spent = sum(int(c) * v for c, row in zip(costs[rank], self._put, strict=True) for v in row[rank])
             self.model.add(spent + int(overhead[rank]) * sum(used) <= largest)
         self.model.minimize(largest)

@@ -44,9 +44,10 @@ def milliseconds(function: Callable[..., Any], *arguments: Any, repeats: int = 1
 
 def speed(seeds: int) -> list[Table]:
     """Milliseconds to plan 512 samples for 64 ranks."""
+    cost = with_speeds("quadratic", np.linspace(1, 0.6, _RANKS).tolist())
     columns: dict[str, dict[str, Any]] = {
         "lb_mini": {},
-        "lb_mini, 64 speeds": {"cost": with_speeds("quadratic", np.linspace(1, 0.6, _RANKS).tolist())},
+        "lb_mini, 64 speeds": {"cost": cost},
         "lb_mini, overhead": {"cost": PolynomialCost(1 / 42_166, 1.0, 4000.0)},
         "lb_mini, dense": {"cost": "quadratic_dense"},
         "lb_mini, padded": {"cost": quadratic(constant=MICROBATCH), "collation": Collation("padded")},
@@ -74,7 +75,10 @@ def epoch(samples: int) -> list[Table]:
     rows = []
     for num_ranks, size in _EPOCHS:
         row: list[Any] = [f"{num_ranks} x {size // num_ranks}"]
-        part = lengths if size == _EPOCHS[0][1] else lengths[: samples // 10]
+        if size == _EPOCHS[0][1]:
+            part = lengths
+        else:
+            part = lengths[: samples // 10]
         row.append(milliseconds(deque, _plans(part, num_ranks, size), maxlen=0) / 1e3 / len(part) * 1e6)
         rows.append([*row, _peak_memory(lengths, num_ranks, size)])
     heads = [

@@ -36,9 +36,11 @@ def share(step: int, rank: int) -> list[Tensor]:
     """A rank's microbatches in one minibatch."""
     rng = random.Random(f"{SEED} {step} {rank}")
     generator = torch.Generator().manual_seed(rng.randrange(1 << 30))
-    return [
-        torch.randint(11, (1, rng.randint(2, 8)), generator=generator) for _ in range(rng.randint(0, MOST))
-    ]
+    found = []
+    for _ in range(rng.randint(0, MOST)):
+        one = torch.randint(11, (1, rng.randint(2, 8)), generator=generator)
+        found.append(one)
+    return found
 
 
 class Shares(IterableDataset[Any]):
@@ -77,13 +79,16 @@ class Module(TokenModule):
 def usage() -> dict[str, int]:
     """What this process holds: anonymous and shared memory in KiB, descriptors, threads, mappings."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    private_kib = int(status["RssAnon"].split()[0])
+    shared_kib = int(status["RssShmem"].split()[0])
+    mappings = Path("/proc/self/maps").read_text().count("\n")
     return {
-        "private_kib": int(status["RssAnon"].split()[0]),
-        "shared_kib": int(status["RssShmem"].split()[0]),
+        "private_kib": private_kib,
+        "shared_kib": shared_kib,
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": int(status["Threads"]),
         "python_threads": threading.active_count(),
-        "mappings": Path("/proc/self/maps").read_text().count("\n"),
+        "mappings": mappings,
     }
 
 
@@ -153,14 +158,18 @@ def endure(steps: int, world_size: int = 4, timeout: float = 120) -> dict[str, A
     results = run_ranks(train, world_size, steps, world_size=world_size, timeout=timeout)
     seconds = time.monotonic() - begin
     expected = reference(world_size, steps)
-    differences = [float((results[0][0][name] - expected[name]).abs().max()) for name in expected]
+    differences = []
+    for name in expected:
+        difference = float((results[0][0][name] - expected[name]).abs().max())
+        differences.append(difference)
+    read = [reads for _, _, reads in results]
     return {
         "steps": steps,
         "ranks": world_size,
         "seconds": seconds,
         "difference": max(differences),
         "growth": [growth(looks) for _, looks, _ in results],
-        "read": [reads for _, _, reads in results],
+        "read": read,
         "looks": [looks for _, looks, _ in results],
     }
 

@@ -194,17 +194,26 @@ class TrappedIO(WholeCheckpointIO):
 
 def victim_of(place: str) -> int:
     """Rank 0 writes checkpoints."""
-    return 0 if place in WRITING else VICTIM
+    if place in WRITING:
+        return 0
+    return VICTIM
 
 
 def train(rank: int, fault: str, place: str, folder: str, timeout: float, **strategy: Any) -> str:
     """One rank's training; returns a digest of the parameters at the end."""
     Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
-    trap = Trap(fault, place, Path(folder) / "struck.json") if rank == victim_of(place) else None
+    trap = None
+    if rank == victim_of(place):
+        trap = Trap(fault, place, Path(folder) / "struck.json")
     counts = [3, 2, 1][rank]
-    batches = [Minibatch(token_batches([5 + rank, 4, 6][:counts])) for _ in range(STEPS)]
+    batches = []
+    for _ in range(STEPS):
+        batch = Minibatch(token_batches([5 + rank, 4, 6][:counts]))
+        batches.append(batch)
     checkpoints = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-    options: dict[str, Any] = {"plugins": [TrappedIO(trap)]} if trap else {}
+    options: dict[str, Any] = {}
+    if trap:
+        options = {"plugins": [TrappedIO(trap)]}
     fit = trainer(
         WORLD_SIZE,
         enable_checkpointing=True,
@@ -293,7 +302,10 @@ def table(results: list[Result]) -> str:
     faults = list(dict.fromkeys(result.fault for result in results))
     by = {(result.place, result.fault): result for result in results}
     places = dict.fromkeys(result.place for result in results)
-    rows = [[place, *(_cell(by.get((place, fault))) for fault in faults)] for place in places]
+    rows = []
+    for place in places:
+        row = [place, *(_cell(by.get((place, fault))) for fault in faults)]
+        rows.append(row)
     return markdown(["where", *faults], rows)
 
 

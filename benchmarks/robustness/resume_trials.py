@@ -109,10 +109,14 @@ class KillAt(Callback):
 
 def last_checkpoint(folder: Path) -> str | None:
     """The one of the latest step, if there is any."""
-    files = {
-        int(found[1]): str(f) for f in folder.glob("*.ckpt") if (found := re.search(r"step=(\d+)", f.name))
-    }
-    return files[max(files)] if files else None
+    files = {}
+    for f in folder.glob("*.ckpt"):
+        if found := re.search(r"step=(\d+)", f.name):
+            file = str(f)
+            files[int(found[1])] = file
+    if files:
+        return files[max(files)]
+    return None
 
 
 def run(rank: int, folder: str, kind: Kind, kill: tuple[int, int, bool] | None) -> tuple[str, int]:
@@ -177,9 +181,8 @@ def trial(crashes: int, seed: int, kind: Kind = "full") -> Trial:
             step = int(
                 (last_checkpoint(Path(folder)) or "step=0").rpartition("step=")[2].removesuffix(".ckpt")
             )
-            found.crashes.append(
-                {"rank": kill[0], "pass": kill[1], "whole_job": kill[2], "next_from_step": step}
-            )
+            crashe = {"rank": kill[0], "pass": kill[1], "whole_job": kill[2], "next_from_step": step}
+            found.crashes.append(crashe)
         ends = {o.result for o in try_ranks(run, folder, kind, None, world_size=WORLD_SIZE, timeout=PATIENCE)}
         found.equal = ends == expected
         found.samples_exact = every_sample_once(Path(folder))
@@ -215,7 +218,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     results: list[Trial] = []
     while sum(len(result.crashes) for result in results) < options.crashes:
-        kind: Kind = "sharded" if len(results) % 2 else "full"
+        kind: Kind = "full"
+        if len(results) % 2:
+            kind = "sharded"
         results.append(trial(options.per_run, seed=len(results), kind=kind))
         print(json.dumps(asdict(results[-1])), file=sys.stderr, flush=True)
     crashes = sum(len(result.crashes) for result in results)
@@ -226,7 +231,9 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"Every sample once per epoch: {exact} of {len(results)} trainings.")
     if options.json:
         options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
-    return 0 if equal == exact == len(results) else 1
+    if equal == exact == len(results):
+        return 0
+    return 1
 
 
 if __name__ == "__main__":

@@ -88,9 +88,8 @@ def give_up(place: str, timeout: float = 2.0) -> Stall:
         texts = [text for text in reports(folder, place) if text]
         named = sum(f"rank {victim} (process {struck['pid']})" in outcome.error for outcome in others)
         waits = [(Path(folder) / f"{outcome.rank}.ended").stat().st_mtime for outcome in others]
-        return Stall(
-            "stopped for good", place, 0.0, len(texts), named, False, gave_up=max(waits) - struck["time"]
-        )
+        gave_up = max(waits) - struck["time"]
+        return Stall("stopped for good", place, 0.0, len(texts), named, False, gave_up=gave_up)
 
 
 def slow_loader(expected: str, factor: float = 100) -> Stall:
@@ -112,11 +111,11 @@ def same(place: str, ends: list[tuple[str, float]], expected: str) -> bool:
 
 def reports(folder: str, place: str) -> list[str]:
     """What the ranks other than the victim reported."""
-    files = [
-        Path(folder) / "odc-hang-reports" / f"rank{rank}.txt"
-        for rank in range(WORLD_SIZE)
-        if rank != victim_of(place)
-    ]
+    files = []
+    for rank in range(WORLD_SIZE):
+        if rank != victim_of(place):
+            one_file = Path(folder) / "odc-hang-reports" / f"rank{rank}.txt"
+            files.append(one_file)
     return [file.read_text() if file.exists() else "" for file in files]
 
 
@@ -133,8 +132,13 @@ def table(stalls: list[Stall]) -> str:
 
 
 def _cells(stall: Stall) -> list[str]:
-    went_on = f"yes, {stall.seconds:.1f} s later" if stall.seconds else "yes"
-    gave_up = "" if stall.gave_up is None else f"{stall.gave_up:.1f} s"
+    went_on = "yes"
+    if stall.seconds:
+        went_on = f"yes, {stall.seconds:.1f} s later"
+    if stall.gave_up is None:
+        gave_up = ""
+    else:
+        gave_up = f"{stall.gave_up:.1f} s"
     return [stall.fault, stall.place, f"{stall.reports} of 2", went_on if stall.same else "", gave_up]
 
 

@@ -74,15 +74,19 @@ class Growth:
         flat = Transfers(model, cluster, "on_demand", "flat", kept=1.0)
         without_latency = Transfers(model, cluster.but(network_latency=0.0), "on_demand", "full", kept=1.0)
         once = copies.once()
+        records = cluster.nodes**2 * RECORD_BYTES
+        halved_column = without_latency.once().column + _halving_latency(model, cluster)
+        busy_in_node = float(busy_owners(copies, work).mean())
+        busy_over_network = float(busy_owners(flat, work).mean())
         return cls(
             meeting=once.meeting,
             tree_meeting=_tree_meeting(cluster),
-            records=cluster.nodes**2 * RECORD_BYTES,
+            records=records,
             column=once.column,
-            halved_column=without_latency.once().column + _halving_latency(model, cluster),
+            halved_column=halved_column,
             arriving=once.arriving,
-            busy_in_node=float(busy_owners(copies, work).mean()),
-            busy_over_network=float(busy_owners(flat, work).mean()),
+            busy_in_node=busy_in_node,
+            busy_over_network=busy_over_network,
         )
 
 
@@ -131,18 +135,19 @@ def point(devices: int, longest: int) -> Point:
     planner = Planner(devices, longest, "lb_mini", model.cost)
     planner.plan(lengths[: SAMPLES_PER_DEVICE * devices])
     planning = time.perf_counter() - begin
-    works = {
-        policy: plan_work(
+    works = {}
+    for policy in {way.policy for way in WAYS.values()}:
+        minibatches = min(max(1024 // devices, 2), 16)
+        work = plan_work(
             lengths,
             model,
             cluster,
             minibatch_size=SAMPLES_PER_DEVICE,
             policy=policy,
             max_tokens=longest,
-            minibatches=min(max(1024 // devices, 2), 16),
+            minibatches=minibatches,
         )
-        for policy in {way.policy for way in WAYS.values()}
-    }
+        works[policy] = work
     runs = {}
     for name, way in WAYS.items():
         how = {"communication": way.communication, "sharding": way.sharding}
@@ -215,5 +220,6 @@ def remedies(found: Sequence[Point]) -> Table:
         tree = seconds - (one.growth.meeting - one.growth.tree_meeting)
         halving = seconds - (one.growth.column - one.growth.halved_column)
         both = tree + halving - seconds
-        table.rows.append([one.longest, one.devices, seconds, tree, halving, both, seconds / both - 1])
+        row = [one.longest, one.devices, seconds, tree, halving, both, seconds / both - 1]
+        table.rows.append(row)
     return table

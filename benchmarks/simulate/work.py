@@ -70,7 +70,10 @@ def plan_work(
         )
     planner = Planner(cluster.devices, max_tokens, policy, model.cost, allow_empty=True).capped_for(array)
     order = epoch_order(len(array), seed=0, epoch=0)
-    drawn = [array[order[index * size : (index + 1) * size]] for index in range(minibatches)]
+    drawn = []
+    for index in range(minibatches):
+        one = array[order[index * size : (index + 1) * size]]
+        drawn.append(one)
     return work_of(((planner.plan(own), own) for own in drawn), model)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lightning_odc.bench.workload import PapersPlanner
 
 from benchmarks.planner.rivals import KINDS, cost_for, draw_lengths, karmarkar_karp_with_swaps, optimum
 from lightning_odc.balance import (
@@ -22,7 +23,6 @@ from lightning_odc.balance import (
     with_speeds,
 )
 from lightning_odc.balance.costs import MinibatchCosts
-from lightning_odc.bench.workload import PapersPlanner
 
 SLACK = 1e-4
 
