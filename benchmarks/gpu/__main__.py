@@ -22,7 +22,6 @@ import torch
 from benchmarks.gpu.host_time import BUSY, SHAPES, compare
 from benchmarks.gpu.measure import measure
 from benchmarks.gpu.report import TABLES, bench_tables, machine, summarize, write
-from benchmarks.gpu.sweep import sweep_kernel
 from benchmarks.harness.processes import RankFailedError, run_ranks
 
 
@@ -43,7 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             found = job()
         except (Exception, SystemExit) as error:  # the other parts may still succeed
-            results["failed"][name] = " ".join(str(error).split())
+            words = str(error).split()
+            results["failed"][name] = " ".join(words)
             print(f"failed: {error}{_details(error)}", flush=True)
         else:
             results[kind].append(found)
@@ -51,9 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         keep()
     results["finished"] = True
     keep()
-    if results["failed"]:
-        return 1
-    return 0
+    return int(bool(results["failed"]))
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
@@ -76,10 +74,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
 
 def _parts(options: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[], Any]]]:
     """Name, kind and job of every part that was asked for."""
-    if "sweep" in options.parts:
-        yield "sweep of the kernel", "sweep", lambda: run_ranks(sweep_kernel, 1)[0]
     if "host" in options.parts:
-        for shape in (*SHAPES, BUSY) if torch.cuda.device_count() > 1 else SHAPES:
+        shapes = [*SHAPES]
+        if torch.cuda.device_count() > 1:
+            shapes.append(BUSY)
+        for shape in shapes:
             yield f"host time, {shape.name}", "host", partial(compare, shape)
     if "transport" in options.parts:
         for ranks in options.ranks:
@@ -87,7 +86,8 @@ def _parts(options: argparse.Namespace) -> Iterator[tuple[str, str, Callable[[],
 
 
 def _transport(ranks: int, mib: list[int]) -> dict[str, Any]:
-    return summarize(ranks, run_ranks(measure, ranks, mib))
+    by_rank = run_ranks(measure, ranks, mib)
+    return summarize(ranks, by_rank)
 
 
 def _details(error: BaseException) -> str:

@@ -6,9 +6,8 @@ for the device; gathers, accumulates and reduce-scatters in it are timed once mo
 when the device is idle. Where both are alike, the host was the limit.
 
 NCCL refuses two ranks on one GPU, and in a world of one ``fully_shard`` communicates nothing. So a single GPU shows
-``fully_shard`` from three sides: alone; with collectives that do nothing, of torch's fake process group; and with
-collectives that NCCL does with this rank alone. Several GPUs show it over NCCL, and with the gathers by copy engine
-that torch has since 2.13: these two are the baselines of a speed claim.
+``fully_shard`` alone. Several GPUs show it over NCCL, and with the gathers by copy engine that torch has since 2.13:
+these two are the baselines of a speed claim.
 
 All settings take turns, each in processes of its own. Where on-demand ranks share a device, they take turns, too.
 """
@@ -22,7 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache, partial
@@ -30,16 +29,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.processes import Placement, RankFailedError, RankProcesses, place
 from benchmarks.harness.results import median_interval
 from lightning_odc._compat import comms_of
 from lightning_odc.engine.collective import process_group_rendezvous, single_process
-from lightning_odc.engine.comm import all_gather, reduce_scatter, set_comms
+from lightning_odc.engine.comm import set_comms
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports import make_transport
@@ -96,8 +94,6 @@ class Way(StrEnum):
     ON_DEMAND = "on demand"
     KEPT = "on demand, units stay gathered"
     ALONE = "`fully_shard`, one rank: communicates nothing"
-    FAKE = "`fully_shard`, fake group: collectives do nothing"
-    SELF = "`fully_shard`, collectives over NCCL with itself"
     STOCK = "`fully_shard` over NCCL"
     COPY_ENGINE = "`fully_shard` over NCCL, gathers by copy engine"
 
@@ -115,7 +111,7 @@ class Setting:
         way: The way.
         shape: The model and its microbatch.
         placement: The devices of its processes.
-        world: The number of ranks among which units are sharded, which a fake group only claims to have.
+        world: The number of ranks among which units are sharded.
     """
 
     way: Way
@@ -153,13 +149,18 @@ def settings(shape: Shape, device: str = "cuda") -> list[Setting]:
         shape: The model and its microbatch.
         device: ``"cuda"``, or ``"cpu"`` for a rehearsal, in which gloo takes the place of NCCL.
     """
-    several = place(device, max(torch.cuda.device_count() if device == "cuda" else 0, 2))
-    one = place(device, 1)
-    single = (Way.ALONE, Way.FAKE, Way.SELF)
-    return [
-        Setting(way, shape, one if way in single else several, 1 if way is Way.ALONE else several.ranks)
-        for way in Way
-    ]
+    gpus = 0
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+    several = place(device, max(gpus, 2))
+    found = []
+    for way in Way:
+        placement = several
+        if way is Way.ALONE:
+            placement = place(device, 1)
+        setting = Setting(way, shape, placement, placement.ranks)
+        found.append(setting)
+    return found
 
 
 def compare(shape: Shape, device: str = "cuda") -> dict[str, Any]:
@@ -170,19 +171,25 @@ def compare(shape: Shape, device: str = "cuda") -> dict[str, Any]:
         device: ``"cuda"``, or ``"cpu"`` for a rehearsal.
     """
     everything = settings(shape, device)
-    missing = {setting: reason for setting in everything if (reason := setting.why_not())}
+    missing = {}
+    for setting in everything:
+        reason = setting.why_not()
+        if reason:
+            missing[setting] = reason
     with ExitStack() as stack:
-        running = {s: stack.enter_context(s.start()) for s in everything if s not in missing}
+        running = {}
+        for setting in everything:
+            if setting not in missing:
+                running[setting] = stack.enter_context(setting.start())
         rounds = [_round(number, running, missing) for number in range(ROUNDS + 1)]
-        at_the_end = {}
         for setting, ranks in running.items():
             with suppress(RankFailedError):  # all times are known
-                at_the_end[setting] = _call(ranks, finish, setting)
-    rows = [
-        _row(setting, [one[setting] for one in rounds[1:] if setting in one], missing.get(setting, ""))
-        | at_the_end.get(setting, {})
-        for setting in everything
-    ]
+                _call(ranks, finish, setting)
+    rows = []
+    for setting in everything:
+        timed = [one[setting] for one in rounds[1:] if setting in one]
+        row = _row(setting, timed, missing.get(setting, ""))
+        rows.append(row)
     return {"shape": asdict(shape), "device": device, "rounds": ROUNDS, "rows": rows}
 
 
@@ -191,8 +198,10 @@ def _round(
 ) -> dict[Setting, dict[str, float]]:
     """The times of every setting, in another order in every round. One that fails leaves ``running``."""
     begin = number % max(len(running), 1)
+    order = [*running]
+    order = order[begin:] + order[:begin]
     found = {}
-    for setting in [*running][begin:] + [*running][:begin]:
+    for setting in order:
         try:
             found[setting] = _call(running[setting], time_block, setting)
         except RankFailedError as error:
@@ -235,8 +244,9 @@ def _row(setting: Setting, rounds: list[dict[str, float]], missing: str) -> dict
     }
     if missing:
         return {**row, "missing": missing}
-    medians = {name: median_interval([times[name] for times in rounds]) for name in rounds[0]}
-    return {**row, **medians}
+    for name in rounds[0]:
+        row[name] = median_interval([times[name] for times in rounds])
+    return row
 
 
 # -- on the ranks ---------------------------------------------------------------------------------------------
@@ -258,21 +268,25 @@ def time_block(rank: int, world_size: int, setting: Setting) -> dict[str, float]
         end of the minibatch; ``"host ms"``, ``"device ms"``: per microbatch, until the host and the device were done.
     """
     subject = _subject(setting, rank)
-    for turn in range(world_size if setting.takes_turns else 1):
+    times = {}
+    if setting.takes_turns:
+        for turn in range(world_size):
+            subject.meet(None)
+            if turn == rank:
+                times = subject.run()
+    else:
         subject.meet(None)
-        if not setting.takes_turns or turn == rank:
-            times = subject.run()
+        times = subject.run()
     subject.meet(None)
     return {**times, "minibatch us": subject.end_minibatch()}
 
 
 def finish(rank: int, _: int, setting: Setting) -> dict[str, float]:
-    """Close what `time_block` has opened; returns ``"gather kernels"``, per unit and microbatch."""
+    """Close what `time_block` has opened."""
     subject = _subject(setting, rank)
     subject.meet(None)
-    kernels = subject.count_gather_kernels()
     subject.close()
-    return {"gather kernels": kernels}
+    return {}
 
 
 @cache
@@ -298,14 +312,10 @@ class Subject:
         world = setting.world
         torch.set_num_threads(1)  # in a rehearsal; on a GPU the host computes nothing
         self._device = setting.placement.devices[rank]
-        alone = None
-        if way in (Way.FAKE, Way.SELF):
-            alone = _pretend(setting)
         single = setting.placement.ranks == 1
+        self.meet = process_group_rendezvous(dist.group.WORLD)
         if single:
             self.meet = single_process
-        else:
-            self.meet = process_group_rendezvous(dist.group.WORLD)
         self._model = shape.model(self._device)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         units = ModuleWrapPolicy({nn.TransformerEncoderLayer})
@@ -321,8 +331,6 @@ class Subject:
         for module in _units(self._model):
             comms = comms_of(module)
             assert comms is not None
-            if alone is not None:
-                comms = WithItself(comms[0], all_gather, alone), WithItself(comms[1], reduce_scatter, alone)
             set_comms([module], Timed(comms[0], self._clock), Timed(comms[1], self._clock))
         self._batch = torch.randn(shape.batch, shape.length, shape.width, device=self._device)
         self._parts = len(_units(self._model)) * MICROBATCHES
@@ -334,7 +342,8 @@ class Subject:
         self._clock.calls = 0
         begin = time.perf_counter()
         for index in range(MICROBATCHES):
-            loss = self._model(self._batch).float().square().mean()
+            output = self._model(self._batch)
+            loss = output.float().square().mean()
             with self._backward(more=index + 1 < MICROBATCHES):
                 loss.backward()
         host = time.perf_counter() - begin
@@ -355,9 +364,11 @@ class Subject:
 
     @contextmanager
     def _backward(self, more: bool) -> Iterator[None]:
-        if self._engine is not None:
-            self._engine.ledger.add(1.0)
-        with nullcontext() if self._engine is None else self._engine.backward(more=more):
+        if self._engine is None:
+            yield
+            return
+        self._engine.ledger.add(1.0)
+        with self._engine.backward(more=more):
             yield
 
     def end_minibatch(self) -> float:
@@ -374,14 +385,6 @@ class Subject:
         seconds = time.perf_counter() - emptied + settled - begin
         return 1e6 * seconds / len(_units(self._model))
 
-    def count_gather_kernels(self) -> float:
-        """Kernels that all-gather, per unit and microbatch; 0 where copy engines do it, or nothing is gathered."""
-        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as record:
-            self.run()
-        on_device = [event.name for event in record.events() if str(event.device_type).endswith("CUDA")]
-        self.end_minibatch()
-        return sum("AllGather" in name for name in on_device) / self._parts
-
     def close(self) -> None:
         """Give the windows back."""
         if self._engine is not None:
@@ -391,22 +394,6 @@ class Subject:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-
-
-def _pretend(setting: Setting) -> Any:
-    """Replace the process group by a fake one; returns a real one of this process alone, or ``None``."""
-    # Whoever imports this can make a group of the backend "fake". It has no public name.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.destroy_process_group()
-    store = FakeStore() if setting.way is Way.FAKE else dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("fake", store=store, rank=0, world_size=setting.world)
-    if setting.way is Way.FAKE:
-        return None
-    backend = "gloo"
-    if setting.placement.gpus:
-        backend = "nccl"
-    return dist.new_group([0], backend=backend, use_local_synchronization=True)
 
 
 def _attached(
@@ -459,27 +446,3 @@ class Timed:
         finally:
             self._clock.seconds += time.perf_counter() - begin
             self._clock.calls += 1
-
-
-class WithItself:
-    """A comm object for a fake group, whose collectives a real group of one rank does, with this rank's part.
-
-    Args:
-        comm: The comm object of ``fully_shard``.
-        collective: The collective.
-        group: The real group.
-    """
-
-    def __init__(self, comm: Any, collective: Callable[..., Any], group: Any) -> None:
-        self.allocate = comm.allocate
-        self._collective = collective
-        self._group = group
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False, **options: Any
-    ) -> Any:
-        """Call the collective."""
-        numel = min(output_tensor.numel(), input_tensor.numel())
-        own = output_tensor.view(-1)[:numel]
-        given = input_tensor.view(-1)[:numel]
-        return self._collective(own, given, group=self._group, async_op=async_op, **options)

@@ -54,18 +54,15 @@ def write(file: Path, result: dict[str, Any], text: str) -> None:
 
 def summarize(world_size: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """One entry of the results: fractions by size, and the profile of rank 0."""
-    sizes = []
-    for index, entry in enumerate(by_rank[0]["primitives"]):
-        size = {
-            "mib": entry["mib"],
-            **{
-                how: fractions(entry, [rank["primitives"][index] for rank in by_rank], how)
-                for how in ("alone", "together")
-                if how in entry
-            },
-        }
-        sizes.append(size)
     seconds = [rank["primitives"] for rank in by_rank]
+    sizes = []
+    for entries in zip(*seconds, strict=True):
+        first = entries[0]
+        size = {"mib": first["mib"]}
+        for how in ("alone", "together"):
+            if how in first:
+                size[how] = fractions(first, list(entries), how)
+        sizes.append(size)
     return {
         "ranks": world_size,
         "shared GPU": by_rank[0]["shared GPU"],
@@ -116,12 +113,15 @@ def test_summary(result: dict[str, Any]) -> str:
     first = f"{_line(result['machine'])}: {counts['passed']} passed, {failed} failed in {seconds:.0f} s."
     if not result["finished"]:
         first += " The run was ended before all tests had run."
-    others = [
-        f"- {test['outcome']}: `{name}`" + (f": {test['error']}" if test["error"] else "")
-        for name, test in tests.items()
-        if test["outcome"] != "passed"
-    ]
-    return "\n".join([first, "", *others]).strip()
+    lines = [first, ""]
+    for name, test in tests.items():
+        if test["outcome"] == "passed":
+            continue
+        line = f"- {test['outcome']}: `{name}`"
+        if test["error"]:
+            line += f": {test['error']}"
+        lines.append(line)
+    return "\n".join(lines).strip()
 
 
 def bench_tables(results: dict[str, Any]) -> str:
@@ -130,85 +130,57 @@ def bench_tables(results: dict[str, Any]) -> str:
     if not results["finished"]:
         parts.append("The run was ended before everything was measured.")
     parts += [f"Not measured, {name}: {reason}." for name, reason in results["failed"].items()]
-    parts += [table(entry) for kind, table in TABLES.items() for entry in results[kind]]
+    for kind, table in TABLES.items():
+        parts += map(table, results[kind])
     return "\n\n".join(parts)
 
 
 def _line(machine: dict[str, Any]) -> str:
-    devices = ", ".join(f"{count} x {name}" for name, count in Counter(machine["devices"]).items())
+    counts = Counter(machine["devices"])
+    devices = ", ".join(f"{count} x {name}" for name, count in counts.items())
     return f"{devices}, torch {machine['torch']}, CUDA {machine['cuda']}, {machine['date']}"
 
 
 def run_tables(run: dict[str, Any]) -> str:
     """Bandwidths beside those of plain operations, what reading does, and how often the host waits."""
-    return "\n\n".join([_SHARED if run["shared GPU"] else _LINKED, _size_table(run), _profile_lines(run)])
+    head = _LINKED
+    if run["shared GPU"]:
+        head = _SHARED
+    parts = [head, _size_table(run), _profile_lines(run)]
+    return "\n\n".join(parts)
 
 
 def _size_table(run: dict[str, Any]) -> str:
-    rows = [
-        [f"{size['mib']} MiB, {how}", *(form.format(size[how][name]) for name, form in _FRACTIONS.items())]
-        for size in run["sizes"]
-        for how in ("alone", "together")
-        if how in size
-    ]
-    return markdown([f"{run['ranks']} ranks", *_FRACTIONS], rows)
+    rows = []
+    for size in run["sizes"]:
+        for how in ("alone", "together"):
+            if how not in size:
+                continue
+            row = [f"{size['mib']} MiB, {how}"]
+            for name, form in _FRACTIONS.items():
+                value = size[how][name]
+                row.append(form.format(value))
+            rows.append(row)
+    head = [f"{run['ranks']} ranks", *_FRACTIONS]
+    return markdown(head, rows)
 
 
 def _profile_lines(run: dict[str, Any]) -> str:
     reading = run["reading"]
     waits = run["waits"]
     slower = reading["product milliseconds beside reads"] / reading["product milliseconds"] - 1
-    return (
-        f"- {reading['reads']:.0f} reads were {reading['copies']:.0f} copies "
-        f"({reading['copy milliseconds']:.2f} ms) and {reading['kernels']:.0f} kernels "
-        f"({reading['kernel milliseconds']:.2f} ms) by the profiler, which gives all copies this name; a matrix "
-        f"product beside reads took {slower:+.1%}.\n"
-        f"- The host waited for its device {waits['waits per minibatch']:g} times per minibatch. Calls of CUDA that "
-        f"synchronize: {waits['synchronizing calls per minibatch']:g} in the thread that trains, "
+    copies = f"{reading['copies']:.0f} copies ({reading['copy milliseconds']:.2f} ms)"
+    kernels = f"{reading['kernels']:.0f} kernels ({reading['kernel milliseconds']:.2f} ms)"
+    reads = (
+        f"- {reading['reads']:.0f} reads were {copies} and {kernels} by the profiler, which gives all copies this "
+        f"name; a matrix product beside reads took {slower:+.1%}."
+    )
+    waited = f"- The host waited for its device {waits['waits per minibatch']:g} times per minibatch."
+    calls = (
+        f"Calls of CUDA that synchronize: {waits['synchronizing calls per minibatch']:g} in the thread that trains, "
         f"{waits['synchronizing calls of other threads per minibatch']:g} in others (the announcer: one per unit)."
     )
-
-
-def sweep_tables(sweep: dict[str, Any]) -> str:
-    """The kernel's sweep: alone, and beside a matrix product."""
-    if "missing" in sweep:
-        return f"The kernel was not swept: {sweep['missing']}."
-    alone = sweep["alone"]
-    default = sweep["default"]
-    blocks = sorted({entry["block"] for entry in alone})
-    rows = []
-    for key in dict.fromkeys((e["dtype"], e["aligned"], e["programs"]) for e in alone):
-        of_key = {e["block"]: e for e in alone if (e["dtype"], e["aligned"], e["programs"]) == key}
-        dtype, is_aligned, programs = key
-        speeds = [f"{of_key[block]['bytes per second'] / 1e9:.0f}" for block in blocks]
-        plain = f"{next(iter(of_key.values()))['add_ bytes per second'] / 1e9:.0f}"
-        row = [f"{dtype}{'' if is_aligned else ', rows anywhere'}", _programs(programs), *speeds, plain]
-        rows.append(row)
-    heads = ["gradients", "programs", *(f"GB/s, block {block}" for block in blocks), "GB/s, `add_`"]
-    beside = [
-        [
-            _programs(entry["programs"]),
-            f"{entry['bytes per second'] / 1e9:.0f}",
-            f"{entry['product milliseconds']:.2f}",
-            f"{entry['product milliseconds beside']:.2f}",
-            f"{entry['product milliseconds beside'] / entry['product milliseconds'] - 1:+.1%}",
-        ]
-        for entry in sweep["beside"]
-    ]
-    parts = [
-        "The adding kernel on one GPU, to accumulators in its own memory (default: "
-        f"{default['programs']} programs, block {default['block']}):",
-        markdown(heads, rows),
-        "And on a stream of high priority beside a product of two bf16 matrices of 8192 x 8192:",
-        markdown(["programs", "GB/s alone", "product ms", "beside additions ms", "slower"], beside),
-    ]
-    return "\n\n".join(parts)
-
-
-def _programs(count: int) -> str:
-    if count >= 2**30:
-        return "one per block"
-    return str(count)
+    return f"{reads}\n{waited} {calls}"
 
 
 def host_tables(entry: dict[str, Any]) -> str:
@@ -230,26 +202,24 @@ def host_tables(entry: dict[str, Any]) -> str:
         "host per microbatch",
         "until the device is done",
     ]
-    parts = [text, markdown(heads, [_host_row(row, len(heads)) for row in entry["rows"]])]
-    kernels = [
-        f"- {row['way']}: {row['gather kernels']:g} kernels of NCCL gather, per unit and microbatch"
-        for row in entry["rows"]
-        if "NCCL" in row["way"] and "gather kernels" in row and entry["device"] == "cuda"
-    ]
-    if kernels:
-        parts.append("By the profiler (copy engines gather without a kernel):\n\n" + "\n".join(kernels))
-    return "\n\n".join(parts)
+    rows = [_host_row(row, len(heads)) for row in entry["rows"]]
+    table = markdown(heads, rows)
+    return f"{text}\n\n{table}"
 
 
 def _host_row(row: dict[str, Any], columns: int) -> list[str]:
-    named = [row["way"], str(row["world"])]
+    cells = [row["way"], str(row["world"])]
     if "missing" in row:
-        return [*named, f"not measured: {row['missing']}", *[""] * (columns - 3)]
-    micro = "{1:.1f} us [{0:.1f}, {2:.1f}]"
-    milli = "{1:.2f} ms [{0:.2f}, {2:.2f}]"
-    forms = {"host us": micro, "comm us": micro, "minibatch us": micro, "host ms": milli, "device ms": milli}
-    return [*named, *(form.format(*row[name]) for name, form in forms.items())]
+        cells.append(f"not measured: {row['missing']}")
+        return cells + [""] * (columns - len(cells))
+    for name in ("host us", "comm us", "minibatch us"):
+        low, middle, high = row[name]
+        cells.append(f"{middle:.1f} us [{low:.1f}, {high:.1f}]")
+    for name in ("host ms", "device ms"):
+        low, middle, high = row[name]
+        cells.append(f"{middle:.2f} ms [{low:.2f}, {high:.2f}]")
+    return cells
 
 
 #: What makes the tables of an entry, by the kind of the part that measured it, in the order of parts.
-TABLES = {"sweep": sweep_tables, "host": host_tables, "transport": run_tables}
+TABLES = {"host": host_tables, "transport": run_tables}

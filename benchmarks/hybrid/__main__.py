@@ -12,9 +12,7 @@ from benchmarks.hybrid import copies, primitives, replicas
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.hybrid``."""
-    given = arguments
-    if arguments is None:
-        given = sys.argv[1:]
+    given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["copies"]:
         copies.main(given[1:])
     elif given[:1] == ["primitives"]:

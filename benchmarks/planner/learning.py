@@ -107,7 +107,7 @@ def fitted(seeds: int) -> list[Table]:
     """How many minibatches it takes, and how it goes on."""
     runs = {s: np.array([learn(s, seed) for seed in range(seeds)]) for s in SCENARIOS}
     steps = []
-    rows = []
+    rows: list[list[float | str]] = []
     for scenario, run in runs.items():
         begin = max(scenario.change_at, 0)
         counts = [needed(own[:, 0], begin) for own in run]

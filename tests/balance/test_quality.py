@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lightning_odc.bench.workload import PapersPlanner
 
+from benchmarks.harness.workload import PapersPlanner
 from benchmarks.planner.rivals import KINDS, cost_for, draw_lengths, karmarkar_karp_with_swaps, optimum
 from lightning_odc.balance import (
     PolynomialCost,

@@ -6,7 +6,6 @@ what a rank must not ask of a GPU is replaced where every Python begins. All tha
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
@@ -32,7 +31,7 @@ def _in_the_parent() -> None:
 def _on_ranks() -> None:
     import torch
 
-    from benchmarks.gpu import measure, sweep
+    from benchmarks.gpu import measure
     from benchmarks.harness.processes import Placement
     from tests.support.fake_device import fake_cuda
 
@@ -41,8 +40,6 @@ def _on_ranks() -> None:
     measure.make_transport = lambda _, rank, ranks, meet, group: fake_cuda(rank, ranks, meet)
     measure.time_primitives = partial(measure.time_primitives, time_of=_host_seconds, rotated_mib=1)
     measure.reading = _reading
-    sweep.sweep = lambda *_: [_entry(*sizes) for sizes in itertools.product((8, 32), (1024, 4096))]
-    sweep.beside_a_product = lambda *_: []
 
 
 class _OneGpu:
@@ -63,11 +60,6 @@ def _reading(transport: Any, *_: Any) -> dict[str, float]:
         raise RuntimeError("CUDA error: made up")
     names = ("copies", "copy milliseconds", "kernels", "kernel milliseconds", "product milliseconds")
     return {"reads": 20, "product milliseconds beside reads": 1.0, **dict.fromkeys(names, 1.0)}
-
-
-def _entry(programs: int, block: int) -> dict[str, Any]:
-    speeds = {"bytes per second": 1e9, "add_ bytes per second": 1e9}
-    return {"dtype": "float32", "aligned": True, "programs": programs, "block": block, **speeds}
 
 
 if "benchmarks.gpu" in sys.orig_argv:
