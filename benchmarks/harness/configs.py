@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from benchmarks.command import OptionError
 
 _SIZES = (
@@ -35,39 +37,34 @@ ACCEPTED = (
 )
 
 
-def config_of(given: Any, own: Iterable[str] = ()) -> tuple[Any, str]:
-    """A Hugging Face configuration, object or mapping, and its name; ``own`` are further names for the message."""
-    # Given: a name of `PRESETS`; a type of model that transformers knows; a ``config.json`` or its folder; or a
-    # configuration.
-    if isinstance(given, str | Path) and Path(given).exists():
-        path = Path(given)
-        file = path
-        if path.is_dir():
-            file = path / "config.json"
-        try:
-            found = json.loads(file.read_text())
-        except (OSError, ValueError) as error:
-            raise OptionError(f"--model {path}: not a configuration: {one_line(error)}") from error
-        if not isinstance(found, dict):
-            kind = type(found).__name__
-            raise OptionError(f"--model {path}: not a configuration: it holds a {kind}, not an object")
-        return found, str(given)
-    values = given
-    if hasattr(given, "to_dict"):
-        values = given.to_dict()
-    if isinstance(values, Mapping):
-        return given, str(values.get("model_type") or "a configuration")
-    name = ""
-    if isinstance(given, str):
-        name = given.lower()
-    if name in PRESETS:
-        return PRESETS[name], name
+def config_of(name: str, own: Iterable[str] = ()) -> Any:
+    """A Hugging Face configuration, object or mapping; ``own`` are further names for the message."""
+    # Its name is one of `PRESETS`, a type of model that transformers knows, or a ``config.json`` or its folder.
+    path = Path(name)
+    if path.exists():
+        return _read(path)
+    if name.lower() in PRESETS:
+        return PRESETS[name.lower()]
     try:
-        from transformers import AutoConfig
+        return AutoConfig.for_model(name)
+    except Exception:  # transformers raises many kinds for a name that it does not know
+        known = ", ".join((*own, ACCEPTED))
+        raise OptionError(f"--model {name!r} is unknown: write {known}") from None
 
-        return AutoConfig.for_model(given), given
-    except Exception:  # transformers raises many kinds for a name that it does not know, or is not there
-        raise OptionError(f"--model {given!r} is unknown: write {', '.join((*own, ACCEPTED))}") from None
+
+def _read(path: Path) -> dict[str, Any]:
+    """A configuration in a file."""
+    file = path
+    if path.is_dir():
+        file = path / "config.json"
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise OptionError(f"--model {path}: not a configuration: {one_line(error)}") from error
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise OptionError(f"--model {path}: not a configuration: it holds a {kind}, not an object")
+    return found
 
 
 def one_line(error: BaseException) -> str:

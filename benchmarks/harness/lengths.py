@@ -29,13 +29,6 @@ from lightning_odc.demo import VOCABULARY, encode, read_texts
 _DRAWN = 4096
 _SIGMA = 0.75
 _TEXT_CAP = 2048
-_BYTES_OF_A_TOKEN = 4
-#: The columns of records that say how long a sample is, the first one that there is.
-_COLUMNS: dict[str, Callable[[Any], float]] = {
-    "input_ids": len,
-    **dict.fromkeys(("length", "num_tokens", "n_tokens"), float),
-    "text": lambda text: -(-len(bytes(text, "utf-8")) // _BYTES_OF_A_TOKEN),
-}
 
 
 class Published(NamedTuple):
@@ -90,13 +83,13 @@ def find_samples(name: str, max_length: int | None, seed: int) -> TokenSamples:
         lengths = draw(name, _DRAWN, max_length, seed)
         return TokenSamples(lengths, f"{name}, lognormal by its published statistics")
     path = Path(name)
-    lengths, how = _read(path)
+    lengths = _read(path)
     kept = lengths
     if max_length:
         kept = lengths[lengths <= max_length]
     if not len(kept):
         raise OptionError(f"--lengths {name}: no sample has at most --max-length {max_length} tokens")
-    source = f"{len(kept):,} lengths from {path.name}{how}"
+    source = f"{len(kept):,} lengths from {path.name}"
     left_out = len(lengths) - len(kept)
     if left_out:
         source += f", {left_out} longer ones left out"
@@ -140,52 +133,29 @@ def describe_tail(lengths: ArrayLike) -> str:
     return ", ".join(f"{name} {value:,.0f}" for name, value in figures.items())
 
 
-def _read(path: Path) -> tuple[Ints, str]:
-    """Lengths from a file of numbers, or of records; and how texts were counted."""
-    how = ""
+def _read(path: Path) -> Ints:
+    """Lengths from a file: ``.json`` has a list of numbers, or of lists of token ids; others have numbers as text."""
     try:
-        given: Any
-        if path.suffix == ".npy":
-            given = np.load(path, allow_pickle=False)
-        elif path.suffix in (".json", ".jsonl"):
-            text = path.read_text()
-            if path.suffix == ".jsonl":
-                records = [line for line in text.splitlines() if line.strip()]
-                text = f"[{','.join(records)}]"
-            given = []
-            for record in json.loads(text):
-                column, length = _length_of(record)
-                given.append(length)
-                if column == "text":
-                    how = f", {_BYTES_OF_A_TOKEN} bytes of text taken for a token"
+        text = path.read_text()
+        if path.suffix == ".json":
+            given = [_length_of(record) for record in json.loads(text)]
         else:
-            words = path.read_text().replace(",", " ").split()
+            words = text.replace(",", " ").split()
             given = [float(word) for word in words]
         lengths = np.asarray(given, dtype=np.float64)
     except (OSError, ValueError, TypeError, OverflowError) as error:
         reason = " ".join(str(error).split())
         raise OptionError(f"--lengths {path}: {reason}") from error
-    is_list = lengths.ndim == 1 and len(lengths) > 0
-    if not is_list or (lengths < 1).any() or (lengths % 1).any():
+    if not len(lengths) or (lengths < 1).any() or (lengths % 1).any():
         raise OptionError(f"--lengths {path}: expected whole numbers of at least 1, one per sample")
     if lengths.max() >= LENGTH_LIMIT:
-        raise OptionError(
-            f"--lengths {path}: no sample can have {lengths.max():g} tokens, lengths are below 2**40"
-        )
-    return lengths.astype(np.int64), how
+        most = f"{lengths.max():g}"
+        raise OptionError(f"--lengths {path}: no sample can have {most} tokens, lengths are below 2**40")
+    return lengths.astype(np.int64)
 
 
-def _length_of(record: Any) -> tuple[str, float]:
-    """The length in a number, a list of token ids, or a column of a record; and the name of the column."""
+def _length_of(record: Any) -> float:
+    """A length, or that of a list of token ids."""
     if isinstance(record, list):
-        if not all(isinstance(token, int) for token in record):
-            raise ValueError("a list is of something else than token ids")
-        return "", len(record)
-    if not isinstance(record, dict):
-        return "", float(record)
-    for column, count in _COLUMNS.items():
-        if column in record:
-            return column, count(record[column])
-    known = ", ".join(_COLUMNS)
-    there = ", ".join(sorted(record))
-    raise ValueError(f"a record has none of {known}, only {there}")
+        return len(record)
+    return float(record)

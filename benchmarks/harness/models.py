@@ -50,7 +50,7 @@ def find_config(name: str, max_length: int) -> PretrainedConfig:
 
 def configuration(name: str, own: Iterable[str]) -> PretrainedConfig:
     """What `config_of` knows as an object; ``own`` are further names for the message."""
-    given, _ = config_of(name, own)
+    given = config_of(name, own)
     if isinstance(given, PretrainedConfig):
         return given
     values = dict(given)

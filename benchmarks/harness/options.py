@@ -102,7 +102,7 @@ class TrainOptions:
     )
     lengths: str = option(
         "stdlib",
-        f"one of {', '.join(DISTRIBUTIONS)}; or a .txt, .json or .jsonl file of lengths or token ids",
+        f"one of {', '.join(DISTRIBUTIONS)}; or a .txt or .json file of lengths or token ids",
         letter="L",
     )
     cost: str = option(
@@ -155,7 +155,7 @@ def check_lengths(name: str) -> None:
     if name not in DISTRIBUTIONS and not Path(name).exists():
         raise OptionError(
             f"--lengths {name!r} is neither one of {', '.join(DISTRIBUTIONS)}, nor a file (.txt with one per line, "
-            f".npy, .json, .jsonl){did_you_mean(name, DISTRIBUTIONS)}"
+            f".json){did_you_mean(name, DISTRIBUTIONS)}"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -107,7 +108,7 @@ def fitted(seeds: int) -> list[Table]:
     """How many minibatches it takes, and how it goes on."""
     runs = {s: np.array([learn(s, seed) for seed in range(seeds)]) for s in SCENARIOS}
     steps = []
-    rows: list[list[float | str]] = []
+    rows: list[Any] = []
     for scenario, run in runs.items():
         begin = max(scenario.change_at, 0)
         counts = [needed(own[:, 0], begin) for own in run]

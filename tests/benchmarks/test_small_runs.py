@@ -1,4 +1,4 @@
-"""Small runs of the experiments about sampling, bytes, roll-outs and hosts, and their tables."""
+"""Small runs of the experiments about bytes, roll-outs and hosts, and their tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 
-from benchmarks import generate, rl, start_up, traffic
+from benchmarks import rl, start_up, traffic
 from benchmarks.command import OptionError
 from benchmarks.hero import minibatches
 from benchmarks.hosts import why_no_limit, why_not
@@ -23,20 +23,6 @@ from benchmarks.loss_curve import MODES, train, train_alone
 from benchmarks.tables import Column, Table, write_into
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
-
-LAYERS, TOKENS = 2, 4
-
-
-def test_gathered_units_are_read_once_for_all_tokens(tmp_path: Path, capsys: Any) -> None:
-    small = f"--batch 2 --tokens {TOKENS} --rounds 2 --layers {LAYERS} --width 64".split()
-    generate.main([*small, "--json", str(tmp_path / "generate.json")])
-    (row,) = json.loads((tmp_path / "generate.json").read_text())["rows"]
-    reads = {way: row[way]["reads per token"] for way in generate.WAYS}
-    expected = {"collective": 0, "freed": LAYERS, "gathered": LAYERS / TOKENS, "whole": 0}
-    assert reads == pytest.approx(expected)
-    assert all(len(row[way]["tokens per second"]) == 2 for way in generate.WAYS)
-    assert "| 2.00, 0.50 |" in capsys.readouterr().out
-
 
 UNITS = 5  # four layers and the rest
 
