@@ -97,7 +97,12 @@ def parse_size(text: str) -> int:
         OptionError: the text is not a size.
     """
     units = {"K": KIB, "M": KIB**2, "G": KIB**3}
-    number, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1)
+    number = text
+    unit = 1
+    letter = text[-1:].upper()
+    if letter in units:
+        number = text[:-1]
+        unit = units[letter]
     if not number.isdecimal():
         raise OptionError(f"--sizes {text!r} is not a size: write 4K, 1M or 256M")
     return int(number) * unit
@@ -125,7 +130,8 @@ def time_unit(rank: int, world_size: int, unit_bytes: int, rounds: int, skew: fl
     seconds: Seconds = {name: [] for name in jobs}
     names = list(jobs)
     for number in range(rounds + _WARM_UP):
-        for name in names[number % len(names) :] + names[: number % len(names)]:
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
             dist.barrier()
             time.sleep(late)
             begin = time.perf_counter()
@@ -206,7 +212,8 @@ def summarize(by_rank: Sequence[Seconds], unit_bytes: int, skew: float) -> list[
         combine = statistics.fmean
     rounds = {}
     for name in by_rank[0]:
-        of_round = [combine(of) for of in zip(*(r[name] for r in by_rank), strict=True)]
+        of_ranks = [rank[name] for rank in by_rank]
+        of_round = [combine(several) for several in zip(*of_ranks, strict=True)]
         rounds[name] = of_round
     world_size = len(by_rank)
     results = []
@@ -239,17 +246,14 @@ def table(results: Sequence[Result]) -> str:
     names = {ours: theirs for ours, theirs, _ in OPERATIONS}
     rows = []
     for one in results:
-        row = (
-            one.ranks,
-            show_size(one.unit_bytes),
-            one.operation,
-            f"{1e3 * one.ours[1]:.3f} ms",
-            f"{one.rate / 2**30:.2f} GiB/s",
-            f"{100 * one.of_copy:.0f} %",
-            f"{names[one.operation]} {1e3 * one.theirs[1]:.3f} ms",
-            "{1:.2f}x [{0:.2f}, {2:.2f}]".format(*one.faster),
-        )
-        rows.append(row)
+        ours = f"{1e3 * one.ours[1]:.3f} ms"
+        rate = f"{one.rate / 2**30:.2f} GiB/s"
+        of_copy = f"{100 * one.of_copy:.0f} %"
+        theirs = f"{names[one.operation]} {1e3 * one.theirs[1]:.3f} ms"
+        low, middle, high = one.faster
+        faster = f"{middle:.2f}x [{low:.2f}, {high:.2f}]"
+        size = show_size(one.unit_bytes)
+        rows.append((one.ranks, size, one.operation, ours, rate, of_copy, theirs, faster))
     return markdown([*head, "faster than the group [quartiles]"], rows)
 
 
@@ -269,7 +273,8 @@ def run_comm(options: CommOptions) -> int:
     for ranks in options.ranks:
         size = max(options.unit_bytes)
         # Buffers of the whole unit on every rank, and the windows of all ranks together twice the unit.
-        needed = ranks * (_BUFFERS * size + PROCESS_BYTES) + 2 * size
+        of_rank = _BUFFERS * size + PROCESS_BYTES
+        needed = ranks * of_rank + 2 * size
         what = f"{ranks} ranks and a unit of {show_size(size)}"
         check_memory(needed, what, "fewer --ranks or smaller --sizes")
     prepare_output(options.output)

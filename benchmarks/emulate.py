@@ -144,9 +144,8 @@ class EmulatedWorkload(Workload):
         cost = self.cost
         pairs = (lengths.sum() ** 2 - (lengths**2).sum()) / 2
         total = cost.samples(lengths).sum() + cost.overhead.mean() + pair_of(cost).mean() * pairs
-        return torch.tensor(
-            [lengths.sum(), float(total) * self.options.seconds_per_cost], dtype=torch.float64
-        )
+        seconds = float(total) * self.options.seconds_per_cost
+        return torch.tensor([lengths.sum(), seconds], dtype=torch.float64)
 
     def module(self, rank: int) -> BenchModule:
         is_slow = rank == self.options.ranks - 1
@@ -177,8 +176,8 @@ class EmulatedWorkload(Workload):
         cost = with_speeds(self.cost, speeds)
         plans = []
         for step in range(count):
-            one_plan = loader.plan(step % len(loader), epoch=step // len(loader))
-            plans.append(one_plan)
+            epoch, index = divmod(step, len(loader))
+            plans.append(loader.plan(index, epoch=epoch))
         return [evaluate(plan.microbatches, self.samples.lengths, cost) for plan in plans]
 
 
@@ -243,13 +242,10 @@ class EmulatedOutcome(Outcome):
     def efficiency(self, row: Row) -> float | None:
         """Time without any communication over time, if it is known."""
         bounds = self.bounds(row.combination)
-        timed = [
-            bounds[index]
-            for run in self.runs
-            if run.combination == row.combination
-            for index in run.timed
-            if bounds
-        ]
+        timed = []
+        for run in self.runs:
+            if bounds and run.combination == row.combination:
+                timed += [bounds[index] for index in run.timed]
         if timed:
             return sum(timed) / row.total
         return None
@@ -263,12 +259,13 @@ class EmulatedOutcome(Outcome):
     @property
     def lines(self) -> list[str]:
         slowest = max(row.seconds[1] for row in self.rows)
-        return [
-            *super().lines,
-            f"Without any sleep a minibatch takes up to {self.overhead:.3f} s, {100 * self.overhead / slowest:.1f} % "
-            f"of one with it; cores were busy for at most {100 * max(row.processor for row in self.rows):.0f} % of the "
-            "time.",
-        ]
+        share = 100 * self.overhead / slowest
+        busy = 100 * max(row.processor for row in self.rows)
+        line = (
+            f"Without any sleep a minibatch takes up to {self.overhead:.3f} s, {share:.1f} % of one with it; cores "
+            f"were busy for at most {busy:.0f} % of the time."
+        )
+        return [*super().lines, line]
 
     def as_dict(self) -> dict[str, Any]:
         found = super().as_dict()
@@ -290,7 +287,8 @@ def measure(options: EmulatedOptions) -> EmulatedOutcome:
         without_sleep = Outcome(EmulatedWorkload(silent))
         train_all(without_sleep)
         outcome.overhead = max(row.seconds[1] for row in without_sleep.rows)
-        cost = statistics.fmean(outcome.workload.bounds(options.runs[-1], WARM_UP + options.minibatches))
+        bounds = outcome.workload.bounds(options.runs[-1], WARM_UP + options.minibatches)
+        cost = statistics.fmean(bounds)
         unit = seconds_per_cost(outcome.overhead, cost, options.seconds_per_minibatch)
         outcome.workload = EmulatedWorkload(replace(options, seconds_per_cost=unit))
         train_all(outcome)

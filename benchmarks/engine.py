@@ -161,7 +161,8 @@ def engine_python(
         engine.settle([])
         engine.publish()
         if number:
-            taken["settle"].append(1e6 * (time.thread_time() - begin) / _UNITS)
+            seconds = time.thread_time() - begin
+            taken["settle"].append(1e6 * seconds / _UNITS)
     reads = blocks * _UNITS * (1 if keeps else _BLOCK)
     assert engine.traffic.reads > reads, "the one-sided path was not taken"
     engine.exchange("end", None)
@@ -305,15 +306,15 @@ def python_table(rows: Sequence[dict[str, Any]]) -> str:
     head = ["ranks", "parameters", "kept", *_PARTS, "per unit and microbatch", "with `fully_shard`"]
     found = []
     for row in rows:
-        one = (
-            row["ranks"],
-            row["parameters"],
-            "yes" if row["kept"] else "no",
-            *(f"{row[part]:.1f}" for part in _PARTS),
-            "{1:.1f} us [{0:.1f}, {2:.1f}]".format(*row["microbatch"]),
-            f"{row['all']:.0f} us",
-            f"{row['settle']:.0f} us",
-        )
+        kept = "no"
+        if row["kept"]:
+            kept = "yes"
+        one = [row["ranks"], row["parameters"], kept]
+        one += [f"{row[part]:.1f}" for part in _PARTS]
+        low, middle, high = row["microbatch"]
+        one.append(f"{middle:.1f} us [{low:.1f}, {high:.1f}]")
+        one.append(f"{row['all']:.0f} us")
+        one.append(f"{row['settle']:.0f} us")
         found.append(one)
     return markdown([*head, "once per unit and minibatch"], found)
 

@@ -68,7 +68,8 @@ def programs(page: Path = PAGE) -> dict[str, str]:
     *steps, planned = [block.text for block in found if block.language == "diff"]
     after = {}
     beside = {SHARDED: _SHARDED, SINGLE: _SINGLE, PLANNED: planned}
-    for step, diff in zip([step for step in WRITTEN if step not in beside], steps, strict=True):
+    of_diffs = [step for step in WRITTEN if step not in beside]
+    for step, diff in zip(of_diffs, steps, strict=True):
         script = patched(script, diff)
         after[step] = script
     for step, diff in beside.items():
@@ -129,21 +130,26 @@ def figures(output: str, program: str) -> dict[str, float]:
     made: dict[str, Any] = {"__name__": "page"}
     exec(compile(program, "finetune.py", "exec"), made)
     lengths = [len(sample["input_ids"]) for sample in made["Functions"]()]
-    padding = 1 - sum(lengths) / len(lengths) * samples / tokens
+    mean = sum(lengths) / len(lengths)
+    padding = 1 - mean * samples / tokens
     found = {"seconds": len(lengths) / samples, "padding": padding}
-    return found | ({"waiting": float(said[0][0])} if said[0][0] else {})
+    waiting = said[0][0]
+    if waiting:
+        found["waiting"] = float(waiting)
+    return found
 
 
 def measure(rounds: int) -> dict[str, Any]:
     """Run every step that one machine can run, in turns."""
     after = programs()
-    steps: dict[str, dict[str, list[float]]] = {
-        step: {"seconds": [], "waiting": [], "padding": []} for step in TIMED
-    }
+    steps: dict[str, dict[str, list[float]]] = {}
+    for step in TIMED:
+        steps[step] = {"seconds": [], "waiting": [], "padding": []}
     for _ in range(rounds):
         for step, row in steps.items():
             with tempfile.TemporaryDirectory() as folder:
-                for name, value in figures(run(after[step], Path(folder)), after[step]).items():
+                output = run(after[step], Path(folder))
+                for name, value in figures(output, after[step]).items():
                     row[name].append(value)
     return {"rounds": rounds, "steps": steps}
 
@@ -166,16 +172,19 @@ def tables(measured: dict[str, Any]) -> list[Table]:
         for kind in ("waiting", "padding"):
             share = "not measured"
             if row[kind]:
-                share = f"{100 * max(statistics.median(row[kind]), 0):.1f} %"
+                middle = max(statistics.median(row[kind]), 0)
+                share = f"{100 * middle:.1f} %"
             shares.append(share)
         whole.append([name, WRITTEN[step], spread(row["seconds"]), *shares, spread(ratios)])
         short.append([WRITTEN[step], spread(row["seconds"]), *shares])
     seconds = f"seconds per epoch: median [least, most] of {measured['rounds']}"
     heads = ("step", "you write", seconds, "waiting", "padding", "times as fast as step 1")
     told = ("the same training on 2 CPU processes", seconds, "waiting", "padding")
+    whole_columns = [Column(head) for head in heads]
+    short_columns = [Column(head) for head in told]
     return [
-        Table("full-gain", "From a plain project to the full gain", [*map(Column, heads)], whole),
-        Table("staircase", "First screen", [*map(Column, told)], short),
+        Table("full-gain", "From a plain project to the full gain", whole_columns, whole),
+        Table("staircase", "First screen", short_columns, short),
     ]
 
 
@@ -193,7 +202,8 @@ def main(arguments: list[str] | None = None) -> None:
         write_into([PAGE], [whole])
         for page in FIRST_SCREENS:
             write_into([page], [short])
-    print(f"{whole.markdown()}\n\n{(time.monotonic() - begin) / 60:.1f} minutes")
+    minutes = (time.monotonic() - begin) / 60
+    print(f"{whole.markdown()}\n\n{minutes:.1f} minutes")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ sample ``--speed`` times as fast as one device. The planner knows the speed of e
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from benchmarks.harness.lengths import find_samples
 from benchmarks.harness.processes import RankProcesses
 from benchmarks.one_line import Watch
 from benchmarks.projects import LanguageModel, Texts, pad
+from benchmarks.tables import spread
 from lightning_odc import ODCStrategy
 from lightning_odc._compat import comms_of
 from lightning_odc.balance import plan_minibatch, quadratic, with_speeds
@@ -148,25 +150,24 @@ def measure(rounds: int, epochs: int) -> None:
         for _ in range(rounds):
             for name in STRATEGIES:
                 results = ranks.call(fit, name, epochs)
-                seconds[name] += [max(by_rank) for by_rank in zip(*(r.seconds for r in results), strict=True)]
-                idle[name].append(statistics.mean(waited(results)) / sum(results[0].seconds))
+                by_rank = [result.seconds for result in results]
+                seconds[name] += map(max, zip(*by_rank, strict=True))
+                waiting = statistics.mean(waited(results))
+                idle[name].append(waiting / sum(by_rank[0]))
                 within += [results[0].within] if name == MONITORED else []
                 tokens[name] = sum(result.tokens for result in results[::SIZE])
     rows = []
     for name in STRATEGIES:
-        ratios = sorted(a / b for a, b in zip(seconds[name], seconds[ODC], strict=True))
-        spread = f"{statistics.median(ratios):.2f} [{ratios[0]:.2f}, {ratios[-1]:.2f}]"
-        waits = f"{statistics.median(idle[name]):.0%} [{min(idle[name]):.0%}, {max(idle[name]):.0%}]"
-        rows.append((name, waits, spread, f"{tokens[name]:,}"))
+        ratios = [a / b for a, b in zip(seconds[name], seconds[ODC], strict=True)]
+        waits = _percents(idle[name])
+        rows.append((name, waits, spread(ratios), f"{tokens[name]:,}"))
     print(
         markdown(
             ("strategy", "waiting for the other group", "time over the last row's", "computed tokens"), rows
         )
     )
 
-    print(
-        f"Within groups, ranks wait {statistics.median(within):.0%} [{min(within):.0%}, {max(within):.0%}]."
-    )
+    print(f"Within groups, ranks wait {_percents(within)}.")
 
 
 def plans(devices: int, speed: float, minibatches: int) -> None:
@@ -178,35 +179,37 @@ def plans(devices: int, speed: float, minibatches: int) -> None:
             drawn = np.random.default_rng(0).choice(samples, (minibatches, devices * each))
             least = [sum(quadratic().samples(row.astype(float))) / devices for row in drawn]
             # [pairs, minibatches]; a pair loses a part of its speed, so all in pairs is no way to be level
-            times = np.array(
-                [
-                    [
-                        planned(row, devices, pairs, speed) / bound
-                        for row, bound in zip(drawn, least, strict=True)
-                    ]
-                    for pairs in range(devices // 2 + 1)
-                ]
-            )
+            by_pairs = []
+            for pairs in range(devices // 2 + 1):
+                over = []
+                for row, bound in zip(drawn, least, strict=True):
+                    time = planned(row, devices, pairs, speed)
+                    over.append(time / bound)
+                by_pairs.append(over)
+            times = np.array(by_pairs)
             fixed = times.mean(1)
             free = times.min(0)
             best = int(fixed.argmin())
-            cells = (fixed[0], fixed[-1], fixed[best], free.mean(), fixed[0] / free.mean())
-            rows.append(
-                (
-                    dataset,
-                    str(each),
-                    *(f"{cell:.2f}" for cell in cells[:2]),
-                    f"{cells[2]:.2f} ({best})",
-                    *(f"{cell:.2f}" for cell in cells[3:]),
-                )
-            )
+            chosen = free.mean()
+            cells = [dataset, str(each), f"{fixed[0]:.2f}", f"{fixed[-1]:.2f}"]
+            cells.append(f"{fixed[best]:.2f} ({best})")
+            cells.append(f"{chosen:.2f}")
+            cells.append(f"{fixed[0] / chosen:.2f}")
+            rows.append(cells)
     head = ("lengths", "samples per device", "single devices", "all in pairs", "best fixed number of pairs")
     print(markdown((*head, "best number in each minibatch", "single devices over that"), rows))
 
 
+def _percents(shares: Sequence[float]) -> str:
+    """The median share, with the least and the most."""
+    return f"{statistics.median(shares):.0%} [{min(shares):.0%}, {max(shares):.0%}]"
+
+
 def planned(lengths: Any, devices: int, pairs: int, speed: float) -> float:
     """The time of a planned minibatch."""
-    cost = with_speeds("quadratic", [speed] * pairs + [1.0] * (devices - 2 * pairs))
+    alone = devices - 2 * pairs
+    speeds = [speed] * pairs + [1.0] * alone
+    cost = with_speeds("quadratic", speeds)
     plan = plan_minibatch(lengths, devices - pairs, policy="lb_mini", cost=cost)
     return on_demand_cost(plan, lengths, cost)
 

@@ -7,13 +7,14 @@ recorder. Every minibatch has the same samples in all three. The one whose gain 
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import statistics
 import tempfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import parser_of
 from benchmarks.harness.options import AUTO, SHUFFLED, Combination, TrainOptions
 from benchmarks.harness.report import Outcome
 from benchmarks.harness.results import WARM_UP
@@ -44,9 +45,7 @@ _JOINED = 2_000_000  # nanoseconds between spans that no picture shows
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.hero``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hero", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("hero", __doc__)
     parser.add_argument("--minibatches", type=int, metavar="N", default=7, help="how many are recorded")
     parser.add_argument(
         "--max-length", type=int, metavar="TOKENS", default=2048, help="leave longer texts out"
@@ -63,18 +62,23 @@ def main(arguments: list[str] | None = None) -> None:
         )
         steps = (WARM_UP, WARM_UP + chosen.minibatches - 1)
         outcome = Outcome(Workload(options))
-        code = run_train(outcome, lambda run, _: [TimelineRecorder(Path(folder, str(run)), steps)])
+
+        def recorders(run: Combination, _: int) -> list[TimelineRecorder]:
+            return [TimelineRecorder(Path(folder, str(run)), steps)]
+
+        code = run_train(outcome, recorders)
         if code or not outcome.losses_agree:
             raise SystemExit("a rank failed, or the losses of the modes differ: nothing is written")
-        timelines = {
-            mode: load_timeline(Path(folder, str(run)) / "timeline.json") for mode, run in MODES.items()
-        }
-    recorded = {mode: minibatches(timeline) for mode, timeline in timelines.items()}
+        recorded = {}
+        for mode, run in MODES.items():
+            timeline = load_timeline(Path(folder, str(run)) / "timeline.json")
+            recorded[mode] = minibatches(timeline)
     gains = []
     for slow, fast in zip(recorded["collective"], recorded["balanced"], strict=True):
-        one_gain = slow["seconds"] / fast["seconds"]
-        gains.append(one_gain)
-    median = gains.index(statistics.median_low(gains))
+        gain = slow["seconds"] / fast["seconds"]
+        gains.append(round(gain, 3))
+    middle = statistics.median_low(gains)
+    median = gains.index(middle)
     told = {
         "minibatch": median + 1,
         "of": chosen.minibatches,
@@ -82,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         "order": "shuffled",
     }
     modes = {mode: steps[median] for mode, steps in recorded.items()}
-    write_json(chosen.json, {"options": told, "gains": [round(gain, 3) for gain in gains], "modes": modes})
+    write_json(chosen.json, {"options": told, "gains": gains, "modes": modes})
     for mode, one in modes.items():
         print(f"{mode}: {one['seconds']:.2f} s, idle {one['idle']:.1%}")
 
@@ -93,29 +97,33 @@ def minibatches(timeline: Timeline) -> list[dict[str, Any]]:
     Milliseconds are ``[begin, end, begin, end, ...]`` since the first rank began the step, without overlaps.
     """
     found = []
-    for spans in zip(*(rank.of("minibatch") for rank in timeline.ranks), strict=True):
+    by_rank = [rank.of("minibatch") for rank in timeline.ranks]
+    for spans in zip(*by_rank, strict=True):
         begin = min(span.begin for span in spans)
         end = max(span.end for span in spans)
-        waits = [covered_by(rank.of("wait"), begin, end) for rank in timeline.ranks]
-        idle = sum(last - first for rank in waits for first, last in rank)
+        idle = 0
+        ranks = []
+        for rank in timeline.ranks:
+            for first, last in covered_by(rank.of("wait"), begin, end):
+                idle += last - first
+            ranks.append(_milliseconds(rank, begin, end))
+        of_all_ranks = len(ranks) * (end - begin)
         seconds = (end - begin) / 1e9
-        ranks = [_milliseconds(rank, begin, end) for rank in timeline.ranks]
-        found.append(
-            {
-                "seconds": seconds,
-                "idle": idle / (len(timeline.ranks) * (end - begin)),
-                "ranks": ranks,
-            }
-        )
+        found.append({"seconds": seconds, "idle": idle / of_all_ranks, "ranks": ranks})
     return found
 
 
 def _milliseconds(rank: RankTimeline, begin: int, end: int) -> dict[str, list[float]]:
     found = {}
     for name, kinds in KINDS.items():
-        spans = [span for kind in kinds for span in rank.of(kind)]
-        covered = covered_by(spans, begin, end, _JOINED * (name in ("bytes", "wait")))
-        found[name] = [round((moment - begin) / 1e6, 1) for stretch in covered for moment in stretch]
+        joined = 0
+        if name in ("bytes", "wait"):
+            joined = _JOINED
+        milliseconds = []
+        for moment in itertools.chain(*covered_by(rank.of(*kinds), begin, end, joined)):
+            since = (moment - begin) / 1e6
+            milliseconds.append(round(since, 1))
+        found[name] = milliseconds
     return found
 
 

@@ -7,11 +7,10 @@ it.
 
 from __future__ import annotations
 
-import argparse
 from itertools import islice
 from pathlib import Path
 
-from benchmarks.command import OptionError
+from benchmarks.command import OptionError, parser_of
 from benchmarks.harness.options import AUTO, SHUFFLED, Combination, TrainOptions
 from benchmarks.harness.report import Outcome
 from benchmarks.harness.results import WARM_UP
@@ -32,9 +31,7 @@ OUTPUT = Path(__file__).parents[1] / "docs" / "data" / "loss-curve.json"
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.loss_curve``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.loss_curve", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("loss_curve", __doc__)
     parser.add_argument("--steps", type=int, metavar="N", default=300, help="optimizer steps")
     parser.add_argument(
         "--max-length", type=int, metavar="TOKENS", default=256, help="leave longer texts out"
@@ -45,7 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     losses["one process"] = train_alone(chosen.steps, chosen.max_length)
     told = {"steps": chosen.steps, "max_length": chosen.max_length, "ranks": RANKS, "samples": SAMPLES}
     write_json(chosen.json, {"options": told, "losses": losses})
-    print({name: f"{values[0]:.4f} to {values[-1]:.4f}" for name, values in losses.items()})
+    for name, values in losses.items():
+        print(f"{name}: {values[0]:.4f} to {values[-1]:.4f}")
 
 
 def train(modes: dict[str, Combination], ranks: int, steps: int, max_length: int) -> dict[str, list[float]]:
@@ -61,8 +59,8 @@ def train(modes: dict[str, Combination], ranks: int, steps: int, max_length: int
     names = {combination: name for name, combination in modes.items()}
     found = {}
     for run in outcome.runs:
-        one = [run.loss(step) for step in range(run.count)]
-        found[names[run.combination]] = one
+        name = names[run.combination]
+        found[name] = [run.loss(step) for step in range(run.count)]
     return found
 
 
@@ -72,7 +70,8 @@ def train_alone(steps: int, max_length: int) -> list[float]:
     module = workload.module(0)
     losses = []
     optimizer = module.configure_optimizers()
-    for minibatch in islice(workload.loader(MODES["on demand"], 0), steps):
+    loader = workload.loader(MODES["on demand"], 0)
+    for minibatch in islice(loader, steps):
         summed, counts = zip(*map(module.compute, minibatch), strict=True)
         loss = sum(summed) / sum(counts)
         optimizer.zero_grad()

@@ -76,6 +76,12 @@ def fit(_rank: int, _world_size: int, kind: str, name: str) -> tuple[dict[str, A
     return full_parameters(module), clock.seconds, counts
 
 
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two tensors."""
+    difference = one.detach() - other.detach()
+    return float(difference.abs().max())
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.losses``."""
     parser = parser_of("losses", __doc__)
@@ -88,18 +94,17 @@ def main(arguments: list[str] | None = None) -> None:
         for kind in KINDS:
             before = dict(Losses(kind).double().named_parameters())
             expected = meant(kind, batches, WORLD)
-            moved = max(float((expected[name] - before[name]).detach().abs().max()) for name in expected)
+            moved = max(_distance(expected[name], before[name]) for name in expected)
             row: dict[str, Any] = {"moved": moved}
             for strategy in options.strategies:
                 parameters, seconds, counts = ranks.call(fit, kind, strategy)[0]
-                error = max(float((parameters[name] - expected[name]).abs().max()) for name in expected)
+                error = max(_distance(parameters[name], expected[name]) for name in expected)
                 row[strategy] = {"error": error / moved, "start": seconds, "counts": counts}
             found[kind] = row
     print(table(found, options.strategies))
     for strategy in options.strategies:
-        print(
-            f"{strategy}: {statistics.median(row[strategy]['start'] for row in found.values()):.3f} s before batch 0"
-        )
+        seconds = statistics.median(row[strategy]["start"] for row in found.values())
+        print(f"{strategy}: {seconds:.3f} s before batch 0")
     if options.json:
         write_json(options.json, found)
 

@@ -14,7 +14,6 @@ import io
 import json
 import logging
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from benchmarks.command import markdown
+from benchmarks.command import QUIET, markdown, parser_of
 from benchmarks.harness.processes import RankProcesses
 from benchmarks.projects import (
     LONGEST,
@@ -42,7 +41,7 @@ from benchmarks.projects import (
     pad,
     pad_series,
 )
-from benchmarks.tables import Column, Table, write_into
+from benchmarks.tables import Column, Table, spread, write_into
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import transformer
 from lightning_odc.data.minibatch import Microbatch, Minibatch
@@ -203,8 +202,8 @@ def loader_of(project: Project, row: Row, rank: int, ranks: int) -> Any:
         whole = row.batch * ranks  # neighbours by length, on all ranks together
         groups = []
         for first in range(0, len(order), whole):
-            one_group = order[first : first + whole][rank::ranks]
-            groups.append(one_group)
+            of_all_ranks = order[first : first + whole]
+            groups.append(of_all_ranks[rank::ranks])
         random.Random(0).shuffle(groups)
         given = {"sampler": [index for group in groups for index in group]}
     return DataLoader(data, batch_size=row.batch, collate_fn=project.collate, **given)
@@ -214,8 +213,6 @@ def tokens_of(batch: Any) -> int:
     """Tokens of a batch of either model, padding included."""
     if isinstance(batch, Microbatch):
         batch = batch.batch
-    else:
-        batch = batch
     if isinstance(batch, dict):
         table = batch["input_ids"]
     else:
@@ -252,9 +249,13 @@ class Watch(pl.Callback):
         self._begin = time.monotonic()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        for one in batch if isinstance(batch, Minibatch) else [batch]:
-            self.tokens += tokens_of(one)
-            self.largest = max(self.largest, tokens_of(one))
+        batches = [batch]
+        if isinstance(batch, Minibatch):
+            batches = [*batch]
+        for one in batches:
+            tokens = tokens_of(one)
+            self.tokens += tokens
+            self.largest = max(self.largest, tokens)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.strategy.barrier()
@@ -278,35 +279,37 @@ def fit(
     if traced:
         tracer = Tracer()
     watch = Watch(tracer)
+    is_planned = row.loader == "planned"
+    accumulated = EACH // row.batch
+    if is_planned:
+        accumulated = 1
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=world_size,
         max_epochs=1 + epochs,
-        accumulate_grad_batches=1 if row.loader == "planned" else EACH // row.batch,
+        accumulate_grad_batches=accumulated,
         use_distributed_sampler=not row.loader,
         # planned, the number of microbatches changes from epoch to epoch
-        reload_dataloaders_every_n_epochs=int(row.loader == "planned"),
+        reload_dataloaders_every_n_epochs=int(is_planned),
         callbacks=[watch],
         plugins=[LightningEnvironment()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
-    if row.loader == "planned":
-        module = stepping_by_hand(chosen.module())
-    else:
-        module = chosen.module()
+    module = chosen.module()
+    if is_planned:
+        module = stepping_by_hand(module)
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     log.addHandler(handler)
     with contextlib.redirect_stderr(said):
-        trainer.fit(module, loader_of(chosen, row, rank, world_size))
+        loader = loader_of(chosen, row, rank, world_size)
+        trainer.fit(module, loader)
     log.removeHandler(handler)
     begins = ("Plan", "Expected", "Note", "Measured", "Samples have", "strategy=")
-    lines = [line for line in dict.fromkeys(said.getvalue().splitlines()) if line.startswith(begins)]
+    unique = dict.fromkeys(said.getvalue().splitlines())
+    lines = [line for line in unique if line.startswith(begins)]
     split = None
     if tracer is not None:
         split = own_seconds(tracer.take())
@@ -338,25 +341,26 @@ def own_seconds(spans: Sequence[Span]) -> dict[str, float]:
 
 def print_split(name: str, options: argparse.Namespace) -> None:
     """What the engine does in a step of the row `ODC`, as a table."""
-    number = [row.text for row in PROJECTS[name].rows].index(ODC.text)
+    number = PROJECTS[name].rows.index(ODC)
     rows = []
     with RankProcesses(options.ranks, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(options.rounds):
-            for rank, (found, _) in enumerate(ranks.call(fit, name, number, options.epochs, True)):
+            results = ranks.call(fit, name, number, options.epochs, True)
+            for rank, (found, _) in enumerate(results):
                 steps = found.steps * options.epochs / (1 + options.epochs)
-                parts = {}
+                milliseconds = 1e3 * sum(found.seconds[1:]) / steps
+                row = [str(rank), f"{milliseconds:.0f}"]
                 for kind in SPLIT:
-                    part = f"{1e3 * found.split.get(kind, 0) / steps:.1f}"
-                    parts[kind] = part
-                rows.append((rank, f"{1e3 * sum(found.seconds[1:]) / steps:.0f}", *parts.values()))
-    print(f"\nMilliseconds of a step\n\n{markdown(('rank', 'step', *SPLIT), rows)}\n", flush=True)
+                    part = 1e3 * found.split.get(kind, 0) / steps
+                    row.append(f"{part:.1f}")
+                rows.append(row)
+    table = markdown(("rank", "step", *SPLIT), rows)
+    print(f"\nMilliseconds of a step\n\n{table}\n", flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.one_line``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.one_line", description=(__doc__ or "").splitlines()[0]
-    )
+    parser = parser_of("one_line", __doc__)
     parser.add_argument("--projects", nargs="+", choices=PROJECTS, default=list(PROJECTS), help="which ones")
     parser.add_argument("--ranks", type=int, metavar="N", default=2, help="processes")
     parser.add_argument("--rounds", type=int, metavar="N", default=4, help="fits of every row")
@@ -377,36 +381,50 @@ def main(arguments: list[str] | None = None) -> None:
     found: dict[str, Any] = {}
     for name in options.projects:
         measured = _measure(name, options)
-        found[name if options.ranks == 2 else f"{name}-{options.ranks}"] = measured
-        print(f"\n{PROJECTS[name].title}\n\n{_table(name, measured).markdown()}\n", flush=True)
-        print(next(one["said"] for one in measured if one["row"] == ODC.text), flush=True)
+        key = name
+        if options.ranks != 2:
+            key = f"{name}-{options.ranks}"
+        found[key] = measured
+        table = _table(name, measured)
+        print(f"\n{table.title}\n\n{table.markdown()}\n", flush=True)
+        print(_of(ODC, measured)["said"], flush=True)
     if options.write:
         found = json.loads(DATA.read_text()) | found
         write_json(DATA, found)
-        made = [*tables(found), *(_table(name, measured) for name, measured in found.items())]
-        for page in (ROOT / one for one in ("docs/results.md", "docs/data/one-line.md")):
-            write_into([page], [table for table in made if f"table: {table.name} " in page.read_text()])
+        made = tables(found)
+        for name, measured in found.items():
+            made.append(_table(name, measured))
+        for file in ("docs/results.md", "docs/data/one-line.md"):
+            page = ROOT / file
+            text = page.read_text()
+            of_page = [table for table in made if f"table: {table.name} " in text]
+            write_into([page], of_page)
 
 
 def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows of a project, or the usual ones, round by round."""
-    rows = [row for row in PROJECTS[name].rows if not (options.usual and row.text.startswith("by hand"))]
+    rows = [*PROJECTS[name].rows]
+    if options.usual:
+        rows = [row for row in rows if not row.text.startswith("by hand")]
     if options.bound:
         rows = [row for row in rows if row in (ODC, SINGLE, LEVEL, PLANNED, SILENT)]
-    measured: list[dict[str, Any]] = [
-        {"row": row.text, "seconds": [], "tokens": 0, "largest": 0} for row in rows
-    ]
+    measured: list[dict[str, Any]] = []
+    for row in rows:
+        one: dict[str, Any] = {"row": row.text, "seconds": [], "start": [], "tokens": 0, "largest": 0}
+        measured.append(one)
     with RankProcesses(options.ranks, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(options.rounds):
             for row, one in zip(rows, measured, strict=True):
-                results = ranks.call(fit, name, PROJECTS[name].rows.index(row), options.epochs)
+                number = PROJECTS[name].rows.index(row)
+                results = ranks.call(fit, name, number, options.epochs)
                 watched = [watch for watch, _ in results]
-                epochs_of = zip(*(watch.seconds for watch in watched), strict=True)
-                first, *others = [max(by_rank) for by_rank in epochs_of]
+                by_rank = [watch.seconds for watch in watched]
+                first, *others = map(max, zip(*by_rank, strict=True))
+                largest = [watch.largest for watch in watched]
                 one["seconds"] += others
-                one["start"] = [*one.get("start", []), [watched[0].start, first]]
+                one["start"].append([watched[0].start, first])
                 one["tokens"] = sum(watch.tokens for watch in watched)
-                one["largest"] = max(one["largest"], *(watch.largest for watch in watched))
+                one["largest"] = max(one["largest"], *largest)
                 one["steps"] = watched[0].steps
                 one["said"] = results[0][1]
     return measured
@@ -414,47 +432,60 @@ def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def over(measured: Sequence[dict[str, Any]]) -> dict[str, str]:
     """By row: its time over that of `ODC` in the same round, as a median with the least and the most."""
-    base = next(one["seconds"] for one in measured if one["row"] == ODC.text)
-    ratios = {
-        one["row"]: sorted(a / b for a, b in zip(one["seconds"], base, strict=True)) for one in measured
-    }
-    return {
-        row: f"{statistics.median(all_):.2f} [{all_[0]:.2f}, {all_[-1]:.2f}]" for row, all_ in ratios.items()
-    }
+    base = _of(ODC, measured)["seconds"]
+    found = {}
+    for one in measured:
+        ratios = [a / b for a, b in zip(one["seconds"], base, strict=True)]
+        found[one["row"]] = spread(ratios)
+    return found
+
+
+def _of(row: Row, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What was measured of a row."""
+    return next(one for one in measured if one["row"] == row.text)
 
 
 def tables(found: dict[str, Any]) -> list[Table]:
     """That of the results, where the runs stand side by side."""
     ratios = {name: over(found[name]) for name in ("padding", "padding-4", "equal") if name in found}
-    tokens = {one["row"]: f"{one['tokens']:,}" for one in found["padding"]}
     titles = {"padding": "2 ranks", "padding-4": "4 ranks", "equal": "2 ranks, equal lengths"}
-    wide = []
-    for row in tokens:
-        if not row.startswith("by hand"):
-            row_of_all = [row, *(ratios[name].get(row, "") for name in ratios), tokens[row]]
-            wide.append(row_of_all)
-    wide_heads = ("what the user writes", *(titles[name] for name in ratios), "computed tokens")
-    return [Table("one-line", "One line", [*map(Column, wide_heads)], wide)]
+    rows = []
+    for one in found["padding"]:
+        text = one["row"]
+        if text.startswith("by hand"):
+            continue
+        row = [text]
+        row += [of_project.get(text, "") for of_project in ratios.values()]
+        row.append(f"{one['tokens']:,}")
+        rows.append(row)
+    heads = ["what the user writes"]
+    heads += [titles[name] for name in ratios]
+    heads.append("computed tokens")
+    columns = [Column(head) for head in heads]
+    return [Table("one-line", "One line", columns, rows)]
 
 
 def _table(name: str, measured: Sequence[dict[str, Any]]) -> Table:
     """All that was measured of a project."""
     project = PROJECTS[name.partition("-")[0]]
     ratios = over(measured)
-    longest = max(tokens_of(project.collate([sample])) for sample in project.data())
+    alone = [project.collate([sample]) for sample in project.data()]
+    longest = max(map(tokens_of, alone))
     rows = []
     for one in measured:
-        row = [
-            one["row"],
-            f"{statistics.median(one['seconds']):.2f} [{min(one['seconds']):.2f}, {max(one['seconds']):.2f}]",
-            ratios[one["row"]],
-            f"{one['tokens']:,}",
-            f"{one['largest'] / longest:.2f}",
-        ]
-        rows.append(row)
-    head = ("what the user writes", "s per epoch, median [least, most]", 'time over `"odc"`, batch 8')
-    columns = map(Column, (*head, "computed tokens", "largest microbatch / longest sample"))
-    return Table(f"one-line-{name}", project.title, [*columns], rows)
+        text = one["row"]
+        seconds = spread(one["seconds"])
+        tokens = f"{one['tokens']:,}"
+        largest = f"{one['largest'] / longest:.2f}"
+        rows.append([text, seconds, ratios[text], tokens, largest])
+    columns = [
+        Column("what the user writes"),
+        Column("s per epoch, median [least, most]"),
+        Column('time over `"odc"`, batch 8'),
+        Column("computed tokens"),
+        Column("largest microbatch / longest sample"),
+    ]
+    return Table(f"one-line-{name}", project.title, columns, rows)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        up = nn.Linear(width, 4 * width)
+        down = nn.Linear(4 * width, width)
+        self.layers = nn.Sequential(up, nn.GELU(), down)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layers(x)
@@ -121,7 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
     runs: dict[str, list[list[float]]] = {name: [] for name in VARIANTS}
     for _ in range(options.repetitions):
         for name, (answer, fails) in VARIANTS.items():
-            runs[name].append(run_ranks(measure, 2, answer, fails, options.width, options.steps)[1])
+            by_rank = run_ranks(measure, 2, answer, fails, options.width, options.steps)
+            runs[name].append(by_rank[1])
     print(markdown(["on_out_of_memory", "a step", 'over "raise"', "a retry, in microbatches"], rows(runs)))
 
 
@@ -134,18 +137,22 @@ def rows(runs: dict[str, list[list[float]]]) -> list[list[str]]:
     found = []
     for name, own in runs.items():
         plain = [statistics.median(seconds[::2]) for seconds in own]
-        ratios = [
-            one / statistics.median(raising) for one, raising in zip(plain, runs['"raise"'], strict=True)
-        ]
+        ratios = []
+        for one, raising in zip(plain, runs['"raise"'], strict=True):
+            ratio = one / statistics.median(raising)
+            ratios.append(ratio)
         # A step is two microbatches of equal size, one after the other; its meeting is left to them.
-        retries = [
-            (statistics.median(seconds[1::2]) - one) / (one / 2)
-            for seconds, one in zip(own, plain, strict=True)
-        ]
+        retries = []
+        for one, seconds in zip(plain, own, strict=True):
+            with_retry = statistics.median(seconds[1::2])
+            microbatch = one / 2
+            retry_seconds = with_retry - one
+            retries.append(retry_seconds / microbatch)
         retry = ""
         if VARIANTS[name][1]:
             retry = spread(retries)
-        found.append([name, f"{1e3 * statistics.median(plain):.0f} ms", spread(ratios), retry])
+        milliseconds = 1e3 * statistics.median(plain)
+        found.append([name, f"{milliseconds:.0f} ms", spread(ratios), retry])
     return found
 
 

@@ -87,7 +87,9 @@ def pad_series(samples: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     """Series, the mask of their padding, and what to predict."""
     rows = pad_sequence([row for row, _ in samples], batch_first=True)
     lengths = torch.tensor([len(row) for row, _ in samples])
-    return rows, torch.arange(rows.size(1)) >= lengths[:, None], torch.stack([value for _, value in samples])
+    is_padding = torch.arange(rows.size(1)) >= lengths[:, None]
+    values = torch.stack([value for _, value in samples])
+    return rows, is_padding, values
 
 
 class Regression(pl.LightningModule):
@@ -96,9 +98,10 @@ class Regression(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.enter = nn.Linear(8, 128)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(4)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(4):
+            layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+            self.layers.append(layer)
         self.leave = nn.Linear(128, 1)
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
@@ -129,7 +132,8 @@ class Classifier(pl.LightningModule):
         self.model = BertForSequenceClassification(config)
 
     def training_step(self, batch: dict[str, Tensor]) -> Any:
-        labels = ((batch["input_ids"] == ord("\n")).sum(1) > 10).long()
+        lines = (batch["input_ids"] == ord("\n")).sum(1)
+        labels = (lines > 10).long()
         return self.model(batch["input_ids"], batch["attention_mask"], labels=labels).loss
 
     def configure_optimizers(self) -> Any:
@@ -144,7 +148,9 @@ class Toy(pl.LightningModule):
         self.net = nn.Sequential(nn.Embedding(257, 64), nn.Linear(64, 64), nn.Linear(64, 257))
 
     def training_step(self, batch: dict[str, Tensor]) -> Any:
-        return functional.cross_entropy(self.net(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+        logits = self.net(batch["input_ids"])
+        labels = batch["labels"].flatten()
+        return functional.cross_entropy(logits.flatten(0, 1), labels)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)

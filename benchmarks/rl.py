@@ -289,10 +289,12 @@ def measure(rank: int, world_size: int, name: str, options: dict[str, Any]) -> d
 def rows_of(ranks: int, name: str, by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per variant. Seconds and passes are those of the slowest rank in every repetition, idle their mean."""
     alone = statistics.mean(seen["alone"] for seen in by_rank)
-    longest = [max(several) for several in zip(*(seen["own"] for seen in by_rank), strict=True)]
+    own = [seen["own"] for seen in by_rank]
+    longest = [max(several) for several in zip(*own, strict=True)]
     rows = []
     for variant in VARIANTS:
-        repetitions = list(zip(*(seen["ticks"][variant] for seen in by_rank), strict=True))
+        ticks = [seen["ticks"][variant] for seen in by_rank]
+        repetitions = list(zip(*ticks, strict=True))
         row: dict[str, Any] = {"ranks": ranks, "lengths": name, "variant": variant, "longest own": longest}
         for field in ("passes", "sampling", "scoring", "update"):
             row[field] = [max(getattr(tick, field) for tick in several) for several in repetitions]
@@ -320,13 +322,14 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     middle = {name: statistics.median(value) for name, value in row.items() if isinstance(value, list)}
-    return [
-        *(str(row["ranks"]), row["lengths"], row["variant"]),
-        *(f"{middle['passes']:.0f}", f"{middle['longest own']:.0f}"),
-        *(f"{middle['sampling']:.2f}", f"{middle['over longest']:.2f}"),
-        *(f"{middle['scoring']:.2f}", f"{middle['update']:.2f}", spread(row["iteration"])),
-        *(f"{100 * middle['idle']:.0f} %", spread(row["speedup"]), f"{row['difference']:.0e}"),
-    ]
+    cells = [str(row["ranks"]), row["lengths"], row["variant"]]
+    cells += [f"{middle[name]:.0f}" for name in ("passes", "longest own")]
+    cells += [f"{middle[name]:.2f}" for name in ("sampling", "over longest", "scoring", "update")]
+    cells.append(spread(row["iteration"]))
+    cells.append(f"{100 * middle['idle']:.0f} %")
+    cells.append(spread(row["speedup"]))
+    cells.append(f"{row['difference']:.0e}")
+    return cells
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -358,7 +361,8 @@ def main(arguments: list[str] | None = None) -> None:
     found = table(rows)
     if page is not None:
         page.write_text(put_into(page.read_text(), [found]))
-    print(f"{found.markdown()}\n\n{(time.monotonic() - begin) / 60:.1f} minutes")
+    minutes = (time.monotonic() - begin) / 60
+    print(f"{found.markdown()}\n\n{minutes:.1f} minutes")
 
 
 if __name__ == "__main__":

@@ -168,9 +168,11 @@ def work(options: SftOptions) -> int:
 
 def table_of(found: dict[str, list[list[Trained]]]) -> Table:
     """Of every row the epochs, and what they take over those of the mix-in in the same round."""
-    seconds = {
-        row: [epoch for by_rank in rounds for epoch in by_rank[0].seconds] for row, rounds in found.items()
-    }
+    seconds: dict[str, list[float]] = {}
+    for row, rounds in found.items():
+        seconds[row] = []
+        for by_rank in rounds:
+            seconds[row] += by_rank[0].seconds
     rows: list[list[Any]] = []
     for row, rounds in found.items():
         over = [mine / theirs for mine, theirs in zip(seconds[row], seconds[MIXED_IN], strict=True)]

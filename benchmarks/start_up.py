@@ -123,7 +123,8 @@ def seconds_of_lengths(count: int) -> list[list[str]]:
             data[index]
         reading = time.monotonic() - begin
         find_lengths(data, collate_fn=collate if kind == "dicts of two lists" else list)
-        row = [kind, f"{reading:.1f}", f"{time.monotonic() - begin - 2 * reading:.1f}"]
+        rest = time.monotonic() - begin - 2 * reading
+        row = [kind, f"{reading:.1f}", f"{rest:.1f}"]
         rows.append(row)
     return rows
 
@@ -143,8 +144,10 @@ def main(arguments: list[str] | None = None) -> None:
         subprocess.run([sys.executable, "-c", f"import {package}"], check=True)
         row = [f"`import {package}`", f"{time.monotonic() - begin:.2f}"]
         rows.append(row)
-    (count, seconds), *_ = run_ranks(fit, RANKS, given.width, given.layers, given.texts, given.precision)
-    rows += [[text, f"{taken:.2f}"] for text, taken in zip(PHASES.values(), seconds, strict=True)]
+    by_rank = run_ranks(fit, RANKS, given.width, given.layers, given.texts, given.precision)
+    count, seconds = by_rank[0]
+    for text, taken in zip(PHASES.values(), seconds, strict=True):
+        rows.append([text, f"{taken:.2f}"])
     print(f"{count / 1e6:,.1f} million parameters, rank 0 of {RANKS}\n")
     print(markdown(["phase", "s"], rows))
     print(f"\n{given.samples:,} samples\n")

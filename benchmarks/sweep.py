@@ -122,10 +122,9 @@ def run_sweep(options: SweepOptions) -> int:
                 break
             measured[setting] = cell(sweep, value, outcome)
         cells.append(replace(measured[setting], sweep=sweep, value=value))
-        print(
-            f"{sweep} {value}: {show_ratio(cells[-1].speed_up, cells[-1].doubt)}, bound {cells[-1].bound:.3f}",
-            flush=True,
-        )
+        last = cells[-1]
+        ratio = show_ratio(last.speed_up, last.doubt)
+        print(f"{sweep} {value}: {ratio}, bound {last.bound:.3f}", flush=True)
         if options.output is not None:
             record = {"cells": [asdict(one) for one in cells], "machine": machine(load)}
             write_json(options.output / "sweep.json", record)
@@ -145,11 +144,11 @@ def settings(options: SweepOptions) -> list[tuple[str, Any, EmulatedOptions]]:
         base = golden
         if sweep == "balanced":
             base = replace(golden, lengths="equal", max_length=2048)
-        found += [
-            (sweep, value, replace(base, **{name: value}))
-            for value in values
-            if name != "ranks" or value <= options.most_ranks
-        ]
+        for value in values:
+            if name == "ranks" and value > options.most_ranks:
+                continue
+            setting = replace(base, **{name: value})
+            found.append((sweep, value, setting))
     return found
 
 
@@ -162,7 +161,9 @@ def cell(sweep: str, value: Any, outcome: EmulatedOutcome) -> Cell:
     workload = outcome.workload
     own = outcome.efficiency
     long = [sum(workload.bounds(one, ARITHMETIC)) for one in (BASELINE, BEST)]
-    bound = (own(slow) or 0.0) * slow.total / ((own(best) or 1.0) * best.total)
+    slow_bound = (own(slow) or 0.0) * slow.total
+    best_bound = (own(best) or 1.0) * best.total
+    bound = slow_bound / best_bound
     long_bound = long[0] / long[1]
     efficiency = {str(one): own(row) or 0.0 for one, row in rows.items()}
     idle = {str(one): row.idle or 0.0 for one, row in rows.items()}
@@ -195,7 +196,8 @@ def tables(cells: Sequence[Cell]) -> str:
     """One Markdown table per sweep."""
     parts = []
     for sweep in dict.fromkeys(one.sweep for one in cells):
-        parts += [f"### {sweep}", "", table([one for one in cells if one.sweep == sweep]), ""]
+        of_sweep = [one for one in cells if one.sweep == sweep]
+        parts += [f"### {sweep}", "", table(of_sweep), ""]
     return "\n".join(parts)
 
 

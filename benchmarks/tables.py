@@ -25,8 +25,10 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
     """The median, with the least and the most."""
-    low, middle, high = (f"{one:.{digits}f}" for one in (min(values), statistics.median(values), max(values)))
-    return f"{middle} [{low}, {high}]"
+    low = min(values)
+    middle = statistics.median(values)
+    high = max(values)
+    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def _is_unknown(value: Any) -> bool:

@@ -6,6 +6,7 @@ ranks train one minibatch with each engine, in turns, so that a slow minute hits
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -54,7 +55,10 @@ class Job:
         self.model = model
         self.engine: Engine = CollectiveEngine(world_size, rendezvous)
         if engine != "collective":
-            gather_cache = GatherCache("auto" if engine == "kept" else 0, HostMemory(world_size))
+            budget: Any = 0
+            if engine == "kept":
+                budget = "auto"
+            gather_cache = GatherCache(budget, HostMemory(world_size))
             self.engine = OnDemandEngine(
                 lambda: SharedMemoryTransport(rank, world_size, rendezvous),
                 rendezvous,
@@ -62,7 +66,8 @@ class Job:
                 gather_cache=gather_cache,
             )
         self.engine.attach(model)
-        self.optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-3)
         self.loss = 0.0
 
     def train(self, microbatches: list[Tensor]) -> tuple[float, int, int, int]:
@@ -83,7 +88,9 @@ class Job:
         after = self.engine.traffic
         seconds = time.monotonic() - begin
         added = after.bytes_added - before.bytes_added
-        return seconds, after.reads - before.reads, after.bytes_read - before.bytes_read, added
+        reads = after.reads - before.reads
+        read = after.bytes_read - before.bytes_read
+        return seconds, reads, read, added
 
 
 def measure(
@@ -106,15 +113,15 @@ def measure(
 
 def row(ranks: int, lora: bool, microbatches: int, seen: dict[str, Any]) -> dict[str, Any]:
     """One row of the table: rank 0's traffic, and ratios of seconds minibatch by minibatch."""
-    found: dict[str, Any] = {
-        "ranks": ranks,
-        "training": "LoRA" if lora else "whole",
-        "microbatches": microbatches,
-    }
+    training = "whole"
+    if lora:
+        training = "LoRA"
+    found: dict[str, Any] = {"ranks": ranks, "training": training, "microbatches": microbatches}
     for engine in ENGINES:
-        seconds, reads, read, added = zip(*seen[engine], strict=True)
-        found[engine] = {"seconds": statistics.median(seconds), "reads": reads[-1]}
-        found[engine] |= {"bytes": read[-1], "added": added[-1]}
+        seconds = [tick[0] for tick in seen[engine]]
+        _, reads, read, added = seen[engine][-1]
+        middle = statistics.median(seconds)
+        found[engine] = {"seconds": middle, "reads": reads, "bytes": read, "added": added}
     ratios = []
     for kept, freed in zip(seen["kept"], seen["freed"], strict=True):
         ratio = kept[0] / freed[0]
@@ -138,12 +145,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     options = parser.parse_args(arguments)
     sizes = {name: getattr(options, name) for name in ("minibatches", "width", "tokens")}
-    rows = [
-        row(ranks, lora, count, run_ranks(measure, ranks, lora, count, sizes)[0])
-        for ranks in options.ranks
-        for lora in (False, True)
-        for count in options.microbatches
-    ]
+    rows = []
+    for ranks, lora, count in itertools.product(options.ranks, (False, True), options.microbatches):
+        by_rank = run_ranks(measure, ranks, lora, count, sizes)
+        rows.append(row(ranks, lora, count, by_rank[0]))
     if options.json is not None:
         write_json(options.json, {"options": sizes, "rows": rows})
     head = [
@@ -162,6 +167,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
     low, middle, high = one["kept / freed"]
     freed = one["freed"]
     kept = one["kept"]
+    milliseconds = [f"{1000 * one[engine]['seconds']:.0f}" for engine in ENGINES]
     return [
         str(one["ranks"]),
         one["training"],
@@ -169,7 +175,7 @@ def _cells(one: dict[str, Any]) -> list[str]:
         f"{freed['reads']}, {kept['reads']}",
         f"{freed['bytes'] / MIB:.1f}, {kept['bytes'] / MIB:.1f}",
         f"{freed['added'] / MIB:.1f}, {kept['added'] / MIB:.1f}",
-        ", ".join(f"{1000 * one[engine]['seconds']:.0f}" for engine in ENGINES),
+        ", ".join(milliseconds),
         f"{middle:.2f} [{low:.2f}, {high:.2f}]",
     ]
 

@@ -143,7 +143,8 @@ def _jobs(transport: Transport, units: int, peer_device: torch.device | None) ->
     own = transport.rank
     peer = (own + 1) % world
     like = transport.shard(own, 0)
-    here, there = (torch.zeros(units, like.numel(), device=like.device) for _ in range(2))
+    here = torch.zeros(units, like.numel(), device=like.device)
+    there = torch.zeros_like(here)
     narrow = torch.ones_like(there, dtype=torch.bfloat16)
     rows = torch.ones(world, like.numel(), device=like.device)
     narrow_rows = rows.to(torch.bfloat16)
@@ -244,7 +245,8 @@ def host_waits(engine: OnDemandEngine, device: torch.device, world_size: int) ->
         device: Device of this rank.
         world_size: number of ranks.
     """
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)]).to(device)
+    layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)]
+    model = nn.Sequential(*layers).to(device)
     shard_model(model, mesh_for(device.type, world_size))
     engine.attach(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -289,17 +291,17 @@ def synchronizing_calls(events: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     Args:
         events: Events of a trace of ``torch.profiler`` in which minibatches are marked.
     """
-    marks = [
-        event for event in events if event.get("name") == _MARK and event.get("cat") == "user_annotation"
-    ]
-    end = max((float(mark["ts"]) + float(mark["dur"]) for mark in marks), default=0.0)
-    threads = [
-        event["tid"]
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver")
-        and _SYNCHRONIZING in event["name"]
-        and float(event["ts"]) <= end
-    ]
-    trains = {mark["tid"] for mark in marks}
+    end = 0.0
+    trains = set()
+    for event in events:
+        if event.get("name") == _MARK and event.get("cat") == "user_annotation":
+            end = max(end, float(event["ts"]) + float(event["dur"]))
+            trains.add(event["tid"])
+    threads = []
+    for event in events:
+        if event.get("cat") not in ("cuda_runtime", "cuda_driver"):
+            continue
+        if _SYNCHRONIZING in event["name"] and float(event["ts"]) <= end:
+            threads.append(event["tid"])
     own = sum(thread in trains for thread in threads)
     return own, len(threads) - own

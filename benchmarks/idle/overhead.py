@@ -72,7 +72,8 @@ def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[st
     records: list[dict[str, Any]] = []
     for repetition in range(options["repetitions"] + 1):
         for communication in options["modes"]:
-            for variant in VARIANTS[repetition % 4 :] + VARIANTS[: repetition % 4]:
+            first = repetition % 4
+            for variant in VARIANTS[first:] + VARIANTS[:first]:
                 record: dict[str, Any] = {"communication": communication, "variant": variant}
                 if repetition < options["repetitions"]:
                     cpu = CpuClock()
@@ -131,16 +132,17 @@ def _extra(variant: str, scratch: Path) -> list[Callback]:
 
 def summarize(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """One row per communication and variant: the cost in every minibatch, over the same one without anything."""
-    timed = [
-        first | {"cpu": [sum(parts) for parts in zip(first["cpu"], *(o["cpu"] for o in others), strict=True)]}
-        for first, *others in zip(*by_rank, strict=True)
-        if "cpu" in first
-    ]
-    own = {
-        (first["communication"], first["variant"]): max(rank["own"] for rank in (first, *others))
-        for first, *others in zip(*by_rank, strict=True)
-        if "own" in first
-    }
+    timed = []
+    own = {}
+    for of_ranks in zip(*by_rank, strict=True):
+        first = of_ranks[0]
+        if "cpu" in first:
+            processor = [rank["cpu"] for rank in of_ranks]
+            of_all = [sum(parts) for parts in zip(*processor, strict=True)]
+            timed.append(first | {"cpu": of_all})
+        if "own" in first:
+            key = (first["communication"], first["variant"])
+            own[key] = max(rank["own"] for rank in of_ranks)
     rows = []
     for communication in dict.fromkeys(record["communication"] for record in timed):
         runs = [record for record in timed if record["communication"] == communication]
@@ -152,7 +154,8 @@ def summarize(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
                 pairs = zip(_spans(runs, variant, clock), _spans(runs, "nothing", clock), strict=True)
                 row[name] = [mine / without - 1 for mine, without in pairs]
                 row[f"{name}_quartiles"] = quartiles(row[name])
-            row["own_share"] = (own[communication, variant] - own[communication, "nothing"]) / bare
+            more = own[communication, variant] - own[communication, "nothing"]
+            row["own_share"] = more / bare
             rows.append(row)
     return rows
 
@@ -184,5 +187,5 @@ def cells(row: dict[str, Any]) -> dict[str, object]:
 
 
 def _cost(three: Sequence[float]) -> str:
-    low, middle, high = (f"{100 * cost:+.2f} %" for cost in three)
+    low, middle, high = [f"{100 * cost:+.2f} %" for cost in three]
     return f"{middle} [{low}, {high}]"

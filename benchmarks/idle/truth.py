@@ -85,7 +85,8 @@ def _expected_under_ddp(sleeps: list[list[float]]) -> list[float]:
     """All meet at the end of the step. Before each batch all wait for rank 0 (Lightning's broadcast)."""
     now = [0.0] * len(sleeps)
     for microbatch in zip(*sleeps, strict=True):
-        now = [max(moment, now[0]) + own for moment, own in zip(now, microbatch, strict=True)]
+        first = now[0]
+        now = [max(moment, first) + own for moment, own in zip(now, microbatch, strict=True)]
     return [max(now) - sum(own) for own in sleeps]
 
 
@@ -98,14 +99,16 @@ def measure(
     weighted = mode in ("on_demand", "collective")
     if weighted:
         batches: list[Any] = [Minibatch(tensors)] * steps
+        accumulated = 1
     else:
         batches = tensors * steps
+        accumulated = len(tensors)
     trainer = Trainer(
         strategy=_strategy(mode, world_size),
         accelerator="cpu",
         devices=world_size,
         max_epochs=1,
-        accumulate_grad_batches=1 if weighted else len(tensors),
+        accumulate_grad_batches=accumulated,
         callbacks=[DeviceIdleMonitor(every_n_steps=1)],
         logger=rows,
         use_distributed_sampler=False,
@@ -163,7 +166,8 @@ def run(ranks: list[int], modes: list[str], sleep: float, steps: int) -> list[di
     for world_size in ranks:
         cases = list(_cases(modes, world_size, sleep))
         measured = run_ranks(_measure_all, world_size, cases, WARM_UP + steps)[0]
-        rows += [compare(*case, steps=of_case) for case, of_case in zip(cases, measured, strict=True)]
+        for case, of_case in zip(cases, measured, strict=True):
+            rows.append(compare(*case, steps=of_case))
     return rows
 
 
@@ -174,7 +178,11 @@ def _cases(modes: list[str], world_size: int, sleep: float) -> Iterator[tuple[st
         if mode == "on_demand":
             scripts["unequal counts"] = UNEQUAL_COUNTS
         for name, script in scripts.items():
-            yield mode, name, [[sleep * unit for unit in own] for own in script[:world_size]]
+            sleeps = []
+            for own in script[:world_size]:
+                seconds = [sleep * unit for unit in own]
+                sleeps.append(seconds)
+            yield mode, name, sleeps
 
 
 def _measure_all(

@@ -78,7 +78,8 @@ class Module(TokenModule):
 
 def usage() -> dict[str, int]:
     """What this process holds: anonymous and shared memory in KiB, descriptors, threads, mappings."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
     private_kib = int(status["RssAnon"].split()[0])
     shared_kib = int(status["RssShmem"].split()[0])
     mappings = Path("/proc/self/maps").read_text().count("\n")
@@ -160,8 +161,8 @@ def endure(steps: int, world_size: int = 4, timeout: float = 120) -> dict[str, A
     expected = reference(world_size, steps)
     differences = []
     for name in expected:
-        difference = float((results[0][0][name] - expected[name]).abs().max())
-        differences.append(difference)
+        difference = results[0][0][name] - expected[name]
+        differences.append(float(difference.abs().max()))
     read = [reads for _, _, reads in results]
     return {
         "steps": steps,

@@ -214,10 +214,13 @@ def train(rank: int, fault: str, place: str, folder: str, timeout: float, **stra
     options: dict[str, Any] = {}
     if trap:
         options = {"plugins": [TrappedIO(trap)]}
+    callbacks: list[Callback] = [checkpoints]
+    if trap:
+        callbacks.insert(0, trap)
     fit = trainer(
         WORLD_SIZE,
         enable_checkpointing=True,
-        callbacks=[*([trap] if trap else []), checkpoints],
+        callbacks=callbacks,
         val_check_interval=1,
         num_sanity_val_steps=0,
         timeout=timedelta(seconds=timeout),
@@ -238,7 +241,8 @@ def train(rank: int, fault: str, place: str, folder: str, timeout: float, **stra
 
 def digest(parameters: dict[str, Tensor]) -> str:
     """The same for parameters that are equal bit by bit."""
-    return hashlib.sha256(b"".join(p.numpy().tobytes() for p in parameters.values())).hexdigest()
+    values = [parameter.numpy().tobytes() for parameter in parameters.values()]
+    return hashlib.sha256(b"".join(values)).hexdigest()
 
 
 @dataclass
@@ -279,11 +283,9 @@ def attempt(fault: str, place: str, timeout: float = 15.0, patience: float = 60.
         files = sorted(Path(folder).glob("*.ckpt"))
         for file in files:
             torch.load(file, weights_only=False)
-        leftovers = [
-            f.name
-            for f in Path(folder).iterdir()
-            if f.suffix not in (".ckpt", ".json", ".pid", ".ended") and f.is_file()
-        ]
+        kept = (".ckpt", ".json", ".pid", ".ended")
+        files_left = [file for file in Path(folder).iterdir() if file.is_file()]
+        leftovers = [file.name for file in files_left if file.suffix not in kept]
         assert not leftovers, leftovers
         return _result(fault, place, outcomes, ended - struck, len(files))
 
@@ -313,9 +315,10 @@ def _cell(result: Result | None) -> str:
     if result is None:
         return ""
     everybody = result.fault.startswith("terminated")  # all ranks act on it, so there is no rank to name
-    return f"{result.seconds:.1f} s" + (
-        "" if everybody or result.named == result.survivors else " (not named)"
-    )
+    text = f"{result.seconds:.1f} s"
+    if not everybody and result.named != result.survivors:
+        text += " (not named)"
+    return text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -334,7 +337,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(asdict(result)), file=sys.stderr, flush=True)
     print(table(results))
     if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+        records = [asdict(result) for result in results]
+        options.json.write_text(json.dumps(records, indent=2) + "\n")
     return 0
 
 

@@ -62,7 +62,8 @@ def length_of(sample: tuple[int, Tensor]) -> int:
 def pad(samples: list[tuple[int, Tensor]]) -> tuple[list[int], Tensor]:
     """Numbers of samples, and their tokens padded with -1, ``[samples, longest]``."""
     numbers, tokens = zip(*samples, strict=True)
-    return list(numbers), torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True, padding_value=-1)
+    padded = torch.nn.utils.rnn.pad_sequence(list(tokens), batch_first=True, padding_value=-1)
+    return list(numbers), padded
 
 
 class Module(Padded):
@@ -78,14 +79,14 @@ class Module(Padded):
         numbers, tokens = batch
         self.pending += numbers
         output = super().training_step(tokens, batch_idx)
-        output["loss"] = output["loss"] * self.drop(torch.ones(())).clamp(min=0.5)
+        factor = self.drop(torch.ones(())).clamp(min=0.5)
+        output["loss"] = output["loss"] * factor
         return output
 
     def on_train_batch_end(self, *_: Any) -> None:
         with self.journal.open("a") as file:
-            file.write(
-                json.dumps([self.trainer.current_epoch, self.trainer.global_step, self.pending]) + "\n"
-            )
+            record = [self.trainer.current_epoch, self.trainer.global_step, self.pending]
+            file.write(json.dumps(record) + "\n")
         self.pending = []
 
 
@@ -178,9 +179,9 @@ def trial(crashes: int, seed: int, kind: Kind = "full") -> Trial:
             if all(outcome.exitcode == 0 for outcome in outcomes):
                 break  # it was through before it was killed
             assert outcomes[kill[0]].exitcode == -signal.SIGKILL, outcomes
-            step = int(
-                (last_checkpoint(Path(folder)) or "step=0").rpartition("step=")[2].removesuffix(".ckpt")
-            )
+            last = last_checkpoint(Path(folder)) or "step=0"
+            number = last.rpartition("step=")[2]
+            step = int(number.removesuffix(".ckpt"))
             crashe = {"rank": kill[0], "pass": kill[1], "whole_job": kill[2], "next_from_step": step}
             found.crashes.append(crashe)
         ends = {o.result for o in try_ranks(run, folder, kind, None, world_size=WORLD_SIZE, timeout=PATIENCE)}
@@ -222,7 +223,8 @@ def main(arguments: list[str] | None = None) -> int:
         if len(results) % 2:
             kind = "sharded"
         results.append(trial(options.per_run, seed=len(results), kind=kind))
-        print(json.dumps(asdict(results[-1])), file=sys.stderr, flush=True)
+        record = json.dumps(asdict(results[-1]))
+        print(record, file=sys.stderr, flush=True)
     crashes = sum(len(result.crashes) for result in results)
     equal = sum(result.equal for result in results)
     exact = sum(result.samples_exact for result in results)
@@ -230,7 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"Final parameters bit-equal to the uninterrupted run: {equal} of {len(results)} trainings.")
     print(f"Every sample once per epoch: {exact} of {len(results)} trainings.")
     if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+        records = [asdict(result) for result in results]
+        options.json.write_text(json.dumps(records, indent=2) + "\n")
     if equal == exact == len(results):
         return 0
     return 1

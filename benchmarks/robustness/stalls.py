@@ -56,9 +56,8 @@ class Stall:
 def undisturbed() -> str:
     """The digest of a run in which nothing happens."""
     with tempfile.TemporaryDirectory() as folder:
-        (end,) = {
-            end for end, _ in run_ranks(watched, "none", "nowhere", folder, 30.0, world_size=WORLD_SIZE)
-        }
+        by_rank = run_ranks(watched, "none", "nowhere", folder, 30.0, world_size=WORLD_SIZE)
+        (end,) = {end for end, _ in by_rank}
         return str(end)
 
 
@@ -106,7 +105,8 @@ def slow_loader(expected: str, factor: float = 100) -> Stall:
 def same(place: str, ends: list[tuple[str, float]], expected: str) -> bool:
     """Whether all ranks ended, and bit-equal to the undisturbed run where sums have a fixed order."""
     digests = {end for end, _ in ends}
-    return len(digests) == 1 and (place == LOCKED or digests == {expected}) and "" not in digests
+    is_expected = place == LOCKED or digests == {expected}
+    return len(digests) == 1 and is_expected and "" not in digests
 
 
 def reports(folder: str, place: str) -> list[str]:
@@ -156,7 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps(asdict(result)), file=sys.stderr, flush=True)
     print(table(results))
     if options.json:
-        options.json.write_text(json.dumps([asdict(result) for result in results], indent=2) + "\n")
+        records = [asdict(result) for result in results]
+        options.json.write_text(json.dumps(records, indent=2) + "\n")
     return 0
 
 
