@@ -1,4 +1,4 @@
-"""Time the engine's own Python, and the work of an owner while peers add gradients into its accumulator.
+"""Time the engine's own Python, in units that are almost empty.
 
 *The engine's own Python.* A stack of tiny layers, each layer a unit, runs microbatches. What ``fully_shard`` calls in
 every unit (two gathers and one accumulate) and the context of the backward pass are timed one by one, between all
@@ -7,12 +7,6 @@ as by default, where units stay gathered and sums of gradients wait for the last
 The shards have a few bytes, so that copying them takes almost no time. Ranks take turns, so that no rank waits for
 another's lock. Processor time counts, which other programs do not enter. The hooks that note gradients are not in it:
 each is one call in C.
-
-*A busy owner.* Rank 0 computes (products of matrices that fit no cache) while its peers do one of three things without
-a pause: nothing; add gradients into accumulators of their own, in private memory; add the same gradients into rank 0's
-accumulator. The second takes the same bandwidth but leaves the owner's memory alone, so what the third adds to it is
-the cost of being added to. With more ranks than cores, wall time includes competition for cores, which is not a cost of
-adding. So the owner's processor time is measured: it leaves that out, and includes the slower memory.
 """
 
 from __future__ import annotations
@@ -33,17 +27,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from benchmarks import command
-from benchmarks.command import OptionError, check_options, markdown, option, prepare_output
-from benchmarks.harness.processes import PROCESS_BYTES, CutShort, RankProcesses, check_memory
+from benchmarks.command import check_options, markdown, option, prepare_output
+from benchmarks.harness.processes import CutShort, RankProcesses
 from benchmarks.harness.report import machine
-from benchmarks.harness.results import Interval, bootstrap, median_interval
+from benchmarks.harness.results import median_interval
 from lightning_odc._compat import comms_of
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import StockComm, set_comms
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.engine.on_demand import OnDemandEngine
-from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.transports.base import UnitSpec
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.engine.units import find_units
 from lightning_odc.files import write_json
@@ -54,9 +46,6 @@ _BLOCK = 10
 _RANKS = (2, 4)
 _PARAMETERS = (1, 12)
 _PARTS = {"reads": 2, "adds": 1, "backward": 0}  # what is timed, and how often per unit and microbatch
-WORK = ("alone", "peers add elsewhere", "peers add into it")
-
-Spent = tuple[float, float]  # seconds by the clock, and of processor time
 
 
 @dataclass(frozen=True)
@@ -68,14 +57,10 @@ class EngineOptions:
     """
 
     output: Path = option(Path("odc-bench"), "folder for JSON", letter="DIR")
-    peers: tuple[int, ...] = option((1, 3, 7), "numbers of peers that add into the owner", least=1)
-    mib: int = option(16, "MiB of the gradients they add", least=1)
     rounds: int = option(15, "timed rounds", least=1)
 
     def __post_init__(self) -> None:
         check_options(self)
-        if max(self.peers) > 15 or self.mib > 1024:
-            raise OptionError("--peers goes up to 15, --mib up to 1024")
 
 
 class Scales(nn.Module):
@@ -197,75 +182,12 @@ def _run_block(model: nn.Module, around_backward: Callable[[], AbstractContextMa
     return time.thread_time() - begin
 
 
-def busy_owner(rank: int, world_size: int, mib: int, rounds: int) -> dict[str, list[Spent]]:
-    """On rank 0 what its work took in every round, by what the peers do; nothing on others.
-
-    The top of this file says how.
-    """
-    torch.set_num_threads(1)
-    numel = mib * 2**20 // 4
-    spec = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
-    rendezvous = process_group_rendezvous(dist.group.WORLD)
-    protocol = Protocol(SharedMemoryTransport(rank, world_size, rendezvous), [spec], timeout=60)
-    protocol.open()
-    own = torch.zeros(numel)
-    gradients = torch.ones(numel)
-    seconds: dict[str, list[Spent]] = {name: [] for name in WORK}
-    for number in range(rounds + 1):
-        for turn, name in enumerate(WORK):
-            dist.barrier()
-            mark = 2 * (number * len(WORK) + turn) + 1
-            if rank == 0:
-                protocol.transport.store(0, mark)  # the first control word: no rank meets another here
-                spent = _work()
-                protocol.transport.store(0, mark + 1)
-                if number:
-                    seconds[name].append(spent)
-            else:
-                _disturb(protocol, name, mark + 1, own, gradients)
-    dist.barrier()
-    protocol.close()
-    return seconds
-
-
-def _work() -> Spent:
-    left = torch.ones(768, 768)
-    right = torch.ones(768, 768)
-    begin = time.perf_counter()
-    processor = time.thread_time()
-    for _ in range(12):
-        left = left @ right / 768
-    return time.perf_counter() - begin, time.thread_time() - processor
-
-
-def _disturb(protocol: Protocol, name: str, until: int, own: Tensor, gradients: Tensor) -> None:
-    """Do what peers do until rank 0 says that it is done."""
-    transport = protocol.transport
-    accumulator = transport.accumulator(0, 0)
-    lock = transport.lock(0, 0)
-    while transport.load(0, 0) < until:
-        if name == WORK[0]:
-            time.sleep(0.001)
-        elif name == WORK[1]:
-            own.add_(gradients)
-        elif lock.take():
-            try:
-                transport.add(accumulator, gradients)
-            finally:
-                lock.give()
-
-
 def run_engine(options: EngineOptions) -> int:
     """Measure, print, write; returns the exit code: 0, 1 after a failed rank, 130 after Ctrl-C.
 
     Raises:
-        OptionError: the output folder cannot be written to, or memory does not suffice.
+        OptionError: the output folder cannot be written to.
     """
-    peers = max(options.peers)
-    mib = options.mib
-    # On every rank a window with a shard and an accumulator, and two tensors of the same size.
-    needed = (peers + 1) * (4 * mib * 2**20 + PROCESS_BYTES)
-    check_memory(needed, f"{peers} peers that add {mib} MiB", "fewer --peers or a smaller --mib")
     prepare_output(options.output)
     load = os.getloadavg()[0]
     found: dict[str, Any] = {"python": []}
@@ -275,14 +197,8 @@ def run_engine(options: EngineOptions) -> int:
                 for parameters, keeps in itertools.product(_PARAMETERS, (True, False)):
                     taken = ranks.call(engine_python, parameters, keeps, options.rounds)
                     found["python"].append(_python_row(world_size, parameters, keeps, taken))
-        print(f"The engine's own Python:\n{python_table(found['python'])}\n", flush=True)
-        found["busy owner"] = []
-        for peers in options.peers:
-            with RankProcesses(peers + 1, ["benchmarks.engine"]) as ranks:
-                seconds = ranks.call(busy_owner, options.mib, options.rounds)[0]
-            found["busy owner"].append({"peers": peers, **_slower(seconds)})
-    print(table(found.get("busy owner", [])))
-    if any(found.values()):
+    print(python_table(found["python"]))
+    if found["python"]:
         write_json(options.output / "engine.json", {**found, "machine": machine(load)})
         print(f"files in {options.output}/: engine.json")
     return cut.code
@@ -317,29 +233,6 @@ def python_table(rows: Sequence[dict[str, Any]]) -> str:
         one.append(f"{row['settle']:.0f} us")
         found.append(one)
     return markdown([*head, "once per unit and minibatch"], found)
-
-
-def _slower(spent: dict[str, list[Spent]]) -> dict[str, Any]:
-    """How many times longer the owner's work takes than alone: by processor time, and the last by the clock."""
-    alone, elsewhere, into = (spent[name] for name in WORK)
-
-    def over(slow: list[Spent], fast: list[Spent], which: int) -> Interval:
-        pairs = [(one[which], other[which]) for one, other in zip(slow, fast, strict=True)]
-        return bootstrap(pairs, lambda drawn: drawn[..., 0].sum(-1) / drawn[..., 1].sum(-1))
-
-    found = {"elsewhere": over(elsewhere, alone, 1), "into": over(into, alone, 1)}
-    return {**found, "into_by_the_clock": over(into, alone, 0)}
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """How much longer a busy owner takes, as Markdown."""
-    ratios = ("elsewhere", "into", "into_by_the_clock")
-    shown = "x{1:.2f} [{0:.2f}, {2:.2f}]".format
-    found = []
-    for row in rows:
-        one = [row["peers"], *(shown(*row[name]) for name in ratios)]
-        found.append(one)
-    return markdown(["peers", "peers add elsewhere", "peers add into it", "the same by the clock"], found)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

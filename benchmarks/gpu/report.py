@@ -87,20 +87,18 @@ def fractions(entry: dict[str, Any], by_rank: list[dict[str, Any]], how: str) ->
     size = entry["mib"] * 2**20
     world = len(by_rank)
     plain = slowest.get("copy over the link", slowest["copy"])
-    read_gib_per_s = size / slowest["read from a peer"] / 2**30
-    plain_copy_gib_per_s = size / plain / 2**30
-    add_gib_per_s = world * size / slowest["add to all"] / 2**30
-    own_add = world * slowest["add in place"] / slowest["add to all"]
-    add_bf16_gib_per_s = world * size / slowest["add bf16 to all"] / 2**30
-    own_add_bf16 = world * slowest["add bf16 in place"] / slowest["add bf16 to all"]
+    read = slowest["read from a peer"]
+    add = slowest["add to all"] / world
+    add_bf16 = slowest["add bf16 to all"] / world
+    gib = size / 2**30
     return {
-        "read GiB/s": read_gib_per_s,
-        "plain copy GiB/s": plain_copy_gib_per_s,
-        "read / plain copy": plain / slowest["read from a peer"],
-        "add GiB/s": add_gib_per_s,
-        "add / add in place": own_add,
-        "add bf16 GiB/s": add_bf16_gib_per_s,
-        "add bf16 / add bf16 in place": own_add_bf16,
+        "read GiB/s": gib / read,
+        "plain copy GiB/s": gib / plain,
+        "read / plain copy": plain / read,
+        "add GiB/s": gib / add,
+        "add / add in place": slowest["add in place"] / add,
+        "add bf16 GiB/s": gib / add_bf16,
+        "add bf16 / add bf16 in place": slowest["add bf16 in place"] / add_bf16,
     }
 
 

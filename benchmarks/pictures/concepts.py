@@ -20,25 +20,28 @@ def barriers(_: Load) -> Canvas:
     canvas = Canvas("Three ranks, four units: with a meeting at every unit, and with one at the end", 286)
     meetings = [_BESIDE]
     for of_ranks in zip(*_VISITS, strict=True):
-        meetings.append(meetings[-1] + max(of_ranks))
+        slowest = max(of_ranks)
+        meetings.append(meetings[-1] + slowest)
     canvas.text(0, 16, "Collectives: a barrier at every unit", bold=True)
     for rank, visits in enumerate(_VISITS):
-        canvas.box(_BESIDE, _row(rank, 28), meetings[-1] - _BESIDE, 22, "idle")
+        y = _row(rank, 28)
+        canvas.box(_BESIDE, y, meetings[-1] - _BESIDE, 22, "idle")
         for visit, begin in zip(visits, meetings, strict=False):
-            canvas.box(begin, _row(rank, 28), visit, 22, "backward", edge="paper")
+            canvas.box(begin, y, visit, 22, "backward", edge="paper")
     _finish(canvas, 28, meetings[1:], "slowest of each", "unit, summed up")
 
     last = _BESIDE + max(map(sum, _VISITS))
     canvas.text(0, 146, "On demand: one meeting per minibatch", bold=True)
     for rank, visits in enumerate(_VISITS):
-        canvas.box(_BESIDE, _row(rank, 158), last - _BESIDE, 22, "idle")
+        y = _row(rank, 158)
+        canvas.box(_BESIDE, y, last - _BESIDE, 22, "idle")
         ends = []
         for count in range(len(visits) + 1):
             computed = sum(visits[:count])
             ends.append(_BESIDE + computed)
         for begin, end in pairwise(ends):
             width = end - begin
-            canvas.box(begin, _row(rank, 158), width, 22, "backward", edge="paper")
+            canvas.box(begin, y, width, 22, "backward", edge="paper")
     _finish(canvas, 158, [last], "the largest sum", "of any rank")
     canvas.legend(276, {"a unit is computed": "backward", "waiting": "idle"}, left=_BESIDE)
     meeting = _BESIDE + 242

@@ -34,26 +34,28 @@ def padding(seeds: int) -> list[Table]:
     ]
     rows = []
     for kind in KINDS:
-        row = _row(kind, [draw_lengths(kind, _RANKS, _PER_RANK, seed) for seed in range(seeds)])
-        rows.append(row)
+        drawn = [draw_lengths(kind, _RANKS, _PER_RANK, seed) for seed in range(seeds)]
+        rows.append(_row(kind, drawn))
     return [Table("padding", "A padding collate_fn, 512 samples on 64 ranks: median (worst)", columns, rows)]
 
 
 def _row(kind: str, drawn: list[Ints]) -> list[Any]:
-    padded = [plan_minibatch(lengths, _RANKS, cost=_COST, collation=_PADDED) for lengths in drawn]
-    packed = [plan_minibatch(lengths, _RANKS, cost=_COST) for lengths in drawn]
-    above = [
-        on_demand_cost(plan, lengths, _COST, collation=_PADDED)
-        / least_cost(lengths, _RANKS, _COST, collation=_PADDED)
-        - 1
-        for plan, lengths in zip(padded, drawn, strict=True)
-    ]
-    row: list[Any] = [kind, [float(np.median(above)), max(above)]]
-    for plans in (padded, packed):
-        shares = [_padding(plan, lengths) for plan, lengths in zip(plans, drawn, strict=True)]
-        row.append([float(np.median(shares)), max(shares)])
-    over = [max(_tokens(plan, own)) / int(own.max()) for plan, own in zip(packed, drawn, strict=True)]
-    return [*row, [float(np.median(over)), max(over)]]
+    above = []
+    padding_of_padded = []
+    padding_of_packed = []
+    over = []
+    for lengths in drawn:
+        padded = plan_minibatch(lengths, _RANKS, cost=_COST, collation=_PADDED)
+        packed = plan_minibatch(lengths, _RANKS, cost=_COST)
+        cost = on_demand_cost(padded, lengths, _COST, collation=_PADDED)
+        least = least_cost(lengths, _RANKS, _COST, collation=_PADDED)
+        largest = max(_tokens(packed, lengths))
+        above.append(cost / least - 1)
+        padding_of_padded.append(_padding(padded, lengths))
+        padding_of_packed.append(_padding(packed, lengths))
+        over.append(largest / int(lengths.max()))
+    columns = (above, padding_of_padded, padding_of_packed, over)
+    return [kind, *[[float(np.median(values)), max(values)] for values in columns]]
 
 
 def _tokens(plan: Plan, lengths: Ints) -> list[int]:
@@ -62,4 +64,5 @@ def _tokens(plan: Plan, lengths: Ints) -> list[int]:
 
 def _padding(plan: Plan, lengths: Ints) -> float:
     """The share of the computed tokens that are padding."""
-    return 1 - float(lengths.sum()) / sum(_tokens(plan, lengths))
+    computed = sum(_tokens(plan, lengths))
+    return 1 - float(lengths.sum()) / computed

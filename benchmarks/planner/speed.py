@@ -63,10 +63,13 @@ def speed(seeds: int) -> list[Table]:
             times = [milliseconds(plan_minibatch, own, _RANKS, repeats=_REPEATS, **options) for own in drawn]
             row.append([float(np.median(times)), max(times)])
         values = resolve_cost("quadratic").samples(drawn[0].astype(float)).tolist()
-        rows.append([*row, milliseconds(karmarkar_karp_with_swaps, values, _RANKS)])
-    heads = [Column("lengths"), *(Column(name, ".1f") for name in columns)]
+        row.append(milliseconds(karmarkar_karp_with_swaps, values, _RANKS))
+        rows.append(row)
+    heads = [Column("lengths")]
+    heads += [Column(name, ".1f") for name in columns]
+    heads.append(Column("Karmarkar-Karp with swaps", ".0f"))
     title = "Milliseconds for 512 samples on 64 ranks: median (worst)"
-    return [Table("speed", title, [*heads, Column("Karmarkar-Karp with swaps", ".0f")], rows)]
+    return [Table("speed", title, heads, rows)]
 
 
 def epoch(samples: int) -> list[Table]:
@@ -74,19 +77,21 @@ def epoch(samples: int) -> list[Table]:
     lengths = draw_lengths("longalign", 1, samples, 0)
     rows = []
     for num_ranks, size in _EPOCHS:
-        row: list[Any] = [f"{num_ranks} x {size // num_ranks}"]
-        if size == _EPOCHS[0][1]:
-            part = lengths
-        else:
+        part = lengths
+        if size != _EPOCHS[0][1]:
             part = lengths[: samples // 10]
-        row.append(milliseconds(deque, _plans(part, num_ranks, size), maxlen=0) / 1e3 / len(part) * 1e6)
-        rows.append([*row, _peak_memory(lengths, num_ranks, size)])
+        plans = _plans(part, num_ranks, size)
+        seconds = milliseconds(deque, plans, maxlen=0) / 1e3
+        per_million = seconds / len(part) * 1e6
+        memory = _peak_memory(lengths, num_ranks, size)
+        rows.append([f"{num_ranks} x {size // num_ranks}", per_million, memory])
     heads = [
         Column("ranks x samples"),
         Column("s per million samples", ".1f"),
+        Column("MiB at most", ".2f"),
     ]
     title = f"An epoch of {samples} samples (the first row whole, the others a tenth, scaled)"
-    return [Table("epoch", title, [*heads, Column("MiB at most", ".2f")], rows)]
+    return [Table("epoch", title, heads, rows)]
 
 
 def _plans(lengths: Any, num_ranks: int, size: int) -> Iterator[Plan]:
@@ -94,7 +99,8 @@ def _plans(lengths: Any, num_ranks: int, size: int) -> Iterator[Plan]:
     planner = Planner(num_ranks, int(lengths.max()))
     order = epoch_order(len(lengths), seed=0, epoch=0)
     for begin in range(0, len(order) - size + 1, size):
-        yield planner.plan(lengths[order[begin : begin + size]])
+        members = order[begin : begin + size]
+        yield planner.plan(lengths[members])
 
 
 def _peak_memory(lengths: Any, num_ranks: int, size: int) -> float:
@@ -103,6 +109,6 @@ def _peak_memory(lengths: Any, num_ranks: int, size: int) -> float:
     next(plans)
     tracemalloc.start()
     deque(islice(plans, 50), maxlen=0)
-    peak = tracemalloc.get_traced_memory()[1] / 2**20
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    return peak
+    return peak / 2**20
