@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_odc import cli
+from benchmarks.harness import __main__ as harness
 from tests.gpu import probe, test_contract, test_idle, test_training
 from tests.gpu.conftest import GpuReport
 from tests.gpu.ranks import HAS_GPU
@@ -115,14 +115,15 @@ def test_the_session_goes_on_after_a_part_that_fails(tmp_path, capsys):
         {"PY": str(python), "OUT": str(out)},
     )
     done = subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, timeout=60)
-    logs = {"machine", "probe", "contract", "doctor", "nccl", "train", "demo"}
+    logs = {"machine", "probe", "contract", "doctor", "nccl", "train", "small"}
     assert {path.stem for path in out.glob("*.log")} == logs
     assert "called with -m tests.gpu.probe" in (out / "probe.log").read_text()
-    assert "== probe: exit code 3" in done.stdout and "== demo: exit code 0" in done.stdout
+    assert "== probe: exit code 3" in done.stdout and "== small: exit code 0" in done.stdout
     assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "failed: probe")
     if HAS_GPU:
         return
-    for name in ("nccl", "train", "demo"):  # the options exist: nothing but the GPU is missing
-        line = (out / f"{name}.log").read_text().removeprefix("called with -m lightning_odc ").split()
-        assert cli.main(line) == cli.BAD_USAGE
+    for name in ("nccl", "train", "small"):  # the options exist: nothing but the GPU is missing
+        line = (out / f"{name}.log").read_text().removeprefix("called with -m benchmarks.harness ").split()
+        with pytest.raises(SystemExit, match=r"^2$"):
+            harness.main(line)
         assert "There is no GPU" in capsys.readouterr().err, name

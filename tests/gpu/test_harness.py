@@ -1,4 +1,4 @@
-"""The demo on GPUs: two ranks, one GPU each if there are two, else sharing one."""
+"""The training benchmark on GPUs: two ranks, one GPU each if there are two, else sharing one."""
 
 from __future__ import annotations
 
@@ -17,23 +17,34 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
+RUNS = ["collective+local_sort", "on_demand+local_sort", "on_demand+auto"]
 SMALL = "--model 2x64 --max-length 128 --samples-per-rank 3 --minibatches 2 --repetitions 1"
 
 
 @needs_gpu
-def test_the_demo_trains_two_ranks_on_cuda(tmp_path: Path) -> None:
-    line = [sys.executable, "-m", "lightning_odc", "demo", "--device", "cuda", "--output", str(tmp_path)]
+def test_two_ranks_train_on_cuda(tmp_path: Path) -> None:
+    line = [
+        sys.executable,
+        "-m",
+        "benchmarks.harness",
+        "--device",
+        "cuda",
+        "--output",
+        str(tmp_path),
+        "--runs",
+        *RUNS,
+    ]
     done = subprocess.run(
         [*line, *SMALL.split()], env=os.environ, capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 0, done.stderr + done.stdout
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = json.loads((tmp_path / "bench.json").read_text())
     shares = torch.cuda.device_count() < 2
     caption = "2 ranks on one GPU: shows that it works, not how fast" if shares else None
     assert result["caption"] == caption
     assert caption is None or caption in done.stdout
     assert len(result["machine"]["gpus"]) == (1 if shares else 2)
-    assert list(result["modes"]) == ["collective", "on_demand", "balanced"]
+    assert [row["combination"] for row in result["rows"]] == RUNS
     reads = [run["totals"][0]["traffic"]["reads"] for run in result["runs"]]
     assert reads[0] == 0 < min(reads[1:])  # the one-sided path was taken, and its waits were measured
     assert all(0 <= row["idle"] < 1 for row in result["rows"][1:])
