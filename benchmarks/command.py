@@ -64,9 +64,10 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
         nargs = None
         if any(get_origin(hint) is tuple for hint in inner):
             nargs = "+"
+        kind = next((kind for kind in (int, float, Path) if kind in inner), str)
         parser.add_argument(
             flag(entry.name),
-            type=next((kind for kind in (int, float, Path) if kind in inner), str),
+            type=kind,
             nargs=nargs,
             default=default,
             required=is_required,

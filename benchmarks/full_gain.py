@@ -87,8 +87,10 @@ def patched(script: str, diff: str) -> str:
         lines = hunk.splitlines(keepends=True)
         if not all(line[0] in " +-" for line in lines):
             raise ValueError(f"every line of a diff begins with ' ', '+' or '-':\n{hunk}")
-        old = "".join(line[1:] for line in lines if line[0] != "+")
-        new = "".join(line[1:] for line in lines if line[0] != "-")
+        kept = [line[1:] for line in lines if line[0] != "+"]
+        written = [line[1:] for line in lines if line[0] != "-"]
+        old = "".join(kept)
+        new = "".join(written)
         if f"\n{script}".count(f"\n{old}") != 1:
             raise ValueError(f"a script must have these lines once:\n{old}")
         script = f"\n{script}".replace(f"\n{old}", f"\n{new}")[1:]

@@ -1,11 +1,8 @@
-"""Tensor-parallel groups of ranks: what on demand between them saves, and what groups for long samples alone would.
+"""Tensor-parallel groups of ranks: what on demand between them saves.
 
 ``python -m benchmarks.groups`` trains one Llama on 4 CPU ranks as 2 groups of 2, in turns: with Lightning's
 ``ModelParallelStrategy``, this package's batches under collectives, and ``ODCStrategy(tensor_parallel_size=2)``, with a
 monitor and without. Waits are the evidence, since 4 ranks share the cores: how long a rank waits for the other group.
-
-``python -m benchmarks.groups --plans`` plans minibatches for devices of which some work in pairs. A pair computes a
-sample ``--speed`` times as fast as one device. The planner knows the speed of every place, so long samples go to pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy as np
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import (
@@ -28,15 +24,12 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.data import DataLoader
 
 from benchmarks.command import QUIET, markdown, parser_of
-from benchmarks.harness.lengths import find_samples
 from benchmarks.harness.processes import RankProcesses
 from benchmarks.one_line import Watch
 from benchmarks.projects import LanguageModel, Texts, pad
 from benchmarks.tables import spread
 from lightning_odc import ODCStrategy
 from lightning_odc._compat import comms_of
-from lightning_odc.balance import plan_minibatch, quadratic, with_speeds
-from lightning_odc.balance.evaluate import on_demand_cost
 from lightning_odc.callbacks import DeviceIdleMonitor
 from lightning_odc.callbacks.idle.sources import TimedComm
 from lightning_odc.callbacks.timeline.spans import Passage
@@ -170,48 +163,9 @@ def measure(rounds: int, epochs: int) -> None:
     print(f"Within groups, ranks wait {_percents(within)}.")
 
 
-def plans(devices: int, speed: float, minibatches: int) -> None:
-    """Print what planned minibatches take if some of the devices work in pairs, over what they take at the least."""
-    rows = []
-    for dataset in ("longalign", "swesmith", "aime"):
-        samples = find_samples(dataset, None, 0).lengths
-        for each in (1, 2, 4):
-            drawn = np.random.default_rng(0).choice(samples, (minibatches, devices * each))
-            least = [sum(quadratic().samples(row.astype(float))) / devices for row in drawn]
-            # [pairs, minibatches]; a pair loses a part of its speed, so all in pairs is no way to be level
-            by_pairs = []
-            for pairs in range(devices // 2 + 1):
-                over = []
-                for row, bound in zip(drawn, least, strict=True):
-                    time = planned(row, devices, pairs, speed)
-                    over.append(time / bound)
-                by_pairs.append(over)
-            times = np.array(by_pairs)
-            fixed = times.mean(1)
-            free = times.min(0)
-            best = int(fixed.argmin())
-            chosen = free.mean()
-            cells = [dataset, str(each), f"{fixed[0]:.2f}", f"{fixed[-1]:.2f}"]
-            cells.append(f"{fixed[best]:.2f} ({best})")
-            cells.append(f"{chosen:.2f}")
-            cells.append(f"{fixed[0] / chosen:.2f}")
-            rows.append(cells)
-    head = ("lengths", "samples per device", "single devices", "all in pairs", "best fixed number of pairs")
-    print(markdown((*head, "best number in each minibatch", "single devices over that"), rows))
-
-
 def _percents(shares: Sequence[float]) -> str:
     """The median share, with the least and the most."""
     return f"{statistics.median(shares):.0%} [{min(shares):.0%}, {max(shares):.0%}]"
-
-
-def planned(lengths: Any, devices: int, pairs: int, speed: float) -> float:
-    """The time of a planned minibatch."""
-    alone = devices - 2 * pairs
-    speeds = [speed] * pairs + [1.0] * alone
-    cost = with_speeds("quadratic", speeds)
-    plan = plan_minibatch(lengths, devices - pairs, policy="lb_mini", cost=cost)
-    return on_demand_cost(plan, lengths, cost)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -221,15 +175,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--epochs", type=int, metavar="N", default=2, help="timed epochs of a fit, after one more"
     )
-    parser.add_argument("--plans", action="store_true", help="only plans for devices in pairs")
-    parser.add_argument("--devices", type=int, metavar="N", default=8, help="of the plans")
-    parser.add_argument("--speed", type=float, default=1.7, help="of a pair, on one sample")
-    parser.add_argument("--minibatches", type=int, metavar="N", default=200, help="planned for each row")
     options = parser.parse_args(arguments)
-    if options.plans:
-        plans(options.devices, options.speed, options.minibatches)
-    else:
-        measure(options.rounds, options.epochs)
+    measure(options.rounds, options.epochs)
 
 
 if __name__ == "__main__":

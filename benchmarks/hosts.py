@@ -50,7 +50,10 @@ class Hosts:
             mbit: The speed.
             queue: How much may wait; what does not fit is lost, as in a real switch.
         """
-        shaper = ("tbf", "rate", f"{mbit}mbit", "burst", "256kb" if queue == "2mb" else "3kb", "limit", queue)
+        burst = "3kb"
+        if queue == "2mb":
+            burst = "256kb"
+        shaper = ("tbf", "rate", f"{mbit}mbit", "burst", burst, "limit", queue)
         for name in self.names:
             place = ("tc", "-n", name, "qdisc")
             with contextlib.suppress(FileNotFoundError):  # without `tc`, nothing is limited

@@ -49,13 +49,16 @@ def fit(_rank: int, _world_size: int, kind: str, name: str) -> tuple[dict[str, A
     module = Losses(kind).double()
     clock = Clock()
     strategy: Any = ODCStrategy(hang_report_after=None, balance="auto")  # as "odc", in version 0.1, too
+    is_ddp = name == "ddp"
+    if is_ddp:
+        strategy = "ddp_find_unused_parameters_true"
     trainer = pl.Trainer(
-        strategy="ddp_find_unused_parameters_true" if name == "ddp" else strategy,
+        strategy=strategy,
         accelerator="cpu",
         devices=WORLD,
         max_epochs=1,
         accumulate_grad_batches=ACCUMULATED,
-        use_distributed_sampler=name == "ddp",
+        use_distributed_sampler=is_ddp,
         callbacks=[clock],
         plugins=[LightningEnvironment()],
         **QUIET,
@@ -72,7 +75,9 @@ def fit(_rank: int, _world_size: int, kind: str, name: str) -> tuple[dict[str, A
         trainer.fit(module, loader)
     options = getattr(trainer.train_dataloader, "options", None)
     counts = getattr(options, "whole", "") and "whole batches"
-    counts = counts or str(getattr(options, "counter", None) or getattr(options, "weighting", ""))
+    if not counts:
+        counter = getattr(options, "counter", None)
+        counts = str(counter or getattr(options, "weighting", ""))
     return full_parameters(module), clock.seconds, counts
 
 

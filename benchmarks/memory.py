@@ -38,7 +38,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+        first = nn.Linear(width, width)
+        second = nn.Linear(width, width)
+        self.layers = nn.Sequential(first, nn.Tanh(), second)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layers(x)
@@ -129,10 +131,14 @@ def measure(rank: int, world_size: int, run: str, width: int, depth: int, bf16: 
         engine.publish()
     peak = sampler.stop()
     sharded = parameters // world_size * 16
+    expected = 0
+    if on_demand:
+        width = 4
+        if bf16:
+            width = 2
+        expected = formula(parameters, world_size, width, "deterministic" in run)
     result = {
-        "formula": formula(parameters, world_size, 2 if bf16 else 4, "deterministic" in run)
-        if on_demand
-        else 0,
+        "formula": expected,
         "window": engine.window_bytes,
         "pages": window_pages() // world_size,
         "kept": cache.bytes,
@@ -169,7 +175,11 @@ def main(arguments: list[str] | None = None) -> None:
             for run in RUNS:
                 r = run_ranks(measure, ranks, run, options.width, options.depth, bf16)[0]
                 sizes = [r[key] for key in ("formula", "window", "pages", "kept", "peak", "sharded")]
-                row = [ranks, "bf16" if bf16 else "fp32", run, *(f"{n / MIB:.1f} MiB" for n in sizes)]
+                dtype = "fp32"
+                if bf16:
+                    dtype = "bf16"
+                row = [ranks, dtype, run]
+                row += [f"{size / MIB:.1f} MiB" for size in sizes]
                 rows.append(row)
     print(markdown(head, rows))
 

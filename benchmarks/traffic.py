@@ -101,7 +101,8 @@ def measure(
     generator = torch.Generator().manual_seed(rank)
     seen: dict[str, list[tuple[float, int, int, int]]] = {engine: [] for engine in ENGINES}
     for _ in range(WARM_UP + options["minibatches"]):
-        batch = [torch.randint(250, (1, options["tokens"]), generator=generator) for _ in range(microbatches)]
+        shape = (1, options["tokens"])
+        batch = [torch.randint(250, shape, generator=generator) for _ in range(microbatches)]
         for engine, job in jobs.items():
             seen[engine].append(job.train(batch))
     losses = [job.loss for job in jobs.values()]
@@ -168,16 +169,15 @@ def _cells(one: dict[str, Any]) -> list[str]:
     freed = one["freed"]
     kept = one["kept"]
     milliseconds = [f"{1000 * one[engine]['seconds']:.0f}" for engine in ENGINES]
-    return [
-        str(one["ranks"]),
-        one["training"],
-        str(one["microbatches"]),
-        f"{freed['reads']}, {kept['reads']}",
-        f"{freed['bytes'] / MIB:.1f}, {kept['bytes'] / MIB:.1f}",
-        f"{freed['added'] / MIB:.1f}, {kept['added'] / MIB:.1f}",
-        ", ".join(milliseconds),
-        f"{middle:.2f} [{low:.2f}, {high:.2f}]",
-    ]
+    cells = [str(one["ranks"]), one["training"], str(one["microbatches"])]
+    cells.append(f"{freed['reads']}, {kept['reads']}")
+    for name in ("bytes", "added"):
+        of_freed = freed[name] / MIB
+        of_kept = kept[name] / MIB
+        cells.append(f"{of_freed:.1f}, {of_kept:.1f}")
+    cells.append(", ".join(milliseconds))
+    cells.append(f"{middle:.2f} [{low:.2f}, {high:.2f}]")
+    return cells
 
 
 if __name__ == "__main__":

@@ -97,6 +97,7 @@ class CausalModel(LightningModule):
         self.model = LlamaForCausalLM(config)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        # The batch says `use_cache=False`: see Note [Packed samples do not see each other].
         loss = self.model(**batch).loss
         count = int((batch["labels"] >= 0).sum())
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=count)

@@ -331,7 +331,9 @@ class Subject:
         for module in _units(self._model):
             comms = comms_of(module)
             assert comms is not None
-            set_comms([module], Timed(comms[0], self._clock), Timed(comms[1], self._clock))
+            gather = Timed(comms[0], self._clock)
+            reduce = Timed(comms[1], self._clock)
+            set_comms([module], gather, reduce)
         self._batch = torch.randn(shape.batch, shape.length, shape.width, device=self._device)
         self._parts = len(_units(self._model)) * MICROBATCHES
 

@@ -12,16 +12,12 @@ from typing import Any
 import lightning
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from benchmarks.command import markdown
 from benchmarks.harness.lengths import describe_tail, tail_of
 from benchmarks.harness.options import Combination, TrainOptions, available_cores
 from benchmarks.harness.processes import CutShort, Placement, place
 from benchmarks.harness.results import (
-    WARM_UP,
     Interval,
     Row,
     Run,
@@ -101,17 +97,6 @@ class Outcome:
             f"{options.minibatches} minibatches, the combinations in turns. This takes some minutes; Ctrl-C ends it"
         )
 
-    def forecast(self, first: Run) -> str:
-        """How long all runs will take, from the first one, of which a timed minibatch has ended."""
-        options = self.options
-        runs = len(options.runs)
-        each = first.seconds(0) + options.minibatches * first.seconds(WARM_UP)
-        seconds = runs * options.repetitions * each
-        time = f"{seconds:.0f} s"
-        if seconds >= 100:
-            time = f"{seconds / 60:.0f} minutes"
-        return f"About {time}: {runs} runs x {options.repetitions} repetitions x {options.minibatches} minibatches"
-
     def cells(self, row: Row) -> dict[str, str]:
         """All that is known of a row, by head."""
         low, middle, high = row.seconds
@@ -172,33 +157,8 @@ class Outcome:
         return "\n".join(parts + self.lines)
 
     def show(self) -> None:
-        """Print sentences, and a table of what fits into 80 columns."""
-        console = Console(highlight=False, soft_wrap=True)
-        if not self.rows:
-            console.print("Nothing was measured.")
-            return
-        if self.placement.caption:
-            console.print(self.placement.caption, style="yellow")
-        drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        drawn.add_column("", no_wrap=True)
-        for name in ("tokens\n/s", "s/mini-\nbatch", "speed-up [95 %]", "idle", "over\nbound"):
-            drawn.add_column(Text(name), justify="right")
-        for row in self.rows:
-            cells = [
-                self.name_of(row.combination),
-                f"{row.tokens / row.total:,.0f}",
-                f"{row.seconds[1]:.3f}",
-                show_ratio(row.speed_up, row.doubt, "?", digits=2),
-                show_percent(row.idle),
-                show_percent(row.over_bound),
-            ]
-            drawn.add_row(*map(Text, cells))
-        console.print(drawn)
-        for line in self.lines:
-            style = ""
-            if line.startswith("LOSSES"):
-                style = "bold red"
-            console.print(line, style=style, markup=False)
+        """Print table and sentences."""
+        print(self.text)
 
     # -- for programs --------------------------------------------------------------------------------------------
 

@@ -238,12 +238,12 @@ def doubt(slow: dict[Key, float], fast: dict[Key, float]) -> str:
 
 def times(runs: Sequence[Run], combination: Combination) -> dict[Key, float]:
     """Seconds of every timed minibatch of a combination."""
-    return {
-        (run.repetition, index): run.seconds(index)
-        for run in runs
-        if run.combination == combination
-        for index in run.timed
-    }
+    found = {}
+    for run in runs:
+        if run.combination == combination:
+            for index in run.timed:
+                found[run.repetition, index] = run.seconds(index)
+    return found
 
 
 def baseline_of(combinations: Sequence[Combination]) -> Combination:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch.utils.data import DataLoader
 
-from benchmarks.command import OptionError, prepare_output
+from benchmarks.command import QUIET, OptionError, prepare_output
 from benchmarks.harness.lockstep import LockstepStrategy
 from benchmarks.harness.options import AUTO, Combination
 from benchmarks.harness.processes import PROCESS_BYTES, Placement, RankProcesses, Tell, check_memory, place
@@ -93,8 +93,6 @@ def train_all(outcome: Outcome, callbacks_of: CallbacksOf | None = None) -> None
                 for index in range(before, run.count):
                     run.resolve(index)
                     progress.update(bar, advance=1, description=title, refresh=True)
-                    if run is outcome.runs[0] and index == WARM_UP:
-                        progress.console.print(outcome.forecast(run))
 
             callbacks: Sequence[Callback] = ()
             if callbacks_of is not None:
@@ -229,10 +227,7 @@ def make_trainer(
         callbacks=callbacks,
         plugins=[LightningEnvironment()],  # this machine alone, also inside a cluster's job
         use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
     )
 
 

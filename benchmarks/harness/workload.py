@@ -149,7 +149,8 @@ class ComparedOptions(BatchOptions):
     ) -> Planner:
         planner = super().planner(num_replicas, lengths, info)
         planner_class = {SHUFFLED: ShuffledPlanner, PAPERS_OWN: PapersPlanner}.get(self.compared, Planner)
-        return planner_class(**{one.name: getattr(planner, one.name) for one in fields(Planner) if one.init})
+        arguments = {one.name: getattr(planner, one.name) for one in fields(Planner) if one.init}
+        return planner_class(**arguments)
 
 
 class ShuffledPlanner(Planner):

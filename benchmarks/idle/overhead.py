@@ -78,7 +78,9 @@ def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[st
                 if repetition < options["repetitions"]:
                     cpu = CpuClock()
                     seconds = run_one(communication, variant, cpu)
-                    records.append(record | {"seconds": seconds[WARM_UP:], "cpu": cpu.seconds[WARM_UP:]})
+                    record["seconds"] = seconds[WARM_UP:]
+                    record["cpu"] = cpu.seconds[WARM_UP:]
+                    records.append(record)
                 else:
                     profiler = MinibatchProfiler()
                     run_one(communication, variant, profiler)

@@ -136,7 +136,10 @@ def compare(mode: str, name: str, sleeps: list[list[float]], steps: list[dict[st
     """One row of the table: seconds of waiting per step, mean over ranks, by arithmetic and as reported."""
     truth = statistics.fmean(expected(mode, sleeps))
     timed = steps[WARM_UP:]
-    reported = [sum(value for key, value in row.items() if _is_wait(key)) for row in timed]
+    reported = []
+    for row in timed:
+        waits = [value for key, value in row.items() if _is_wait(key)]
+        reported.append(sum(waits))
     seconds = statistics.median(row["step_seconds"] for row in timed)
     middle = statistics.median(reported)
     relative_error = None
@@ -198,12 +201,13 @@ def cells(row: dict[str, Any]) -> dict[str, object]:
     if row["relative_error"] is not None:
         error = f"{100 * row['relative_error']:+.2f} %"
     of_the_step = f"{100 * row['error_of_step']:+.2f} %"
+    reported = f"{row['reported']:.4f} s [{min(every):.4f}, {max(every):.4f}]"
     return {
         "ranks": row["ranks"],
         "mode": row["mode"],
         "script": row["script"],
         "waiting by arithmetic": f"{row['arithmetic']:.4f} s",
-        "reported, median [all steps]": f"{row['reported']:.4f} s [{min(every):.4f}, {max(every):.4f}]",
+        "reported, median [all steps]": reported,
         "error": error,
         "of the step": of_the_step,
     }

@@ -48,7 +48,8 @@ def hero(load: Load) -> Canvas:
 
 def _write(canvas: Canvas, top: float, name: str, mode: dict[str, Any]) -> None:
     canvas.text(0, top + 16, _TITLES[name], bold=True)
-    said = f"{mode['seconds']:.1f} s, waiting {mode['idle']:.0%}".replace("%", " %")
+    percent = 100 * mode["idle"]
+    said = f"{mode['seconds']:.1f} s, waiting {percent:.0f} %"
     canvas.text(WIDTH - 4, top + 16, said, anchor="end")
     for row in range(len(mode["ranks"])):
         y = top + 39 + _ROW * row

@@ -69,7 +69,8 @@ def karmarkar_karp_with_swaps(costs: Sequence[float], num_ranks: int) -> list[li
         other = heapq.heappop(heap)[2]
         both = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(one, reversed(other), strict=True)]
         both.sort(key=lambda group: -group[0])
-        heapq.heappush(heap, (both[-1][0] - both[0][0], age, both))
+        difference = both[-1][0] - both[0][0]
+        heapq.heappush(heap, (difference, age, both))
     groups = [list(members) for _, members in heap[0][2]]
     while _swap(costs, groups):
         pass
@@ -121,10 +122,11 @@ def optimum(
     samples = costs_of.samples
     overhead = costs_of.overhead
     scale = _GRID / float(samples.mean(0).sum())
-    costs = np.broadcast_to(np.floor(samples * scale).astype(int), (num_ranks, len(lengths)))
-    problem = _Problem(
-        lengths, costs, np.floor(overhead * scale).astype(int), max_tokens or int(lengths.max())
-    )
+    whole = np.floor(samples * scale).astype(int)
+    costs = np.broadcast_to(whole, (num_ranks, len(lengths)))
+    whole_overhead = np.floor(overhead * scale).astype(int)
+    cap = max_tokens or int(lengths.max())
+    problem = _Problem(lengths, costs, whole_overhead, cap)
     if len(samples) == 1 and not (overhead != overhead[0]).any():
         problem.let_ranks_be_alike()
     solver = cp_model.CpSolver()
@@ -150,10 +152,16 @@ class _Problem:
         self._lengths = lengths.tolist()
         self._num_ranks = len(costs)
         self._cap = cap
-        self._bins = range(len(plan_minibatch(lengths, 1, cap)[0]) if overhead.any() else 1)
+        bins = 1
+        if overhead.any():
+            bins = len(plan_minibatch(lengths, 1, cap)[0])
+        self._bins = range(bins)
         self.model: Any = cp_model.CpModel()
         ranks = range(self._num_ranks)
-        self._put = [[[self._flag() for _ in self._bins] for _ in ranks] for _ in self._lengths]
+        self._put = []
+        for _ in self._lengths:
+            of_sample = [[self._flag() for _ in self._bins] for _ in ranks]
+            self._put.append(of_sample)
         for rows in self._put:
             self.model.add_exactly_one(variable for row in rows for variable in row)
         most = int(costs.max(0).sum() + overhead.max() * len(lengths))
@@ -162,8 +170,10 @@ class _Problem:
             used = []
             if overhead.any():
                 used = self._used_bins(rank)
-            spent = sum(int(c) * v for c, row in zip(costs[rank], self._put, strict=True) for v in row[rank])
-            self.model.add(spent + int(overhead[rank]) * sum(used) <= largest)
+            spent: Any = int(overhead[rank]) * sum(used)
+            for cost, of_sample in zip(costs[rank], self._put, strict=True):
+                spent += int(cost) * sum(of_sample[rank])
+            self.model.add(spent <= largest)
         self.model.minimize(largest)
 
     def let_ranks_be_alike(self) -> None:

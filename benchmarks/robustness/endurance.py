@@ -69,7 +69,8 @@ class Module(TokenModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         logits = self.net(batch)
-        loss = nn.functional.cross_entropy(logits[0, :-1], batch[0, 1:], reduction="sum")
+        targets = batch[0, 1:]
+        loss = nn.functional.cross_entropy(logits[0, :-1], targets, reduction="sum")
         return {"loss": loss, "num_items": batch.numel() - 1}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -183,7 +184,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     found = endure(options.steps, options.ranks, timeout=7200)
-    print(json.dumps({name: found[name] for name in found if name != "looks"}, indent=2))
+    shown = {name: value for name, value in found.items() if name != "looks"}
+    print(json.dumps(shown, indent=2))
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0

@@ -106,7 +106,8 @@ def use_up_memory() -> None:
 
 def stop_for(seconds: str, then: str) -> None:
     """Stop this process; after ``seconds`` another process sends it ``then``, the name of a signal."""
-    helper = subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -{then} {os.getpid()}"])
+    script = f"sleep {seconds}; kill -{then} {os.getpid()}"
+    helper = subprocess.Popen(["sh", "-c", script])
     os.kill(os.getpid(), signal.SIGSTOP)
     helper.wait()
 
@@ -293,8 +294,15 @@ def attempt(fault: str, place: str, timeout: float = 15.0, patience: float = 60.
 def _result(fault: str, place: str, outcomes: list[Outcome], seconds: float, checkpoints: int) -> Result:
     victim = victim_of(place)
     others = [outcome for outcome in outcomes if outcome.rank != victim]
-    named = [o for o in others if f"Rank {victim} failed" in o.error or f"rank {victim} (process" in o.error]
-    last = [(o.error.strip().splitlines() or [""])[-1] for o in outcomes]
+    named = []
+    for other in others:
+        error = other.error
+        if f"Rank {victim} failed" in error or f"rank {victim} (process" in error:
+            named.append(other)
+    last = []
+    for outcome in outcomes:
+        *_, line = ["", *outcome.error.strip().splitlines()]
+        last.append(line)
     codes = [o.exitcode for o in outcomes]
     return Result(fault, place, seconds, len(named), len(others), checkpoints, codes, last)
 

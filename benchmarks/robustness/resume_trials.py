@@ -187,7 +187,8 @@ def trial(crashes: int, seed: int, kind: Kind = "full") -> Trial:
         ends = {o.result for o in try_ranks(run, folder, kind, None, world_size=WORLD_SIZE, timeout=PATIENCE)}
         found.equal = ends == expected
         found.samples_exact = every_sample_once(Path(folder))
-        leftovers = [f.name for f in Path(folder).iterdir() if f.suffix not in (".ckpt", ".pid", ".jsonl")]
+        files = [*Path(folder).iterdir()]
+        leftovers = [file.name for file in files if file.suffix not in (".ckpt", ".pid", ".jsonl")]
         assert not leftovers, leftovers
     found.seconds = time.monotonic() - begin
     return found
@@ -200,12 +201,15 @@ def every_sample_once(folder: Path) -> bool:
         steps: dict[int, tuple[int, list[int]]] = {}
         for line in journal.read_text().splitlines():
             epoch, step, samples = json.loads(line)
-            assert steps.setdefault(step, (epoch, samples)) == (epoch, samples), (step, samples, steps[step])
+            first = steps.setdefault(step, (epoch, samples))
+            assert first == (epoch, samples), (step, samples, first)
         assert sorted(steps) == list(range(1, STEPS + 1)), sorted(steps)
         for epoch, samples in steps.values():
             epochs.setdefault(epoch, Counter()).update(samples)
     everything = Counter(range(SAMPLES))
-    return sorted(epochs) == list(range(EPOCHS)) and all(seen == everything for seen in epochs.values())
+    if sorted(epochs) != list(range(EPOCHS)):
+        return False
+    return all(seen == everything for seen in epochs.values())
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -69,7 +69,8 @@ def pause(place: str, expected: str, seconds: float = PAUSE) -> Stall:
         struck = json.loads((Path(folder) / "struck.json").read_text())["time"]
         ends = [outcome.result or ("", 0.0) for outcome in outcomes]
         texts = [text for text in reports(folder, place) if text]
-        named = sum(f"waiting for rank {victim_of(place)} " in text or "adding" in text for text in texts)
+        waiting = f"waiting for rank {victim_of(place)} "
+        named = sum(waiting in text or "adding" in text for text in texts)
         took = max(when for _, when in ends) - struck - seconds
         return Stall("stopped", place, took, len(texts), named, same(place, ends, expected))
 
@@ -85,8 +86,10 @@ def give_up(place: str, timeout: float = 2.0) -> Stall:
         others = [outcome for outcome in outcomes if outcome.rank != victim]
         assert all(outcome.exitcode == 1 for outcome in others), others
         texts = [text for text in reports(folder, place) if text]
-        named = sum(f"rank {victim} (process {struck['pid']})" in outcome.error for outcome in others)
-        waits = [(Path(folder) / f"{outcome.rank}.ended").stat().st_mtime for outcome in others]
+        name = f"rank {victim} (process {struck['pid']})"
+        named = sum(name in outcome.error for outcome in others)
+        files = [Path(folder) / f"{outcome.rank}.ended" for outcome in others]
+        waits = [file.stat().st_mtime for file in files]
         gave_up = max(waits) - struck["time"]
         return Stall("stopped for good", place, 0.0, len(texts), named, False, gave_up=gave_up)
 
@@ -98,7 +101,8 @@ def slow_loader(expected: str, factor: float = 100) -> Stall:
         outcomes = try_ranks(watched, fault, "loading data", folder, 30.0, world_size=WORLD_SIZE, timeout=90)
         ends = [outcome.result or ("", 0.0) for outcome in outcomes]
         texts = [text for text in reports(folder, "loading data") if text]
-        named = sum(f"waiting for rank {victim_of('')} " in text for text in texts)
+        waiting = f"waiting for rank {victim_of('')} "
+        named = sum(waiting in text for text in texts)
         return Stall("slow loader", "loading data", 0.0, len(texts), named, same("", ends, expected))
 
 

@@ -31,7 +31,10 @@ def kept_fraction(model: Model, cluster: Cluster, sharding: str, most_tokens: in
     states = _STATES * model.parameter_bytes * model.parameters / shards
     window = (model.compute_bytes + model.accumulator_bytes) * model.parameters / owners
     activations = model.activation_bytes * most_tokens
-    sizes = [unit.parameters * model.compute_bytes for unit in model.units for _ in range(unit.count)]
+    sizes = []
+    for unit in model.units:
+        size = unit.parameters * model.compute_bytes
+        sizes += [size] * unit.count
     in_use = sum(sorted(sizes)[-_UNITS_IN_USE:])
     rest = cluster.device.memory - states - window - activations - in_use
     kept = _USED_OF_THE_REST * max(rest, 0.0) / sum(sizes)

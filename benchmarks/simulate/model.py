@@ -86,12 +86,9 @@ class Model:
         root = head
         if not config.get("tie_word_embeddings", True):
             root += head  # the embedding, which computes nothing
-        return cls(
-            cost,
-            (Unit(root, head / weights), Unit(layer, layer / weights, layers)),
-            activation_bytes=_activation_bytes(hidden, layers, vocabulary, layer),
-            forward=_FORWARD,
-        )
+        units = (Unit(root, head / weights), Unit(layer, layer / weights, layers))
+        activation_bytes = _activation_bytes(hidden, layers, vocabulary, layer)
+        return cls(cost, units, activation_bytes=activation_bytes, forward=_FORWARD)
 
     @property
     def parameters(self) -> float:

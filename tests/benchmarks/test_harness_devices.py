@@ -118,7 +118,7 @@ def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus, tmp_path, capsys):
     outcome.write_files()
     assert CAPTION in (tmp_path / "bench.md").read_text()
     outcome.show()
-    assert CAPTION in capsys.readouterr().out.splitlines()
+    assert f"**{CAPTION}**" in capsys.readouterr().out.splitlines()
     record = outcome.as_dict()
     assert (record["caption"], record["machine"]["gpus"]) == (CAPTION, ["GPU number 0"])
     gpus(2)
