@@ -74,7 +74,7 @@ def _suggestion(message: str, options: Sequence[str]) -> str:
     word = found[1]
     if word.startswith("-"):
         return did_you_mean(word, options)
-    return did_you_mean(word, COMMANDS, f"{PROGRAM} ")
+    return did_you_mean(word, [*COMMANDS, *MODULES], f"{PROGRAM} ")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -205,7 +205,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(metavar="command", parser_class=_Parser)
     for name, (_, text) in MODULES.items():
-        commands.add_parser(name, help=text)
+        commands.add_parser(name, help=text).set_defaults(command=name)
     for name, command in COMMANDS.items():
         own = commands.add_parser(name, help=command.help, description=command.description)
         own.set_defaults(command=command)

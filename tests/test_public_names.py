@@ -57,7 +57,7 @@ COMMANDS = {
         *("--device", "--devices", "--lengths", "--max-length", "--max-tokens", "--minibatch-size"),
         *("--model", "--nodes", "--seed", *FORM),
     },
-    "demo": {"--devices", "--equal-lengths", "--max-length", "--minibatches", "--output", "--repetitions"},
+    "demo": set(),
 }
 
 

@@ -23,9 +23,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from lightning_odc.advisor.options import DISTRIBUTIONS
-from lightning_odc.balance.arrays import LENGTH_LIMIT
+from lightning_odc.balance.arrays import LENGTH_LIMIT, Ints
 from lightning_odc.console import OptionError, did_you_mean
-from lightning_odc.data.lengths import LengthArray
 from lightning_odc.demo import VOCABULARY, encode, read_texts
 
 _DRAWN = 4096
@@ -59,7 +58,7 @@ PUBLISHED = {
 class TokenSamples(Sequence[Tensor]):
     """Token ids by index, made when they are asked for."""
 
-    lengths: LengthArray  # the lengths of all samples
+    lengths: Ints  # the lengths of all samples
     source: str  # a description of them, for people
     # the tokens of a sample; by default random ones, the same on all ranks
     text: Callable[[int], Tensor] | None = None
@@ -122,7 +121,7 @@ def check_lengths(name: str) -> None:
         )
 
 
-def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> LengthArray:
+def draw(name: str, count: int, longest: int | None = None, seed: int = 0) -> Ints:
     """Lengths from a named distribution, int64 ``[count]``."""
     # All shrink in proportion to the longest, which by default is the published one.
     known = PUBLISHED[name]
@@ -151,7 +150,7 @@ def describe_tail(lengths: ArrayLike) -> str:
     return ", ".join(f"{name} {value:,.0f}" for name, value in figures.items())
 
 
-def _read(path: Path) -> tuple[LengthArray, str]:
+def _read(path: Path) -> tuple[Ints, str]:
     """Lengths from a file of numbers, or of records; and how texts were counted."""
     how = ""
     try:
