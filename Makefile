@@ -38,8 +38,8 @@ test: $(STAMP) ## run the tests but for the slow ones, two files at a time; ARGS
 test-all: $(STAMP) ## run all tests; ARGS="-m slow" runs the slow ones alone
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
-bench: $(STAMP) ## run an experiment of benchmarks/: NAME=harness, comm, engine, emulate, sweep, planner, simulate, idle, hybrid, memory, rl, traffic, robustness.faults ...; ARGS="--help"
-	$(if $(NAME),,$(error make bench NAME=harness, planner, simulate, idle, hybrid, memory, rl, traffic, robustness.faults, .endurance, .resume_trials or .stalls))
+bench: $(STAMP) ## run an experiment of benchmarks/: NAME=harness, comm, engine, emulate, sweep, planner, idle, hybrid, memory, rl, traffic, robustness.faults ...; ARGS="--help"
+	$(if $(NAME),,$(error make bench NAME=harness, planner, idle, hybrid, memory, rl, traffic, robustness.faults, .endurance, .resume_trials or .stalls))
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 
 # A machine with GPUs has a Python of its own as a rule, with the torch that fits its driver: `make test-gpu PYTHON=python3`
