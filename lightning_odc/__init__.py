@@ -15,7 +15,7 @@ _is_module = _program == "-m" and sys.orig_argv[1:3] == ["-m", "lightning_odc"]
 _is_command = _is_module or _program.endswith("/lightning-odc")
 
 if TYPE_CHECKING:
-    from lightning_odc.advisor.report import advise
+    from lightning_odc.advice import advise
     from lightning_odc.attached import attach
 if TYPE_CHECKING or not _is_command:
     from lightning_odc._registration import register
@@ -29,7 +29,7 @@ _LATER = {
     "BalancedDataLoader": "lightning_odc.data.loader",
     "Minibatch": "lightning_odc.data.minibatch",
     "ODCStrategy": "lightning_odc.strategy.odc",
-    "advise": "lightning_odc.advisor.report",
+    "advise": "lightning_odc.advice",
     "attach": "lightning_odc.attached",
 }
 """Names that are imported when they are asked for: functions everywhere, classes in the command line."""

@@ -1,45 +1,16 @@
-"""The command line: what it accepts, what it refuses, and what its messages look like."""
+"""The command line: its help, what it refuses, and what it imports."""
 
 from __future__ import annotations
 
 import runpy
 import subprocess
 import sys
-from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
-from lightning_odc import __version__, cli, console
-from lightning_odc.console import OptionError, prepare_output
-from tests.support.refusals import assert_one_line
-
-WRONG = [
-    ("--vresion", "did you mean --version? (see lightning-odc --help)"),
-    ("docter", ": did you mean lightning-odc doctor?"),
-    ("advise --lenghts longalign --model 7b", "did you mean --lengths?"),
-]
-
-
-def test_bad_options_get_one_line_and_exit_code_2(capsys):
-    assert_one_line(capsys, cli.main, WRONG)
-
-
-def test_missing_packages_come_with_the_line_that_installs_them(monkeypatch, capsys):
-    monkeypatch.setattr(console, "EXTRA_PACKAGES", ("torch", "no_such_package"))
-    assert cli.main(["demo"]) == 2
-    expected = 'lightning-odc: the demo needs no_such_package: pip install "lightning-odc[demo]"\n'
-    assert capsys.readouterr().err == expected
-
-
-def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(OptionError, match=f"--output {file}: File exists"):
-        prepare_output(file)
-    with pytest.raises(OptionError, match=f"--output {file / 'below'}: Not a directory"):
-        prepare_output(file / "below")
-    prepare_output(tmp_path / "new" / "folder")
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
+from lightning_odc import __version__, cli
 
 
 def test_alone_it_prints_help_with_examples_of_commands_that_exist(monkeypatch, capsys):
@@ -50,26 +21,63 @@ def test_alone_it_prints_help_with_examples_of_commands_that_exist(monkeypatch, 
     assert cli.main([]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
-    examples = [line for line in shown.out.split("examples:")[1].splitlines() if "  lightning-odc" in line]
-    assert len(examples) == 3
-    for line in examples:
-        words = line.strip().split("   ")[0].split()[1:]
-        assert "command" in vars(cli._build_parser().parse_args(words))
+    examples = [line.split()[1:] for line in shown.out.split("examples:")[1].strip().splitlines()]
+    assert {words[0] for words in examples} == cli.COMMANDS.keys()
+    for words in examples:
+        with pytest.raises(SystemExit, match=r"^0$"):
+            cli.main([*words, "--help"])
+        assert f"usage: lightning-odc {words[0]} " in capsys.readouterr().out
 
 
-def test_help_does_not_wait_for_torch() -> None:
-    """As the installed command: options are judged, and the first line is written, before torch is imported."""
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("docter", "invalid choice: 'docter' (choose from 'doctor', 'advise', 'demo')"),
+        ("--vresion", "unrecognized arguments: --vresion"),
+        ("advise --lenghts longalign --model 7b", "the following arguments are required: --lengths"),
+        ("doctor --json", "unrecognized arguments: --json"),
+        ("demo --devices two", "argument --devices: invalid int value: 'two'"),
+    ],
+)
+def test_bad_options_get_the_usage_and_exit_code_2(line, message, capsys):
+    with pytest.raises(SystemExit, match=r"^2$"):
+        cli.main(line.split())
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: lightning-odc") and message in err
+
+
+def test_a_missing_package_comes_with_the_line_that_installs_it(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(cli.COMMANDS, "demo", ("matplotlib", "train"))
+    assert cli.main(["demo"]) == cli.BAD_USAGE
+    assert capsys.readouterr().err == (
+        'lightning-odc demo: matplotlib is missing: pip install "lightning-odc[demo]"\n'
+    )
+
+
+def test_an_interrupted_command_says_so(monkeypatch, capsys):
+    command = SimpleNamespace(add_arguments=Mock(), run=Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(cli, "import_module", lambda _: command)
+    assert cli.main(["doctor"]) == cli.INTERRUPTED
+    assert capsys.readouterr() == ("", "lightning-odc doctor: interrupted\n")
+
+
+def test_help_does_not_import_torch() -> None:
+    """As the installed command; and the doctor answers where torch cannot be imported."""
     program = (
         "import sys; sys.argv = ['/usr/bin/lightning-odc', *sys.argv[1:]]\n"
-        "from lightning_odc import cli, console\n"
+        "from lightning_odc import cli\n"
         "assert cli.main([]) == 0\n"
         "assert not {'torch', 'lightning', 'transformers'} & sys.modules.keys(), 'imported too early'\n"
-        "console.say_first(console.Form()); console.say_first(console.Form(quiet=True))\n"
+        "sys.modules['torch'] = None\n"
+        "assert cli.main(['doctor']) == 1\n"
+        "del sys.modules['torch']\n"
         "import lightning_odc; assert lightning_odc.Minibatch.__name__ == 'Minibatch'\n"
-        "console.say_first(console.Form())\n"
     )
-    command, options = [sys.executable, "-c", program], {"capture_output": True, "text": True, "timeout": 120}
-    done = subprocess.run(command, check=False, **options)
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert "examples:" in done.stdout
-    assert done.stderr == "lightning-odc: loading torch ...\n"
+    assert "import        ModuleNotFoundError: import of torch halted" in done.stdout

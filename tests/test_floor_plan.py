@@ -22,7 +22,6 @@ FILES = {
 #: rooms. Who adds a feature says here what it costs, or takes its nodes from somewhere. A room may have 3 % more.
 NODES = {
     "": 8981,
-    "advisor": 2827,
     "balance": 11620,
     "callbacks": 10296,
     "data": 18352,
@@ -140,7 +139,7 @@ def test_the_root_is_the_public_face():
         "_registration",
         "_version",
     }
-    commands = {"cli", "console", "demo", "doctor", "errors", "files", "host_memory", "metrics"}
+    commands = {"advice", "cli", "demo", "doctor", "errors", "files", "host_memory", "metrics"}
     ways_to_train = {"attached", "fabric", "pretrained", "ray"}
     assert at_the_root == private | commands | ways_to_train
 

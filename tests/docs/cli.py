@@ -27,7 +27,7 @@ description: Every command of lightning-odc and its options, as the program itse
 # Command line
 
 `lightning-odc` and `python -m lightning_odc` are the same. This page shows what each command prints with `--help`.
-For a misspelt word, the error suggests the closest one. Every command takes `--json` and `--quiet`.
+The exit code is 1 if `doctor` misses something or the losses of `demo` differ, and 2 for options that cannot work.
 
 The experiments behind other figures of this documentation are in `benchmarks/` of the repository, not in the package:
 `make bench NAME=comm ARGS="--help"`.

@@ -31,7 +31,7 @@ export PY
 
 first() { # 5 minutes: is anything else worth the time?
   run 30 machine bash -c machine
-  run 30 doctor "$PY" -m lightning_odc doctor
+  run 60 doctor "$PY" -m lightning_odc doctor
   run 180 probe "$PY" -m tests.gpu.probe
   run 120 contract "$PY" -m pytest tests/gpu/test_contract.py -x -q -p no:cacheprovider --gpu-report "$OUT/contract.json"
 }
