@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input -c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all bench test-gpu bench-gpu check format docs site-browser lab notebooks package address clean distclean
+.PHONY: help install demo test test-all test-map bench test-gpu bench-gpu check format docs site-browser lab notebooks package address clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -52,6 +52,12 @@ test-gpu: $(GPU_STAMP) ## run the tests that need a GPU, and keep what they say 
 
 bench-gpu: $(GPU_STAMP) ## measure the CUDA transport and training on GPUs, for the docs; PYTHON=python3 without .venv
 	PY=$(GPU_PYTHON) bash tests/gpu/session.sh bench train
+
+test-map: $(STAMP) ## write build/test-map.md: which tests run which file of the package; ARGS="tests/trial" takes only these
+	rm -rf build/coverage
+	-PYTHONPATH=. COVERAGE_CORE=ctrace $(BIN)/python -m coverage run -m pytest -n 2 --dist loadscope -m "not slow" $(ARGS)
+	PYTHONPATH=. $(BIN)/python -m coverage combine -q
+	PYTHONPATH=. $(BIN)/python -m tests.support.map
 
 check: $(STAMP) ## lint, formatting and types
 	$(BIN)/ruff check .
