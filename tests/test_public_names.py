@@ -55,7 +55,7 @@ COMMANDS = {
         *("--device", "--devices", "--lengths", "--max-tokens", "--minibatch-size", "--model", "--padded"),
         "--quiet",
     },
-    "demo": set(),
+    "demo": {"--devices", "--equal-lengths", "--max-length", "--minibatches", "--output", "--repetitions"},
 }
 
 
