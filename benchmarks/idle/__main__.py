@@ -31,9 +31,10 @@ def main(arguments: list[str] | None = None) -> None:
         rows = [truth.cells(row) for row in results["truth"]]
         print(f"Scripted sleeps:\n\n{of_cells(rows)}\n")
     if "overhead" in parts:
-        names = ("modes", "minibatches", "samples_per_rank", "repetitions", "max_length")
-        training = {name: getattr(options, name) for name in names}
-        results["overhead"] = overhead.run(options.ranks, **training)
+        training = {
+            name: getattr(options, name) for name in ("minibatches", "samples_per_rank", "max_length")
+        }
+        results["overhead"] = overhead.run(options.ranks, options.modes, **training)
         rows = [overhead.cells(row) for row in results["overhead"]]
         print(f"Overhead:\n\n{of_cells(rows)}\n")
     if options.json:
@@ -73,9 +74,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         default=8,
         help="samples of each rank in a minibatch, on average",
-    )
-    parser.add_argument(
-        "--repetitions", type=int, metavar="N", default=4, help="how often each combination trains"
     )
     parser.add_argument("--max-length", type=int, metavar="N", default=2048, help="longest sample in tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")

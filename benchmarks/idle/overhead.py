@@ -1,7 +1,7 @@
-"""What the monitor and the recorder cost: the demo's training with and without them, in turns.
+"""What the monitor and the recorder cost: the time inside their own code, in the demo's training.
 
-Times of whole minibatches answer for everything, down to the noise of the machine. The time inside the callbacks' own
-code, by a profile, is an upper bound for what they do in the training thread, and exact enough to see a thousandth.
+A profile of the training thread gives an upper bound, which is exact enough to see a thousandth. Times of whole
+minibatches with and without them scatter by more than they cost.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import cProfile
 import pstats
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +21,10 @@ from benchmarks.harness.processes import run_ranks
 from benchmarks.harness.results import WARM_UP, MinibatchRecord
 from benchmarks.harness.training import fit
 from benchmarks.harness.workload import Workload
-from benchmarks.tables import quartiles
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 
 VARIANTS = ("nothing", "monitor", "recorder off", "recorder on")
 _NEVER = (10**9, 10**9)
-
-
-class CpuClock(Callback):
-    """Processor seconds of this process, all threads, from minibatch to minibatch."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._began: float | None = None
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        now = time.process_time()
-        if self._began is not None:
-            self.seconds.append(now - self._began)
-        self._began = now
-
-    def on_train_end(self, *_: Any) -> None:
-        self.on_train_batch_start()
 
 
 class MinibatchProfiler(Callback):
@@ -61,43 +41,31 @@ class MinibatchProfiler(Callback):
 
 
 def measure(rank: int, world_size: int, options: dict[str, Any]) -> list[dict[str, Any]]:
-    """One record per run of this rank: seconds of every timed minibatch, by the wall's clock and the processor's.
-
-    One more run of each variant is profiled instead, and has the mean seconds per minibatch in the callbacks' code.
-    """
-    asked = {name: options[name] for name in ("max_length", "minibatches", "samples_per_rank")}
-    trained = TrainOptions(ranks=world_size, **asked)
-    run_one = partial(_fit, rank, world_size, trained)
+    """One record per mode and variant: seconds in the callbacks' code, and those of a minibatch without them."""
+    trained = TrainOptions(ranks=world_size, **options["training"])
     count = WARM_UP + trained.minibatches
     records: list[dict[str, Any]] = []
-    for repetition in range(options["repetitions"] + 1):
-        for communication in options["modes"]:
-            first = repetition % 4
-            for variant in VARIANTS[first:] + VARIANTS[:first]:
-                record: dict[str, Any] = {"communication": communication, "variant": variant}
-                if repetition < options["repetitions"]:
-                    cpu = CpuClock()
-                    seconds = run_one(communication, variant, cpu)
-                    record["seconds"] = seconds[WARM_UP:]
-                    record["cpu"] = cpu.seconds[WARM_UP:]
-                    records.append(record)
-                else:
-                    profiler = MinibatchProfiler()
-                    run_one(communication, variant, profiler)
-                    own = seconds_in(profiler.profile, _is_observing) / count
-                    records.append(record | {"own": own})
+    for communication in options["modes"]:
+        plain = _fit(rank, world_size, trained, communication, [])
+        seconds = statistics.median(plain[WARM_UP:])
+        for variant in VARIANTS:
+            profiler = MinibatchProfiler()
+            with tempfile.TemporaryDirectory() as scratch:
+                callbacks = [profiler, *_extra(variant, Path(scratch))]
+                _fit(rank, world_size, trained, communication, callbacks)
+            own = seconds_in(profiler.profile, _is_observing) / count
+            record = {"communication": communication, "variant": variant, "seconds": seconds, "own": own}
+            records.append(record)
     return records
 
 
 def _fit(
-    rank: int, world_size: int, options: TrainOptions, communication: str, variant: str, observer: Callback
+    rank: int, world_size: int, options: TrainOptions, communication: str, callbacks: list[Callback]
 ) -> list[float]:
     """Train once; seconds of each minibatch."""
     records: list[MinibatchRecord] = []
     combination = Combination(communication, "local_sort")
-    with tempfile.TemporaryDirectory() as scratch:
-        callbacks = [observer, *_extra(variant, Path(scratch))]
-        fit(rank, world_size, Workload(options), combination, callbacks, tell=records.append)
+    fit(rank, world_size, Workload(options), combination, callbacks, tell=records.append)
     return [one.seconds for one in records]
 
 
@@ -115,8 +83,11 @@ def seconds_in(profile: cProfile.Profile, belongs: Callable[[str], bool]) -> flo
     total = 0.0
     for (file, _, _), (_, _, _, inclusive, callers) in statistics.stats.items():
         if belongs(file):
-            entered = [edge[3] for (caller, _, _), edge in callers.items() if not belongs(caller)]
-            total += sum(entered) if callers else inclusive
+            if not callers:
+                total += inclusive
+            for (caller, _, _), edge in callers.items():
+                if not belongs(caller):
+                    total += edge[3]
     return total
 
 
@@ -128,66 +99,33 @@ def _extra(variant: str, scratch: Path) -> list[Callback]:
     if variant == "monitor":
         return [DeviceIdleMonitor(every_n_steps=1)]
     if variant.startswith("recorder"):
-        return [TimelineRecorder(scratch, _NEVER if variant == "recorder off" else None)]
+        steps = None
+        if variant == "recorder off":
+            steps = _NEVER
+        return [TimelineRecorder(scratch, steps)]
     return []
 
 
-def summarize(by_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One row per communication and variant: the cost in every minibatch, over the same one without anything."""
-    timed = []
-    own = {}
-    for of_ranks in zip(*by_rank, strict=True):
-        first = of_ranks[0]
-        if "cpu" in first:
-            processor = [rank["cpu"] for rank in of_ranks]
-            of_all = [sum(parts) for parts in zip(*processor, strict=True)]
-            timed.append(first | {"cpu": of_all})
-        if "own" in first:
-            key = (first["communication"], first["variant"])
-            own[key] = max(rank["own"] for rank in of_ranks)
+def run(world_size: int, modes: Sequence[str], **training: int) -> list[dict[str, Any]]:
+    """All rows: of the rank that spends most."""
+    by_rank = run_ranks(measure, world_size, {"modes": modes, "training": training})
     rows = []
-    for communication in dict.fromkeys(record["communication"] for record in timed):
-        runs = [record for record in timed if record["communication"] == communication]
-        bare = statistics.median(_spans(runs, "nothing", "seconds"))
-        for variant in VARIANTS:
-            row = {"communication": communication, "variant": variant}
-            row["seconds"] = statistics.median(_spans(runs, variant, "seconds"))
-            for clock, name in (("seconds", "costs"), ("cpu", "cpu_costs")):
-                pairs = zip(_spans(runs, variant, clock), _spans(runs, "nothing", clock), strict=True)
-                row[name] = [mine / without - 1 for mine, without in pairs]
-                row[f"{name}_quartiles"] = quartiles(row[name])
-            more = own[communication, variant] - own[communication, "nothing"]
-            row["own_share"] = more / bare
-            rows.append(row)
+    nothing = 0.0
+    for of_ranks in zip(*by_rank, strict=True):
+        row = max(of_ranks, key=lambda record: record["own"])
+        if row["variant"] == "nothing":
+            nothing = row["own"]
+        row["own_share"] = (row["own"] - nothing) / row["seconds"]
+        rows.append(row)
     return rows
-
-
-def _spans(runs: list[dict[str, Any]], variant: str, clock: str) -> list[float]:
-    return [span for run in runs if run["variant"] == variant for span in run[clock]]
-
-
-def run(world_size: int, **options: Any) -> list[dict[str, Any]]:
-    """All rows."""
-    return summarize(run_ranks(measure, world_size, options))
 
 
 def cells(row: dict[str, Any]) -> dict[str, object]:
     """A row as it is printed, by the heads of its columns."""
-    own_code = f"{100 * row['own_share']:z.3f} %"
-    printed = {
+    share = 100 * row["own_share"]
+    return {
         "communication": row["communication"],
         "with": row["variant"],
-        "s/minibatch": f"{row['seconds']:.4f}",
-        "cost, median [quartiles]": _cost(row["costs_quartiles"]),
-        "processor time": _cost(row["cpu_costs_quartiles"]),
-        "pairs": len(row["costs"]),
-        "own code": own_code,
+        "s/minibatch without": f"{row['seconds']:.4f}",
+        "own code": f"{share:z.3f} %",
     }
-    if row["variant"] == "nothing":  # with which the others are compared
-        printed |= {"cost, median [quartiles]": "-", "processor time": "-", "own code": "-"}
-    return printed
-
-
-def _cost(three: Sequence[float]) -> str:
-    low, middle, high = [f"{100 * cost:+.2f} %" for cost in three]
-    return f"{middle} [{low}, {high}]"
