@@ -149,7 +149,7 @@ class Job:
         own, needed = self._sample(prompts)
         self.rollouts = rl.exchange(self.fabric, own, max_tokens=self._most_tokens)
         sampled = time.monotonic()
-        rl.normalize_advantages(self.rollouts)
+        set_advantages(self.rollouts)
         rl.score(self.model, self.rollouts, into="logprobs")
         scored = time.monotonic()
         self._update(step)
@@ -197,8 +197,7 @@ class Job:
     def _update(self, step: bool) -> None:
         for update in self.rollouts.updates():
             for microbatch in update:
-                loss = rl.policy_loss(rl.logprobs(self.model, microbatch), microbatch)
-                self.fabric.backward(loss.scaled)
+                self.fabric.backward(policy_loss(self.model, microbatch))
             if step:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -213,7 +212,7 @@ class Job:
         alone = make_model(options)
         for update in rl.Rollouts(list(self.rollouts), max_tokens=_most_tokens(options)).updates():
             for microbatch in update:
-                rl.policy_loss(rl.logprobs(alone, microbatch), microbatch).scaled.backward()
+                policy_loss(alone, microbatch).backward()
         one = torch.cat([parameter.grad.flatten() for parameter in alone.parameters()])
         return float((torch.cat(own) - one).norm() / one.norm())
 
@@ -229,6 +228,24 @@ class Job:
                 seconds = (time.monotonic() - begin) / (self.pace.passes - passes)
         self.strategy.engine.exchange("all were alone", None)
         return seconds
+
+
+def set_advantages(rollouts: rl.Rollouts) -> None:
+    """Each reward less the mean of its group."""
+    groups: dict[int | str, list[float]] = {}
+    for one in rollouts:
+        groups.setdefault(one.group, []).append(one.reward)
+    for one in rollouts:
+        one.advantage = one.reward - statistics.fmean(groups[one.group])
+
+
+def policy_loss(model: Any, microbatch: rl.Microbatch) -> Tensor:
+    """A microbatch's part of the mean over all tokens of the minibatch, for the one update after sampling."""
+    assert microbatch.logprobs is not None
+    ratio = (rl.logprobs(model, microbatch) - microbatch.logprobs).exp()
+    gain = ratio * microbatch.advantages[microbatch.sequence]
+    whole = microbatch.whole
+    return -gain.sum() * whole.ranks / whole.tokens
 
 
 def make_model(options: dict[str, Any]) -> LlamaForCausalLM:

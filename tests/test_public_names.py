@@ -32,9 +32,7 @@ PACKAGES = {
         *("draw_timelines", "load_timeline"),
     },
     "lightning_odc.rl": {
-        *("Microbatch", "PolicyLoss", "Rollout", "Rollouts", "Update"),
-        *("claim_prompts", "exchange", "group_advantages", "logprobs", "normalize_advantages"),
-        *("policy_loss", "score"),
+        *("Microbatch", "Rollout", "Rollouts", "claim_prompts", "exchange", "logprobs", "score"),
     },
 }
 MODULES = {

@@ -48,7 +48,7 @@ MOVED = {
     "reference/errors": "reference/strategy#errors",
     "reference/metrics": "reference/measuring#metrics",
     "reference/packing": "reference/data#packing",
-    "reference/rl": "reference/data#roll-outs-and-policy-losses",
+    "reference/rl": "reference/data#roll-outs",
     "scaling": "plans#the-simulator",
     "security": "contributing#security",
     "simulator": "plans#the-simulator",

@@ -17,25 +17,23 @@ Two ranks with prompts ``[a, b]`` and ``[c, d, e]``; the responses to ``c`` and 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from lightning.fabric.utilities import move_data_to_device
 
-from lightning_odc.rl.rollouts import strategy_of
+from lightning_odc.rl.ranks import ranks_of
 
 _SEEDS = 2**62
-_TENSOR = "torch.Tensor"  # marks a dictionary that stands for a tensor
 
 
 class _Share(NamedTuple):
-    """The message of a rank to the others, as a JSON list of these fields."""
+    """The message of a rank to the others."""
 
-    prompts: list[str]  # JSON texts
+    prompts: list[Any]
     costs: list[float]
     seed: int
 
@@ -60,9 +58,9 @@ def claim_prompts(
 
     Args:
         where: The `LightningModule` that trains (``self``), its trainer, or a ``Fabric``.
-        prompts: This rank's prompts, 0 to 4095 of them: what JSON can hold, and tensors, which come back on the rank's
-            device. An item may be a batch of prompts, which is then sampled by one rank. It comes back as JSON has it,
-            a tuple as a list.
+        prompts: This rank's prompts, 0 to 4095 of them: numbers, text and tensors, which come back on the rank's
+            device, and lists, tuples and dictionaries of them. An item may be a batch of prompts, which is then
+            sampled by one rank.
         expected: The length that each response is expected to have, in any unit. The longest ones are sampled first,
             so that what is left to the end, and to other ranks, is short. By default all are equal.
 
@@ -75,13 +73,12 @@ def claim_prompts(
             different numbers of prompts.
         PeerFailedError: another rank has failed or died.
     """
-    strategy = strategy_of(where, "rl.claim_prompts(self, prompts)")
+    strategy, ranks = ranks_of(where, "rl.claim_prompts(self, prompts)")
     own = _share(prompts, expected)
-    answers = strategy.engine.exchange("claim prompts", own)
-    shares = [_Share(*fields) for fields in answers]
+    shares = [_Share(*fields) for fields in ranks.gather("claim prompts", own)]
     counts = [len(share.prompts) for share in shares]
     # All ranks make each call of ``generate`` together.
-    if strategy.communication == "collective" and len(set(counts)) > 1:
+    if ranks.meets and len(set(counts)) > 1:
         raise ValueError(
             f'communication="{strategy.communication}" makes all ranks generate together, so every rank needs the same '
             f"number of prompts, but they have {counts} (by rank). Use "
@@ -99,18 +96,18 @@ def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
             f"claim_prompts(module, prompts) got a {type(prompts).__name__}, but needs a list. "
             "Pass a list of prompts, or of batches: claim_prompts(module, [batch])."
         )
-    texts = [_encode(prompt) for prompt in prompts]
-    costs = [1.0] * len(texts)
+    own = list(prompts)
+    costs = [1.0] * len(own)
     if expected is not None:
         costs = [float(cost) for cost in expected]
     are_lengths = all(0 < cost < math.inf for cost in costs)
-    if len(costs) != len(texts) or not are_lengths:
+    if len(costs) != len(own) or not are_lengths:
         raise ValueError(
-            f"claim_prompts(module, prompts, expected) got {len(texts)} prompts and the lengths {costs}. Give one "
+            f"claim_prompts(module, prompts, expected) got {len(own)} prompts and the lengths {costs}. Give one "
             "finite positive number per prompt: claim_prompts(module, [a, b], expected=[100, 2000])."
         )
     seed = int(torch.randint(_SEEDS, ()))
-    return _Share(texts, costs, seed)
+    return _Share(own, costs, seed)
 
 
 def _sampled(
@@ -129,39 +126,6 @@ def _sampled(
             place = int(orders[rank][number])
             index = first[rank] + place
             torch.manual_seed(shares[0].seed + index)
-            text = shares[rank].prompts[place]
+            prompt = move_data_to_device(shares[rank].prompts[place], device)
             with strategy.engine.traced("sampling", prompt=index):
-                yield index, _decode(text, device)
-
-
-# -- prompts as JSON ------------------------------------------------------------------------------------------
-
-
-def _encode(prompt: Any) -> str:
-    def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            numbers = value.flatten().tolist()
-            dtype = str(value.dtype).removeprefix("torch.")
-            return {_TENSOR: numbers, "shape": list(value.shape), "dtype": dtype}
-        if isinstance(value, Mapping):
-            return dict(value)
-        raise TypeError(f"`{type(value).__name__}` is not JSON")
-
-    try:
-        return json.dumps(prompt, default=plain)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"claim_prompts cannot send this prompt to another rank: {error}. Pass token ids, text, tensors, or lists "
-            'and dictionaries of them, such as {"input_ids": [5, 7], "answer": 12}.'
-        ) from error
-
-
-def _decode(text: str, device: torch.device) -> Any:
-    def tensors(found: dict[str, Any]) -> Any:
-        if _TENSOR not in found:
-            return found
-        dtype = getattr(torch, found["dtype"])
-        numbers = torch.tensor(found[_TENSOR], dtype=dtype, device=device)
-        return numbers.view(found["shape"])
-
-    return json.loads(text, object_hook=tensors)
+                yield index, prompt

@@ -1,67 +1,66 @@
-"""A roll-out: a prompt, a sampled response and its scores; its bytes between ranks, and microbatches of roll-outs.
+"""A roll-out, a prompt with a sampled response and its scores; and microbatches of roll-outs.
 
-Note [Bytes of roll-outs]
-~~~~~~~~~~~~~~~~~~~~~~~~~
-Token ids and log-probabilities travel as the numbers that they are, everything else as JSON; nothing is unpickled.
-Two roll-outs of 3 and 2 tokens, the first one with 2 log-probabilities::
+Note [Sum, and divide once]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~
+The loss of a minibatch is ``sum_t w_t l_t / D`` over the tokens ``t`` of all responses, wherever they are computed.
+``l_t`` and the weight ``w_t`` are known from the response alone, and the divisor ``D`` is that of the whole minibatch,
+the same on all ranks::
 
-    bytes   8            (3 + 2) * 8        2 * 4           the rest
-            length of    token ids, int64   log-probs,      JSON: a list with one list of numbers,
-            the JSON                        fp32            text and metadata per roll-out
+    loss         w_t                          D
+    dapo         1                            whole.tokens
+    grpo, gspo   1 / tokens of the response   whole.sequences
+    dr_grpo      1 / a constant               whole.sequences
 
-Numbers come before text, so they are at multiples of their size. Every rank reads its own roll-outs from these bytes,
-too. So a change by JSON would be the same on all ranks. Metadata that JSON would change is refused if possible.
+Strategies take the mean over ranks of what was backpropagated, so each rank multiplies its sums by ``whole.ranks``.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from lightning.fabric.utilities import move_data_to_device
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_odc.arguments import Like, checked
+from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.packing import PackingCollator
-
-CPU = torch.device("cpu")
-_SCORES = ("logprobs", "ref_logprobs")
-_HEAD = 8  # bytes of the length of the JSON
+from lightning_odc.rl.ranks import CPU
+from lightning_odc.strategy.model_facts import separates_samples
 
 
-@checked
 class Rollout:
     """A prompt with one sampled response: ``T`` tokens in all, ``R`` of them in the response.
 
     Args:
-        tokens: The token ids of prompt and response, ``[T]``; kept as int64 on the CPU.
+        tokens: The token ids of prompt and response, ``[T]``, or a list of them; kept as int64 on the CPU.
         prompt_length: The number of tokens of the prompt, at least 1. A response may be empty.
         reward: What the response is worth.
         group: What the responses to one prompt have in common: a number or a text, the same for all of them and for no
             others on any rank. The index of the prompt in the data set will do.
-        advantage: How much better than its group it is; `normalize_advantages` sets it.
+        advantage: How much better than its group it is. Set it when the rewards of its whole group are known.
         logprobs: The log-probabilities of the response's tokens under the policy that sampled them, ``[R]``; kept as
             fp32 on the CPU.
         ref_logprobs: The same under the reference model.
-        metadata: Anything else that JSON can hold, such as the text of the answer.
+        metadata: Anything else that travels between ranks, such as the text of the answer: numbers, text, tensors, and
+            lists, tuples and dictionaries of them.
 
     Raises:
-        ValueError: tokens that are not one row of integers, a prompt longer than the tokens, log-probabilities that
-            are not as many as the response has tokens, or metadata that JSON would change.
+        ValueError: tokens that are not one row of integers, a prompt longer than the tokens, or log-probabilities that
+            are not as many as the response has tokens.
     """
 
     def __init__(
         self,
-        tokens: Annotated[Tensor | Sequence[int], Like("output[0, :length] (one row of integers)")],
+        tokens: Tensor | Sequence[int],
         prompt_length: int | Tensor,
-        reward: float | bool | Tensor = 0.0,
-        group: Annotated[int | str | Tensor, Like("int(index_of_the_prompt)")] = 0,
+        reward: float | Tensor = 0.0,
+        group: int | str | Tensor = 0,
         *,
-        advantage: float | Tensor | None = None,
+        advantage: float | None = None,
         logprobs: Tensor | Sequence[float] | None = None,
         ref_logprobs: Tensor | Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -78,7 +77,7 @@ class Rollout:
                 "token of a response is predicted from it, and its tokens are among the roll-out's: "
                 "Rollout(prompt + response, len(prompt))."
             )
-        self.tokens = ids.detach().to("cpu", torch.int64).contiguous()
+        self.tokens = ids.detach().to("cpu", torch.int64)
         self.prompt_length = int(prompt_length)
         self.reward = float(reward)
         number: Any = group
@@ -86,16 +85,9 @@ class Rollout:
             number = group.item()
         self.group: int | str = number
         self.advantage = advantage
-        if advantage is not None:
-            self.advantage = float(advantage)
         self.logprobs = self._scores("logprobs", logprobs)
         self.ref_logprobs = self._scores("ref_logprobs", ref_logprobs)
         self.metadata = dict(metadata or {})
-        if json.loads(json.dumps(self.metadata)) != self.metadata:
-            raise ValueError(
-                f"JSON would change the metadata {self.metadata}: write lists instead of tuples, and text as keys, "
-                'metadata={"answer": text, "scores": [1, 2]}.'
-            )
 
     def _scores(self, name: str, values: Tensor | Sequence[float] | None) -> Tensor | None:
         if values is None:
@@ -107,6 +99,10 @@ class Rollout:
                 f"tokens: {name}=scores[prompt_length:], one number per token of the response."
             )
         return scores
+
+    def __repr__(self) -> str:
+        lengths = f"{self.prompt_length} + {self.response_length} tokens"
+        return f"Rollout({lengths}, reward={self.reward}, group={self.group!r}, advantage={self.advantage})"
 
     @property
     def response(self) -> Tensor:
@@ -120,66 +116,6 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def __repr__(self) -> str:
-        lengths = f"{self.prompt_length} + {self.response_length} tokens"
-        return f"Rollout({lengths}, reward={self.reward}, group={self.group!r}, advantage={self.advantage})"
-
-
-def to_bytes(rollouts: Sequence[Rollout]) -> Tensor:
-    """Roll-outs as ``[b]`` uint8 on the CPU, see Note [Bytes of roll-outs]."""
-    header = []
-    scores: list[Tensor] = []
-    for rollout in rollouts:
-        has = []
-        for name in _SCORES:
-            values = getattr(rollout, name)
-            is_there = values is not None
-            has.append(is_there)
-            if is_there:
-                scores.append(values)
-        header.append(
-            [
-                len(rollout),
-                rollout.prompt_length,
-                rollout.reward,
-                rollout.group,
-                rollout.advantage,
-                has,
-                rollout.metadata,
-            ]
-        )
-    text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-    numbers = [torch.tensor([len(text)])]
-    numbers += [rollout.tokens for rollout in rollouts]
-    numbers += scores
-    parts = [part.contiguous().view(torch.uint8) for part in numbers]
-    return torch.cat([*parts, text])
-
-
-def from_bytes(data: Tensor) -> list[Rollout]:
-    """What `to_bytes` was given; ``[b]`` uint8 on the CPU."""
-    text_bytes = int(data[:_HEAD].view(torch.int64))
-    end = len(data) - text_bytes
-    header = json.loads(data[end:].numpy().tobytes())
-    counts = [fields[0] for fields in header]
-    middle = _HEAD + 8 * sum(counts)
-    ids = data[_HEAD:middle].view(torch.int64).split(counts)
-    floats = data[middle:end].view(torch.float32)
-    rollouts = []
-    for fields, own in zip(header, ids, strict=True):
-        _, prompt, reward, group, advantage, has, metadata = fields
-        rollout = Rollout(own.clone(), prompt, reward, group, advantage=advantage, metadata=metadata)
-        length = rollout.response_length
-        for name, is_there in zip(_SCORES, has, strict=True):
-            if is_there:
-                setattr(rollout, name, floats[:length].clone())
-                floats = floats[length:]
-        rollouts.append(rollout)
-    return rollouts
-
-
-# -- roll-outs that go through the model together -------------------------------------------------------------
 
 
 class Whole(NamedTuple):
@@ -200,11 +136,13 @@ class Microbatch:
         sequence     0  0  1     whose they are
         logits of    B  c  E     the token before predicts
 
+    A loss sums over the tokens of a microbatch, and divides by a count of `whole`: Note [Sum, and divide once].
+
     Attributes:
         rollouts: The roll-outs.
         indices: Their indices in `Rollouts`. Empty for one that only keeps ranks together: its one roll-out has no
             response.
-        whole: The counts of its minibatch.
+        whole: The counts of its minibatch: ``sequences``, ``tokens`` of their responses, and ``ranks``.
         packs: Whether rows are packed if the model keeps samples apart; they are padded otherwise.
         device: The device of all tensors.
     """
@@ -240,8 +178,7 @@ class Microbatch:
         values = [rollout.advantage for rollout in self.rollouts]
         if None in values:
             raise ValueError(
-                "A roll-out has no advantage: call rl.normalize_advantages(rollouts) first, or write "
-                "rollouts[i].advantage = ... on all ranks."
+                "A roll-out has no advantage: write rollouts[i].advantage = ... for all of them, on all ranks."
             )
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
@@ -268,41 +205,41 @@ class Microbatch:
             return None
         return torch.cat([torch.empty(0), *found]).to(self.device)
 
-    def inputs(self, packed: bool) -> dict[str, Any]:
-        """The arguments of a Hugging Face model: a packed row, ``[1, T]``, or rows padded on the right, ``[S, L]``."""
+    def logits(self, model: nn.Module) -> Tensor:
+        """The logits that predict `targets`, ``[N, vocabulary]``, in one call of the model.
+
+        Args:
+            model: A causal language model. One of Hugging Face's gets packed rows if it keeps samples apart in them and
+                the roll-outs were planned so, or padded rows with an attention mask. Others are called as
+                ``model(input_ids)`` with rows padded on the right, and return logits ``[rows, tokens, vocabulary]``, or
+                something with ``.logits``.
+        """
+        causal = causal_model(model)
+        packed = self.packs and causal is not None and separates_samples(causal, self.device)
         samples = [rollout.tokens for rollout in self.rollouts]
         if packed:
-            made = PackingCollator()(samples)
-            del made["labels"]
+            inputs: Any = PackingCollator()(samples)
+            del inputs["labels"]
         else:
             ones = [torch.ones_like(row) for row in samples]
-            made = {
+            inputs = {
                 "input_ids": pad_sequence(samples, batch_first=True),
                 "attention_mask": pad_sequence(ones, batch_first=True),
                 "use_cache": False,
             }
-        for name, value in made.items():
-            if isinstance(value, Tensor):
-                made[name] = value.to(self.device)
-        return made
-
-    def predicting(self, packed: bool) -> tuple[Tensor, Tensor]:
-        """Row and column, ``[N]`` each, of the logits that predict `targets`.
-
-        In the example, padded and packed::
-
-            A B c d      rows     0 0 1        A B c d E f      rows     0 0 0
-            E f . .      columns  1 2 0                         columns  1 2 4
-        """
-        rows = self.sequence
-        if packed:
-            rows = torch.zeros_like(rows)
+        inputs = move_data_to_device(inputs, self.device)
+        if causal is None:
+            output = model(inputs["input_ids"])
+        else:
+            output = model(**inputs)
+        logits: Tensor = getattr(output, "logits", output)
+        # In the example, the places are 1, 2, 4 in rows of 4 that are padded, and in one that is packed.
         begin = 0
-        columns = []
+        places = []
         for rollout in self.rollouts:
-            first = begin + rollout.prompt_length - 1
             end = begin + len(rollout)
-            columns.append(torch.arange(first, end - 1))
+            places.append(torch.arange(begin + rollout.prompt_length - 1, end - 1))
+            begin += logits.shape[1]
             if packed:
                 begin = end
-        return rows, torch.cat(columns).to(self.device)
+        return logits.flatten(0, 1)[torch.cat(places).to(self.device)]

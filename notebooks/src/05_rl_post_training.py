@@ -38,6 +38,9 @@ from support.display import (
 quiet()
 
 # %%
+from collections import defaultdict
+from statistics import mean, stdev
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
@@ -45,7 +48,7 @@ from torch.utils.data import DataLoader
 
 from lightning_odc import ODCStrategy, rl
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
-from lightning_odc.rl.rollouts import Ranks
+from lightning_odc.rl.ranks import Ranks
 
 # for tensors as small as these, more threads would only get in each other's way
 torch.set_num_threads(1)
@@ -97,7 +100,8 @@ print(
 # deviation of its group: was it better than the model's other tries at the same problem? Then make each token of
 # an answer more likely or less likely, by the gradient of `advantage * log(probability)`.
 #
-# A prompt with one answer is a `Rollout`. It also carries its reward, and the number of its group.
+# A prompt with one answer is a `Rollout`. It also carries its reward, and the number of its group. `set_advantages`
+# compares each answer with those of its group.
 
 # %%
 GROUP = 8
@@ -114,6 +118,23 @@ def roll_out(model, index, problem):
     ]
 
 
+def compare(answers):
+    """Set the advantages of answers that are compared with each other."""
+    rewards = [one.reward for one in answers]
+    spread = stdev(rewards) if len(rewards) > 1 else 0.0
+    for one in answers:
+        one.advantage = (one.reward - mean(rewards)) / (spread + 1e-4)
+
+
+def set_advantages(rollouts):
+    """Compare each answer with those of its group, wherever they were sampled."""
+    groups = defaultdict(list)
+    for one in rollouts:
+        groups[one.group].append(one)
+    for answers in groups.values():
+        compare(answers)
+
+
 torch.manual_seed(0)
 rollouts = rl.Rollouts(
     [
@@ -122,7 +143,7 @@ rollouts = rl.Rollouts(
         for one in roll_out(base, index, problem)
     ]
 )
-rl.normalize_advantages(rollouts)
+set_advantages(rollouts)
 for one in rollouts[:GROUP]:
     text = strokes.decode(one.tokens)
     print(f"reward {one.reward:.2f}, advantage {one.advantage:+.2f}  {text}")
@@ -166,14 +187,34 @@ show(
 # ```
 #
 # (We divide by the tokens of all answers, as DAPO does. GRPO as published divides each answer by its own length
-# first, and takes the mean over answers: `loss_type="grpo"`.)
+# first, and takes the mean over answers: see exercise 1.)
 #
 # Two rules make it exact under *any* placement:
 #
 # 1. **Normalise before placing.** An advantage is a property of a group. It is computed where the whole group is
 #    known, and travels with the answer. From then on answers of one group may go to different ranks.
-# 2. **Sum, and divide once.** Microbatches contribute sums. The number of tokens is that of the whole step.
+# 2. **Sum, and divide once.** Microbatches contribute sums. The number of tokens is that of the whole step, on all
+#    ranks: `microbatch.whole.tokens`.
 #
+# The loss is yours. Ours is that of PPO. `rl.logprobs` runs the model and returns the log-probability of every token
+# of the answers of a microbatch, one after another. `ratio` compares it with the model that has sampled, and the loss
+# follows it only up to `clip` away from 1. (Losses of TRL and verl are written the same way. Where one returns a mean,
+# multiply by `len(microbatch.targets)`.)
+
+
+# %%
+def policy_loss(logprobs, microbatch, clip=0.2):
+    """The clipped loss of PPO, summed over the tokens of a microbatch."""
+    old = microbatch.logprobs
+    if old is None:  # the model has not changed since it sampled
+        old = logprobs.detach()
+    ratio = (logprobs - old).exp()
+    advantages = microbatch.advantages[microbatch.sequence]  # of each token
+    clipped = ratio.clamp(1 - clip, 1 + clip)
+    return -torch.minimum(ratio * advantages, clipped * advantages).sum()
+
+
+# %% [markdown]
 # Let us check that, and break it. We place the same 128 answers in three ways. For each way we compute the gradient
 # with both rules, and with two shortcuts that exist in real code: dividing each microbatch by its own number of
 # tokens, and normalising rewards over the answers of a microbatch.
@@ -182,7 +223,7 @@ show(
 # %%
 def gradient(ranks, max_tokens, rule):
     """The gradient of one step, as these ranks would compute it together."""
-    rl.normalize_advantages(rollouts)
+    set_advantages(rollouts)
     microbatches = [
         microbatch
         for rank in range(ranks)
@@ -193,15 +234,13 @@ def gradient(ranks, max_tokens, rule):
     base.zero_grad()
     for microbatch in microbatches:
         if rule == "normalised per microbatch":
-            rewards = [one.reward for one in microbatch.rollouts]
-            wrong = rl.group_advantages(rewards, [0] * len(rewards))
-            for one, advantage in zip(microbatch.rollouts, wrong, strict=True):
-                one.advantage = advantage
-        loss = rl.policy_loss(rl.logprobs(base, microbatch), microbatch)
+            compare(microbatch.rollouts)
+        loss = policy_loss(rl.logprobs(base, microbatch), microbatch)
         if rule == "divided per microbatch":
-            (loss.total / loss.tokens / len(microbatches)).backward()
+            loss = loss / len(microbatch.targets) / len(microbatches)
         else:
-            (loss.total / loss.divisor).backward()
+            loss = loss / microbatch.whole.tokens
+        loss.backward()
     return torch.cat([parameter.grad.flatten() for parameter in base.parameters()])
 
 
@@ -229,7 +268,8 @@ print_table(["relative error of the gradient", *RULES], rows)
 #
 # The module below does this on every rank. It uses **manual optimisation**, since one `training_step` samples,
 # exchanges, scores and updates. It updates twice, on one half of the answers each. Before the second update the model
-# has changed since it sampled. The loss corrects for that with the scores, and clips the correction.
+# has changed since it sampled. The loss corrects for that with the scores, and clips the correction. The strategy takes
+# the mean over ranks of what they backpropagate, so each rank multiplies its sum by their number.
 
 
 # %%
@@ -248,7 +288,7 @@ class GRPO(LightningModule):
 
         # 2. Meet: every rank gets all answers, and a plan of who computes what.
         rollouts = rl.exchange(self, own, max_tokens=1024)
-        rl.normalize_advantages(rollouts)
+        set_advantages(rollouts)
 
         # 3. Score: each rank its part of the plan.
         rl.score(self.model, rollouts, into="logprobs")
@@ -258,21 +298,23 @@ class GRPO(LightningModule):
         for update in rollouts.updates(minibatches=2, seed=batch_idx):
             for microbatch in update:
                 logprobs = rl.logprobs(self.model, microbatch)
-                self.manual_backward(rl.policy_loss(logprobs, microbatch).scaled)
+                loss = policy_loss(logprobs, microbatch)
+                whole = microbatch.whole
+                self.manual_backward(loss * whole.ranks / whole.tokens)
             optimizer.step()
             optimizer.zero_grad()
 
-        self.log_counts(rollouts, len(passes))
+        self.log_counts(len(own) / GROUP, len(passes))
+        reward = mean(one.reward for one in rollouts)
+        self.log("reward", reward, batch_size=1)
 
-    def log_counts(self, rollouts, passes):
+    def log_counts(self, prompts, passes):
         """What each rank has sampled, and how many forward passes that took."""
-        by_rank = self.trainer.strategy.engine.exchange("passes", passes)
-        for rank, (count, several) in enumerate(
-            zip(rollouts.sampled, by_rank, strict=True)
-        ):
-            self.log(f"prompts of rank {rank}", count / GROUP, batch_size=1)
-            self.log(f"passes of rank {rank}", float(several), batch_size=1)
-        self.log("reward", rollouts.mean_reward, batch_size=1)
+        counts = [prompts, float(passes)]
+        by_rank = self.trainer.strategy.engine.exchange("counts", counts)
+        for rank, (count, several) in enumerate(by_rank):
+            self.log(f"prompts of rank {rank}", count, batch_size=1)
+            self.log(f"passes of rank {rank}", several, batch_size=1)
 
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=2e-4)
@@ -407,20 +449,20 @@ print(
 #
 # - Answers that are sampled differ in length, and their lengths are not known beforehand.
 # - Normalise in the group, place afterwards, sum, divide once: then the gradient is exact under any placement.
-# - In Lightning: manual optimisation, and five calls of `lightning_odc.rl`: claim, exchange, normalise, score,
-#   loss.
+# - In Lightning: manual optimisation, and four calls of `lightning_odc.rl`: claim, exchange, score, log-probabilities.
+#   The advantages and the loss are your own.
 # - Ranks sample at their own pace, without dummy passes, and the one that is done helps the other.
 #
 # This loop has no reference model. A second model in the module that does not train is scored the same way, with
-# `into="ref_logprobs"`; then `policy_loss(..., beta=0.04)` keeps the policy near it.
+# `into="ref_logprobs"`; then `microbatch.ref_logprobs` has what a KL divergence needs, which keeps the policy near it.
 #
 # ## Exercises
 #
-# 1. We divide by the tokens of all answers. Use `loss_type="grpo"`, which divides each answer by its own length
-#    first. Which one makes answers longer?
-# 2. Subtract the mean only, and do not divide by the standard deviation: `normalize_advantages(..., scale=False)`.
-#    For which groups does that matter most?
-# 3. Update with `updates(epochs=4)`, and count how many tokens the loss clips: `policy_loss(...).clipped`.
+# 1. We divide by the tokens of all answers. Divide each answer by its own length first, as GRPO does:
+#    `microbatch.lengths[microbatch.sequence]` has it for every token, and `whole.sequences` is the number of answers.
+#    Which one makes answers longer?
+# 2. Subtract the mean only, and do not divide by the standard deviation. For which groups does that matter most?
+# 3. Update with `updates(epochs=4)`, and count how many tokens the loss clips.
 # 4. Give rank 1 all the hard problems (large sums). Which rank samples them?
 # 5. Replace `rl.claim_prompts(self, problems)` by `enumerate(problems)`. What do you have to do about the groups,
 #    and what happens to the forward passes by rank?
@@ -428,10 +470,10 @@ print(
 # <details>
 # <summary>Answer to 1</summary>
 #
-# `"grpo"` gives every answer the same weight, so a token of a long answer counts less than a token of a short one. A
+# GRPO gives every answer the same weight, so a token of a long answer counts less than a token of a short one. A
 # long wrong answer is then discouraged less per token than a short wrong one, and answers can get longer without
-# getting better. `"dapo"`, the default, gives every token the same weight. Log the mean of `one.response_length` over
-# the roll-outs and compare.
+# getting better. DAPO gives every token the same weight. Log the mean of `one.response_length` over the roll-outs and
+# compare.
 #
 # </details>
 #
@@ -447,9 +489,10 @@ print(
 # <details>
 # <summary>Answer to 3</summary>
 #
-# Give the trainer `max_steps=4 * steps`, since every `training_step` then makes four updates, and sum
-# `int(policy_loss(...).clipped)` by `update.epoch`. In the first pass no token is clipped: the model is still the one
-# that sampled, so every ratio is 1. In later passes the model has changed, and some ratios leave the range.
+# Give the trainer `max_steps=4 * steps`, since every `training_step` then makes four updates. A token is clipped where
+# `clipped * advantages < ratio * advantages`. Count these for each of the four updates. In the first no token is
+# clipped: the model is still the one that sampled, so every ratio is 1. Later the model has changed, and some ratios
+# leave the range.
 #
 # </details>
 #
@@ -465,7 +508,7 @@ print(
 # <summary>Answer to 5</summary>
 #
 # Groups need numbers that are unique over all ranks: `index + 8 * self.global_rank`. Otherwise two problems share a
-# group, and `normalize_advantages` compares answers to different problems. No rank helps the other, so each runs the
+# group, and `set_advantages` compares answers to different problems. No rank helps the other, so each runs the
 # forward passes of its own answers, and the rank with the longer answers decides how long a step takes.
 #
 # </details>

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_odc.rl import Rollout
+from lightning_odc.rl import Microbatch, Rollout
 
 VOCAB = 32
 
@@ -26,6 +27,43 @@ def rolled_out(lengths: Sequence[tuple[int, int]], groups: int = 2, seed: int = 
         )
         for index, (prompt, response) in enumerate(lengths)
     ]
+
+
+def set_advantages(rollouts: Sequence[Rollout]) -> None:
+    """Each reward less the mean of its group, over its standard deviation."""
+    for one in rollouts:
+        rewards = [other.reward for other in rollouts if other.group == one.group]
+        one.advantage = (one.reward - fmean(rewards)) / (stdev(rewards) + 1e-4)
+
+
+def policy_loss(
+    new: Tensor,
+    microbatch: Microbatch,
+    loss_type: str = "dapo",
+    clip: tuple[float, float] = (0.2, 0.2),
+    beta: float = 0.0,
+    constant: int = 1,
+) -> Tensor:
+    """A microbatch's part of the loss of its minibatch, as a user writes it: see Note [Sum, and divide once]."""
+    owner = microbatch.sequence
+    whole = microbatch.whole
+    old = new.detach() if microbatch.logprobs is None else microbatch.logprobs
+    log_ratio = new - old
+    if loss_type == "gspo":
+        sums = new.new_zeros(len(microbatch.rollouts)).index_add(0, owner, log_ratio)
+        log_ratio = (sums / microbatch.lengths.clamp(min=1))[owner]
+    ratio = log_ratio.exp()
+    advantages = microbatch.advantages[owner]
+    losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantages)
+    if microbatch.ref_logprobs is not None:
+        log_reference = microbatch.ref_logprobs - new
+        losses = losses + beta * (log_reference.exp() - log_reference - 1)
+    if loss_type == "dapo":
+        return losses.sum() * whole.ranks / max(whole.tokens, 1)
+    lengths = microbatch.lengths[owner].to(losses.dtype)
+    if loss_type == "dr_grpo":
+        lengths = torch.full_like(lengths, constant)
+    return (losses / lengths).sum() * whole.ranks / whole.sequences
 
 
 def logprobs_alone(model: nn.Module, one: Rollout) -> Tensor:

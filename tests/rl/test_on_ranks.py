@@ -14,7 +14,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_odc import rl
-from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out, textbook_loss
+from tests.rl.sampled import (
+    VOCAB,
+    logprobs_alone,
+    policy_loss,
+    rolled_out,
+    set_advantages,
+    textbook_loss,
+)
 from tests.strategy.test_models import causal_lm
 from tests.support.fits import assert_same, largest_difference
 from tests.support.models import Net, full_parameters
@@ -40,15 +47,12 @@ def nets() -> tuple[nn.Module, nn.Module]:
     return Net(vocab=VOCAB), Net(vocab=VOCAB)
 
 
-def learn(
-    policy: Any, updates: Any, optimizer: Any, backward: Any, counts: list[int], **options: Any
-) -> None:
+def learn(policy: Any, updates: Any, optimizer: Any, backward: Any, counts: list[int], *options: Any) -> None:
     """The loop of a user, on one rank."""
     for update in updates:
         counts.append(len(update))
         for microbatch in update:
-            loss = rl.policy_loss(rl.logprobs(policy, microbatch), microbatch, clip_range=CLIP, **options)
-            backward(loss.scaled)
+            backward(policy_loss(rl.logprobs(policy, microbatch), microbatch, *options))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -56,7 +60,7 @@ def learn(
 def learn_alone(policy: Any, rollouts: Any, optimizer: Any, *loss: Any, seed: int = 0) -> None:
     """The same by the textbook, with the minibatches of the plan."""
     for update in rollouts.updates(EPOCHS, MINIBATCHES, seed=seed):
-        chosen = [rollouts[i] for microbatch in update.plan[0] for i in microbatch]
+        chosen = [one for microbatch in update for one in microbatch.rollouts]
         optimizer.zero_grad()
         textbook_loss(policy, chosen, *loss, 12).backward()
         optimizer.step()
@@ -80,17 +84,15 @@ class Learns(LightningModule):
         if self.trainer.world_size == 1:
             own = rolled_out(LENGTHS)
         rollouts = rl.exchange(self, own)
-        counts = [places.count(rank) for rank in range(self.trainer.world_size)]
-        assert rollouts.sampled == (counts if len(counts) > 1 else [7])
         assert [one.group for one in rollouts] == [0] * 4 + [1] * 3
-        rl.normalize_advantages(rollouts)
+        set_advantages(rollouts)
         rl.score(self.policy, rollouts, into="logprobs")
         rl.score(self.reference, rollouts, into="ref_logprobs")
         assert self.policy.training
         self.scores.append([[*one.logprobs, *one.ref_logprobs] for one in by_index(rollouts)])  # type: ignore[misc]
         updates = rollouts.updates(EPOCHS, MINIBATCHES, seed=batch_idx)
-        options = {"loss_type": self.loss_type, "beta": BETA, "max_response_length": 12}
-        learn(self.policy, updates, self.optimizers(), self.manual_backward, self.microbatches, **options)
+        options = (self.loss_type, CLIP, BETA, 12)
+        learn(self.policy, updates, self.optimizers(), self.manual_backward, self.microbatches, *options)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.policy.parameters(), lr=LR)
@@ -109,7 +111,7 @@ def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]
         places = PLACES[step]
         order = sorted(range(len(LENGTHS)), key=lambda i: (i % 2, places[i], i))
         rollouts = rl.Rollouts([rolled_out(LENGTHS)[i] for i in order])
-        rl.normalize_advantages(rollouts)
+        set_advantages(rollouts)
         with torch.no_grad():
             for one in rollouts:
                 one.logprobs, one.ref_logprobs = logprobs_alone(policy, one), logprobs_alone(reference, one)
@@ -164,12 +166,12 @@ class Adapts(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         rollouts = rl.exchange(self, rolled_out(LENGTHS) if self.global_rank == 0 else [])
-        rl.normalize_advantages(rollouts)
+        set_advantages(rollouts)
         with self.policy.disable_adapter():
             reference = rl.score(self.policy, rollouts, into="ref_logprobs")
         policy = rl.score(self.policy, rollouts)
         self.found.append([torch.cat(reference).tolist(), torch.cat(policy).tolist()])
-        learn(self.policy, rollouts.updates(), self.optimizers(), self.manual_backward, [])
+        learn(self.policy, rollouts.updates(), self.optimizers(), self.manual_backward, [], "dapo", CLIP)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=10.0)
@@ -201,15 +203,15 @@ def test_fabric(rank) -> None:
     policy, alone = nets()[0], nets()[0]
     model, optimizer = fabric.setup(policy, torch.optim.SGD(policy.parameters(), lr=LR))
     rollouts = rl.exchange(fabric, rolled_out(LENGTHS) if rank == 1 else [])
-    rl.normalize_advantages(rollouts)
+    set_advantages(rollouts)
     rl.score(model, rollouts, into="logprobs")
     counts: list[int] = []
-    learn(model, rollouts.updates(EPOCHS, MINIBATCHES), optimizer, fabric.backward, counts)
+    learn(model, rollouts.updates(EPOCHS, MINIBATCHES), optimizer, fabric.backward, counts, "dapo", CLIP)
     strategy: Any = fabric.strategy
     strategy.teardown()
     assert 0 in [count for own in of_all_ranks(counts) for count in own]
     rollouts = rl.Rollouts(sorted(rolled_out(LENGTHS), key=lambda one: one.group))
-    rl.normalize_advantages(rollouts)
+    set_advantages(rollouts)
     rl.score(alone, rollouts, into="logprobs")
     learn_alone(alone, rollouts, torch.optim.SGD(alone.parameters(), lr=LR), "dapo", CLIP, 0.0)
     assert_same(full_parameters(policy), full_parameters(alone), tolerance=1e-5)

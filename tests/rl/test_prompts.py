@@ -18,6 +18,7 @@ from torch import Tensor
 from lightning_odc.engine.collective import CollectiveEngine, single_process
 from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.rl import claim_prompts
+from lightning_odc.rl.ranks import Ranks
 from tests.support.models import Net
 from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
 from tests.support.refusals import assert_refused
@@ -30,6 +31,7 @@ class OneRank:
 
     engine: Any = None
     communication = "collective"
+    world_size = 1
     options = SimpleNamespace(group_size=1)
     root_device = torch.device("cpu")
 
@@ -131,7 +133,7 @@ def test_bad_input():
     cases = [
         (({"input_ids": [1]}, None), r"got a dict, .* Pass a list .*: claim_prompts\(module, \[batch\]\)"),
         (("text", None), r"got a str, .* Pass a list"),
-        (([object()], None), r"cannot send this prompt to another rank: `object` is not JSON"),
+        (([object()], None), r"`object` cannot be sent to other ranks. Use numbers, text"),
         (([1, 2], [1.0]), r"2 prompts and the lengths \[1.0\]. Give one finite positive number per prompt"),
         (([1], [0.0]), r"got 1 prompts and the lengths \[0.0\]"),
         (([1], [float("inf")]), r"got 1 prompts and the lengths \[inf\]"),
@@ -139,19 +141,16 @@ def test_bad_input():
     assert_refused(lambda given: claim_prompts(alone(), *given), cases, (TypeError, ValueError))
 
 
-def test_where_ranks_generate_together_each_gets_its_own():
-    first, second = ([1, 2], [3, 4])
-    shares: list[Any] = []
-
-    def heard(own: Any) -> list[Any]:
-        shares.append(own)
-        return shares if len(shares) == 2 else [own, own]
-
-    claim_prompts(alone(0, heard, 2), first)
-    assert list(claim_prompts(alone(1, heard, 2), second)) == [(2, 3), (3, 4)]
+def test_where_ranks_generate_together_each_gets_its_own(monkeypatch):
+    both = [[[1, 2], [1.0, 1.0], 5], [[3, 4], [1.0, 1.0], 6]]
+    monkeypatch.setattr(Ranks, "gather", lambda *_: both)
+    second = alone(1, count=2)
+    second.strategy.world_size = 2
+    assert list(claim_prompts(second, [3, 4])) == [(2, 3), (3, 4)]
+    both[1] = [[], [], 6]
     says = r"same number of prompts, but they have \[2, 0\] \(by rank\). Use ODCS"
     with pytest.raises(ValueError, match=says):
-        claim_prompts(alone(0, lambda own: [own, own._replace(prompts=[])], 2), [1, 2])
+        claim_prompts(second, [])
 
 
 def test_what_a_prompt_may_be():
