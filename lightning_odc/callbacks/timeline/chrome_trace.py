@@ -1,7 +1,7 @@
 """Timelines as Chrome traces (Trace Event Format), which Perfetto and chrome://tracing open.
 
 A rank is a process with three threads, computing, communicating and waiting. Every span is a complete event
-(``"ph": "X"``) in microseconds. Its kind is the event's category, and further facts are in ``args``.
+(``"ph": "X"``) in microseconds. Its name is its kind, and further facts are in ``args``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ from typing import Any
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
 
-FORMAT = "lightning-odc timeline 1"
+FORMAT = "lightning-odc timeline 2"
 
 # Attributes that are facts in the file.
 _RUN = ("strategy", "world_size", "waiting_seen")
 _RANK = ("rank", "host", "dropped")
-_COMPUTING = 1
-_COMMUNICATING = 2
-_WAITING = 3
-_THREADS = {_COMPUTING: "computing", _COMMUNICATING: "communicating", _WAITING: "waiting"}
+_THREADS = ("computing", "communicating", "waiting")
 _COMMUNICATIONS = COLLECTIVES | {"read", "add", "settle", "publish"}
 
 
@@ -38,29 +35,46 @@ def encode(timeline: Timeline) -> bytes:
     return json.dumps(trace, separators=(",", ":"), default=str).encode()
 
 
+def _events(rank: RankTimeline) -> Iterator[dict[str, Any]]:
+    process = f"rank {rank.rank} on {rank.host}"
+    yield {"ph": "M", "name": "process_name", "pid": rank.rank, "args": {"name": process}}
+    for thread, name in enumerate(_THREADS):
+        yield {"ph": "M", "name": "thread_name", "pid": rank.rank, "tid": thread, "args": {"name": name}}
+    # Perfetto nests events of equal begin in the order in which they come: the longest first.
+    for span in sorted(rank.spans, key=lambda span: (span.begin, -span.end)):
+        name = "computing"
+        if span.kind == "wait":
+            name = "waiting"
+        elif span.kind in _COMMUNICATIONS:
+            name = "communicating"
+        yield {
+            "ph": "X",
+            "name": span.kind,
+            "ts": span.begin / 1000,
+            "dur": (span.end - span.begin) / 1000,
+            "pid": rank.rank,
+            "tid": _THREADS.index(name),
+            "args": span.details,
+        }
+
+
 def decode(content: bytes) -> Timeline:
     """The timeline in a trace file."""
     try:
         trace = json.loads(content)
-        about = None
+        about = {}
         if isinstance(trace, dict):
             about = trace.get("otherData")
-        if not isinstance(about, dict) or about.get("format") != FORMAT:
+        if about.get("format") != FORMAT:
             raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
-        spans: dict[int, list[Span]] = {}
+        spans: dict[int, list[Span]] = {one["rank"]: [] for one in about["ranks"]}
         for event in trace["traceEvents"]:
             if event["ph"] == "X":
                 begin = round(event["ts"] * 1000)
                 end = begin + round(event["dur"] * 1000)
-                span = Span(event["cat"], begin, end, event["args"])
-                spans.setdefault(event["pid"], []).append(span)
-        ranks = []
-        for one in about["ranks"]:
-            facts = {name: one[name] for name in _RANK}
-            of_rank = spans.get(one["rank"], [])
-            ranks.append(RankTimeline(spans=of_rank, **facts))
-        run = {name: about[name] for name in _RUN}
-        return Timeline(ranks, **run)
+                spans[event["pid"]].append(Span(event["name"], begin, end, event["args"]))
+        ranks = [RankTimeline(spans=spans[one["rank"]], **one) for one in about["ranks"]]
+        return Timeline(ranks, **{name: about[name] for name in _RUN})
     except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ValueError(f"this trace is damaged: {type(error).__name__}: {error}") from error
 
@@ -73,52 +87,3 @@ def load_timeline(path: str | Path) -> Timeline:
         ValueError: it was written by something else.
     """
     return decode(Path(path).read_bytes())
-
-
-def _events(rank: RankTimeline) -> Iterator[dict[str, Any]]:
-    def about(what: str, fact: str, value: object, thread: int = 0) -> dict[str, Any]:
-        place = {"pid": rank.rank, "tid": thread}
-        return {"ph": "M", "ts": 0, "dur": 0, **place, "name": f"{what}_{fact}", "args": {fact: value}}
-
-    yield about("process", "name", f"rank {rank.rank} on {rank.host}")
-    yield about("process", "sort_index", rank.rank)
-    for thread, name in _THREADS.items():
-        yield about("thread", "name", name, thread)
-        yield about("thread", "sort_index", thread, thread)
-    # Perfetto nests events of equal begin in the order in which they come: the longest first.
-    for span in sorted(rank.spans, key=lambda span: (span.begin, -span.end)):
-        thread = _COMPUTING
-        if span.kind == "wait":
-            thread = _WAITING
-        elif span.kind in _COMMUNICATIONS:
-            thread = _COMMUNICATING
-        yield {
-            "ph": "X",
-            "name": _title(span),
-            "cat": span.kind,
-            "ts": span.begin / 1000,
-            "dur": (span.end - span.begin) / 1000,
-            "pid": rank.rank,
-            "tid": thread,
-            "args": span.details,
-        }
-
-
-def _title(span: Span) -> str:
-    details = span.details
-    if span.kind == "wait":
-        peer = details.get("peer")
-        whom = f"rank {peer}"
-        if peer is None:
-            whom = "the others"
-        cause = details.get("cause", "unknown")
-        return f"wait for {whom} ({cause})"
-    words = [span.kind]
-    for key in ("number", "microbatch", "unit"):
-        value = details.get(key)
-        if value is not None:
-            words.append(str(value))
-    tokens = details.get("tokens")
-    if tokens is not None:
-        words.append(f"({tokens} tokens)")
-    return " ".join(words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import files
 from lightning_odc.arguments import Count, Like, checked
-from lightning_odc.callbacks.timeline import gantt
 from lightning_odc.callbacks.timeline.chrome_trace import encode
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline, machine, with_collective_waits
 from lightning_odc.data.minibatch import token_count
@@ -43,16 +41,16 @@ def _as_range(steps: range | tuple[int, int]) -> range:
 
 @checked
 class TimelineRecorder(Callback):
-    """Records what every rank does when, and writes it as a Chrome trace and as a picture.
+    """Records what every rank does when, and writes it as a Chrome trace.
 
     For the given optimizer steps: forward and backward of every microbatch with its tokens, reads and adds of
     shards, every wait with its peer and its cause, the meeting at the minibatch's end, the optimizer, and the time
     between batches, in which data are loaded. Under `ODCStrategy` the engine reports them. Under any other strategy,
     the recorder sees Lightning's hooks only, and waits for other ranks lie inside them.
 
-    Writes ``timeline.json`` (open it in https://ui.perfetto.dev) and ``timeline.png`` (needs ``matplotlib``) when the
-    fit ends. If it ends by an error, every rank writes its own timeline, ``timeline-rank<r>.json``, which is a trace,
-    too. Between the first and the last step, recording sends no message between ranks.
+    Writes ``timeline.json`` when the fit ends. `draw_timelines` draws it, and https://ui.perfetto.dev opens it. If the
+    fit ends by an error, every rank writes its own timeline, ``timeline-rank<r>.json``, which is a trace, too. Between
+    the first and the last step, recording sends no message between ranks.
 
     Args:
         dirpath: Where to write; made if it does not exist. Use one directory per run. If a rank cannot write to it, a
@@ -81,11 +79,6 @@ class TimelineRecorder(Callback):
     def trace_path(self) -> Path:
         """Where the merged trace is written."""
         return self.dirpath / "timeline.json"
-
-    @property
-    def picture_path(self) -> Path:
-        """Where the picture is written."""
-        return self.dirpath / "timeline.png"
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.timeline = None
@@ -164,7 +157,7 @@ class TimelineRecorder(Callback):
             )
             return
         self.timeline = timeline
-        _attempt(lambda: self._write(timeline))
+        self._write(self.trace_path, timeline)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -175,7 +168,7 @@ class TimelineRecorder(Callback):
         recording.end_batch(next_step=-1, wanted=False)
         if recording.spans:
             timeline = replace(recording.run, ranks=[recording.of_rank(trainer.global_rank)])
-            _attempt(lambda: files.write_whole(self._rank_path(trainer), encode(timeline)))
+            self._write(self._rank_path(trainer), timeline)
 
     def _wants(self, step: int) -> bool:
         return self.steps is None or step in self.steps
@@ -184,12 +177,11 @@ class TimelineRecorder(Callback):
         """Where this rank writes if the fit ends by an error."""
         return self.dirpath / f"timeline-rank{trainer.global_rank}.json"
 
-    def _write(self, timeline: Timeline) -> None:
-        files.write_whole(self.trace_path, encode(timeline))
+    def _write(self, path: Path, timeline: Timeline) -> None:
         try:
-            gantt.draw_timelines({timeline.strategy: timeline}, self.picture_path)
-        except Exception as error:  # whatever it is, it must not end a fit that went well
-            rank_zero_warn(f"{self.trace_path} is written, but no picture: {error}")
+            files.write_whole(path, encode(timeline))
+        except OSError as error:  # a full disk must not end the training
+            rank_zero_warn(f"TimelineRecorder could not write: {error}")
 
 
 class Recording(Tracer):
@@ -314,11 +306,3 @@ def _exchange(item: T, to_all: bool = True) -> list[T]:
     else:
         dist.gather_object(item)
     return items
-
-
-def _attempt(write: Callable[[], None]) -> None:
-    """A full disk must not end the training."""
-    try:
-        write()
-    except OSError as error:
-        rank_zero_warn(f"TimelineRecorder could not write: {error}")
