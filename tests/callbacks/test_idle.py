@@ -25,7 +25,6 @@ from benchmarks.idle.truth import expected
 from lightning_odc import Minibatch
 from lightning_odc.callbacks import DeviceIdleMonitor, TimelineRecorder
 from lightning_odc.callbacks.idle import sources
-from lightning_odc.callbacks.idle.channels import NoteChannel
 from lightning_odc.callbacks.idle.measurement import StepMeter
 from lightning_odc.callbacks.idle.sources import DataClock
 from lightning_odc.callbacks.idle.summary import (
@@ -276,8 +275,7 @@ def test_one_device_another_profiler_and_the_progress_bar(tmp_path):
     [path] = tmp_path.glob("**/metrics.csv")
     header = path.read_text().splitlines()[0].split(",")
     assert {"idle/fraction", "imbalance", "samples_per_second", "idle/fraction_epoch", "step"} <= set(header)
-    # What is known of the last step comes when the bar is done.
-    assert fitting.progress_bar_metrics["idle/fraction"] == pytest.approx(memory.steps[-2]["idle/fraction"])
+    assert fitting.progress_bar_metrics["idle/fraction"] == pytest.approx(memory.steps[-1]["idle/fraction"])
 
 
 class Refusing(Memory):
@@ -401,18 +399,6 @@ def test_waiting_in_meetings_and_for_rank_0_in_broadcasts():
     steps = [StepNumbers(1.0, broadcasts=broadcasts) for broadcasts in heard]
     assert resolve(steps, common_clock=False)
     assert IdleCause.BROADCAST not in steps[1].waits
-
-
-def test_a_note_that_is_read_twice_counts_once():
-    engine: Any = SimpleNamespace(note=None, notes=[])
-    channel = NoteChannel(engine)
-    assert channel.receive() == []
-    channel.send([1.0, 2.0])
-    engine.notes = [None, None]  # of the step before
-    assert channel.receive() == []
-    engine.notes = [engine.note, engine.note]
-    assert channel.receive() == [[[1.0, 2.0], [1.0, 2.0]]]
-    assert channel.receive() == []
 
 
 class Strange:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, TypeGuard, cast
 
 import lightning.pytorch as pl
@@ -15,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParalle
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc.callbacks.idle.channels import Channel, NoteChannel, Round, SideChannel
+from lightning_odc.callbacks.idle.channels import Channel, Round
 from lightning_odc.callbacks.idle.sampling import CudaProfile, SampledWatch
 from lightning_odc.callbacks.idle.sources import (
     CollectiveWatch,
@@ -116,14 +117,6 @@ def _meets_all(strategy: Strategy) -> bool:
 
 def _channel_for(trainer: pl.Trainer) -> Channel:
     strategy = trainer.strategy
-    if trainer.world_size == 1:
-        return Channel()
-    if _on_demand(strategy) and _group_size(strategy) == 1:
-        return NoteChannel(strategy.engine)
-    if not isinstance(strategy, ODCStrategy):
-        has_group = dist.is_available() and dist.is_initialized() and dist.is_gloo_available()
-        if not has_group:
-            raise RuntimeError("its ranks have no process group with gloo to compare their times through")
     most_batches = trainer.accumulate_grad_batches
     for callback in cast(Any, trainer).callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
@@ -132,7 +125,7 @@ def _channel_for(trainer: pl.Trainer) -> Channel:
     # On CPUs, these two have a watch that reports every collective.
     if _on_cpu(strategy) and isinstance(strategy, ODCStrategy | ModelParallelStrategy):
         capacity = _MANY
-    return SideChannel(capacity + _PER_BATCH * most_batches)
+    return Channel(trainer.world_size, capacity + _PER_BATCH * most_batches)
 
 
 class StepMeter:
@@ -205,6 +198,16 @@ def on_outermost_calls(module: nn.Module, seen: Callable[[Any], None]) -> list[R
     return [entering, leaving]
 
 
+@dataclass
+class _Step:
+    """An optimizer step of this rank that not all ranks are known to have measured."""
+
+    number: int
+    numbers: StepNumbers
+    meetings: list[Any]  # those of its watch, which a device may not have passed yet
+    sent: Round | None = None  # its numbers, on their way between the ranks
+
+
 class IdleMeasurement:
     """Measures steps on this rank and learns every other rank's. Begin it on all ranks together."""
 
@@ -221,15 +224,14 @@ class IdleMeasurement:
         self._group_size = _group_size(strategy)
         self._comparable = True
         self._global_step = trainer.global_step
-        self._steps: deque[int] = deque()  # the numbers of steps whose rounds have not come
-        self._unsent: deque[tuple[StepNumbers, list[Any]]] = deque()
+        self._steps: deque[_Step] = deque()  # whose numbers have not come from all ranks
         self._broadcasts: list[Passage] = []
         self._in_batch = False
         self._meter = StepMeter(self._waits)
         loop: Any = trainer
         self._data = DataClock(
             loop.profiler,
-            on_fetch=self._fetch,
+            on_fetch=self._see_gap,
             waited=lambda: sum(self.watch.waits().values()),
             waits=self._stream_waits,
         )
@@ -266,13 +268,16 @@ class IdleMeasurement:
         if global_step == self._global_step:
             return False
         self._global_step = global_step
-        self._steps.append(global_step - 1)
         numbers = self._meter.end_step()
         numbers.seen = not self.watch.samples
         numbers.broadcasts, self._broadcasts = self._broadcasts, []
         if self._stream_waits is not None:
             numbers.waits |= self._stream_waits.take()
-        self._unsent.append((numbers, self.watch.take_meetings()))
+        self._steps.append(_Step(global_step - 1, numbers, self.watch.take_meetings()))
+        if self.watch.samples:  # all ranks together; this takes time, which counts in no step
+            self._meter.pause()
+            self.watch.end_step(numbers)
+            self._meter.resume()
         return True
 
     def pause(self) -> None:
@@ -281,20 +286,23 @@ class IdleMeasurement:
         self._count_waits(False)
         self.watch.interrupt()
 
-    def receive(self) -> Iterator[int]:
-        """After a step: exchange what there is, without waiting; yields the number of each step that is known now."""
-        if self.watch.samples:  # all ranks together; this takes time, which counts in no step
-            self._meter.pause()
-            self.watch.end_step(self._unsent[-1][0])
-            self._meter.resume()
-        rounds = self._channel.receive()
-        self._send(wait=False)
-        return self._add(rounds)
+    def receive(self, wait: bool = False) -> Iterator[int]:
+        """Send what there is; yields the number of each step that is known of all ranks now.
 
-    def finish(self) -> Iterator[int]:
-        """Like `receive`, for all steps so far. Waits; all ranks together."""
-        self._send(wait=True)
-        return self._add(self._channel.finish())
+        With ``wait`` these are all steps. All ranks together.
+        """
+        for step in self._steps:
+            if step.sent is None and not self._send(step, wait):
+                break
+        while self._steps:
+            sent = self._steps[0].sent
+            if sent is None or not (wait or sent.has_come):
+                break
+            ranks = sent.by_rank()
+            self._comparable = resolve(ranks, self._common_clock, self._group_size) and self._comparable
+            self.recent.add(ranks)
+            self.epoch.add(ranks)
+            yield self._steps.popleft().number
 
     def release(self, trainer: pl.Trainer) -> None:
         """Leave everything as it was found."""
@@ -308,30 +316,21 @@ class IdleMeasurement:
         """What `recent` or `epoch` amounts to."""
         return summary.values(self.complete, per_rank, self._group_size)
 
-    def _add(self, rounds: list[Round]) -> Iterator[int]:
-        for numbers in rounds:
-            ranks = [StepNumbers.from_floats(of_rank) for of_rank in numbers]
-            self._comparable = resolve(ranks, self._common_clock, self._group_size) and self._comparable
-            self.recent.add(ranks)
-            self.epoch.add(ranks)
-            yield self._steps.popleft()
+    def _send(self, step: _Step, wait: bool) -> bool:
+        """Send the numbers of a step, if its device has passed it."""
+        meetings = self.watch.read(step.meetings, wait)
+        if meetings is None:
+            return False
+        step.numbers.meetings = meetings
+        if len(step.numbers.to_floats()) > self._channel.capacity:
+            step.numbers.meetings = []
+            step.numbers.broadcasts = []
+            self._comparable = False
+        step.sent = self._channel.send(step.numbers)
+        return True
 
-    def _send(self, wait: bool) -> None:
-        while self._unsent:
-            numbers, taken = self._unsent[0]
-            meetings = self.watch.read(taken, wait)
-            if meetings is None:
-                return
-            numbers.meetings = meetings
-            if len(numbers.to_floats()) > self._channel.capacity:
-                numbers.meetings = []
-                numbers.broadcasts = []
-                self._comparable = False
-            self._channel.send(numbers.to_floats())
-            self._unsent.popleft()
-
-    def _fetch(self, gap: Passage) -> None:
-        """Fetch the next batch. Between two batches is Lightning's broadcast: see `DataClock`."""
+    def _see_gap(self, gap: Passage) -> None:
+        """The next batch is fetched. Between two batches is Lightning's broadcast: see `DataClock`."""
         if self._meter.running and not self._in_batch:
             self._broadcasts.append(gap)
         self._resume()

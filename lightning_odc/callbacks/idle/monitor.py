@@ -43,7 +43,7 @@ class DeviceIdleMonitor(Callback):
 
     The strategy decides which of them can be measured. The others are left out, never guessed. The page *Idle time* of
     the documentation has the list. No rank waits in a step for a message of the monitor: the values of a step are
-    logged one step later, under its own number.
+    logged when those of all ranks have come, usually one step later, under its own number.
 
     Args:
         every_n_steps: Number of optimizer steps whose mean is logged; by default ``Trainer(log_every_n_steps=...)``.
@@ -104,9 +104,11 @@ class DeviceIdleMonitor(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
         measurement = self._measurement
-        if measurement is None or not measurement.end_batch(trainer.global_step):
+        if measurement is None:
             return
         with self._harmless(trainer):
+            if not measurement.end_batch(trainer.global_step):
+                return
             logged = self._log_steps(trainer, measurement, measurement.receive())
             name = "idle/data_seconds"
             if self.complete:
@@ -133,7 +135,7 @@ class DeviceIdleMonitor(Callback):
             return
         with self._harmless(trainer):
             measurement.pause()
-            self._log_steps(trainer, measurement, measurement.finish())
+            self._log_steps(trainer, measurement, measurement.receive(wait=True))
             epoch, measurement.epoch = measurement.epoch, IdleSummary()
             values = measurement.values(epoch, self.per_rank) | _memory_values(trainer)
             self.last_epoch = {f"{name}_epoch": value for name, value in values.items()}

@@ -62,9 +62,7 @@ def decode(content: bytes) -> Timeline:
     """The timeline in a trace file."""
     try:
         trace = json.loads(content)
-        about = {}
-        if isinstance(trace, dict):
-            about = trace.get("otherData")
+        about = trace.get("otherData")
         if about.get("format") != FORMAT:
             raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
         spans: dict[int, list[Span]] = {one["rank"]: [] for one in about["ranks"]}
