@@ -26,12 +26,14 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from lightning_odc.arguments import checked
 from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.packing import PackingCollator
 from lightning_odc.rl.ranks import CPU
 from lightning_odc.strategy.model_facts import separates_samples
 
 
+@checked
 class Rollout:
     """A prompt with one sampled response: ``T`` tokens in all, ``R`` of them in the response.
 
@@ -60,7 +62,7 @@ class Rollout:
         reward: float | Tensor = 0.0,
         group: int | str | Tensor = 0,
         *,
-        advantage: float | None = None,
+        advantage: float | Tensor | None = None,
         logprobs: Tensor | Sequence[float] | None = None,
         ref_logprobs: Tensor | Sequence[float] | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -85,6 +87,8 @@ class Rollout:
             number = group.item()
         self.group: int | str = number
         self.advantage = advantage
+        if advantage is not None:
+            self.advantage = float(advantage)
         self.logprobs = self._scores("logprobs", logprobs)
         self.ref_logprobs = self._scores("ref_logprobs", ref_logprobs)
         self.metadata = dict(metadata or {})
