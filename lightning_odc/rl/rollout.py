@@ -19,14 +19,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from lightning_odc.arguments import checked
+from lightning_odc.arguments import Like, checked
 from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.packing import PackingCollator
 from lightning_odc.rl.ranks import CPU
@@ -57,10 +57,10 @@ class Rollout:
 
     def __init__(
         self,
-        tokens: Tensor | Sequence[int],
+        tokens: Annotated[Tensor | Sequence[int], Like("output[0, :length] (one row of integers)")],
         prompt_length: int | Tensor,
-        reward: float | Tensor = 0.0,
-        group: int | str | Tensor = 0,
+        reward: float | bool | Tensor = 0.0,
+        group: Annotated[int | str | Tensor, Like("int(index_of_the_prompt)")] = 0,
         *,
         advantage: float | Tensor | None = None,
         logprobs: Tensor | Sequence[float] | None = None,

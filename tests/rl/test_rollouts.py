@@ -251,11 +251,12 @@ def test_rewards_that_are_not_finite_travel_and_what_is_wrong_is_said() -> None:
     assert there[0].reward == math.inf
     assert math.isnan(there[1].reward)
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"tokens": [[1, 2]]}, r"Rollout\(output\[0, :length\], prompt_length\)"),
+        ({"tokens": [[1, 2]]}, r"output\[0, :length\] \(one row of integers"),
         ({"tokens": [0.5, 1.0]}, "one row of integers"),
         ({"prompt_length": 0}, "at least one token"),
         ({"prompt_length": 4}, "prompt_length=4 of 3 tokens"),
         ({"logprobs": [0.0, 0.0, 0.0]}, r"logprobs .* shape \[3\], and its response has 2"),
+        ({"group": (1, 2)}, "group=int"),
     ]
     usual: dict[str, Any] = {"tokens": [1, 2, 3], "prompt_length": 1}
     assert_refused(lambda wrong: Rollout(**usual | wrong), cases, (ValueError, TypeError))
