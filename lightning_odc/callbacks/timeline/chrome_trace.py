@@ -63,7 +63,7 @@ def decode(content: bytes) -> Timeline:
     try:
         trace = json.loads(content)
         about = trace.get("otherData")
-        if about.get("format") != FORMAT:
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
         spans: dict[int, list[Span]] = {one["rank"]: [] for one in about["ranks"]}
         for event in trace["traceEvents"]:
