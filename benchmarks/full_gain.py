@@ -57,7 +57,7 @@ _SINGLE = """\
 +        accumulate_grad_batches=8,
 """
 _SAID = re.compile(
-    r"epoch 1(?:, \w+)?: (?:idle/fraction ([-\d.e]+), )?samples_per_second ([\d.e+]+), tokens_per_second ([\d.e+]+)"
+    r"epoch 1(?:, \w+)?: (?:ranks waited ([-\d.e]+) %[^;]*|waiting [^;]*); ([-\d.e]+) %[^;]*; ([\d.e+]+) samples/s"
 )
 
 
@@ -128,16 +128,12 @@ def figures(output: str, program: str) -> dict[str, float]:
     """
     if len(said := _SAID.findall(output)) != 1:
         raise ValueError(f"a program must print its figures once:\n{output[-4000:]}")
-    samples, tokens = map(float, said[0][1:])
+    waiting, padding, samples = said[0]
     made: dict[str, Any] = {"__name__": "page"}
     exec(compile(program, "finetune.py", "exec"), made)
-    lengths = [len(sample["input_ids"]) for sample in made["Functions"]()]
-    mean = sum(lengths) / len(lengths)
-    padding = 1 - mean * samples / tokens
-    found = {"seconds": len(lengths) / samples, "padding": padding}
-    waiting = said[0][0]
+    found = {"seconds": len(made["Functions"]()) / float(samples), "padding": float(padding) / 100}
     if waiting:
-        found["waiting"] = float(waiting)
+        found["waiting"] = float(waiting) / 100
     return found
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_odc.arguments import checked
 from lightning_odc.data.content import named, tensors_of
+from lightning_odc.data.packing import IGNORE_INDEX
 from lightning_odc.data.weighting import LabelCounter
 
 if TYPE_CHECKING:
@@ -282,6 +283,31 @@ def token_count(batch: Any) -> int | None:
     return _sum_over(batch, count)
 
 
+def real_token_count(batch: Any) -> Tensor | int | None:
+    """Tokens of a batch without padding; a tensor on its device where it counts them there.
+
+    Unknown where nothing tells which tokens are padding. An ``attention_mask`` tells it, and so do the bounds of a
+    packed row. With ``labels`` alone, padding is what stands behind the last label that counts. One row has none.
+    """
+
+    def count(microbatch: Any) -> Tensor | int | None:
+        cells = token_count(microbatch)
+        if cells is None or named(microbatch, "cu_seqlens") is not None:
+            return cells
+        mask = named(microbatch, "attention_mask")
+        if mask is not None and mask.numel() == cells:
+            return mask.sum()
+        labels = named(microbatch, "labels")
+        if labels is not None and labels.dim() == 2 and labels.numel() == cells:
+            counts = labels != IGNORE_INDEX
+            return (counts.flip(1).cumsum(1) > 0).sum()
+        if sample_count(microbatch) == 1:
+            return cells
+        return None
+
+    return _sum_over(batch, count)
+
+
 def sample_count(batch: Any) -> int | None:
     """Samples in a batch: those of a packed row, by their bounds, or the first dimension of the first tensor."""
 
@@ -302,10 +328,12 @@ def _first_tensor(batch: Any) -> Tensor | None:
     return next((tensor for _, tensor in tensors_of(batch)), None)
 
 
-def _sum_over(batch: Any, count: Callable[[Any], int | None]) -> int | None:
+def _sum_over(batch: Any, count: Callable[[Any], Any]) -> Any:
     """The count over all microbatches; unknown if one is unknown. Batches may be of any kind, and must never raise."""
     try:
         counts = [count(microbatch) for microbatch in microbatches_of(batch)]
     except Exception:
         return None
-    return None if None in counts else sum(filter(None, counts))
+    if any(one is None for one in counts):
+        return None
+    return sum(counts)

@@ -29,6 +29,7 @@ from lightning_odc.callbacks.idle.measurement import StepMeter
 from lightning_odc.callbacks.idle.sources import DataClock
 from lightning_odc.callbacks.idle.summary import (
     IdleCause,
+    IdleSummary,
     StepNumbers,
     resolve,
     waits_in_broadcasts,
@@ -36,7 +37,7 @@ from lightning_odc.callbacks.idle.summary import (
 )
 from lightning_odc.callbacks.timeline.spans import Passage
 from lightning_odc.data.loader import Microbatch
-from lightning_odc.data.minibatch import sample_count, token_count
+from lightning_odc.data.minibatch import real_token_count, sample_count, token_count
 from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.engine.peers import Word
 from tests.support.modules import Memory, TokenModule, loader, trainer, warned
@@ -293,7 +294,11 @@ def test_loggers_that_refuse_or_are_missing(caplog):
     with caplog.at_level(logging.INFO):
         one_process(monitor)
     [said] = [line for line in caplog.messages if line.startswith("DeviceIdleMonitor, epoch 0: ")]
-    assert f"samples_per_second {monitor.last_epoch['samples_per_second_epoch']:.4g}" in said
+    last = monitor.last_epoch
+    assert said.endswith(
+        f"ranks waited {100 * last['idle/fraction_epoch']:.3g} % of the time; 0 % of the computed tokens were padding; "
+        f"{last['samples_per_second_epoch']:.4g} samples/s, {last['tokens_per_second_epoch']:.4g} tokens/s"
+    )
     with pytest.raises(ValueError, match=r"every_n_steps=0\) cannot work. Write every_n_steps=8"):
         DeviceIdleMonitor(every_n_steps=0)
 
@@ -435,6 +440,45 @@ def test_samples_and_tokens_are_counted_wherever_they_are():
     meter.count(Minibatch([]))
     step = meter.end_step()
     assert (step.microbatches, step.samples, step.tokens) == (2, 4, 9)
+
+
+MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
+LABELS = torch.tensor([[-100, 5, 7], [-100, 4, -100]])
+#: Batches, and their tokens without padding.
+REAL: list[tuple[Any, int | None]] = [
+    ({"input_ids": IDS, "attention_mask": MASK}, 4),
+    ({"input_ids": IDS, "attention_mask": MASK, "labels": LABELS}, 4),
+    ({"input_ids": IDS, "labels": LABELS}, 5),
+    ({"input_ids": IDS, "labels": torch.ones(2, dtype=torch.long)}, None),
+    ({"input_ids": IDS}, None),
+    (PACKED, 6),
+    (IDS[:1], 3),
+    (Minibatch([]), 0),
+    (Minibatch([{"input_ids": IDS, "attention_mask": MASK}, PACKED]), 10),
+    (Minibatch([{"input_ids": IDS}, PACKED]), None),
+    (torch.rand(2, 3), None),
+    (Strange(), None),
+]
+
+
+def test_padding_is_counted_where_something_tells_it():
+    for batch, real in REAL:
+        count = real_token_count(batch)
+        assert (None if count is None else int(count)) == real, batch
+    meter = StepMeter(dict)
+    meter.resume()
+    meter.count(REAL[0][0])
+    numbers = StepNumbers.from_floats(meter.end_step().to_floats())
+    numbers.seconds = 2.0
+    summary = IdleSummary()
+    summary.add([numbers])
+    values = summary.values(complete=True, per_rank=False)
+    assert (values["tokens_per_second"], values["computed_tokens_per_second"]) == (2.0, 3.0)
+    assert values["padding/fraction"] == pytest.approx(1 / 3)
+    meter.count({"input_ids": IDS})
+    unknown = IdleSummary()
+    unknown.add([meter.end_step()])
+    assert not {"tokens_per_second", "padding/fraction"} & set(unknown.values(complete=True, per_rank=False))
 
 
 def test_a_loader_that_waits_for_other_ranks_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:

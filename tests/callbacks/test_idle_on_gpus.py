@@ -450,7 +450,7 @@ def test_without_a_profiler_on_one_rank_all_know_why():
     for complete, epoch in (first, second):
         assert not complete
         assert {"step_seconds_epoch", "idle/data_seconds_epoch", "tokens_per_second_epoch"} <= set(epoch)
-        assert not any("fraction" in name or "gpu" in name or "busy" in name for name in epoch)
+        assert not any("idle/fraction" in name or "gpu" in name or "busy" in name for name in epoch)
     assert (len(said), silent) == (1, [])
     assert (
         "cannot see" in said[0]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.callbacks.idle.channels import Channel, Round
@@ -38,7 +38,7 @@ from lightning_odc.callbacks.idle.summary import (
     resolve,
 )
 from lightning_odc.callbacks.timeline.spans import Passage, machine
-from lightning_odc.data.minibatch import microbatches_of, sample_count, token_count
+from lightning_odc.data.minibatch import microbatches_of, real_token_count, sample_count, token_count
 from lightning_odc.strategy.odc import ODCStrategy
 
 _FEW = 64  # numbers that a rank can send per step
@@ -161,6 +161,7 @@ class StepMeter:
             self._step.microbatches += len(microbatches_of(batch))
             self._step.samples += _or_unknown(sample_count(batch))
             self._step.tokens += _or_unknown(token_count(batch))
+            self._step.real_tokens += _or_unknown(real_token_count(batch))
 
     def end_step(self) -> StepNumbers:
         """The numbers of the step that ends now; the next one begins."""
@@ -170,7 +171,7 @@ class StepMeter:
         return step
 
 
-def _or_unknown(count: int | None) -> float:
+def _or_unknown(count: Any) -> Any:
     if count is None:
         return UNKNOWN
     return count
@@ -205,6 +206,7 @@ class _Step:
     number: int
     numbers: StepNumbers
     meetings: list[Any]  # those of its watch, which a device may not have passed yet
+    counted: Any = None  # the event by which a device has counted its tokens
     sent: Round | None = None  # its numbers, on their way between the ranks
 
 
@@ -273,7 +275,11 @@ class IdleMeasurement:
         numbers.broadcasts, self._broadcasts = self._broadcasts, []
         if self._stream_waits is not None:
             numbers.waits |= self._stream_waits.take()
-        self._steps.append(_Step(global_step - 1, numbers, self.watch.take_meetings()))
+        step = _Step(global_step - 1, numbers, self.watch.take_meetings())
+        self._steps.append(step)
+        if isinstance(numbers.real_tokens, Tensor) and self._stream_waits is not None:
+            numbers.real_tokens = numbers.real_tokens.to("cpu", non_blocking=True)
+            step.counted = self._stream_waits.stream.mark()
         if self.watch.samples:  # all ranks together; this takes time, which counts in no step
             self._meter.pause()
             self.watch.end_step(numbers)
@@ -318,6 +324,8 @@ class IdleMeasurement:
 
     def _send(self, step: _Step, wait: bool) -> bool:
         """Send the numbers of a step, if its device has passed it."""
+        if step.counted is not None and not wait and not step.counted.query():
+            return False
         meetings = self.watch.read(step.meetings, wait)
         if meetings is None:
             return False

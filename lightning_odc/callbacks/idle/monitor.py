@@ -19,14 +19,12 @@ from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.errors import ODCError
 
-_SAID = ("idle/fraction", "samples_per_second", "tokens_per_second")
-
 
 @checked
 class DeviceIdleMonitor(Callback):
     """Logs how long devices waited, for what, and how unevenly they were loaded, per optimizer step and per epoch.
 
-    Without a logger, it prints a line at the end of each epoch.
+    At the end of each epoch it prints one line: waiting, padding, and samples and tokens per second.
 
     Values, each also with the suffix ``_epoch``; seconds are means over ranks, per optimizer step:
 
@@ -37,7 +35,9 @@ class DeviceIdleMonitor(Callback):
     - ``idle/within_group_fraction``: the part of ``idle/fraction`` in collectives of ranks that compute one sample;
     - ``busy_seconds``, ``step_seconds``; ``imbalance``, the busiest rank's busy time over the mean;
     - ``gpu/<part>_seconds``: ``kernel``, ``collective``, ``empty``, if steps on GPUs are profiled;
-    - ``microbatches`` of all ranks in a step, ``samples_per_second``, ``tokens_per_second``;
+    - ``microbatches`` of all ranks in a step, ``samples_per_second``;
+    - ``computed_tokens_per_second`` with padding; ``tokens_per_second`` without it, and ``padding/fraction``, its part
+      of the computed tokens, if a mask, labels or the bounds of packed rows tell what is padding;
     - with a `BalancedDataLoader`, by the latest step: ``memory/max_tokens``;
       ``memory/ran_out``, microbatches so far that ran out of memory.
 
@@ -140,12 +140,10 @@ class DeviceIdleMonitor(Callback):
             values = measurement.values(epoch, self.per_rank) | _memory_values(trainer)
             self.last_epoch = {f"{name}_epoch": value for name, value in values.items()}
             self._write(trainer, {**self.last_epoch, "epoch": trainer.current_epoch}, trainer.global_step - 1)
-            if not trainer.loggers:
-                said = [f"{name} {values[name]:.4g}" for name in _SAID if name in values]
-                where = f"epoch {trainer.current_epoch}"
-                if self.communication:
-                    where += f", {self.communication}"
-                rank_zero_info(f"DeviceIdleMonitor, {where}: {', '.join(said)}")
+            where = f"epoch {trainer.current_epoch}"
+            if self.communication:
+                where += f", {self.communication}"
+            rank_zero_info(f"DeviceIdleMonitor, {where}: {_in_words(values)}")
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -212,6 +210,22 @@ class DeviceIdleMonitor(Callback):
         measurement, self._measurement = self._measurement, None
         if measurement is not None:
             measurement.release(trainer)
+
+
+def _in_words(values: dict[str, float]) -> str:
+    """What happened in an epoch, for people."""
+    waiting = "waiting for other ranks is not measured"
+    if "idle/fraction" in values:
+        waiting = f"ranks waited {100 * values['idle/fraction']:.3g} % of the time"
+    padding = "how many tokens were padding is unknown"
+    if "padding/fraction" in values:
+        padding = f"{100 * values['padding/fraction']:.3g} % of the computed tokens were padding"
+    speeds = []
+    for unit in ("samples", "tokens"):
+        name = f"{unit}_per_second"
+        if name in values:
+            speeds.append(f"{values[name]:.4g} {unit}/s")
+    return f"{waiting}; {padding}; {', '.join(speeds)}"
 
 
 def _memory_values(trainer: pl.Trainer) -> dict[str, float]:

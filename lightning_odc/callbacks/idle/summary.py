@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
+from torch import Tensor
+
 from lightning_odc.callbacks.timeline.spans import Passage
 from lightning_odc.engine.waiting import Cause
 from lightning_odc.metrics import idle_fraction, imbalance
@@ -47,7 +49,8 @@ class StepNumbers:
     waits: dict[IdleCause, float] = field(default_factory=dict)  # seconds of waiting by cause
     microbatches: float = 0  # how many this rank ran
     samples: float = 0  # samples in these microbatches
-    tokens: float = 0  # tokens in these microbatches
+    tokens: float = 0  # tokens in these microbatches, padding included
+    real_tokens: float | Tensor = 0  # without padding; a device may still count them
     meetings: list[Passage] = field(default_factory=list)  # this rank's collectives, in order
     broadcasts: list[Passage] = field(default_factory=list)  # this rank's broadcasts from rank 0, in order
     seen: bool = True  # waiting was measured in this step; only in some, where single steps are looked at
@@ -72,7 +75,8 @@ class StepNumbers:
 
     def to_floats(self) -> list[float]:
         """Convert to numbers to send; `from_floats` is the inverse."""
-        head = [self.seconds, self.microbatches, self.samples, self.tokens, float(self.seen)]
+        head = [self.seconds, self.microbatches, self.samples, self.tokens]
+        head += [float(self.real_tokens), float(self.seen)]
         counts = [len(self.meetings), len(self.broadcasts)]
         waits = [self.waits.get(cause, UNKNOWN) for cause in IdleCause]
         parts = [self.parts.get(part, UNKNOWN) for part in DevicePart]
@@ -82,7 +86,7 @@ class StepNumbers:
     @classmethod
     def from_floats(cls, numbers: Sequence[float]) -> StepNumbers:
         """The step that was sent. A channel may have added zeros at the end."""
-        seconds, microbatches, samples, tokens, seen, met, heard, *rest = numbers
+        seconds, microbatches, samples, tokens, real_tokens, seen, met, heard, *rest = numbers
         waits = _known(zip(IdleCause, rest, strict=False))
         del rest[: len(IdleCause)]
         parts = _known(zip(DevicePart, rest, strict=False))
@@ -92,9 +96,8 @@ class StepNumbers:
         last = int(met)
         meetings = passages[:last]
         broadcasts = passages[last : last + int(heard)]
-        return cls(
-            seconds, waits, microbatches, samples, tokens, meetings, broadcasts, seen=bool(seen), parts=parts
-        )
+        counts = (microbatches, samples, tokens, real_tokens)
+        return cls(seconds, waits, *counts, meetings, broadcasts, seen=bool(seen), parts=parts)
 
 
 def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) -> list[float] | None:
@@ -179,6 +182,7 @@ class _Totals:
             total.microbatches += rank.microbatches
             total.samples += rank.samples
             total.tokens += rank.tokens
+            total.real_tokens += rank.real_tokens
             add_seconds(total.waits, rank.waits)
             add_seconds(total.parts, rank.parts)
 
@@ -257,10 +261,14 @@ def _of_ranks(
     ranks = whole.ranks[chosen][::group_size]  # a group runs a sample once
     seen_ranks = seen.ranks[chosen]
     seconds = max(rank.seconds for rank in ranks) or UNKNOWN
+    computed = sum(rank.tokens for rank in ranks)
+    real = float(sum(rank.real_tokens for rank in ranks))
     values = {
         "microbatches": sum(rank.microbatches for rank in ranks) / whole.steps,
         "samples_per_second": sum(rank.samples for rank in ranks) / seconds,
-        "tokens_per_second": sum(rank.tokens for rank in ranks) / seconds,
+        "tokens_per_second": real / seconds,
+        "computed_tokens_per_second": computed / seconds,
+        "padding/fraction": 1 - real / (computed or UNKNOWN),
     }
     for part in DevicePart:
         if any(part in rank.parts for rank in seen_ranks):
