@@ -367,7 +367,7 @@ def test_a_summary_speaks_of_the_steps_that_were_looked_at():
     summary = IdleSummary()
     assert summary.values(complete=True, per_rank=True) == {}
     for _ in range(3):
-        summary.add([StepNumbers(1.0, {IdleCause.DATA: 0.5}, 1, 1, math.nan, seen=False)] * 2)
+        summary.add([StepNumbers(1.0, {IdleCause.DATA: 0.5}, 1, 1, 5, math.nan, seen=False)] * 2)
     before = summary.values(complete=True, per_rank=True)
     assert not {"idle/fraction", "tokens_per_second", "tokens_per_second_rank0"} & set(before)
     assert (before["samples_per_second"], before["idle/data_seconds"]) == (2, 0.5)
