@@ -192,7 +192,7 @@ def loader_of(project: Project, row: Row, rank: int, ranks: int) -> Any:
     """What a rank reads."""
     data = project.data()
     if row.loader == "planned":
-        options: Any = {"policy": "lb_micro", "unroll": True, "weighting": "next_token", "shuffle": True}
+        options: Any = {"balance": "lb_micro", "unroll": True, "weighting": "next_token", "shuffle": True}
         return BalancedDataLoader(
             data, minibatch_size=EACH, collate_fn=project.collate, num_replicas=ranks, rank=rank, **options
         )

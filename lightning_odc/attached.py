@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat
 from lightning_odc.arguments import checked
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import refuse_optimizers, text_of
 from lightning_odc.engine.base import Engine, WeightKind, total_weight
 from lightning_odc.engine.collective import CollectiveEngine
@@ -30,6 +33,10 @@ from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError, PeerFailedError, WindowError
+from lightning_odc.run.attempt import Attempt, OnOutOfMemory, Retry
+from lightning_odc.run.measurements import Measurements
+from lightning_odc.run.minibatch import Arrived, Door, Runner
+from lightning_odc.run.wording import Wording
 from lightning_odc.sharding.engines import (
     DEFAULT_TIMEOUT,
     HANG_REPORT_AFTER,
@@ -40,16 +47,27 @@ from lightning_odc.sharding.engines import (
 )
 from lightning_odc.sharding.meshes import meshes_of, place_on
 from lightning_odc.sharding.stepping import by_lists, clip
+from lightning_odc.trial.run import BatchOf, Trial, try_loss
+
+WORDING = Wording(
+    name="attach",
+    option='attach(model, %s="%s")',
+    loader_option='BalancedDataLoader(..., %s="%s")',
+    step="step",
+    equal_counts="Your loop must then run equally many microbatches on every rank, which `plan_minibatch(..., "
+    'policy="lb_micro")` and `BalancedDataLoader(..., balance="lb_micro")` plan.',
+)
 
 
 @checked
 def attach(
     model: nn.Module,
     *,
-    communication: Literal["on_demand", "collective"] = "on_demand",
+    communication: Literal["auto", "on_demand", "collective"] = "on_demand",
     keep_gathered: MemorySize = "auto",
     deterministic: bool = False,
     accumulator_dtype: FloatDtype | None = None,
+    on_out_of_memory: OnOutOfMemory = "split",
     timeout: Timeout = DEFAULT_TIMEOUT,
 ) -> Attached:
     """Let a model that was sharded with ``fully_shard`` communicate on demand, in a loop of your own.
@@ -66,10 +84,12 @@ def attach(
     Args:
         model: The root module; ``fully_shard`` was called on it and on its blocks.
         communication: ``"on_demand"``, or ``"collective"``: the same loop over the collectives of ``fully_shard``,
-            where every rank must run equally many microbatches.
+            where every rank must run equally many microbatches. ``"auto"`` is ``"on_demand"`` where that can run and
+            has proven itself, and else ``"collective"``, with a warning that says why.
         keep_gathered: The memory per rank for what then moves once per optimizer step, as in `ODCStrategy`.
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
+        on_out_of_memory: What `Attached.run` does when a microbatch does not fit into memory, as in `ODCStrategy`.
         timeout: The longest wait for another rank.
 
     Raises:
@@ -77,33 +97,59 @@ def attach(
         TypeError: The model is sharded with ``FullyShardedDataParallel``.
         WindowError: On-demand communication cannot run here, or has not proven itself; on all ranks.
     """
+    return attach_as(
+        WORDING,
+        model,
+        communication=communication,
+        keep_gathered=keep_gathered,
+        deterministic=deterministic,
+        accumulator_dtype=accumulator_dtype,
+        on_out_of_memory=on_out_of_memory,
+        timeout=timeout,
+    )
+
+
+def attach_as(
+    wording: Wording,
+    model: nn.Module,
+    *,
+    communication: str = "auto",
+    on_out_of_memory: OnOutOfMemory = "split",
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    **engine: Any,
+) -> Attached:
+    """As `attach`, in the words of another way to train."""
     _check_sharded(model)
     mesh, groups = meshes_of(model)
     sample_group = None
     if groups is not None:
         sample_group = SampleGroup(groups, timeout)
-    place = place_on(mesh, sample_group, communication)
-    engine = make_engine(
-        place,
-        communication=communication,
-        keep_gathered=keep_gathered,
-        deterministic=deterministic,
-        accumulator_dtype=accumulator_dtype,
-        timeout=timeout,
-        hang_report=HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank),
-    )
+
+    def made(communication: str) -> Attached:
+        place = place_on(mesh, sample_group, communication)
+        report = HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank)
+        mover = make_engine(place, communication=communication, timeout=timeout, hang_report=report, **engine)
+        try:
+            if communication == "on_demand":
+                check_device(place.device.type)
+            mover.attach(model)
+        except WindowError:  # on all ranks
+            mover.close()
+            raise
+        retry = Retry(on_out_of_memory, mover, place.device, model.buffers(), wording)
+        return Attached(model, mover, sample_group, communication, retry)
+
     try:
-        if communication == "on_demand":
-            check_device(place.device.type)
-        engine.attach(model)
-    except WindowError as error:  # on all ranks
-        engine.close()
-        reason = str(error).replace("ODCStrategy(", "attach(model, ")
-        raise WindowError(
-            f"On-demand communication cannot run here: {reason}\nIf your loop runs equally many microbatches on every "
-            'rank, write attach(model, communication="collective").'
-        ) from None
-    attached = Attached(model, engine, sample_group)
+        attached = made("on_demand" if communication == "auto" else communication)
+    except WindowError as error:
+        if communication != "auto":
+            reason = str(error).replace("ODCStrategy(", "attach(model, ")
+            raise WindowError(
+                f"On-demand communication cannot run here: {reason}\nIf your loop runs equally many microbatches on "
+                'every rank, write attach(model, communication="collective").'
+            ) from None
+        warn_on_rank_0(wording.without_on_demand(error))
+        attached = made("collective")
     attached.compare_counts(timeout)
     return attached
 
@@ -136,12 +182,23 @@ class Attached:
     Attributes:
         model: The model.
         engine: What moves shards and gradients, with its measured waits and traffic.
+        communication: How bytes move, ``"on_demand"`` or ``"collective"``.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, sample_group: SampleGroup | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        engine: Engine,
+        sample_group: SampleGroup | None = None,
+        communication: str = "on_demand",
+        retry: Retry | None = None,  # what becomes of microbatches that run out of memory in `run`
+    ) -> None:
         self.model = model
+        self.communication = communication
         self.engine = engine
         self.sample_group = sample_group  # the ranks that compute the samples of this rank together with it
+        self._retry = retry
+        self._runner: Runner | None = None  # of a `Minibatch`
         self._ran = 0  # backward passes since the last optimizer step
         self._divisor = 1.0  # of the gradients that were settled last
         self._counts: EqualCounts | None = None
@@ -188,6 +245,40 @@ class Attached:
         with self.engine.backward(manual=True, more=more):
             yield
 
+    def run(self, minibatch: Minibatch, step: Callable[[Any], Any]) -> float | Tensor:
+        """Run this rank's microbatches of an optimizer step, forward and backward; then `step` or `settle`.
+
+        What runs out of memory runs again in parts. A rank that has finished runs microbatches of others, if the loader
+        balances by stealing. Times are measured, and a loader plans by them.
+
+        Args:
+            minibatch: What a `BalancedDataLoader` yields, or a `Minibatch` of your own.
+            step: Returns the loss of a microbatch: its mean, which the weight of the microbatch multiplies; or
+                ``{"loss": summed_loss, "num_items": n}``.
+
+        Returns:
+            The sum of this rank's losses, each times its weight.
+        """
+        if self._runner is None:
+            self.run_through(Loop(self.engine, self.model, step))
+        runner = self._runner
+        assert runner is not None
+        if isinstance(runner.door, Loop):
+            runner.door.step = step
+        runner.begin_batch()
+        runner.minibatch(minibatch)
+        return runner.batch.loss
+
+    def run_through(self, door: Door, seed: int = 0) -> Runner:
+        """What runs microbatches from now on, with random numbers from this seed."""
+        retry = self._retry
+        assert retry is not None
+        measurements = Measurements(lambda: sum(self.engine.waits.values()), retry.device, warn_on_rank_0)
+        self._runner = Runner(
+            door, self.engine, retry, measurements, sample_group=self.sample_group, seed=seed
+        )
+        return self._runner
+
     def settle(self) -> float:
         """Complete the gradients in ``.grad``, all ranks together. `step` does it by itself.
 
@@ -211,11 +302,16 @@ class Attached:
             )
         if self._counts is not None:
             self._counts.settle()
-        self.engine.ledger.is_idle = not self._ran
-        if self.sample_group is not None:
-            weight = float(self.engine.ledger.weight)
-            self.sample_group.check_same("microbatches", f"{self._ran} with the weight {weight:g}")
-        self._divisor = total_weight(self.engine.settle(None))
+        ledger = self.engine.ledger
+        ledger.is_idle = not (self._ran or ledger.is_weighted)
+        if self._runner is not None:
+            records = self._runner.settle()
+        else:
+            if self.sample_group is not None:
+                weight = float(ledger.weight)
+                self.sample_group.check_same("microbatches", f"{self._ran} with the weight {weight:g}")
+            records = self.engine.settle(None)
+        self._divisor = total_weight(records)
         self._ran = 0
         return self._divisor
 
@@ -313,6 +409,32 @@ class Attached:
                     self.sample_group.close()
         finally:
             self.engine.close()
+
+
+class Loop(Door):
+    """A loop of the user's own, of which a step is a function."""
+
+    def __init__(self, engine: Engine, model: nn.Module, step: Callable[[Any], Any]) -> None:
+        self.step = step
+        self._engine = engine
+        self._model = model
+
+    def call(self, batch: Any, arrived: Arrived) -> object:
+        return arrived(self.step(batch))
+
+    def backward(self, loss: Tensor, attempt: Attempt) -> None:
+        with self._engine.backward(manual=True, more=True, counts=not attempt.weight.is_weightless):
+            loss.backward()
+
+    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Trial:
+        device = next(self._model.parameters()).device
+        return try_loss(self.step, batch_of, tokens, self._model.modules(), device, rule=rule)
+
+
+def warn_on_rank_0(text: str) -> None:
+    """Say once what concerns all ranks."""
+    if dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=3)
 
 
 def _peer_trouble(engine: Engine, exception: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from lightning_odc.arguments import Count, checked
+from lightning_odc.attached import WORDING
 from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, FloatDtype, MemorySize, Timeout
 from lightning_odc.sharding.nodes import check_shards
@@ -54,10 +56,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         ValueError: An invalid value.
     """
 
-    _equal_counts = (
-        "Your loop must then run equally many microbatches on every rank, which `plan_minibatch(..., "
-        'policy="lb_micro")` and `BalancedDataLoader(..., policy="lb_micro")` plan.'
-    )
+    _wording = replace(WORDING, name="ODCFabricStrategy", option='ODCFabricStrategy(%s="%s")')
 
     def __init__(
         self,

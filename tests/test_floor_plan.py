@@ -28,6 +28,7 @@ NODES = {
     "engine": 29656,
     "huggingface": 2950,
     "rl": 3859,
+    "run": 2500,
     "sharding": 7648,
     "strategy": 21175,
     "trial": 5493,
@@ -107,8 +108,8 @@ def test_the_package_imports_nothing_beside_it():
     assert [(name, one) for name in FILES for one in names(name) if one.partition(".")[0] in beside] == []
 
 
-def test_the_engine_the_planner_the_trial_and_attach_do_without_lightning():
-    rooms = ("lightning_odc.engine", "lightning_odc.balance", "lightning_odc.trial")
+def test_the_engine_the_planner_the_trial_the_run_and_attach_do_without_lightning():
+    rooms = ("lightning_odc.engine", "lightning_odc.balance", "lightning_odc.trial", "lightning_odc.run")
     begin = {name for name in FILES if name.startswith(rooms)}
     reached, todo = (
         set(),

@@ -27,7 +27,7 @@ pytest.importorskip("accelerate")
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from lightning_odc import attach
+from lightning_odc import Minibatch, attach
 from lightning_odc.errors import WindowError
 from lightning_odc.huggingface import ODCTrainerMixin
 from tests.strategy.test_falling_back import REFUSED, no_room
@@ -266,9 +266,9 @@ class Recorded(ODCTrainerMixin, CouplesLater):
     """Keeps, for every batch, whether it was planned, and its samples."""
 
     def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
-        batches = [one.batch for one in inputs] if isinstance(inputs, list) else [inputs]
+        batches = list(inputs) if isinstance(inputs, Minibatch) else [inputs]
         rows = [row[row > 0].tolist() for batch in batches for row in batch["input_ids"]]
-        self.record.append((isinstance(inputs, list), rows))
+        self.record.append((isinstance(inputs, Minibatch), rows))
         return super().training_step(model, inputs, *args)
 
 
@@ -280,7 +280,7 @@ def test_a_loss_that_couples_samples_later_is_found_and_batches_stay_whole_from_
     made.record = []
     with warned() as said:
         made.train()
-    assert ["in step 10, " in text for text in said if "stay whole" in text] == [True] * (rank == 0)
+    assert ["In step 10, " in text for text in said if "stay whole" in text] == [True] * (rank == 0)
     assert [planned for planned, _ in made.record] == [True] * 11 + [False] * 13
     by_rank = of_all_ranks([rows for _, rows in made.record])
     for first in (0, 8, 16):

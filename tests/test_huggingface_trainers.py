@@ -28,6 +28,7 @@ pytest.importorskip("accelerate")
 import transformers
 from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from lightning_odc import Minibatch
 from lightning_odc.huggingface import ODCTrainerMixin
 from tests.strategy.test_models import VOCAB, causal_lm
 from tests.support.models import full_parameters
@@ -444,7 +445,7 @@ def train(rank: int, name: str, how: str, folder: str) -> Trained:
             compute_loss = kind.compute_loss
 
         def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
-            counts.append(len(inputs) if isinstance(inputs, list) else 1)
+            counts.append(len(inputs) if isinstance(inputs, Minibatch) else 1)
             return super().training_step(model, inputs, *args)
 
     made = (Balanced if how == "odc" else kind)(model=model, args=args, train_dataset=data, **named)

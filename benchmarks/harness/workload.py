@@ -110,7 +110,7 @@ class Workload:
             lengths=samples.lengths,
             minibatch_size=options.samples_per_rank,
             max_tokens=self.max_tokens or self.longest,
-            policy=policy,
+            balance=policy,
             cost=self.planned_cost(combination),
             weighting=self.weighting,
             collate_fn=self.collate,

@@ -135,7 +135,7 @@ def _run(variant: Variant, rank: int, world_size: int, options: dict[str, Any]) 
         lengths,
         lengths=lengths,
         minibatch_size=options["samples"],
-        policy=variant.policy,
+        balance=variant.policy,
         cost=PolynomialCost(quadratic=1.0, linear=0.0),  # what `Sleeper` does
         collate_fn=torch.tensor,
         num_replicas=world_size,

@@ -43,28 +43,28 @@ def _range(lengths: Ints) -> str:
 
 
 def _step(loader: BalancedDataLoader) -> str:
-    recipe = loader.recipe
-    samples = f"{recipe.minibatch_size} samples per rank"
-    if recipe.batches > 1:
-        samples += f" ({recipe.batches} accumulated batches of {recipe.minibatch_size // recipe.batches})"
-    if recipe.whole or loader.max_tokens is None:
+    options = loader.options
+    samples = f"{options.minibatch_size} samples per rank"
+    if options.batches > 1:
+        samples += f" ({options.batches} accumulated batches of {options.minibatch_size // options.batches})"
+    if loader.info.whole or loader.max_tokens is None:
         return samples
     return f"{samples}; at most {loader.max_tokens:,} tokens in a microbatch"
 
 
 def _plan(loader: BalancedDataLoader) -> str:
     recipe = loader.recipe
-    if recipe.whole:
-        can_level = recipe.batches > 1 and recipe.whole == "movable"
+    if loader.info.whole:
+        can_level = loader.options.batches > 1 and loader.info.whole == "movable"
         return "your batches stay whole" + ("; ranks swap some of them, to be level" if can_level else "")
-    return f'policy "{recipe.policy}"; {_cost(recipe, loader.learns)}'
+    return f'policy "{recipe.policy}"; {_cost(loader.options, loader.learns)}'
 
 
-def _cost(recipe: BatchOptions, learns: bool) -> str:
-    if not isinstance(recipe.cost, str):
-        return f"cost={type(recipe.cost).__name__}"
-    cost = f'cost="{recipe.cost}"'
-    if recipe.is_auto:
+def _cost(options: BatchOptions, learns: bool) -> str:
+    if not isinstance(options.cost, str):
+        return f"cost={type(options.cost).__name__}"
+    cost = f'cost="{options.cost}"'
+    if options.is_auto:
         cost += " from the model's size"
         if learns:
             cost += ", then from measured times"
@@ -72,12 +72,12 @@ def _cost(recipe: BatchOptions, learns: bool) -> str:
 
 
 def _expectation(loader: BalancedDataLoader) -> str:
-    if loader.recipe.whole:
+    if loader.info.whole:
         return "Expected: the padding of your batches, and fewer waits; DeviceIdleMonitor measures them."
     gain = loader.planned_gain(loader.info)
     if gain is None:
         return "Expected: not known before the stream is read; DeviceIdleMonitor measures it."
-    return gain.described(loader.recipe.minibatch_size)
+    return gain.described(loader.options.minibatch_size)
 
 
 class Ranks(Protocol):

@@ -6,14 +6,8 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_odc.data.plan import BatchOptions
+from lightning_odc.data.plan import BatchOptions, Recipe
 
-#: Names that the other of two classes has for the same thing.
-_ELSEWHERE = {
-    ("ODCStrategy", "policy"): "balance",
-    ("BalancedDataLoader", "balance"): "policy",
-    ("BalancedDataLoader", "batch_size"): "minibatch_size",
-}
 _TEACH = "BalancedDataLoader(..., num_replicas=8, rank=3), or neither to take them from torch.distributed"
 
 
@@ -31,7 +25,7 @@ def check_world(num_replicas: int | None, rank: int | None) -> None:
 
 def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
     """What to say about an argument that is not one of the known ones."""
-    close = _ELSEWHERE.get((owner, name)) or next(iter(difflib.get_close_matches(name, known, n=1)), None)
+    close = next(iter(difflib.get_close_matches(name, known, n=1)), None)
     if close:
         return f"{owner} does not know {name}=: did you mean {close}=?"
     return f"{owner} does not know {name}=. Its arguments are {', '.join(known)}."
@@ -39,10 +33,10 @@ def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
 
 def check_unroll(options: BatchOptions) -> None:
     """Refuse to unroll minibatches in which ranks have different numbers of microbatches."""
-    if not options.equal_counts:
+    if not Recipe(options).equal_counts:
         raise ValueError(
-            f"unroll=True needs equally many microbatches on all ranks; policy={options.policy!r} does not give that. "
-            'Write policy="lb_micro" (or "local_sort"), or unroll=False with ODCStrategy.'
+            f"unroll=True needs equally many microbatches on all ranks; balance={options.policy!r} does not give that. "
+            'Write balance="lb_micro" (or "local_sort"), or unroll=False with ODCStrategy.'
         )
     if options.learns:
         raise ValueError(
@@ -60,8 +54,8 @@ def check_stream(window: int | None, lengths: Any, options: BatchOptions, num_wo
         )
     if options.policy == "steal":
         raise ValueError(
-            'policy="steal" reads the samples of other ranks by index, and an IterableDataset has none: write '
-            'policy="lb_mini".'
+            'balance="steal" reads the samples of other ranks by index, and an IterableDataset has none: write '
+            'balance="lb_mini".'
         )
     if options.learns and num_workers:
         raise ValueError(

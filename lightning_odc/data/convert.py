@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal
 
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -44,9 +43,10 @@ def balanced_from(
     elif seed is None and dataloader.generator is not None:
         seed = dataloader.generator.initial_seed()
     workers: Any = {name: getattr(dataloader, name) for name in WorkerOptions.__annotations__}
-    balanced = BalancedDataLoader(
+    return BalancedDataLoader.of_batches(
         dataloader.dataset,
-        minibatch_size=size,
+        batch_size=size,
+        batches=batches,
         collate_fn=dataloader.collate_fn,
         shuffle=_shuffles(dataloader, sampler, distributed_sampler),
         seed=seed,
@@ -54,8 +54,6 @@ def balanced_from(
         **workers,
         **options,
     )
-    balanced.options = replace(balanced.options, batch_size=size, minibatch_size=size * batches)
-    return balanced
 
 
 def _plain(dataloader: DataLoader[Any]) -> str:

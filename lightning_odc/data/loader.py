@@ -38,9 +38,9 @@ from lightning_odc.data.lengths import (
     plain,
 )
 from lightning_odc.data.map_schedule import MapSchedule
-from lightning_odc.data.minibatch import Microbatch, Minibatch, Task
+from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.data.packing import PackingCollator, packs
-from lightning_odc.data.plan import NOTHING_KNOWN, BatchOptions, MinibatchPlan, RunInfo, Weighting, World
+from lightning_odc.data.plan import BatchOptions, MinibatchPlan, Recipe, RunInfo, Weighting, World
 from lightning_odc.data.position import Position, Progress
 from lightning_odc.data.reader import (
     Collate,
@@ -71,7 +71,7 @@ class BalancedDataLoader:
         length_fn: The length of a sample.
         max_tokens: The most tokens in a microbatch, padding included, on any rank. By default the length of the longest
             sample (of a stream: the longest of the minibatch). It falls when a microbatch has run out of memory.
-        policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
+        balance: The policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
         cost: The cost of a sample by its length. ``"auto"`` is the cost of the model, until times that ``ODCStrategy``
             measures refute it. ``"fitted"`` is learnt from these times from the beginning, for each rank. Others are
             those of :func:`lightning_odc.balance.plan_minibatch`.
@@ -100,8 +100,6 @@ class BalancedDataLoader:
 
     Attributes:
         yields_minibatches: Whether it yields `Minibatch`es, and not `Microbatch`es.
-        minibatches_per_step: Number of minibatches per optimizer step; set by ``ODCStrategy`` and used by a cost that
-            learns.
         progress: How far it is; ``ODCStrategy`` says what is done.
 
     Raises:
@@ -117,7 +115,7 @@ class BalancedDataLoader:
         lengths: Any = None,
         length_fn: LengthFunction | None = None,
         max_tokens: Cap = None,
-        policy: Policy = "lb_mini",
+        balance: Policy = "lb_mini",
         cost: Any = "auto",
         weighting: Weighting = "auto",
         collate_fn: Collate | None = None,
@@ -142,7 +140,7 @@ class BalancedDataLoader:
         self.options = BatchOptions(
             minibatch_size=minibatch_size,
             max_tokens=max_tokens,
-            policy=policy,
+            policy=balance,
             cost=cost,
             weighting=weighting,
             shuffle=shuffle,
@@ -151,7 +149,7 @@ class BalancedDataLoader:
             window=1 if window is None else window,
             regroup=regroup,
         )
-        self.info = NOTHING_KNOWN
+        self.info = RunInfo()
         self.is_stream = is_stream(dataset)
         self.unroll = unroll
         self.yields_minibatches = not unroll
@@ -169,7 +167,7 @@ class BalancedDataLoader:
         self._collations: dict[bool, Collation | None] = {}  # what was found, packed and not
         self._iterator: Iterator[Minibatch] | None = None
         self._instead: Any = None  # another loader, whose batches are yielded
-        self.before_pass: Callable[[], None] | None = None  # what a strategy then finds out
+        self._before_pass: Callable[[], None] | None = None  # what a strategy then finds out
         check_world(num_replicas, rank)
         check_workers(workers)
         if unroll:
@@ -184,13 +182,22 @@ class BalancedDataLoader:
         elif lengths is not None:
             self.lengths  # noqa: B018 - checked now
 
+    @classmethod
+    def of_batches(cls, dataset: Any, *, batch_size: int, batches: int, **options: Any) -> BalancedDataLoader:
+        """One whose minibatches have so many batches of a loader of the user's own."""
+        made = cls(dataset, minibatch_size=batch_size * batches, **options)
+        made.options = replace(made.options, batch_size=batch_size)
+        return made
+
     # -- what a strategy finds out ------------------------------------------------------------------------
 
-    def adapt(self, info: RunInfo) -> None:
-        """Take over what a strategy knows, from the next minibatch on; on all ranks together, between two steps."""
+    def adapt(self, info: RunInfo, before_pass: Callable[[], None] | None = None) -> None:
+        """Take over what is known, between two steps, on all ranks. ``before_pass`` finds out more before a pass."""
+        self._before_pass = before_pass
+        self.progress.listen(info.hears)
         cap = None if self._schedule is None else self._schedule.learning.cap
-        has_run_out = cap is not None and cap.ran_out > 0
-        if info != self.info or (info.fit_begins and has_run_out):
+        is_of_another_fit = info.fit_begins and cap is not None and cap.ran_out > 0
+        if info != self.info or is_of_another_fit or self._resumed:
             if self._schedule is not None and self._iterator is not None and not info.fit_begins:  # in a pass
                 self._resumed = self._schedule.learning.state_dict(under_way=0)
             self._schedule = None
@@ -238,14 +245,9 @@ class BalancedDataLoader:
     # -- what is known before it is read ------------------------------------------------------------------
 
     @property
-    def recipe(self) -> BatchOptions:
-        """How samples become minibatches: the options, as it was decided."""
-        return self.options.under(self.info)
-
-    @property
-    def minibatches_per_step(self) -> int:
-        """Number of minibatches per optimizer step."""
-        return self.info.minibatches_per_step
+    def recipe(self) -> Recipe:
+        """How samples become minibatches: the options, and what was decided."""
+        return Recipe(self.options, self.info)
 
     @property
     def learns(self) -> bool:
@@ -334,10 +336,6 @@ class BalancedDataLoader:
             epoch = self.progress.latest.epoch
         return self._map_schedule().read(epoch, microbatch)
 
-    def counted(self, epoch: int, microbatch: list[int], batch: Any, planned: float) -> Task:
-        """A microbatch that was read elsewhere, and what it counts: Note [What ran counts]."""
-        return self._map_schedule().counted(epoch, microbatch, batch, planned)
-
     def _map_schedule(self) -> MapSchedule:
         schedule = self._prepare()
         if isinstance(schedule, MapSchedule):
@@ -368,9 +366,8 @@ class BalancedDataLoader:
         if self._instead is not None:
             yield from self._instead
             return
-        if self.before_pass is not None:
-            self.before_pass()
-            self.before_pass = None
+        if self._before_pass is not None:
+            self._before_pass()  # adapts it
         schedule = self._prepare()
         position = self.progress.begin(schedule.order, length_hint(schedule))
         epoch = position.epoch
@@ -418,7 +415,8 @@ class BalancedDataLoader:
         """The schedule for what is known, and the ranks there are now. It holds what was learnt, too, so it stays."""
         if self._schedule is None or self._schedule.world != self._current_world(self.info):
             self._schedule = self._new_schedule(self.info)
-            self._schedule.learning.load_state_dict(self._resumed)
+            if self._before_pass is None:  # else what was learnt is compared when all is decided
+                self._schedule.learning.load_state_dict(self._resumed)
         return self._schedule
 
     def _current_world(self, info: RunInfo) -> World:
@@ -426,21 +424,20 @@ class BalancedDataLoader:
 
     def _new_schedule(self, info: RunInfo) -> Schedule:
         """Minibatches in a run like this."""
-        options = self.options.under(info)
         world = self._current_world(info)
         collate_fn = self._collate(self._packs(info))
-        if self.unroll and options.by_labels:  # nothing counts the labels of a microbatch
-            options = replace(options, weighting="next_token" if packs(collate_fn) else "token")
+        if self.unroll and Recipe(self.options, info).by_labels:  # nothing counts the labels of a microbatch
+            info = replace(info, weighting="next_token" if packs(collate_fn) else "token")
         if self.is_stream:
             # A worker that plans is not told how long microbatches took, so a cost cannot learn there.
             info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
             return StreamSchedule(
-                self._samples, collate_fn, self._length_fn, options, info, world, self.unroll
+                self._samples, collate_fn, self._length_fn, Recipe(self.options, info), world, self.unroll
             )
         info = replace(info, collation=self.collation_under(info) or PACKED)
-        reader = SampleReader(self._samples, collate_fn, options.seed)
+        reader = SampleReader(self._samples, collate_fn, self.options.seed)
         reader.length_of = self.lengths.length_of
-        return MapSchedule(reader, self.lengths, options, info, world, self.unroll)
+        return MapSchedule(reader, self.lengths, Recipe(self.options, info), world, self.unroll)
 
     def find_place(self) -> Position:
         """Where the next pass begins after `load_state_dict`, in minibatches of the size there is now."""

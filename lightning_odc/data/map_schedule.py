@@ -19,7 +19,7 @@ from lightning_odc.balance.arrays import Floats
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Rereader, StealableWork, Task
-from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan, RunInfo, World
+from lightning_odc.data.plan import EpochPlan, MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
 from lightning_odc.data.ran import Ran, warn_of_others
 from lightning_odc.data.reader import Assignment, SampleReader, WorkerOptions, torch_loader
@@ -33,24 +33,24 @@ class MapSchedule:
         self,
         reader: SampleReader,
         lengths: Lengths,
-        options: BatchOptions,
-        info: RunInfo,
+        recipe: Recipe,
         world: World,
         unroll: bool,
     ) -> None:
         num_replicas, rank = world
-        self.epochs = EpochPlan(lengths, options, num_replicas, info)
+        options = recipe.options
+        self.epochs = EpochPlan(lengths, recipe, num_replicas)
         cap = None
-        if not unroll and not info.repeats:
+        if not unroll and not recipe.info.repeats:
             cap = self.epochs.delayed_cap()
-        self.learning = Learning(options.delayed_cost(num_replicas, rank, info), cap)
+        self.learning = Learning(options.delayed_cost(num_replicas, rank, recipe.info), cap)
         order = options.order
         if options.shuffle:
             order += ", as DistributedSampler"
         order += f", lengths {lengths.digest}"
         self.order = Order(order, self.epochs.samples_per_minibatch, options.batches)
         self.world = world
-        self._options = options
+        self._recipe = recipe
         self._lengths = lengths
         self._rank = rank
         self._unroll = unroll  # weights are relative to the mean over the minibatch
@@ -78,7 +78,7 @@ class MapSchedule:
     def count_microbatches(self, epoch: int) -> int:
         """Microbatches per rank in an epoch, where all ranks have equally many. Plans the whole epoch, once."""
         if self._epoch_counted is None or self._epoch_counted[0] != epoch:
-            assert self._options.equal_counts
+            assert self._recipe.equal_counts
             plans = [self.epochs.plan(epoch, step) for step in range(len(self))]
             self._epoch_counted = (epoch, sum(len(plan.microbatches[0]) for plan in plans))
         return self._epoch_counted[1]
@@ -100,7 +100,7 @@ class MapSchedule:
             return self._with_workers
         # A proxy: in a circle of references, workers that are kept would live until the garbage collector comes.
         sampler = weakref.proxy(self)
-        loader = torch_loader(self._reader, self._options.seed + epoch, options, sampler)
+        loader = torch_loader(self._reader, self._recipe.options.seed + epoch, options, sampler)
         self._with_workers = loader if options.get("persistent_workers") else None
         return loader
 
@@ -119,16 +119,16 @@ class MapSchedule:
             yield Assignment(epoch, own, weights, plan.text, lengths)
 
     def completed(self, minibatch: Minibatch, step: int) -> Minibatch:
-        """A minibatch that has arrived, with what only its plan knows; under ``policy="steal"`` about all ranks."""
+        """A minibatch that has arrived, with what only its plan knows; under ``balance="steal"`` about all ranks."""
         epoch = self._epoch
         plan, learnt = self._under_way.pop(step)
         own = plan.microbatches[self._rank]
         read = zip(own, minibatch.weighted(), strict=True)
         counted = [self.counted(epoch, indices, *weighted) for indices, weighted in read]
-        minibatch = self._options.minibatch(counted, plan.text)
+        minibatch = self._recipe.minibatch(counted, plan.text)
         minibatch.hand_out(self.learning)
         self._has_warned = self._has_warned or warn_of_others(minibatch)
-        if self._options.policy == "steal" and self.epochs.num_replicas > 1:
+        if self._recipe.policy == "steal" and self.epochs.num_replicas > 1:
             by_rank = list(map(list, plan.weights))
             by_rank[self._rank] = [task.weight for task in counted]
 
@@ -141,31 +141,31 @@ class MapSchedule:
 
             of_all = [[self._detail(epoch, indices) for indices in own] for own in plan.microbatches]
             costs = self.epochs.costs(plan, learnt)
-            minibatch.all_ranks = StealableWork(costs, by_rank, fetch, of_all)
+            minibatch.all_ranks = StealableWork(self._rank, costs, by_rank, fetch, of_all)
         return minibatch
 
     @cached_property
     def _ran(self) -> Ran:
-        if self._options.counts_alike:
+        if self._recipe.counts_alike:
             return Ran()
         return self._reader.ran(self._lengths.values)
 
     def counted(self, epoch: int, indices: list[int], batch: Any, weight: float) -> Task:
         """A microbatch that was read, and what it counts: Note [What ran counts]."""
         planned = None
-        if self._options.counts_as_planned:
+        if self._recipe.counts_as_planned:
             planned = self._planned(indices)
         task = Task(batch, weight, self._detail(epoch, indices))
         return self._ran.counted(task, indices, planned, partial(self.read, epoch))
 
     def _planned(self, indices: list[int]) -> Floats:
         """What samples are planned to count."""
-        return self._options.sample_weights(self._lengths.values[indices])
+        return self._recipe.sample_weights(self._lengths.values[indices])
 
     def _detail(self, epoch: int, indices: list[int]) -> MicrobatchFacts:
         lengths = self.epochs.planner.collation.rows(self._lengths.of(indices))
-        seed = self._options.seed, epoch, indices[0], 1
-        if self._options.counts_alike:  # nothing may cut it
+        seed = self._recipe.options.seed, epoch, indices[0], 1
+        if self._recipe.counts_alike:  # nothing may cut it
             return MicrobatchFacts(lengths, seed)
         samples = Rereader(indices, partial(self._part, epoch, indices), self._typical)
         return MicrobatchFacts(lengths, seed, samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,12 @@ _TEACH = (
     "    import lightning_odc\n"
     '    trainer = lightning.pytorch.Trainer(strategy="odc", ...)\n'
     "and your `training_step` receives one microbatch at a time; with any other strategy, let the loader yield the "
-    'microbatches themselves as batches: BalancedDataLoader(..., policy="lb_micro", unroll=True).'
+    'microbatches themselves as batches: BalancedDataLoader(..., balance="lb_micro", unroll=True).'
+)
+INSIDE = (
+    "A Minibatch must be the whole batch, and here it is inside a dict, list or tuple (several loaders at once, or a "
+    "loader that wraps it). Let one loader yield it, with all that a microbatch needs inside of its microbatches: "
+    'Minibatch([{"a": a0, "b": b0}, {"a": a1, "b": b1}]), not {"a": Minibatch([a0, a1]), "b": Minibatch([b0, b1])}.'
 )
 _WHOLE = (
     "Callbacks, and hooks such as `on_train_batch_end`, get the whole Minibatch. Write there\n"
@@ -110,27 +115,25 @@ class StealableWork:
     # No dataclass: Lightning's collection helpers would look for tensors inside.
     def __init__(
         self,
+        place: int,
         costs: list[list[float]],
         weights: list[list[float]],
         fetch: Callable[[int, int], Any],
         details: list[list[MicrobatchFacts]] | None = None,
     ) -> None:
+        self.place = place  # of this rank among those that share the work
         self.costs = costs  # by rank, in any unit
         self.weights = weights  # by rank
         self.fetch = fetch  # makes a microbatch of a rank, by its number
         self.details = details  # by rank
 
-    def of(self, ranks: Sequence[int]) -> StealableWork:
-        """The plans of some ranks, numbered from 0 in the given order."""
-        details = None
+    def task(self, rank: int, number: int) -> Task:
+        """A microbatch of a rank, which is fetched now."""
+        microbatch = self.fetch(rank, number)
+        detail = None
         if self.details is not None:
-            details = [self.details[rank] for rank in ranks]
-        return StealableWork(
-            [self.costs[rank] for rank in ranks],
-            [self.weights[rank] for rank in ranks],
-            lambda index, number: self.fetch(ranks[index], number),
-            details,
-        )
+            detail = self.details[rank][number]
+        return Task(microbatch, self.weights[rank][number], detail)
 
     def map(self, function: Callable[[Any], Any]) -> StealableWork:
         """The same, with ``function`` applied to every microbatch that is fetched."""
@@ -138,7 +141,7 @@ class StealableWork:
         def fetch(rank: int, number: int) -> Any:
             return function(self.fetch(rank, number))
 
-        return StealableWork(self.costs, self.weights, fetch, self.details)
+        return StealableWork(self.place, self.costs, self.weights, fetch, self.details)
 
 
 @checked

@@ -1,8 +1,8 @@
 """Plans which samples make up a minibatch, and on which rank.
 
-`BatchOptions` are what the user chose, and a `RunInfo` is what was found out and decided. By both, an `EpochPlan` cuts
-the epochs of a map-style data set into minibatches, and plans one when it is asked for. A `MinibatchPlan` says what
-ranks do.
+`BatchOptions` are what the user chose, and a `RunInfo` is what was found out and decided. Both together are a `Recipe`.
+By it, an `EpochPlan` cuts the epochs of a map-style data set into minibatches, and plans one when it is asked for. A
+`MinibatchPlan` says what ranks do.
 
 Note [Ranks take turns]
 ~~~~~~~~~~~~~~~~~~~~~~~
@@ -77,6 +77,8 @@ class RunInfo:
     minibatches_per_step: int = field(default=1, compare=False)
     # whether a fit begins: it may be of another model, of whose memory nothing is known
     fit_begins: bool = field(default=False, compare=False)
+    # whether who trains says when a batch begins and when an optimizer has stepped, see Note [Done with its step]
+    hears: bool = field(default=False, compare=False)
     # what the `collate_fn` makes of the samples of a microbatch; found by the loader
     collation: Collation = PACKED
     # who shares the data: groups of ranks, of which this rank is in one. `None`: as the loader was given
@@ -118,9 +120,6 @@ class BatchOptions:
     # samples of a batch of the user's own loader, if there is one; a divisor of `minibatch_size`. `drop_last`
     # leaves out what does not fill a batch, and by default no microbatch is larger than the largest batch.
     batch_size: int | None = None
-    # as it was decided, see `RunInfo`
-    counter: LabelCounter | None = None
-    whole: Whole = ""
 
     def __post_init__(self) -> None:
         if self.regroup and self.window == 1:
@@ -128,16 +127,6 @@ class BatchOptions:
                 "regroup=True lets the minibatches of a window exchange samples: write window=16."
             )
         self.planner(1)  # refuses what it cannot plan with
-
-    def under(self, info: RunInfo) -> BatchOptions:
-        """The same, as it was decided."""
-        policy = self.policy
-        if (info.whole or info.meets) and not self.equal_counts:
-            policy = "lb_micro"
-        weighting = info.weighting
-        if weighting is None:
-            weighting = self.weighting
-        return replace(self, policy=policy, weighting=weighting, counter=info.counter, whole=info.whole)
 
     @property
     def learns(self) -> bool:
@@ -150,28 +139,6 @@ class BatchOptions:
         return self.cost == "auto"
 
     @property
-    def by_labels(self) -> bool:
-        """Whether labels, where microbatches have them, count instead of the planned weights."""
-        return self.weighting in ("auto", "label") and not self.counts_alike
-
-    @property
-    def counts_alike(self) -> bool:
-        """Whether every batch stays whole and counts 1, as under DDP, since no rule says what it counts."""
-        return bool(self.whole) and self.weighting == "auto"
-
-    @property
-    def counts_as_planned(self) -> bool:
-        """Whether weights are what was planned: not of sums, and not where tensors of the batch are counted."""
-        return self.counter is None and self.weighting != "sum"
-
-    def minibatch(self, tasks: Sequence[Task], plan: str | None) -> Minibatch:
-        """A minibatch of these microbatches, which tells of the loader that made it."""
-        made = Minibatch([task.microbatch for task in tasks], [task.weight for task in tasks], plan)
-        details = [task.detail for task in tasks if task.detail is not None]
-        made.origin = LoaderFacts(details, self.by_labels, self.counter, self.weighting == "sum")
-        return made
-
-    @property
     def batches(self) -> int:
         """Batches of the user's own loader in a minibatch; 1 if there is no such loader."""
         return self.minibatch_size // self.samples_per_batch
@@ -182,21 +149,12 @@ class BatchOptions:
         return self.batch_size or self.minibatch_size
 
     @property
-    def equal_counts(self) -> bool:
-        """Whether all ranks get the same number of microbatches."""
-        return self.policy in COLLECTIVE_SAFE
-
-    @property
     def order(self) -> str:
         """Text that is equal where samples come in the same order."""
         order = f"seed {self.seed}, shuffle {self.shuffle}"
         if self.window > 1:
             order += f", window {self.window}, regroup {self.regroup}"
         return order
-
-    def name(self, epoch: int, step: int, lengths: Lengths) -> str:
-        """What a minibatch is called, in the text of its plan."""
-        return f"{self.policy}, seed {self.seed}, epoch {epoch}, minibatch {step}, lengths {lengths.digest}"
 
     def count_samples(self, num_samples: int, num_replicas: int) -> int:
         """Samples of an epoch that are used; the others are dropped at its end."""
@@ -265,6 +223,63 @@ class BatchOptions:
             )
         return DelayedCost(cost, fits=rank == 0)
 
+
+@dataclass(frozen=True)
+class Recipe:
+    """How samples become minibatches: what the user wrote, and what was decided."""
+
+    options: BatchOptions
+    info: RunInfo = NOTHING_KNOWN
+
+    @property
+    def policy(self) -> Policy:
+        """The policy: for collectives, where all ranks need equally many microbatches."""
+        if (self.info.whole or self.info.meets) and self.options.policy not in COLLECTIVE_SAFE:
+            return "lb_micro"
+        return self.options.policy
+
+    @property
+    def weighting(self) -> Weighting:
+        """What samples count."""
+        if self.info.weighting is None:
+            return self.options.weighting
+        return self.info.weighting
+
+    @property
+    def equal_counts(self) -> bool:
+        """Whether all ranks get the same number of microbatches."""
+        return self.policy in COLLECTIVE_SAFE
+
+    @property
+    def by_labels(self) -> bool:
+        """Whether labels, where microbatches have them, count instead of the planned weights."""
+        return self.weighting in ("auto", "label") and not self.counts_alike
+
+    @property
+    def counts_alike(self) -> bool:
+        """Whether every batch stays whole and counts 1, as under DDP, since no rule says what it counts."""
+        return bool(self.info.whole) and self.weighting == "auto"
+
+    @property
+    def counts_as_planned(self) -> bool:
+        """Whether weights are what was planned: not of sums, and not where tensors of the batch are counted."""
+        return self.info.counter is None and self.weighting != "sum"
+
+    def minibatch(self, tasks: Sequence[Task], plan: str | None) -> Minibatch:
+        """A minibatch of these microbatches, which tells of the loader that made it."""
+        made = Minibatch([task.microbatch for task in tasks], [task.weight for task in tasks], plan)
+        details = [task.detail for task in tasks if task.detail is not None]
+        made.origin = LoaderFacts(details, self.by_labels, self.info.counter, self.weighting == "sum")
+        return made
+
+    def name(self, epoch: int, step: int, lengths: Lengths) -> str:
+        """What a minibatch is called, in the text of its plan."""
+        return f"{self.policy}, seed {self.options.seed}, epoch {epoch}, minibatch {step}, lengths {lengths.digest}"
+
+    def planner(self, num_replicas: int, lengths: Ints | None = None) -> Planner:
+        """What plans minibatches for so many ranks; ``lengths`` are those of the samples in the order they come."""
+        return replace(self.options.planner(num_replicas, lengths, self.info), policy=self.policy)
+
     def sample_weights(self, lengths: Ints) -> Floats:
         """What each sample counts in the gradient."""
         if callable(self.weighting):
@@ -286,10 +301,10 @@ class BatchOptions:
 class EpochPlan:
     """The minibatches of all epochs: a pure function of lengths, options, number of ranks and what was learnt."""
 
-    def __init__(
-        self, lengths: Lengths, options: BatchOptions, num_replicas: int, info: RunInfo = NOTHING_KNOWN
-    ) -> None:
+    def __init__(self, lengths: Lengths, recipe: Recipe, num_replicas: int) -> None:
+        options = recipe.options
         self.lengths = lengths
+        self.recipe = recipe
         self.options = options
         self.num_replicas = num_replicas
         self.samples_per_minibatch = options.minibatch_size * num_replicas
@@ -310,7 +325,7 @@ class EpochPlan:
         self._order = np.arange(len(lengths))
         self._window: tuple[int, int] | None = None
         self._minibatches: list[Ints] = []
-        planner = options.planner(num_replicas, lengths.values[self.order(0)], info)
+        planner = recipe.planner(num_replicas, lengths.values[self.order(0)])
         self.planner = planner.capped_for(lengths.values)
 
     def __len__(self) -> int:
@@ -335,7 +350,7 @@ class EpochPlan:
             count = self.options.count_samples(len(self.lengths), self.num_replicas)
             used = self.order(epoch)[:count]
             # All ranks get equally many, as from a distributed sampler.
-            if self.options.counts_alike or self.options.whole == "fixed":
+            if self.recipe.counts_alike or self.recipe.info.whole == "fixed":
                 of_each_rank = -(-count // self.num_replicas)
                 used = np.resize(used, of_each_rank * self.num_replicas)
             begin = window * size
@@ -359,11 +374,11 @@ class EpochPlan:
             )
         indices = self.samples(epoch, step)
         lengths = self.lengths.values[indices]
-        name = self.options.name(epoch, step, self.lengths)
+        name = self.recipe.name(epoch, step, self.lengths)
         planner = self.planner
         if cap is not None:
             planner = replace(planner, max_tokens=cap)
-        return MinibatchPlan.of(self.options, planner, indices, lengths, name, learnt, turn=epoch + step)
+        return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
         """Every microbatch's cost by rank, in tokens of this minibatch: comparable even after the cost has learnt."""
@@ -388,7 +403,7 @@ class MinibatchPlan:
     @classmethod
     def of(
         cls,
-        options: BatchOptions,
+        recipe: Recipe,
         planner: Planner,
         indices: Ints,
         lengths: Ints,
@@ -399,8 +414,8 @@ class MinibatchPlan:
         """Distribute the samples ``indices`` of one minibatch; ``name`` begins the plan's text."""
         if learnt is not None:
             planner = replace(planner, cost=learnt)
-        if options.whole:
-            positions = whole_batches(options, planner, lengths)
+        if recipe.info.whole:
+            positions = whole_batches(recipe, planner, lengths)
         else:
             positions = planner.plan(lengths)
             if learnt is None:
@@ -408,14 +423,14 @@ class MinibatchPlan:
                 if costs.of_equal_ranks:
                     first = turn % planner.num_ranks  # see Note [Ranks take turns]
                     positions = positions[first:] + positions[:first]
-        counts = options.sample_weights(lengths)
-        if options.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
-            counts *= planner.num_ranks * options.batches / len(lengths)
+        counts = recipe.sample_weights(lengths)
+        if recipe.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
+            counts *= planner.num_ranks * recipe.options.batches / len(lengths)
         # A rank that has too few samples for equal counts gets a microbatch of weight 0, of the shortest sample.
         shortest = int(indices[lengths.argmin()])
         microbatches = [[indices[own].tolist() or [shortest] for own in of_rank] for of_rank in positions]
         weights = [[float(counts[own].sum()) for own in of_rank] for of_rank in positions]
-        if options.counts_alike:
+        if recipe.counts_alike:
             weights = [[1.0 for _ in of_rank] for of_rank in positions]
         content = repr((microbatches, weights)).encode()
         digest = hashlib.sha256(content).hexdigest()[:12]
@@ -442,11 +457,12 @@ def dealt_out(samples: list[int], num_ranks: int, size: int) -> Plan:
     return dealt
 
 
-def whole_batches(options: BatchOptions, planner: Planner, lengths: Ints) -> Plan:
+def whole_batches(recipe: Recipe, planner: Planner, lengths: Ints) -> Plan:
     """The batches that a distributed sampler deals out. Ranks swap some of them, so that loads are level."""
     ranks = planner.num_ranks
     count = len(lengths)
-    is_fixed = options.whole == "fixed"
+    options = recipe.options
+    is_fixed = recipe.info.whole == "fixed"
     samples = list(range(count))
     if is_fixed:  # the step communicates: as the sampler does, repeat samples, so that counts are equal
         samples += [place % count for place in range(-count % ranks)]

@@ -43,7 +43,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.latest = Position()  # up to where all is done: what a checkpoint taken now must have
-        self.is_told = False  # see `tell`
+        self.hears = False  # see `listen`
         self._yielded: deque[Position] = deque()  # batches that have not begun
         self._begun: Position | None = None  # the latest batch that has
         self.under_way = 0  # batches that were handed out and are not done
@@ -86,14 +86,15 @@ class Progress:
             state |= order._asdict()
         return state
 
-    def tell(self, is_told: bool) -> None:
+    def listen(self, hears: bool) -> None:
         """Whether `begin_batch` and `end_step` are called from now on, see Note [Done with its step]."""
-        self._forget()
-        self.is_told = is_told
+        if hears != self.hears:
+            self._forget()
+        self.hears = hears
 
     def yields(self, after: Position) -> None:
         """A batch is handed out, and after it the pass is there."""
-        if self.is_told:
+        if self.hears:
             self._yielded.append(after)
             self.under_way += 1
         else:

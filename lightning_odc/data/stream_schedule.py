@@ -35,7 +35,7 @@ from lightning_odc.data.lengths import (
     plain,
 )
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Task
-from lightning_odc.data.plan import BatchOptions, MinibatchPlan, RunInfo, World
+from lightning_odc.data.plan import MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
 from lightning_odc.data.ran import Ran, find_ran, warn_of_others
 from lightning_odc.data.reader import Collate, WorkerOptions, collate, torch_loader
@@ -53,14 +53,14 @@ class StreamSchedule(IterableDataset[Minibatch]):
         dataset: Any,
         collate_fn: Collate,
         length_fn: LengthFunction | None,
-        options: BatchOptions,
-        info: RunInfo,
+        recipe: Recipe,
         world: World,
         unroll: bool,
     ) -> None:
         num_replicas, rank = world
+        options = recipe.options
         self.world = world
-        self.learning = Learning(options.delayed_cost(num_replicas, rank, info))
+        self.learning = Learning(options.delayed_cost(num_replicas, rank, recipe.info))
         self._num_replicas = num_replicas
         self._rank = rank
         self._size = options.minibatch_size * num_replicas
@@ -69,8 +69,8 @@ class StreamSchedule(IterableDataset[Minibatch]):
         self._dataset = dataset
         self._collate = collate_fn
         self._length_fn = length_fn  # `None`: found out with the first window
+        self._recipe = recipe
         self._options = options
-        self._info = info
         self._unroll = unroll
         self._epoch = 0  # of the pass
         self._first = 0  # minibatch to yield; those before it are read and dropped
@@ -115,7 +115,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
         if callable(set_epoch):
             set_epoch(self._epoch)
         options = self._options
-        info = self._info
+        recipe = self._recipe
         step = 0
         for samples in self._windows(options.window * self._size):
             try:
@@ -124,10 +124,11 @@ class StreamSchedule(IterableDataset[Minibatch]):
                 found = [plain(self._length_fn(sample)) for sample in samples]
                 lengths = as_lengths(found, "the stream's samples")
                 # again if nothing was left of the windows before
-                if step == 0 or (self._ran.stand_in is None and not options.counts_alike):
-                    info = replace(info, collation=self._find_collation(samples, lengths))
+                if step == 0 or (self._ran.stand_in is None and not recipe.counts_alike):
+                    info = replace(recipe.info, collation=self._find_collation(samples, lengths))
+                    recipe = replace(recipe, info=info)
                     self._ran = self._find_ran(samples, lengths)
-                if info.collation.fixed is None:  # else the collate_fn cuts what is longer
+                if recipe.info.collation.fixed is None:  # else the collate_fn cuts what is longer
                     check_longest(lengths, options.max_tokens)
             except ValueError as error:
                 error.add_note(
@@ -138,7 +139,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
                 used = group[: options.count_samples(len(group), self._num_replicas)]
                 if len(used) and step >= self._first:
                     of_minibatch = [samples[index] for index in used]
-                    yield self._minibatch(step, of_minibatch, lengths[used], info)
+                    yield self._minibatch(step, of_minibatch, lengths[used], recipe)
                 step += 1
 
     def _windows(self, size: int) -> Iterator[list[Any]]:
@@ -164,7 +165,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
             yield
 
     def _find_ran(self, samples: list[Any], lengths: Ints) -> Ran:
-        if self._options.counts_alike:
+        if self._recipe.counts_alike:
             return Ran()
 
         def read(indices: list[int]) -> Any:
@@ -184,16 +185,16 @@ class StreamSchedule(IterableDataset[Minibatch]):
             self.learning.cost.separate_samples()
         return collation
 
-    def _minibatch(self, step: int, samples: list[Any], lengths: Ints, info: RunInfo) -> Minibatch:
+    def _minibatch(self, step: int, samples: list[Any], lengths: Ints, recipe: Recipe) -> Minibatch:
         """This rank's part of a minibatch of these samples."""
         options = self._options
         learnt, _ = self.learning.at(self.learning.begun)
         plan = MinibatchPlan.of(
-            options,
-            options.planner(self._num_replicas, lengths, info),
+            recipe,
+            recipe.planner(self._num_replicas, lengths),
             np.arange(len(lengths)),
             lengths,
-            options.name(self._epoch, step, Lengths(lengths, "samples")),
+            recipe.name(self._epoch, step, Lengths(lengths, "samples")),
             learnt,
             turn=self._epoch + step,
         )
@@ -208,11 +209,11 @@ class StreamSchedule(IterableDataset[Minibatch]):
             for number, indices in enumerate(plan.microbatches[self._rank]):
                 seed = options.seed, self._epoch, step, indices[0]
                 seed_rng(*seed)
-                detail = MicrobatchFacts(info.collation.rows(lengths[indices]), (*seed, 1))
+                detail = MicrobatchFacts(recipe.info.collation.rows(lengths[indices]), (*seed, 1))
                 planned = None
-                if options.counts_as_planned:
-                    planned = options.sample_weights(lengths[indices])
+                if recipe.counts_as_planned:
+                    planned = recipe.sample_weights(lengths[indices])
                 task = self._ran.counted(Task(read(indices), weights[number], detail), indices, planned, read)
-                if task.microbatch is not None or options.counts_alike:  # else nothing is left on any rank
+                if task.microbatch is not None or recipe.counts_alike:  # else nothing is left on any rank
                     tasks.append(task)
-        return options.minibatch(tasks, plan.text)
+        return recipe.minibatch(tasks, plan.text)

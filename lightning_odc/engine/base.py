@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import _compat
-from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.tracing import Fanout, Traced, Tracer
@@ -253,16 +252,13 @@ class Engine(Traced, ABC):
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports."""
 
-    def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
-        """The microbatches for this rank to run; ends when there is nothing left to do."""
-        for index, task in enumerate(minibatch.tasks()):
-            self.begin_microbatch(index)
-            yield task
-
-    def claims(self, rank: int, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
-        """Rank and number of the items for this rank to do, which add to no gradient: here its own, in order."""
-        # All ranks together. No item comes up on two ranks. ``costs``: of every item, by rank, in any unit.
-        return ((rank, number) for number in range(len(costs[rank])))
+    def claims(
+        self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False
+    ) -> Iterator[tuple[int, int]]:
+        """Place and number of the items for this rank to do: here its own, in order."""
+        # All ranks together. No item comes up on two ranks. ``costs``: of every item, by place, in any unit; a place is
+        # a rank, or a group of ranks that compute one sample together. ``trains``: items are microbatches.
+        return ((place, number) for number in range(len(costs[place])))
 
     @abstractmethod
     @contextmanager

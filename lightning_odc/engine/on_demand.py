@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_odc import _compat
-from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine import stealing
 from lightning_odc.engine.additions import OF_THE_USER, Added, Additions, Pass
 from lightning_odc.engine.advice import refuse_all_reduce_hooks, undivided_gradient, unexpected_gradient
@@ -96,7 +95,6 @@ class OnDemandEngine(Engine):
         self._sums: list[UnitSum] = []
         self._on_close = ExitStack()
         self._protocol: Protocol | None = None
-        self.stolen = 0  # microbatches of other ranks that this rank has run so far
 
     @property
     def protocol(self) -> Protocol:
@@ -263,19 +261,18 @@ class OnDemandEngine(Engine):
         self.protocol.begin_microbatch(index)
         self.gather_cache.relieve(self._free)
 
-    def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
-        if minibatch.all_ranks is None or self.world_size == 1:
-            yield from super().tasks(minibatch)
-            return
-        work = stealing.tasks(self.protocol, minibatch, minibatch.all_ranks, self._sample_group)
-        for index, (is_stolen, task) in enumerate(work):
-            self.begin_microbatch(index)
-            self.stolen += is_stolen
-            yield task
+    @property
+    def stolen(self) -> int:
+        """Items of other ranks that this rank has taken so far."""
+        return self.protocol.stolen
 
-    def claims(self, rank: int, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
+    def claims(
+        self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False
+    ) -> Iterator[tuple[int, int]]:
         if self.world_size == 1:
-            return super().claims(rank, costs)
+            return super().claims(place, costs, trains=trains)
+        if trains:
+            return stealing.microbatches(self.protocol, costs, self._sample_group)
         return stealing.claims(self.protocol, costs)
 
     @contextmanager

@@ -92,6 +92,7 @@ class Protocol(RankState):
         self._units = tuple(units)
         self._meetings = 0
         self.queues = 0  # how often work was opened for other ranks to take; see `WorkQueues`
+        self.stolen = 0  # how much of it this rank has taken from others
         self._ends = 0
         why_staged = transport.why_not_shared(self._units)
         if why_staged and not deterministic and transport.rank == 0:

@@ -143,7 +143,7 @@ class EqualCounts(RollCall):
                 raise DisagreementError(
                     f"In optimizer step {step}, rank {self.rank} runs fewer microbatches ({count}) than "
                     f"rank {rank} (at least {place[1]}). Collectives need equally many on every rank, which "
-                    '`plan_minibatch(..., policy="lb_micro")` and `BalancedDataLoader(..., policy="lb_micro")` plan.'
+                    '`plan_minibatch(..., policy="lb_micro")` and `BalancedDataLoader(..., balance="lb_micro")` plan.'
                 )
         self._place = [step + 1, 0, False]
 

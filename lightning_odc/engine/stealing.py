@@ -28,7 +28,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from lightning_odc.data.minibatch import Minibatch, StealableWork, Task
 from lightning_odc.engine.peers import Word
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.sample_group import SampleGroup
@@ -84,6 +83,7 @@ class WorkQueues:
                 if self._pays(victim, queue):  # still
                     last = queue.back - 1
                     self._write(victim, Queue(queue.front, last))
+                    self._protocol.stolen += 1
                     return victim, last
 
     def _most_loaded(self) -> int | None:
@@ -183,10 +183,14 @@ def _next_queues(protocol: Protocol, costs: Sequence[Sequence[float]]) -> WorkQu
     return WorkQueues(protocol, protocol.queues, costs)
 
 
+def _job_ranks(protocol: Protocol) -> list[int]:
+    transport = protocol.transport
+    return [transport.job_rank(peer) for peer in range(transport.world_size)]
+
+
 def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
     """Rank and number of all items for this rank to do: its own, then those of loaded peers of its node."""
-    transport = protocol.transport
-    ranks = [transport.job_rank(peer) for peer in range(transport.world_size)]
+    ranks = _job_ranks(protocol)
     # Opened before anything is taken, so that peers can help a rank that takes nothing itself.
     queues = _next_queues(protocol, [costs[rank] for rank in ranks])
 
@@ -199,24 +203,26 @@ def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tup
     return taken()
 
 
-def tasks(
-    protocol: Protocol, own: Minibatch, everybody: StealableWork, sample_group: SampleGroup | None = None
-) -> Iterator[tuple[bool, Task]]:
-    """The microbatches that this rank runs, its own, then those of loaded peers; and whether each one is stolen."""
+def microbatches(
+    protocol: Protocol, costs: Sequence[Sequence[float]], sample_group: SampleGroup | None = None
+) -> Iterator[tuple[int, int]]:
+    """Place and number of the microbatches that this rank runs: its own, then those of loaded peers of its node."""
     if protocol.deterministic:
         raise ValueError(
             "Stealing decides by time who runs a microbatch, and so the order of sums, which deterministic=True "
-            'fixes. Use BalancedDataLoader(policy="lb_mini"), the same plan without stealing, or '
+            'fixes. Use BalancedDataLoader(balance="lb_mini"), the same plan without stealing, or '
             "ODCStrategy(deterministic=False)."
         )
-    # Of ranks that compute a sample together, the first has the queue.
-    size = protocol.transport.world_size // len(everybody.costs)
-    costs: list[Sequence[float]] = []
-    for of_group in everybody.costs:
-        costs.append(of_group)
-        costs += [[]] * (size - 1)
-    queues = _next_queues(protocol, costs)
-    place = protocol.transport.rank // size
+    places = _job_ranks(protocol)
+    size = 1
+    if len(costs) <= len(places):  # else ranks of other nodes have places, too
+        size = len(places) // len(costs)
+        places = list(range(len(costs)))
+    by_rank: list[Sequence[float]] = []
+    for place in places:
+        by_rank.append(costs[place])
+        by_rank += [[]] * (size - 1)  # of ranks that compute a sample together, the first has the queue
+    queues = _next_queues(protocol, by_rank)
     claimed = queues.claims()
     if sample_group is not None:
         claimed = sample_group.follow(claimed)
@@ -227,16 +233,11 @@ def tasks(
 
     seconds = cost = 0.0  # own work in this minibatch, and its planned cost
     for rank, number in claimed:
-        owner = rank // size
-        is_stolen = owner != place
-        microbatch = everybody.fetch(owner, number) if is_stolen else own[number]
-        detail = None
-        if everybody.details is not None:
-            detail = everybody.details[owner][number]
+        place = places[rank // size]
         begin = now()
-        yield is_stolen, Task(microbatch, everybody.weights[owner][number], detail)
+        yield place, number
         # The next one is requested: learn from the time until now.
         protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
         seconds += now() - begin
-        cost += everybody.costs[owner][number]
+        cost += costs[place][number]
         queues.report_rate(seconds / cost if cost else 0.0)

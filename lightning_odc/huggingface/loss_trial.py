@@ -25,6 +25,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,7 +45,7 @@ LossOf = Callable[[Any, int], Tensor]
 """What ``Trainer`` makes of the loss of a batch, in a step of so many equal batches."""
 
 
-def verdict_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
+def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Trial:
     """What microbatches count; see Note [What Trainer computes]."""
     copies = trainer.args.gradient_accumulation_steps
     scales: list[float] = []
@@ -59,10 +60,9 @@ def verdict_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
         return loss
 
     trial = try_loss(trainer, step, samples.batch_of, samples.tokens)
-    if trial.communicates:
-        return Verdict(None, "it talks to other ranks, so all must run equally many batches")
     if not scales or max(scales) - min(scales) > _SCALES_DIFFER * abs(scales[0]):
-        return Verdict(None, trial.verdict.reason or "it depends on the number of items, or on other ranks")
+        reason = trial.verdict.reason or "it depends on the number of items, or on other ranks"
+        return replace(trial, verdict=Verdict(None, reason))
     if trial.verdict.rule is not None and scales[0] > 1 + _SCALES_DIFFER and trainer.is_world_process_zero():
         warnings.warn(
             f"Trainer alone does not divide this loss by the {copies} batches that it accumulates, so its gradients "
@@ -70,7 +70,7 @@ def verdict_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
             "without the mix-in, write `trainer.loss_is_scaled_for_ga = False`.",
             stacklevel=2,
         )
-    return trial.verdict
+    return trial
 
 
 def try_loss(

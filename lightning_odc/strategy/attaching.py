@@ -23,7 +23,7 @@ from lightning_odc.errors import WindowError
 from lightning_odc.sharding.engines import make_engine
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import end_scripts_at_exit
-from lightning_odc.strategy.options import Options
+from lightning_odc.strategy.options import WORDING, Options
 from lightning_odc.strategy.starting import gloo_checked, part_of_the_cores, store_on_loopback
 
 
@@ -36,8 +36,7 @@ class AttachingStrategy:
     _attached: Attached | None = None
     _on_teardown: ExitStack
     _roll_call: RollCall | None = None
-    #: What collectives ask of those who write the loop.
-    _equal_counts = "Every rank then runs equally many microbatches, and balanced plans are made so."
+    _wording = WORDING
 
     @property
     def communication(self) -> str:
@@ -119,13 +118,7 @@ class AttachingStrategy:
         if self.options.communication != "auto":
             raise error
         self._groups.communication = "collective"
-        name = type(self).__name__
-        reason = str(error).replace("ODCStrategy(", f"{name}(")
-        rank_zero_warn(
-            f"{name} trains with collectives, since on-demand communication cannot run here. {self._equal_counts}\n"
-            f'{reason}\n{name}(communication="on_demand") makes this an error, and communication="collective" does '
-            "without this warning."
-        )
+        rank_zero_warn(self._wording.without_on_demand(error))
 
     @property
     def mixed_precision_policy(self) -> MixedPrecisionPolicy:

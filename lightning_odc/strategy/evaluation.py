@@ -28,9 +28,9 @@ from lightning_odc.data.convert import check_samplers
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.run.attempt import explained
+from lightning_odc.run.contribution import counted_weight
 from lightning_odc.strategy import logbook
-from lightning_odc.strategy.attempt import explained
-from lightning_odc.strategy.contribution import counted_weight
 from lightning_odc.strategy.logbook import METRIC, LogBook, Total, flush, metric_of, ranks_of, replaced_log
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import call_step

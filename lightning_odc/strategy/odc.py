@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial, partialmethod
 from typing import Any, Literal
 
@@ -26,10 +26,11 @@ from lightning_odc.balance.arrays import Cap
 from lightning_odc.data.convert import check_single, is_minibatch, only, placed_as
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import BalancedDataLoader, Packing
-from lightning_odc.data.minibatch import Minibatch, NotUnrolledError
+from lightning_odc.data.minibatch import INSIDE, Minibatch, NotUnrolledError
 from lightning_odc.data.plan import Weighting
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
+from lightning_odc.run.attempt import OnOutOfMemory
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, FloatDtype, MemorySize, Timeout
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.stepping import by_lists
@@ -41,7 +42,6 @@ from lightning_odc.strategy.options import (
     Balance,
     Communication,
     NodeMesh,
-    OnOutOfMemory,
     Options,
     Precisions,
     check_unknown,
@@ -61,12 +61,6 @@ from lightning_odc.strategy.ranks import (
 from lightning_odc.strategy.reducing import ReducingStrategy
 from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.training_data import TrainingData
-
-_INSIDE = (
-    "A Minibatch must be the whole batch, and here it is inside a dict, list or tuple (several loaders at once, or a "
-    "loader that wraps it). Let one loader yield it, with all that a microbatch needs inside of its microbatches: "
-    'Minibatch([{"a": a0, "b": b0}, {"a": a1, "b": b1}]), not {"a": Minibatch([a0, a1]), "b": Minibatch([b0, b1])}.'
-)
 
 
 @checked
@@ -181,9 +175,24 @@ class ODCStrategy(ReducingStrategy):
         context_parallel_size: Count = 1,
         **kwargs: Any,
     ) -> None:
-        given = locals()
         check_unknown(kwargs, [*inspect.signature(ODCStrategy).parameters][:-1])
-        self.options = Options(**{entry.name: given[entry.name] for entry in fields(Options)})
+        self.options = Options(
+            communication=communication,
+            deterministic=deterministic,
+            accumulator_dtype=accumulator_dtype,
+            keep_gathered=keep_gathered,
+            balance=balance,
+            max_tokens=max_tokens,
+            cost=cost,
+            length_fn=length_fn,
+            weighting=weighting,
+            packing=packing,
+            on_out_of_memory=on_out_of_memory,
+            on_nonfinite=on_nonfinite,
+            hang_report_after=hang_report_after,
+            tensor_parallel_size=tensor_parallel_size,
+            context_parallel_size=context_parallel_size,
+        )
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -259,7 +268,7 @@ class ODCStrategy(ReducingStrategy):
         self._on_teardown.enter_context(ends)
         self.barrier()
         if fitting:
-            self._training = Training(self)
+            self._training = self._data.set_up()
             self.precision_plugin.training = self._training
             self.setup_optimizers(trainer)
             if self._groups.on_demand:
@@ -340,7 +349,7 @@ class ODCStrategy(ReducingStrategy):
         run = super().backward
         if self._training is None:
             return run(closure_loss, optimizer, *args, **kwargs)
-        return self._training.backward(closure_loss, lambda loss: run(loss, optimizer, *args, **kwargs))
+        return self._training.run_backward(closure_loss, lambda loss: run(loss, optimizer, *args, **kwargs))
 
     def settle_gradients(self) -> None:
         """Complete the gradients of this step in ``.grad`` now; the next thing to do is the optimizer step.
@@ -381,16 +390,16 @@ class ODCStrategy(ReducingStrategy):
         if self._owes_schedulers:
             _compat_lightning.step_schedulers(trainer)
         compare_programs(self.engine, trainer, data.accumulation.batches)
-        compare_batches(self.engine, trainer)
         self._step_together(saves_when_it_fails(trainer))
         log_hyperparameter(trainer, "odc_communication", self.communication)
         self.publish_parameters()
         data.begin()
+        compare_batches(self.engine, trainer)
 
     def _end_epoch(self) -> None:
         assert self._training is not None
         self._training.end_epoch()
-        self._data.end_epoch()
+        self._data.session.end_epoch()
 
     def on_validation_start(self) -> None:
         self._begin_evaluation().begin()
@@ -423,7 +432,7 @@ class ODCStrategy(ReducingStrategy):
     def _look_up_rule(self) -> None:
         """What microbatches count may change while a fit is under way."""
         if self._training_data is not None:
-            self._rule = self._training_data.rule
+            self._rule = self._training_data.session.rule
 
     def _hold_signals(self, *, meeting: bool) -> None:
         """Hold signals after the trainer has set its handlers, if ranks meet. See Note [Signals wait for a meeting]."""
@@ -445,7 +454,6 @@ class ODCStrategy(ReducingStrategy):
         if self._training_data is None:
             self._training_data = TrainingData(self)
             self._on_teardown.callback(self._training_data.release)
-        self._training_data.training = self._training
         return self._training_data
 
     def process_dataloader(self, dataloader: object) -> object:
@@ -472,7 +480,7 @@ class ODCStrategy(ReducingStrategy):
             try:
                 return transfer(batch)
             except NotUnrolledError:
-                raise TypeError(_INSIDE) from None
+                raise TypeError(INSIDE) from None
 
         def move(microbatch: object) -> object:
             return transfer(self._before_transfer(placed_as(loaders, microbatch), dataloader_idx))

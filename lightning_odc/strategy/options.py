@@ -29,12 +29,13 @@ from lightning_odc.data.arguments import did_you_mean
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import Packing
 from lightning_odc.data.plan import BatchOptions, Weighting
+from lightning_odc.run.attempt import OnOutOfMemory
+from lightning_odc.run.wording import Wording
 from lightning_odc.sharding import nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import HANG_REPORT_AFTER
 
 Communication = Literal["auto", "on_demand", "collective"]
-OnOutOfMemory = Literal["split", "skip", "raise"]
 Balance = Literal["auto"] | Policy | None
 _BACKENDS = {*dist.Backend.backend_list, *dist.Backend.default_device_backend_map}
 Backend = Annotated[
@@ -55,6 +56,17 @@ Precisions = Annotated[
     ),
 ]
 
+WORDING = Wording(
+    name="ODCStrategy",
+    option='ODCStrategy(%s="%s")',
+    loader_option='ODCStrategy(%s="%s")',
+    step="training_step",
+    equal_counts="Every rank then runs equally many microbatches, and balanced plans are made so.",
+    num_items="Let training_step return, with the n that the loss is a mean over,\n"
+    '    {"loss": loss * n, "num_items": n}',
+    make_room="Make room: activation_checkpointing_policy={Block} or cpu_offload=True in ODCStrategy(...), "
+    'Trainer(precision="bf16-mixed"), shorter samples',
+)
 #: Those that a loader takes, too.
 OF_LOADER = ("max_tokens", "cost", "length_fn", "weighting", "packing")
 _SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
@@ -112,7 +124,7 @@ class Options:
     def _check_balance(self) -> None:
         if self.balance is not None:
             if self.balance != "auto":  # which is chosen so that it can run
-                self._check_policy("balance", self.balance)
+                self._check_policy(self.balance)
             self._check_cost(self.cost)
         # Refuses options that no loader would take.
         policy: Policy = "lb_mini"
@@ -137,19 +149,19 @@ class Options:
         """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
         self._check_cost(loader.cost)
         if world_size > 1:
-            self._check_policy("policy", loader.policy)
+            self._check_policy(loader.policy)
 
-    def _check_policy(self, argument: str, policy: str) -> None:
+    def _check_policy(self, policy: str) -> None:
         if self.communication not in ("auto", "on_demand") and policy not in COLLECTIVE_SAFE:
             raise ValueError(
-                f'{argument}="{policy}" gives ranks different numbers of microbatches, which '
+                f'balance="{policy}" gives ranks different numbers of microbatches, which '
                 f'ODCStrategy(communication="{self.communication}") cannot run: use communication="on_demand", or '
-                f'{argument}="lb_micro".'
+                'balance="lb_micro".'
             )
         if self.deterministic and policy == "steal":
             raise ValueError(
-                f'{argument}="steal" and ODCStrategy(deterministic=True) contradict each other: who ran a microbatch '
-                f'decides the order of sums, and stealing decides it by time. Use {argument}="lb_mini" with '
+                'balance="steal" and ODCStrategy(deterministic=True) contradict each other: who ran a microbatch '
+                'decides the order of sums, and stealing decides it by time. Use balance="lb_mini" with '
                 "deterministic=True (the same plan without stealing), or drop deterministic=True."
             )
 

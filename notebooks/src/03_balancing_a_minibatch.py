@@ -391,7 +391,7 @@ show(
 # ## Or steal
 #
 # Fitting helps where a device is always slow. It does not help where a device is slow *for a moment*: another program
-# runs on it, it is hot, its host swaps. For that there is `policy="steal"`. It begins with the plan of `lb_mini`. A
+# runs on it, it is hot, its host swaps. For that there is `balance="steal"`. It begins with the plan of `lb_mini`. A
 # rank that has no work left takes a microbatch that a busy rank has not begun. This needs no meeting: the list of who
 # does what is in the windows, too. The gradient stays the same, since a microbatch keeps its weight wherever it runs.
 #
@@ -413,7 +413,7 @@ def train(name, policy, cost):
         samples,
         lengths=corpus.lengths,
         minibatch_size=8,
-        policy=policy,
+        balance=policy,
         cost=cost,
         weighting="next_token",
         collate_fn=pack_samples,

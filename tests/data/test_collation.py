@@ -18,7 +18,7 @@ from lightning_odc.balance.collation import Collation
 from lightning_odc.data.collation import find_collation
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import RunInfo
-from lightning_odc.strategy.decisions import packing_pays
+from lightning_odc.run.session import packing_pays
 from tests.data.test_lengths import Samples
 
 
@@ -174,7 +174,9 @@ def test_no_padded_microbatch_is_above_the_cap() -> None:
     for multiple in (1, 8):
         for policy in ("lb_mini", "lb_micro", "local_sort", "steal"):
             for rank in (0, 1):
-                own = loader(LENGTHS, minibatch_size=3, policy=policy, collate_fn=padder(multiple), rank=rank)
+                own = loader(
+                    LENGTHS, minibatch_size=3, balance=policy, collate_fn=padder(multiple), rank=rank
+                )
                 assert own.collation == Collation("padded", multiple=multiple)
                 assert max(sizes(own)) <= -(-30 // multiple) * multiple
                 for minibatch in own:

@@ -43,7 +43,7 @@ def test_what_is_taken_over():
     assert convert(shuffle=True).options.shuffle
     assert balanced._workers == {**given, "pin_memory": False, "multiprocessing_context": None}
     assert balanced.worker_init_fn is init
-    assert balanced_from(balanced, policy="lb_micro") is balanced
+    assert balanced_from(balanced, balance="lb_micro") is balanced
 
 
 def test_a_stream_needs_a_window():

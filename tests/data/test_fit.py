@@ -95,7 +95,7 @@ def reference() -> Parameters:
 def test_every_policy_ends_in_the_parameters_of_one_process(rank, communication, policy):
     module = RowsModule()
     t = trainer(2, communication=communication, max_epochs=EPOCHS)
-    t.fit(module, loader(rank, 2, policy=policy))
+    t.fit(module, loader(rank, 2, balance=policy))
     assert t.global_step == STEPS * EPOCHS
     assert_same(full_parameters(module), reference())
     batches = of_all_ranks(module.batches)
@@ -248,7 +248,7 @@ def test_unequal_minibatches_under_collectives_step_where_they_end(rank, kind):
     sharding = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     options = {"max_epochs": EPOCHS, "reload_dataloaders_every_n_epochs": 1}
     t = trainer(2, strategy=sharding if kind is ShardedRows else "ddp", **options)
-    t.fit(module, loader(rank, 2, policy="lb_micro", max_tokens=16, unroll=True))
+    t.fit(module, loader(rank, 2, balance="lb_micro", max_tokens=16, unroll=True))
     assert t.global_step == STEPS * EPOCHS
     first, second = of_all_ranks(module.weights)
     assert len(first) == len(second) > t.global_step
@@ -259,7 +259,7 @@ def test_unequal_minibatches_under_collectives_step_where_they_end(rank, kind):
 @on_ranks(2)
 def test_an_epoch_that_ends_inside_a_minibatch_is_told(rank):
     t = trainer(2, strategy="ddp", max_epochs=3)
-    data = loader(rank, 2, policy="lb_micro", max_tokens=16, unroll=True, seed=6)
+    data = loader(rank, 2, balance="lb_micro", max_tokens=16, unroll=True, seed=6)
     first = len(data)
     data.set_epoch(1)
     assert len(data) > first, (

@@ -60,7 +60,7 @@ def test_ranks_together_see_every_sample_once():
         ("lb_micro", False, 1),
         ("local_sort", False, 0),
     ):
-        options: dict[str, Any] = {"policy": policy, "shuffle": shuffle, "num_workers": num_workers}
+        options: dict[str, Any] = {"balance": policy, "shuffle": shuffle, "num_workers": num_workers}
         ranks = [loader(rank=rank, **options) for rank in range(2)]
         assert len(ranks[0]) == 6
         for epoch in range(2):
@@ -117,13 +117,13 @@ def test_how_many_minibatches_there_are():
     assert len(loader(drop_last=True)) == len(list(loader(drop_last=True))) == 5
     assert len(list(loader(Endless(), drop_last=True))) == 5
     assert len(list(loader(Endless([5] * 24), drop_last=True))) == 6
-    ranks = [list(loader(policy="local_sort", unroll=True, rank=rank)) for rank in range(2)]
+    ranks = [list(loader(balance="local_sort", unroll=True, rank=rank)) for rank in range(2)]
     assert [item.last for item in ranks[0]] == [item.last for item in ranks[1]]
     assert len(ranks[0]) == 12
     with pytest.raises(TypeError):
         len(loader(Endless()))
     with pytest.raises(TypeError, match="cannot be counted"):
-        len(loader(policy="lb_micro", unroll=True))
+        len(loader(balance="lb_micro", unroll=True))
 
 
 def test_a_loaded_state_goes_on_exactly_there():
@@ -157,7 +157,7 @@ def test_what_a_stream_cannot_do_is_refused_at_once():
     cases = [
         ({"window": None}, r"BalancedDataLoader\(dataset, window=1"),
         ({"lengths": LENGTHS}, "goes by index"),
-        ({"policy": "steal"}, 'write policy="lb_mini"'),
+        ({"balance": "steal"}, 'write balance="lb_mini"'),
     ]
     assert_refused(lambda options: loader(**options), cases)
 

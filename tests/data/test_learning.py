@@ -168,7 +168,7 @@ def test_a_stream_learns_where_it_is_planned():
 def test_what_cannot_learn_is_refused():
     cases = [
         (
-            {"cost": "fitted", "unroll": True, "policy": "lb_micro"},
+            {"cost": "fitted", "unroll": True, "balance": "lb_micro"},
             r'ODCStrategy\(communication="on_demand"\)',
         ),
         ({"cost": "fited"}, "'fited' is unknown; .*'fitted'"),
@@ -180,7 +180,7 @@ def test_what_cannot_learn_is_refused():
 def test_every_minibatch_knows_what_is_in_it():
     seeds = set()
     for policy in ("lb_mini", "local_sort"):
-        for share in loader(policy=policy):
+        for share in loader(balance=policy):
             assert share.origin is not None
             assert [d.lengths for d in share.origin.details] == [[len(s) for s in m] for m in share]
             assert [d.seed for d in share.origin.details] == [(0, 0, int(m[0][0]), 1) for m in share]
@@ -282,7 +282,7 @@ def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
 
 def test_caps_that_stay() -> None:
     for options in (
-        {"unroll": True, "policy": "lb_micro"},
+        {"unroll": True, "balance": "lb_micro"},
         {"info": RunInfo(dense=False, repeats=True)},
     ):
         own = capped_loader(None, **options)

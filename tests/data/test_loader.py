@@ -88,7 +88,7 @@ def passes(balanced: BalancedDataLoader, count: int = 1) -> list[list[list[int]]
     ids=["local_sort", "lb_micro", "lb_mini", "steal"],
 )
 def test_ranks_together_see_every_sample_once(policy, workers):
-    ranks = [loader(policy=policy, rank=rank, **workers) for rank in range(2)]
+    ranks = [loader(balance=policy, rank=rank, **workers) for rank in range(2)]
     assert len(ranks[0]) == len(ranks[1]) == 6
     for epoch in range(2):
         together = []
@@ -105,7 +105,7 @@ def test_ranks_together_see_every_sample_once(policy, workers):
 
 def test_automatic_weights_of_unrolled_minibatches_are_planned():
     def weights(collate_fn, weighting):
-        unrolled = loader(collate_fn=collate_fn, weighting=weighting, policy="lb_micro", unroll=True)
+        unrolled = loader(collate_fn=collate_fn, weighting=weighting, balance="lb_micro", unroll=True)
         return [microbatch.weight for microbatch in unrolled]
 
     for collate_fn, means in (
@@ -151,13 +151,13 @@ def test_iterating_leaves_random_numbers_alone():
 
 def test_random_numbers_follow_the_sample_and_the_epoch_not_the_rank():
     """See Note [Random numbers follow the sample]: every policy, world size and rank reads the same noise."""
-    balanced = loader(Noise(LENGTHS), num_replicas=1, policy="local_sort")
+    balanced = loader(Noise(LENGTHS), num_replicas=1, balance="local_sort")
     first, second = ({tuple(s.tolist()) for share in balanced for m in share for s in m} for _ in range(2))
     assert len(first) == len(second) == 23 and not first & second
     by_sample: dict[int, set[tuple[float, ...]]] = {}
     for num_replicas, policy in ((1, "lb_mini"), (2, "local_sort"), (3, "lb_micro")):
         for rank in range(num_replicas):
-            for share in loader(Noise(LENGTHS), num_replicas=num_replicas, rank=rank, policy=policy):
+            for share in loader(Noise(LENGTHS), num_replicas=num_replicas, rank=rank, balance=policy):
                 for sample, weight in ((s, w) for m, w in share.weighted() for s in m):
                     if weight:
                         by_sample.setdefault(int(sample[0]), set()).add(tuple(sample[1:].tolist()))
@@ -208,7 +208,7 @@ def test_a_loaded_state_goes_on_exactly_there_and_workers_change_nothing():
     plain = check_resuming((0, 1, 3, 6, 7, 11, 12), 6)
     assert check_resuming((3, 6), 6, **WORKERS[1]) == plain
     assert check_resuming((3, 7), 6, **WORKERS[2]) == plain
-    unrolled = {"policy": "local_sort", "unroll": True, "minibatch_size": 3}
+    unrolled = {"balance": "local_sort", "unroll": True, "minibatch_size": 3}
     check_resuming((0, 1, 2, 5, 12, 13), 12, **unrolled)  # inside a minibatch, too
 
 
@@ -268,7 +268,7 @@ def test_a_cost_that_learns_is_saved_along():
 
 def test_stealing_comes_with_everybodys_work_and_any_microbatch_can_be_read_again():
     for workers in WORKERS[:2]:
-        balanced = [loader(Noise(LENGTHS), rank=rank, policy="steal", **workers) for rank in range(2)]
+        balanced = [loader(Noise(LENGTHS), rank=rank, balance="steal", **workers) for rank in range(2)]
         for step, shares in enumerate(zip(*map(list, balanced), strict=True)):
             plan = balanced[0].plan(step, epoch=0)
             for share in shares:
@@ -284,13 +284,13 @@ def test_stealing_comes_with_everybodys_work_and_any_microbatch_can_be_read_agai
                         for found in (everybody.fetch(rank, number), again):
                             assert all(torch.equal(a, b) for a, b in zip(microbatch, found, strict=True))
     assert all(share.all_ranks is None for share in loader())
-    assert all(share.all_ranks is None for share in loader(policy="steal", num_replicas=1))
+    assert all(share.all_ranks is None for share in loader(balance="steal", num_replicas=1))
 
 
 def test_unrolled_ranks_stay_together():
     for policy in ("lb_micro", "local_sort"):
-        ranks = [loader(policy=policy, rank=rank, unroll=True) for rank in range(2)]
-        whole = [loader(policy=policy, rank=rank) for rank in range(2)]
+        ranks = [loader(balance=policy, rank=rank, unroll=True) for rank in range(2)]
+        whole = [loader(balance=policy, rank=rank) for rank in range(2)]
         for _ in range(2):
             length = len(ranks[0])
             assert length == len(ranks[1]) == sum(len(share) for share in whole[0])
@@ -304,13 +304,13 @@ def test_unrolled_ranks_stay_together():
 def test_what_cannot_be_is_refused_at_once():
     cases = [
         ({"lengths": [1, 2]}, "lengths has 2 entries, but the data set has 23 samples"),
-        ({"policy": "lb_mini", "unroll": True}, 'Write policy="lb_micro"'),
+        ({"balance": "lb_mini", "unroll": True}, 'Write balance="lb_micro"'),
         ({"rank": 2}, "rank=2 is not one of num_replicas=2"),
         ({"rank": None}, "must be given together"),
         ({"window": 8}, "window=... is for an IterableDataset"),
         ({"prefetch_factor": 2}, "prefetch_factor"),
         ({"batch_size": 2}, "does not know batch_size=: did you mean minibatch_size=?"),
-        ({"polcy": "lb_mini"}, "does not know polcy=: did you mean policy=?"),
+        ({"balnce": "lb_mini"}, "does not know balnce=: did you mean balance=?"),
         ({"colour": 1}, "does not know colour=. Its arguments are dataset, minibatch_size, .*timeout"),
     ]
     assert_refused(lambda options: loader(**options), cases, (ValueError, TypeError))

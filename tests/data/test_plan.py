@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from lightning_odc.balance import POLICIES, LearntCost, with_speeds
 from lightning_odc.data.lengths import Lengths
-from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan
+from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan, Recipe
 from tests.support.refusals import assert_refused
 
 
 def schedule(lengths: Any = range(1, 24), num_replicas: int = 3, **recipe: Any) -> EpochPlan:
     options = {"minibatch_size": 2, "max_tokens": 40, **recipe}
     return EpochPlan(
-        Lengths(np.array(lengths, dtype=np.int64), "given"), BatchOptions(**options), num_replicas
+        Lengths(np.array(lengths, dtype=np.int64), "given"), Recipe(BatchOptions(**options)), num_replicas
     )
 
 
@@ -62,7 +62,7 @@ def test_every_sample_is_in_one_microbatch_of_its_minibatch(
         assert sum(chain.from_iterable(plan.weights)) == total
         if policy != "local_sort":
             assert all(sum(lengths[i] for i in m) <= 40 for rank in plan.microbatches for m in rank)
-        if made.options.equal_counts:
+        if made.recipe.equal_counts:
             assert len({len(rank) for rank in plan.microbatches}) == 1
         elif len(own) >= num_replicas:
             assert len(samples(plan, weightless=True)) == len(own), "no sample twice"
@@ -130,7 +130,7 @@ def test_folded_minibatches_are_the_optimizer_steps_of_accumulated_batches(
     assert recipe.count_minibatches(num_samples, num_ranks) == -(-accumulated // batches)
     if accumulated:
         lengths = Lengths(np.full(num_samples, 3), "given")
-        made = EpochPlan(lengths, replace(recipe, window=2, regroup=True), num_ranks)
+        made = EpochPlan(lengths, Recipe(replace(recipe, window=2, regroup=True)), num_ranks)
         used = [index for plan in plans(made) for index in samples(plan)]
         assert sorted(used) == list(range(min(num_samples, accumulated * per_batch)))
 
@@ -140,7 +140,7 @@ def test_a_last_minibatch_of_fewer_samples_than_ranks_alone_has_weightless_micro
         made = schedule([9, 8, 7, 6, 5, 4, 3], policy=policy)
         plan = made.plan(0, 1)
         assert samples(plan) == [6]
-        if made.options.equal_counts:
+        if made.recipe.equal_counts:
             assert [weight for weights in plan.weights for weight in weights].count(0.0) == 2
             assert plan.microbatches == [[[6]]] * 3
         else:

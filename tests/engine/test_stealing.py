@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_odc import Minibatch
 from lightning_odc.data.minibatch import StealableWork
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.stealing import WorkQueues, tasks
+from lightning_odc.engine.stealing import WorkQueues, microbatches
 from lightning_odc.engine.transports.base import Lock
 from notebooks.support.threads import ThreadHub
 from tests.engine.test_protocol import UNITS, opened
@@ -76,9 +76,9 @@ def test_too_many_microbatches_and_a_fixed_order_of_sums_are_refused():
         queues([[1.0] * 4096])
     protocol = Protocol(ThreadHub(2).transport(0), UNITS, timeout=5, deterministic=True)
     with pytest.raises(
-        ValueError, match=r'Use BalancedDataLoader\(policy="lb_mini"\), the same plan without'
+        ValueError, match=r'Use BalancedDataLoader\(balance="lb_mini"\), the same plan without'
     ):
-        next(tasks(protocol, Minibatch([]), StealableWork([[], []], [[], []], lambda *_: None)))
+        next(microbatches(protocol, [[], []]))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -112,7 +112,7 @@ def shares(rank: int, counts: tuple[int, ...]) -> list[Minibatch]:
         by_rank = [list(own[step]) for own in everybody]
         costs = [[float(batch.numel()) for batch in own] for own in by_rank]
         weights = [[float(batch.numel() - 1) for batch in own] for own in by_rank]
-        share.all_ranks = StealableWork(costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
+        share.all_ranks = StealableWork(rank, costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
     return everybody[rank]
 
 

@@ -19,8 +19,8 @@ from lightning_odc import Minibatch
 from lightning_odc.data.minibatch import Task
 from lightning_odc.data.split import middle
 from lightning_odc.engine.base import Ledger, WeightKind
-from lightning_odc.strategy.attempt import Attempt, Retry
-from lightning_odc.strategy.contribution import Contribution, contribution
+from lightning_odc.run.attempt import Attempt, Retry
+from lightning_odc.run.contribution import Contribution, contribution
 from tests.support.fits import doing, fit
 from tests.support.models import WIDTH, Block
 from tests.support.modules import warned

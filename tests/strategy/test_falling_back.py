@@ -155,7 +155,7 @@ def test_policies_with_unequal_counts_become_one_with_equal_ones(rank):
     for data, options in (
         (plain(), {"balance": "lb_mini"}),
         (plain(), {"balance": "steal", "cost": "fitted"}),
-        (BalancedDataLoader(SAMPLES, minibatch_size=4, policy="lb_mini", collate_fn=pad), {}),
+        (BalancedDataLoader(SAMPLES, minibatch_size=4, balance="lb_mini", collate_fn=pad), {}),
     ):
         module = Padded(counted=True)
         with no_room(rank), warned():

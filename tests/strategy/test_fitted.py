@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.balance import FittedCost, quadratic
-from lightning_odc.strategy.measurements import Measurements
+from lightning_odc.run.measurements import Measurements
 from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
 from tests.support.fits import assert_same, before_step, fit
 from tests.support.models import full_parameters, token_batches
@@ -74,7 +75,7 @@ def test_the_slow_rank_gets_less_from_the_third_minibatch_on(rank):
 
 def test_the_time_of_a_microbatch_is_that_by_the_clock_without_waits():
     waited = 0.0
-    measurements = Measurements(lambda: waited, torch.device("cpu"))
+    measurements = Measurements(lambda: waited, torch.device("cpu"), warnings.warn)
     cost = SimpleNamespace(measures=lambda _: True, post=lambda _: None)
     minibatch = SimpleNamespace(origin=SimpleNamespace(cost=cost, cap=None, number=3))
     detail = SimpleNamespace(lengths=[5])
@@ -132,7 +133,7 @@ def draw(rank: int, policy: str, slow_rank: int, seed: int) -> list[dict[int, li
     torch.manual_seed(seed + rank)  # rank 0's counts
     torch.rand(rank)  # and not what was drawn since
     samples = [batch[0] for batch in token_batches([*range(2, 14)])]
-    shape = {"minibatch_size": 6, "policy": policy, "collate_fn": torch.stack, "weighting": "next_token"}
+    shape = {"minibatch_size": 6, "balance": policy, "collate_fn": torch.stack, "weighting": "next_token"}
     # One sample per microbatch is best.
     own = BalancedDataLoader(samples, cost=quadratic(crossover=1, dense=True), **shape)
     before = torch.get_rng_state()

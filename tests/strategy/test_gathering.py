@@ -88,7 +88,7 @@ def test_a_step_that_gathers_runs_with_any_number_of_samples(rank, accumulated, 
         max_steps=1 if count > 8 and accumulated == 1 else -1,
         max_epochs=1,
     )
-    assert t.train_dataloader.recipe.whole == "fixed"
+    assert t.train_dataloader.info.whole == "fixed"
     assert all(shape[0] == 2 for shape in shapes)
     if accumulated == 2:
         padded = [*data, *data[: count % 2]]

@@ -25,7 +25,7 @@ from lightning_odc.data.packing import PackingCollator
 from lightning_odc.data.weighting import LabelCounter
 from lightning_odc.engine.base import Ledger, WeightKind, check_records
 from lightning_odc.errors import DisagreementError
-from lightning_odc.strategy.contribution import contribution
+from lightning_odc.run.contribution import contribution
 from tests.strategy.test_balance import Padded, plain
 from tests.strategy.test_models import causal_lm
 from tests.support import fits
@@ -129,13 +129,13 @@ def test_every_collator_and_policy_has_the_gradient_over_all_predicted_tokens(ra
     for case, options in {
         "packed": {"collate_fn": PackingCollator(), "max_tokens": 20},
         "padded": {"max_tokens": 20},
-        "one by one": {"policy": "local_sort"},
-        "collective": {"policy": "lb_micro", "communication": "collective"},
+        "one by one": {"balance": "local_sort"},
+        "collective": {"balance": "lb_micro", "communication": "collective"},
     }.items():
         found = fit(rank, data, **options)
         assert largest_difference(found.parameters, expected) < TOLERANCE, case
         losses.append(found.loss)
-    stolen = {"collate_fn": PackingCollator(), "max_tokens": 13, "policy": "steal"}
+    stolen = {"collate_fn": PackingCollator(), "max_tokens": 13, "balance": "steal"}
     found = fit(rank, data, 0.3 * (rank == 0), **stolen)
     assert largest_difference(found.parameters, expected) < TOLERANCE
     first, second = of_all_ranks(found.ran)
@@ -153,13 +153,13 @@ MASKED = samples((4, 5, 6, 4, 5, 6), (4, 1, 1, 4, 5, 6))
 @on_ranks(2)
 def test_microbatches_ranks_and_minibatches_without_labels(rank):
     expected, before = one_process(MASKED), full_parameters(Tuned())
-    together = fit(rank, MASKED, policy="local_sort")
+    together = fit(rank, MASKED, balance="local_sort")
     assert largest_difference(together.parameters, expected) < TOLERANCE
-    half = fit(rank, MASKED, policy="local_sort", precision="16-mixed")
+    half = fit(rank, MASKED, balance="local_sort", precision="16-mixed")
     # fp16 rounds to 2^-11, through two layers and back, relative to gradients of up to 0.5: the unit of the weights
     # is the same on both ranks.
     assert largest_difference(half.parameters, expected) < 2e-3
-    options = {"collate_fn": PackingCollator(), "minibatch_size": 1, "policy": "local_sort"}
+    options = {"collate_fn": PackingCollator(), "minibatch_size": 1, "balance": "local_sort"}
     for first, own in ((0, one_process(MASKED[:2])), (2, one_process(MASKED[2:4])), (4, before)):
         for communication in ("on_demand", "collective"):
             apart = fit(rank, MASKED[first : first + 2], communication=communication, **options)
@@ -174,7 +174,7 @@ def check_by_hand(rank: int, communication: str, world_size: int) -> None:
     with torch.no_grad():
         means = [float(module.mean(padded([one]))) for one in MASKED]
     expected = sum(mean * n for mean, n in zip(means, counts, strict=True) if n) / sum(counts)
-    shape = {"num_replicas": world_size, "rank": rank, "policy": "local_sort"}
+    shape = {"num_replicas": world_size, "rank": rank, "balance": "local_sort"}
     shape |= {"lengths": [len(sample["input_ids"]) for sample in MASKED], "collate_fn": padded}
     loader = BalancedDataLoader(MASKED, minibatch_size=len(MASKED) // world_size, **shape)
     parameters = fits.fitted(module, loader, world_size, communication=communication)

@@ -45,7 +45,7 @@ def train(kind: str, **options: Any) -> tuple[str, dict[str, Tensor], str]:
     with said() as text, warned() as caught:
         t = fit(module, data, accumulate_grad_batches=ACCUMULATED, **{"balance": "auto", **options})
     recipe = t.train_dataloader.recipe
-    counts = "whole" if recipe.whole else str(recipe.counter or recipe.weighting)
+    counts = "whole" if recipe.info.whole else str(recipe.info.counter or recipe.weighting)
     words = "\n".join([text.getvalue(), *caught])
     return counts, full_parameters(module), words
 
@@ -251,7 +251,7 @@ def test_a_step_that_shortens_its_batches_trains_what_it_means(rank, kind, cuts)
     with said() as text, warned() as caught:
         t = fit(module, loader, accumulate_grad_batches=ACCUMULATED, balance="auto")
     words = "\n".join([text.getvalue(), *caught])
-    is_whole = t.train_dataloader.recipe.whole
+    is_whole = t.train_dataloader.info.whole
     # Classes of texts that are cut are still a mean over samples.
     assert bool(is_whole) == (not cuts or kind != "classes")
     if is_whole:
@@ -334,7 +334,7 @@ def test_a_mean_over_frames_that_the_step_chooses_is_told_to_count_them_and_then
         with said() as text, warned() as caught:
             t = fit(module, loader, accumulate_grad_batches=ACCUMULATED, balance="auto")
         words = "\n".join([text.getvalue(), *caught])
-        assert bool(t.train_dataloader.recipe.whole) != counted
+        assert bool(t.train_dataloader.info.whole) != counted
         assert (
             counted
             or rank > 0

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_odc import BalancedDataLoader, Minibatch
-from lightning_odc.strategy.attempt import is_out_of_memory
+from lightning_odc.run.attempt import is_out_of_memory
 from tests.support.fits import failure, fit
 from tests.support.models import Block
 from tests.support.modules import warned

@@ -90,7 +90,7 @@ BACKWARD, FORWARD = ("1", "backward"), ("2", "forward")
 LOADERS: dict[str, tuple[Any, Any, dict[str, Any], tuple[str, str]]] = {
     "padded": (padded, samples, {"lengths": LENGTHS}, BACKWARD),
     "packed": (packed, samples, {"lengths": LENGTHS}, FORWARD),
-    "stolen": (padded, samples, {"lengths": LENGTHS, "policy": "steal"}, BACKWARD),
+    "stolen": (padded, samples, {"lengths": LENGTHS, "balance": "steal"}, BACKWARD),
     "stream": (padded, stream, {"length_fn": length_of, "window": 1}, FORWARD),
     "packed stream": (packed, stream, {"length_fn": length_of, "window": 1}, BACKWARD),
 }
@@ -148,7 +148,7 @@ class Hooked(Hooks, Checked):
 class Data(LightningDataModule):
     def train_dataloader(self) -> Any:
         shape = {"lengths": LENGTHS * 4, "max_tokens": 20, "collate_fn": padded}
-        return BalancedDataLoader(samples() * 4, minibatch_size=24, policy="steal", **shape)
+        return BalancedDataLoader(samples() * 4, minibatch_size=24, balance="steal", **shape)
 
     def val_dataloader(self) -> Any:
         return loader([Minibatch([padded(samples()[:2]), padded(samples()[2:])]), padded(samples())])

@@ -69,7 +69,7 @@ def test_groups_notice_a_loss_that_couples_samples_later(rank):
     with warned() as caught:
         t = run(module, 4, balance="auto", max_epochs=3)
     assert t.global_step == 12
-    assert t.train_dataloader.recipe.whole == "movable"
+    assert t.train_dataloader.info.whole == "movable"
     found = [text for text in caught if "weighed by what your loss" in text]
     assert len(found) == (rank == 0), caught
     assert rank > 0 or "In step 10, " in found[0]
@@ -104,7 +104,7 @@ def test_a_whole_group_steals(rank, tmp_path):
 @on_ranks(4)
 def test_a_loader_of_the_user_is_shared_among_groups(rank):
     module = Module()
-    shape = {"minibatch_size": 4, "collate_fn": data().collate_fn, "policy": "steal", "seed": 0}
+    shape = {"minibatch_size": 4, "collate_fn": data().collate_fn, "balance": "steal", "seed": 0}
     loader = BalancedDataLoader(SAMPLES, **shape)
     fit(module, loader, 4, tensor_parallel_size=2)
     by_rank: list[Any] = [None] * 4

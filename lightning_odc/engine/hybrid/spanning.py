@@ -41,7 +41,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_odc.data.minibatch import Minibatch, Task
 from lightning_odc.engine.comm import all_gather
 from lightning_odc.engine.hybrid.link import ReplicaLink
 from lightning_odc.engine.on_demand import OnDemandEngine
@@ -296,14 +295,6 @@ class SpanningEngine(OnDemandEngine):
     def close(self) -> None:
         super().close()
         self._group.close()
-
-    def tasks(self, minibatch: Minibatch) -> Iterator[Task]:
-        """See `OnDemandEngine`. Work is stolen within the row, because its windows can be read."""
-        if minibatch.all_ranks is not None:
-            everybody = minibatch.all_ranks
-            minibatch = minibatch.map(lambda microbatch: microbatch)
-            minibatch.all_ranks = everybody.of(self._layout.row)
-        yield from super().tasks(minibatch)
 
     def _before_publishing(self) -> None:
         self._group.open()

@@ -27,6 +27,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,9 +39,10 @@ from lightning_odc.engine.additions import Added
 from lightning_odc.engine.advice import text_of
 from lightning_odc.engine.base import Engine, Ledger
 from lightning_odc.errors import ODCError
-from lightning_odc.strategy.contribution import Contribution, PendingWeight
-from lightning_odc.strategy.options import OnOutOfMemory
+from lightning_odc.run.contribution import Contribution, PendingWeight
+from lightning_odc.run.wording import Wording
 
+OnOutOfMemory = Literal["split", "skip", "raise"]
 #: What errors of other classes say: of torch's allocator for the CPU, of the driver, of cuBLAS and of cuDNN.
 _WORDS = (
     "DefaultCPUAllocator",
@@ -51,10 +53,6 @@ _WORDS = (
 #: After this many samples in a row that were dropped, the step raises: it is no accident.
 _MOST_DROPPED = 16
 _LARGE = 4096  # elements of a buffer
-MAKE_ROOM = (
-    "Make room: activation_checkpointing_policy={Block} or cpu_offload=True in ODCStrategy(...), "
-    'Trainer(precision="bf16-mixed"), shorter samples'
-)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -131,11 +129,16 @@ class Attempt:
             return False
         reason = self._retry.why_not()
         if reason:
-            error.add_note(f"{reason} {MAKE_ROOM}.")
+            error.add_note(f"{reason} {self._retry.wording.make_room}.")
             return False
         release(error)
         self.error = error
         return True
+
+    @property
+    def planned(self) -> float:
+        """What it is planned to count; of a part, its labels and items say themselves what it counts."""
+        return 1.0 if self.is_split else self.task.weight
 
     @property
     def counts(self) -> bool:
@@ -166,13 +169,19 @@ class Retry:
     """What becomes of microbatches that run out of memory; see Note [Run again in parts]."""
 
     def __init__(
-        self, policy: OnOutOfMemory, engine: Engine, device: torch.device, buffers: Iterable[Tensor] = ()
+        self,
+        policy: OnOutOfMemory,
+        engine: Engine,
+        device: torch.device,
+        buffers: Iterable[Tensor],
+        wording: Wording,
     ) -> None:
         self.engine = engine
         self.device = device
         self.buffers: list[Tensor] = []  # those that a forward pass may change, as far as is known
         if policy != "raise":
             self.buffers = list(buffers)
+        self.wording = wording
         self._policy = policy
         self._has_run = False
         self._has_warned = False
@@ -182,9 +191,8 @@ class Retry:
     def why_not(self) -> str:
         """Why what ran out of memory just now cannot run again; empty if it can."""
         if self._policy == "raise":
-            return (
-                'ODCStrategy(on_out_of_memory="split") runs a microbatch that does not fit again, in parts.'
-            )
+            line = self.wording.write("on_out_of_memory", "split")
+            return f"{line} runs a microbatch that does not fit again, in parts."
         reason = self.engine.why_no_retry()
         if reason:
             return f"The microbatch cannot run again in parts: {reason}."
@@ -234,9 +242,9 @@ class Retry:
         self._tried.append(text)
 
     def _advice(self, stays: bool) -> str:
-        instead = f"{MAKE_ROOM}."
+        instead = f"{self.wording.make_room}."
         if self._policy != "skip":
-            instead += ' Or leave it out: ODCStrategy(on_out_of_memory="skip").'
+            instead += f" Or leave it out: {self.wording.write('on_out_of_memory', 'skip')}."
         elif self._in_a_row > _MOST_DROPPED:
             instead = (
                 f"The {_MOST_DROPPED} samples before it were left out, too, and nothing fitted between them: "

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_odc.data.learning import DelayedCap, DelayedCost, Measurement
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch
@@ -39,16 +38,20 @@ class Measured(NamedTuple):
 class Measurements:
     """Measures microbatches: seconds, less the engine's waits, and what ran out of memory."""
 
-    def __init__(self, waits: Callable[[], float], device: torch.device) -> None:
+    def __init__(
+        self, waits: Callable[[], float], device: torch.device, warn: Callable[[str], object]
+    ) -> None:
         self.ran_out: list[tuple[int, int]] = []  # `size_of` what did in this optimizer step
         self.contradiction = ""  # found in this optimizer step
         self._waits = waits  # returns the seconds that this rank has waited for others so far
         self._device = device
+        self._warn = warn
         self._cost: DelayedCost | None = None
         self._cap: DelayedCap | None = None
         self._number = 0  # of the minibatch
         self._timed: list[_Timed] = []  # in this optimizer step
         self._current: _Timed | None = None  # of them, the microbatch at hand
+        self._is_running = False
 
     def open(self, minibatch: Minibatch) -> None:
         """The microbatches of this minibatch come next."""
@@ -70,11 +73,15 @@ class Measurements:
     def running(self) -> Iterator[None]:
         """Around what belongs to the current microbatch."""
         current = self._current
-        if current is None:
+        if current is None or self._is_running:
             yield
             return
         begin = self._now()
-        yield
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
         current.seconds += self._now() - begin
 
     def forget(self) -> None:
@@ -120,7 +127,7 @@ class Measurements:
             if measured.ran_out is not None
         ]
         tokens, rank = max(largest)
-        rank_zero_warn(
+        self._warn(
             f"max_tokens falls from {before} to {after} for the plans that follow: a microbatch of {tokens or '?'} "
             f"tokens ran out of memory on rank {rank}. To start with it, write max_tokens={after}."
         )

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lightning_odc.data.weighting import LabelCounter
 from lightning_odc.engine.base import WeightKind
-from lightning_odc.strategy.attempt import Attempt
-from lightning_odc.strategy.contribution import Contribution, detached
+from lightning_odc.run.attempt import Attempt
+from lightning_odc.run.contribution import Contribution, detached
 
 
 class State(Enum):
@@ -37,6 +37,7 @@ class Batch:
     is_sum: bool = False  # the loss is a sum, which no weight multiplies
     weight_kind: WeightKind = WeightKind.PLANNED  # what planned weights count
     samples: int = 1  # of a plain batch, by which Lightning weights what is logged
+    accumulated: int = 1  # batches of an optimizer step, by which losses are divided
     state: State = State.FORWARD
     attempt: Attempt | None = None  # that ran forward last
     extras: dict[str, list[object]] = field(default_factory=dict)  # what else steps returned, by microbatch

@@ -1,0 +1,73 @@
+"""Handing over a training loader asks nothing: no plan is made, no sample is read, and no rank waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_odc import BalancedDataLoader, ODCStrategy
+from lightning_odc.balance import Planner
+from lightning_odc.engine.base import Engine
+from tests.strategy.test_balance import Padded, pad
+from tests.support.modules import said, trainer
+from tests.support.ranks import on_ranks
+
+LENGTHS = [5, 3, 9, 4, 8, 2, 7, 6]
+
+
+class KnowsLengths(Dataset[Tensor]):
+    lengths = LENGTHS
+
+    def __init__(self) -> None:
+        self.may_be_read = True
+
+    def __len__(self) -> int:
+        return len(LENGTHS)
+
+    def __getitem__(self, index: int) -> Tensor:
+        assert self.may_be_read
+        return torch.arange(1, LENGTHS[index] + 1)
+
+
+@contextmanager
+def nothing_answers(engine: Engine, data: KnowsLengths) -> Iterator[None]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was asked")
+
+    data.may_be_read = False
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Planner, "plan", refuse)
+        patched.setattr(type(engine), "exchange", refuse)
+        yield
+    data.may_be_read = True
+
+
+class Checks(ODCStrategy):
+    def process_dataloader(self, dataloader: Any) -> Any:
+        with nothing_answers(self.engine, dataloader.dataset):
+            return super().process_dataloader(dataloader)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "options", [{}, {"packing": "auto"}, {"balance": "lb_mini", "cost": "tokens"}], ids=str
+)
+@pytest.mark.parametrize("communication", ["on_demand", "collective"])
+def test_the_loader_comes_although_nothing_answers(rank, communication, options):
+    if communication == "collective" and "balance" in options:
+        options = {**options, "balance": "lb_micro"}
+    strategy = Checks(communication=communication, hang_report_after=None, **options)
+    own = DataLoader(KnowsLengths(), batch_size=2, collate_fn=pad)
+    with said() as text:
+        fitter = trainer(2, strategy=strategy, max_epochs=2, reload_dataloaders_every_n_epochs=1)
+        fitter.fit(Padded(), own)
+    assert isinstance(fitter.train_dataloader, BalancedDataLoader)
+    assert fitter.global_step == 2 * 2
+    if rank == 0:
+        assert "Expected" in text.getvalue()
