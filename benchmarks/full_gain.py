@@ -173,7 +173,8 @@ def tables(measured: dict[str, Any]) -> list[Table]:
                 middle = max(statistics.median(row[kind]), 0)
                 share = f"{100 * middle:.1f} %"
             shares.append(share)
-        whole.append([name, WRITTEN[step], spread(row["seconds"]), *shares, spread(ratios)])
+        seconds = spread(row["seconds"])
+        whole.append([name, WRITTEN[step], seconds, *shares, spread(ratios)])
         short.append([WRITTEN[step], spread(row["seconds"]), *shares])
     seconds = f"seconds per epoch: median [least, most] of {measured['rounds']}"
     heads = ("step", "you write", seconds, "waiting", "padding", "times as fast as step 1")

@@ -147,7 +147,8 @@ def measure(rounds: int, epochs: int) -> None:
                 seconds[name] += map(max, zip(*by_rank, strict=True))
                 waiting = statistics.mean(waited(results))
                 idle[name].append(waiting / sum(by_rank[0]))
-                within += [results[0].within] if name == MONITORED else []
+                if name == MONITORED:
+                    within.append(results[0].within)
                 tokens[name] = sum(result.tokens for result in results[::SIZE])
     rows = []
     for name in STRATEGIES:

@@ -158,7 +158,8 @@ def work(options: SftOptions) -> int:
         for number in range(options.rounds):
             for row, trained in found.items():
                 trained.append(ranks.call(train, row, options))
-                print(f"round {number + 1}, {row}: {trained[-1][0].seconds}", flush=True)
+                last = trained[-1][0]
+                print(f"round {number + 1}, {row}: {last.seconds}", flush=True)
     table = table_of(found)
     print(f"\n{table.markdown()}\n", flush=True)
     if options.write:

@@ -130,7 +130,8 @@ def describe_tail(lengths: ArrayLike) -> str:
     """The same for people."""
     figures = tail_of(lengths)
     del figures["count"]
-    return ", ".join(f"{name} {value:,.0f}" for name, value in figures.items())
+    words = [f"{name} {value:,.0f}" for name, value in figures.items()]
+    return ", ".join(words)
 
 
 def _read(path: Path) -> Ints:

@@ -38,8 +38,9 @@ def main(arguments: list[str] | None = None) -> None:
         rows = [overhead.cells(row) for row in results["overhead"]]
         print(f"Overhead:\n\n{of_cells(rows)}\n")
     if options.json:
-        shown = {key: value for key, value in vars(options).items() if key != "json"}
-        options.json.write_text(json.dumps({"options": shown, **results}, indent=2) + "\n")
+        results["options"] = {key: value for key, value in vars(options).items() if key != "json"}
+        text = json.dumps(results, indent=2)
+        options.json.write_text(f"{text}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

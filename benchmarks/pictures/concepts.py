@@ -57,7 +57,8 @@ def _row(rank: int, top: float) -> float:
 def _finish(canvas: Canvas, top: float, meetings: Sequence[float], *said: str) -> None:
     """Names of the ranks, lines where all of them meet, and what the length is."""
     for rank in range(len(_VISITS)):
-        canvas.note(0, _row(rank, top) + 16, f"rank {rank}")
+        y = _row(rank, top) + 16
+        canvas.note(0, y, f"rank {rank}")
     for place in meetings:
         canvas.stroke(place, top - 4, place, top + 80, "ink", width=2)
     for line, text in enumerate(said):
@@ -81,15 +82,17 @@ def windows(_: Load) -> Canvas:
     for owner, role in enumerate(_OWNERS):
         chunk = 127.0 + 62 * owner
         window = 154.0 * owner
+        middle = window + 66
+        middle_of_chunk = chunk + 31
         canvas.box(chunk, 24, 62, 26, role, edge="paper")
         canvas.box(chunk, 284, 62, 26, role, edge="paper")
         canvas.box(window, 112, 132, 110, "panel", edge="grid", rounded=6)
-        canvas.note(window + 66, 172, f"window of rank {owner}", "middle", role="ink")
+        canvas.note(middle, 172, f"window of rank {owner}", "middle", role="ink")
         for y, text in ((120, "shard"), (188, "gradient sum")):
             canvas.box(window + 10, y, 112, 26, role, rounded=3)
-            canvas.note(window + 66, y + 17.5, text, "middle", role="label")
-        canvas.stroke(window + 66, 118, chunk + 31, 53, "read", width=2.5, arrow=True)
-        canvas.stroke(chunk + 31, 282, window + 66, 217, "add", width=2.5, arrow=True)
+            canvas.note(middle, y + 17.5, text, "middle", role="label")
+        canvas.stroke(middle, 118, middle_of_chunk, 53, "read", width=2.5, arrow=True)
+        canvas.stroke(middle_of_chunk, 282, middle, 217, "add", width=2.5, arrow=True)
     for y, text in ((76, "gather: read"), (266, "accumulate: add")):
         canvas.note(0, y, text)
     for y, text in ((76, "no lock,"), (92, "no meeting"), (250, "under the"), (266, "owner's lock")):
@@ -209,8 +212,8 @@ def nodes(_: Load) -> Canvas:
     for y in (60.0, 172.0):
         canvas.stroke(152, y - 8, 288, y - 8, "publish", width=2.5, arrow=True)
         canvas.stroke(288, y + 8, 152, y + 8, "publish", width=2.5, arrow=True)
-    for line, text in enumerate(("once per", "minibatch")):
-        canvas.note(WIDTH / 2, 114 + 17 * line, text, "middle")
+    canvas.note(WIDTH / 2, 114, "once per", "middle")
+    canvas.note(WIDTH / 2, 131, "minibatch", "middle")
     canvas.legend(234, {"read shards, at any time": "read", "add gradients, at any time": "add"})
     canvas.legend(258, {"exchange shards and sums of gradients": "publish"})
     return canvas

@@ -127,7 +127,8 @@ def optimum(
     whole_overhead = np.floor(overhead * scale).astype(int)
     cap = max_tokens or int(lengths.max())
     problem = _Problem(lengths, costs, whole_overhead, cap)
-    if len(samples) == 1 and not (overhead != overhead[0]).any():
+    is_level = not (overhead != overhead[0]).any()
+    if len(samples) == 1 and is_level:
         problem.let_ranks_be_alike()
     solver = cp_model.CpSolver()
     solver.parameters.max_deterministic_time = seconds
