@@ -73,12 +73,6 @@ def logging_as(module: LightningModule, hook: str) -> Iterator[None]:
         module._current_fx_name = before
 
 
-def hook_of(module: LightningModule) -> str:
-    """The hook that Lightning calls now, of the module or a callback; empty outside of any."""
-    # Why: what ``self.all_gather`` may return depends on whether it is called in a step.
-    return module._current_fx_name or ""
-
-
 @contextmanager
 def in_place_of_broadcasts(trainer: Trainer, act: Callable[[Callable[[], None]], None]) -> Iterator[None]:
     """Let the training loop call ``act`` with what it would do before every batch: broadcast from rank 0."""

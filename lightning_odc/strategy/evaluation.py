@@ -53,7 +53,6 @@ class Evaluation:
         self._always = strategy.communication != "collective"
         self._rule = rule  # what microbatches counted in training
         self._labels = LabelCounter(skips_first=causal_model(self._module) is not None)
-        self._checked: object = None  # loaders of minibatches that Lightning does not deal out
         self._had_minibatches = False  # until then it is not known what a loader yields
         self._logbook = LogBook()
         self._changes = ExitStack()
@@ -92,14 +91,12 @@ class Evaluation:
 
     def _minibatch(self, run: Callable[[object], object], minibatch: Minibatch) -> list[object]:
         trainer = self._module.trainer
-        self._had_minibatches = True
-        if _compat_lightning.deals_out(trainer):
+        if not self._had_minibatches and _compat_lightning.deals_out(trainer):
             loaders = trainer.val_dataloaders
             if trainer.testing:
                 loaders = trainer.test_dataloaders
-            if loaders is not self._checked:
-                check_samplers(loaders)
-                self._checked = loaders
+            check_samplers(loaders)
+        self._had_minibatches = True
         _compat_lightning.count_batch_once(trainer)
         rule, counter = self._counted_in(minibatch)
         outputs: list[object] = []
@@ -146,11 +143,11 @@ class Evaluation:
         """Make the values of all ranks those of the epoch."""
         self._changes.close()
         logged = {total.identity: total for total in totals_in(results)}
-        own = {"had_minibatches": self._had_minibatches, "totals": logbook.to_message(logged.values())}
-        by_rank = self._engine.exchange("end of an evaluation", own)
-        if not self._always and not any(other["had_minibatches"] for other in by_rank):
+        record = [self._had_minibatches, logbook.to_message(logged.values())]
+        records = self._engine.exchange("end of an evaluation", record)
+        if not self._always and not any(had_minibatches for had_minibatches, _ in records):
             return
-        messages = [other["totals"] for other in by_rank]
+        messages = [message for _, message in records]
         for total in logbook.merge(messages, self._module.global_rank):
             mine = logged.get(total.identity)
             if mine is not None and not mine.is_shared:

@@ -12,13 +12,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric
 
@@ -103,66 +103,37 @@ class Total:
         return self.fx, loader, self.name
 
 
-class Kind(NamedTuple):
-    """What most totals of a message have in common."""
-
-    reduction: str
-    options: tuple[tuple[str, bool | int | float | str | None], ...]
-    ranks: Sequence[int] | None
-    fx: str
-    dataloader_idx: int | None
-    dtype: str
-
-
 Message = list[list[Any]]
-"""Kinds, and entries: the number of a kind, the name, the value, the weight and the states of a total."""
+"""Shared totals of a rank, as it travels as JSON: the fields of each, up to its lists."""
 
 
 def to_message(totals: Iterable[Total]) -> Message:
-    """Those that are shared, JSON-serialisable. What most have in common is said once."""
-    kinds: dict[Kind, int] = {}
-    entries = []
+    """Those that are shared, JSON-serialisable."""
+    message = []
     for total in totals:
         if not total.is_shared:
             continue
         # Plain options: a reduction has its own place, and functions or groups mean nothing elsewhere.
-        options = tuple(
-            (key, option)
-            for key, option in sorted(total.options.items())
+        options = {
+            key: option
+            for key, option in total.options.items()
             if key != "reduce_fx" and isinstance(option, bool | int | float | str | None)
-        )
-        kind = Kind(total.reduction, options, total.ranks, total.fx, total.dataloader_idx, total.dtype)
-        number = kinds.setdefault(kind, len(kinds))
-        entries.append([number, total.name, total.value, total.weight, total.states])
-    return [list(kinds), entries]
+        }
+        sums = [total.value, total.weight, total.ranks]
+        place = [total.fx, total.dataloader_idx, total.dtype]
+        message.append([total.name, total.reduction, options, *sums, *place, total.states])
+    return message
 
 
-def from_message(message: Message) -> Iterator[Total]:
-    """The totals that another rank put into a message."""
-    kinds, entries = message
-    for number, name, value, weight, states in entries:
-        kind = Kind(*kinds[number])
-        yield Total(
-            name,
-            kind.reduction,
-            dict(kind.options),
-            value=value,
-            weight=weight,
-            ranks=kind.ranks,
-            fx=kind.fx,
-            dataloader_idx=kind.dataloader_idx,
-            dtype=kind.dtype,
-            states=[ListState(*state) for state in states],
-        )
-
-
-def merge(by_rank: Sequence[Message], own: int) -> list[Total]:
-    """The totals over all ranks, as far as they concern rank ``own``, in the order of their identity."""
+def merge(by_rank: Sequence[Message], rank: int) -> list[Total]:
+    """The totals over all ranks, as far as they concern this rank, in the order of their identity."""
     parts: dict[tuple[str, int, str], dict[int, Total]] = {}
-    for rank, message in enumerate(by_rank):
-        for total in from_message(message):
-            if total.ranks is None or own in total.ranks:
-                parts.setdefault(total.identity, {})[rank] = total
+    for peer, message in enumerate(by_rank):
+        for *fields, states in message:
+            total = Total(*fields)
+            total.states = [ListState(*state) for state in states]
+            if total.ranks is None or rank in total.ranks:
+                parts.setdefault(total.identity, {})[peer] = total
     return [_combined(parts[identity]) for identity in sorted(parts)]
 
 
@@ -225,6 +196,7 @@ class LogBook:
         self._posted: list[Total] = []
         # Lightning never accepts other options under the same name
         self._agreed: dict[str, LogOptions] = {}
+        # Where metrics are in the module, by name; looked up once
         self._attributes: dict[str, tuple[Metric, str | None]] = {}
 
     @contextmanager
@@ -262,19 +234,17 @@ class LogBook:
         self.weigh(1.0)
         totals = [total for total in self._totals.values() if total.pairs or total.metric is not None]
         self._totals = {}
-        pairs = [pair for total in totals for pair in total.pairs]
-        all_values = iter(_to_floats([value for value, _ in pairs]))
-        all_weights = iter(_to_floats([weight for _, weight in pairs]))
+        numbers = iter(_to_floats([number for total in totals for pair in total.pairs for number in pair]))
         for total in totals:
             if total.metric is not None:
                 total.states = describe_lists(total.metric)
                 continue
-            values = list(islice(all_values, len(total.pairs)))
-            weights = list(islice(all_weights, len(total.pairs)))
-            total.weight = total_of(weights)
+            pairs = [(next(numbers), next(numbers)) for _ in total.pairs]
+            total.weight = total_of(weight for _, weight in pairs)
+            values = [value for value, _ in pairs]
             if total.reduction == "mean":
                 # A weight of 0 leaves a value out: without labels it is NaN, and 0 * NaN would be, too.
-                values = [value * weight for value, weight in zip(values, weights, strict=True) if weight]
+                values = [value * weight for value, weight in pairs if weight]
             total.value = REDUCTIONS[total.reduction](values)
             total.ranks = ranks_of(total.options.get("sync_dist_group"))
             # Lightning reduces these two dtypes over ranks as they are, and all others in the default one.
@@ -289,12 +259,12 @@ class LogBook:
         self._posted = self.take()
         return to_message(self._posted)
 
-    def merge(self, by_rank: list[Message], own: int) -> list[Total]:
-        """The values to log on rank ``own``: shared totals over all ranks, then its own totals that it last posted."""
+    def merge(self, by_rank: list[Message], rank: int) -> list[Total]:
+        """The values to log on this rank: shared totals over all ranks, then its own totals that it last posted."""
         posted = {total.name: total for total in self._posted}
         self._posted = []
         alone = [total for total in posted.values() if not total.is_shared]
-        merged = merge(by_rank, own)
+        merged = merge(by_rank, rank)
         for total in merged:
             total.options = self._agreed.setdefault(total.name, total.options)
             if total.reduction == METRIC:
@@ -310,7 +280,12 @@ class LogBook:
         options.pop("enable_graph", None)  # values travel as plain numbers
         if isinstance(value, Metric):
             if options.get("metric_attribute") is None:
-                options["metric_attribute"] = self._attribute_of(name, value, module)
+                known = self._attributes.get(name)
+                if known is None or known[0] is not value:
+                    path = next((path for path, part in metrics_of(module) if part is value), None)
+                    known = (value, path)
+                    self._attributes[name] = known
+                options["metric_attribute"] = known[1]
             self._totals[name] = Total(name, METRIC, options, metric=value)
             return
         reduce_fx = options.get("reduce_fx", "mean")
@@ -333,15 +308,6 @@ class LogBook:
         if isinstance(value, Tensor):
             value = value.detach()
         self._open.append((total, value, weight))
-
-    def _attribute_of(self, name: str, metric: Metric, module: LightningModule) -> str | None:
-        """Where a metric is in the module; found out once for a name."""
-        known = self._attributes.get(name)
-        if known is None or known[0] is not metric:
-            path = next((path for path, part in metrics_of(module) if part is metric), None)
-            known = (metric, path)
-            self._attributes[name] = known
-        return known[1]
 
 
 class LoggedNames:
@@ -417,6 +383,19 @@ def replaced_log(module: LightningModule, log: Callable[..., None]) -> Iterator[
             del module.log
         else:
             module.log = before  # type: ignore[method-assign]
+
+
+def log_hyperparameter(trainer: Trainer, name: str, value: str) -> None:
+    """Let all loggers have a fact about the run; one that fails is passed over."""
+    if not trainer.is_global_zero:
+        return
+    for logger in trainer.loggers:
+        try:
+            logger.log_hyperparams({name: value})
+        except Exception as error:
+            rank_zero_warn(
+                f"{type(logger).__name__} cannot log {name}={value}: {type(error).__name__}: {error}"
+            )
 
 
 def ranks_of(group: object) -> tuple[int, ...] | None:

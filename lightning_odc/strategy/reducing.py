@@ -18,7 +18,6 @@ import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_odc import _compat_lightning
 from lightning_odc.errors import DisagreementError, PeerFailedError
@@ -83,35 +82,16 @@ class ReducingStrategy(ShardedStrategy):
     ) -> Tensor:
         """Gather as Lightning does, after a look at the shapes: gloo ends the process if they differ.
 
-        Outside of a step, as at the end of an epoch, ranks may have different numbers of rows, because balanced ranks
-        have different numbers of samples. Then the rows of all ranks, in their order, are divided equally:
-        ``[ranks, rows, ...]``. The first rows are repeated to fill it up, as a ``DistributedSampler`` repeats samples.
-
         Raises:
             DisagreementError: Shapes or dtypes differ between ranks, or not all ranks gather.
         """
-        if self._attached is None or group not in (None, dist.group.WORLD):
-            return super().all_gather(tensor, group, sync_grads)
-        shape = list(tensor.shape)
-        kind = "self.all_gather (for it, give every rank equally many microbatches)"
-        by_rank = self.engine.exchange(kind, [shape, str(tensor.dtype).removeprefix("torch.")])
-        if all(other == by_rank[0] for other in by_rank):
-            return super().all_gather(tensor, group, sync_grads)
-        module = self.lightning_module
-        assert module is not None
-        in_step = sync_grads or _compat_lightning.hook_of(module).endswith("_step")
-        of_rows = [[sizes[1:], dtype] for sizes, dtype in by_rank]
-        if in_step or any(other != of_rows[0] for other in of_rows):
-            shapes = "; ".join(f"{sizes} of {dtype}" for sizes, dtype in by_rank)
-            raise DisagreementError(f"self.all_gather got, by rank: {shapes}. {_PAD}")
-        rows = torch.cat(gather_all_tensors(tensor))
-        each = -(-len(rows) // self.world_size)
-        places = torch.arange(self.world_size * each, device=rows.device) % len(rows)
-        rank_zero_warn(
-            "self.all_gather got other numbers of rows on other ranks, since balanced ranks have different numbers of "
-            "samples. It returns the rows of all ranks in order, divided equally, and repeats the first to fill it up."
-        )
-        return rows[places].unflatten(0, (self.world_size, each))
+        if self._attached is not None and group in (None, dist.group.WORLD):
+            kind = "self.all_gather (for it, give every rank equally many microbatches)"
+            shape = f"{list(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+            by_rank = self.engine.exchange(kind, shape)
+            if len(set(by_rank)) > 1:
+                raise DisagreementError(f"self.all_gather got, by rank: {'; '.join(by_rank)}. {_PAD}")
+        return super().all_gather(tensor, group, sync_grads)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._attached is not None and not self._failed:
