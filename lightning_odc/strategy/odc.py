@@ -35,8 +35,15 @@ from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, HANG_REPORT_AFTER, F
 from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.stepping import by_lists
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
+from lightning_odc.strategy.callbacks import (
+    counted_by_microbatch,
+    first_and_last,
+    meeting_before_batches,
+    saves_when_it_fails,
+)
+from lightning_odc.strategy.comparisons import compare_batches, compare_programs, compare_whole_parameters
 from lightning_odc.strategy.evaluation import Evaluation
-from lightning_odc.strategy.logbook import metrics_of
+from lightning_odc.strategy.logbook import log_hyperparameter, metrics_of
 from lightning_odc.strategy.options import (
     Backend,
     Balance,
@@ -46,19 +53,8 @@ from lightning_odc.strategy.options import (
     Precisions,
     check_unknown,
 )
-from lightning_odc.strategy.ranks import (
-    PendingSignals,
-    compare_batches,
-    compare_programs,
-    compare_whole_parameters,
-    counted_by_microbatch,
-    first_and_last,
-    hang_report,
-    log_hyperparameter,
-    meeting_before_batches,
-    saves_when_it_fails,
-)
 from lightning_odc.strategy.reducing import ReducingStrategy
+from lightning_odc.strategy.signals import PendingSignals
 from lightning_odc.strategy.step import Training
 from lightning_odc.strategy.training_data import TrainingData
 
@@ -252,7 +248,7 @@ class ODCStrategy(ReducingStrategy):
             replicas = None
             if self._groups.replicates and self._groups.layout is not None:
                 replicas = self.shard_mesh
-            report = hang_report(trainer, self.options.hang_report_after)
+            report = self.options.hang_report(trainer)
             attached = self._attach(self.model, replicas, report, gradients=fitting)
         if attached.sample_group is not None and self._groups.divides_layers and fitting:
             compare_whole_parameters(attached.sample_group, self.model)

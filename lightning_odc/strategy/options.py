@@ -7,11 +7,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -29,6 +31,7 @@ from lightning_odc.data.arguments import did_you_mean
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import Packing
 from lightning_odc.data.plan import BatchOptions, Weighting
+from lightning_odc.engine.waiting import HangReport
 from lightning_odc.run.attempt import OnOutOfMemory
 from lightning_odc.run.wording import Wording
 from lightning_odc.sharding import nodes
@@ -120,6 +123,19 @@ class Options:
     def group_size(self) -> int:
         """The ranks that compute one sample together."""
         return self.tensor_parallel_size * self.context_parallel_size
+
+    def hang_report(self, trainer: Trainer) -> HangReport | None:
+        """What says where this rank is, after so long a wait: on stderr and in the trainer's directory."""
+        if self.hang_report_after is None:
+            return None
+        directory = None
+        if "://" not in trainer.default_root_dir:
+            directory = Path(trainer.default_root_dir) / "odc-hang-reports"
+
+        def place() -> str:
+            return f", in epoch {trainer.current_epoch} after {trainer.global_step} optimizer steps"
+
+        return HangReport(self.hang_report_after.total_seconds(), directory, trainer.global_rank, place)
 
     def _check_balance(self) -> None:
         if self.balance is not None:

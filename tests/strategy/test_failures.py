@@ -23,7 +23,7 @@ from torch.distributed.tensor import distribute_tensor
 
 from lightning_odc import Minibatch, host_memory
 from lightning_odc.host_memory import Room
-from lightning_odc.strategy import ranks
+from lightning_odc.strategy import signals
 from tests.support.fits import (
     LENGTHS,
     LR,
@@ -331,8 +331,8 @@ def test_sigterm_to_one_rank_ends_all_after_the_same_batch(communication):
 
 
 def _terminated_while_a_peer_hangs(rank: int) -> None:
-    assert ranks.PATIENCE < 10  # seconds within which every rank raises, whatever breaks
-    ranks.PATIENCE = 0.5
+    assert signals.PATIENCE < 10  # seconds within which every rank raises, whatever breaks
+    signals.PATIENCE = 0.5
     begin = time.monotonic()
     try:
         fit(signalled(rank, signal.SIGTERM, sleep=4.0), BATCHES)

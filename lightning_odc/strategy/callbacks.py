@@ -1,0 +1,131 @@
+"""What stands around the callbacks of a trainer, and what they get of a `Minibatch`.
+
+Note [Who has left]
+~~~~~~~~~~~~~~~~~~~
+Every rank counts the ends of batches, epochs and training that it has reached. If a rank waits at a meeting for a peer
+with a higher count, the peer will not come: it has passed that place (`Peers.check_not_past`), and has skipped an
+optimizer step. Between two meetings the counts may differ, for example under gradient accumulation. So the count says
+nothing to a rank that waits for a lock or for its own device. A shard that was not published when its owner left will
+never be published (`Peers.check_not_left`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LambdaCallback, ThroughputMonitor
+
+from lightning_odc import _compat_lightning
+from lightning_odc.attached import Attached
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.sample_group import SampleGroup
+
+
+def saves_when_it_fails(trainer: Trainer) -> bool:
+    """Whether a callback of Lightning's saves a checkpoint when a rank has failed."""
+    for callback in trainer.checkpoint_callbacks:
+        saves = type(callback).on_exception is not Callback.on_exception
+        if getattr(callback, "save_on_exception", saves):
+            return True
+    return False
+
+
+@dataclass(eq=False)
+class FirstCallback(Callback):
+    """Runs before all other callbacks, and counts the ends that this rank has come to: see Note [Who has left]."""
+
+    attached: Attached
+    fail: Callable[[BaseException], None]
+    end_epoch: Callable[[], None]
+
+    def on_train_batch_end(self, *_: object) -> None:
+        if isinstance(self.attached.engine, OnDemandEngine):
+            self.attached.engine.protocol.announce_end()
+
+    def on_train_epoch_end(self, *_: object) -> None:
+        self._meet_group("the end of an epoch")
+        self.on_train_batch_end()
+        self.end_epoch()
+
+    def on_train_end(self, *_: object) -> None:
+        self._meet_group("the end of training")
+        self.on_train_batch_end()
+
+    def on_validation_start(self, *_: object) -> None:
+        self._meet_group("validation")
+
+    def _meet_group(self, place: str) -> None:
+        """Find out whether a rank of the group is elsewhere: one that has left the loop alone."""
+        if self.attached.sample_group is not None:
+            self.attached.sample_group.tell(place, None)
+
+    # Callbacks that change the model at the end of an evaluation find its shards.
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.attached.engine.reshard()
+
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+
+    # Callbacks that save when a rank has failed find its peers told: these come to save, too, instead of waiting
+    # for that rank to take its step.
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self.fail(exception)
+
+
+@contextmanager
+def first_and_last(
+    callbacks: list[Callback],
+    attached: Attached,
+    fail: Callable[[BaseException], None],
+    end_epoch: Callable[[], None],
+) -> Iterator[None]:
+    """Put `FirstCallback` before the callbacks of a trainer, and what publishes behind them, inside this context."""
+    first = FirstCallback(attached, fail, end_epoch)
+
+    def publish(*_: object) -> None:
+        attached.engine.refresh()
+
+    # What other callbacks write into the model when an evaluation begins is published.
+    last = LambdaCallback(
+        on_validation_epoch_start=publish, on_test_epoch_start=publish, on_predict_epoch_start=publish
+    )
+    callbacks[:] = [first, *callbacks, last]
+    try:
+        yield
+    finally:
+        callbacks[:] = [callback for callback in callbacks if callback not in (first, last)]
+
+
+def meeting_before_batches(trainer: Trainer, sample_group: SampleGroup) -> AbstractContextManager[None]:
+    """Before every batch the ranks of a group meet: one that has left the loop alone is at another place."""
+
+    def meet(broadcast: Callable[[], None]) -> None:
+        sample_group.tell("a training batch", None)
+        broadcast()
+
+    return _compat_lightning.in_place_of_broadcasts(trainer, meet)
+
+
+@contextmanager
+def counted_by_microbatch(callbacks: Iterable[Callback]) -> Iterator[None]:
+    """Let what users give Lightning's `ThroughputMonitor` get one microbatch at a time, inside this context."""
+    with ExitStack() as after:
+        for monitor in callbacks:
+            if isinstance(monitor, ThroughputMonitor):
+                after.callback(setattr, monitor, "batch_size_fn", monitor.batch_size_fn)
+                monitor.batch_size_fn = partial(_count_all, monitor.batch_size_fn)
+                if monitor.length_fn is not None:
+                    after.callback(setattr, monitor, "length_fn", monitor.length_fn)
+                    monitor.length_fn = partial(_count_all, monitor.length_fn)
+        yield
+
+
+def _count_all(count: Callable[[object], int], batch: object) -> int:
+    """The count of a batch, or of all microbatches in it."""
+    if not isinstance(batch, Minibatch):
+        return count(batch)
+    return sum(map(count, batch)) or 1  # not 0: the monitor refuses a batch without samples
