@@ -1,30 +1,18 @@
-"""What a user's ``collate_fn`` makes of samples of different lengths: it is tried with two of them."""
+"""What a user's ``collate_fn`` makes of samples of different lengths, as a look at a few of them shows it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from contextlib import suppress
-from copy import deepcopy
-from functools import partial
-from typing import Any
-
-import numpy as np
-
-from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.content import Path
-from lightning_odc.data.shapes import Shape, Shapes, shapes_of
+from lightning_odc.data.probe import Probe, Shape, Shapes
 
-_TRIED = 9  # samples
 _PADDED = [Collation("padded", 2**power) for power in range(11)]
 
 
-def find_collation(collate_fn: Any, sample: Callable[[int], Any], tokens: Ints) -> Collation | None:
-    """How ``collate_fn`` lays out a microbatch; ``None`` if in none of the known ways, or if it raises."""
-    if not len(tokens):
+def collation_of(probe: Probe) -> Collation | None:
+    """How a ``collate_fn`` lays out a microbatch; ``None`` if in none of the known ways, or if it raises."""
+    if not probe.kept:
         return None
-    shapes = partial(_shapes, collate_fn, sample)
     # The shapes of the shortest sample, of the longest one and of both together tell; of those that are not left out:
     #   [10], [17]  ->  (1, 10), (1, 17), together (2, 17)      pads
     #                   (1, 16), (1, 24), together (2, 24)      pads to a multiple of 8
@@ -33,75 +21,41 @@ def find_collation(collate_fn: Any, sample: Callable[[int], Any], tokens: Ints) 
     #                   (1, 10), (1, 17), together (1, 27)      packs
     #                   a list of (10,), (17,)                  keeps apart
     #                   an error                                stacks what is equally long
-    order = tokens.argsort(kind="stable")
-    tried: list[int] = order[np.linspace(0, len(order) - 1, _TRIED).astype(int)].tolist()
-    short, of_short = _first_kept(tried, shapes)
-    long, of_long = _first_kept(tried[::-1], shapes)
-    together = shapes(short, long)
-    if not together:
-        return Collation("stacked") if shapes(short, short) else None
-    ends = tokens[[short, long]]
+    short = probe.kept[0]
+    long = probe.kept[-1]
+    of_short = probe.alone[short].shapes
+    of_long = probe.alone[long].shapes
+    both = probe.together[short, long]
+    if not both.holds_something:
+        twice = probe.together[short, short]
+        return Collation("stacked") if twice.holds_something else None
+    together = both.shapes
     path = _telling(of_short, of_long, together)
     if path is None:
         parts = [*of_short.values(), *of_long.values()]
-        is_apart = bool(parts) and sorted(parts) == sorted(together.values())
-        return Collation("apart") if is_apart else None
+        return Collation("apart") if sorted(parts) == sorted(together.values()) else None
     axis = _row_axis(of_short[path], of_long[path], together[path])
     if axis is None:
         return Collation("packed")
     row = of_short[path][axis]
-    long_row = of_long[path][axis]
-    if row == long_row and ends[0] < ends[1]:  # all samples are in between
-        cuts = "input_ids" in path or (of_short == of_long and row >= ends[0])
+    if row == of_long[path][axis] and probe.tokens[short] < probe.tokens[long]:  # all samples are in between
+        cuts = "input_ids" in path or (of_short == of_long and row >= probe.tokens[short])
         # Equal rows that are shorter than the long sample are its beginning if `cuts`, else something else.
-        if cuts or row >= ends[1]:
+        if cuts or row >= probe.tokens[long]:
             return Collation("padded", fixed=row)
         return None
-
-    def row_of(index: int) -> int:
-        return shapes(index).get(path, (0, 0))[axis]
-
-    return _padded(tokens, ends, [row, long_row], row_of)
+    return _padded(probe, path, axis)
 
 
-def _shapes(collate_fn: Any, sample: Callable[[int], Any], *indices: int) -> Shapes:
-    """Those of a batch of samples; empty if it fails, as of samples that are left out, or holds nothing."""
-    with suppress(Exception):  # whatever it is, training will meet it, too
-        # it may change its samples
-        found = shapes_of(collate_fn([deepcopy(sample(index)) for index in indices]))
-        if any(map(math.prod, found.values())):
-            return found
-    return {}
-
-
-def _first_kept(indices: list[int], shapes: Callable[[int], Shapes]) -> tuple[int, Shapes]:
-    """The first of some samples that is not left out, and the shapes of a batch of it."""
-    for index in indices:
-        found = shapes(index)
-        if found:
-            return index, found
-    return 0, {}
-
-
-def _padded(tokens: Ints, ends: Ints, rows: list[int], row_of: Callable[[int], int]) -> Collation:
-    """The multiple to which samples are padded, of which the shortest and the longest one have these rows."""
-    fitting = [padded for padded in _PADDED if padded.row_lengths(ends).tolist() == rows]
-    if not fitting:
-        return _PADDED[0]
-    while len(fitting) > 1:  # try a sample in whose rows the multiples differ
-        by_first = fitting[0].row_lengths(tokens)
-        by_last = fitting[-1].row_lengths(tokens)
-        differ = np.flatnonzero(by_first != by_last)
-        if not len(differ):
-            break
-        rows = [row_of(index) for index in differ[:_TRIED].tolist()]
-        known = np.flatnonzero(rows)
-        if not len(known):
-            break
-        length = int(tokens[differ[known[0]]])
-        row = rows[known[0]]
-        fitting = [padded for padded in fitting if padded.tokens([length]) == row] or fitting[:1]
-    return fitting[0]
+def _padded(probe: Probe, path: Path, axis: int) -> Collation:
+    """The smallest multiple to which all samples are padded; 1 if none explains their rows."""
+    showing = [place for place in probe.kept if path in probe.alone[place].shapes]
+    tokens = probe.tokens[showing]
+    rows = [probe.alone[place].shapes[path][axis] for place in showing]
+    for padded in _PADDED:
+        if padded.row_lengths(tokens).tolist() == rows:
+            return padded
+    return _PADDED[0]
 
 
 def _telling(short: Shapes, long: Shapes, together: Shapes) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 import time
@@ -20,8 +19,9 @@ from torch.utils.data import ConcatDataset, Subset
 from lightning_odc import host_memory
 from lightning_odc.arguments import Like
 from lightning_odc.balance.arrays import Ints, as_cap, as_lengths
+from lightning_odc.data.probe import seen, shapes_of
 from lightning_odc.data.rng import isolated_rng
-from lightning_odc.data.shapes import ShownLength, are_all_shown
+from lightning_odc.data.shapes import ShownLength, sequences_in
 from lightning_odc.progress import progress
 
 LengthFunction = Annotated[Callable[[Any], int], Like('lambda sample: len(sample["input_ids"])')]
@@ -127,18 +127,17 @@ def length_function(
     with suppress(LengthsUnknownError):
         for sample in samples:
             measure(sample)
-        if not isinstance(samples[0], tuple):
-            return measure
-        shown = ShownLength((), None).of(samples)
-        if len(shown.sequences) > 1:
-            return shown
+        if isinstance(samples[0], tuple):
+            sequences = sequences_in(list(map(shapes_of, samples)))
+            if len(sequences) > 1:
+                return ShownLength(sequences, None)
         return measure
-    with suppress(Exception):  # whatever it is, training will meet it, too
-        shown = ShownLength((), collate_fn).of(samples)
-        if shown.sequences:
-            return shown
-        if are_all_shown(collate_fn(copy.deepcopy(samples[:1]))):
-            return EQUALLY_LONG
+    batches = [seen(collate_fn, [sample]) for sample in samples]
+    sequences = sequences_in([batch.shapes for batch in batches])
+    if sequences:
+        return ShownLength(sequences, collate_fn)
+    if batches[0].shows_all:
+        return EQUALLY_LONG
     return measure
 
 
@@ -163,7 +162,7 @@ def measure(sample: Any) -> int:
     if isinstance(sample, Tensor | np.ndarray):
         kind = f"{type(sample).__name__} of shape {list(sample.shape)}"
     elif isinstance(sample, Mapping):
-        kind = f"{type(sample).__name__} with keys {list(sample)[:10]}"
+        kind = f"{type(sample).__name__} with keys {list(sample.keys())[:10]}"
     length_fn = f"lambda sample: {_length_in_words(sample)}"
     said = f"The length of a sample that is {kind} is not known. {_TEACH}{length_fn}, ...)"
     error = LengthsUnknownError(said)
@@ -284,7 +283,7 @@ def _scan_collated(dataset: Any, collated: ShownLength) -> Ints:
 
     with isolated_rng():
         looked_at = _looked_at(len(dataset))
-        own = ShownLength((), None).of([dataset[place] for place in looked_at])
+        own = ShownLength(sequences_in([shapes_of(dataset[place]) for place in looked_at]), None)
         if not own.sequences or differs(looked_at):
             return _scan(dataset, collated)
         values = _scan(dataset, own)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -24,10 +25,11 @@ import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from lightning_odc.arguments import Count, Index, checked
-from lightning_odc.balance.arrays import Cap, Ints, as_lengths
+from lightning_odc.balance.arrays import Cap, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.planner import Policy
 from lightning_odc.data.arguments import check_stream, check_unroll, check_world, did_you_mean
+from lightning_odc.data.collation import collation_of
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.lengths import (
     LengthFunction,
@@ -42,8 +44,9 @@ from lightning_odc.data.minibatch import Microbatch, Minibatch
 from lightning_odc.data.packing import PackingCollator, packs
 from lightning_odc.data.plan import BatchOptions, MinibatchPlan, Recipe, RunInfo, Weighting, World
 from lightning_odc.data.position import Position, Progress
+from lightning_odc.data.probe import Collate, Probe, collated, look
+from lightning_odc.data.ran import Ran, ran_of
 from lightning_odc.data.reader import (
-    Collate,
     SampleReader,
     WorkerOptions,
     check_workers,
@@ -164,7 +167,7 @@ class BalancedDataLoader:
         self.progress = Progress()
         self._schedule: Schedule | None = None
         self._resumed: dict[str, Any] = {}  # what had been learnt, until the next pass begins
-        self._collations: dict[bool, Collation | None] = {}  # what was found, packed and not
+        self._probes: dict[bool, Probe | None] = {}  # what was seen, packed and not
         self._iterator: Iterator[Minibatch] | None = None
         self._instead: Any = None  # another loader, whose batches are yielded
         self._before_pass: Callable[[], None] | None = None  # what a strategy then finds out
@@ -219,18 +222,19 @@ class BalancedDataLoader:
         self._instead = loader
         self.yields_minibatches = False
 
-    def peek(self, choose: Callable[[Ints], list[int]]) -> tuple[list[Any], Ints]:
-        """Samples that are chosen by the lengths of all, and their lengths. The data set stays as it is.
+    def probe(self) -> Probe:
+        """A few samples, and what `collate` makes of them. The data set stays as it is.
 
-        Of a stream, it is the first minibatches that are chosen from; one that can be read only once is refused.
+        Of a stream, the samples are those of the first minibatches; one that can be read only once is refused.
         """
+        if not self.is_stream:
+            packs = self._packs(self.info)
+            known = self._look(self.lengths, packs)
+            if known is None or not known.samples:  # once more: an error tells why
+                return self._new_look(self.lengths, packs)
+            return known
         dataset = with_own_rng(self._samples)
         with isolated_rng():
-            if not self.is_stream:
-                lengths = self.lengths.values
-                chosen = choose(lengths)
-                samples = SampleReader(dataset, self.collate, self.options.seed).samples(0, chosen)
-                return samples, lengths[chosen]
             seed_rng(self.options.seed)
             stream = iter(dataset)
             if stream is dataset or stream is iter(dataset):
@@ -239,8 +243,7 @@ class BalancedDataLoader:
             if self._length_fn is None:  # plans are made by the same
                 self._length_fn = length_function(first.__getitem__, len(first), self._unpacked)
             lengths = as_lengths([plain(self._length_fn(sample)) for sample in first])
-            chosen = choose(lengths)
-            return [first[index] for index in chosen], lengths[chosen]
+        return look(first.__getitem__, lengths, self.collate)
 
     # -- what is known before it is read ------------------------------------------------------------------
 
@@ -304,10 +307,24 @@ class BalancedDataLoader:
         return self._unpacked
 
     def _find_collation(self, lengths: Lengths, packs: bool) -> Collation | None:
-        if packs not in self._collations:
-            reader = SampleReader(self._samples, self._collate(packs), self.options.seed)
-            self._collations[packs] = reader.collation(lengths.values)
-        return self._collations[packs]
+        probe = self._look(lengths, packs)
+        return None if probe is None else collation_of(probe)
+
+    def _look(self, lengths: Lengths, packs: bool) -> Probe | None:
+        """What the ``collate_fn`` makes of a few samples; ``None`` where only workers can read them."""
+        if packs not in self._probes:
+            self._probes[packs] = None
+            with suppress(Exception):  # this look was not asked for
+                self._probes[packs] = self._new_look(lengths, packs)
+        return self._probes[packs]
+
+    def _new_look(self, lengths: Lengths, packs: bool) -> Probe:
+        collate_fn = self._collate(packs)
+        other = self._probes.get(not packs)
+        if other is not None and other.samples:
+            return collated(other.samples, other.indices, other.tokens, collate_fn)
+        reader = SampleReader(with_own_rng(self._samples), collate_fn, self.options.seed)
+        return look(lambda index: reader.samples(0, [index])[0], lengths.values, collate_fn)
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -379,6 +396,9 @@ class BalancedDataLoader:
         """What one schedule yields; returns where the next one begins, or the next epoch."""
         schedule = self._prepare()
         self._resumed = {}
+        for is_packed, probe in self._probes.items():
+            if probe is not None:
+                self._probes[is_packed] = replace(probe, samples=[])  # nothing tries them any more
         # Minibatches that are planned before the current one has run. In a stream, Lightning may look one ahead.
         ahead = 1
         if not self.is_stream:
@@ -437,7 +457,12 @@ class BalancedDataLoader:
         info = replace(info, collation=self.collation_under(info) or PACKED)
         reader = SampleReader(self._samples, collate_fn, self.options.seed)
         reader.length_of = self.lengths.length_of
-        return MapSchedule(reader, self.lengths, Recipe(self.options, info), world, self.unroll)
+        recipe = Recipe(self.options, info)
+        ran = Ran()
+        probe = self._look(self.lengths, self._packs(info))
+        if probe is not None and not recipe.counts_alike:
+            ran = ran_of(probe)
+        return MapSchedule(reader, ran, self.lengths, recipe, world, self.unroll)
 
     def find_place(self) -> Position:
         """Where the next pass begins after `load_state_dict`, in minibatches of the size there is now."""

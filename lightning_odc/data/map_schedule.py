@@ -32,6 +32,7 @@ class MapSchedule:
     def __init__(
         self,
         reader: SampleReader,
+        ran: Ran,
         lengths: Lengths,
         recipe: Recipe,
         world: World,
@@ -55,6 +56,7 @@ class MapSchedule:
         self._rank = rank
         self._unroll = unroll  # weights are relative to the mean over the minibatch
         self._reader = reader
+        self._ran = ran
         self._epoch = 0  # of the pass that is under way, or begins next
         self._first = 0  # minibatch of that pass
         # By number: the minibatches that were handed out to be read and have not arrived.
@@ -143,12 +145,6 @@ class MapSchedule:
             costs = self.epochs.costs(plan, learnt)
             minibatch.all_ranks = StealableWork(self._rank, costs, by_rank, fetch, of_all)
         return minibatch
-
-    @cached_property
-    def _ran(self) -> Ran:
-        if self._recipe.counts_alike:
-            return Ran()
-        return self._reader.ran(self._lengths.values)
 
     def counted(self, epoch: int, indices: list[int], batch: Any, weight: float) -> Task:
         """A microbatch that was read, and what it counts: Note [What ran counts]."""

@@ -25,16 +25,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_odc import host_memory
 from lightning_odc.arguments import Count, Index, Like
-from lightning_odc.balance.arrays import Ints
-from lightning_odc.balance.collation import Collation
-from lightning_odc.data.collation import find_collation
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.ran import Ran, find_ran
-from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
+from lightning_odc.data.probe import Collate
+from lightning_odc.data.rng import isolated_rng, seed_rng
 
 Seconds = Annotated[float, Like("0 (a number of seconds)", lambda value: value >= 0)]
-Collate = Callable[[list[Any]], Any]
 
 
 def is_stream(dataset: Any) -> bool:
@@ -73,29 +69,6 @@ class SampleReader:
             for indices, lengths in zip(assignment.microbatches, assignment.lengths, strict=True):
                 microbatches.append(self.read(assignment.epoch, indices, lengths))
         return Minibatch(microbatches, assignment.weights, assignment.plan)
-
-    def collation(self, lengths: Ints) -> Collation | None:
-        """What the ``collate_fn`` makes of a microbatch, see `find_collation`; ``None`` where only workers can read."""
-        copied = self._copied()
-        if copied is None:
-            return None
-        with isolated_rng():
-            return find_collation(self._collate, lambda index: copied.samples(0, [index])[0], lengths)
-
-    def ran(self, lengths: Ints) -> Ran:
-        """How microbatches show what they hold, see `find_ran`; nothing where only workers can read."""
-        copied = self._copied()
-        if copied is None:
-            return Ran()
-        with isolated_rng():
-            return find_ran(lambda indices: copied.read(0, indices), lengths)
-
-    def _copied(self) -> SampleReader | None:
-        """A reader that leaves the data set as it is."""
-        try:
-            return SampleReader(with_own_rng(self._dataset), self._collate, self._seed)
-        except Exception:  # a data set that refuses copies; this look was not asked for
-            return None
 
     def read(self, epoch: int, indices: list[int], lengths: Sequence[Any] = ()) -> Any:
         """Read one microbatch; it seeds the global generators. Lengths, if known, are compared with those found."""

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc.balance import epoch_order
 from lightning_odc.balance.arrays import Ints, as_lengths
-from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.data.collation import find_collation
+from lightning_odc.balance.collation import PACKED
+from lightning_odc.data.collation import collation_of
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import (
     LengthFunction,
@@ -37,8 +37,9 @@ from lightning_odc.data.lengths import (
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Task
 from lightning_odc.data.plan import MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
-from lightning_odc.data.ran import Ran, find_ran, warn_of_others
-from lightning_odc.data.reader import Collate, WorkerOptions, collate, torch_loader
+from lightning_odc.data.probe import Collate, look
+from lightning_odc.data.ran import Ran, ran_of, warn_of_others
+from lightning_odc.data.reader import WorkerOptions, collate, torch_loader
 from lightning_odc.data.rng import RandomState, isolated_rng, seed_rng
 
 
@@ -125,9 +126,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
                 lengths = as_lengths(found, "the stream's samples")
                 # again if nothing was left of the windows before
                 if step == 0 or (self._ran.stand_in is None and not recipe.counts_alike):
-                    info = replace(recipe.info, collation=self._find_collation(samples, lengths))
-                    recipe = replace(recipe, info=info)
-                    self._ran = self._find_ran(samples, lengths)
+                    recipe = self._look(samples, lengths)
                 if recipe.info.collation.fixed is None:  # else the collate_fn cuts what is longer
                     check_longest(lengths, options.max_tokens)
             except ValueError as error:
@@ -164,26 +163,18 @@ class StreamSchedule(IterableDataset[Minibatch]):
             seed_rng(self._options.seed, self._epoch)
             yield
 
-    def _find_ran(self, samples: list[Any], lengths: Ints) -> Ran:
-        if self._recipe.counts_alike:
-            return Ran()
-
-        def read(indices: list[int]) -> Any:
-            return self._collate([copy.deepcopy(samples[index]) for index in indices])
-
-        with self._seeded():
-            ran = find_ran(read, lengths)
-        if ran.stand_in is None:
-            return ran
-        self._stand_in = [copy.deepcopy(samples[ran.stand_in])]
-        return replace(ran, stand_in=-1)  # the last one, behind those of a minibatch
-
-    def _find_collation(self, samples: list[Any], lengths: Ints) -> Collation:
-        with self._seeded():
-            collation = find_collation(self._collate, samples.__getitem__, lengths) or PACKED
+    def _look(self, samples: list[Any], lengths: Ints) -> Recipe:
+        """Find out what the ``collate_fn`` makes of the samples of a window."""
+        probe = look(samples.__getitem__, lengths, self._collate)
+        collation = collation_of(probe) or PACKED
         if self.learning.cost is not None and collation.kind != "packed":
             self.learning.cost.separate_samples()
-        return collation
+        if not self._recipe.counts_alike:
+            self._ran = ran_of(probe)
+        if self._ran.stand_in is not None:
+            self._stand_in = [copy.deepcopy(samples[self._ran.stand_in])]
+            self._ran = replace(self._ran, stand_in=-1)  # the last one, behind those of a minibatch
+        return replace(self._recipe, info=replace(self._recipe.info, collation=collation))
 
     def _minibatch(self, step: int, samples: list[Any], lengths: Ints, recipe: Recipe) -> Minibatch:
         """This rank's part of a minibatch of these samples."""

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from lightning_odc.balance.arrays import Ints
 from lightning_odc.data.content import some_rows, tensors_of
 from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.probe import Probe
 from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.trial.decide import Counts
 
 Group = tuple[int, ...]
 """Positions of samples that are tried together."""
 
-_MOST_READ = 64  # samples
-_TRIED = 6  # of them
+_TRIED = 6  # samples
 #: So many others confirm a rule.
 _CONFIRM_USUAL = 2
 _CONFIRM_UNUSUAL = 6
@@ -27,27 +25,18 @@ _CONFIRM_UNUSUAL = 6
 
 def samples_of(loader: BalancedDataLoader) -> TrialSamples:
     """Samples of a loader, whose data set stays as it is; ``ValueError`` for a stream that can be read only once."""
-    samples, lengths = loader.peek(spread_out)
-    return TrialSamples(samples, lengths, loader.collate)
-
-
-def spread_out(lengths: Ints) -> list[int]:
-    """Positions of 64 samples, the shortest first and the longest last: enough to show a class that is not common."""
-    order = lengths.argsort(kind="stable")
-    count = min(len(order), _MOST_READ)
-    return order[np.linspace(0, len(order) - 1, count).astype(int)].tolist()
+    return TrialSamples(loader.probe())
 
 
 class TrialSamples:
     """Makes batches of samples. Equal samples make equal batches, whatever is random in the ``collate_fn``."""
 
-    def __init__(self, samples: Sequence[Any], lengths: Ints, collate_fn: Callable[..., Any]) -> None:
-        self._samples = samples
-        self._collate_fn = collate_fn
+    def __init__(self, probe: Probe) -> None:
+        self._collate_fn = probe.collate_fn
         # Those that the `collate_fn` leaves out have no loss. If it leaves out all, training will meet its error, too.
-        ran = [position for position in range(len(samples)) if self._runs(position)] or range(len(samples))
-        self._samples = [samples[position] for position in ran]
-        self.tokens: list[int] = lengths[list(ran)].tolist()
+        ran = probe.kept or list(range(len(probe.samples)))
+        self._samples = [probe.samples[place] for place in ran]
+        self.tokens: list[int] = probe.tokens[ran].tolist()
         everything = range(len(ran))
         # A random `collate_fn` (it masks some tokens, say) would show a sample alone in one way and among
         # others in another. So where it is, all batches are rows of a single one.
@@ -60,15 +49,6 @@ class TrialSamples:
         if self._whole is None:
             return self._collated(group, seed=0)
         return copy.deepcopy(some_rows(self._whole, len(self._samples), group))
-
-    def _runs(self, position: int) -> bool:
-        """Whether anything is left of a sample that is collated alone."""
-        try:
-            batch = self._collated([position], seed=0)
-        except Exception:
-            return False
-        tensors = [tensor for _, tensor in tensors_of(batch)]
-        return batch is not None and (not tensors or any(tensor.numel() for tensor in tensors))
 
     def _collated(self, group: Sequence[int], seed: int) -> Any:
         with isolated_rng():

@@ -15,9 +15,10 @@ from torch.utils.data import IterableDataset, default_collate
 from lightning_odc import BalancedDataLoader
 from lightning_odc.balance import quadratic
 from lightning_odc.balance.collation import Collation
-from lightning_odc.data.collation import find_collation
+from lightning_odc.data.collation import collation_of
 from lightning_odc.data.packing import pack_samples
 from lightning_odc.data.plan import RunInfo
+from lightning_odc.data.probe import look
 from lightning_odc.run.session import packing_pays
 from tests.data.test_lengths import Samples
 
@@ -44,7 +45,7 @@ def padder(multiple: int = 1, fixed: int | None = None) -> Any:
 
 
 def found(collate_fn: Any, sample: Any, lengths: list[int], unit: int = 1) -> Collation | None:
-    return find_collation(collate_fn, lambda index: sample(lengths[index]), unit * np.array(lengths))
+    return collation_of(look(lambda index: sample(lengths[index]), unit * np.array(lengths), collate_fn))
 
 
 @dataclass
@@ -128,7 +129,8 @@ def test_a_collator_that_leaves_samples_out_is_tried_with_others(collate_fn, exp
                 return collate_fn([s for s in samples if not is_left_out(len(s["input_ids"]))])
 
             for collates in (leaves_out, fails):
-                assert find_collation(collates, lambda index: tokens(lengths[index]), lengths) == expected
+                probe = look(lambda index: tokens(lengths[index]), lengths, collates)
+                assert collation_of(probe) == expected
 
 
 def test_a_collator_that_leaves_out_everything_is_not_recognized() -> None:
@@ -142,7 +144,7 @@ def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
         labels = pad_sequence([torch.tensor(sample.pop("labels")) for sample in samples], batch_first=True)
         return {**padder()(samples), "labels": labels}
 
-    assert find_collation(pops, rows.__getitem__, np.array([10, 17])) == PADDED
+    assert collation_of(look(rows.__getitem__, np.array([10, 17]), pops)) == PADDED
     assert all("labels" in row for row in rows)
 
 

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc import BalancedDataLoader
 from lightning_odc.data.packing import pack_samples
-from lightning_odc.data.ran import find_ran
+from lightning_odc.data.probe import look
+from lightning_odc.data.ran import ran_of
 from tests.support import losses
 from tests.support.fits import fit, largest_difference
 from tests.support.losses import KINDS, LENGTHS, Losses, collate, samples
@@ -270,7 +271,7 @@ def test_which_size_shows_the_samples():
     lengths = torch.tensor(LENGTHS).numpy()
 
     def found(make: Callable[[list[Any]], Any]) -> Any:
-        ran = find_ran(lambda indices: make([data[i] for i in indices]), lengths)
+        ran = ran_of(look(data.__getitem__, lengths, make))
         return [ran.samples(make(data[:count])) for count in (1, 2, 5)]
 
     assert found(collate) == [1, 2, 5]
