@@ -81,11 +81,17 @@ def _joins(short: Shape, long: Shape, both: Shape) -> bool:
 
 
 def _row_axis(short: Shape, long: Shape, both: Shape) -> int | None:
-    """The axis along a row, if the batches are tables of one row, one, and two, as long as their longest row."""
-    if len(short) == len(long) == len(both) > 1:
-        for rows, columns in ((0, 1), (1, 0)):
-            is_table = (short[rows], long[rows], both[rows]) == (1, 1, 2)
-            longest = max(short[columns], long[columns])
-            if is_table and both[columns] == longest > 1:
-                return columns
+    """The axis along a row, if the batches are tables of one row, one, and two, as long as their longest row.
+
+    It is the first one in which rows differ, as the width of images may; else the one beside that of the rows.
+    """
+    if not len(short) == len(long) == len(both) > 1:
+        return None
+    for rows, columns in ((0, 1), (1, 0)):
+        differing = [axis for axis in range(len(both)) if axis != rows and short[axis] != long[axis]]
+        along = (*differing, columns)[0]
+        is_table = (short[rows], long[rows], both[rows]) == (1, 1, 2)
+        longest = max(short[along], long[along])
+        if is_table and both[along] == longest > 1:
+            return along
     return None

@@ -59,6 +59,15 @@ def ragged_regression(samples: list[tuple[Tensor, float]]) -> Regression:
     return Regression(rows, torch.tensor([y for _, y in samples]))
 
 
+def sorted_images(samples: list[Tensor]) -> dict[str, Tensor]:
+    """The widest first, padded to its size; and what they show, one after another."""
+    falling = sorted(samples, key=lambda image: -image.shape[-1])
+    table = torch.zeros(len(falling), *np.max([image.shape for image in falling], 0))
+    for own, image in zip(table, falling, strict=True):
+        own[:, : image.shape[1], : image.shape[2]] = image
+    return {"image": table, "shows": torch.cat([torch.ones(image.shape[-1]) for image in falling])}
+
+
 PADDED, PACKED, APART = Collation("padded"), Collation("packed"), Collation("apart")
 
 
@@ -85,6 +94,8 @@ def test_what_a_collate_fn_does() -> None:
         (lambda samples: {"n": torch.tensor([len(s) for s in samples])}, row, None),
         (lambda samples: {"image": torch.ones(len(samples), 3, 4, 4)}, row, None),
         (lambda samples: {"image": torch.ones(len(samples), 3), "ids": pad_sequence(samples)}, row, PADDED),
+        (sorted_images, lambda length: torch.ones(3, 8, length), PADDED),
+        (sorted_images, lambda length: torch.ones(3, length, length + 2), PADDED),
         (lambda samples: 1 / 0, row, None),
     ):
         assert found(collate_fn, sample, [17, 10]) == expected
@@ -224,6 +235,38 @@ def test_the_data_set_is_tried_on_a_copy() -> None:
         samples = kind(list(map(tokens, [10, 17, 12, 11])), lengths=[10, 17, 12, 11])
         assert loader(None, samples, minibatch_size=2).collation == expected
         assert samples.reads == 0
+
+
+def test_a_few_samples_are_read_and_collated_once() -> None:
+    """For the layout, for what ran, and for a trial of the loss; they are kept until the pass begins."""
+    read: list[int] = []
+    batches: list[int] = []
+    lengths = [10, 17, 12, 11]
+
+    class Reads(Samples):
+        def __getitem__(self, index: int) -> Any:
+            read.append(index)
+            return super().__getitem__(index)
+
+    def collate(samples: list[Any]) -> Any:
+        batches.append(len(samples))
+        return padder()(samples)
+
+    data = Reads(list(map(tokens, lengths)), lengths=lengths)
+    own = loader(None, data, minibatch_size=2, num_replicas=1, collate_fn=collate)
+    assert own.collation == PADDED
+    assert len(own.plan(0).microbatches) == 1
+    probe = own.probe()
+    assert [len(sample["labels"]) for sample in probe.samples] == [10, 11, 12, 17]
+    assert sorted(read) == [0, 1, 2, 3]
+    assert sorted(batches) == [1] * 4 + [2] * 5
+    read.clear()
+    assert sum(map(len, own)) > 0
+    assert sorted(read) == [0, 1, 2, 3], "as training reads them"
+    assert own.collation == PADDED
+    assert sorted(read) == [0, 1, 2, 3]
+    assert own._probes[False] is not None
+    assert own._probes[False].samples == []
 
 
 def undecided(**options: Any) -> BalancedDataLoader:

@@ -234,6 +234,9 @@ def test_equal_reports_give_equal_caps_and_a_state_goes_on() -> None:
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(first.state_dict())
         assert other.ran_out == 0
+    older = {"begun": 0, "known": [], "cap": {"first": [1000, 1000], "caps": [800, 800], "ran_out": 1}}
+    with pytest.raises(ValueError, match="one cap for each rank"):
+        DelayedCap(2, 1000, 10).load_state_dict(older)
 
 
 CAPPED = [9, 7, 8, 5, 6, 4, 9, 3] * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,8 @@ def test_what_has_no_length_of_its_own_is_refused_with_the_line_to_write():
     ) as error:
         measure({"name": "a", "ids": [3, 1, 4]})
     assert error.value.reason.endswith("with keys ['name', 'ids'] is not known.")
+    with pytest.raises(LengthsUnknownError, match=r'length_fn=lambda sample: len\(sample\["ids"\]\), '):
+        measure(WithoutItems({"name": "a", "ids": [3, 1, 4]}))
 
 
 def test_the_line_to_write_names_what_the_sample_has():
@@ -135,6 +138,19 @@ def test_the_line_to_write_names_what_the_sample_has():
     for sample in (7, torch.tensor(3), {"a": torch.tensor(1.0)}):
         with pytest.raises(LengthsUnknownError, match=r"length_fn=lambda sample: \.\.\."):
             measure(sample)
+
+
+class WithoutItems(UserDict[str, Any]):
+    """A mapping that cannot be iterated over, as a ``TensorDict`` without batch dimensions."""
+
+    def __iter__(self) -> Any:
+        raise StopIteration
+
+    def keys(self) -> Any:
+        return self.data.keys()
+
+    def items(self) -> Any:
+        return self.data.items()
 
 
 SIZES = (9, 4, 12, 7)
