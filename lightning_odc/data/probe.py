@@ -97,7 +97,7 @@ def seen(collate_fn: Collate, samples: Sequence[Any]) -> Seen:
     """What is seen of a batch of some samples, which stay as they are. The batch is the same on all ranks."""
     with suppress(Exception), isolated_rng():  # whatever it is, training will meet it, too
         seed_rng(0)
-        return Seen.of(collate_fn(deepcopy(list(samples))))
+        return Seen.of(collate_fn([deepcopy(sample) for sample in samples]))
     return NOTHING
 
 
