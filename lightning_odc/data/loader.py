@@ -13,7 +13,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -39,12 +38,13 @@ from lightning_odc.data.lengths import (
     length_function,
     plain,
 )
+from lightning_odc.data.looks import Looks
 from lightning_odc.data.map_schedule import MapSchedule
 from lightning_odc.data.minibatch import Microbatch, Minibatch
-from lightning_odc.data.packing import PackingCollator, packs
+from lightning_odc.data.packing import packs
 from lightning_odc.data.plan import BatchOptions, MinibatchPlan, Recipe, RunInfo, Weighting, World
 from lightning_odc.data.position import Position, Progress
-from lightning_odc.data.probe import Collate, Probe, collated, look
+from lightning_odc.data.probe import Collate, Probe, look
 from lightning_odc.data.ran import Ran, ran_of
 from lightning_odc.data.reader import (
     SampleReader,
@@ -162,12 +162,12 @@ class BalancedDataLoader:
         self._given = lengths
         self._length_fn = length_fn
         self._unpacked = collate_fn or default_collate
+        self._looks = Looks(dataset, self._unpacked, seed)
         self._world = num_replicas, rank
         self._workers = workers
         self.progress = Progress()
         self._schedule: Schedule | None = None
         self._resumed: dict[str, Any] = {}  # what had been learnt, until the next pass begins
-        self._probes: dict[bool, Probe | None] = {}  # what was seen, packed and not
         self._iterator: Iterator[Minibatch] | None = None
         self._instead: Any = None  # another loader, whose batches are yielded
         self._before_pass: Callable[[], None] | None = None  # what a strategy then finds out
@@ -228,11 +228,7 @@ class BalancedDataLoader:
         Of a stream, the samples are those of the first minibatches; one that can be read only once is refused.
         """
         if not self.is_stream:
-            packs = self._packs(self.info)
-            known = self._look(self.lengths, packs)
-            if known is None or not known.samples:  # once more: an error tells why
-                return self._new_look(self.lengths, packs)
-            return known
+            return self._looks.probe_with_samples(self.lengths.values, self._packs(self.info))
         dataset = with_own_rng(self._samples)
         with isolated_rng():
             seed_rng(self.options.seed)
@@ -283,7 +279,7 @@ class BalancedDataLoader:
     @property
     def collate(self) -> Collate:
         """What makes a microbatch of samples."""
-        return self._collate(self._packs(self.info))
+        return self._looks.collate(self._packs(self.info))
 
     @property
     def collation(self) -> Collation | None:
@@ -301,30 +297,9 @@ class BalancedDataLoader:
             return self.packing is True
         return info.packs
 
-    def _collate(self, packs: bool) -> Collate:
-        if packs:
-            return PackingCollator(self._unpacked)
-        return self._unpacked
-
     def _find_collation(self, lengths: Lengths, packs: bool) -> Collation | None:
-        probe = self._look(lengths, packs)
+        probe = self._looks.probe(lengths.values, packs)
         return None if probe is None else collation_of(probe)
-
-    def _look(self, lengths: Lengths, packs: bool) -> Probe | None:
-        """What the ``collate_fn`` makes of a few samples; ``None`` where only workers can read them."""
-        if packs not in self._probes:
-            self._probes[packs] = None
-            with suppress(Exception):  # this look was not asked for
-                self._probes[packs] = self._new_look(lengths, packs)
-        return self._probes[packs]
-
-    def _new_look(self, lengths: Lengths, packs: bool) -> Probe:
-        collate_fn = self._collate(packs)
-        other = self._probes.get(not packs)
-        if other is not None and other.samples:
-            return collated(other.samples, other.indices, other.tokens, collate_fn)
-        reader = SampleReader(with_own_rng(self._samples), collate_fn, self.options.seed)
-        return look(lambda index: reader.samples(0, [index])[0], lengths.values, collate_fn)
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -396,9 +371,7 @@ class BalancedDataLoader:
         """What one schedule yields; returns where the next one begins, or the next epoch."""
         schedule = self._prepare()
         self._resumed = {}
-        for is_packed, probe in self._probes.items():
-            if probe is not None:
-                self._probes[is_packed] = replace(probe, samples=[])  # nothing tries them any more
+        self._looks.drop_samples()
         # Minibatches that are planned before the current one has run. In a stream, Lightning may look one ahead.
         ahead = 1
         if not self.is_stream:
@@ -445,7 +418,7 @@ class BalancedDataLoader:
     def _new_schedule(self, info: RunInfo) -> Schedule:
         """Minibatches in a run like this."""
         world = self._current_world(info)
-        collate_fn = self._collate(self._packs(info))
+        collate_fn = self._looks.collate(self._packs(info))
         if self.unroll and Recipe(self.options, info).by_labels:  # nothing counts the labels of a microbatch
             info = replace(info, weighting="next_token" if packs(collate_fn) else "token")
         if self.is_stream:
@@ -459,7 +432,7 @@ class BalancedDataLoader:
         reader.length_of = self.lengths.length_of
         recipe = Recipe(self.options, info)
         ran = Ran()
-        probe = self._look(self.lengths, self._packs(info))
+        probe = self._looks.probe(self.lengths.values, self._packs(info))
         if probe is not None and not recipe.counts_alike:
             ran = ran_of(probe)
         return MapSchedule(reader, ran, self.lengths, recipe, world, self.unroll)

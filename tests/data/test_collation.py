@@ -265,8 +265,9 @@ def test_a_few_samples_are_read_and_collated_once() -> None:
     assert sorted(read) == [0, 1, 2, 3], "as training reads them"
     assert own.collation == PADDED
     assert sorted(read) == [0, 1, 2, 3]
-    assert own._probes[False] is not None
-    assert own._probes[False].samples == []
+    kept = own._looks.probe(own.lengths.values, packs=False)
+    assert kept is not None
+    assert kept.samples == []
 
 
 def undecided(**options: Any) -> BalancedDataLoader:
