@@ -17,7 +17,6 @@ from transformers import TrainerCallback
 
 from lightning_odc.arguments import checked
 from lightning_odc.attached import Attached, attach_as
-from lightning_odc.data.convert import balanced_from
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
@@ -125,15 +124,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         args = self.args
         batches: Any = own.batch_sampler
         inner = getattr(batches, "batch_sampler", batches)  # of all ranks
-        workers: Any = {name: getattr(own, name) for name in WorkerOptions.__annotations__}
-        plain: DataLoader[Any] = DataLoader(
-            own.dataset,
-            batch_size=args.per_device_train_batch_size,
-            shuffle=not isinstance(getattr(inner, "sampler", None), SequentialSampler),
-            collate_fn=own.collate_fn,
-            drop_last=args.dataloader_drop_last,
-            **workers,
-        )
+        workers = {name: getattr(own, name) for name in WorkerOptions.__annotations__}
         seed = args.seed
         if args.data_seed is not None:
             seed = args.data_seed
@@ -142,11 +133,19 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             args.world_size,
             args.device.type,
             can_read=True,
-            is_fixed=bool(self._engine.get("deterministic"))
-            or isinstance(self._balance.get("max_tokens"), list),
+            is_fixed=bool(self._engine.get("deterministic")),
         )
-        options = {"balance": policy, **self._balance}
-        balanced = balanced_from(plain, batches=args.gradient_accumulation_steps, seed=seed, **options)
+        balanced = BalancedDataLoader.of_batches(
+            own.dataset,
+            batch_size=args.per_device_train_batch_size,
+            batches=args.gradient_accumulation_steps,
+            shuffle=not isinstance(getattr(inner, "sampler", None), SequentialSampler),
+            collate_fn=own.collate_fn,
+            drop_last=args.dataloader_drop_last,
+            seed=seed,
+            **workers,
+            **{"balance": policy, **self._balance},
+        )
         balanced.lengths  # noqa: B018 - looked up now
         return balanced
 
