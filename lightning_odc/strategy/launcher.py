@@ -16,10 +16,9 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,29 +27,35 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.multiprocessing import (  # type: ignore[attr-defined]  # they are not listed
+    ProcessExitedException,
+    start_processes,
+)
 
 from lightning_odc import _compat_lightning, host_memory
 from lightning_odc.errors import PeerFailedError
 from lightning_odc.sharding.checkpoints import model_state
 from lightning_odc.strategy.starting import LightningStrategy
 
-#: Seconds that ranks have to end by themselves after one has failed, and then after they were told to.
-GRACE = (10.0, 5.0)
+#: Seconds that ranks have to end by themselves after one has failed, and again after they were told to.
+GRACE = 10.0
+#: Seconds by which a rank ends later that failed since another one had failed or died: that one is to be seen first.
+_FOLLOWS_AFTER = 1.0
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
 
 Result = TypeVar("Result")
 
 
-class Outcome(TypedDict):
+class Outcome(NamedTuple):
     """What a notebook gets from a rank. The last three are those of a fit."""
 
     state: TrainerState
     result: object
     metrics: dict[str, dict[str, object]]  # by the name of the trainer's attribute
-    weights: NotRequired[dict[str, object]]
-    progress: NotRequired[dict[str, object]]
-    callbacks: NotRequired[dict[str, dict[str, Any]]]
+    weights: dict[str, object] | None = None
+    progress: dict[str, object] | None = None
+    callbacks: dict[str, dict[str, Any]] | None = None
 
 
 class ForkLauncher(_compat_lightning.Launcher):
@@ -59,7 +64,6 @@ class ForkLauncher(_compat_lightning.Launcher):
     def __init__(self, strategy: LightningStrategy) -> None:
         self._strategy = strategy
         self._processes: list[BaseProcess] = []
-        self._ended: list[BaseProcess] = []
         self._kills = host_memory.Kills()
 
     @property
@@ -84,19 +88,12 @@ class ForkLauncher(_compat_lightning.Launcher):
                 _ = logger.version
         with tempfile.TemporaryDirectory(prefix="lightning-odc-") as name:
             directory = Path(name)
-            work = partial(self._work, directory, trainer, partial(function, *args, **kwargs))
-            try:
-                self._start(work)
-                self._wait_for_an_end()
-                self._join(GRACE[0])  # one has failed: let the others notice
-            finally:
-                self._end_all()
-            self._raise_first_error(directory)
+            self._run(partial(self._work, directory, trainer, partial(function, *args, **kwargs)), directory)
             outcome = torch.load(directory / "outcome", weights_only=False)
         if trainer is None:
             return outcome
         _take_over(trainer, outcome)
-        return outcome["result"]
+        return outcome.result
 
     def kill(self, signum: int) -> None:
         """Send a signal to all ranks that live."""
@@ -119,69 +116,55 @@ class ForkLauncher(_compat_lightning.Launcher):
 
     # -- in the notebook's process ------------------------------------------------------------------------
 
-    def _start(self, work: Callable[[int], None]) -> None:
+    def _run(self, work: Callable[[int], None], directory: Path) -> None:
         """Fork every rank from a thread that has never computed; it becomes the main thread of the child."""
         sys.stdout.flush()  # else every rank would print again what waits here
         sys.stderr.flush()
+        failures: list[Exception] = []
+        ended = threading.Event()
+
+        def fork() -> None:
+            try:
+                context = start_processes(
+                    work, nprocs=self._strategy.num_processes, join=False, start_method="fork"
+                )
+                self._processes = context.processes
+                while not context.join(grace_period=GRACE):
+                    pass
+            except ProcessExitedException as error:
+                failures.append(self._first_error(error, directory))
+            except OSError as error:  # this host has no more processes or memory
+                failures.append(error)
+            finally:
+                ended.set()
+
         # The OpenMP runtime keeps its worker threads per calling thread, and they do not survive a fork. A child of
         # a thread that has computed in parallel (any larger tensor in an earlier cell) hangs when it does the same.
-        new = multiprocessing.get_context("fork").Process
-        self._processes = [new(target=work, args=(rank,)) for rank in range(self._strategy.num_processes)]
-        for process in self._processes:
-            thread = threading.Thread(target=process.start)
-            thread.start()
-            thread.join()
+        # The thread lives as long as the ranks: torch lets them end with it.
+        thread = threading.Thread(target=fork)
+        thread.start()
+        try:
+            ended.wait()
+        finally:  # the notebook may be interrupted
+            for signum in (signal.SIGTERM, signal.SIGKILL):
+                self.kill(signum)
+                ended.wait(GRACE)
+        thread.join()
+        for failure in failures:
+            raise failure
 
-    def _wait_for_an_end(self) -> None:
-        """Wait until all ranks have ended, or one of them has failed."""
-        alive = self._alive()
-        while alive and not any(process.exitcode for process in self._processes):
-            wait([process.sentinel for process in alive])
-            alive = self._alive()
-
-    def _end_all(self) -> None:
-        self._ended = self._alive()
-        for process in self._ended:
-            process.terminate()
-        self._join(GRACE[1])
-        for process in self._alive():
-            process.kill()
-        for process in self._processes:
-            if process.pid is not None:
-                process.join()
-
-    def _join(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        left = seconds
-        alive = self._alive()
-        while alive and left > 0:
-            wait([process.sentinel for process in alive], left)
-            left = deadline - time.monotonic()
-            alive = self._alive()
-
-    def _alive(self) -> list[BaseProcess]:
-        return [process for process in self._processes if process.pid is not None and process.is_alive()]
-
-    def _raise_first_error(self, directory: Path) -> None:
+    def _first_error(self, ended: ProcessExitedException, directory: Path) -> PeerFailedError:
         """The error of the rank that failed first, not of one that failed since another did."""
-        codes = {rank: process.exitcode for rank, process in enumerate(self._processes) if process.exitcode}
-        if not codes:
-            return
-        raised = [rank for rank in codes if (directory / f"error{rank}").exists()]
-        died = [rank for rank in codes if rank not in raised and self._processes[rank] not in self._ended]
-        if died:
-            rank = died[0]
-            code = codes[rank]
-            verdict = ""
-            if code == -signal.SIGKILL:
-                verdict = self._kills.verdict()
-            raise PeerFailedError(
-                f"Rank {rank} died with exit code {code} (a negative one is a signal; -9 often means that memory was "
-                f"used up). What was trained in this run is lost. {verdict}".rstrip()
-            )
-        first = min(raised, key=lambda rank: (directory / f"followed{rank}").exists())
-        text = (directory / f"error{first}").read_text()
-        raise PeerFailedError(f"Rank {first} failed. Its error was:\n\n{text}")
+        for name in ("error", "followed"):
+            if ended.exit_code == 1 and (directory / name).exists():
+                return PeerFailedError((directory / name).read_text())
+        verdict = ""
+        if ended.exit_code == -signal.SIGKILL:
+            verdict = self._kills.verdict()
+        return PeerFailedError(
+            f"Rank {ended.error_index} died with exit code {ended.exit_code} (a negative one is a signal; -9 often "
+            f"means that memory was used up). What was trained in this run is lost. {verdict}".rstrip()
+        )
 
     # -- on a rank ----------------------------------------------------------------------------------------
 
@@ -201,9 +184,14 @@ class ForkLauncher(_compat_lightning.Launcher):
                 dist.barrier()  # a rank that goes early can break what others still send
                 dist.destroy_process_group()
         except BaseException as error:
+            name = "error"
             if isinstance(error, PeerFailedError):
-                (directory / f"followed{rank}").touch()
-            (directory / f"error{rank}").write_text("".join(traceback.format_exception(error)))
+                name = "followed"
+                time.sleep(_FOLLOWS_AFTER)
+            text = "".join(traceback.format_exception(error))
+            # The first one stays.
+            with suppress(FileExistsError), (directory / name).open("x") as file:
+                file.write(f"Rank {rank} failed. Its error was:\n\n{text}")
             sys.exit(1)
 
 
@@ -211,13 +199,11 @@ def fork_launcher(strategy: LightningStrategy) -> ForkLauncher | None:
     """What starts the ranks of an interactive session; ``None`` in a script, and where something else starts them."""
     # A notebook's kernel, IPython, or `python -i`, under which a script has no prompt yet.
     is_interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
-    if not is_interactive:
-        return None
     environment = strategy.cluster_environment
     assert environment is not None
-    if environment.creates_processes_externally:
-        return None
-    return ForkLauncher(strategy)
+    if is_interactive and not environment.creates_processes_externally:
+        return ForkLauncher(strategy)
+    return None
 
 
 def _end_with_parent() -> None:
@@ -231,43 +217,40 @@ def _end_with_parent() -> None:
 def _outcome(trainer: Trainer, result: object) -> Outcome:
     """What a notebook gets from a rank: weights, metrics, callbacks. All ranks together, since weights are sharded."""
     metrics = {name: dict(getattr(trainer, name)) for name in _METRICS}
-    outcome: Outcome = {"state": trainer.state, "result": result, "metrics": metrics}
+    outcome = Outcome(trainer.state, result, metrics)
     if trainer.state.fn == TrainerFn.FITTING:
         assert trainer.lightning_module is not None
-        outcome["weights"] = model_state(trainer.lightning_module, full=True)
-        outcome["progress"] = trainer.fit_loop.state_dict()
-        outcome["callbacks"] = {
-            callback.state_key: callback.state_dict() for callback in _compat_lightning.callbacks_of(trainer)
-        }
+        callbacks = _compat_lightning.callbacks_of(trainer)
+        outcome = outcome._replace(
+            weights=model_state(trainer.lightning_module, full=True),
+            progress=trainer.fit_loop.state_dict(),
+            callbacks={callback.state_key: callback.state_dict() for callback in callbacks},
+        )
     return apply_to_collection(outcome, Tensor, lambda tensor: tensor.detach().cpu())
 
 
 def _take_over(trainer: Trainer, outcome: Outcome) -> None:
     """Let a trainer and its module be as after a run in this process."""
-    trainer.state = outcome["state"]
-    for name in _METRICS:
-        metrics = getattr(trainer, name)
-        metrics.clear()
-        metrics.update(outcome["metrics"][name])
-    if "weights" in outcome:
-        _take_over_weights(trainer, outcome["weights"])
-        trainer.fit_loop.load_state_dict(outcome["progress"])
-        trainer.fit_loop.restarting = False  # it has run; it is not to be resumed
-        for callback in _compat_lightning.callbacks_of(trainer):
-            state = outcome["callbacks"].get(callback.state_key)
-            if not state:
-                continue
-            if isinstance(callback, ModelCheckpoint):
-                # Else it takes the state for that of another directory.
-                callback.dirpath = state["dirpath"]
-            callback.load_state_dict(state)
-
-
-def _take_over_weights(trainer: Trainer, weights: dict[str, object]) -> None:
+    trainer.state = outcome.state
+    for name, metrics in outcome.metrics.items():
+        getattr(trainer, name).clear()
+        getattr(trainer, name).update(metrics)
+    if outcome.weights is None or outcome.progress is None or outcome.callbacks is None:
+        return
+    trainer.fit_loop.load_state_dict(outcome.progress)
+    trainer.fit_loop.restarting = False  # it has run; it is not to be resumed
+    for callback in _compat_lightning.callbacks_of(trainer):
+        state = outcome.callbacks.get(callback.state_key)
+        if not state:
+            continue
+        if isinstance(callback, ModelCheckpoint):
+            # Else it takes the state for that of another directory.
+            callback.dirpath = state["dirpath"]
+        callback.load_state_dict(state)
     module = trainer.lightning_module
     assert module is not None
     on_meta = any(parameter.is_meta for parameter in module.parameters())
-    unknown = module.load_state_dict(weights, strict=False, assign=on_meta).unexpected_keys
+    unknown = module.load_state_dict(outcome.weights, strict=False, assign=on_meta).unexpected_keys
     if unknown:
         warnings.warn(
             f"The trained weights of {unknown[0]!r} and {len(unknown) - 1} more did not come back to the notebook, "
@@ -290,7 +273,7 @@ def end_scripts(children: list[subprocess.Popen[bytes]], seconds: float) -> None
     """Wait so long for processes to end, then kill those that did not. If one has failed, so does this process."""
     has_failed = hasattr(sys, "last_value")  # the error with which a script ends
     if has_failed:
-        seconds = min(seconds, GRACE[0])
+        seconds = min(seconds, GRACE)
     deadline = time.monotonic() + seconds
     for child in children:
         with suppress(subprocess.TimeoutExpired):

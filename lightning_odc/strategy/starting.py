@@ -94,10 +94,7 @@ def gloo_checked(strategy: LightningStrategy, timeout: timedelta) -> Iterator[No
     name = socket.gethostname()
     is_lost = "GLOO_SOCKET_IFNAME" not in os.environ and _is_on_loopback(name)
     store.set(f"odc/host/{node}", json.dumps([name, boot_id(), is_lost]))
-    nodes = []
-    for number in range(strategy.num_nodes):
-        said = store.get(f"odc/host/{number}")
-        nodes.append(json.loads(said))
+    nodes = [json.loads(store.get(f"odc/host/{number}")) for number in range(strategy.num_nodes)]
     lost = sorted({name for name, _, is_lost in nodes if is_lost})
     hosts = {(name, boot) for name, boot, _ in nodes}
     if lost and len(hosts) > 1:
@@ -116,8 +113,7 @@ def gloo_checked(strategy: LightningStrategy, timeout: timedelta) -> Iterator[No
 def _is_on_loopback(name: str) -> bool:
     """Whether gloo takes the loopback interface for a name: the first of its addresses that is here, or else that."""
     with suppress(OSError):
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        for family, kind, _, _, address in found:
+        for family, kind, _, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
             with suppress(OSError), socket.socket(family, kind) as probe:
                 probe.bind(address)
                 return ipaddress.ip_address(address[0]).is_loopback

@@ -88,7 +88,7 @@ def test_ranks_compute_in_parallel_after_this_process_did():
 
 
 def test_the_first_error_is_told_not_one_that_followed_and_ranks_that_wait_are_ended(monkeypatch):
-    monkeypatch.setattr(launcher, "GRACE", (0.5, 0.5))
+    monkeypatch.setattr(launcher, "GRACE", 0.5)
 
     def work(waits: bool) -> None:
         if os.environ["LOCAL_RANK"] == "1":
@@ -246,7 +246,7 @@ trainer(2, timeout=timedelta(seconds=60)).fit(Stops("items"), loader([Minibatch(
 @pytest.mark.slow
 def test_a_stopped_rank_ends_with_the_job(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(f"from lightning_odc.strategy import launcher\nlauncher.GRACE = (0.5, 0.5)\n{STOPPING}")
+    script.write_text(f"from lightning_odc.strategy import launcher\nlauncher.GRACE = 0.5\n{STOPPING}")
     done = run(script, check=False)
     assert "stops: " in done.stdout, done.stderr
     stopped = int(done.stdout.partition("stops: ")[2].split()[0])

@@ -114,7 +114,7 @@ from datetime import timedelta
 from lightning_odc.strategy import launcher
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 
-launcher.GRACE = (0.5, 0.5)
+launcher.GRACE = 0.5
 if os.environ.get("LOCAL_RANK") == "1":
     print(f"late: {{os.getpid()}}", flush=True)
     time.sleep(600)
