@@ -319,7 +319,9 @@ class Session:
         if loader.options.batch_size is not None:
             effect = "Your batches stay whole"
             gain = loader.planned_gain(self._known)
-            if gain is not None and gain.padding:
+            if (
+                gain is not None and gain.balanced_padding < gain.padding
+            ):  # not where rows have a fixed length
                 effect += f", which keeps the padding ({gain.padding:.0%} of the computed tokens)"
         said = f"{effect}: {verdict.reason}."
         if self._communicates:

@@ -33,6 +33,9 @@ def test_two_batches_of_two_ranks_by_hand():
     gain = planned_gain(np.array([8, 7, 2, 1]), 2, 1, padded)
     assert gain.padding == pytest.approx(1 - 18 / (16 + 14))
     assert gain.balanced_padding < gain.padding
+    constant = Planner(2, 16, cost="tokens", collation=Collation("padded", fixed=8))
+    gain = planned_gain(np.array([8, 7, 2, 1]), 2, 1, constant)
+    assert gain.balanced_padding == gain.padding > 0, "no plan saves it"
 
 
 def test_what_is_expected_holds_whatever_trained_before():
