@@ -319,9 +319,8 @@ class Session:
         if loader.options.batch_size is not None:
             effect = "Your batches stay whole"
             gain = loader.planned_gain(self._known)
-            if (
-                gain is not None and gain.balanced_padding < gain.padding
-            ):  # not where rows have a fixed length
+            # Rows of a fixed length have the same padding in every plan.
+            if gain is not None and gain.balanced_padding < gain.padding:
                 effect += f", which keeps the padding ({gain.padding:.0%} of the computed tokens)"
         said = f"{effect}: {verdict.reason}."
         if self._communicates:
