@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
-from torch.utils.data import DataLoader, SequentialSampler, Subset
-
 from lightning_odc.balance import COLLECTIVE_SAFE, Plan, Planner, microbatch_costs
-from lightning_odc.balance.arrays import Ints, as_lengths
+from lightning_odc.balance.arrays import Ints
 from lightning_odc.balance.collation import Collation
-from lightning_odc.data.lengths import EQUALLY_LONG, LengthFunction, length_function, plain
 from lightning_odc.data.plan import dealt_out
-from lightning_odc.data.rng import isolated_rng, with_own_rng
 
-_SECONDS = 0.4
 _MOST_MINIBATCHES = 16
 
 
@@ -116,40 +109,3 @@ def planned_gain(
         least_idle=1 - as_they_come.work / as_they_come.least,
         padding_alone=alone.padding,
     )
-
-
-def glance(
-    loader: DataLoader[Any], enough: int, length_fn: LengthFunction | None = None
-) -> tuple[Ints, list[int]]:
-    """Lengths and indices of ``enough`` samples in the order they come; fewer where reading takes time, or none."""
-    dataset: Any = loader.dataset
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
-    shuffled = getattr(sampler, "shuffle", not isinstance(sampler, SequentialSampler))
-    count = min(enough, len(dataset))
-    generator = np.random.default_rng(0)  # in time that does not grow with the data set
-    order = np.arange(count)
-    if shuffled:
-        order = generator.choice(len(dataset), count, replace=False)
-    indices = order.tolist()
-    while isinstance(dataset, Subset):
-        order = np.asarray(dataset.indices)[order]
-        dataset = dataset.dataset
-    known = getattr(dataset, "__dict__", {}).get("lengths")  # a property may be anything but cheap
-    if known is not None and not callable(known):
-        return as_lengths([plain(known[int(index)]) for index in order], count=count), indices
-    if loader.num_workers and not isinstance(dataset, list | tuple):
-        return as_lengths([], count=0), []
-    end = time.monotonic() + _SECONDS
-    copied = with_own_rng(dataset)
-    found = []
-    with isolated_rng():
-        length_of = length_fn or length_function(
-            lambda place: copied[int(order[place])], count, loader.collate_fn
-        )
-        if length_of == EQUALLY_LONG:
-            return np.ones(count, dtype=np.int64), indices
-        for index in order.tolist():
-            found.append(plain(length_of(copied[index])))
-            if time.monotonic() > end:
-                break
-    return as_lengths(found, count=len(found)), indices[: len(found)]

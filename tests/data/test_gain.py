@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import ConcatDataset, Dataset
 
-import lightning_odc.data.gain
 from lightning_odc.balance import Planner
 from lightning_odc.balance.collation import Collation
-from lightning_odc.data.gain import glance, planned_gain
-from lightning_odc.data.lengths import measure
+from lightning_odc.data.gain import planned_gain
+from lightning_odc.data.looks import Looks
 from lightning_odc.data.rng import isolated_rng
-from tests.data.test_lengths import Samples
 
 UNEVEN = np.random.default_rng(0).integers(1, 1000, 512)
 
@@ -85,51 +83,24 @@ class Drawing(Dataset[Tensor]):
         return float(self.numpy.random()), float(torch.rand(1, generator=self.torch)), self.python.random()
 
 
+def seen(dataset: Any) -> int:
+    """The number of samples that a loader looks at before it trains."""
+    lengths = np.resize(UNEVEN, len(dataset))
+    probe = Looks(dataset, list, seed=0).probe(lengths, packs=False)
+    assert probe is not None
+    return len(probe.kept)
+
+
 def test_looking_leaves_the_data_set_and_its_random_numbers_alone():
     inner = Drawing()
     outer = Drawing(inner)
     with isolated_rng():
         random.seed(1)
         before = random.getstate()
-        assert len(glance(DataLoader(outer, batch_size=2), 256, measure)[0]) == 256
+        assert seen(outer) == 64
         assert random.getstate() == before
     assert outer.read == inner.read == 0
     assert inner.draw() == outer.draw() == Drawing().draw()
     both = ConcatDataset([inner, outer])
-    assert len(glance(DataLoader(both, batch_size=2), 256, measure)[0]) == 256
+    assert seen(both) == 64
     assert inner.draw() == outer.draw()
-
-
-def rows() -> list[Tensor]:
-    return [torch.zeros(int(length)) for length in UNEVEN]
-
-
-def test_lengths_that_are_known_cheaply():
-    told = Samples([None] * len(UNEVEN), lengths=UNEVEN.tolist())
-    for loader in (
-        lambda: DataLoader(told, batch_size=2, num_workers=2),
-        lambda: DataLoader(Subset(told, range(100, 300)), batch_size=2, shuffle=True),
-        lambda: DataLoader(rows(), batch_size=2, num_workers=2),  # type: ignore[arg-type]
-        lambda: DataLoader(rows(), batch_size=2, sampler=DistributedSampler(rows(), 2, 0)),  # type: ignore[arg-type]
-    ):
-        lengths, indices = glance(loader(), 64, measure)
-        assert len(lengths) == len(indices) == 64
-        assert len(set(lengths.tolist())) > 1
-    assert told.reads == 0
-    lengths, _ = glance(DataLoader(Drawing(), batch_size=2, num_workers=1), 64, measure)
-    assert len(lengths) == 0, "what workers prepare is not read here"
-
-
-def test_a_slow_data_set_is_not_read_for_long(monkeypatch):
-    read = []
-
-    class Recorded(Drawing):
-        def __getitem__(self, index: int) -> Tensor:
-            read.append(index)
-            return super().__getitem__(index)
-
-    assert len(glance(DataLoader(Recorded(), batch_size=1), 256, measure)[0]) == 256
-    assert len(read) == 256
-    monkeypatch.setattr(lightning_odc.data.gain, "_SECONDS", 0.0)
-    assert len(glance(DataLoader(Recorded(), batch_size=1), 256, measure)[0]) == 1
-    assert len(read) == 257
