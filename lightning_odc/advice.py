@@ -95,8 +95,8 @@ class Advice:
     def __str__(self) -> str:
         gain = self.gain
         parts = [
-            f"This would not help: ranks wait {gain.idle:.0%} of the time for each other, and "
-            f"{gain.balanced_idle:.0%} if minibatches are balanced. Keep your strategy."
+            f"This would not help: a step would be {gain.factor:.2f} times shorter, counted in FLOPs, without "
+            "communication. Keep your strategy."
         ]
         if self.helps:
             parts = [
@@ -159,7 +159,7 @@ def advise(
         device: What they are, for their memory; ``"cpu"`` is this machine.
         minibatch_size: Samples per device and optimizer step.
         padded: Samples of a batch that are padded to the longest of them; by default samples are packed.
-        max_tokens: Most tokens of a microbatch; by default those of the longest sample.
+        max_tokens: Most tokens of a microbatch; by default those of a batch of the longest samples.
 
     Returns:
         The advice; ``print`` it. ``advice.line`` is the ``Trainer`` to write, and ``advice.helps`` says whether it
@@ -184,9 +184,10 @@ def advise(
     if padded:
         collation = Collation("padded")
     together = padded or 1
-    planner = Planner(devices, max_tokens, "lb_mini", cost, collation=collation, allow_empty=True)
+    cap = max_tokens or together * int(collation.row_lengths(values).max())
+    planner = Planner(devices, cap, "lb_mini", cost, collation=collation, allow_empty=True)
     order = np.random.default_rng(0).permutation(values)
-    gain = planned_gain(order, together, math.ceil(minibatch_size / together), planner.capped_for(values))
+    gain = planned_gain(order, together, math.ceil(minibatch_size / together), planner)
     memory = _MEMORY.get(device, 0.0)
     published = 2
     if device == "cpu":
@@ -257,6 +258,8 @@ def _model(given: Any, device: Device) -> tuple[str, Cost, int, int]:
 
 
 def _gb(size: float) -> str:
+    if size < 1e8:
+        return f"{size / 1e6:.3g} MB"
     return f"{size / 1e9:,.4g} GB"
 
 
@@ -269,7 +272,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=int, default=8, help="number of devices, on one node (8)")
     add("--minibatch-size", type=int, default=4, help="samples per device and optimizer step (4)")
     add("--padded", type=int, help="samples of a batch that are padded (samples are packed)")
-    add("--max-tokens", type=int, help="most tokens of a microbatch (those of the longest sample)")
+    add(
+        "--max-tokens", type=int, help="most tokens of a microbatch (those of a batch of the longest samples)"
+    )
     add("--quiet", action="store_true", help="print the Trainer to write, and nothing else")
 
 
