@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.full_gain`` takes the script and its diffs from the page, so it times what the page shows. Every
 program runs in processes of its own, and they run in turns, so that a slow minute hits all of them. What a program
-prints of its last epoch is what counts. The last step needs several machines: ``benchmarks.hybrid`` has its figures.
+prints of its last epoch is what counts. The last step needs several machines: ``benchmarks.nodes`` has its figures.
 """
 
 from __future__ import annotations

@@ -441,7 +441,7 @@ def _peer_trouble(engine: Engine, exception: BaseException) -> str:
     """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
     deadline = time.monotonic()
     if isinstance(exception, dist.DistError) or "/gloo/" in text_of(exception):
-        deadline += 1.0
+        deadline += 2.0
     trouble = engine.peer_trouble()
     while not trouble and time.monotonic() < deadline:
         time.sleep(0.01)

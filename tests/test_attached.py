@@ -213,13 +213,10 @@ def test_the_blocks_of_the_page_run_on_two_ranks(rank):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("replicates", [False, True], ids=["one model", "a model per node"])
-def test_two_nodes(rank, replicates):
+def test_two_nodes(rank):
     init_gloo(rank)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
     with patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):  # what `torchrun --nnodes 2 --nproc-per-node 2` sets
-        model = sharded(new_model(), mesh=mesh) if replicates else sharded(new_model())
-        result = train(rank, (0, 1, 3, 1), model=model)
+        result = train(rank, (0, 1, 3, 1), model=sharded(new_model()))
     assert_same(result["parameters"], one_process()[0])
 
 
@@ -377,9 +374,9 @@ def test_what_cannot_be_attached_is_refused_with_the_line_to_write(rank):
             "fully_shard(model)": new_model(),
             "FSDP1": FullyShardedDataParallel(new_model(), device_id=torch.device("cpu")),
             "same `mesh=`": two_meshes,
-            'mesh=mesh["shard"]': sharded(new_model(), mesh=halves),
+            "a mesh of 2 dimensions": sharded(new_model(), mesh=halves),
             "is attached already": attached,
-            "nothing to read on demand": sharded(new_model(), mesh=halves["shard"]),
+            "Shard it over all ranks": sharded(new_model(), mesh=halves["shard"]),
         }.items():
             with pytest.raises((ValueError, TypeError), match=re.escape(words)):
                 attach(model)

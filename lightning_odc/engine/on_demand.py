@@ -54,7 +54,6 @@ from lightning_odc.errors import ODCError
 class OnDemandEngine(Engine):
     """Reads parameter shards from peers when a unit needs them, adds gradients into the owners' accumulators."""
 
-    protocol_class: type[Protocol] = Protocol
     # From `attach` on:
     _root: RootUnit
     _additions: Additions
@@ -73,6 +72,7 @@ class OnDemandEngine(Engine):
         gather_cache: GatherCache | None = None,
         sample_group: SampleGroup | None = None,  # with tensor parallelism
         agree: Rendezvous | None = None,  # of all ranks that must come to one answer, if they are more
+        make_protocol: Callable[..., Protocol] = Protocol,
     ) -> None:
         super().__init__()
         self.gather_cache = gather_cache or GatherCache(0, HostMemory(1))
@@ -84,6 +84,7 @@ class OnDemandEngine(Engine):
         }
         self._sample_group = sample_group
         self._make_transport = make_transport
+        self._make_protocol = make_protocol
         self._rendezvous = rendezvous
         self._agree = agree or rendezvous
         self._accumulator_dtype = accumulator_dtype
@@ -103,10 +104,7 @@ class OnDemandEngine(Engine):
 
     @property
     def world_size(self) -> int:
-        return self.protocol.transport.world_size
-
-    def _before_publishing(self) -> None:
-        """The ranks have the same model, and no peer has read any of its shards yet."""
+        return self.protocol.nodes * self.protocol.transport.world_size
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         # 1. The layout of this rank, as `fully_shard` shows it. Windows have sizes that depend on it.
@@ -126,10 +124,9 @@ class OnDemandEngine(Engine):
         compare_models(self._units, self._rendezvous)
         self._scalars.attach(model, self._rendezvous)
         self._on_close.callback(self._scalars.close)
-        self._before_publishing()
         # 3. Windows. Counts are taken over before they open, so that they go on where parameters were unfrozen.
         specs = [unit.spec() for unit in self._units]
-        protocol = self.protocol_class(self._make_transport(), specs, **self._protocol_options)
+        protocol = self._make_protocol(self._make_transport(), specs, **self._protocol_options)
         if self._protocol is not None:
             protocol.go_on_from(self._protocol)
         open_proven(protocol, self._agree)

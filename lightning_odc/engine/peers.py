@@ -46,7 +46,11 @@ class Word(IntEnum):
     RATE = 5  # measured seconds per planned cost, as the bits of a float: for stealing
     ENDS = 6  # of batches, epochs and training, that this rank has come to
     CLAIM = 7  # what is left of its queue, which others change, too: see `WorkQueues`
-    COUNT = 8
+    # On several nodes, twice the version of its own shards, and one more if frozen parameters changed, too; and in the
+    # window of the first rank the same of the shards of all ranks.
+    WRITTEN = 8
+    SHARED = 9
+    COUNT = 10
 
 
 _DOING = int(Word.DOING)  # an attribute of an enumeration is slow to look up, and this word is written most
@@ -178,7 +182,11 @@ class Peers:
         return self._transport.job_rank(peer), self._transport.job_rank(self._transport.rank)
 
     def trouble(self) -> str:
-        """Which peer failed or died first, and of what as far as it is known; empty if none did."""
+        """Which rank failed or died first, and of what as far as it is known; empty if none did."""
+        return self.trouble_here() or self.beyond()
+
+    def trouble_here(self) -> str:
+        """`trouble` with the peers, which share windows with this rank."""
         ended = self._transport.dead_peers()  # the failures later: who failed says so before it ends
         failures = self.failures()
         # The first to fail, or to die, has the reason that matters; the others only followed it.
@@ -196,7 +204,7 @@ class Peers:
         for peer in [*first, *failures]:
             failed, own = self._job_ranks(peer)
             return f"Rank {failed} failed, so rank {own} stops too. Its error was:\n{failures[peer]}"
-        return self.beyond()
+        return ""
 
     def longest_wait(self) -> float:
         """Seconds for which some rank has been communicating, which in effect is waiting, by now."""

@@ -62,6 +62,20 @@ _FIRST_VERSION = 1
 DISCARD = "discard gradients"
 
 
+def exchange(record: Any, most: int, meet: Callable[[bytes], list[bytes]]) -> list[Any]:
+    """The records of all that ``meet``, with messages of at most so many bytes."""
+    # A longer record takes several meetings in a row. Its length comes first, so after the first of them all know how
+    # many more they come to.
+    text = json.dumps(record).encode()
+    own = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    heard = meet(own[:most])
+    longest = max(int.from_bytes(begin[:_LENGTH_BYTES], "little") for begin in heard) + _LENGTH_BYTES
+    for start in range(most, longest, most):
+        more = meet(own[start : start + most])
+        heard = [before + behind for before, behind in zip(heard, more, strict=True)]
+    return [json.loads(whole[_LENGTH_BYTES:]) for whole in heard]
+
+
 class Protocol(RankState):
     """One rank's side of the protocol over any `Transport`."""
 
@@ -198,16 +212,7 @@ class Protocol(RankState):
 
     def _exchange(self, kind: str, record: Any) -> list[Any]:
         """The records of all ranks; see Note [Meetings are at most one ahead]. ``kind`` is for messages."""
-        # A record that is longer than a mailbox takes several meetings in a row. Its length comes first, so after the
-        # first of them every rank knows how many more all come to.
-        text = json.dumps(record).encode()
-        own = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-        heard = self.meet_once(own[:_MAILBOX_BYTES], kind)
-        longest = max(int.from_bytes(begin[:_LENGTH_BYTES], "little") for begin in heard) + _LENGTH_BYTES
-        for start in range(_MAILBOX_BYTES, longest, _MAILBOX_BYTES):
-            more = self.meet_once(own[start : start + _MAILBOX_BYTES], kind)
-            heard = [before + behind for before, behind in zip(heard, more, strict=True)]
-        return [json.loads(whole[_LENGTH_BYTES:]) for whole in heard]
+        return exchange(record, _MAILBOX_BYTES, lambda message: self.meet_once(message, kind))
 
     def end_version(self, kind: str, item: Any = None) -> list[Any]:
         """`meet`, and from then on no rank uses this version any more: owners update their shards at once."""

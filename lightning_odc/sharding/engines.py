@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_odc import _compat
 from lightning_odc.arguments import Like
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous, single_process
 from lightning_odc.engine.gather_cache import CudaMemory, GatherCache, HostMemory, Memory
-from lightning_odc.engine.hybrid.copies import CopiesEngine
-from lightning_odc.engine.hybrid.link import ReplicaLink
-from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout, SpanningEngine
+from lightning_odc.engine.nodes.column import ColumnGroup, Layout
+from lightning_odc.engine.nodes.copies import CopiesProtocol
+from lightning_odc.engine.nodes.leaders import Leaders
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.transports import make_transport
@@ -56,8 +57,7 @@ class Place:
     world_size: int
     on_node: int  # ranks on this node
     main_address: str
-    layout: Layout | None = None  # rows and columns of ranks, over several nodes
-    replicas: DeviceMesh | None = None  # of a model on every node: the mesh over which a node shards it
+    layout: Layout | None = None  # which ranks are on which node, if there are several
     data_parallel: DeviceMesh | None = None  # of ranks that have the same part of a tensor-parallel model
     sample_group: SampleGroup | None = None  # of this rank, if several compute one sample together
 
@@ -102,7 +102,7 @@ def make_engine(
         "hang_report": hang_report,
     }
     if place.layout is not None:
-        return _make_spanning_engine(place, place.layout, rendezvous, options)
+        return _make_copies_engine(place, place.layout, rendezvous, options)
     transport = partial(
         make_transport, place.device, ranks.index(place.rank), len(ranks), rendezvous, place.group, ranks
     )
@@ -119,29 +119,18 @@ def _memory(place: Place, rendezvous: Rendezvous) -> Memory:
     return CudaMemory(place.device, rendezvous(device).count(device))
 
 
-def _make_spanning_engine(
+def _make_copies_engine(
     place: Place, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]
-) -> SpanningEngine:
+) -> OnDemandEngine:
     check_hosts(layout, rendezvous)
-    mesh = place.replicas or mesh_of(layout, place.device.type)["shard"]
-    group = mesh.get_group()
+    group = mesh_of(layout, place.device.type)["shard"].get_group()
     within = process_group_rendezvous(group)
-    row = layout.row
+    row = layout.row_of(layout.node)
     transport = partial(make_transport, place.device, row.index(place.rank), len(row), within, group, row)
     timeout: float = options["timeout"]
     silence = min(SILENCE, timeout / 4)
-    stall = min(STALL, timeout / 2)
-    make_link = partial(
-        ReplicaLink,
-        place.rank,
-        layout.column,
-        rendezvous,
-        main_address=place.main_address,
-        main_ranks=layout.main_row,
-        silence=silence,
-    )
-    column = ColumnGroup(layout, place.device, timedelta(seconds=stall))
-    options |= {"layout": layout, "make_link": make_link, "group": column}
+    stall = timedelta(seconds=min(STALL, timeout / 2))
+    store = _compat.default_store()
 
     def agree(reason: str) -> list[str]:
         """Let all nodes come to one answer about the windows, with the node where they were refused."""
@@ -149,10 +138,13 @@ def _make_spanning_engine(
             reason = f"Node {layout.node} ({socket.gethostname()}): {reason}"
         return rendezvous(reason)
 
-    options["agree"] = agree
-    if place.replicas is None:
-        return CopiesEngine(transport, rendezvous, **options)
-    return HybridEngine(transport, rendezvous, **options)
+    protocol = partial(
+        CopiesProtocol,
+        layout=layout,
+        column=ColumnGroup(layout, place.device, stall),
+        make_leaders=partial(Leaders, layout, rendezvous, store, place.main_address, silence),
+    )
+    return OnDemandEngine(transport, rendezvous, agree=agree, make_protocol=protocol, **options)
 
 
 def memory_size(value: int | str) -> int | Literal["auto"]:

@@ -39,9 +39,9 @@ def meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
     ranks = mesh.mesh.tolist()
     if mesh.ndim > 1:
         raise ValueError(
-            f"The model is sharded with a mesh of {mesh.ndim} dimensions, {ranks}. For a model on every "
-            'node, pass the dimension of a node alone, `fully_shard(block, mesh=mesh["shard"])`: `attach` sums over '
-            'nodes. With tensor parallelism, pass `mesh["data_parallel"]` of ("data_parallel", "tensor_parallel").'
+            f"The model is sharded with a mesh of {mesh.ndim} dimensions, {ranks}. Shard it over all ranks, "
+            '`fully_shard(block)`; or with tensor parallelism over `mesh["data_parallel"]` of ("data_parallel", '
+            '"tensor_parallel").'
         )
     sizes = [group.size() for group in groups]
     if groups and sizes != [dist.get_world_size()]:
@@ -76,32 +76,15 @@ def place_on(mesh: DeviceMesh, sample_group: SampleGroup | None, communication: 
             )
         return replace(place, data_parallel=mesh, sample_group=sample_group)
     if mesh.size() < world_size:
-        if communication == "collective":
-            raise ValueError(
-                f"The model is sharded over the ranks {mesh.mesh.tolist()}, and collectives would not sum over the "
-                "others. Shard it over all ranks, `fully_shard(block)`; or train it without `attach`."
-            )
-        return _place_of_replica(place, mesh)
+        raise ValueError(
+            f"The model is sharded over the ranks {mesh.mesh.tolist()}, and there are {world_size}. Shard it over all "
+            "ranks, `fully_shard(block)`: every node then keeps a copy of what is published. Or train it without "
+            "`attach`."
+        )
     if on_node == world_size:
         return place
     nodes = world_size // on_node
     layout = layout_of((nodes, on_node), nodes, world_size, place.rank)
-    check_rows(layout, replicates=False, communication=communication)
+    if communication != "collective":
+        check_rows(layout)
     return replace(place, layout=layout)
-
-
-def _place_of_replica(place: Place, mesh: DeviceMesh) -> Place:
-    """Where this rank is if every node holds the whole model, sharded over ``mesh``."""
-    size = mesh.size()
-    nodes = place.world_size // size
-    layout = layout_of((nodes, size), nodes, place.world_size, place.rank)
-    ranks = mesh.mesh.tolist()
-    row = list(layout.row)
-    if ranks != row:
-        raise ValueError(
-            f"Rank {place.rank} shards over the ranks {ranks}. For a model on every node, shard over "
-            f"{row}:\n    mesh = init_device_mesh({mesh.device_type!r}, ({nodes}, {size}), "
-            'mesh_dim_names=("replicate", "shard"))["shard"]\nand for one model over all ranks, without `mesh=`.'
-        )
-    check_rows(layout, replicates=True)
-    return replace(place, layout=layout, replicas=mesh)

@@ -12,15 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_odc._version import __version__
-from lightning_odc.engine.hybrid.spanning import Layout
+from lightning_odc.engine.nodes.column import Layout
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.transports.host import boot_id
 from lightning_odc.errors import DisagreementError
 
 Fact = TypeVar("Fact", bound=Hashable)
 
-#: What is left of a way of sharding inside a node.
-WITHIN_NODE = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
+#: What ways to shard over nodes are on demand. By collectives, ``fully_shard`` replicates the model as they say.
+ON_DEMAND = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 
 
 def layout_of(
@@ -32,45 +32,32 @@ def layout_of(
             f"{world_size} ranks on {num_nodes} nodes: every node needs as many ranks as the others. Start equally "
             'many on each, Trainer(devices=..., num_nodes=...), or use ODCStrategy(communication="collective").'
         )
+    nodes = num_nodes
+    on_node = world_size // num_nodes
     if isinstance(device_mesh, DeviceMesh):
-        rows = [[int(member) for member in row] for row in device_mesh.mesh.tolist()]
-    else:
-        replicate, shard = device_mesh or (num_nodes, world_size // num_nodes)
-        starts = range(0, replicate * shard, shard)
-        rows = [list(range(start, start + shard)) for start in starts]
-    members = sorted(member for row in rows for member in row)
-    if members != list(range(world_size)):
-        on_node = world_size // num_nodes
-        raise ValueError(
-            f"device_mesh={device_mesh!r} arranges {len(members)} ranks, but there are {world_size}: write "
-            f"device_mesh=({num_nodes}, {on_node}), nodes times ranks per node, or leave it out."
-        )
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    if any(line != sorted(line) for line in rows + columns):
-        raise ValueError(
-            f"The ranks of device_mesh={device_mesh!r} must ascend along both of its dimensions."
-        )
-    return Layout(tuple(tuple(row) for row in rows), rank)
+        nodes, on_node = device_mesh.shape
+        if device_mesh.mesh.flatten().tolist() != list(range(world_size)):
+            raise ValueError(
+                f"device_mesh={device_mesh!r} must have all {world_size} ranks in ascending order: a row is a node."
+            )
+    elif device_mesh is not None:
+        nodes, on_node = device_mesh
+        if nodes * on_node != world_size:
+            raise ValueError(
+                f"device_mesh={device_mesh!r} arranges {nodes * on_node} ranks, but there are {world_size}: write "
+                f"device_mesh=({num_nodes}, {world_size // num_nodes}), nodes times ranks per node, or leave it out."
+            )
+    return Layout(nodes, on_node, rank)
 
 
-def check_rows(layout: Layout, replicates: bool, communication: str = "on_demand") -> None:
+def check_rows(layout: Layout) -> None:
     """Refuse rows of one rank, which have nothing to read on demand."""
-    count = len(layout.rows)
-    if communication == "collective" or count == 1:
-        return
-    if len(layout.row) > 1:
-        return
-    if replicates:
+    if layout.nodes > 1 and layout.on_node == 1:
         raise ValueError(
-            f"Hybrid sharding over {count} x 1 ranks shards nothing: every rank holds the whole model, and "
-            "there is nothing to read on demand. Use several ranks per node (Trainer(devices=...), or "
-            'device_mesh=(nodes, ranks per node)), or Trainer(strategy="ddp").'
+            f"{layout.nodes} nodes of one rank have nothing to read on demand: ranks read from other ranks of their "
+            "node, so each of these would hold a copy of the whole model and of its gradient. Use several ranks per "
+            'node (`devices=2`), communication="collective", or strategy="ddp".'
         )
-    raise ValueError(
-        f"{count} nodes of one rank have nothing to read on demand: ranks read from other ranks of their node, so each "
-        "of these would hold a copy of the whole model and of its gradient. Use several ranks per node "
-        '(`devices=2`), communication="collective", or strategy="ddp".'
-    )
 
 
 def check_groups(size: int, world_size: int, num_nodes: int) -> None:
@@ -90,7 +77,8 @@ def check_groups(size: int, world_size: int, num_nodes: int) -> None:
 
 def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
     """The 2-D mesh of a layout, with the dimensions ``replicate`` and ``shard``. All ranks together."""
-    return DeviceMesh(device_type, torch.tensor(layout.rows), mesh_dim_names=("replicate", "shard"))
+    ranks = torch.arange(layout.world_size).view(layout.nodes, -1)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=("replicate", "shard"))
 
 
 def mesh_for_modules(mesh: DeviceMesh) -> DeviceMesh:
@@ -119,8 +107,8 @@ def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
             f"The nodes run different versions of lightning-odc: {'; '.join(places)}. Install the same one on all of "
             f"them, for example: pip install lightning-odc=={versions[0]}"
         )
-    divided = [row for row in layout.rows if len({hosts[rank] for rank in row}) > 1]
-    if not divided:
+    hosts_of = [{hosts[rank] for rank in layout.row_of(node)} for node in range(layout.nodes)]
+    if all(len(of_node) == 1 for of_node in hosts_of):
         return
     by_host = list(_ranks_of(hosts).values())
     for ranks in by_host:
@@ -129,7 +117,7 @@ def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
     sizes = {len(ranks) for ranks in by_host}
     if len(sizes) > 1:
         advice = "Every node needs as many ranks as the others: start equally many on each"
-    elif len(by_host) != len(layout.rows):
+    elif len(by_host) != layout.nodes:
         (on_host,) = sizes
         advice = f"Write Trainer(num_nodes={len(by_host)}, devices={on_host})"
     else:

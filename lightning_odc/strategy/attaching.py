@@ -9,7 +9,6 @@ from datetime import timedelta
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_odc import _compat
@@ -73,33 +72,28 @@ class AttachingStrategy:
     def _attach(
         self,
         model: nn.Module,
-        replicas: DeviceMesh | None = None,
         hang_report: HangReport | None = None,
         gradients: bool = True,
     ) -> Attached:
         """Make the engine of a sharded model. All ranks together."""
-        attached = self._make_engine(model, replicas, hang_report)
+        attached = self._make_engine(model, hang_report)
         try:
             attached.engine.attach(model, gradients=gradients)
         except WindowError as error:  # on all ranks
-            if replicas is not None:
-                raise  # it is sharded within nodes now, and collectives need a mesh of two dimensions
             given = self.mixed_precision_policy
             self._go_without(error)
             attached.engine.close()
             for module in fsdp_modules(model):
                 if _compat.precision_of(module) == given:
                     _compat.set_precision(module, self.mixed_precision_policy)
-            attached = self._make_engine(model, replicas, hang_report)
+            attached = self._make_engine(model, hang_report)
             attached.engine.attach(model, gradients=gradients)
         if self.communication == "auto":
             self._groups.communication = "on_demand"
         return attached
 
-    def _make_engine(
-        self, model: nn.Module, replicas: DeviceMesh | None, hang_report: HangReport | None
-    ) -> Attached:
-        place = self._groups.place(replicas, self.timeout)
+    def _make_engine(self, model: nn.Module, hang_report: HangReport | None) -> Attached:
+        place = self._groups.place(self.timeout)
         engine = make_engine(
             place,
             communication=self.communication,

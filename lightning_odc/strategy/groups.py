@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_odc.engine.hybrid.spanning import Layout
+from lightning_odc.engine.nodes.column import Layout
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.sharding.engines import Place
 from lightning_odc.sharding.nodes import check_groups, check_rows, layout_of
@@ -23,7 +23,7 @@ class Groups:
         options: What the strategy was made with.
         strategy: What knows the ranks: the strategy itself.
         node_mesh: Nodes, and ranks per node, if the user asked for a division.
-        replicates: Whether every row of ranks holds the whole model: hybrid sharding.
+        replicates: Whether collectives keep the whole model on every node: hybrid sharding.
 
     Attributes:
         communication: How bytes move: as the user wrote, and for ``"auto"`` what has run, once that is known.
@@ -76,22 +76,22 @@ class Groups:
 
     @property
     def layout(self) -> Layout | None:
-        """Rows and columns of ranks; ``None`` if all of them are one row, or collectives treat them as one."""
+        """Which ranks are on which node; ``None`` if all are on one, or collectives treat them as if."""
         if self._options.group_size > 1:
             return None
         if not self.replicates and not self.on_demand:
             return None
         strategy = self.strategy
         layout = layout_of(self._node_mesh, strategy.num_nodes, strategy.world_size, strategy.global_rank)
-        if len(layout.rows) == 1:
+        if layout.nodes == 1:
             return None
         return layout
 
     def check_rows(self) -> None:
         """Refuse nodes on which there is nothing to read on demand."""
         layout = self.layout
-        if layout is not None:
-            check_rows(layout, self.replicates, self.communication)
+        if layout is not None and self.on_demand:
+            check_rows(layout)
 
     def form(self, device_type: str) -> None:
         """Check the arrangement, and make the mesh of groups. All ranks together, when the process group is there."""
@@ -107,7 +107,7 @@ class Groups:
         self.mesh = init_device_mesh(device_type, (self.count, size), mesh_dim_names=names)
         self._world = dist.group.WORLD
 
-    def place(self, replicas: DeviceMesh | None, timeout: timedelta) -> Place:
+    def place(self, timeout: timedelta) -> Place:
         """Where this rank is among all ranks, for the engine."""
         strategy = self.strategy
         sample_group = None
@@ -123,7 +123,6 @@ class Groups:
             on_node=strategy.num_processes,
             main_address=address,
             layout=self.layout,
-            replicas=replicas,
             data_parallel=self.data_parallel,
             sample_group=sample_group,
         )

@@ -85,11 +85,11 @@ class ODCStrategy(ReducingStrategy):
         activation_checkpointing: The same as in ``FSDPStrategy``.
         activation_checkpointing_policy: The same as in ``FSDPStrategy``.
         sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
-            On several nodes they shard over all ranks, and every node keeps a copy of all published shards.
-            ``"HYBRID_SHARD"`` (or ``"_HYBRID_SHARD_ZERO2"``) shards inside every node. Each node holds the whole model.
+            On several nodes they shard over all ranks, and every node keeps a copy of all published shards. So do
+            ``"HYBRID_SHARD"`` and ``"_HYBRID_SHARD_ZERO2"``; with collectives, each node then holds the whole model.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
-        device_mesh: The mesh of hybrid sharding: ``(replicate, shard)``, or a 2-D ``DeviceMesh``; by default
-            ``(num_nodes, devices per node)``.
+        device_mesh: Which ranks form a node, with hybrid sharding: ``(nodes, ranks per node)``, or a 2-D
+            ``DeviceMesh``; by default ``(num_nodes, devices per node)``.
         communication: ``"auto"`` communicates on demand where that can run and has proven itself, and else by
             collectives, with a warning that says why. ``"on_demand"`` insists. ``"collective"`` is the same sharding
             over stock collectives.
@@ -245,11 +245,8 @@ class ODCStrategy(ReducingStrategy):
             )
         with self._ordinary_tensors():
             self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
-            replicas = None
-            if self._groups.replicates and self._groups.layout is not None:
-                replicas = self.shard_mesh
             report = self.options.hang_report(trainer)
-            attached = self._attach(self.model, replicas, report, gradients=fitting)
+            attached = self._attach(self.model, report, gradients=fitting)
         if attached.sample_group is not None and self._groups.divides_layers and fitting:
             compare_whole_parameters(attached.sample_group, self.model)
         for _, metric in metrics_of(trainer.lightning_module):

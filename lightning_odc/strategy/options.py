@@ -72,7 +72,7 @@ WORDING = Wording(
 )
 #: Those that a loader takes, too.
 OF_LOADER = ("max_tokens", "cost", "length_fn", "weighting", "packing")
-_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.WITHIN_NODE)
+_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.ON_DEMAND)
 #: Arguments of FSDP1.
 _FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
 #: Those of them that mean nothing here but do no harm.
@@ -254,15 +254,15 @@ def check_sharding(
                 "ODCStrategy(device_mesh=...) takes a mesh of nodes. For tensor parallelism, write "
                 f"ODCStrategy(tensor_parallel_size={size}): `configure_model` finds the mesh in `self.device_mesh`."
             )
-    if group_size > 1 and (device_mesh is not None or name in nodes.WITHIN_NODE):
+    if group_size > 1 and (device_mesh is not None or name in nodes.ON_DEMAND):
         raise ValueError(
             "ODCStrategy(tensor_parallel_size=...) and context_parallel_size take no third dimension: leave out "
             'device_mesh=, and write sharding_strategy="FULL_SHARD".'
         )
-    if device_mesh is not None and name not in nodes.WITHIN_NODE:
+    if device_mesh is not None and name not in nodes.ON_DEMAND:
         raise ValueError(
             f'ODCStrategy(sharding_strategy="{name}", device_mesh={device_mesh!r}): a mesh of two dimensions '
-            'replicates the model along the first. Write sharding_strategy="HYBRID_SHARD", or leave device_mesh out.'
+            'is for hybrid sharding. Write sharding_strategy="HYBRID_SHARD", or leave device_mesh out.'
         )
     return name
 

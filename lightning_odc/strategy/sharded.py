@@ -65,7 +65,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         **of_fsdp: Any,
     ) -> None:
         name = options.check_sharding(sharding_strategy, device_mesh, self.options.group_size)
-        within_node = nodes.WITHIN_NODE.get(name, name)  # the base class takes hybrid ones only for FSDP1
+        on_demand = nodes.ON_DEMAND.get(name, name)  # the base class takes hybrid ones only for FSDP1
         super().__init__(
             precision_plugin=None,
             timeout=timeout,
@@ -73,7 +73,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             # Lightning's annotations lack torch's `CustomPolicy`.
             auto_wrap_policy=auto_wrap_policy,  # type: ignore[arg-type]
             activation_checkpointing_policy=activation_checkpointing_policy,  # type: ignore[arg-type]
-            sharding_strategy=ShardingStrategy[within_node],
+            sharding_strategy=ShardingStrategy[on_demand],
             state_dict_type=state_dict_type,
             **of_fsdp,
         )
@@ -81,8 +81,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self.device_mesh = device_mesh
         self.state_dict_type = state_dict_type
         self.timeout = timeout or DEFAULT_TIMEOUT
-        self._groups = Groups(self.options, self, device_mesh, replicates=name in nodes.WITHIN_NODE)
-        self._reshard_after_forward = within_node == "FULL_SHARD"
+        self._groups = Groups(self.options, self, device_mesh, replicates=name in nodes.ON_DEMAND)
+        self._reshard_after_forward = on_demand == "FULL_SHARD"
         self._mesh: DeviceMesh | None = None
         self.precision_plugin = precision_plugin
         self._on_teardown = ExitStack()
@@ -166,23 +166,19 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def shard_mesh(self) -> DeviceMesh:
         """The mesh of ranks over which ``fully_shard`` shards. Pass it as ``mesh`` in ``configure_model``.
 
-        One dimension: all ranks; with tensor parallelism those that have the same part of the model; under hybrid
-        sharding those of this node, since what happens between nodes is left to the engine. Or two, ``(replicate,
-        shard)``, if ``fully_shard`` itself communicates. Needs the process group.
+        One dimension: all ranks, or with tensor parallelism those that have the same part of the model. Two,
+        ``(replicate, shard)``, where collectives shard in the hybrid way. Needs the process group.
         """
         if self._mesh is None:
-            self._mesh = self._groups.data_parallel or self._mesh_of_replica()
+            groups = self._groups
+            layout = groups.layout
+            if groups.data_parallel is not None:
+                self._mesh = groups.data_parallel
+            elif layout is None or groups.on_demand:
+                self._mesh = mesh_for(self.root_device.type, self.world_size)
+            else:
+                self._mesh = nodes.mesh_of(layout, self.root_device.type)
         return self._mesh
-
-    def _mesh_of_replica(self) -> DeviceMesh:
-        device_type = self.root_device.type
-        layout = self._groups.layout
-        if layout is None or not self._groups.replicates:
-            return mesh_for(device_type, self.world_size)
-        mesh = nodes.mesh_of(layout, device_type)
-        if self._groups.on_demand:
-            return mesh["shard"]
-        return mesh
 
     def _ordinary_tensors(self) -> AbstractContextManager[object]:
         """Leaves the user's inference mode: its tensors cannot be changed outside of it."""

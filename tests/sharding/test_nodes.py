@@ -7,49 +7,52 @@ from typing import Any
 import pytest
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_odc.engine.hybrid.spanning import Layout
+from lightning_odc.engine.nodes.column import Layout
 from lightning_odc.errors import DisagreementError
 from lightning_odc.sharding import nodes
 from lightning_odc.sharding.nodes import check_hosts, layout_of
+from tests.support.models import init_gloo
+from tests.support.ranks import on_ranks
 
-ROWS = ((0, 1), (2, 3))
 NAMES = {"a": "alpha", "b": "beta", "c": "gamma", "d": "delta"}
 
 
-def check_rows(rows: tuple[tuple[int, ...], ...], hosts: str) -> None:
-    check_hosts(Layout(rows, 0), lambda own: [[own[0], NAMES[host], host] for host in hosts])
+def check_rows(nodes: int, hosts: str) -> None:
+    layout = Layout(nodes, len(hosts) // nodes, 0)
+    check_hosts(layout, lambda own: [[own[0], NAMES[host], host] for host in hosts])
 
 
 def test_rows_on_one_host_each_are_fine():
-    check_rows(ROWS, "aabb")
-    check_rows(ROWS, "aaaa")  # two nodes on one big machine
-    check_rows(((0, 1), (2, 3), (4, 5)), "aabbcc")
+    check_rows(2, "aabb")
+    check_rows(2, "aaaa")  # two nodes on one big machine
+    check_rows(3, "aabbcc")
 
 
 @pytest.mark.parametrize(
-    ("rows", "hosts", "said"),
+    ("nodes", "hosts", "said"),
     [
         (
-            ((0, 1, 2), (3, 4, 5)),
+            2,
             "aaaabb",
             "alpha has ranks 0, 1, 2, 3; beta has ranks 4, 5. Every node needs as many",
         ),
         (
-            ROWS,
+            2,
             "abab",
             "alpha has ranks 0, 2; beta has ranks 1, 3. Ranks of a node need neighbouring numbers",
         ),
-        (ROWS, "abcd", r"delta has ranks 3. Write Trainer\(num_nodes=4, devices=1\)"),
+        (2, "abcd", r"delta has ranks 3. Write Trainer\(num_nodes=4, devices=1\)"),
     ],
 )
-def test_rows_on_several_hosts_are_refused_with_what_to_write(rows, hosts, said):
+def test_rows_on_several_hosts_are_refused_with_what_to_write(nodes, hosts, said):
     with pytest.raises(ValueError, match=f'{said}.*communication="collective"'):
-        check_rows(rows, hosts)
+        check_rows(nodes, hosts)
 
 
 def test_every_rank_tells_its_version_and_its_host(monkeypatch):
-    layout = Layout(ROWS, 0)
+    layout = Layout(2, 2, 0)
     check_hosts(layout, lambda own: [own] * 4)
     found = zip(["1.0", "1.0", "1.0", "1.1"], ["alpha", "alpha", "beta", "beta"], "aabb", strict=True)
     with pytest.raises(DisagreementError) as caught:
@@ -66,10 +69,19 @@ def test_every_rank_tells_its_version_and_its_host(monkeypatch):
 
 def test_a_layout_has_rows_and_columns():
     layout = layout_of((2, 3), num_nodes=1, world_size=6, rank=4)
-    assert layout == Layout(((0, 1, 2), (3, 4, 5)), 4)
-    assert (layout.row, layout.column) == ((3, 4, 5), [1, 4])
-    assert layout.columns == [[0, 3], [1, 4], [2, 5]]
-    assert layout_of(None, num_nodes=3, world_size=6, rank=0).rows == ((0, 1), (2, 3), (4, 5))
+    assert layout == Layout(2, 3, 4)
+    assert (layout.node, layout.row_of(1), layout.column) == (1, [3, 4, 5], [1, 4])
+    assert [Layout(2, 3, rank).leads for rank in range(6)] == [True, False, False, True, False, False]
+    assert layout_of(None, num_nodes=3, world_size=6, rank=0) == Layout(3, 2, 0)
+
+
+@on_ranks(2)
+def test_a_device_mesh_says_which_ranks_form_a_node(rank):
+    init_gloo(rank)
+    mesh = init_device_mesh("cpu", (2, 1))
+    assert layout_of(mesh, num_nodes=1, world_size=2, rank=rank) == Layout(2, 1, rank)
+    with pytest.raises(ValueError, match="must have all 2 ranks in ascending order: a row is a node"):
+        layout_of(DeviceMesh("cpu", [[1], [0]]), num_nodes=1, world_size=2, rank=rank)
 
 
 def test_a_mesh_of_other_ranks_and_nodes_of_different_sizes_are_refused():
@@ -88,4 +100,4 @@ def test_a_mesh_from_the_command_line():
     )
     strategy: Any = command.trainer.strategy
     assert strategy.sharding_strategy.name == "HYBRID_SHARD"
-    assert layout_of(strategy.device_mesh, num_nodes=1, world_size=4, rank=3).row == (2, 3)
+    assert layout_of(strategy.device_mesh, num_nodes=1, world_size=4, rank=3) == Layout(2, 2, 3)

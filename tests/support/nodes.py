@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lightning_odc import _compat
 from lightning_odc.engine.collective import process_group_rendezvous
-from lightning_odc.engine.hybrid.copies import CopiesEngine
-from lightning_odc.engine.hybrid.link import ReplicaLink
-from lightning_odc.engine.hybrid.spanning import ColumnGroup
+from lightning_odc.engine.nodes.column import ColumnGroup, Layout
+from lightning_odc.engine.nodes.copies import CopiesProtocol
+from lightning_odc.engine.nodes.leaders import Leaders
+from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
-from lightning_odc.sharding.nodes import layout_of, mesh_of
+from lightning_odc.sharding.nodes import mesh_of
 
 
 def as_nodes(rank: int, ranks_per_node: int = 2) -> None:
@@ -23,17 +26,20 @@ def as_nodes(rank: int, ranks_per_node: int = 2) -> None:
     os.environ["GROUP_RANK"] = str(rank // ranks_per_node)
 
 
-def make_copies_engine(rank: int, **options: Any) -> CopiesEngine:
+def make_copies_engine(rank: int, **options: Any) -> OnDemandEngine:
     """The engine of four ranks on two nodes, which all ranks make together."""
-    layout = layout_of((2, 2), 2, 4, rank)
+    layout = Layout(2, 2, rank)
     group = mesh_of(layout, "cpu")["shard"].get_group()
     everybody, row = process_group_rendezvous(dist.group.WORLD), process_group_rendezvous(group)
-    return CopiesEngine(
-        lambda: SharedMemoryTransport(layout.row.index(rank), 2, row, layout.row),
+    return OnDemandEngine(
+        lambda: SharedMemoryTransport(rank % 2, 2, row, layout.row_of(layout.node)),
         everybody,
-        layout=layout,
-        make_link=lambda: ReplicaLink(rank, layout.column, everybody, "127.0.0.1", layout.main_row, 10.0),
-        group=ColumnGroup(layout, torch.device("cpu"), timedelta(seconds=15)),
+        make_protocol=partial(
+            CopiesProtocol,
+            layout=layout,
+            column=ColumnGroup(layout, torch.device("cpu"), timedelta(seconds=15)),
+            make_leaders=partial(Leaders, layout, everybody, _compat.default_store(), "127.0.0.1", 10.0),
+        ),
         timeout=30,
         **options,
     )

@@ -1,12 +1,11 @@
-"""Full sharding over several hosts against stock ``fully_shard`` and hybrid sharding: bytes, time, memory, parity.
+"""Full sharding over several hosts against stock ``fully_shard``: bytes, time, memory, parity.
 
-``python -m benchmarks.hybrid copies`` makes 2 and then 3 hosts of network namespaces (it needs root and ``ip``) with
+``python -m benchmarks.nodes copies`` makes 2 and then 3 hosts of network namespaces (it needs root and ``ip``) with
 two ranks each, and prints Markdown tables. In every cell (hosts, speed of the link, microbatches per rank) all variants
 train the same data in turns, some minibatches each time, so that a slow minute hits all of them. Computing is sleeping,
 of uneven length; what moves is real, and counted by the interfaces of the hosts. The variants:
 
 - ``stock``: ``fully_shard`` over all ranks, by collectives of gloo in every microbatch;
-- ``HYBRID_SHARD``: on demand, a model per host;
 - ``FULL_SHARD``: on demand, a copy of what is published per host;
 - ``FULL_SHARD, bf16 sums``: the same with ``accumulator_dtype=torch.bfloat16``.
 
@@ -15,6 +14,7 @@ Each variant trains with AdamW in fp32. Memory is that of the parameters, the op
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import time
@@ -35,27 +35,29 @@ from torch.distributed.tensor import DTensor
 from benchmarks.command import markdown
 from benchmarks.harness.processes import RankProcesses
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts
-from benchmarks.hybrid.replicas import LAYERS, Layer, prepare
 from benchmarks.tables import spread
+from lightning_odc import _compat
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine, process_group_rendezvous
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory
-from lightning_odc.engine.hybrid.copies import CopiesEngine
-from lightning_odc.engine.hybrid.link import ReplicaLink
-from lightning_odc.engine.hybrid.spanning import ColumnGroup, HybridEngine, Layout
+from lightning_odc.engine.nodes.column import ColumnGroup, Layout
+from lightning_odc.engine.nodes.copies import CopiesProtocol
+from lightning_odc.engine.nodes.leaders import Leaders
+from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.files import write_json
 from lightning_odc.sharding.nodes import layout_of, mesh_of
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
+from notebooks.support.sleeping import Pause
 
 STOCK = "stock"
-HYBRID = "HYBRID_SHARD"
 FULL = "FULL_SHARD"
 FULL_BF16 = "FULL_SHARD, bf16 sums"
-VARIANTS = (STOCK, HYBRID, FULL, FULL_BF16)
+VARIANTS = (STOCK, FULL, FULL_BF16)
 FP32 = 4  # bytes
 BF16 = 2
 PER_HOST = 2
+LAYERS = 4
 _TIMEOUT = 120.0
 _SILENCE = 20.0
 _STALL = timedelta(seconds=60)
@@ -81,6 +83,19 @@ class Cell(NamedTuple):
         if self.mbit is None:
             return "unlimited"
         return f"{self.mbit:g} Mbit/s"
+
+
+class Layer(nn.Module):
+    """A unit that takes ``seconds``, beside what its matrices take."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor, seconds: float) -> Tensor:
+        y: Tensor = Pause.apply(self.down(torch.tanh(self.up(x))), seconds)  # type: ignore[no-untyped-call]
+        return x + y
 
 
 class Model(nn.Module):
@@ -167,24 +182,23 @@ def _engine_of(variant: str, layout: Layout, address: str) -> tuple[Engine, Devi
     mesh = mesh_for("cpu", layout.world_size)
     if variant == STOCK:
         return CollectiveEngine(layout.world_size, everybody), mesh
-    row_mesh = mesh_of(layout, "cpu")["shard"]
-    row = process_group_rendezvous(row_mesh.get_group())
-    rank = layout.rank
-    place = layout.row.index(layout.rank)
-    options: dict[str, Any] = {
-        "layout": layout,
-        "make_link": lambda: ReplicaLink(rank, layout.column, everybody, address, layout.main_row, _SILENCE),
-        "timeout": _TIMEOUT,
-        "gather_cache": GatherCache("auto", HostMemory(layout.world_size)),  # all hosts share this machine's
-        "accumulator_dtype": torch.bfloat16 if variant == FULL_BF16 else None,
-    }
-    transport = partial(SharedMemoryTransport, place, PER_HOST, row, layout.row)
-    device = torch.device("cpu")
-    if variant == HYBRID:
-        return HybridEngine(
-            transport, everybody, group=ColumnGroup(layout, device, _STALL), **options
-        ), row_mesh
-    return CopiesEngine(transport, everybody, group=ColumnGroup(layout, device, _STALL), **options), mesh
+    row = layout.row_of(layout.node)
+    within = process_group_rendezvous(mesh_of(layout, "cpu")["shard"].get_group())
+    store = _compat.default_store()
+    engine = OnDemandEngine(
+        partial(SharedMemoryTransport, row.index(layout.rank), PER_HOST, within, row),
+        everybody,
+        timeout=_TIMEOUT,
+        gather_cache=GatherCache("auto", HostMemory(layout.world_size)),  # all hosts share this machine's
+        accumulator_dtype=torch.bfloat16 if variant == FULL_BF16 else None,
+        make_protocol=partial(
+            CopiesProtocol,
+            layout=layout,
+            column=ColumnGroup(layout, torch.device("cpu"), _STALL),
+            make_leaders=partial(Leaders, layout, everybody, store, address, _SILENCE),
+        ),
+    )
+    return engine, mesh
 
 
 def share(minibatch: int, rank: int, count: int, options: dict[str, Any]) -> list[tuple[Tensor, float]]:
@@ -282,23 +296,16 @@ def rows_of(
 
 def bytes_per_parameter(variant: str, hosts: int) -> float | None:
     """What a host sends per minibatch by the formulas of the documentation; ``None`` for stock sharding."""
-    published = FP32
-    if variant == HYBRID:
-        published = 0
-    sums = {HYBRID: 2 * FP32, FULL: FP32, FULL_BF16: BF16}.get(variant)
+    sums = {FULL: FP32, FULL_BF16: BF16}.get(variant)
     if sums is None:
         return None
-    return (hosts - 1) / hosts * (published + sums)
+    return (hosts - 1) / hosts * (FP32 + sums)
 
 
 def held_per_parameter(variant: str, hosts: int) -> float:
     """Bytes of parameters, AdamW's state and the window on one rank: ``12 P/W + (c + a) P/R``, see `Job.bytes_held`."""
-    if variant == HYBRID:
-        ranks = PER_HOST
-    else:
-        ranks = PER_HOST * hosts
     window = {STOCK: 0, FULL_BF16: FP32 + BF16}.get(variant, FP32 + FP32)
-    return 3 * FP32 / ranks + window / PER_HOST
+    return 3 * FP32 / (PER_HOST * hosts) + window / PER_HOST
 
 
 def cells(hosts: list[int], links: list[float | None], microbatches: list[int]) -> Iterator[Cell]:
@@ -369,6 +376,12 @@ def _speeds(hosts: Hosts, mbit: list[float]) -> list[float | None]:
     return wanted
 
 
+def prepare(hosts: Hosts, rank: int) -> None:
+    """Put a rank on its host, two on each."""
+    hosts.enter(rank // 2)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+
+
 def parser_of(name: str, text: str, seconds: tuple[float, str], **counts: tuple[int, str]) -> ArgumentParser:
     """The options of a measurement between hosts: which hosts, which links, how many of what.
 
@@ -378,7 +391,7 @@ def parser_of(name: str, text: str, seconds: tuple[float, str], **counts: tuple[
         seconds: The default of ``--seconds``, and what takes them.
         **counts: More options that take one integer: the default of each, and what it means.
     """
-    parser = ArgumentParser(prog=f"python -m benchmarks.hybrid {name}", description=text.splitlines()[0])
+    parser = ArgumentParser(prog=f"python -m benchmarks.nodes {name}", description=text.splitlines()[0])
     add = partial(parser.add_argument, metavar="N")
     add("--hosts", type=int, nargs="+", default=[2, 3], help="how many, one after the other")
     add("--mbit", type=float, nargs="+", default=[0, 1000], help="speeds of the link; 0: unlimited")
@@ -396,7 +409,7 @@ def parser_of(name: str, text: str, seconds: tuple[float, str], **counts: tuple[
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m benchmarks.hybrid copies``."""
+    """Entry point of ``python -m benchmarks.nodes copies``."""
     parser = parser_of(
         "copies",
         __doc__ or "",

@@ -1,6 +1,6 @@
 """One collective at a time between hosts: what each takes alone, and whether stock sharding computes meanwhile.
 
-``python -m benchmarks.hybrid primitives`` makes 2 and then 3 hosts of network namespaces (it needs root, ``ip`` and
+``python -m benchmarks.nodes primitives`` makes 2 and then 3 hosts of network namespaces (it needs root, ``ip`` and
 ``tc``) with two ranks each, as ``... copies`` does, and prints Markdown tables. Nothing else runs on the ranks. Links
 take turns in rounds, and collectives in repetitions, so that a slow minute hits all of them. The collectives of gloo:
 
@@ -42,10 +42,9 @@ import torch.distributed as dist
 from benchmarks.command import markdown
 from benchmarks.harness.processes import RankProcesses
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts, why_no_limit
-from benchmarks.hybrid.copies import FP32, PER_HOST, STOCK, Cell, Job, parser_of
-from benchmarks.hybrid.replicas import Layer, prepare
+from benchmarks.nodes.copies import FP32, PER_HOST, STOCK, Cell, Job, Layer, parser_of, prepare
 from lightning_odc.engine.comm import all_gather, reduce_scatter
-from lightning_odc.engine.hybrid.spanning import ColumnGroup
+from lightning_odc.engine.nodes.column import ColumnGroup
 from lightning_odc.files import write_json
 from lightning_odc.sharding.nodes import layout_of
 
@@ -245,7 +244,7 @@ def _measure_all(options: dict[str, Any]) -> tuple[list[dict[str, Any]], list[di
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Entry point of ``python -m benchmarks.hybrid primitives``."""
+    """Entry point of ``python -m benchmarks.nodes primitives``."""
     parser = parser_of(
         "primitives",
         __doc__ or "",

@@ -21,9 +21,8 @@ from lightning.fabric import Fabric
 
 from benchmarks.hosts import Hosts, bytes_sent, several_hosts, why_no_limit, why_not
 from lightning_odc import Minibatch, ODCStrategy
-from lightning_odc.engine.hybrid.spanning import ColumnGroup
+from lightning_odc.engine.nodes.column import ColumnGroup, Layout
 from lightning_odc.errors import ODCError
-from lightning_odc.sharding.nodes import layout_of
 from tests.support.fits import assert_same, doing, one_process
 from tests.support.modules import TokenModule, full_parameters, loader, token_batches, trainer
 from tests.support.nodes import as_nodes
@@ -40,8 +39,8 @@ COUNTS = (3, 1, 0, 4)
 #: Seconds after which a host that says nothing counts as cut off, and a sum without progress as broken.
 SILENCE = 6.0
 STALL = 2.0
-#: By way of sharding, what is trained: microbatches of every rank.
-RUNS = {"HYBRID_SHARD": [COUNTS], "FULL_SHARD": [COUNTS, (1, 1, 1, 1), (4, 4, 4, 4)]}
+#: What is trained: microbatches of every rank.
+RUNS = (COUNTS, (1, 1, 1, 1), (4, 4, 4, 4))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +70,7 @@ def shares(rank: int | None, counts: tuple[int, ...] = COUNTS) -> list[Minibatch
     return [Minibatch(token_batches(lengths, seed=step)[start:end]) for step in range(STEPS)]
 
 
-def run(rank: int, sharding: str = "FULL_SHARD", counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
+def run(rank: int, counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
     """Reads the counter of this host's interface after every step."""
     sent: list[int] = []
 
@@ -83,15 +82,13 @@ def run(rank: int, sharding: str = "FULL_SHARD", counts: tuple[int, ...] = COUNT
         own.found = {"parameters": full_parameters(own), "traffic": own.trainer.strategy.engine.traffic}
 
     own = doing(module(), on_train_batch_end=count, on_train_end=look)
-    trainer(2, num_nodes=2, sharding_strategy=sharding).fit(own, loader(shares(rank, counts)))
+    trainer(2, num_nodes=2).fit(own, loader(shares(rank, counts)))
     return {"host": socket.gethostname(), "bytes_sent": sent, **own.found}
 
 
 def _train(rank: int, hosts: Hosts, limits: bool) -> dict[str, list[dict[str, Any]]]:
     start_on(hosts, rank)
-    found = {
-        sharding: [run(rank, sharding, counts) for counts in several] for sharding, several in RUNS.items()
-    }
+    found = {"whole": [run(rank, counts) for counts in RUNS]}
     if limits:
         dist.barrier()
         if rank == 0:
@@ -114,19 +111,18 @@ def alone() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", RUNS)
-def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(ranks, alone, sharding):
-    first = [found[sharding][0] for found in ranks]
+def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(ranks, alone):
+    first = [found["whole"][0] for found in ranks]
     assert [one["host"] for one in first] == ["host0", "host0", "host1", "host1"]
     for one, count in zip(first, COUNTS, strict=True):
         assert_same(one["parameters"], alone)
         assert (one["traffic"].reads > 0) == (count > 0), "shards were read one-sidedly"
 
-    # Summing n numbers over two hosts in the way that moves least, each host sends n. Without replicas it sends n / 2
-    # in the sum, and n / 2 parameters. On top of it come the padding of odd shapes, about 70 bytes of headers for every
-    # 1.4 to 64 KB, acknowledgements, and records of some KB. The number of microbatches does not matter.
+    # Of n numbers, each host sends n / 2 in the sum, and n / 2 parameters. On top of it come the padding of odd shapes,
+    # about 70 bytes of headers for every 1.4 to 64 KB, acknowledgements, and what leaders tell each other, some KB. The
+    # number of microbatches does not matter.
     gradient = 4 * sum(parameter.numel() for parameter in alone.values())
-    for seen in (one for rank in (0, 2) for one in ranks[rank][sharding]):
+    for seen in (one for rank in (0, 2) for one in ranks[rank]["whole"]):
         sent = seen["bytes_sent"]
         per_minibatch = (sent[-1] - sent[0]) / (STEPS - 1)
         assert 1.0 < per_minibatch / gradient < 1.1, f"{per_minibatch} bytes of {gradient}"
@@ -159,7 +155,7 @@ def test_a_host_on_loopback_is_named_at_once_on_every_node(hosts, named, fabric,
 def _cut_off(rank: int, hosts: Hosts, stalls: bool) -> list[tuple[str, str, float]]:
     """Rank 3 cuts off the second host: what ended training, then what ended a sum over nodes, and after how long."""
     start_on(hosts, rank)
-    replicas = ColumnGroup(layout_of((2, 2), 2, 4, rank), torch.device("cpu"), timedelta(seconds=STALL))
+    column = ColumnGroup(Layout(2, 2, rank), torch.device("cpu"), timedelta(seconds=STALL))
 
     def cut(own: Any) -> None:
         if own.global_rank == 3 and own.global_step == 2:
@@ -167,10 +163,10 @@ def _cut_off(rank: int, hosts: Hosts, stalls: bool) -> list[tuple[str, str, floa
 
     strategy = ODCStrategy(balance=None, timeout=timedelta(seconds=4 * SILENCE), hang_report_after=None)
     t = trainer(2, num_nodes=2, strategy=strategy)
-    own = doing(TokenModule(), on_train_start=lambda _: replicas.open(), on_train_batch_start=cut)
+    own = doing(TokenModule(), on_train_start=lambda _: column.open(), on_train_batch_start=cut)
     ends = [_end_of(lambda: t.fit(own, loader([Minibatch(token_batches([5, 6]))] * 1000)))]
     assert t.global_step >= 1
-    ends.append(_end_of(replicas.begin_sum(torch.ones(5))))
+    ends.append(_end_of(lambda: column.begin_exchange(torch.ones(4))()))
     dist.destroy_process_group()
     return ends
 
@@ -197,7 +193,11 @@ def test_a_host_that_is_cut_off_ends_the_other_in_bounded_time(stalls):
         (kind, text, seconds), (kind_of_sum, text_of_sum, seconds_of_sum) = outcome.result
         assert kind == kind_of_sum == "PeerFailedError"
         other = hosts.address(1 - outcome.rank // 2)
-        says = rf"Rank \d \({other}\) cannot be reached any more: its host is down or cut off"
+        says = rf"no sign of ranks \d to \d \({other}\) for 6 s: their host is down or cut off"
+        if outcome.rank > 1:
+            says = (
+                f"no sign of the store by which ranks find each other, on {other}, for 6 s: its host is down"
+            )
         if stalls:  # it may begin to stall in the middle of a sum
             says += "|A sum of gradients over nodes broke on rank"
         assert re.search(says, text), text

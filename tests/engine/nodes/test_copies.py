@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from lightning_odc.engine.hybrid.copies import CopiesProtocol
-from lightning_odc.engine.hybrid.spanning import Layout
+from lightning_odc.engine.nodes.column import Layout
+from lightning_odc.engine.nodes.copies import CopiesProtocol
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from notebooks.support.threads import ThreadHub
 from tests.strategy.test_parity import STEPS, assert_same, one_process, train
@@ -99,24 +99,23 @@ class Board:
         return self.found(kind, number) or []
 
 
-class BoardLink:
-    """A `ReplicaLink` between threads."""
+class BoardLeaders:
+    """`Leaders` between threads."""
 
-    def __init__(self, board: Board, kind: str, place: int) -> None:
-        self._board, self._kind, self._place, self._number = board, kind, place, 0
+    missing = ""
+
+    def __init__(self, board: Board, node: int) -> None:
+        self._board, self._node, self._number = board, node, 0
 
     open = close = fail = lambda *_: None
-    trouble = missing = lambda *_: ""
+    trouble = str
 
-    def begin(self, record: Any) -> None:
+    def meet(self, message: bytes, until: Callable[[Callable[[], bool]], None]) -> list[bytes]:
         self._number += 1
-        self._board.post(self._kind, self._number, self._place, record)
-
-    def complete(self) -> bool:
-        return self._board.found(self._kind, self._number) is not None
-
-    def records(self) -> list[Any]:
-        return self._board.awaited(self._kind, self._number)
+        number = self._number
+        self._board.post("met", number, self._node, message)
+        until(lambda: self._board.found("met", number) is not None)
+        return self._board.awaited("met", number)
 
 
 class SlowColumn:
@@ -127,6 +126,8 @@ class SlowColumn:
 
     def __init__(self, board: Board, place: int) -> None:
         self._board, self._place, self._number = board, place, 0
+
+    open = close = lambda *_: None
 
     def _begin(self, sent: Tensor) -> Callable[[], list[Tensor]]:
         self._number += 1
@@ -180,16 +181,19 @@ def _play(protocol: CopiesProtocol, rank: int, world: int, edits: int) -> list[A
 
 def _protocols(nodes: int, **options: Any) -> list[CopiesProtocol]:
     """By rank, two on each node. Threads will play the ranks."""
-    rows = tuple((2 * node, 2 * node + 1) for node in range(nodes))
-    hubs, boards = [ThreadHub(2, timeout=20) for _ in rows], [Board(nodes) for _ in range(2)]
+    hubs, boards, leaders = (
+        [ThreadHub(2, timeout=20) for _ in range(nodes)],
+        [Board(nodes) for _ in range(2)],
+        Board(nodes),
+    )
     protocols = []
     for rank in range(2 * nodes):
         node, place = divmod(rank, 2)
         transport = hubs[node].transport(place)
-        transport.job_rank = lambda peer, row=rows[node]: row[peer]  # type: ignore[method-assign, misc]
-        links = (BoardLink(boards[place], kind, node) for kind in ("records", "shares"))
-        parts: dict[str, Any] = {"make_link": partial(next, links), "group": SlowColumn(boards[place], node)}
-        layout = Layout(rows, rank)
+        transport.job_rank = lambda peer, node=node: 2 * node + peer  # type: ignore[method-assign, misc]
+        parts: dict[str, Any] = {"column": SlowColumn(boards[place], node)}
+        parts["make_leaders"] = partial(BoardLeaders, leaders, node)
+        layout = Layout(nodes, 2, rank)
         protocols.append(CopiesProtocol(transport, UNITS, layout=layout, timeout=20, **parts, **options))
     return protocols
 

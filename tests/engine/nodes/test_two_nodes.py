@@ -1,4 +1,4 @@
-"""Training on two nodes of two ranks, all on one host, by both ways of sharding: it ends as in one process.
+"""Training on two nodes of two ranks, all on one host: it ends as in one process.
 
 ``tests/support/fits.py`` derives the tolerances. All fits follow one after the other in one launch of four ranks; every
 test looks at the part that it is about.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +39,11 @@ CLIP = 0.05
 SIGNAL = 99
 WAYS: dict[str, dict[str, Any]] = {
     "copies": {"devices": 2, "num_nodes": 2},
-    "replicas": {"devices": 4, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
+    "hybrid": {"devices": 4, "sharding_strategy": "HYBRID_SHARD", "device_mesh": (2, 2)},
     "one node": {"devices": 4},
     "alone": {"devices": 1},
 }
-BOTH = ("copies", "replicas")
+BOTH = ("copies", "hybrid")
 
 
 def trainer_on(rank: int, way: str, **options: Any) -> Trainer:
@@ -67,7 +66,7 @@ def look(own: Any) -> None:
     own.found = {
         "parameters": full_parameters(own),
         "mesh": list(next(own.parameters()).device_mesh.shape),
-        "engine": type(engine).__name__,
+        "protocol": type(protocol).__name__,
         "traffic": engine.traffic,
         "waits": engine.waits,
         "exchanged": engine.exchange("test", rank),
@@ -85,21 +84,14 @@ def _fit(
     way: str,
     options: dict[str, Any],
     counts: tuple[int, ...] = COUNTS,
-    disturb: float = 0.0,
 ) -> dict[str, Any]:
-    """Ranks 2 and 3 may begin with other parameters."""
     norms: list[Any] = []
     keep_norm = lambda own: norms.append(own.trainer.precision_plugin.gradient_norm)  # noqa: E731
     module = doing(before_step(items(), log_tokens), on_train_batch_end=keep_norm, on_train_end=look)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter += disturb * (rank >= 2)
     validation = loader(token_batches([4] * (rank + 1), seed=rank))  # another number of batches on every rank
     evaluated = options.get("communication") != "collective"
     t = trainer_on(rank, way, **options)
-    with warned() as caught:
-        t.fit(module, shares(rank, way, counts=counts), validation if evaluated else None)
-    assert not [w for w in caught if "differed between nodes" in w], "equal without help"
+    t.fit(module, shares(rank, way, counts=counts), validation if evaluated else None)
     return {**module.found, "norms": [float(n) for n in norms if n is not None]}
 
 
@@ -181,10 +173,8 @@ class Unfreezes(TokenModule):
 #: Where a checkpoint is saved, its kind, and where it is taken up.
 RESUMED = [
     ("copies", "full", "one node"),
-    ("copies", "sharded", "replicas"),
     ("one node", "sharded", "copies"),
-    ("replicas", "full", "replicas"),
-    ("replicas", "sharded", "one node"),
+    ("copies", "sharded", "one node"),
 ]
 
 
@@ -226,23 +216,15 @@ in_both_ways = pytest.mark.parametrize("way", BOTH)
 @on_ranks(4)
 @in_both_ways
 def test_uneven_microbatches_equal_one_process(rank, alone, way):
-    """Replicas begin with other parameters on the second node."""
-    sharded_over, engine, disturb = {
-        "copies": ([4], "CopiesEngine", 0.0),
-        "replicas": ([2], "HybridEngine", 1.0),
-    }[way]
-    seen = _fit(rank, way, {}, disturb=disturb)
+    """Hybrid sharding is another word for the same; its mesh says which ranks form a node."""
+    seen = _fit(rank, way, {})
     assert_same(seen["parameters"], alone["fp32"])
-    assert (seen["mesh"], seen["engine"]) == (sharded_over, engine)
+    assert (seen["mesh"], seen["protocol"]) == ([4], "CopiesProtocol")
     assert seen["traffic"].reads > 0, "shards were read one-sidedly"
     assert (seen["traffic"].adds > 0) == (COUNTS[rank] > 0)
     assert seen["exchanged"] == [0, 1, 2, 3]
     assert seen["signals"] == [SIGNAL], "signals reach the ranks of all nodes"
     assert seen["waits"]["network"] > 0, "sums of other nodes have a cause of their own"
-    if way == "replicas":
-        # A rank's half of every parameter, padded, in fp32: a sum of it in every minibatch of any size.
-        halves = sum(-(-p.shape[0] // 2) * p[0].numel() for p in alone["fp32"].values())
-        assert seen["traffic"].bytes_reduced == STEPS * 4 * halves
     # Every rank had another number of batches to evaluate.
     assert seen["metrics"]["tokens"] == sum(b.numel() for step in range(STEPS) for b in minibatch(step))
     assert seen["metrics"]["val_one"] == 1.0
@@ -266,10 +248,9 @@ def test_deterministic_runs_are_bit_equal_on_all_nodes(rank, alone, way):
 
 
 @on_ranks(4)
-@in_both_ways
-def test_the_norm_is_that_of_the_whole_gradient(rank, alone, way):
+def test_the_norm_is_that_of_the_whole_gradient(rank, alone):
     assert min(alone["norms"]["norms"]) > CLIP
-    seen = _fit(rank, way, {"gradient_clip_val": CLIP})
+    seen = _fit(rank, "copies", {"gradient_clip_val": CLIP})
     assert seen["norms"] == pytest.approx(alone["norms"]["norms"], rel=1e-5)
     assert_same(seen["parameters"], alone["clipped"])
 
@@ -304,14 +285,11 @@ TRAINED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 
 
 @on_ranks(4)
-@in_both_ways
 @pytest.mark.parametrize("name", fast(TRAINED, "by hand", "unfrozen", "stolen"))
-def test_modules_end_as_in_one_process(rank, alone, way, name):
+def test_modules_end_as_in_one_process(rank, alone, name):
     """Unfrozen, and dropped, where a rank has no microbatch; plans span all nodes, work is stolen inside one."""
-    if way == "replicas" and name == "zero 2":
-        return  # another sharding strategy
     make, data, options, expected = TRAINED[name]
-    assert_same(_trained(rank, way, make(), data(rank, way), **options), alone[expected])
+    assert_same(_trained(rank, "copies", make(), data(rank, "copies"), **options), alone[expected])
 
 
 @on_ranks(4)
@@ -321,33 +299,50 @@ def test_checkpoints_are_taken_up_on_other_nodes(rank, alone, saved_on, kind, re
     assert_same(resume(rank, resumed_on, kind, tmp_path), alone["fp32"])
 
 
-def _failing(rank: int, way: str, killed: bool) -> None:
-    """Rank 3 ends when all ranks have met and before it publishes, so that the others wait for its shards."""
+def _failing(rank: int, victim: int, killed: bool) -> None:
+    """The victim ends when all ranks have met and before it publishes, so that the others wait for its shards."""
 
     def end(own: Any) -> None:
-        if own.global_rank == 3 and own.global_step == 1:
+        if own.global_rank == victim and own.global_step == 1:
             if killed:
                 os._exit(9)
             raise ZeroDivisionError("a bad sample")
 
-    trainer_on(rank, way).fit(doing(items(), on_before_optimizer_step=end), shares(rank, way))
+    trainer_on(rank, "copies").fit(doing(items(), on_before_optimizer_step=end), shares(rank, "copies"))
 
 
-#: What the ranks of the other node say of one that raised, and of one that was killed.
+#: What the other ranks say of one that raised, and of one that was killed.
 REASONS = {False: "ZeroDivisionError: a bad sample", True: "ended without a word"}
+ENDINGS = [(3, True), (2, True), (3, False), (2, False), (0, False)]  # the rank, and whether it is killed
 
 
-@pytest.mark.parametrize(
-    ("way", "killed"), fast([("copies", False), ("copies", True), ("replicas", False)], ("copies", True))
-)
-def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(way, killed):
-    outcomes = try_ranks(_failing, way, killed, world_size=4, timeout=90)
-    assert killed or REASONS[killed] in outcomes[3].error
-    for outcome in outcomes[:3]:
+@pytest.mark.parametrize(("victim", "killed"), fast(ENDINGS, (3, True), (0, False)))
+def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(victim, killed):
+    """Rank 0 keeps the store through which the others hear it; rank 2 leads its node."""
+    outcomes = try_ranks(_failing, victim, killed, world_size=4, timeout=90)
+    gone = outcomes.pop(victim)
+    assert killed or REASONS[killed] in gone.error
+    for outcome in outcomes:
         assert "PeerFailedError" in outcome.error
-        assert "rank 3" in outcome.error.lower()
+        assert f"rank {victim}" in outcome.error.lower()
         assert REASONS[killed] in outcome.error
         assert outcome.exitcode == 1
+
+
+def _failing_with_the_store(rank: int) -> None:
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # so rank 0 keeps the store
+    _failing(rank, 0, True)
+
+
+def test_the_end_of_the_store_is_told_as_that():
+    """Rank 0 is killed: its own node knows that, and the other one no more than that the store is gone."""
+    outcomes = try_ranks(_failing_with_the_store, world_size=4, timeout=90)
+    assert "rank 0 (process" in outcomes[1].error
+    for outcome in outcomes[2:]:
+        assert "PeerFailedError" in outcome.error
+        assert (
+            "The store by which ranks find each other, on 127.0.0.1, has ended: rank 0, or" in outcome.error
+        )
 
 
 # -- copies ---------------------------------------------------------------------------------------------------
@@ -373,7 +368,7 @@ def test_what_one_node_refuses_lets_all_nodes_train_by_collectives(rank, case, a
     with refuses(rank), warned() as messages:
         t = trainer_on(rank, "copies", gradient_clip_val=CLIP)
         t.fit(module, shares(rank, "copies", counts=EVEN))
-    assert module.found["engine"] == "CollectiveEngine"
+    assert module.found["protocol"] == "NoneType"
     assert of_all_ranks(t.strategy.communication) == ["collective"] * 4
     assert_same(module.found["parameters"], alone["norms of four"]["parameters"])
     told = [message for message in messages if "trains with collectives" in message]
@@ -384,61 +379,32 @@ def test_what_one_node_refuses_lets_all_nodes_train_by_collectives(rank, case, a
 
 
 @on_ranks(4)
-@pytest.mark.parametrize(
-    ("way", "options"), [("copies", {"communication": "on_demand"}), ("replicas", {})], ids=str
-)
-def test_the_ranks_of_all_nodes_get_the_same_error_if_it_must_run_on_demand(rank, way, options):
-    """Under hybrid sharding, the model is sharded for nodes that sum by the engine: collectives need another mesh."""
+def test_the_ranks_of_all_nodes_get_the_same_error_if_it_must_run_on_demand(rank):
     with no_room(rank), pytest.raises(WindowError) as caught:
-        trainer_on(rank, way, **options).fit(items(), shares(rank, way))
+        trainer_on(rank, "copies", communication="on_demand").fit(items(), shares(rank, "copies"))
     text = str(caught.value)
     assert of_all_ranks(text) == [text] * 4
     assert text.startswith(f"Node 0 ({socket.gethostname()}): Rank 1 could not share memory")
     assert 'ODCStrategy(communication="collective")' in text
 
 
-# -- replicas -------------------------------------------------------------------------------------------------
-
-
 @on_ranks(4)
 def test_collective_is_stock_hybrid_sharding(rank, alone):
-    seen = _fit(rank, "replicas", {"communication": "collective", "gradient_clip_val": CLIP}, EVEN)
+    seen = _fit(rank, "hybrid", {"communication": "collective", "gradient_clip_val": CLIP}, EVEN)
     assert seen["mesh"] == [2, 2]
     assert seen["traffic"].reads == seen["traffic"].bytes_reduced == 0
     assert seen["norms"] == pytest.approx(alone["norms of four"]["norms"], rel=1e-5)
     assert_same(seen["parameters"], alone["norms of four"]["parameters"])
 
 
-def shard_by_hand(own: Any, right: bool) -> None:
+def shard_by_hand(own: Any) -> None:
     for block in own.net.blocks:
         if not isinstance(block, FSDPModule):
-            fully_shard(block, mesh=own.device_mesh["data_parallel"] if right else None)
+            fully_shard(block, mesh=own.device_mesh["data_parallel"])
 
 
 @on_ranks(4)
 def test_a_model_sharded_by_hand(rank, alone):
-    """Blocks sharded in ``configure_model``, over the ranks of the node; then over all ranks."""
-    right, wrong = (
-        doing(items(), configure_model=partial(shard_by_hand, right=is_right)) for is_right in (True, False)
-    )
-    assert_same(_trained(rank, "replicas", right, shares(rank, "replicas")), alone["fp32"])
-    says = r"(?s)over the ranks \[0, 1, 2, 3\], but this strategy shards over \[.*mesh=self.trainer.strategy.shard_mesh"
-    with pytest.raises(ValueError, match=says):
-        _trained(rank, "replicas", wrong, shares(rank, "replicas"))
-
-
-def edit(own: Any) -> None:
-    """Changes a parameter on one node only, and publishes it."""
-    with torch.no_grad():
-        if own.global_rank >= 2:
-            own.net.head.weight += 1.0
-    with pytest.warns(UserWarning, match="Parameters differed between nodes"):
-        own.trainer.strategy.publish_parameters()
-
-
-@on_ranks(4)
-def test_what_is_changed_on_one_node_only_is_found_and_undone(rank):
-    module = doing(items(), on_train_batch_end=edit)
-    found = _trained(rank, "replicas", module, shares(rank, "replicas"), max_steps=1)
-    assert_equal_on_all_ranks(found)
-    assert found["net.head.weight"].abs().max() < 1.0
+    """Blocks sharded in ``configure_model``, over the ranks of all nodes."""
+    module = doing(items(), configure_model=shard_by_hand)
+    assert_same(_trained(rank, "hybrid", module, shares(rank, "hybrid")), alone["fp32"])

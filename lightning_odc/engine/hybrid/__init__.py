@@ -1,1 +1,0 @@
-"""On demand inside a node, one sum of gradients over nodes per minibatch."""

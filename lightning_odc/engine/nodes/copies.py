@@ -1,0 +1,308 @@
+"""Full sharding over several nodes: every node has a copy of all published shards, and sums its own gradients.
+
+Note [A copy per node]
+~~~~~~~~~~~~~~~~~~~~~~
+The model is sharded over all ranks of all nodes, yet ranks read and add inside their node only. Each byte goes over the
+link between nodes once per minibatch: a published shard at publishing, the sum of a node's gradients at the end of a
+version. So the window of a rank holds, for every unit, the shards and the sums of its whole *column*, one row per node.
+
+Two nodes of two ranks, columns ``(0, 2)`` and ``(1, 3)``, and a unit of 8 numbers, 2 per rank, equal to 10 times the
+rank. ``. .`` is a row that has not come yet::
+
+    rank                          0                1                2                3
+    its shard, shape [2]          [0, 0]           [10, 10]         [20, 20]         [30, 30]
+    publishes, shape [2, 2]       0 0 | . .        10 10 | . .      . . | 20 20      . . | 30 30
+    all-gather over the column    0 0 | 20 20      10 10 | 30 30    0 0 | 20 20      10 10 | 30 30
+    gathers from both windows of its node          0 0 10 10 20 20 30 30 on every rank
+    a backward pass makes         8 numbers, all 1 8 numbers, all 2 8 numbers, all 3 8 numbers, all 4
+    windows add, shape [2, 2]     3 3 | 3 3        3 3 | 3 3        7 7 | 7 7        7 7 | 7 7
+    reduce-scatter over column    [10, 10]         [10, 10]         [10, 10]         [10, 10]
+    optimizer step on             numbers 0, 1     numbers 2, 3     numbers 4, 5     numbers 6, 7
+
+A version word now says that all rows of its window are of this version. A thread (`Sharing`) stores it when the
+all-gather has ended.
+
+Note [Two levels]
+~~~~~~~~~~~~~~~~~
+A meeting has three stages. The ranks of a node meet in their windows. The first of them, which *leads* the node, meets
+the leaders of the other nodes (`Leaders`). Then it tells its node what it heard, in a second meeting there. So then
+every rank has the records of all ranks, and no rank is still at work on the minibatch, on any node. Rank ``r`` of the
+example comes with the record ``R_r``::
+
+    rank                   0            1            2            3
+    after the node         R0 R1        R0 R1        R2 R3        R2 R3
+    after the leaders      R0 R1 R2 R3  R0 R1        R0 R1 R2 R3  R2 R3
+    after the node again   R0 R1 R2 R3 on every rank, in this order
+
+Appendix E of *Revisiting Parameter Server in LLM Post-Training* (arXiv 2601.19362); like secondary shards of ZeRO++
+(arXiv 2306.10209).
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_odc.engine.nodes.column import ColumnGroup, Layout, in_turn
+from lightning_odc.engine.nodes.leaders import MOST_BYTES, Leaders
+from lightning_odc.engine.peers import Activity, Word
+from lightning_odc.engine.protocol import Protocol, exchange
+from lightning_odc.engine.unit_window import RankState, UnitWindow
+from lightning_odc.engine.waiting import CHECK_EVERY, Cause, Waiter
+from lightning_odc.errors import PeerFailedError
+
+_PATIENCE = 10.0  # seconds that the end waits for a collective that hangs
+
+
+class _HaltedError(Exception):
+    """The other ranks will not come any more."""
+
+
+class Sharing:
+    """Copies shards over the column and announces them; see Note [A copy per node]."""
+
+    def __init__(self, state: RankState, column: ColumnGroup, leaders: Leaders) -> None:
+        self.trouble = ""  # what ended the thread, for the message of an error; empty as long as nothing did
+        self._state = state
+        self._column = column
+        self._leaders = leaders
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._halted = threading.Event()
+        self._waiter = Waiter(math.inf, self._check, str)
+        self._thread: threading.Thread | None = None
+        self._windows: Sequence[UnitWindow] = ()
+
+    def start(self, windows: Sequence[UnitWindow]) -> None:
+        """Start the thread."""
+        self._windows = windows
+        self._thread = threading.Thread(target=self._run, name="lightning-odc sharing", daemon=True)
+        self._thread.start()
+
+    def begin(self, version: int, edited: bool) -> None:
+        """This rank's own shards are written, or will be on the current stream: share and announce them."""
+        # ``edited``: more than what is trained may have changed.
+        self._state.transport.store(Word.WRITTEN, 2 * version + edited)
+        self._jobs.put(partial(self._share, version, _after_this(self._column.device)))
+
+    def halt(self) -> None:
+        """Wait for no other rank any longer: this one, or another, has failed."""
+        self._halted.set()
+
+    def stop(self) -> None:
+        """Share what is left, and end. A column that hangs is not waited for any longer than 10 s. Idempotent."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(_PATIENCE)
+            self.halt()
+            thread.join(2 * CHECK_EVERY)
+        self._windows = ()  # they hold views of the window
+
+    # -- in the thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while (job := self._jobs.get()) is not None:
+                job()
+        except _HaltedError:
+            pass
+        except PeerFailedError as error:
+            self.trouble = str(error)
+        except BaseException as error:  # of a backend or of a device: raised where the shards are awaited
+            self.trouble = self._column.blame("Sharing of parameters", error)
+
+    def _share(self, version: int, after: Callable[[], AbstractContextManager[Any]]) -> None:
+        # Ranks come out of the optimizer step at different times. So this waits until all have published, and can give
+        # up before collectives begin.
+        transport = self._state.transport
+        if transport.rank == 0:
+            of_node = self._awaited(Word.WRITTEN, version, range(transport.world_size))
+            edited = any(word % 2 for word in of_node)
+            heard = self._leaders.meet(b"edited" if edited else b"trained", self._until)
+            transport.store(Word.SHARED, 2 * version + (b"edited" in heard))
+        (shared,) = self._awaited(Word.SHARED, version, [0])
+        begins = (partial(self._begin, window, version, bool(shared % 2)) for window in self._windows)
+        with after():  # the device has written all that is shared
+            for _ in in_turn(begins):
+                self._check()
+
+    def _awaited(self, word: Word, version: int, peers: Sequence[int]) -> list[int]:
+        """A word of these peers, once all of them are of this version."""
+        words = [self._state.transport.watch(peer, word) for peer in peers]
+        self._until(lambda: all(word() >= 2 * version for word in words))
+        return [word() for word in words]
+
+    def _until(self, ready: Callable[[], bool]) -> None:
+        self._waiter.until(ready, None, str)
+
+    def _check(self) -> None:
+        if self._halted.is_set():
+            raise _HaltedError
+        if trouble := self._column.trouble():
+            raise PeerFailedError(trouble)
+
+    def _begin(self, window: UnitWindow, version: int, edited: bool) -> Callable[[], None]:
+        """Begin to share one unit; returns what waits for the end of it, and announces the unit."""
+        announce = partial(window.announce, version, edited)
+        whole = window.spec.shard_numel
+        runs = window.spec.grad_ranges
+        own = window.own_shard
+        heard = window.shards
+        if not edited and runs != ((0, whole),):
+            # ``a b c d e`` with the runs ``(0, 2), (4, 5)`` is sent as ``a b e``, and pasted there.
+            own = torch.cat([own[:0], *[own[start:end] for start, end in runs]])
+            heard = own.new_empty(len(heard), own.numel())
+        if not own.numel():
+            return announce
+        arrived = self._column.begin_gather(own, heard.view(-1))
+        self._state.traffic.bytes_shared += heard.nbytes - own.nbytes
+
+        def end() -> None:
+            arrived()
+            if heard is not window.shards:
+                place = 0
+                for start, end in runs:
+                    window.shards[:, start:end] = heard[:, place : place + end - start]
+                    place += end - start
+            announce()
+
+        return end
+
+
+def _after_this(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """A context for another thread, in which the device works after everything that was asked of it so far."""
+    if device.type != "cuda":
+        return nullcontext
+    asked = torch.cuda.current_stream(device).record_event()
+
+    @contextmanager
+    def after() -> Iterator[None]:
+        stream = torch.cuda.Stream(device)
+        stream.wait_event(asked)
+        with torch.cuda.stream(stream):
+            yield
+
+    return after
+
+
+class CopiesProtocol(Protocol):
+    """`Protocol` within a node, over a model that is sharded over all ranks of all nodes.
+
+    See Note [A copy per node] and Note [Two levels].
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        layout: Layout,
+        column: ColumnGroup,
+        make_leaders: Callable[[], Leaders],  # fresh, unopened ones
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, nodes=layout.nodes, node=layout.node, **options)
+        self._layout = layout
+        self._column = column
+        self._leaders = make_leaders()
+        self._sharing = Sharing(self, column, self._leaders)
+        self._edited = False
+        self._totals: Iterator[Tensor] = iter(())
+        self.peers.beyond = lambda: self._leaders.trouble() or self._sharing.trouble
+        column.trouble = self.peers.trouble
+
+    def open(self) -> None:
+        self._leaders.open()
+        self._column.open()
+        super().open()
+        self._leaders.of_node = self.peers.trouble_here
+        self._sharing.start(self.windows)
+
+    def close(self) -> None:
+        self._sharing.stop()
+        self._totals = iter(())  # it holds views of the window
+        self._leaders.close()
+        super().close()
+        self._column.close()
+
+    def fail(self, message: str) -> None:
+        super().fail(message)
+        self._leaders.fail(message)
+        self._sharing.halt()
+
+    @property
+    def _ranks(self) -> Sequence[int]:
+        return range(self._layout.world_size)
+
+    def publish(self, window: UnitWindow, edited: bool) -> None:
+        self._edited |= edited
+        if window is self.windows[-1]:  # so all own shards are written
+            self._sharing.begin(self.version, self._edited)
+            self._edited = False
+
+    def meet(self, kind: str, item: Any = None) -> list[Any]:
+        # A rank comes with the shards of its column, so that collectives of one version never meet those of another,
+        # nor meetings of leaders. The last unit is announced last.
+        last = len(self._units) - 1
+        version = self.transport.watch(self.transport.rank, Word.COUNT + last)
+        if version() != self.version:
+            self.peers.begin(Activity.NETWORK, last)
+            self.waiter.until(
+                lambda: version() == self.version,
+                Cause.NETWORK,
+                lambda: f"waiting for the parameters of other nodes (version {self.version})",
+            )
+        return super().meet(kind, item)
+
+    def _exchange(self, kind: str, record: Any) -> list[Any]:
+        told = super()._exchange(kind, record)  # on ranks 0 and 1 of the example [R0, R1]
+        if self._layout.leads:
+            by_node = exchange(told, MOST_BYTES, partial(self._meet_leaders, kind))
+            told = [record for of_node in by_node for record in of_node]  # of [[R0, R1], [R2, R3]]
+        heard = super()._exchange(kind, told if self._layout.leads else None)
+        return list(heard[0])  # [R0, R1, R2, R3]
+
+    def _meet_leaders(self, kind: str, message: bytes) -> list[bytes]:
+        def until(ready: Callable[[], bool]) -> None:
+            what = f"at meeting {self._meetings} ({kind})"
+            missing = lambda: f"waiting for {self._leaders.missing} {what}"  # noqa: E731
+            self.waiter.until(ready, Cause.SETTLE, missing, check=self.peers.check_not_past)
+
+        self.peers.begin(Activity.MEET)
+        return self._leaders.meet(message, until)
+
+    def end_version(self, kind: str, item: Any = None) -> list[Any]:
+        items = super().end_version(kind, item)
+        summed = (window for window in self.windows if window.spec.grad_numel)
+        self._totals = in_turn(partial(self._sum_over_nodes, window) for window in summed)
+        return items
+
+    def total(self, unit: int) -> Tensor:
+        if self._units[unit].grad_numel:
+            return next(self._totals)
+        return super().total(unit)
+
+    def _sum_over_nodes(self, window: UnitWindow) -> Callable[[], Tensor]:
+        """Begin to sum a unit's gradients over the column. On GPUs the host only asks, and does not wait."""
+        sums = window.summed()
+        name = window.spec.name
+        what = f"waiting for the gradients of unit {name!r} from other nodes"
+        self.traffic.bytes_reduced += sums.nbytes
+        end = self._column.begin_exchange(sums)  # [3, 3, 3, 3] on rank 0 of the example
+
+        def wait() -> Tensor:
+            self.peers.begin(Activity.NETWORK, window.index)
+            with self.traced("sum_over_nodes", unit=name), self.waiter.during(Cause.NETWORK, lambda: what):
+                total, *others = end()  # [3, 3] and [7, 7]
+                for other in others:
+                    total += other
+            self.peers.begin(Activity.COMPUTE, window.index)
+            return total  # [10, 10]
+
+        return wait

@@ -1,0 +1,152 @@
+"""What nodes tell each other through a store, here between threads of one process, with a connection each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
+
+from lightning_odc.engine.nodes import leaders as module
+from lightning_odc.engine.nodes.column import Layout
+from lightning_odc.engine.nodes.leaders import Leaders
+from lightning_odc.errors import PeerFailedError
+from notebooks.support.threads import ThreadHub
+from tests.support.interleaving import together
+
+SILENCE = 1.0
+
+
+def eventually(ready: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < end, "it did not happen within 10 s"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+def made(store: TCPStore, nodes: int, silence: float = SILENCE) -> list[Leaders]:
+    """Of ranks 0, 2, 4, ...: each leads a node of two, and the other rank is not there."""
+    hub = ThreadHub(nodes)
+
+    def answers(node: int, own: object) -> list[object]:
+        return [answer for answer in hub.rendezvous(node, own) for _ in range(2)]
+
+    everybody = [
+        Leaders(Layout(nodes, 2, 2 * node), partial(answers, node), store, "127.0.0.1", silence)
+        for node in range(nodes)
+    ]
+    assert together(*(one.open for one in everybody)) == [None] * nodes
+    return everybody
+
+
+@pytest.fixture
+def three(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Leaders]]:
+    monkeypatch.setattr(module, "_LOOK_EVERY", 0.05)
+    everybody = made(store, 3)
+    yield everybody
+    for one in everybody:
+        one.close()
+
+
+def test_leaders_hear_all_messages_in_order_and_leave_none_behind(store, three):
+    heard: dict[int, list[list[bytes]]] = {node: [] for node in range(3)}
+
+    def meet(node: int) -> None:
+        for meeting in range(1, 4):
+            time.sleep(0.01 * ((node + meeting) % 3))
+            heard[node].append(three[node].meet(f"{meeting} of {node}".encode(), eventually))
+
+    before = store.num_keys()
+    assert together(*(partial(meet, node) for node in range(3))) == [None] * 3
+    expected = [[f"{meeting} of {node}".encode() for node in range(3)] for meeting in range(1, 4)]
+    assert heard == dict.fromkeys(range(3), expected)
+    eventually(lambda: store.num_keys() <= before + 3 + 3)  # lives, and the last meeting
+
+
+def test_long_messages(three):
+    long = b"x" * module.MOST_BYTES
+    found: list[list[bytes]] = []
+    meets = [partial(lambda one: found.append(one.meet(long, eventually)), one) for one in three]
+    assert together(*meets) == [None] * 3
+    assert found == [[long] * 3] * 3
+
+
+def test_a_leader_waits_for_the_last_one_and_names_its_ranks(three):
+    three[0]._jobs.put(partial(three[0]._meet, b"0", first := []))
+    three[2]._jobs.put(partial(three[2]._meet, b"2", []))
+    eventually(lambda: three[0].missing == "ranks 2 to 3 (127.0.0.1)")
+    assert not first
+    three[1].meet(b"1", eventually)
+    eventually(lambda: first == [b"0", b"1", b"2"])
+
+
+def test_one_that_leaves_is_named(three):
+    three[1].close()
+    three[2].close()
+    says = r"One of ranks 2 to 3 \(127.0.0.1\) has left the training while rank 0 still needs it"
+    with pytest.raises(PeerFailedError, match=says):
+        three[0].meet(b"0", eventually)
+
+
+def test_all_hear_who_failed_first(three):
+    three[1].fail("ValueError: the reason")
+    eventually(lambda: bool(three[2].trouble()))
+    three[2].fail("stopped after a peer: something")
+    for one in three:
+        eventually(lambda one=one: bool(one.trouble()))  # type: ignore[misc]
+        told = "Rank 2 (127.0.0.1) failed, so all ranks stop. Its error was:\nValueError: the reason"
+        assert one.trouble() == told
+
+
+def test_what_happened_on_a_node_is_told_with_its_address(three):
+    three[2].of_node = lambda: "rank 5 (process 77) ended without a word"
+    eventually(lambda: three[0].trouble() == "On 127.0.0.1: rank 5 (process 77) ended without a word")
+
+
+def test_a_silent_host_is_named_with_its_address(three):
+    begin = time.monotonic()
+    three[1]._thread, silent = None, three[1]._thread
+    three[1]._jobs.put(partial(time.sleep, 3 * SILENCE))  # it is not looking
+    eventually(lambda: bool(three[2].trouble()))
+    assert "no sign of ranks 2 to 3 (127.0.0.1) for 1 s: their host is down or cut off" in three[2].trouble()
+    assert SILENCE <= time.monotonic() - begin < 3 * SILENCE
+    three[1]._thread = silent
+
+
+def test_a_host_that_only_computes_is_not_silent(store):
+    """Other ranks of its node show that it lives."""
+    hub = ThreadHub(4)
+    four = [
+        Leaders(Layout(2, 2, rank), partial(hub.rendezvous, rank), store, "127.0.0.1", SILENCE)
+        for rank in range(4)
+    ]
+    assert together(*(one.open for one in four)) == [None] * 4
+    four[2]._jobs.put(partial(time.sleep, 2 * SILENCE))
+    time.sleep(2 * SILENCE)
+    assert [one.trouble() for one in four] == [""] * 4
+    for one in four:
+        one.close()
+
+
+class Silent:
+    """A store that does not answer any more, as if its host was cut off."""
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_: time.sleep(3)
+
+
+def test_a_store_that_does_not_answer_is_named(three):
+    assert three[1].trouble() == ""
+    three[1]._store = Silent()
+    eventually(lambda: bool(three[1].trouble()))
+    says = "no sign of the store by which ranks find each other, on 127.0.0.1, for 1 s: its host is down or cut off"
+    assert says in three[1].trouble()
+    three[1]._thread = None  # it hangs
