@@ -32,7 +32,7 @@ class LockstepStrategy(ODCStrategy):
     def _make_engine(self, *args: Any) -> Any:
         attached = super()._make_engine(*args)
         if isinstance(attached.engine, OnDemandEngine):  # not with one rank
-            attached.engine.protocol_class = LockstepProtocol
+            attached.engine.make_protocol = LockstepProtocol
         return attached
 
 

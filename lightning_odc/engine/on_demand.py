@@ -84,7 +84,7 @@ class OnDemandEngine(Engine):
         }
         self._sample_group = sample_group
         self._make_transport = make_transport
-        self._make_protocol = make_protocol
+        self.make_protocol = make_protocol
         self._rendezvous = rendezvous
         self._agree = agree or rendezvous
         self._accumulator_dtype = accumulator_dtype
@@ -126,7 +126,7 @@ class OnDemandEngine(Engine):
         self._on_close.callback(self._scalars.close)
         # 3. Windows. Counts are taken over before they open, so that they go on where parameters were unfrozen.
         specs = [unit.spec() for unit in self._units]
-        protocol = self._make_protocol(self._make_transport(), specs, **self._protocol_options)
+        protocol = self.make_protocol(self._make_transport(), specs, **self._protocol_options)
         if self._protocol is not None:
             protocol.go_on_from(self._protocol)
         open_proven(protocol, self._agree)
