@@ -1,15 +1,20 @@
 """``python -m benchmarks.nodes copies`` is about training over several hosts, ``... primitives`` about its collectives.
 
-``... meetings`` is about what many leaders of nodes need to meet.
+``... meetings`` is about what many leaders of nodes need to meet, ``... faults`` about nodes that break.
 """
 
 from __future__ import annotations
 
 import sys
 
-from benchmarks.nodes import copies, meetings, primitives
+from benchmarks.nodes import copies, faults, meetings, primitives
 
-_PARTS = {"copies": copies.main, "primitives": primitives.main, "meetings": meetings.main}
+_PARTS = {
+    "copies": copies.main,
+    "primitives": primitives.main,
+    "meetings": meetings.main,
+    "faults": faults.main,
+}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -62,10 +62,6 @@ from lightning_odc.errors import PeerFailedError
 _PATIENCE = 10.0  # seconds that the end waits for a collective that hangs
 
 
-class _HaltedError(Exception):
-    """The other ranks will not come any more."""
-
-
 class Sharing:
     """Copies shards over the column and announces them; see Note [A copy per node]."""
 
@@ -75,7 +71,7 @@ class Sharing:
         self._column = column
         self._leaders = leaders
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._halted = threading.Event()
+        self._gives_up = False
         self._waiter = Waiter(math.inf, self._check, str)
         self._thread: threading.Thread | None = None
         self._windows: Sequence[UnitWindow] = ()
@@ -92,17 +88,13 @@ class Sharing:
         self._state.transport.store(Word.WRITTEN, 2 * version + edited)
         self._jobs.put(partial(self._share, version, _after_this(self._column.device)))
 
-    def halt(self) -> None:
-        """Wait for no other rank any longer: this one, or another, has failed."""
-        self._halted.set()
-
     def stop(self) -> None:
         """Share what is left, and end. A column that hangs is not waited for any longer than 10 s. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
             thread.join(_PATIENCE)
-            self.halt()
+            self._gives_up = True
             thread.join(2 * CHECK_EVERY)
         self._windows = ()  # they hold views of the window
 
@@ -112,8 +104,6 @@ class Sharing:
         try:
             while (job := self._jobs.get()) is not None:
                 job()
-        except _HaltedError:
-            pass
         except PeerFailedError as error:
             self.trouble = str(error)
         except BaseException as error:  # of a backend or of a device: raised where the shards are awaited
@@ -144,9 +134,8 @@ class Sharing:
         self._waiter.until(ready, None, str)
 
     def _check(self) -> None:
-        if self._halted.is_set():
-            raise _HaltedError
-        if trouble := self._column.trouble():
+        trouble = self._column.trouble()
+        if trouble or self._gives_up:
             raise PeerFailedError(trouble)
 
     def _begin(self, window: UnitWindow, version: int, edited: bool) -> Callable[[], None]:
@@ -234,7 +223,6 @@ class CopiesProtocol(Protocol):
     def fail(self, message: str) -> None:
         super().fail(message)
         self._leaders.fail(message)
-        self._sharing.halt()
 
     @property
     def _ranks(self) -> Sequence[int]:

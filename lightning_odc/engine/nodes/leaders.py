@@ -5,11 +5,11 @@ Note [News between nodes]
 The first rank of every node *leads* it. Leaders meet: each sets its own key, and reads those of the others when all of
 them are there. Keys of an earlier meeting are deleted, since who came to this one has read them::
 
-    leader of node 0                            leader of node 1
-    set    "7/0"                                set    "7/1"
-    check ["7/1"]: not yet, look again later    check ["7/0"]: it is there
-    check ["7/1"]: it is there                  get    "7/0", delete "6/1"
-    get    "7/1", delete "6/0"
+    leader of node 0                                leader of node 1
+    set    7/0                                      set    7/1
+    check  7/0, 7/1: not yet, look again later      check  7/0, 7/1: all are there
+    check  7/0, 7/1: all are there                  get    7/0, 7/1; delete 6/1
+    get    7/0, 7/1; delete 6/0
 
 Every rank has a thread for that, which also brings the news. A store may stop to answer, and then a request never
 comes back. So no request is made in the thread that trains.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -133,6 +134,30 @@ def test_a_link_that_loses_packets_changes_nothing(ranks, alone):
     assert ranks[0]["lossy"][0]["lost"] > 0
     for found in ranks:
         assert_same(found["lossy"][0]["parameters"], alone)
+
+
+def _train_until_rank_0_is_killed(rank: int, hosts: Hosts) -> None:
+    start_on(hosts, rank)
+
+    def end(own: Any) -> None:
+        if own.global_rank == 0 and own.global_step == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    own = doing(TokenModule(), on_train_batch_start=end)
+    trainer(2, num_nodes=2).fit(own, loader([Minibatch(token_batches([5, 6]))] * 1000))
+
+
+def test_the_end_of_the_store_is_told_as_that(hosts):
+    """Rank 0 keeps it: its own node knows that it was killed, and the other one no more than that the store is gone."""
+    begin = time.monotonic()
+    _, neighbour, *others = try_ranks(_train_until_rank_0_is_killed, hosts, world_size=4, timeout=60)
+    assert time.monotonic() - begin < SILENCE + 30
+    assert re.search(r"PeerFailedError: rank 0 \(process \d+\) ended without a word", neighbour.error)
+    for other in others:
+        says = (
+            "PeerFailedError: The store by which ranks find each other, on 10.77.0.1, has ended: rank 0, or"
+        )
+        assert says in other.error
 
 
 def _train_with_names_only(rank: int, hosts: Hosts, named: tuple[int, ...], fabric: bool) -> None:

@@ -329,22 +329,6 @@ def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(victim, killed):
         assert outcome.exitcode == 1
 
 
-def _failing_with_the_store(rank: int) -> None:
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # so rank 0 keeps the store
-    _failing(rank, 0, True)
-
-
-def test_the_end_of_the_store_is_told_as_that():
-    """Rank 0 is killed: its own node knows that, and the other one no more than that the store is gone."""
-    outcomes = try_ranks(_failing_with_the_store, world_size=4, timeout=90)
-    assert "rank 0 (process" in outcomes[1].error
-    for outcome in outcomes[2:]:
-        assert "PeerFailedError" in outcome.error
-        assert (
-            "The store by which ranks find each other, on 127.0.0.1, has ended: rank 0, or" in outcome.error
-        )
-
-
 # -- copies ---------------------------------------------------------------------------------------------------
 
 
