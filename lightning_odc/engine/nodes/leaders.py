@@ -69,7 +69,7 @@ class Leaders:
         self._store = store
         self._main_address = main_address
         self._silence = silence
-        self._look_every = max(_LOOK_EVERY, 3 * layout.world_size / _REQUESTS)
+        self._look_every = max(min(_LOOK_EVERY, silence / 8), 3 * layout.world_size / _REQUESTS)
         self._longest_pause = max(_LONGEST_PAUSE, layout.nodes / _REQUESTS)
         self._addresses: list[str] = []
         self._trouble = ""
