@@ -88,8 +88,8 @@ class ODCStrategy(ReducingStrategy):
             On several nodes they shard over all ranks, and every node keeps a copy of all published shards. So do
             ``"HYBRID_SHARD"`` and ``"_HYBRID_SHARD_ZERO2"``; with collectives, each node then holds the whole model.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
-        device_mesh: Which ranks form a node, with hybrid sharding: ``(nodes, ranks per node)``, or a 2-D
-            ``DeviceMesh``; by default ``(num_nodes, devices per node)``.
+        device_mesh: Nodes and ranks per node, with hybrid sharding: two numbers, or a 2-D ``DeviceMesh``; by default
+            ``(num_nodes, devices per node)``.
         communication: ``"auto"`` communicates on demand where that can run and has proven itself, and else by
             collectives, with a warning that says why. ``"on_demand"`` insists. ``"collective"`` is the same sharding
             over stock collectives.

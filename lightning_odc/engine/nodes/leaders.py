@@ -17,7 +17,7 @@ comes back. So no request is made in the thread that trains.
 - *A process ends, or raises.* Others of its node see that in their windows. They put it under the key ``trouble``,
   for which all ranks look.
 - *A host is silent.* The ranks of a node count up its key of life. The leader of the node before it looks whether it
-  changes. It may stay the same for a number of looks, not for a time: so nobody is blamed while all of them sleep.
+  changes. It may stay the same for a number of looks, not for a time: so no host is blamed while all of them sleep.
 - *The store is silent, or has ended.* Every rank sees that for itself.
 """
 
