@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import parser_of
+from benchmarks.command import markdown, parser_of
 from benchmarks.hosts import Hosts, several_hosts
 from lightning_odc import Minibatch
-from lightning_odc.console import markdown
 from tests.support.fits import doing
 from tests.support.modules import TokenModule, loader, token_batches, trainer
 from tests.support.nodes import as_nodes

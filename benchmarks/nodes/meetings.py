@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from benchmarks.command import parser_of
-from lightning_odc.console import markdown
+from benchmarks.command import markdown, parser_of
 from lightning_odc.engine.nodes.column import Layout
 from lightning_odc.engine.nodes.leaders import Leaders
 from lightning_odc.files import write_json
