@@ -211,8 +211,7 @@ class KnownCost(Callback):
         loader: Any = trainer.train_dataloader
         strategy: Any = trainer.strategy
         measured = strategy.communication != "collective"
-        dense = bool(np.any(pair_of(self._cost)))
-        loader.adapt(replace(loader.info, prior=self._cost, dense=dense, measured=measured))
+        loader.adapt(replace(loader.info, prior=self._cost, measured=measured))
 
 
 class EmulatedOutcome(Outcome):

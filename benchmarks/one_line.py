@@ -139,8 +139,7 @@ PROJECTS = {
         Regression,
         (
             *USUAL,
-            _by_hand("`lb_mini`, fitted cost", balance="lb_mini", cost="fitted"),
-            _by_hand("`steal`, fitted cost", balance="steal", cost="fitted"),
+            _by_hand("`lb_mini`, measured speeds", balance="lb_mini", cost="auto"),
             _by_hand("`local_sort`", balance="local_sort"),
         ),
     ),

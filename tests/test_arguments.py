@@ -151,7 +151,7 @@ OPTIONS = [*options()]
 def test_the_walk_sees_the_public_classes():
     names = {made.__name__ for made in CLASSES}
     assert {"ODCStrategy", "ODCFabricStrategy", "BalancedDataLoader", "DeviceIdleMonitor", "Rollout"} <= names
-    assert {"Planner", "FittedCost", "Minibatch", "TimelineRecorder", "ODCTrainerMixin", "Collation"} <= names
+    assert {"Planner", "Minibatch", "TimelineRecorder", "ODCTrainerMixin", "Collation"} <= names
     assert {"attach", "logprobs", "exchange", "save_pretrained"} <= {one.__name__ for one in FUNCTIONS}
     assert len(OPTIONS) > 100
 

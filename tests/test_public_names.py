@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = {
     "lightning_odc": {"BalancedDataLoader", "Minibatch", "ODCStrategy", "__version__", "advise", "attach"},
     "lightning_odc.balance": {
-        *("COLLECTIVE_SAFE", "POLICIES", "Collation", "Cost", "FittedCost", "FunctionCost", "LearntCost"),
+        *("COLLECTIVE_SAFE", "POLICIES", "Collation", "Cost", "FunctionCost"),
         *("Plan", "Planner"),
         *("Policy", "PolynomialCost", "TransformerCost", "average_costs", "collective_cost", "epoch_order"),
         *("least_cost", "microbatch_costs", "on_demand_cost", "permutation"),

@@ -20,7 +20,7 @@ AUTO = "auto"
 """The choice of ``strategy="odc"``, from an ordinary ``DataLoader``."""
 POLICIES = (*PLANNED, PAPERS_OWN, SHUFFLED, AUTO)
 EQUAL_COUNTS = (*COLLECTIVE_SAFE, PAPERS_OWN, SHUFFLED)
-COSTS = ("model", "quadratic", "quadratic_dense", "tokens", "fitted", "auto")
+COSTS = ("model", "quadratic", "quadratic_dense", "tokens", "auto")
 MODELS = ("demo", "tiny", "small", "wide")
 DISTRIBUTIONS = ("stdlib", "equal", "longalign", "swesmith", "aime")
 PRECISIONS = ("32-true", "bf16-mixed")
@@ -130,11 +130,6 @@ class TrainOptions:
         self.check_ranks()
         if len(set(self.runs)) < len(self.runs):
             raise OptionError("--runs names a combination twice")
-        for run in self.runs:
-            if self.cost_of(run) == "fitted" and run.communication == "collective":
-                raise OptionError(
-                    "--cost fitted learns from measured times, which collectives do not have: name other --runs"
-                )
         check_lengths(self.lengths)
 
     def check_ranks(self) -> None:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.planner.learning import fitted
+from benchmarks.planner.learning import measured
 from benchmarks.planner.padding import padding
 from benchmarks.planner.quality import oracle, policies, quality, swaps, window
 from benchmarks.planner.speed import epoch, speed
@@ -25,7 +25,7 @@ _MAKERS: dict[str, Callable[[int], list[Table]]] = {
     "oracle": oracle,
     "policies": policies,
     "window": window,
-    "fitted": fitted,
+    "measured": measured,
     "padding": padding,
     "speed": speed,
     "epoch": epoch,

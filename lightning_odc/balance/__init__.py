@@ -22,7 +22,6 @@ from lightning_odc.balance.evaluate import (
     microbatch_costs,
     on_demand_cost,
 )
-from lightning_odc.balance.learnt import FittedCost, LearntCost
 from lightning_odc.balance.planner import (
     COLLECTIVE_SAFE,
     POLICIES,
@@ -40,9 +39,7 @@ __all__ = [
     "POLICIES",
     "Collation",
     "Cost",
-    "FittedCost",
     "FunctionCost",
-    "LearntCost",
     "Plan",
     "Planner",
     "Policy",

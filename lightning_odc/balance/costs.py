@@ -129,7 +129,7 @@ Speed = Annotated[float, Like("1.0", lambda value: 0 < value < math.inf)]
 
 MICROBATCH = 64.0
 """What a microbatch costs besides its samples by default, in tokens of a short sample: below so many tokens, matrix
-products are no faster. `FittedCost` finds out.
+products are no faster.
 """
 
 
@@ -284,8 +284,8 @@ def resolve_cost(cost: Any) -> Cost:
         if cost not in named:
             raise ValueError(
                 f"cost={cost!r} is unknown; write 'tokens', 'quadratic', 'quadratic_dense', transformer(model.config), "
-                "a FittedCost, or a function of lengths: cost=lambda lengths: lengths**1.5. A loader also takes "
-                "'fitted': BalancedDataLoader(..., cost=\"fitted\")."
+                "or a function of lengths: cost=lambda lengths: lengths**1.5. A loader also takes 'auto', which "
+                'measures how fast ranks are: BalancedDataLoader(..., cost="auto").'
             )
         return named[cost]()
     if isinstance(cost, Cost):

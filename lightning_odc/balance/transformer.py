@@ -10,7 +10,7 @@ import numpy as np
 
 from lightning_odc.arguments import checked
 from lightning_odc.balance.arrays import Floats, floats
-from lightning_odc.balance.costs import MICROBATCH, PolynomialCost, Term
+from lightning_odc.balance.costs import MICROBATCH, Term
 
 _FORWARD_AND_BACKWARD = 3  # the backward pass computes two products for each of the forward pass
 _ALIASES = {
@@ -68,13 +68,6 @@ class TransformerCost:
         """A mask hides the pairs from the result, not from the work: both orders count, in windows, too."""
         layers = self.full_layers + len(self.windows)
         return floats(2 * self.per_pair * layers * self.dense)
-
-    @property
-    def polynomial(self) -> PolynomialCost:
-        """The cost of samples that are longer than every window."""
-        square = self.per_pair * self.full_layers / 2
-        linear = self.per_token + square + self.per_pair * sum(self.windows)
-        return PolynomialCost(square, linear, self.constant, self.dense)
 
 
 @checked
@@ -139,8 +132,8 @@ def shape_of(config: Any, *, gated_mlp: bool | None = None) -> TransformerShape:
     experts = _first(raw, _EXPERTS)
     if (isinstance(experts, int) and experts > 1) or raw.get("is_encoder_decoder"):
         raise ValueError(
-            "transformer(config) knows dense decoder-only models, and this one has experts or an encoder; fit its cost "
-            "while training, cost=FittedCost(num_ranks), or give a function: cost=lambda lengths: ..."
+            "transformer(config) knows dense decoder-only models, and this one has experts or an encoder. "
+            'Give a function, cost=lambda lengths: ...; cost="auto" of a loader measures it while training.'
         )
     sizes = {name: _first(raw, names) for name, names in _ALIASES.items()}
     missing = [_ALIASES[name][0] for name in _REQUIRED if sizes[name] is None]
@@ -201,7 +194,7 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     if unknown or len(kinds) != layers:
         raise ValueError(
             f"transformer(config) knows full and sliding attention in {layers} layers, not {sorted(set(kinds))} in "
-            f"{len(kinds)}; fit the cost while training: cost=FittedCost(num_ranks)."
+            f'{len(kinds)}. cost="auto" of a loader measures it while training.'
         )
     sliding = kinds.count("sliding_attention")
     if sliding and not window:

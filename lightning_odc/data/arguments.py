@@ -38,14 +38,9 @@ def check_unroll(options: BatchOptions) -> None:
             f"unroll=True needs equally many microbatches on all ranks; balance={options.policy!r} does not give that. "
             'Write balance="lb_micro" (or "local_sort"), or unroll=False with ODCStrategy.'
         )
-    if options.learns:
-        raise ValueError(
-            "A cost that learns needs the times of microbatches, and with unroll=True it does not get them. Write "
-            'cost="auto", or unroll=False with ODCStrategy(communication="on_demand").'
-        )
 
 
-def check_stream(window: int | None, lengths: Any, options: BatchOptions, num_workers: int) -> None:
+def check_stream(window: int | None, lengths: Any, options: BatchOptions) -> None:
     """Refuse for a stream what needs indices or plans made elsewhere, and a missing window."""
     if window is None:
         raise ValueError(
@@ -56,11 +51,6 @@ def check_stream(window: int | None, lengths: Any, options: BatchOptions, num_wo
         raise ValueError(
             'balance="steal" reads the samples of other ranks by index, and an IterableDataset has none: write '
             'balance="lb_mini".'
-        )
-    if options.learns and num_workers:
-        raise ValueError(
-            "The worker that reads an IterableDataset plans it, too, and does not learn how long microbatches took: "
-            'write num_workers=0, or cost="auto".'
         )
     if lengths is not None:
         raise ValueError(

@@ -3,19 +3,13 @@
 Note [Plans of what everybody knows]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Every rank plans alone, so equal plans need equal costs. Measured times reach all ranks with the meeting that ends an
-optimizer step. Rank 0 fits the cost to them, and its coefficients go with its next record. So all ranks have the same
-numbers, whatever their processors round::
-
-    step    the record of every rank    the record of rank 0 besides
-    0       times of step 0
-    1       times of step 1             coefficients fitted to step 0
-    2       times of step 2             coefficients fitted to steps 0 and 1
+optimizer step, as sums that each rank has made of its own. So all ranks have the same numbers, and find the same cost.
 
 A plan may be needed before such a meeting: workers read minibatches ahead, and accumulated minibatches meet once. So
 minibatch ``k``, counted from the beginning of training, is planned with what came with the records up to minibatch
 ``k - lag``. The lag is the number of minibatches read ahead plus those of an optimizer step. Whenever it is planned,
-these records are known to all ranks, and later ones do not count. What was known after each of the last ``lag``
-minibatches is saved with the loader, so a resumed run makes the plans of an uninterrupted one.
+these records are known to all ranks, and later ones do not count. Caps that fell are saved with the loader. Times are
+measured again: until then, a resumed run plans by the cost as it was given.
 
 Note [After running out]
 ~~~~~~~~~~~~~~~~~~~~~~~~
@@ -27,15 +21,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from lightning_odc.balance import FittedCost, LearntCost
+from lightning_odc.balance import Cost
 from lightning_odc.balance.arrays import State
-from lightning_odc.balance.learnt import AutoCost, Observation
+from lightning_odc.balance.learnt import MeasuredCost, Sums
 
-Measurement = tuple[Sequence[Any], float]
-"""Lengths of a microbatch's samples, and the seconds of own work that it took."""
 Known = TypeVar("Known")
 
 _ALL_UP_TO = 32
@@ -71,79 +63,27 @@ class History(Generic[Known]):
             del self.known[: old[-1]]
 
 
-class DelayedCost(History[LearntCost | None]):
-    """A cost that learns, as each plan may use it, ``None`` before it knows more than without measurements."""
+class DelayedCost(History[Cost | None]):
+    """A cost that measured times correct, as each plan may use it; ``None`` while they do not."""
 
-    def __init__(self, cost: FittedCost | AutoCost, fits: bool) -> None:
-        super().__init__(cost.snapshot())
-        self.cost = cost
-        self._fits = fits  # whether this rank is the one that fits the cost
-        self._unfitted: list[Observation] = []  # the latest measurements
+    def __init__(self, num_ranks: int, prior: Cost) -> None:
+        super().__init__(None)
+        self.measured = MeasuredCost(num_ranks, prior)
 
     @property
-    def in_use(self) -> Any:
-        """What plans are made by now."""
-        if isinstance(self.cost, FittedCost):
-            return self.cost
-        if self.cost.is_refuted:
-            return self.cost.fitted
-        return self.cost.prior
-
-    def separate_samples(self) -> None:
-        """See `AutoCost.separate_samples`; a `FittedCost` finds it out."""
-        if isinstance(self.cost, AutoCost):
-            self.cost.separate_samples()
+    def latest(self) -> Cost:
+        """What is known now."""
+        return self.measured.found or self.measured.prior
 
     def measures(self, number: int) -> bool:
         """Whether minibatch ``number`` is worth the measurement, which makes a GPU finish what it was given."""
-        return isinstance(self.cost, FittedCost) or number < _ALL_UP_TO or number % _THEN_EACH == 0
+        return number < _ALL_UP_TO or number % _THEN_EACH == 0
 
-    def post(self, number: int) -> list[Any] | None:
-        """What this rank tells the others at the end of a step: the cost fitted to times up to the step before."""
-        if not self._fits or not self._unfitted:
-            return None
-        self.cost.observe(self._unfitted)
-        self._unfitted = []
-        learnt = self.cost.snapshot()
-        if learnt is None:
-            return None
-        return [number, *astuple(learnt)]
-
-    def observe(self, by_rank: Sequence[tuple[Sequence[Measurement], list[Any] | None]]) -> None:
-        """Take in what each rank measured in an optimizer step, and what `post` returned there."""
-        for _, post in by_rank:
-            if post is not None:
-                number, *saved = post
-                learnt = _learnt(*saved)
-                if not self._fits:
-                    self.cost.take(learnt)
-                self.learn(number, learnt)
-        self._unfitted = []
-        for rank, (measured, _) in enumerate(by_rank):
-            self._unfitted += [(rank, lengths, seconds) for lengths, seconds in measured]
-
-    def state_dict(self) -> State:
-        """All that a resumed run needs, as numbers, lists and dicts of them. Rank 0 alone has the sums of the fit."""
-        known: list[list[Any]] = []
-        for last, value in self.known:
-            if value is None:
-                known.append([last, None, None])
-            else:
-                known.append([last, list(map(list, value.coefficients)), value.dense])
-        unfitted = [[rank, list(lengths), seconds] for rank, lengths, seconds in self._unfitted]
-        return {"begun": self.begun, "learnt": known, "unfitted": unfitted, "cost": self.cost.state_dict()}
-
-    def load_state_dict(self, state: State) -> None:
-        """Go on from what `state_dict` returned."""
-        self.cost.load_state_dict(state["cost"])
-        self.begun = state["begun"]
-        self._unfitted = list(map(tuple, state["unfitted"]))
-        self.known = [(last, _learnt(*saved) if saved[0] else None) for last, *saved in state["learnt"]]
-
-
-def _learnt(coefficients: Sequence[Sequence[float]], dense: bool) -> LearntCost:
-    """What was learnt, of what JSON has made of it."""
-    return LearntCost(tuple(map(tuple, coefficients)), dense)
+    def observe(self, number: int, by_rank: Sequence[Sums]) -> None:
+        """Take in what each rank measured in an optimizer step, which ended with minibatch ``number``."""
+        if any(map(any, by_rank)):  # else no rank has measured
+            self.measured.observe(by_rank)
+            self.learn(number, self.measured.found)
 
 
 class DelayedCap(History[int]):
@@ -230,31 +170,26 @@ class Learning:
         """The number of the minibatch that is handed out now."""
         return max([part.begin() for part in self._parts], default=0)
 
-    def at(self, number: int) -> tuple[LearntCost | None, int | None]:
+    def at(self, number: int) -> tuple[Cost | None, int | None]:
         """The cost and the cap of minibatch ``number``, if one was learnt, and if the cap may fall."""
         learnt = None if self.cost is None else self.cost.at(number)
         cap = None if self.cap is None else self.cap.at(number)
         return learnt, cap
 
     def state_dict(self, under_way: int) -> State:
-        """All that a resumed run needs, by name; it begins with the minibatches that are ``under_way``."""
-        state = {}
-        if self.cost is not None:
-            state["learning"] = self.cost.state_dict()
-        if self.cap is not None and self.cap.ran_out:
-            state["memory"] = self.cap.state_dict()
-        for of_part in state.values():
-            of_part["begun"] -= under_way
-        return state
+        """What a resumed run needs; it begins with the minibatches that are ``under_way``."""
+        if self.cap is None or not self.cap.ran_out:
+            return {}
+        state = self.cap.state_dict()
+        state["begun"] -= under_way
+        return {"memory": state}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from what `state_dict` returned, as far as it fits; the rest is taken out of it, with a warning."""
-        parts = {"learning": (self.cost, "the cost"), "memory": (self.cap, "max_tokens")}
-        for name, (part, what) in parts.items():
-            if part is None or name not in state:
-                continue
-            try:
-                part.load_state_dict(state[name])
-            except ValueError as error:
-                del state[name]
-                warnings.warn(f"What {what} had learnt is not taken over: {error}", stacklevel=3)
+        """Go on from what `state_dict` returned, if it fits; else it is taken out, with a warning."""
+        if self.cap is None or "memory" not in state:
+            return
+        try:
+            self.cap.load_state_dict(state["memory"])
+        except ValueError as error:
+            del state["memory"]
+            warnings.warn(f"What max_tokens had learnt is not taken over: {error}", stacklevel=3)

@@ -75,9 +75,8 @@ class BalancedDataLoader:
         max_tokens: The most tokens in a microbatch, padding included, on any rank. By default the length of the longest
             sample (of a stream: the longest of the minibatch). It falls when a microbatch has run out of memory.
         balance: The policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"`` or ``"steal"``.
-        cost: The cost of a sample by its length. ``"auto"`` is the cost of the model, until times that ``ODCStrategy``
-            measures refute it. ``"fitted"`` is learnt from these times from the beginning, for each rank. Others are
-            those of :func:`lightning_odc.balance.plan_minibatch`.
+        cost: The cost of a sample by its length. ``"auto"`` is the cost of the model. Times that ``ODCStrategy``
+            measures show how fast each rank is. Others are those of :func:`lightning_odc.balance.plan_minibatch`.
         weighting: The count of a sample in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
             ``"label"`` counts the labels of every microbatch, ``"sum"`` is for a loss that is a sum. ``"auto"``:
@@ -176,7 +175,7 @@ class BalancedDataLoader:
         if unroll:
             check_unroll(self.options)
         if self.is_stream:
-            check_stream(window, lengths, self.options, workers.get("num_workers", 0))
+            check_stream(window, lengths, self.options)
         elif window is not None and not regroup:
             raise ValueError(
                 "window=... is for an IterableDataset, or together with regroup=True; leave it out, this data set can "
@@ -255,13 +254,13 @@ class BalancedDataLoader:
 
     @property
     def cost(self) -> Any:
-        """What plans are made by: as given, or for a cost that learns the `FittedCost` with what was learnt so far."""
-        if not (self.options.learns or self.options.is_auto):
+        """What plans are made by: as given, or for ``"auto"`` what is known now."""
+        if not self.options.is_auto:
             return self.options.cost
         learnt = self._prepare().learning.cost
         if learnt is None:
             return self.info.first_cost
-        return learnt.in_use
+        return learnt.latest
 
     @property
     def memory_values(self) -> dict[str, float]:
@@ -316,7 +315,7 @@ class BalancedDataLoader:
     def plan(self, step: int, epoch: int | None = None) -> MinibatchPlan:
         """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way.
 
-        With a cost that learns: by what has been learnt until now.
+        With ``cost="auto"``: by what has been measured until now.
         """
         if epoch is None:
             epoch = self.progress.latest.epoch
@@ -422,7 +421,7 @@ class BalancedDataLoader:
         if self.unroll and Recipe(self.options, info).by_labels:  # nothing counts the labels of a microbatch
             info = replace(info, weighting="next_token" if packs(collate_fn) else "token")
         if self.is_stream:
-            # A worker that plans is not told how long microbatches took, so a cost cannot learn there.
+            # A worker that plans is not told how long microbatches took.
             info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
             return StreamSchedule(
                 self._samples, collate_fn, self._length_fn, Recipe(self.options, info), world, self.unroll
@@ -472,10 +471,11 @@ class BalancedDataLoader:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin the next pass where the state was taken; it is compared with data and settings when the pass begins."""
         state = dict(state_dict)
-        learnt: dict[str, Any] = {name: state.pop(name) for name in ("learning", "memory") if name in state}
+        state.pop("learning", None)  # of an older version
+        memory = state.pop("memory", None)
         self.progress.load(state)
-        if learnt:
-            self._resumed = learnt
+        if memory is not None:
+            self._resumed = {"memory": memory}
             self._schedule = None
             self._prepare()
 

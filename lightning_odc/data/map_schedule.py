@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_odc.balance import LearntCost
+from lightning_odc.balance import Cost
 from lightning_odc.balance.arrays import Floats
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import Lengths
@@ -44,7 +44,7 @@ class MapSchedule:
         cap = None
         if not unroll and not recipe.info.repeats:
             cap = self.epochs.delayed_cap()
-        self.learning = Learning(options.delayed_cost(num_replicas, rank, recipe.info), cap)
+        self.learning = Learning(options.delayed_cost(num_replicas, recipe.info), cap)
         order = options.order
         if options.shuffle:
             order += ", as DistributedSampler"
@@ -60,7 +60,7 @@ class MapSchedule:
         self._epoch = 0  # of the pass that is under way, or begins next
         self._first = 0  # minibatch of that pass
         # By number: the minibatches that were handed out to be read and have not arrived.
-        self._under_way: dict[int, tuple[MinibatchPlan, LearntCost | None]] = {}
+        self._under_way: dict[int, tuple[MinibatchPlan, Cost | None]] = {}
         self._with_workers: DataLoader[Minibatch] | None = None  # where they are kept from pass to pass
         self._epoch_counted: tuple[int, int] | None = None  # epoch and its microbatches
         self._has_warned = False  # of microbatches that hold other numbers of samples than planned
@@ -89,7 +89,7 @@ class MapSchedule:
         """The plan of a minibatch by what has been learnt until now."""
         learnt = None
         if self.learning.cost is not None:
-            learnt = self.learning.cost.cost.snapshot()
+            learnt = self.learning.cost.measured.found
         return self.epochs.plan(epoch, step, learnt, self.max_tokens)
 
     def loader(

@@ -49,7 +49,6 @@ class ModelCost:
     """A cost that was read off a model."""
 
     cost: Cost  # of a microbatch, in a unit of its own; the same on all ranks
-    dense: bool | None  # whether attention runs over all tokens of a packed microbatch, if the model says it
     source: str  # what it was read from, in a few words
 
 
@@ -58,7 +57,7 @@ def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
     config = hugging_face_config(module)
     if config is None:
         guess = quadratic(constant=MICROBATCH, dense=True)
-        return ModelCost(guess, None, "a model without a Hugging Face config")
+        return ModelCost(guess, "a model without a Hugging Face config")
     attention = _compat.attention_of(config)
     dense = None
     if attention is not None:
@@ -69,5 +68,5 @@ def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
         known = transformer(config, dense=dense is not False)
     except (ValueError, TypeError):  # experts, an encoder, lists of sizes, or unknown layers
         guess = quadratic(constant=MICROBATCH, dense=dense is not False)
-        return ModelCost(guess, dense, source)
-    return ModelCost(replace(known, constant=MICROBATCH * known.per_token), dense, source)
+        return ModelCost(guess, source)
+    return ModelCost(replace(known, constant=MICROBATCH * known.per_token), source)

@@ -16,8 +16,8 @@ or peak memory. In epoch ``e``, rank ``r`` gets part ``(r + e + step) % num_rank
     part 0 (9 tokens)    r0    r1    r0    r1       r0: 9 + 2 + 9 + 2 = 22
     part 1 (2 tokens)    r1    r0    r1    r0       r1: 2 + 9 + 2 + 9 = 22
 
-This is a function of epoch and step alone, so a resumed run gets the same parts. If a cost differs
-from rank to rank, the planner has placed the parts, and they stay. They also stay while a cost is learnt for each rank.
+This is a function of epoch and step alone, so a resumed run gets the same parts. If a cost differs from rank to rank,
+the planner has placed the parts, and they stay.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ from numpy.typing import NDArray
 from lightning_odc.balance import (
     COLLECTIVE_SAFE,
     Cost,
-    FittedCost,
-    LearntCost,
     Plan,
     Planner,
     Policy,
@@ -48,7 +46,6 @@ from lightning_odc.balance import (
 from lightning_odc.balance.arrays import Cap, Floats, Ints, floats
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts
-from lightning_odc.balance.learnt import AutoCost
 from lightning_odc.balance.search import longest_first
 from lightning_odc.data.learning import DelayedCap, DelayedCost
 from lightning_odc.data.lengths import Lengths
@@ -69,7 +66,6 @@ class RunInfo:
     """What was found out and decided about a run, besides lengths; but for the own rank the same on all ranks."""
 
     prior: Cost | None = None  # what `cost="auto"` begins with, if the model tells
-    dense: bool | None = None  # whether attention runs over all tokens of a microbatch, if the model tells
     measured: bool = False  # whether the strategy measures how long microbatches take
     # whether runs must be bit-equal, so that caps stay when a microbatch has run out of memory
     repeats: bool = False
@@ -129,11 +125,6 @@ class BatchOptions:
         self.planner(1)  # refuses what it cannot plan with
 
     @property
-    def learns(self) -> bool:
-        """Whether the cost is one that has to learn while training."""
-        return isinstance(self.cost, FittedCost) or self.cost == "fitted"
-
-    @property
     def is_auto(self) -> bool:
         """Whether the cost is what the model says, until measured times refute it."""
         return self.cost == "auto"
@@ -185,11 +176,8 @@ class BatchOptions:
         if cap is None and lengths is not None:
             cap = self._largest_batch(lengths, num_replicas, info.collation)
         cost = self.cost
-        # A cost that learns is given to each plan: see Note [Plans of what everybody knows].
-        if self.is_auto:
+        if self.is_auto:  # what times show is given to each plan: see Note [Plans of what everybody knows]
             cost = info.first_cost
-        elif self.learns:
-            cost = "quadratic"
         return Planner(num_replicas, cap, self.policy, cost, allow_empty=True, collation=info.collation)
 
     def _largest_batch(self, lengths: Ints, num_replicas: int, collation: Collation) -> int:
@@ -204,24 +192,14 @@ class BatchOptions:
             tokens = size * dealt.max(1)
         return max(int(rows.max()), int(tokens.max(initial=0)))
 
-    def delayed_cost(self, num_replicas: int, rank: int, info: RunInfo) -> DelayedCost | None:
-        """The cost, if it is one that learns, for so many ranks; the first one fits it."""
-        dense = info.dense
-        if info.collation.kind != "packed":
-            dense = False
-        cost = self.cost
-        if cost == "fitted":
-            cost = FittedCost(num_replicas, dense=dense)
-        elif self.is_auto and info.measured:
-            cost = AutoCost(num_replicas, info.first_cost, dense)
-        if not isinstance(cost, FittedCost | AutoCost):
+    def delayed_cost(self, num_replicas: int, info: RunInfo) -> DelayedCost | None:
+        """The cost for so many ranks, if measured times may correct it."""
+        if not (self.is_auto and info.measured):
             return None
-        if cost.num_ranks != num_replicas:
-            raise ValueError(
-                f"cost=FittedCost({cost.num_ranks}) learns about {cost.num_ranks} ranks, and there are {num_replicas}: "
-                f'write cost="fitted", or FittedCost({num_replicas}).'
-            )
-        return DelayedCost(cost, fits=rank == 0)
+        cost = DelayedCost(num_replicas, info.first_cost)
+        if info.collation.kind != "packed":
+            cost.measured.separate_samples()
+        return cost
 
 
 @dataclass(frozen=True)
@@ -366,7 +344,7 @@ class EpochPlan:
         rows = self.planner.collation.row_lengths(self.lengths.values)
         return DelayedCap(self.num_replicas, self.planner.max_tokens, least=int(rows.max()))
 
-    def plan(self, epoch: int, step: int, learnt: LearntCost | None = None, cap: Cap = None) -> MinibatchPlan:
+    def plan(self, epoch: int, step: int, learnt: Cost | None = None, cap: Cap = None) -> MinibatchPlan:
         """Plan which rank runs which samples in minibatch ``step``, with a cost and a cap that were learnt."""
         if not 0 <= step < len(self):
             raise IndexError(
@@ -380,7 +358,7 @@ class EpochPlan:
             planner = replace(planner, max_tokens=cap)
         return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn=epoch + step)
 
-    def costs(self, plan: MinibatchPlan, learnt: LearntCost | None = None) -> list[list[float]]:
+    def costs(self, plan: MinibatchPlan, learnt: Cost | None = None) -> list[list[float]]:
         """Every microbatch's cost by rank, in tokens of this minibatch: comparable even after the cost has learnt."""
         lengths = [self.lengths.values[indices] for of_rank in plan.microbatches for indices in of_rank]
         cost = self.planner.cost if learnt is None else learnt
@@ -408,7 +386,7 @@ class MinibatchPlan:
         indices: Ints,
         lengths: Ints,
         name: str,
-        learnt: LearntCost | None = None,
+        learnt: Cost | None = None,
         turn: int = 0,
     ) -> MinibatchPlan:
         """Distribute the samples ``indices`` of one minibatch; ``name`` begins the plan's text."""
@@ -418,11 +396,10 @@ class MinibatchPlan:
             positions = whole_batches(recipe, planner, lengths)
         else:
             positions = planner.plan(lengths)
-            if learnt is None:
-                costs = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
-                if costs.of_equal_ranks:
-                    first = turn % planner.num_ranks  # see Note [Ranks take turns]
-                    positions = positions[first:] + positions[:first]
+            costs = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
+            if costs.of_equal_ranks:
+                first = turn % planner.num_ranks  # see Note [Ranks take turns]
+                positions = positions[first:] + positions[:first]
         counts = recipe.sample_weights(lengths)
         if recipe.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
             counts *= planner.num_ranks * recipe.options.batches / len(lengths)

@@ -61,7 +61,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
         num_replicas, rank = world
         options = recipe.options
         self.world = world
-        self.learning = Learning(options.delayed_cost(num_replicas, rank, recipe.info))
+        self.learning = Learning(options.delayed_cost(num_replicas, recipe.info))
         self._num_replicas = num_replicas
         self._rank = rank
         self._size = options.minibatch_size * num_replicas
@@ -168,7 +168,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
         probe = look(samples.__getitem__, lengths, self._collate)
         collation = collation_of(probe) or PACKED
         if self.learning.cost is not None and collation.kind != "packed":
-            self.learning.cost.separate_samples()
+            self.learning.cost.measured.separate_samples()
         if not self._recipe.counts_alike:
             self._ran = ran_of(probe)
         if self._ran.stand_in is not None:

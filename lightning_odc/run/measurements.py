@@ -8,14 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from lightning_odc.data.learning import DelayedCap, DelayedCost, Measurement
+from lightning_odc.balance.learnt import Sums
+from lightning_odc.data.learning import DelayedCap, DelayedCost
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch
-
-#: Of a rank, in one record: it has 64 KiB, and so many lengths tell a cost all that it can learn in one step.
-_MOST_LENGTHS = 2000
 
 
 @dataclass
@@ -29,7 +26,7 @@ class _Timed:
 class Measured(NamedTuple):
     """What a rank tells the others about an optimizer step. It travels as JSON."""
 
-    times: tuple[list[Measurement], list[Any] | None]  # and what the cost posts
+    times: Sums  # empty if nothing learns from them
     # The minibatch, and `size_of` its microbatches that did.
     ran_out: tuple[int, list[tuple[int, int]]] | None
     contradiction: str = ""  # what an audit has found, see Note [The proof goes on]
@@ -91,28 +88,25 @@ class Measurements:
             self._current = None
 
     def take(self) -> Measured:
-        """Times of an optimizer step and what the cost posts; and the minibatch that ran out of memory, if one did."""
-        count = sum(np.size(timed.lengths) for timed in self._timed)
-        every = max(-(-count // _MOST_LENGTHS), 1)
-        some = self._timed[::every]
-        times: list[Measurement] = [(timed.lengths, timed.seconds) for timed in some if timed.seconds > 0]
-        posted = None
+        """Times of an optimizer step, and the minibatch that ran out of memory, if one did."""
+        times: Sums = []
         if self._cost is not None:
-            posted = self._cost.post(self._number)
+            counted = [(timed.lengths, timed.seconds) for timed in self._timed if timed.seconds > 0]
+            times = self._cost.measured.sums_of(counted)
         ran_out = None
         if self.ran_out:
             ran_out = (self._number, self.ran_out)
+        contradiction = self.contradiction
         self._timed = []
         self._current = None
         self.ran_out = []
-        contradiction = self.contradiction
         self.contradiction = ""
-        return Measured((times, posted), ran_out, contradiction)
+        return Measured(times, ran_out, contradiction)
 
     def report(self, by_rank: Sequence[Measured]) -> None:
         """Tell the loader what `take` returned on every rank, and the user if a cap fell."""
         if self._cost is not None:
-            self._cost.observe([measured.times for measured in by_rank])
+            self._cost.observe(self._number, [measured.times for measured in by_rank])
         if self._cap is None:
             return
         before = self._cap.value

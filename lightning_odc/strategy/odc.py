@@ -107,7 +107,7 @@ class ODCStrategy(ReducingStrategy):
         max_tokens: The most tokens in a microbatch, padding included, on any rank. By default as in the loader's
             largest batch. It falls when a microbatch has run out of memory.
         cost: The cost of a sample by its length, as in ``BalancedDataLoader``. ``"auto"`` is the cost of the model,
-            until measured times refute it; others are ``"quadratic"``, ``"fitted"``, ...
+            corrected by the measured speed of each rank; others are ``"quadratic"``, ``"tokens"``, ...
         length_fn: The function that returns the length of a sample; by default the loader finds lengths out.
         weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``. By default, a trial of the loss
             finds out what counts, or that batches must stay whole. ``num_items`` that ``training_step`` returns

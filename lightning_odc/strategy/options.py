@@ -24,7 +24,6 @@ from torch.distributed.fsdp import (
 )
 
 from lightning_odc.arguments import Count, Like
-from lightning_odc.balance import FittedCost
 from lightning_odc.balance.arrays import Cap
 from lightning_odc.balance.planner import COLLECTIVE_SAFE, Policy
 from lightning_odc.data.arguments import did_you_mean
@@ -138,10 +137,8 @@ class Options:
         return HangReport(self.hang_report_after.total_seconds(), directory, trainer.global_rank, place)
 
     def _check_balance(self) -> None:
-        if self.balance is not None:
-            if self.balance != "auto":  # which is chosen so that it can run
-                self._check_policy(self.balance)
-            self._check_cost(self.cost)
+        if self.balance is not None and self.balance != "auto":  # which is chosen so that it can run
+            self._check_policy(self.balance)
         # Refuses options that no loader would take.
         policy: Policy = "lb_mini"
         if self.balance is not None and self.balance != "auto":
@@ -163,7 +160,6 @@ class Options:
 
     def check_loader(self, loader: BatchOptions, world_size: int) -> None:
         """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
-        self._check_cost(loader.cost)
         if world_size > 1:
             self._check_policy(loader.policy)
 
@@ -179,24 +175,6 @@ class Options:
                 'balance="steal" and ODCStrategy(deterministic=True) contradict each other: who ran a microbatch '
                 'decides the order of sums, and stealing decides it by time. Use balance="lb_mini" with '
                 "deterministic=True (the same plan without stealing), or drop deterministic=True."
-            )
-
-    def _check_cost(self, cost: object) -> None:
-        """Refuse to learn from times that cannot be measured, or where runs must repeat."""
-        is_name = isinstance(cost, str) and cost == "fitted"
-        if not is_name and not isinstance(cost, FittedCost):
-            return
-        if self.communication == "collective":
-            raise ValueError(
-                f'cost={cost!r} learns from how long ranks work, and in communication="collective" waiting for others '
-                'cannot be told from work: use communication="on_demand", cost="auto", or '
-                "cost=fitted.snapshot() of a FittedCost that has learnt before."
-            )
-        if self.deterministic:
-            raise ValueError(
-                f"cost={cost!r} places samples by measured times, which no run repeats, and deterministic=True "
-                "promises that runs are bit-equal: use deterministic=False, or cost=fitted.snapshot() of a FittedCost "
-                "that has learnt before."
             )
 
     def _given(self, *names: str) -> dict[str, object]:

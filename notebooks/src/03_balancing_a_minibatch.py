@@ -41,6 +41,7 @@ import numpy as np
 from lightning.pytorch import Trainer
 
 from lightning_odc import BalancedDataLoader, ODCStrategy, balance
+from lightning_odc.balance.learnt import MeasuredCost
 from lightning_odc.callbacks import TimelineRecorder, load_timeline
 from lightning_odc.data.packing import pack_samples
 
@@ -340,10 +341,10 @@ for own in ([60, 50, 40, 30, 60, 50, 40, 30], [6_000, 5_000, 4_000, 3_000] * 2):
 # (The numbers are samples per microbatch, rank by rank.) Short samples are packed either way, since a microbatch
 # costs something by itself. Long ones are packed only where that is free.
 #
-# ## Let it learn the cost
+# ## Let it measure
 #
-# The best cost is a measured one. `cost="fitted"` times every microbatch, on every rank, and fits `a s² + b s + c`
-# for each rank. So the planner knows a slow device, and gives it less.
+# `cost="auto"` begins with what the model says, and times microbatches on every rank. So the planner knows a slow
+# device, and gives it less. If the model says nothing, it also measures how much of the time goes into `s²`.
 #
 # A simulation first. Rank 3 is only 0.6 times as fast as the others, and the planner does not know it. Times are
 # measured with 5 percent of noise.
@@ -353,26 +354,27 @@ truth = balance.with_speeds(
     balance.quadratic(crossover=2_000, constant=64), [1, 1, 1, 0.6]
 )
 noise = random.Random(0)
-fitted = balance.FittedCost(num_ranks=4)
-left = {"quadratic, all ranks alike": [], "fitted": []}
+measured = MeasuredCost(4, balance.resolve_cost("quadratic"))
+left = {"quadratic, all ranks alike": [], "measured": []}
 for own in np.split(balance.epoch_order(len(lengths), 1, 0)[: 40 * 24], 24):
     own = lengths[own]
     for name, cost in (
         ("quadratic, all ranks alike", "quadratic"),
-        ("fitted", fitted),
+        ("measured", measured.found or "quadratic"),
     ):
         plan = balance.plan_minibatch(own, 4, int(lengths.max()), cost=cost)
         costs = balance.microbatch_costs(plan, own, truth)
         left[name].append(idle_fraction([costs]))
-    fitted.observe(
-        (rank, own[microbatch].tolist(), seconds * noise.gauss(1, 0.05))
-        for rank, (microbatches, row) in enumerate(zip(plan, costs, strict=True))
-        for microbatch, seconds in zip(microbatches, row, strict=True)
-    )
-print(
-    "fitted speed of rank 3:",
-    round(fitted.predict(0, [5000]) / fitted.predict(3, [5000]), 2),
-)
+    by_rank = []
+    for microbatches, row in zip(plan, costs, strict=True):
+        times = [
+            (own[microbatch].tolist(), seconds * noise.gauss(1, 0.05))
+            for microbatch, seconds in zip(microbatches, row, strict=True)
+        ]
+        by_rank.append(measured.sums_of(times))
+    measured.observe(by_rank)
+speeds = measured.found.speeds
+print("measured speed of rank 3:", round(speeds[3] / speeds[0], 2))
 
 # %% Draw idle time by minibatch tags=["hide-input"]
 show(
@@ -384,13 +386,13 @@ show(
         percent=True,
     ),
     "Idle time per minibatch. Planned as if all ranks were alike, it stays high. "
-    "With the fitted cost it falls after the first minibatch and stays low.",
+    "With measured speeds it falls after the first minibatches and stays low.",
 )
 
 # %% [markdown]
 # ## Or steal
 #
-# Fitting helps where a device is always slow. It does not help where a device is slow *for a moment*: another program
+# Measuring helps where a device is always slow. It does not help where a device is slow *for a moment*: another program
 # runs on it, it is hot, its host swaps. For that there is `balance="steal"`. It begins with the plan of `lb_mini`. A
 # rank that has no work left takes a microbatch that a busy rank has not begun. This needs no meeting: the list of who
 # does what is in the windows, too. The gradient stays the same, since a microbatch keeps its weight wherever it runs.
@@ -436,14 +438,14 @@ dense = balance.transformer(byte_llama(2, 256, 1024), dense=True)
 recorded = {
     "lb_mini": train("lb_mini", "lb_mini", dense),
     "steal": train("steal", "steal", dense),
-    "lb_mini with a fitted cost": train("fitted", "lb_mini", "fitted"),
+    "lb_mini with measured speeds": train("measured", "lb_mini", "auto"),
 }
 
 # %% Draw the timelines tags=["hide-input"]
 show(
     pictures.timelines_figure(recorded),
     "Three timelines of two ranks of which rank 1 is slow. With lb_mini rank 0 "
-    "waits for long. With stealing and with a fitted cost, rank 0 runs more of "
+    "waits for long. With stealing and with measured speeds, rank 0 runs more of "
     "the microbatches and waits less.",
 )
 print_table(
@@ -455,7 +457,7 @@ print_table(
 )
 
 # %% [markdown]
-# Count the numbers in the bars: with stealing and with a fitted cost, rank 0 runs more microbatches. Stealing cannot
+# Count the numbers in the bars: with stealing and with measured speeds, rank 0 runs more microbatches. Stealing cannot
 # divide a microbatch that has begun, so a little waiting stays at the end.
 #
 # ## In your own training
@@ -463,7 +465,7 @@ print_table(
 # You need one argument. Your `DataLoader` stays as it is:
 #
 # ```python
-# ODCStrategy(balance="lb_mini", max_tokens=16384, cost="fitted")
+# ODCStrategy(balance="lb_mini", max_tokens=16384)
 # ```
 #
 # [Balancing](../docs/balancing.md) has all options, and [The planner in figures](../docs/plans.md) says how far
@@ -472,7 +474,7 @@ print_table(
 # ## What you have seen
 #
 # - Collectives need equal counts. On demand, the planner can level the total.
-# - A wrong cost makes a wrong plan. `fitted` learns the cost, and the speed of every device.
+# - A wrong cost makes a wrong plan. `cost="auto"` measures the speed of every device.
 # - Stealing corrects what no plan could know.
 # - The longest sample is the limit. More samples per minibatch, or regrouping, move it.
 #
@@ -482,8 +484,8 @@ print_table(
 # 2. In the giant's minibatch, how many copies of the small samples do you need until no rank is idle?
 # 3. `balance.permutation(plan)` undoes a plan: use it to put results that come rank by rank back into the order
 #    of the samples.
-# 4. Let rank 3 of the simulation become fast again after minibatch 12. How many minibatches does the fitted cost
-#    need?
+# 4. Let rank 3 of the simulation become fast again after minibatch 12. How many minibatches does it take to
+#    notice?
 # 5. Write a cost function for a model with a sliding window of 1,000 tokens, and plan with `cost=your_function`.
 #
 # <details>

@@ -18,7 +18,6 @@ from lightning_odc.balance import (
     COLLECTIVE_SAFE,
     POLICIES,
     Collation,
-    FittedCost,
     Plan,
     collective_cost,
     least_cost,
@@ -57,12 +56,6 @@ COLLATIONS = st.one_of(
 many = settings(deadline=None, max_examples=150, derandomize=True)
 
 
-def fitted(ranks: int) -> FittedCost:
-    cost = FittedCost(ranks)
-    cost.observe([(rank, [4000, 300 * (rank + 1)], 0.5 + 0.3 * (rank % 3)) for rank in range(ranks)])
-    return cost
-
-
 def cost_named(name: str, ranks: int) -> Any:
     speeds = [1 / (1 + rank % 3) for rank in range(ranks)]
     return {
@@ -73,14 +66,13 @@ def cost_named(name: str, ranks: int) -> Any:
         "falling": lambda lengths: 1 / lengths,
         "speeds": with_speeds("quadratic", speeds),
         "speeds and overhead": with_speeds(quadratic(constant=3000), speeds),
-        "fitted": fitted(ranks),
         "dense": quadratic(constant=3000, dense=True),
         "dense and speeds": with_speeds(quadratic(dense=True), speeds),
     }[name]
 
 
 COSTS = st.sampled_from(
-    ["tokens", "quadratic", "overhead", "function", "falling", "speeds", "speeds and overhead", "fitted"]
+    ["tokens", "quadratic", "overhead", "function", "falling", "speeds", "speeds and overhead"]
 )
 
 
@@ -140,7 +132,8 @@ def test_local_sort_deals_in_turn_and_few_samples_leave_some_ranks_without_work(
 def test_where_no_room_is_found_the_costliest_microbatches_are_split() -> None:
     for seed in (65, 189):  # some rank's samples do not fit beside the others' microbatches
         lengths = np.random.default_rng(seed).integers(1, 64, 72).tolist()
-        plan = plan_minibatch(lengths, 4, 120, "lb_micro", fitted(4))
+        cost = with_speeds(quadratic(4000, constant=64, dense=True), [2.0, 1.25, 0.91, 2.0])
+        plan = plan_minibatch(lengths, 4, 120, "lb_micro", cost)
         check(plan, lengths, 120)
         assert {sum(map(len, rank)) for rank in plan} == {18}
         assert len({len(rank) for rank in plan}) == 1 and all(own for rank in plan for own in rank)
@@ -207,7 +200,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"cost": lambda x: x[:1]}, r"shape \[1\] for 3 samples on 2 ranks"),
     ({"cost": lambda x: x * 0}, r"cost of sample 0 \(5 tokens\) is \[0.0\].*must be positive"),
     ({"cost": with_speeds("tokens", [1, 1, 1])}, r"on 2 ranks"),
-    ({"cost": FittedCost(3)}, r"on 2 ranks"),
     ({"policy": "lb_micro"}, r"2 ranks equally many samples, and 3 cannot.*drop_last=True.*allow_empty=True"),
     ({"policy": "local_sort"}, r"multiple of 2, or policy=\"lb_mini\""),
 ]

@@ -99,24 +99,24 @@ def test_a_speed_up_that_means_nothing_is_not_printed(slow, fast, reason):
 
 
 def test_runs_are_told_by_their_costs_too() -> None:
-    fitted = Combination.parse("on_demand+lb_mini+fitted")
-    assert (fitted, str(fitted), str(BALANCED)) == (
-        BALANCED._replace(cost="fitted"),
-        "on_demand+lb_mini+fitted",
+    tokens = Combination.parse("on_demand+lb_mini+tokens")
+    assert (tokens, str(tokens), str(BALANCED)) == (
+        BALANCED._replace(cost="tokens"),
+        "on_demand+lb_mini+tokens",
         "on_demand+lb_mini",
     )
     quadratic = [one._replace(cost="quadratic") for one in (ON_DEMAND, COLLECTIVE)]
     assert baseline_of([LOCKSTEP, *quadratic]) == quadratic[1]
-    runs = [run(COLLECTIVE, [8.0]), run(quadratic[1], [9.0]), run(ON_DEMAND, [4.0]), run(fitted, [2.0])]
+    runs = [run(COLLECTIVE, [8.0]), run(quadratic[1], [9.0]), run(ON_DEMAND, [4.0]), run(tokens, [2.0])]
     last = splits(runs)[-1]
-    assert (last.slow, last.fast) == (COLLECTIVE, fitted)
+    assert (last.slow, last.fast) == (COLLECTIVE, tokens)
     assert [(name, factor[1]) for name, factor in last.factors] == [
         ("communication", 2.0),
         ("balancing", 2.0),
     ]
     lines = outcome_of(runs).text.splitlines()[:6]
     assert lines[0].startswith("| communication | policy | cost | s/minibatch")
-    assert [line.split(" | ")[2] for line in lines[2:]] == ["model", "quadratic", "model", "fitted"]
+    assert [line.split(" | ")[2] for line in lines[2:]] == ["model", "quadratic", "model", "tokens"]
     assert " cost " not in outcome_of(runs[:1]).text
 
 

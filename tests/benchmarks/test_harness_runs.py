@@ -39,7 +39,7 @@ def test_real_ranks_train_every_combination_on_the_same_minibatches(tmp_path, ca
         "collective+lb_micro",
         "lockstep+lb_micro",
         "on_demand+lb_micro",
-        "on_demand+lb_mini+fitted",
+        "on_demand+lb_mini+auto",
         "on_demand+steal",
         "on_demand+auto",
     ]
@@ -205,7 +205,6 @@ def test_nothing_measured_leaves_earlier_results(error, tmp_path, monkeypatch, c
 
 WRONG = [
     ("--runs on_demand+fast", "is unknown: write communication+policy"),
-    ("--runs collective+lb_micro+fitted", "collectives do not have"),
     ("--runs collective+lb_mini", "collective would hang; use on_demand+lb_mini or collective+lb_micro"),
     ("--runs collective+auto", "would hang; use on_demand+auto or collective+lb_micro"),
     ("--runs on_demand+steal on_demand+steal", "names a combination twice"),

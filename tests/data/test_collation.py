@@ -278,7 +278,7 @@ def decided_for(loader: BalancedDataLoader, dense: bool, keeps_apart: bool = Tru
     """Packing pays where a microbatch is dear; it does not where tokens of different samples are."""
     prior = quadratic(crossover=1.0, dense=True) if dense else quadratic(constant=50.0)
     before = loader.info
-    info = RunInfo(prior, dense)
+    info = RunInfo(prior)
     packs = keeps_apart and packing_pays(loader, info)
     assert loader.info is before, "measuring changes nothing"
     loader.adapt(replace(info, packs=packs))

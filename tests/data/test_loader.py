@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_odc import host_memory
-from lightning_odc.balance import FittedCost
 from lightning_odc.data.arguments import check_world
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader, Microbatch, current_world
@@ -249,21 +248,6 @@ def test_a_state_of_another_number_of_ranks_repeats_no_sample():
     with pytest.warns(UserWarning, match="saved with 4 samples per minibatch on all ranks, now there are 2"):
         rest = [index for share in alone for m in seen(share) for index in m]
     assert sorted(done + rest) == list(range(23))
-
-
-def test_a_cost_that_learns_is_saved_along():
-    def observed() -> FittedCost:
-        cost = FittedCost(2)
-        cost.observe([(0, [10, 20], 0.5), (1, [10, 20], 1.0)])
-        return cost
-
-    whole, resumed = loader(cost=observed()), loader(cost="fitted")
-    other = loader(cost="fitted", num_replicas=3)
-    next(iter(whole))
-    resumed.load_state_dict(whole.state_dict())
-    assert resumed.cost.coefficients.tolist() == observed().coefficients.tolist()
-    with pytest.warns(UserWarning, match="is not taken over: the saved FittedCost has 2 ranks"):
-        other.load_state_dict(whole.state_dict())
 
 
 def test_stealing_comes_with_everybodys_work_and_any_microbatch_can_be_read_again():

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_odc.balance import POLICIES, LearntCost, with_speeds
+from lightning_odc.balance import POLICIES, with_speeds
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan, Recipe
 from tests.support.refusals import assert_refused
@@ -107,9 +107,8 @@ def test_parts_stay_where_ranks_differ_and_while_a_cost_is_learnt():
         made = schedule([9, 2] * 8, 2, minibatch_size=1, cost=cost)
         assert [plan.microbatches[0] for plan in plans(made)] == [[[2 * step]] for step in range(8)]
     made = schedule([9, 8], 2, minibatch_size=1)
-    for slow in (1.0, 1.1):
-        learnt = LearntCost(((0.0, 1.0, 0.0), (0.0, slow, 0.0)), dense=False)
-        assert made.plan(1, 0, learnt).microbatches == [[[0]], [[1]]]
+    assert made.plan(1, 0, with_speeds("tokens", [1.0, 0.9])).microbatches == [[[0]], [[1]]]
+    assert made.plan(1, 0, with_speeds("tokens", [1.0, 1.0])).microbatches == [[[1]], [[0]]]
     assert made.plan(1, 0).microbatches == [[[1]], [[0]]]
 
 

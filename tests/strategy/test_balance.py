@@ -553,13 +553,12 @@ def test_each_mistake_has_one_clear_error_on_every_rank(rank, name):
 
 COLLECTIVE = {"communication": "collective"}
 UNEQUAL = 'balance="lb_mini" gives ranks different.*use communication="on_demand", or balance="lb_micro"'
-STEAL, LEARNS = {"balance": "steal"}, {"balance": "lb_micro", "cost": "fitted"}
+STEAL = {"balance": "steal"}
 #: A loader's own options, those of the strategy, and what is said.
 EXPLICIT: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"balance": "lb_mini"}, COLLECTIVE, UNEQUAL),
     (STEAL, COLLECTIVE, 'balance="steal" gives ranks different numbers'),
     (STEAL, {"deterministic": True}, 'Use balance="lb_mini" with deterministic=True'),
-    (LEARNS, COLLECTIVE, "cannot be told from work"),
 ]
 
 

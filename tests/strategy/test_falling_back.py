@@ -154,7 +154,7 @@ def test_the_next_fit_decides_anew_and_on_demand_is_said_too(rank, tmp_path):
 def test_policies_with_unequal_counts_become_one_with_equal_ones(rank):
     for data, options in (
         (plain(), {"balance": "lb_mini"}),
-        (plain(), {"balance": "steal", "cost": "fitted"}),
+        (plain(), {"balance": "steal", "cost": "auto"}),
         (BalancedDataLoader(SAMPLES, minibatch_size=4, balance="lb_mini", collate_fn=pad), {}),
     ):
         module = Padded(counted=True)
