@@ -178,7 +178,6 @@ class Session:
             self._known = replace(
                 self._known,
                 prior=model.cost,
-                dense=model.dense,
                 measured=host.measures and has_times,
                 repeats=host.repeats,
                 meets=host.communication == "collective" and host.places > 1,
