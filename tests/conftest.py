@@ -37,14 +37,17 @@ def pytest_configure() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Rooms of the second tier: experiments, and rehearsals of tests for GPUs. Other tests are marked one by one."""
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in SECOND_TIER:
+        parts = item.path.relative_to(Path(__file__).parent).parts
+        if parts[0] in SECOND_TIER:
             item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
     """Fail on threads, file descriptors to windows and environment variables that a test leaves behind."""
-    threads, environment, windows = set(threading.enumerate()), dict(os.environ), _windows()
+    threads = set(threading.enumerate())
+    environment = dict(os.environ)
+    windows = _windows()
     yield
     leaked = [t.name for t in threading.enumerate() if t not in threads and not t.daemon and t.is_alive()]
     assert not leaked, f"threads left: {leaked}"
@@ -61,7 +64,8 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     mark = f"LIGHTNING_ODC_TEST_RUN={secrets.token_hex(8)}"
     name, _, value = mark.partition("=")
     os.environ[name] = value  # every process that is started from here on inherits it
-    before, folder = os.environ.get("TMPDIR"), tmp_path_factory.mktemp("run")
+    before = os.environ.get("TMPDIR")
+    folder = tmp_path_factory.mktemp("run")
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     if RANKS & sys.modules.keys():
         from tests.support.ranks import start_server
@@ -98,8 +102,10 @@ def _descendants(mark: str) -> dict[int, str]:
         try:
             if mark.encode() not in (path / "environ").read_bytes().split(b"\0"):
                 continue
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            text = (path / "stat").read_text()
+            parent = int(text.rpartition(")")[2].split()[1])
+            content = (path / "cmdline").read_bytes()
+            line = content.replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue  # it has just ended, or is not ours
         is_server = parent == os.getpid() and "multiprocessing" in line

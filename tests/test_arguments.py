@@ -152,7 +152,8 @@ def test_the_walk_sees_the_public_classes():
     names = {made.__name__ for made in CLASSES}
     assert {"ODCStrategy", "ODCFabricStrategy", "BalancedDataLoader", "DeviceIdleMonitor", "Rollout"} <= names
     assert {"Planner", "Minibatch", "TimelineRecorder", "ODCTrainerMixin", "Collation"} <= names
-    assert {"attach", "logprobs", "exchange", "save_pretrained"} <= {one.__name__ for one in FUNCTIONS}
+    expected = {"attach", "logprobs", "exchange", "save_pretrained"}
+    assert expected <= {one.__name__ for one in FUNCTIONS}
     assert len(OPTIONS) > 100
 
 
@@ -184,7 +185,8 @@ def test_the_message_has_the_argument_and_every_kind_of_value():
     ) -> tuple[Any, ...]:
         return (count, order, part, pair)
 
-    assert call(np.int32(3), order="long", part=np.float32(0.25), pair=["a"]) == (3, "long", 0.25, ["a"])
+    found = call(np.int32(3), order="long", part=np.float32(0.25), pair=["a"])
+    assert found == (3, "long", 0.25, ["a"])
     refused: list[tuple[dict[str, Any], str]] = [
         ({"count": 0}, "call(count=0) cannot work. Write count=8 (a whole number of at least 1)."),
         ({"order": "none"}, 'call(order=\'none\') cannot work. Write order="long", "short" or None.'),
@@ -203,12 +205,22 @@ def test_the_message_has_the_argument_and_every_kind_of_value():
 
 def test_what_looks_wrong_and_is_right_stays_right():
     """Numbers of numpy and scalars of torch, where they were taken before."""
-    assert Minibatch([1, 2], weights=[torch.tensor(2), np.float32(0.5)]).weights == [2.0, 0.5]
-    assert Minibatch(iter([1, 2]), weights=np.array([1, 2])).weights == [1.0, 2.0]
-    assert rl.Rollout(np.array([1, 2, 3]), torch.tensor(1), reward=True, group=np.int64(4)).group == 4
-    assert rl.Rollout([1, 2], 1, reward=np.bool_(True), advantage=torch.tensor(2.0)).advantage == 2.0
-    assert loader(max_tokens=np.int64(8), lengths=np.arange(1, 9)).max_tokens == 8
-    assert balance.Planner(np.int64(2), max_tokens=np.int64(9)).max_tokens == 9
+    weights = [torch.tensor(2), np.float32(0.5)]
+    found = Minibatch([1, 2], weights=weights).weights
+    assert found == [2.0, 0.5]
+    microbatches = iter([1, 2])
+    minibatch = Minibatch(microbatches, weights=np.array([1, 2]))
+    assert minibatch.weights == [1.0, 2.0]
+    tokens = np.array([1, 2, 3])
+    rollout = rl.Rollout(tokens, torch.tensor(1), reward=True, group=np.int64(4))
+    assert rollout.group == 4
+    found = rl.Rollout([1, 2], 1, reward=np.bool_(True), advantage=torch.tensor(2.0)).advantage
+    assert found == 2.0
+    lengths = np.arange(1, 9)
+    found = loader(max_tokens=np.int64(8), lengths=lengths).max_tokens
+    assert found == 8
+    planner = balance.Planner(np.int64(2), max_tokens=np.int64(9))
+    assert planner.max_tokens == 9
     ODCStrategy(
         auto_wrap_policy=torch.nn.Linear,
         process_group_backend="cpu:gloo,cuda:NCCL",

@@ -76,7 +76,8 @@ def step_by_step() -> Iterator[list[Tensor]]:
 
 
 def one_process(clip: float = math.inf) -> tuple[dict[str, Tensor], list[float]]:
-    parameters = fits.one_process(TokenModule("items", lr=0.01), step_by_step(), clip, norms := [])
+    token_module = TokenModule("items", lr=0.01)
+    parameters = fits.one_process(token_module, step_by_step(), clip, norms := [])
     return {name.removeprefix("net."): value for name, value in parameters.items()}, norms
 
 
@@ -89,9 +90,11 @@ def train(
 ) -> dict[str, Any]:
     """Train with so many microbatches by rank; evaluates on rank 0 alone in between."""
     init_gloo(rank)
-    model = sharded(new_model()) if model is None else model
+    if model is None:
+        model = sharded(new_model())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    begin, norms = sum(counts[:rank]), []
+    begin = sum(counts[:rank])
+    norms = []
     with attach(model, **options) as odc:
         for batches in step_by_step():
             for batch in batches[begin : begin + counts[rank]]:
@@ -144,7 +147,8 @@ def test_where_it_cannot_run_every_rank_reads_the_line_that_trains_by_collective
                     loss.backward()
             odc.step(optimizer, max_norm=0.1)
             optimizer.zero_grad()
-    parameters = fits.one_process(TokenModule("items", lr=0.01), [b[:4] for b in step_by_step()], 0.1)
+    token_module = TokenModule("items", lr=0.01)
+    parameters = fits.one_process(token_module, [b[:4] for b in step_by_step()], 0.1)
     expected = {name.removeprefix("net."): value for name, value in parameters.items()}
     assert_same(full_parameters(model), expected)
 
@@ -208,7 +212,9 @@ def test_the_blocks_of_the_page_run_on_two_ranks(rank):
         for block in fragments(PAGE):
             exec(compile(block.text, str(PAGE), "exec"), namespace)
     joins.assert_called_once_with("gloo")
-    first, second = of_all_ranks(sum(p.full_tensor().sum().item() for p in namespace["model"].parameters()))
+    parameters = namespace["model"].parameters()
+    total = sum(p.full_tensor().sum().item() for p in parameters)
+    first, second = of_all_ranks(total)
     assert first == second
 
 
@@ -228,7 +234,9 @@ def test_bf16_without_weights_is_that_of_fully_shard(rank):
     for on_demand in (True, False):
         model = sharded(new_model(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        odc = attach(model) if on_demand else None
+        odc = None
+        if on_demand:
+            odc = attach(model)
         for batches in step_by_step():
             loss = summed_loss(model, batches[rank])
             if odc is None:
@@ -246,7 +254,8 @@ def test_bf16_without_weights_is_that_of_fully_shard(rank):
         found.append(full_parameters(model))
     assert_same(*found)
     assert {value.dtype for value in streamed.values()} == {torch.bfloat16}
-    assert are_equal(streamed, {name: value.bfloat16() for name, value in found[0].items()})
+    expected = {name: value.bfloat16() for name, value in found[0].items()}
+    assert are_equal(streamed, expected)
 
 
 @on_ranks(2)
@@ -295,10 +304,12 @@ def test_one_rank_streams_what_a_full_checkpoint_holds_while_the_others_train(ra
                 dist.recv(signal_of_rank_1, src=1)
                 streamed |= stream
                 block = dict(odc.stream_parameters(model.blocks[1]))
-                assert {*streamed} == {name for name, _ in model.named_parameters()}
+                expected = {name for name, _ in model.named_parameters()}
+                assert {*streamed} == expected
                 assert are_equal(streamed, whole)
                 assert len(block) == 6
-                assert all(torch.equal(block[name], whole[f"blocks.1.{name}"]) for name in block)
+                for name in block:
+                    assert torch.equal(block[name], whole[f"blocks.1.{name}"])
             else:
                 with odc.backward(weight=1):
                     summed_loss(model, token_batches([5])[0]).backward()
@@ -330,7 +341,10 @@ def test_no_two_versions_are_mixed(rank):
 
 def _break_off(rank: int, how: str) -> None:
     model, optimizer = made(rank)
-    with attach(model, timeout=timedelta(seconds=6 if how == "hung" else 20)) as odc:
+    seconds = 20
+    if how == "hung":
+        seconds = 6
+    with attach(model, timeout=timedelta(seconds=seconds)) as odc:
         odc.step(optimizer)
         if rank == 1:
             if how == "hung":
@@ -405,13 +419,17 @@ def test_from_pretrained_reads_what_one_rank_wrote(rank, tied, tmp_path):
     files = sorted(path.name for path in tmp_path.glob("*model*"))
     assert len(files) > 3
     assert "model.safetensors.index.json" in files
-    assert all(path.stat().st_size < 8_000 for path in tmp_path.glob("*.safetensors"))
+    for path in tmp_path.glob("*.safetensors"):
+        assert path.stat().st_size < 8_000
     read = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert all(torch.equal(value, trained[name]) for name, value in full_parameters(read).items())
+    for name, value in full_parameters(read).items():
+        assert torch.equal(value, trained[name])
 
 
 def check_training(rank: int, counts: tuple[int, ...], clip: float | None, **options: Any) -> None:
-    result, (parameters, norms) = train(rank, counts, clip, **options), one_process(clip or math.inf)
+    result = train(rank, counts, clip, **options)
+    parameters, norms = one_process(clip or math.inf)
     assert_same(result["parameters"], parameters)
-    assert result["norms"] == pytest.approx(norms if clip else [], rel=1e-5)
+    expected = pytest.approx(norms if clip else [], rel=1e-5)
+    assert result["norms"] == expected
     assert result["reads"] > 0 or not counts[rank]

@@ -69,7 +69,8 @@ def test_names_exist_with_the_expected_arguments():
     assert f'{_compat_lightning.FETCH_ACTION}")' in source, "the fetching of batches is still profiled"
     version = tuple(map(int, lightning.__version__.split(".")[:2]))
     assert (version >= (2, 6)) == hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor")
-    assert torch.autograd.DeviceType.CUDA.name == torch.profiler.ProfilerActivity.CUDA.name == "CUDA"
+    assert torch.autograd.DeviceType.CUDA.name == "CUDA"
+    assert torch.profiler.ProfilerActivity.CUDA.name == "CUDA"
     assert torch.cuda.Stream.__hash__ is not None
     assert not _compat.profiler_is_running()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -90,11 +91,13 @@ def test_a_kind_of_batch_is_left_to_the_strategy():
     with _compat_lightning.before_transfer(module, is_tuple) as call:
         pickle.dumps(module)
         assert module._on_before_batch_transfer((1,)) == (1,)
-        assert module._on_before_batch_transfer([1]) == call((1,), 0) == [1, 0]
+        moved = module._on_before_batch_transfer([1])
+        assert moved == call((1,), 0) == [1, 0]
     assert module._on_before_batch_transfer((1,), dataloader_idx=2) == [1, 2]
     loops = (_TrainingEpochLoop.advance, _EvaluationLoop._evaluation_step, _PredictionLoop._predict_step)
     call = "_on_before_batch_transfer(batch, dataloader_idx="
-    assert all(call in inspect.getsource(loop) for loop in loops)
+    for loop in loops:
+        assert call in inspect.getsource(loop)
 
 
 def test_a_method_runs_inside_the_call_of_its_wrapper():
@@ -148,7 +151,8 @@ def test_comms_of_a_module_are_those_that_were_set():
             return self.state
 
     group = SimpleNamespace(_all_gather_comm="gather", _reduce_scatter_comm="reduce")
-    assert _compat.comms_of(Module(_fsdp_param_groups=[group])) == ("gather", "reduce")
+    found = _compat.comms_of(Module(_fsdp_param_groups=[group]))
+    assert found == ("gather", "reduce")
     assert _compat.comms_of(Module(_fsdp_param_group=group)) == ("gather", "reduce")
     assert _compat.comms_of(Module(_fsdp_param_group=None)) is None
     assert _compat.comms_of(Module(_fsdp_param_groups=[group, group])) is None
@@ -176,7 +180,8 @@ class Stateful(DataLoader[Any]):
 
 def test_states_of_loaders_that_were_made_early_can_be_loaded(tmp_path):
     def fit(checkpoint: Path | None) -> tuple[list[str], list[str]]:
-        loader, seen = Stateful(RandomDataset(32, 8)), list[str]()
+        loader = Stateful(RandomDataset(32, 8))
+        seen = list[str]()
         loader.loaded = []
 
         class Late(callbacks.Callback):
@@ -192,21 +197,25 @@ def test_states_of_loaders_that_were_made_early_can_be_loaded(tmp_path):
         return seen, loader.loaded
 
     assert fit(None) == ([], [])
-    assert fit(tmp_path / "step=4.ckpt") == ([], ["state"]), "Lightning has not loaded it; then it is, once"
+    found = fit(tmp_path / "step=4.ckpt")
+    assert found == ([], ["state"]), "Lightning has not loaded it; then it is, once"
 
 
 def test_symmetric_memory_has_the_names_and_arguments_that_are_used():
     memory = _compat._symmetric_memory()
     assert list(inspect.signature(memory.get_backend).parameters) == ["device"]
-    assert list(inspect.signature(memory.rendezvous).parameters) == ["tensor", "group"]
+    found = list(inspect.signature(memory.rendezvous).parameters)
+    assert found == ["tensor", "group"]
     handle = importlib.import_module("torch._C._distributed_c10d")._SymmetricMemory
     # Compiled functions: their first line of documentation is their signature.
-    first, second = handle.empty_strided_p2p.__doc__, handle.get_buffer.__doc__
+    first = handle.empty_strided_p2p.__doc__
+    second = handle.get_buffer.__doc__
     assert re.search(
         r"\(size: .*, stride: .*, dtype: torch.dtype, device: torch.device, group_name: .* = None", first
     )
     assert re.search(r"\(self: .*, rank: .*, sizes: .*, dtype: torch.dtype, storage_offset: .* = 0\)", second)
-    assert isinstance(handle.rank, property) and isinstance(handle.world_size, property)
+    assert isinstance(handle.rank, property)
+    assert isinstance(handle.world_size, property)
     if not torch.backends.cuda.is_built():  # in a build for CPUs nothing is registered
         assert _compat.symmetric_backend(torch.device("cuda", 0)) is None
     assert re.fullmatch(r"\d+\.\d", _compat.cuda_driver_version())

@@ -41,7 +41,8 @@ def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def reference(clip: float = math.inf, steps: int = 3) -> dict[str, Tensor]:
     """One process, plain torch."""
-    parameters = one_process(TokenModule("items", lr=LR), steps_of()[:steps], clip)
+    token_module = TokenModule("items", lr=LR)
+    parameters = one_process(token_module, steps_of()[:steps], clip)
     return {name.removeprefix("net."): value for name, value in parameters.items()}
 
 
@@ -52,9 +53,14 @@ def own(rank: int, counts: tuple[int, ...], step: int) -> list[Tensor]:
 
 def run_step(fabric: Fabric, model: Any, optimizer: Any, batches: list[Tensor], clip: Any = None) -> Any:
     for batch in batches:
-        with fabric.no_backward_sync(model, enabled=batch is not batches[-1]):
-            fabric.backward(summed_loss(model, batch), num_items=batch.numel() - 1)
-    norm = None if clip is None else fabric.clip_gradients(model, optimizer, max_norm=clip).item()
+        enabled = batch is not batches[-1]
+        with fabric.no_backward_sync(model, enabled=enabled):
+            num_items = batch.numel() - 1
+            fabric.backward(summed_loss(model, batch), num_items=num_items)
+    if clip is None:
+        norm = None
+    else:
+        norm = fabric.clip_gradients(model, optimizer, max_norm=clip).item()
     optimizer.step()
     optimizer.zero_grad()
     return norm
@@ -62,7 +68,9 @@ def run_step(fabric: Fabric, model: Any, optimizer: Any, batches: list[Tensor], 
 
 def check_training(rank: int, counts: tuple[int, ...], clip: float | None = None, **options: Any) -> None:
     precision = options.pop("precision", "32-true")
-    strategy = ODCFabricStrategy(**options) if options else "odc"
+    strategy = "odc"
+    if options:
+        strategy = ODCFabricStrategy(**options)
     fabric = make(strategy, len(counts), precision=precision)
     model, optimizer = fabric.setup(*new_model())
     norms = [run_step(fabric, model, optimizer, own(rank, counts, step), clip) for step in range(3)]
@@ -76,7 +84,8 @@ def check_training(rank: int, counts: tuple[int, ...], clip: float | None = None
         assert {p.dtype for p in found.values()} == {torch.float32}
         differences = torch.cat([(found[name] - p).flatten() for name, p in reference().items()]).abs()
         assert 0 < differences.mean() < 0.2 * 3 * LR
-    assert (reads > 0) == (len(counts) > 1 and "communication" not in options and counts[rank] > 0)
+    expected = len(counts) > 1 and "communication" not in options and counts[rank] > 0
+    assert (reads > 0) == expected
     assert norms == of_all_ranks(norms)[0]
     assert clip is None or min(norms) > clip
 
@@ -105,11 +114,13 @@ def test_without_counts_it_is_the_mean_over_ranks(rank):
     """Mean losses; the optimizer is made after the model is set up, and steps with a closure."""
     fabric = make()
     model = fabric.setup_module(new_model()[0])
-    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=LR))
+    stock = torch.optim.SGD(model.parameters(), lr=LR)
+    optimizer = fabric.setup_optimizers(stock)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = summed_loss(model, own(rank, (3, 3), 0)[0])
+        tokens = own(rank, (3, 3), 0)[0]
+        loss = summed_loss(model, tokens)
         fabric.backward(loss)
         return loss
 
@@ -143,7 +154,8 @@ def test_under_collectives_a_closure_may_run_several_times(rank):
     for _ in range(2):
         optimizer_alone.zero_grad()
         for batch in batches:
-            (summed_loss(alone, batch) / sum(other.numel() - 1 for other in batches)).backward()
+            total = sum(other.numel() - 1 for other in batches)
+            (summed_loss(alone, batch) / total).backward()
         optimizer_alone.step()
     assert_same(full_parameters(model.module), full_parameters(alone))
 
@@ -174,10 +186,12 @@ def test_an_optimizer_keeps_the_state_that_it_has_before(rank):
     """Model and optimizer were trained before they are set up, one after the other."""
     fabric = make()
     model, optimizer = new_model()
-    (sum(summed_loss(model, b) for b in steps_of()[0]) / sum(b.numel() - 1 for b in steps_of()[0])).backward()
+    total = sum(summed_loss(model, b) for b in steps_of()[0])
+    (total / sum(b.numel() - 1 for b in steps_of()[0])).backward()
     optimizer.step()
     optimizer.zero_grad()
-    model, optimizer = fabric.setup_module(model), fabric.setup_optimizers(optimizer)
+    model = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(optimizer)
     for step in (1, 2):
         run_step(fabric, model, optimizer, own(rank, (4, 2), step))
     fabric.strategy.teardown()
@@ -214,7 +228,8 @@ def test_refusals_without_ranks():
 def _disagree(rank: int) -> None:
     fabric = make()
     model, optimizer = fabric.setup(*new_model())
-    fabric.backward(summed_loss(model, own(rank, (3, 3), 0)[0]), **({"num_items": 4} if rank else {}))
+    tokens = own(rank, (3, 3), 0)[0]
+    fabric.backward(summed_loss(model, tokens), **({"num_items": 4} if rank else {}))
     optimizer.step()
 
 
@@ -233,7 +248,8 @@ def test_what_cannot_run_on_demand_trains_by_collectives_to_the_parameters_of_on
         model, optimizer = fabric.setup(*new_model())
     assert isinstance(fabric.strategy.engine, CollectiveEngine)
     for step in range(3):
-        run_step(fabric, model, optimizer, own(rank, (3, 3), step), 0.1)
+        batches = own(rank, (3, 3), step)
+        run_step(fabric, model, optimizer, batches, 0.1)
     assert of_all_ranks(fabric.strategy.communication) == ["collective"] * 2
     found = {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
     fabric.strategy.teardown()
@@ -286,8 +302,10 @@ def test_units_stay_gathered_within_a_context_until_the_optimizer_step(rank):
     fabric = make()
     torch.manual_seed(0)
     net = causal_lm()
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
-    inside, tokens = [], torch.tensor([[3, 1, 2, 5]])
+    sgd = torch.optim.SGD(net.parameters(), lr=1.0)
+    model, optimizer = fabric.setup(net, sgd)
+    inside = []
+    tokens = torch.tensor([[3, 1, 2, 5]])
     with fabric.strategy.gathered():
         before = model(input_ids=tokens, labels=tokens).loss
         fabric.backward(before)
@@ -301,6 +319,8 @@ def test_units_stay_gathered_within_a_context_until_the_optimizer_step(rank):
     assert inside == [[1, 3], [1, 0]], "after the optimizer step, all three units are read again, once"
     alone = causal_lm()
     alone.load_state_dict(learnt)
-    expected = answers(alone, rank, [], SimpleNamespace(traffic=SimpleNamespace(reads=0)))
-    assert all(torch.equal(one, other) for one, other in zip(generated, expected, strict=True))
+    engine = SimpleNamespace(traffic=SimpleNamespace(reads=0))
+    expected = answers(alone, rank, [], engine)
+    for one, other in zip(generated, expected, strict=True):
+        assert torch.equal(one, other)
     assert after < before - 0.1

@@ -14,7 +14,8 @@ from lightning_odc.files import write_json, write_whole
 
 def test_files_are_replaced_whole(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    write_json(path, {"loss": [1.0, math.nan], "difference": (math.inf,)})
+    record = {"loss": [1.0, math.nan], "difference": (math.inf,)}
+    write_json(path, record)
     expected = {"loss": [1.0, None], "difference": [None]}
     assert json.loads(path.read_text()) == expected, "null is what is not finite"
     write_json(path, {"speedup": 1.5})
@@ -25,4 +26,5 @@ def test_files_are_replaced_whole(tmp_path: Path) -> None:
         write_whole(path, "text")  # type: ignore[arg-type]
     assert json.loads(path.read_text()) == {"speedup": 1.5}
     assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
-    assert stat.S_IMODE(path.stat().st_mode) & 0o600 == 0o600
+    s_imode = stat.S_IMODE(path.stat().st_mode)
+    assert s_imode & 0o600 == 0o600

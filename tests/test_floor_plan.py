@@ -50,7 +50,8 @@ TABLED_NOTE = re.compile(r"^\| ([A-Z][^|]+) \| `([a-z_/]+\.py)` \|$", re.MULTILI
 
 def rows() -> list[list[str]]:
     """The paths of every row, from the top down."""
-    table = (ROOT / "CONTRIBUTING.md").read_text().split("## Floor plan")[1].split("## ")[0]
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.split("## Floor plan")[1].split("## ")[0]
     lines = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `lightning_odc")]
     return [re.findall(r"`(lightning_odc/[\w./]*)`", line) for line in lines]
 
@@ -59,7 +60,9 @@ def row_of(path: Path, plan: list[list[str]]) -> int | None:
     """The row whose path is the longest beginning of a file's."""
     name = str(path.relative_to(ROOT))
     found = [(len(one), row) for row, places in enumerate(plan) for one in places if name.startswith(one)]
-    return max(found)[1] if found else None
+    if found:
+        return max(found)[1]
+    return None
 
 
 def names(name: str) -> set[str]:
@@ -82,16 +85,20 @@ def imports(name: str) -> set[str]:
 def test_every_file_is_in_the_plan_and_every_row_has_files():
     plan = rows()
     assert len(plan) > 15, "the table was not found"
-    assert [name for name, path in FILES.items() if row_of(path, plan) is None] == []
+    found = [name for name, path in FILES.items() if row_of(path, plan) is None]
+    assert found == []
     used = {row_of(path, plan) for path in FILES.values()}
-    assert [plan[row] for row in range(len(plan)) if row not in used] == []
+    found = [plan[row] for row in range(len(plan)) if row not in used]
+    assert found == []
 
 
 def test_every_room_is_a_package():
     """A rule for git that ignores a folder of this name would leave it out of the wheel, too."""
     rooms = {path.parent for path in FILES.values()}
-    assert [str(room) for room in rooms if not (room / "__init__.py").exists()] == []
-    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split() if line[0] not in "/#"]
+    found = [str(room) for room in rooms if not (room / "__init__.py").exists()]
+    assert found == []
+    text = (ROOT / ".gitignore").read_text()
+    ignored = [line.strip("/") for line in text.split() if line[0] not in "/#"]
     assert not {room.name for room in rooms} & {*ignored}
 
 
@@ -99,22 +106,22 @@ def test_nothing_imports_upwards():
     plan = rows()
     level = {name: row_of(path, plan) for name, path in FILES.items()}
     arrows = [(name, other) for name in FILES for other in imports(name)]
-    assert [arrow for arrow in arrows if (level[arrow[1]] or 0) < (level[arrow[0]] or 0)] == []
+    found = [arrow for arrow in arrows if (level[arrow[1]] or 0) < (level[arrow[0]] or 0)]
+    assert found == []
 
 
 def test_the_package_imports_nothing_beside_it():
     beside = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"lightning_odc"}
     assert {"benchmarks", "tests", "notebooks"} <= beside
-    assert [(name, one) for name in FILES for one in names(name) if one.partition(".")[0] in beside] == []
+    found = [(name, one) for name in FILES for one in names(name) if one.partition(".")[0] in beside]
+    assert found == []
 
 
 def test_the_engine_the_planner_the_trial_the_run_and_attach_do_without_lightning():
     rooms = ("lightning_odc.engine", "lightning_odc.balance", "lightning_odc.trial", "lightning_odc.run")
     begin = {name for name in FILES if name.startswith(rooms)}
-    reached, todo = (
-        set(),
-        begin | {f"lightning_odc.{one}" for one in ("attached", "huggingface", "pretrained")},
-    )
+    reached = set()
+    todo = begin | {f"lightning_odc.{one}" for one in ("attached", "huggingface", "pretrained")}
     while todo:
         reached |= todo
         todo = {found for name in todo for found in imports(name)} - reached
@@ -124,7 +131,8 @@ def test_the_engine_the_planner_the_trial_the_run_and_attach_do_without_lightnin
 
 
 def test_no_import_goes_in_a_circle():
-    order = TopologicalSorter({name: imports(name) - {name} for name in FILES}).static_order()
+    topological_sorter = TopologicalSorter({name: imports(name) - {name} for name in FILES})
+    order = topological_sorter.static_order()
     assert len(list(order)) == len(FILES)
 
 
@@ -155,7 +163,8 @@ def test_no_room_outgrows_its_content():
         if not 0.9 * NODES[room] <= found.nodes <= 1.03 * NODES[room]
     }
     assert outside == {}
-    assert sum(found.nodes for found in rooms.values()) <= MOST_NODES
+    total = sum(found.nodes for found in rooms.values())
+    assert total <= MOST_NODES
     experiments = content_of_rooms(ROOT / "benchmarks").values()
     assert sum(found.nodes for found in experiments) <= MOST_NODES_OF_BENCHMARKS
 

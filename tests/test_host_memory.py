@@ -53,7 +53,8 @@ def least() -> Room:
 def test_what_is_left_is_the_least_that_the_host_and_all_groups_above_have(tmp_path, case, monkeypatch):
     own, groups, left = GROUPS[case]
     for name, (limit, used, reclaimable) in groups.items():
-        group(tmp_path / "sys/fs/cgroup" / name, f"inactive_file {reclaimable}\n", max=limit, current=used)
+        folder = tmp_path / "sys/fs/cgroup" / name
+        group(folder, f"inactive_file {reclaimable}\n", max=limit, current=used)
     monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, own))
     room = least()
     assert room.size == left
@@ -73,8 +74,10 @@ def test_the_message_says_how_much_is_needed_and_left_who_limits_it_and_what_to_
     group(tmp_path / "sys/fs/cgroup/job", max=3 * 2**30, current=2**30)
     monkeypatch.setattr(host_memory, "ROOT", tree(tmp_path, "0::/job", 2**30))
     assert host_memory.available(4) == 2**29, "they share it"
-    assert host_memory.shortage("the windows", 2 * 2**30, "use less") == ""
-    assert host_memory.shortage("the windows", 5 * 2**29, "use less") == (
+    found = host_memory.shortage("the windows", 2 * 2**30, "use less")
+    assert found == ""
+    found = host_memory.shortage("the windows", 5 * 2**29, "use less")
+    assert found == (
         "the windows need 2.50 GiB, but 2.00 GiB are free: control group /job allows 3.00 GiB (memory.max). To go on, "
         "raise that limit (SLURM: --mem=..., Docker: --memory=..., Kubernetes: resources.limits.memory, systemd: "
         "MemoryMax=...), or use less."

@@ -64,7 +64,9 @@ def new_model() -> Any:
 
 def one_process(count: int = len(LENGTHS)) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Parameters, norms and losses of plain torch, with all samples of a step in one batch."""
-    model, norms, losses = new_model(), [], []
+    model = new_model()
+    norms = []
+    losses = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     for _ in range(EPOCHS):
         for first in range(0, count, 8):
@@ -72,7 +74,8 @@ def one_process(count: int = len(LENGTHS)) -> tuple[dict[str, Tensor], list[floa
             loss = model(**batch).loss
             loss.backward()
             losses.append(loss.item())
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
+            norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            norms.append(norm.item())
             optimizer.step()
             optimizer.zero_grad()
     return full_parameters(model), norms, losses
@@ -82,7 +85,8 @@ class GathersMetrics(Trainer):
     """Has a metric of all ranks in every microbatch, as TRL's ``SFTTrainer``."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self.accelerator.gather_for_metrics(inputs["attention_mask"].sum()).sum() > 0
+        gathered = self.accelerator.gather_for_metrics(inputs["attention_mask"].sum())
+        assert gathered.sum() > 0
         return super().compute_loss(model, inputs, *args, **kwargs)
 
 
@@ -154,18 +158,24 @@ def balanced(folder: str, callbacks: Any = (), engine: Any = None, **options: An
 @on_ranks(2)
 def test_uneven_microbatches_end_in_the_parameters_of_one_process(rank, tmp_path):
     """One rank evaluates and streams while the others go on."""
-    alone, (parameters, norms, losses) = OnRank0(), one_process()
+    alone = OnRank0()
+    parameters, norms, losses = one_process()
     made = balanced(str(tmp_path), [alone], train_sampling_strategy="sequential")
     alone.trainer = made
     made.train()
     assert made.odc is None
     logged = [row for row in made.state.log_history if "loss" in row]
     assert_same(full_parameters(made.model), parameters)
-    assert [row["grad_norm"] for row in logged] == pytest.approx(norms, rel=1e-5)
-    assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
+    found = [row["grad_norm"] for row in logged]
+    assert found == pytest.approx(norms, rel=1e-5)
+    found = [row["loss"] for row in logged]
+    assert found == pytest.approx(losses, rel=1e-5)
     assert alone.reads > 0
     assert made.state.total_flos > 0
-    assert alone.same == ([True] * len(parameters) * 4 if rank == 0 else [])
+    expected = []
+    if rank == 0:
+        expected = [True] * len(parameters) * 4
+    assert alone.same == expected
     assert made.counts[::2] == [0] * 4  # of two accumulated batches, the last has all microbatches
     first, second = of_all_ranks(made.counts)
     assert first != second
@@ -186,8 +196,10 @@ def test_what_cannot_run_on_demand_trains_by_collectives_to_the_parameters_of_on
         made.train()
     logged = [row for row in made.state.log_history if "loss" in row]
     assert_same(full_parameters(made.model), parameters)
-    assert [row["grad_norm"] for row in logged] == pytest.approx(norms, rel=1e-5)
-    assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
+    found = [row["grad_norm"] for row in logged]
+    assert found == pytest.approx(norms, rel=1e-5)
+    found = [row["loss"] for row in logged]
+    assert found == pytest.approx(losses, rel=1e-5)
     first, second = of_all_ranks(made.counts)
     assert first == second
     assert max(first) > 1
@@ -199,7 +211,8 @@ def test_what_cannot_run_on_demand_trains_by_collectives_to_the_parameters_of_on
         assert "If your loop" not in message
         assert 'policy "lb_micro"' in said.getvalue()
         assert 'communication="collective".' in said.getvalue()
-    assert not any("idle/fraction" in row for row in made.state.log_history)
+    for row in made.state.log_history:
+        assert "idle/fraction" not in row
 
 
 @on_ranks(2)
@@ -214,11 +227,13 @@ def test_saving_resuming_and_evaluating_go_on_working(rank, tmp_path):
     options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
     # By default, a rank of these tests starts its workers from a server of their own, which imports everything.
     workers = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
-    straight = balanced(str(tmp_path / "straight"), **workers, **options)
+    folder = str(tmp_path / "straight")
+    straight = balanced(folder, **workers, **options)
     straight.train()
     loss = straight.evaluate()["eval_loss"]
     resumed = balanced(str(tmp_path / "again"), load_best_model_at_end=True, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-3"))
+    resume_from_checkpoint = str(tmp_path / "straight" / "checkpoint-3")
+    resumed.train(resume_from_checkpoint=resume_from_checkpoint)
     assert rank == resumed.args.process_index
     resumed.save_model(str(tmp_path / "saved"))
     with pytest.raises(ValueError, match="Make a new trainer"):
@@ -226,8 +241,11 @@ def test_saving_resuming_and_evaluating_go_on_working(rank, tmp_path):
     found = full_parameters(resumed.model)
     assert_same(found, full_parameters(straight.model))
     assert resumed.state.best_model_checkpoint.endswith("checkpoint-4")
-    assert [resumed.evaluate()["eval_loss"], resumed.state.best_metric] == pytest.approx([loss] * 2, rel=1e-5)
-    assert resumed.counts == straight.counts[-len(resumed.counts) :]
+    eval_loss = resumed.evaluate()["eval_loss"]
+    expected = pytest.approx([loss] * 2, rel=1e-5)
+    assert [eval_loss, resumed.state.best_metric] == expected
+    expected = straight.counts[-len(resumed.counts) :]
+    assert resumed.counts == expected
     for saved in (tmp_path / "saved", tmp_path / "again" / "checkpoint-4"):
         assert_same(full_parameters(AutoModelForCausalLM.from_pretrained(saved)), found)
 
@@ -242,12 +260,14 @@ def test_what_is_found_chosen_and_expected_is_said_and_how_long_ranks_waited_is_
     if rank == 0:
         assert lines[0].startswith("Found: 16 samples from 6 to 20 tokens")
         assert lines[-1].startswith("Measured: the first epoch took ")
-        assert [line.startswith("Expected padding: ") for line in lines].count(True) == 1
+        found = [line.startswith("Expected padding: ") for line in lines].count(True)
+        assert found == 1
     else:
         assert lines == []
     rows = [row for row in made.state.log_history if "idle/fraction" in row]
     assert [row["step"] for row in rows] == [3, 4]  # the row after the first epoch, and that of the end
-    assert all(0 < row["idle/fraction"] < 1 for row in rows)
+    for row in rows:
+        assert 0 < row["idle/fraction"] < 1
 
 
 class CouplesLater(Trainer):
@@ -259,14 +279,18 @@ class CouplesLater(Trainer):
         outputs = model(**inputs)
         if self.state.global_step < self.since:
             return outputs.loss
-        return outputs.loss + outputs.logits.mean(1).var(0, correction=0).sum()
+        variance = outputs.logits.mean(1).var(0, correction=0)
+        return outputs.loss + variance.sum()
 
 
 class Recorded(ODCTrainerMixin, CouplesLater):
     """Keeps, for every batch, whether it was planned, and its samples."""
 
     def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
-        batches = list(inputs) if isinstance(inputs, Minibatch) else [inputs]
+        if isinstance(inputs, Minibatch):
+            batches = list(inputs)
+        else:
+            batches = [inputs]
         rows = [row[row > 0].tolist() for batch in batches for row in batch["input_ids"]]
         self.record.append((isinstance(inputs, Minibatch), rows))
         return super().training_step(model, inputs, *args)
@@ -280,13 +304,18 @@ def test_a_loss_that_couples_samples_later_is_found_and_batches_stay_whole_from_
     made.record = []
     with warned() as said:
         made.train()
-    assert ["In step 10, " in text for text in said if "stay whole" in text] == [True] * (rank == 0)
-    assert [planned for planned, _ in made.record] == [True] * 11 + [False] * 13
+    found = ["In step 10, " in text for text in said if "stay whole" in text]
+    assert found == [True] * (rank == 0)
+    expected = [True] * 11 + [False] * 13
+    assert [planned for planned, _ in made.record] == expected
     by_rank = of_all_ranks([rows for _, rows in made.record])
     for first in (0, 8, 16):
         epoch = [row for batches in by_rank for rows in batches[first : first + 8] for row in rows]
-        assert sorted(epoch) == sorted(sample["input_ids"] for sample in samples() * 2)
-    assert all(len(rows) == 2 for batches in by_rank for rows in batches[11:])
+        expected = sorted(sample["input_ids"] for sample in samples() * 2)
+        assert sorted(epoch) == expected
+    for batches in by_rank:
+        for rows in batches[11:]:
+            assert len(rows) == 2
     first, second = of_all_ranks(full_parameters(made.model))
     assert_same(first, second)
 
@@ -317,11 +346,15 @@ def _attach(rank: int, folder: str) -> tuple[dict[str, Tensor], int]:
     """A step in which one rank runs a sample, and the other one three."""
     model = sharded_by_transformers(f"{folder}/{rank}")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    share = samples()[:1] if rank == 0 else samples()[1:4]
+    if rank == 0:
+        share = samples()[:1]
+    else:
+        share = samples()[1:4]
     with attach(model) as odc:
         for sample in share:
             batch = padded([sample])
-            count = int((batch["labels"][:, 1:] != -100).sum())
+            total = (batch["labels"][:, 1:] != -100).sum()
+            count = int(total)
             with odc.backward(weight=count):
                 (model(**batch).loss * count).backward()
         odc.step(optimizer)
@@ -330,7 +363,8 @@ def _attach(rank: int, folder: str) -> tuple[dict[str, Tensor], int]:
 
 def test_a_model_that_transformers_has_sharded_is_attached(tmp_path):
     reference = new_model()
-    reference(**padded(samples()[:4])).loss.backward()
+    batch = samples()[:4]
+    reference(**padded(batch)).loss.backward()
     torch.optim.SGD(reference.parameters(), lr=0.1).step()
     for parameters, reads in run_ranks(_attach, str(tmp_path)):
         assert_same(parameters, full_parameters(reference))
@@ -352,8 +386,10 @@ def test_a_model_that_transformers_has_sharded_needs_no_fsdp_in_the_arguments(tm
         logged = [row for row in history if "loss" in row]
         assert counts[::2] == [0] * 4
         assert_same(parameters, expected)
-        assert [row["grad_norm"] for row in logged] == pytest.approx(norms, rel=1e-5)
-        assert [row["loss"] for row in logged] == pytest.approx(losses, rel=1e-5)
+        found = [row["grad_norm"] for row in logged]
+        assert found == pytest.approx(norms, rel=1e-5)
+        found = [row["loss"] for row in logged]
+        assert found == pytest.approx(losses, rel=1e-5)
 
 
 class Stream(IterableDataset[Any]):
@@ -419,7 +455,8 @@ def test_data_that_cannot_be_planned_trains_with_the_batches_of_trainer(
     made.counts = []
     with warned() as said:
         made.train()
-    assert [reason in text for text in said if "stay whole" in text] == [True] * (rank == 0)
+    found = [reason in text for text in said if "stay whole" in text]
+    assert found == [True] * (rank == 0)
     assert len(made.counts) == 4
     first, second = of_all_ranks(full_parameters(made.model))
     assert_same(first, second)
@@ -461,17 +498,21 @@ def _sft(rank: int, folder: str) -> tuple[list[float], list[int], dict[str, Tens
             return super().training_step(model, inputs, *args)
 
     counts: list[int] = []
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(11)}, unk_token="w1"))
+    word_level = models.WordLevel({f"w{index}": index for index in range(11)}, unk_token="w1")
+    words = Tokenizer(word_level)
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
     texts = [{"text": " ".join(f"w{index}" for index in sample["input_ids"])} for sample in samples()]
     is_alone = os.environ["WORLD_SIZE"] == "1"
-    batches = (
-        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "fsdp": None} if is_alone else {}
-    )
+    batches = {}
+    if is_alone:
+        batches = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "fsdp": None}
     options = arguments(folder, train_sampling_strategy="sequential", **batches).to_dict()
     config = SFTConfig(**{name: options[name] for name in SHARED}, bf16=False)
-    balance = {} if is_alone else {"balance": {"max_tokens": LONGEST + 1}}
+    if is_alone:
+        balance = {}
+    else:
+        balance = {"balance": {"max_tokens": LONGEST + 1}}
     data = {"train_dataset": datasets.Dataset.from_list(texts), "processing_class": tokenizer}
     made = (SFTTrainer if is_alone else BalancedSFT)(new_model(), config, **data, **balance)
     made.train()

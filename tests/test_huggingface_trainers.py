@@ -62,8 +62,11 @@ def padded(batch: list[dict[str, Any]]) -> dict[str, Tensor]:
     made: dict[str, Tensor] = {}
     for name in batch[0]:
         values = [torch.tensor(sample[name]) for sample in batch]
-        padding = -100 if name == "labels" else 0
-        if values[0].dim() == 1 and name != "classes":
+        padding = 0
+        if name == "labels":
+            padding = -100
+        dim = values[0].dim()
+        if dim == 1 and name != "classes":
             made[name] = nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=padding)
         else:
             made[name] = torch.stack(values)
@@ -88,9 +91,13 @@ class SequenceMeans(Trainer):
     ) -> Any:
         labels = inputs.pop("labels")[:, 1:]
         outputs = model(**inputs)
-        losses = cross_entropies(outputs.logits[:, :-1], labels)
-        loss = (losses.sum(1) / (labels != -100).sum(1)).mean()
-        return (loss, outputs) if return_outputs else loss
+        logits = outputs.logits[:, :-1]
+        losses = cross_entropies(logits, labels)
+        total = (labels != -100).sum(1)
+        loss = (losses.sum(1) / total).mean()
+        if return_outputs:
+            return (loss, outputs)
+        return loss
 
 
 class TokenMean(Trainer):
@@ -120,7 +127,8 @@ class Pairs(Trainer):
 
 
 def sum_by_items(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
-    losses = cross_entropies(outputs.logits[:, :-1], labels[:, 1:])
+    logits = outputs.logits[:, :-1]
+    losses = cross_entropies(logits, labels[:, 1:])
     return losses.sum() / num_items_in_batch
 
 
@@ -135,8 +143,10 @@ class Couples(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
         mask = attention_mask[..., None]
-        means = (self.embedding(input_ids) * mask).sum(1) / mask.sum(1)
-        return {"loss": nn.functional.cross_entropy(self.head(self.norm(means)), labels)}
+        total = (self.embedding(input_ids) * mask).sum(1)
+        means = total / mask.sum(1)
+        head = self.head(self.norm(means))
+        return {"loss": nn.functional.cross_entropy(head, labels)}
 
 
 class OwnModel(nn.Module):
@@ -157,9 +167,8 @@ class OwnModel(nn.Module):
 
 def bert(kind: str, **config: Any) -> Any:
     config = {"intermediate_size": 24, "hidden_dropout_prob": 0.0, **config}
-    return getattr(transformers, f"BertFor{kind}")(
-        transformers.BertConfig(**SIZES, attention_probs_dropout_prob=0.0, **config)
-    )
+    bert_config = transformers.BertConfig(**SIZES, attention_probs_dropout_prob=0.0, **config)
+    return getattr(transformers, f"BertFor{kind}")(bert_config)
 
 
 def t5() -> Any:
@@ -186,9 +195,10 @@ def clip() -> Any:
 def experts() -> Any:
     """A mixture of experts with a loss that balances its router, which couples samples."""
     heads = {"num_key_value_heads": 1, "intermediate_size": 24, "num_local_experts": 4}
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, **heads, output_router_logits=True, router_aux_loss_coef=1.0)
+    mixtral_config = transformers.MixtralConfig(
+        **SIZES, **heads, output_router_logits=True, router_aux_loss_coef=1.0
     )
+    return transformers.MixtralForCausalLM(mixtral_config)
 
 
 def adapters() -> Any:
@@ -211,12 +221,11 @@ def qlora() -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         causal_lm().save_pretrained(folder)
+        quantization_config = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=torch.float32,
-            quantization_config=transformers.BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-            ),
+            folder, dtype=torch.float32, quantization_config=quantization_config
         )
     torch.manual_seed(0)
     return peft.get_peft_model(model, adapters())
@@ -228,7 +237,8 @@ def reward() -> Any:
 
 
 def images(index: int) -> Any:
-    return torch.randn(3, 8, 8, generator=torch.Generator().manual_seed(index)).tolist()
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(3, 8, 8, generator=generator).tolist()
 
 
 @dataclass
@@ -359,13 +369,15 @@ def sentence(length: int, seed: int) -> str:
 def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w1"))
+    word_level = models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w1")
+    words = Tokenizer(word_level)
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w2")
 
 
 def prompt(index: int) -> str:
-    return sentence(2 + index % 3, 300 + index)
+    length = 2 + index % 3
+    return sentence(length, 300 + index)
 
 
 def completion(index: int) -> str:
@@ -438,7 +450,9 @@ def train(rank: int, name: str, how: str, folder: str) -> Trained:
         args = arguments(TrainingArguments, folder, remove_unused_columns=False, **options)
         named["data_collator"] = padded
     counts: list[int] = []
-    beside = Trainer if case.below else kind
+    beside = kind
+    if case.below:
+        beside = Trainer
 
     class Balanced(ODCTrainerMixin, beside):  # type: ignore[misc,valid-type]
         if case.below:
@@ -457,7 +471,8 @@ def compare(name: str, folder: str) -> tuple[list[Trained], Trained]:
     how = "alone"
     if CASES[name].whole:
         how = "stock"
-    [reference, *_] = run_ranks(train, name, how, folder, world_size=1 + CASES[name].whole)
+    world_size = 1 + CASES[name].whole
+    [reference, *_] = run_ranks(train, name, how, folder, world_size=world_size)
     return run_ranks(train, name, "odc", folder), reference
 
 
@@ -473,7 +488,8 @@ def test_a_trainer_ends_in_the_parameters_and_losses_that_it_has_without_the_mix
     say_whole = ["stay whole" in text for text in found[0].warnings]
     if CASES[name].whole:
         assert say_whole == [True]
-        assert [one.counts for one in found] == [[1, 1, 1, 1]] * 2
+        expected = [[1, 1, 1, 1]] * 2
+        assert [one.counts for one in found] == expected
     else:
         assert True not in say_whole
         assert {0, 2} <= {*found[0].counts, *found[1].counts}  # all microbatches come with the last batch

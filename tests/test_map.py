@@ -32,7 +32,8 @@ def test_a_function_belongs_to_the_file_of_tests_that_it_is_written_in() -> None
 
 def test_the_tests_that_run_little_else_come_first() -> None:
     lines = {"step.py": {"test_fits.py": 40, "test_step.py": 30}, "loss.py": {"test_fits.py": 160}}
-    assert rows(lines, {"step.py": 50, "loss.py": 200, "unused.py": 5}) == [
+    found = rows(lines, {"step.py": 50, "loss.py": 200, "unused.py": 5})
+    assert found == [
         "| `step.py` | `test_step.py` 60%, `test_fits.py` 80% |",
         "| `loss.py` | `test_fits.py` 80% |",
         "| `unused.py` | none |",

@@ -18,36 +18,48 @@ UNEVEN = [[(3.0, 1.0), (2.0, 2.0), (6.0, 0.5)], [(4.0, 0.0)], []]
 
 def idle_fraction(table: list[list[tuple[float, float]]]) -> float:
     flat = [pair for row in table for pair in row]
-    return sum(idle for _, idle in flat) / sum(busy + idle for busy, idle in flat)
+    total = sum(busy + idle for busy, idle in flat)
+    return sum(idle for _, idle in flat) / total
 
 
 def imbalance(table: list[list[tuple[float, float]]]) -> float:
     steps = max(len(row) for row in table)
     columns = [[row[step][0] if step < len(row) else 0.0 for row in table] for step in range(steps)]
-    return sum(max(column) for column in columns) / sum(sum(column) / len(table) for column in columns)
+    total = sum(sum(column) / len(table) for column in columns)
+    return sum(max(column) for column in columns) / total
 
 
 @on_ranks(3)
 def test_ranks_agree_with_the_arithmetic(rank):
     init_gloo(rank)
-    fraction, unbalanced = IdleFraction(), LoadImbalance()
+    fraction = IdleFraction()
+    unbalanced = LoadImbalance()
     for busy, idle in UNEVEN[rank]:
         fraction.update(busy, idle)
         unbalanced.update(busy)
-    assert fraction.compute().item() == pytest.approx(idle_fraction(UNEVEN), rel=1e-6)
-    assert unbalanced.compute().item() == pytest.approx(imbalance(UNEVEN), rel=1e-6)
-    assert unbalanced.steps.tolist() == [busy for busy, _ in UNEVEN[rank]], "given back as it was"
+    found = fraction.compute().item()
+    assert found == pytest.approx(idle_fraction(UNEVEN), rel=1e-6)
+    found = unbalanced.compute().item()
+    assert found == pytest.approx(imbalance(UNEVEN), rel=1e-6)
+    expected = [busy for busy, _ in UNEVEN[rank]]
+    assert unbalanced.steps.tolist() == expected, "given back as it was"
     fraction.reset()
     unbalanced.reset()
     fraction.update(rank, 1)
     unbalanced.update(rank)
-    assert fraction.compute().item() == pytest.approx(3 / (0 + 1 + 2 + 3))
-    assert unbalanced.compute().item() == pytest.approx(2 * 3 / (0 + 1 + 2))
+    found = fraction.compute().item()
+    expected = pytest.approx(3 / (0 + 1 + 2 + 3))
+    assert found == expected
+    found = unbalanced.compute().item()
+    expected = pytest.approx(2 * 3 / (0 + 1 + 2))
+    assert found == expected
 
 
 def test_one_process():
-    fraction, unbalanced = IdleFraction(), LoadImbalance()
-    assert math.isnan(fraction.compute()) and math.isnan(unbalanced.compute())
+    fraction = IdleFraction()
+    unbalanced = LoadImbalance()
+    assert math.isnan(fraction.compute())
+    assert math.isnan(unbalanced.compute())
     fraction.update(3.0, 1.0)
     unbalanced.update(3.0)
     assert fraction.compute() == pytest.approx(0.25)
@@ -60,15 +72,18 @@ def test_one_process():
 
 def test_times_that_cannot_be():
     for wrong in (-1.0, math.nan, math.inf):
-        fraction, unbalanced = IdleFraction(), LoadImbalance()
+        fraction = IdleFraction()
+        unbalanced = LoadImbalance()
         with pytest.raises(ValueError, match="idle_seconds"):
             fraction.update(1.0, wrong)
         with pytest.raises(ValueError, match="busy_seconds"):
             unbalanced.update(wrong)
-        assert fraction.busy == 0 and len(unbalanced.steps) == 0
+        assert fraction.busy == 0
+        assert len(unbalanced.steps) == 0
 
 
 @pytest.mark.parametrize("metric", [IdleFraction(), LoadImbalance()], ids=["idle", "imbalance"])
 def test_pickles(metric):
     metric(1.0) if isinstance(metric, LoadImbalance) else metric(1.0, 2.0)
-    assert pickle.loads(pickle.dumps(metric)).compute() == metric.compute()
+    found = pickle.loads(pickle.dumps(metric)).compute()
+    assert found == metric.compute()

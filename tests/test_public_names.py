@@ -106,7 +106,8 @@ def test_what_documentation_and_notebooks_name_exists() -> None:
     named = {name: path.name for path in TEXTS for name in _named(path.read_text())}
     assert {"lightning_odc.callbacks.TimelineRecorder", "lightning_odc.metrics.IdleFraction"} <= named.keys()
     assert len(named) > 30
-    assert [f"{name} in {page}" for name, page in named.items() if not _exists(name)] == []
+    found = [f"{name} in {page}" for name, page in named.items() if not _exists(name)]
+    assert found == []
 
 
 def test_the_old_name_of_the_strategy_is_in_the_changelog_alone() -> None:

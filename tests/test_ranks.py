@@ -21,7 +21,8 @@ def _returns_much(rank: int) -> bytes:
 
 
 def test_results_may_be_large():
-    assert [len(result) for result in run_ranks(_returns_much, timeout=30)] == [MORE_THAN_A_PIPE_HOLDS] * 2
+    found = [len(result) for result in run_ranks(_returns_much, timeout=30)]
+    assert found == [MORE_THAN_A_PIPE_HOLDS] * 2
 
 
 def _ends_oddly(rank: int) -> None:
@@ -32,8 +33,10 @@ def _ends_oddly(rank: int) -> None:
 
 def test_every_end_is_told():
     dead, failed = try_ranks(_ends_oddly)
-    assert (dead.exitcode, dead.error) == (3, "ended without a result")
-    assert failed.exitcode == 1 and "ValueError: no" in failed.error
+    assert dead.exitcode == 3
+    assert dead.error == "ended without a result"
+    assert failed.exitcode == 1
+    assert "ValueError: no" in failed.error
 
 
 def _sleeps(rank: int, seconds: float) -> None:
@@ -94,6 +97,7 @@ def test_ranks_that_a_test_has_failed_on_are_not_used_again():
     first = teams.teams[2]
     with pytest.raises(AssertionError, match=r"(?s)rank 1: .*ValueError: odd.*number = 3"):
         teams.run(2, halves, {"number": 3})
-    assert all(process.exitcode is not None for process, _ in first.ranks)
+    for process, _ in first.ranks:
+        assert process.exitcode is not None
     teams.run(2, halves, {"number": 4})
     teams.end()

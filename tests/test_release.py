@@ -60,7 +60,8 @@ def test_the_sdist_has_what_tests_and_site_need(built: Path) -> None:
     files = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE"}
     files |= {"PKG-INFO"}
     files |= {"pyproject.toml", "constraints.txt", "Makefile", "mkdocs.yml"}
-    assert {name.partition("/")[0] for name in names} - {".gitignore"} == folders | files
+    found = {name.partition("/")[0] for name in names} - {".gitignore"}
+    assert found == folders | files
     wanted = ["tests/support/ranks.py", "docs/data/bench-train.json", "notebooks/src/ruff.toml"]
     assert {*wanted, "docs/website/overrides/main.html", "docs/assets/logo.svg"} <= names
     left = re.compile(r"__pycache__|\.pyc$|^(site|build|dist)/|lightning_logs")
@@ -80,8 +81,10 @@ def parsed(path: Path) -> Any:
 
 def test_ci_runs_the_pythons_that_classifiers_name() -> None:
     jobs = parsed(WORKFLOWS / "ci.yml")["jobs"]
-    tested = {step["with"]["python-version"] for step in jobs["run"]["steps"] if "with" in step}
-    tested |= {*jobs["pythons"]["strategy"]["matrix"]["python"]}
+    steps = jobs["run"]["steps"]
+    tested = {step["with"]["python-version"] for step in steps if "with" in step}
+    matrix = jobs["pythons"]["strategy"]["matrix"]
+    tested |= {*matrix["python"]}
     named = re.findall(r"Python :: (3\.\d+)$", "\n".join(PROJECT["classifiers"]), flags=re.MULTILINE)
     assert {*named} <= tested
     assert f">={min(named, key=lambda version: int(version[2:]))}" == PROJECT["requires-python"]
@@ -89,7 +92,8 @@ def test_ci_runs_the_pythons_that_classifiers_name() -> None:
 
 def test_what_a_workflow_installs_is_pinned() -> None:
     for path in (*WORKFLOWS.glob("*.yml"), ROOT / ".readthedocs.yaml"):
-        pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+        text = (ROOT / "constraints.txt").read_text()
+        pinned = re.findall(r"^([\w-]+)==", text, flags=re.MULTILINE)
         assert parsed(path)
         for line in re.findall(r"pip install (.*)", path.read_text()):
             assert "-c constraints.txt" in line

@@ -37,10 +37,12 @@ def test_fractions_are_of_the_slowest_rank():
     slow = {"mib": 64, "alone": {**SECONDS, "read from a peer": 0.002}}
     found = fractions(entry, [entry, slow], "alone")
     assert found["read / plain copy"] == 0.5
-    assert found["read GiB/s"] == pytest.approx(64 * MIB / 0.002 / 2**30)
+    expected = pytest.approx(64 * MIB / 0.002 / 2**30)
+    assert found["read GiB/s"] == expected
     # Of two ranks each adds 64 MiB to both.
     assert found["add GiB/s"] == found["add bf16 GiB/s"] == pytest.approx(2 * 64 * MIB / 0.004 / 2**30)
-    assert (found["add / add in place"], found["add bf16 / add bf16 in place"]) == (0.75, 0.5)
+    assert found["add / add in place"] == 0.75
+    assert found["add bf16 / add bf16 in place"] == 0.5
     entry["alone"] = {**SECONDS, "copy over the link": 0.0012}  # which reads are compared with
     assert fractions(entry, [entry, entry], "alone")["read / plain copy"] == pytest.approx(0.0012 / 0.00125)
 
@@ -96,7 +98,8 @@ def test_the_benchmark_as_a_process(tmp_path):
     assert list(results["failed"]) == ["transport, 3 ranks"]
     assert "RuntimeError: CUDA error: made up" in results["failed"]["transport, 3 ranks"]
     assert "in _reading" in done.stdout, "where it was raised is printed, too"
-    assert [run["ranks"] for run in results["transport"]] == [2, 2]
+    found = [run["ranks"] for run in results["transport"]]
+    assert found == [2, 2]
     (host,) = results["host"]
     # Every way ran on the CPU, but for the one that needs NCCL; they communicate as often.
     rows = {row["way"]: row for row in host["rows"]}
@@ -104,16 +107,21 @@ def test_the_benchmark_as_a_process(tmp_path):
     assert rows[Way.COPY_ENGINE]["missing"].startswith("needs ")  # GPUs, and torch 2.13
     often = (Way.ON_DEMAND, Way.STOCK)
     counts = [rows[way]["calls"][1] for way in often]
-    assert len({*counts}) == 1 and counts[0] > 2, counts
-    assert rows[Way.KEPT]["calls"][1] < counts[0]
-    assert rows[Way.ALONE]["calls"][1] == rows[Way.ALONE]["comm us"][1] == 0
+    assert len({*counts}) == 1
+    assert counts[0] > 2, counts
+    found = rows[Way.KEPT]["calls"][1]
+    assert found < counts[0]
+    assert rows[Way.ALONE]["calls"][1] == 0
+    assert rows[Way.ALONE]["comm us"][1] == 0
     for way in (*often, Way.KEPT):
         assert 0 < rows[way]["comm us"][1] < rows[way]["host us"][1]
-        assert rows[way]["host ms"][1] <= rows[way]["device ms"][1]
+        found = rows[way]["host ms"][1]
+        assert found <= rows[way]["device ms"][1]
     assert rows[Way.ON_DEMAND]["minibatch us"][1] > 0
     text = kept.with_suffix(".md").read_text()
     assert "Not measured, transport, 3 ranks: " in text
-    assert "| 1 MiB, alone |" in text and "| 1 MiB, alone |" in done.stdout
+    assert "| 1 MiB, alone |" in text
+    assert "| 1 MiB, alone |" in done.stdout
 
 
 HOST = {
@@ -139,5 +147,6 @@ def test_what_was_measured_before_an_interrupt_is_kept(tmp_path):
     ):
         benchmark.main(["--json", str(kept)])
     results = json.loads(kept.read_text())
-    assert results["host"] == [HOST] and not results["finished"]
+    assert results["host"] == [HOST]
+    assert not results["finished"]
     assert "The run was ended before everything was measured." in kept.with_suffix(".md").read_text()

@@ -48,13 +48,18 @@ def test_a_gpu_each_if_there_are_enough(gpus: Any, monkeypatch: pytest.MonkeyPat
     ):
         gpus(there_are)
         placement = place("cuda", ranks)
-        assert placement.devices == [torch.device("cuda", number) for number in numbers]
-        assert (placement.accelerator, placement.backend, placement.caption) == ("gpu", backend, caption)
+        expected = [torch.device("cuda", number) for number in numbers]
+        assert placement.devices == expected
+        assert placement.accelerator == "gpu"
+        assert placement.backend == backend
+        assert placement.caption == caption
         assert placement.shares == bool(caption)
     monkeypatch.delattr(torch.cuda, "device_count")  # processors ask for no GPU
     placement = place("cpu", 2)
     assert placement.devices == [torch.device("cpu")] * 2
-    assert (placement.accelerator, placement.backend, placement.caption) == ("cpu", "gloo", "")
+    assert placement.accelerator == "cpu"
+    assert placement.backend == "gloo"
+    assert placement.caption == ""
 
 
 def test_what_to_write_where_there_is_no_gpu(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +84,8 @@ def _found(rank: int, world_size: int) -> tuple[str | None, str | None, str]:
 def test_ranks_that_share_a_gpu_are_told_in_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server that they are forked from has started before, and without the variable."""
     monkeypatch.delenv(OVERLAP_VARIABLE, raising=False)
-    with RankProcesses(2, (), _enter_without_a_gpu, Placement(2, gpus=1).backend) as ranks:
+    placement = Placement(2, gpus=1)
+    with RankProcesses(2, (), _enter_without_a_gpu, placement.backend) as ranks:
         found = ranks.call(_found)
     assert found == [("1", "cuda:0", "cpu:gloo,cuda:gloo")] * 2
     assert OVERLAP_VARIABLE not in os.environ
@@ -91,11 +97,13 @@ def test_the_trainer_gets_these_devices(gpus: Any, monkeypatch: pytest.MonkeyPat
     for communication, there_are, number in (("on_demand", 2, 1), ("collective", 1, 0)):
         gpus(there_are)
         combination = Combination(communication, "lb_micro")
-        training.make_trainer(Workload(TrainOptions(device="cuda")), combination, place("cuda", 2), [])
+        workload = Workload(TrainOptions(device="cuda"))
+        training.make_trainer(workload, combination, place("cuda", 2), [])
         strategy = given["strategy"]
         assert given["accelerator"] == "gpu"
         assert "devices" not in given  # or Lightning would count GPUs
-        assert strategy.parallel_devices == [torch.device("cuda", 0), torch.device("cuda", number)]
+        expected = [torch.device("cuda", 0), torch.device("cuda", number)]
+        assert strategy.parallel_devices == expected
         assert isinstance(strategy, ODCStrategy)
 
 
@@ -118,13 +126,16 @@ def test_a_benchmark_on_a_shared_gpu_says_so_everywhere(gpus, tmp_path, capsys):
     outcome.write_files()
     assert CAPTION in (tmp_path / "bench.md").read_text()
     outcome.show()
-    assert f"**{CAPTION}**" in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert f"**{CAPTION}**" in lines
     record = outcome.as_dict()
-    assert (record["caption"], record["machine"]["gpus"]) == (CAPTION, ["GPU number 0"])
+    assert record["caption"] == CAPTION
+    assert record["machine"]["gpus"] == ["GPU number 0"]
     gpus(2)
     assert CAPTION not in measured(options).text
     assert measured(options).as_dict()["caption"] is None
     (row, *_) = measured(options, sees_waits=False).rows
-    assert (row.idle, row.over_bound) == (None, None), "waits that the host does not see are not zero"
+    assert row.idle is None
+    assert row.over_bound is None, "waits that the host does not see are not zero"
     (row, *_) = measured(TrainOptions(lengths="aime")).rows
     assert row.idle == pytest.approx(0.1)

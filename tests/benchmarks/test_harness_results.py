@@ -53,15 +53,16 @@ def test_a_speed_up_is_a_product_of_its_causes() -> None:
     runs = [run(COLLECTIVE, [8.0, 16.0]), run(LOCKSTEP, [4.0, 8.0]), run(ON_DEMAND, [2.0, 6.0])]
     runs.append(run(BALANCED, [1.0, 3.0]))
     last = splits(runs)[-1]
-    assert (last.slow, last.fast, last.total[1]) == (COLLECTIVE, BALANCED, 6.0)
-    assert [(name, factor[1]) for name, factor in last.factors] == [
-        ("cheaper bytes", 2.0),
-        ("fewer waits", 1.5),
-        ("balancing", 2.0),
-    ]
+    assert last.slow == COLLECTIVE
+    assert last.fast == BALANCED
+    assert last.total[1] == 6.0
+    found = [(name, factor[1]) for name, factor in last.factors]
+    expected = [("cheaper bytes", 2.0), ("fewer waits", 1.5), ("balancing", 2.0)]
+    assert found == expected
     assert last.total[0] < 6 < last.total[2]
     without_lockstep = splits([runs[0], *runs[2:]])[-1]
-    assert [name for name, _ in without_lockstep.factors] == ["communication", "balancing"]
+    found = [name for name, _ in without_lockstep.factors]
+    assert found == ["communication", "balancing"]
     only_ends = splits([runs[0], runs[3]])[0]
     assert [name for name, _ in only_ends.factors] == ["communication and balancing"]
     assert splits(runs[2:3]) == []
@@ -87,12 +88,14 @@ def test_a_speed_up_that_means_nothing_is_not_printed(slow, fast, reason):
         for combination, of_all in ((COLLECTIVE, slow), (BALANCED, fast))
         for repetition, seconds in enumerate(of_all)
     ]
-    row, (split,) = summarize(runs, cores=2)[1], splits(runs)
+    row = summarize(runs, cores=2)[1]
+    (split,) = splits(runs)
     assert row.doubt == split.doubt
     assert row.doubt.startswith(reason)
     assert bool(row.doubt) == bool(reason)
     assert row.record()["doubt"] == row.doubt
-    printed = outcome_of(runs).text.splitlines()[3] + outcome_of(runs).sentence(split)
+    lines = outcome_of(runs).text.splitlines()
+    printed = lines[3] + outcome_of(runs).sentence(split)
     assert ("not measurable" in printed) == bool(reason)
     assert row.speed_up is not None
     assert (f"x{row.speed_up[1]:.3f}" in printed) != bool(reason)
@@ -100,28 +103,26 @@ def test_a_speed_up_that_means_nothing_is_not_printed(slow, fast, reason):
 
 def test_runs_are_told_by_their_costs_too() -> None:
     tokens = Combination.parse("on_demand+lb_mini+tokens")
-    assert (tokens, str(tokens), str(BALANCED)) == (
-        BALANCED._replace(cost="tokens"),
-        "on_demand+lb_mini+tokens",
-        "on_demand+lb_mini",
-    )
+    found = (tokens, str(tokens), str(BALANCED))
+    assert found == (BALANCED._replace(cost="tokens"), "on_demand+lb_mini+tokens", "on_demand+lb_mini")
     quadratic = [one._replace(cost="quadratic") for one in (ON_DEMAND, COLLECTIVE)]
     assert baseline_of([LOCKSTEP, *quadratic]) == quadratic[1]
     runs = [run(COLLECTIVE, [8.0]), run(quadratic[1], [9.0]), run(ON_DEMAND, [4.0]), run(tokens, [2.0])]
     last = splits(runs)[-1]
-    assert (last.slow, last.fast) == (COLLECTIVE, tokens)
-    assert [(name, factor[1]) for name, factor in last.factors] == [
-        ("communication", 2.0),
-        ("balancing", 2.0),
-    ]
+    assert last.slow == COLLECTIVE
+    assert last.fast == tokens
+    found = [(name, factor[1]) for name, factor in last.factors]
+    assert found == [("communication", 2.0), ("balancing", 2.0)]
     lines = outcome_of(runs).text.splitlines()[:6]
     assert lines[0].startswith("| communication | policy | cost | s/minibatch")
-    assert [line.split(" | ")[2] for line in lines[2:]] == ["model", "quadratic", "model", "tokens"]
+    found = [line.split(" | ")[2] for line in lines[2:]]
+    assert found == ["model", "quadratic", "model", "tokens"]
     assert " cost " not in outcome_of(runs[:1]).text
 
 
 def test_only_minibatches_that_both_have_are_compared() -> None:
-    whole, cut = run(COLLECTIVE, [4.0, 4.0, 400.0]), run(BALANCED, [2.0, 2.0])
+    whole = run(COLLECTIVE, [4.0, 4.0, 400.0])
+    cut = run(BALANCED, [2.0, 2.0])
     cut.ranks[1].pop()  # one rank has told of one minibatch less
     rows = summarize([whole, cut, run(LOCKSTEP, [])], cores=2)
     assert [row.combination for row in rows] == [COLLECTIVE, BALANCED]
@@ -132,10 +133,12 @@ def test_only_minibatches_that_both_have_are_compared() -> None:
     slow = {(0, 1): 4.0, (0, 2): 2.0, (1, 1): 9.0, (2, 1): 1.0}
     fast = {(0, 1): 1.0, (0, 2): 1.0, (1, 1): 3.0, (1, 2): 50.0}
     # Both repetitions are three times as fast. With what only one of them has, the second is slower: 9 over 53.
-    assert doubt(slow, fast) == doubt(slow, {}) == ""
+    assert doubt(slow, fast) == ""
+    assert doubt(slow, {}) == ""
     (row,) = summarize([run(ON_DEMAND, [4.0, 6.0], waits=1.0)], cores=2)
     assert row.idle == pytest.approx(2 / 20), "shares are parts of all ranks' time"
-    assert (row.over_bound, row.settling, row.seconds[1]) == (0, pytest.approx(0.4 / 20), 5.0)
+    expected = (0, pytest.approx(0.4 / 20), 5.0)
+    assert (row.over_bound, row.settling, row.seconds[1]) == expected
 
 
 @pytest.mark.parametrize("ahead", [0, 5_000_000_000])
@@ -144,16 +147,20 @@ def test_waits_in_collectives_are_known_when_all_ranks_have_told(ahead: int) -> 
     one = run(COLLECTIVE, [1.0])
     one.common_clock = not ahead
     for rank, came in enumerate((0, 300_000_000)):
-        one.ranks[rank][1].meetings = [Passage(came + ahead * rank, 400_000_000 + ahead * rank)]
+        passage = Passage(came + ahead * rank, 400_000_000 + ahead * rank)
+        one.ranks[rank][1].meetings = [passage]
     one.resolve(1)
-    assert [rank[1].waits["collective"] for rank in one.ranks] == [pytest.approx(0.3), 0.0]
+    found = [rank[1].waits["collective"] for rank in one.ranks]
+    assert found == [pytest.approx(0.3), 0.0]
 
 
 def test_losses_are_compared_minibatch_by_minibatch() -> None:
     other = run(BALANCED, [1.0, 1.0])
-    assert loss_difference([run(COLLECTIVE, [1.0, 1.0]), other]) == 0
+    found = loss_difference([run(COLLECTIVE, [1.0, 1.0]), other])
+    assert found == 0
     other.ranks[0][2].loss_sum += 0.12
-    assert loss_difference([run(COLLECTIVE, [1.0, 1.0]), other]) == pytest.approx(0.01)
+    found = loss_difference([run(COLLECTIVE, [1.0, 1.0]), other])
+    assert found == pytest.approx(0.01)
     for wrong in (math.nan, math.inf):  # never agree
         other.ranks[0][2].loss_sum = wrong
         for runs in ([run(COLLECTIVE, [1.0, 1.0]), other], [other, run(COLLECTIVE, [1.0, 1.0])], [other]):
@@ -164,15 +171,20 @@ def test_named_lengths_have_the_published_mean_and_shrink_in_proportion() -> Non
     for name in PUBLISHED:
         lengths = draw(name, 4096)
         # 4096 draws with a standard deviation below the mean: the mean is off by at most 1/64 at one sigma.
-        assert lengths.mean() == pytest.approx(PUBLISHED[name].mean, rel=4 / 64)
+        expected = pytest.approx(PUBLISHED[name].mean, rel=4 / 64)
+        assert lengths.mean() == expected
         assert 1 <= lengths.min() < lengths.max() <= PUBLISHED[name].longest
-        short = draw(name, 4096, longest=PUBLISHED[name].longest // 16)
-        assert np.abs(short - lengths / 16).max() <= 1
+        longest = PUBLISHED[name].longest // 16
+        short = draw(name, 4096, longest=longest)
+        largest = np.abs(short - lengths / 16).max()
+        assert largest <= 1
 
 
 def test_samples_are_dealt_in_turns(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("3 9 5 1 4 2")
     options = TrainOptions(lengths=str(tmp_path / "lengths.txt"), model="tiny")
     for policy, plan in (("local_sort", [[2], [4], [0]]), ("shuffled", [[0], [2], [4]])):
-        planner = Workload(options).loader(Combination("collective", policy), 0).options.planner(2, 9)
-        assert planner.plan(np.array([3, 9, 5, 1, 4, 2]))[0] == plan
+        loader = Workload(options).loader(Combination("collective", policy), 0)
+        planner = loader.options.planner(2, 9)
+        found = planner.plan(np.array([3, 9, 5, 1, 4, 2]))[0]
+        assert found == plan

@@ -40,20 +40,23 @@ def test_weights_follow_the_seed_and_leave_the_random_state_alone() -> None:
 
 def test_the_loss_is_a_sum_over_predicted_tokens() -> None:
     model = small()
-    assert encode("é\n".encode()).tolist() == [BOS, 0xC3, 0xA9, 10, EOS]
+    found = encode("é\n".encode()).tolist()
+    assert found == [BOS, 0xC3, 0xA9, 10, EOS]
     samples = [encode(b"def f(): pass\n"), encode(b"class C: ...\n")]
     together, *alone = (
         model.training_step(pack_samples(of), 0) for of in (samples, samples[:1], samples[1:])
     )
     assert together is not None
-    assert together["num_items"] == sum(len(sample) - 1 for sample in samples)
-    assert together["num_items"] == sum(step["num_items"] for step in alone)
-    torch.testing.assert_close(together["loss"], sum(step["loss"] for step in alone))
-    assert model.take_loss() == (
-        pytest.approx(2 * float(together["loss"].detach())),
-        2 * together["num_items"],
-    )
+    expected = sum(len(sample) - 1 for sample in samples)
+    assert together["num_items"] == expected
+    expected = sum(step["num_items"] for step in alone)
+    assert together["num_items"] == expected
+    expected = sum(step["loss"] for step in alone)
+    torch.testing.assert_close(together["loss"], expected)
+    loss = float(together["loss"].detach())
+    assert model.take_loss() == (pytest.approx(2 * loss), 2 * together["num_items"])
     assert model.take_loss() == (0.0, 0)
     # An untrained model knows nothing: about log(vocabulary) per token.
     mean = float(together["loss"].detach()) / together["num_items"]
-    assert mean == pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), rel=0.1)
+    expected = pytest.approx(torch.tensor(float(VOCABULARY)).log().item(), rel=0.1)
+    assert mean == expected

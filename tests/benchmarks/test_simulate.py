@@ -73,15 +73,19 @@ def test_a_config_tells_units_bytes_and_seconds() -> None:
     layer = 4 * 8 * 8 + 3 * 8 * 16
     root, layers = model.units
     assert root.parameters == 2 * 8 * 10  # embedding and head
-    assert (layers.parameters, layers.count) == (layer, 3)
-    assert root.share == pytest.approx(80 / (80 + 3 * layer))
+    assert layers.parameters == layer
+    assert layers.count == 3
+    expected = pytest.approx(80 / (80 + 3 * layer))
+    assert root.share == expected
     assert model.parameters == 160 + 3 * layer
     # The inputs of three layers; of one layer four inputs, four vectors of attention and three of the feed-forward
     # layer; logits in bf16 and twice in fp32.
-    assert model.activation_bytes == 2 * 3 * 8 + 2 * (4 * 8 + 4 * 8 + 3 * 16) + 10 * (2 + 4 + 4)
+    expected = 2 * 3 * 8 + 2 * (4 * 8 + 4 * 8 + 3 * 16) + 10 * (2 + 4 + 4)
+    assert model.activation_bytes == expected
     tokens = np.array([7.0])
     flops = transformer(CONFIG).samples(tokens)
-    np.testing.assert_allclose(model.cost.samples(tokens), 4 / 3 * flops / H100.flops)
+    samples = model.cost.samples(tokens)
+    np.testing.assert_allclose(samples, 4 / 3 * flops / H100.flops)
     tied = Model.from_config({**CONFIG, "tie_word_embeddings": True}, H100)
     assert tied.parameters == 80 + 3 * layer
 
@@ -137,18 +141,23 @@ def test_several_nodes_have_a_window_of_their_own() -> None:
     for sharding, expected in (("full", 8.75), ("hybrid", 19.25), ("flat", 4.8125)):
         # Half of the unit fits beside what is there, and the unit in use.
         memory = (expected + 14 + 7 / 0.9) * BILLION
-        assert kept_fraction(LARGE, cluster.but(memory=memory), sharding, 0) == pytest.approx(0.5)
+        found = kept_fraction(LARGE, cluster.but(memory=memory), sharding, 0)
+        assert found == pytest.approx(0.5)
 
 
 def test_seconds_are_those_of_the_balance_package() -> None:
     cost = PolynomialCost(0.25, 1.0, 3.0)
     lengths = np.random.default_rng(0).integers(1, 40, 24)
     plan = plan_minibatch(lengths, 3, 120, cost=cost)
-    work = work_of([(plan, lengths)], replace(model_of(), cost=cost))
+    model = replace(model_of(), cost=cost)
+    work = work_of([(plan, lengths)], model)
     for device, costs in enumerate(microbatch_costs(plan, lengths, cost)):
-        assert work.seconds[0, : len(costs), device].tolist() == costs
-        assert work.exists[0, :, device].sum() == len(costs)
-    assert work.most_tokens == max(sum(lengths[one].tolist()) for rank in plan for one in rank)
+        found = work.seconds[0, : len(costs), device].tolist()
+        assert found == costs
+        found = work.exists[0, :, device].sum()
+        assert found == len(costs)
+    expected = max(sum(lengths[one].tolist()) for rank in plan for one in rank)
+    assert work.most_tokens == expected
 
 
 FOUR = {"plan": [[[0]], [[1]], [[2]], [[3]]], "lengths": [12] * 4}
@@ -158,7 +167,8 @@ COLLECTIVE = {"communication": "collective"}
 
 def run(cluster: Any, model: Any = None, plan: Any = PLAN, lengths: Any = LENGTHS, **how: Any) -> Simulation:
     model = model or model_of()
-    return simulate_work(work_of([(plan, lengths)], model), model, cluster, **how)
+    work = work_of([(plan, lengths)], model)
+    return simulate_work(work, model, cluster, **how)
 
 
 def busy_owner(devices: int, moved: float, compute: float) -> float:
@@ -253,7 +263,8 @@ SECONDS = {
 @pytest.mark.parametrize("name", SECONDS)
 def test_seconds_of_a_minibatch(name: str) -> None:
     cluster, model, how, seconds = SECONDS[name]
-    assert run(cluster, model, **how).seconds == pytest.approx([seconds])
+    found = run(cluster, model, **how).seconds
+    assert found == pytest.approx([seconds])
 
 
 @pytest.mark.parametrize(("kept", "seconds"), [(0.0, 7 + 2 * 6), (0.5, 7 + 5 + 4), (1.0, 7 + 4 + 2)])
@@ -266,10 +277,12 @@ def test_what_stays_gathered_is_not_read_again(kept: float, seconds: float) -> N
 def test_collectives_wait_in_every_microbatch_and_on_demand_once() -> None:
     slow = run(cluster_of(2), **COLLECTIVE)
     assert slow.seconds.tolist() == [6 + 4]
-    assert slow.useful == (7 + 6) / 2 / 10
+    expected = (7 + 6) / 2 / 10
+    assert slow.useful == expected
     fast = run(cluster_of(2))
     assert fast.seconds.tolist() == [7]
-    assert fast.useful == (7 + 6) / 2 / 7
+    expected = (7 + 6) / 2 / 7
+    assert fast.useful == expected
 
 
 some = settings(deadline=None, max_examples=60, derandomize=True)
@@ -305,7 +318,8 @@ def test_no_minibatch_is_faster_than_its_busiest_device(lengths, sharding, polic
 @some
 @given(st.integers(1, 40_000), SHARDINGS, POLICIES)
 def test_equal_lengths_leave_nothing_to_wait_for(length: int, sharding: str, policy: str) -> None:
-    for found in ways(cluster_of(8, 4), [length] * 32, policy, sharding):
+    lengths = [length] * 32
+    for found in ways(cluster_of(8, 4), lengths, policy, sharding):
         assert found.useful == pytest.approx(1, abs=1e-12)
 
 
@@ -316,7 +330,8 @@ def test_more_bandwidth_is_never_slower(lengths: list[int], sharding: str, name:
     pairs = zip(
         ways(REAL, lengths, "lb_micro", sharding), ways(faster, lengths, "lb_micro", sharding), strict=True
     )
-    assert all((new.seconds <= old.seconds * (1 + 1e-12)).all() for old, new in pairs)
+    for old, new in pairs:
+        assert (new.seconds <= old.seconds * (1 + 1e-12)).all()
 
 
 def rows_on(page: str, table: str) -> list[list[str]]:
@@ -334,6 +349,8 @@ RECORDED = json.loads((ROOT / "docs" / "data" / "simulate.json").read_text())
 @pytest.mark.parametrize("name", RECORDED)
 def test_a_table_that_is_not_renewed_stands_as_it_was_and_names_its_commit(name: str) -> None:
     record = RECORDED[name]
-    assert rows_on(record["page"], name) == [record["columns"], *record["rows"]]
+    expected = [record["columns"], *record["rows"]]
+    assert rows_on(record["page"], name) == expected
     text = (ROOT / "docs" / record["page"]).read_text()
-    assert f"commit `{record['commit']}`" in " ".join(text.split())
+    found = " ".join(text.split())
+    assert f"commit `{record['commit']}`" in found

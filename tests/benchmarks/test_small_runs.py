@@ -30,13 +30,16 @@ UNITS = 5  # four layers and the rest
 def test_kept_units_are_read_once_and_frozen_ones_no_more(tmp_path: Path, capsys: Any) -> None:
     small = ["--ranks", "2", "--microbatches", "2", "--minibatches", "2", "--width", "64", "--tokens", "8"]
     traffic.main([*small, "--json", str(tmp_path / "traffic.json")])
-    whole, lora = json.loads((tmp_path / "traffic.json").read_text())["rows"]
+    text = (tmp_path / "traffic.json").read_text()
+    whole, lora = json.loads(text)["rows"]
     for row in (whole, lora):
-        assert row["freed"]["reads"] == 2 * (2 * (UNITS - 1) + 1)
+        found = row["freed"]["reads"]
+        assert found == 2 * (2 * (UNITS - 1) + 1)
         assert row["collective"]["reads"] == 0
     assert whole["kept"]["reads"] == UNITS
     assert lora["kept"]["reads"] == UNITS - 1  # the root unit is frozen
-    assert lora["kept"]["bytes"] < lora["freed"]["bytes"] / 20
+    found = lora["kept"]["bytes"]
+    assert found < lora["freed"]["bytes"] / 20
     assert "| 2 | LoRA | 2 | 18, 4 |" in capsys.readouterr().out
 
 
@@ -45,14 +48,17 @@ def test_every_variant_has_the_gradient_of_one_process(tmp_path: Path, capsys: A
     small += ["--mean", "3", "--pass-seconds", "0.001", "--token-seconds", "0.0001"]
     rl.main([*small, "--json", str(tmp_path / "rl.json")])
     rows = json.loads((tmp_path / "rl.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == list(rl.VARIANTS)
+    found = [row["variant"] for row in rows]
+    assert found == list(rl.VARIANTS)
     collective, own, stealing = rows
     assert own["passes"] == own["longest own"]
-    assert all(c >= o for c, o in zip(collective["passes"], own["passes"], strict=True))
+    for c, o in zip(collective["passes"], own["passes"], strict=True):
+        assert c >= o
     assert sum(collective["passes"]) > sum(own["passes"])
     for row in rows:
         assert row["difference"] < 1e-4
-        assert 0 < min(row["idle"]) < max(row["idle"]) < 1
+        smallest = min(row["idle"])
+        assert 0 < smallest < max(row["idle"]) < 1
     assert len(stealing["speedup"]) == 2
     assert "| 2 | aime | on demand, stealing |" in capsys.readouterr().out
 
@@ -60,14 +66,18 @@ def test_every_variant_has_the_gradient_of_one_process(tmp_path: Path, capsys: A
 @pytest.mark.slow
 def test_fine_tuning_has_a_row_for_every_way_to_train(capsys: Any) -> None:
     sft = pytest.importorskip("benchmarks.sft")
-    assert sft.main(["--rounds", "1", "--layers", "1", "--width", "64"]) == 0
-    table = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
-    assert [cells[0].removeprefix("| ") for cells in table] == list(sft.ROWS)
+    found = sft.main(["--rounds", "1", "--layers", "1", "--width", "64"])
+    assert found == 0
+    lines = capsys.readouterr().out.splitlines()
+    table = [line.split(" | ") for line in lines if line.startswith("| `")]
+    found = [cells[0].removeprefix("| ") for cells in table]
+    assert found == list(sft.ROWS)
     stock, grouped, sharded, mixed_in = (int(cells[3].replace(",", "")) for cells in table)
     assert stock == pytest.approx(sharded, rel=0.2)  # whose order is another one
     assert max(mixed_in, grouped) < 0.8 * stock
     waits = [cells[5].removesuffix(" |").strip() for cells in table]
-    assert waits[:3] == [""] * 3 and waits[3].endswith("%")
+    assert waits[:3] == [""] * 3
+    assert waits[3].endswith("%")
 
 
 TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), Column("ms", ".1f")])
@@ -75,8 +85,10 @@ TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), 
 
 def test_a_table_is_put_between_its_comments_alone_on_the_page_that_has_them(tmp_path: Path):
     TABLE.rows[:] = [["a", 0.01234, [1.0, 2.55]], ["b", -1e-9, math.nan]]
-    assert TABLE.markdown().splitlines()[2:] == ["| a | 1.234 % | 1.0 (2.5) |", "| b | 0.000 % |  |"]
-    assert TABLE.record()["rows"] == [["a", 0.01234, [1.0, 2.55]], ["b", -1e-9, None]]
+    found = TABLE.markdown().splitlines()[2:]
+    assert found == ["| a | 1.234 % | 1.0 (2.5) |", "| b | 0.000 % |  |"]
+    found = TABLE.record()["rows"]
+    assert found == [["a", 0.01234, [1.0, 2.55]], ["b", -1e-9, None]]
     other = Table("other", "Another", [Column("name")], [["c"]])
     pages = [tmp_path / "one.md", tmp_path / "two.md"]
     for page, table in zip(pages, (other, TABLE), strict=True):
@@ -84,12 +96,11 @@ def test_a_table_is_put_between_its_comments_alone_on_the_page_that_has_them(tmp
     for _ in range(2):
         write_into(pages, [TABLE, other])
         one, two = (page.read_text() for page in pages)
-        assert [("| c |" in page, "| a | 1.234 %" in page) for page in (one, two)] == [
-            (True, False),
-            (False, True),
-        ]
+        found = [("| c |" in page, "| a | 1.234 %" in page) for page in (one, two)]
+        assert found == [(True, False), (False, True)]
         assert "old" not in one + two
-        assert (two[:4], two[-4:]) == ("one\n", "two\n")
+        assert two[:4] == "one\n"
+        assert two[-4:] == "two\n"
     TABLE.rows[:] = [["c", 0.5, 1.0]]
     with pytest.raises(ValueError, match="no place for 'nowhere'"):
         write_into(pages, [TABLE, Table("nowhere", "", [Column("name")])])
@@ -100,11 +111,13 @@ def test_waiting_by_arithmetic() -> None:
     sleeps = [[3.0, 1.0], [1.0, 2.0]]
     assert expected("on_demand", sleeps) == [0.0, 1.0]
     assert expected("collective", sleeps) == [1.0, 2.0]
-    assert expected("on_demand", [[3.0, 1.0], []]) == [0.0, 4.0]
+    found = expected("on_demand", [[3.0, 1.0], []])
+    assert found == [0.0, 4.0]
     # Rank 1 waits for rank 0 before the second batch, and rank 0 for rank 1 at the end.
     assert expected("ddp", sleeps) == [1.0, 2.0]
     # Rank 0 waits for nobody before a batch.
-    assert expected("ddp", sleeps[::-1]) == [1.0, 0.0]
+    found = expected("ddp", sleeps[::-1])
+    assert found == [1.0, 0.0]
 
 
 def spans(kind: str, *limits: tuple[int, int]) -> list[Span]:
@@ -120,8 +133,10 @@ def test_a_step_begins_with_its_first_rank_and_idle_is_a_share_of_all_ranks() ->
     (step,) = minibatches(Timeline([waiting, busy], 2))
     assert step["seconds"] == pytest.approx(0.1)
     assert step["idle"] == pytest.approx((10 + 9 + 10) / 200)
-    assert step["ranks"][0]["wait"] == [10.0, 30.0, 60.0, 70.0]
-    assert step["ranks"][1] == {
+    found = step["ranks"][0]["wait"]
+    assert found == [10.0, 30.0, 60.0, 70.0]
+    found = step["ranks"][1]
+    assert found == {
         "forward": [10.0, 40.0],
         "backward": [],
         "optimizer": [],
@@ -150,25 +165,30 @@ def test_bytes_and_memory_are_those_of_the_formulas(tmp_path: Path, capsys: Any)
     small = ["--hosts", "2", "--mbit", "0", "--microbatches", "2", "--minibatches", "1", "--repetitions", "1"]
     copies.main([*small, "--seconds", "0", "--json", str(tmp_path / "copies.json")])
     rows = json.loads((tmp_path / "copies.json").read_text())["rows"]
-    assert [row["variant"] for row in rows] == list(copies.VARIANTS)
+    found = [row["variant"] for row in rows]
+    assert found == list(copies.VARIANTS)
     for row in rows:
         # Headers, acknowledgements and records; control words.
         assert row["formula"] is None or 1 < row["bytes per parameter"] / row["formula"] < 1.05
         assert 1 <= row["held"] / row["formula held"] < 1.005
         assert row["difference"] < (1e-5 if row["variant"] != copies.FULL_BF16 else 1e-2)
-    assert rows[0]["bytes"] > 4 * rows[1]["bytes"], "stock sharding moves more, in every microbatch"
+    found = rows[0]["bytes"]
+    assert found > 4 * rows[1]["bytes"], "stock sharding moves more, in every microbatch"
     assert "| 2 | FULL_SHARD | 4.0" in capsys.readouterr().out
 
 
 def test_what_the_formulas_say():
-    assert copies.bytes_per_parameter(copies.FULL, hosts=3) == pytest.approx(16 / 3)
+    found = copies.bytes_per_parameter(copies.FULL, hosts=3)
+    assert found == pytest.approx(16 / 3)
     assert copies.bytes_per_parameter(copies.FULL_BF16, hosts=2) == 3.0
     assert copies.held_per_parameter(copies.STOCK, hosts=3) == 2.0
     assert copies.held_per_parameter(copies.FULL, hosts=3) == 6.0
     row = {"hosts": 2, "mbit": 1000.0, "bytes sent": 1.5e6, "seconds": [0.0]}
     # The slow link hides all hops but one.
-    assert primitives.with_hops(row, {"seconds": [0.006] * 4}) == pytest.approx(0.012 + 0.002)
-    assert primitives.with_hops(row, {"seconds": [0.030] * 4}) == 0.030
+    found = primitives.with_hops(row, {"seconds": [0.006] * 4})
+    assert found == pytest.approx(0.012 + 0.002)
+    free = {"seconds": [0.030] * 4}
+    assert primitives.with_hops(row, free) == 0.030
 
 
 @pytest.mark.skipif(bool(NO_LIMIT), reason=NO_LIMIT or "links can be limited")
@@ -195,11 +215,15 @@ def test_a_host_sends_one_ring_for_both_of_its_ranks(tmp_path: Path, capsys: Any
 def test_many_leaders_meet_through_one_store(capsys: Any) -> None:
     meetings.main(["--leaders", "5", "--meetings", "2", "--processes", "2"])
     *_, row, requests = capsys.readouterr().out.splitlines()
-    assert all(float(number) > 0 for number in row.split("|")[2:5])
+    for number in row.split("|")[2:5]:
+        assert float(number) > 0
     assert requests.startswith("| requests per second |")
 
 
 def test_start_up_looks_at_samples_of_every_kind():
     rows = start_up.seconds_of_lengths(40)
-    assert [kind for kind, *_ in rows][-1] == "dicts of two lists"
-    assert all(float(number) < 60 for _, *numbers in rows for number in numbers)
+    found = [kind for kind, *_ in rows][-1]
+    assert found == "dicts of two lists"
+    for _, *numbers in rows:
+        for number in numbers:
+            assert float(number) < 60

@@ -54,8 +54,10 @@ class Event:
         self.stream.now = max(self.stream.now, self.at)
 
     def elapsed_time(self, end_event: Event) -> float:
-        assert self.query() and end_event.query(), "CUDA raises for events that have not passed"
-        assert self.at is not None and end_event.at is not None
+        assert self.query()
+        assert end_event.query(), "CUDA raises for events that have not passed"
+        assert self.at is not None
+        assert end_event.at is not None
         return end_event.at - self.at
 
 
@@ -100,9 +102,11 @@ def test_a_wait_counts_as_far_as_the_device_had_nothing_to_do():
     stream.launch(20)
     wait(10, 17)  # behind kernels, and read without waiting for them
     assert waits.take() == {IdleCause.READ: 0.0, IdleCause.LOCK: 0.0}
-    assert stream.now == 17 and waits._ended
+    assert stream.now == 17
+    assert waits._ended
     stream.now = 30
-    assert waits.take()[IdleCause.READ] == 0.0 and not waits._ended
+    assert waits.take()[IdleCause.READ] == 0.0
+    assert not waits._ended
     waits.enter(IdleCause.READ)
     stream.now = 31
     waits.enter(IdleCause.LOCK)
@@ -118,7 +122,8 @@ def test_a_wait_counts_as_far_as_the_device_had_nothing_to_do():
 
 def test_waits_of_the_engine_are_told_of_and_those_for_its_own_device_are_not():
     stream = Stream()
-    waits, spans = counting(stream), Tracer()
+    waits = counting(stream)
+    spans = Tracer()
 
     def after(looks: int) -> Any:
         left = iter([False] * looks + [True])
@@ -141,7 +146,8 @@ def test_waits_of_the_engine_are_told_of_and_those_for_its_own_device_are_not():
     with pytest.raises(WaitTimeoutError):
         waiter.until(lambda: False, Cause.SETTLE, str)
     assert [span.kind for span in spans.spans] == ["wait", "wait"]
-    assert not waits._begun and len(waits._ended) == 1
+    assert not waits._begun
+    assert len(waits._ended) == 1
 
 
 def test_the_end_of_a_backward_pass_on_a_stream(monkeypatch):
@@ -149,7 +155,8 @@ def test_the_end_of_a_backward_pass_on_a_stream(monkeypatch):
     stream = Stream()
     monkeypatch.setattr(sources, "compute_stream", lambda device: stream)
     first, last = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    watch = GradientWatch(torch.nn.ParameterList([first, last]), torch.device("cuda"))
+    parameter_list = torch.nn.ParameterList([first, last])
+    watch = GradientWatch(parameter_list, torch.device("cuda"))
     watch.begin_batch()
     watch.before_backward()
     for parameter in (first, last):
@@ -159,7 +166,8 @@ def test_the_end_of_a_backward_pass_on_a_stream(monkeypatch):
     watch.after_backward()
     meetings = watch.take_meetings()
     assert watch.read(meetings, wait=False) is None
-    assert watch.read(meetings, wait=True) == [(-6 * MS, 0, 0)]
+    expected = [(-6 * MS, 0, 0)]
+    assert watch.read(meetings, wait=True) == expected
     assert stream.now == 12
 
 
@@ -185,16 +193,20 @@ def test_waiting_inside_a_kernel():
     transfer = transfers([durations(one) for one in EXAMPLE])
     assert transfer == {GATHER: [2 * MS]}
     window = range(15 * MS)
-    assert [waited(one, window, transfer) for one in EXAMPLE] == pytest.approx([0.006, 0.0])
-    assert waited(EXAMPLE[0], range(6 * MS), transfer) == pytest.approx(0.002)
+    found = [waited(one, window, transfer) for one in EXAMPLE]
+    assert found == pytest.approx([0.006, 0.0])
+    found = waited(EXAMPLE[0], range(6 * MS), transfer)
+    assert found == pytest.approx(0.002)
     for one, expected in zip(EXAMPLE, ([0.007, 0.008, 0], [0.013, 0.002, 0]), strict=True):
-        assert [parts_of(one, window)[part] for part in DevicePart] == pytest.approx(expected)
+        found = [parts_of(one, window)[part] for part in DevicePart]
+        assert found == pytest.approx(expected)
     # On rank 1 the reduce-scatter of the first unit comes before the gather of the next, on rank 0 behind it.
     ranks = [
         records((GATHER, 0, 5), (GATHER, 5, 6), (REDUCE, 6, 9)),
         records((GATHER, 4, 5), (REDUCE, 5, 6), (GATHER, 6, 9)),
     ]
-    assert transfers([durations(one) for one in ranks]) == {GATHER: [MS, MS], REDUCE: [MS]}
+    found = transfers([durations(one) for one in ranks])
+    assert found == {GATHER: [MS, MS], REDUCE: [MS]}
     for other in (durations(EXAMPLE[1] * 2), {}):
         assert transfers([durations(EXAMPLE[0]), other]) is None
     assert transfers([{}, {}]) == {}
@@ -211,21 +223,26 @@ def test_parts_are_what_counting_milliseconds_says(drawn, begin, end):
     inside = set(range(begin, end))
     window = range(begin * MS, end * MS)
     parts = parts_of(ran, window)
-    assert parts[DevicePart.KERNEL] == pytest.approx(len(own & inside) / 1e3)
-    assert parts[DevicePart.COLLECTIVE] == pytest.approx(len((other - own) & inside) / 1e3)
-    assert sum(parts.values()) == pytest.approx((end - begin) / 1e3)
+    expected = pytest.approx(len(own & inside) / 1e3)
+    assert parts[DevicePart.KERNEL] == expected
+    expected = pytest.approx(len((other - own) & inside) / 1e3)
+    assert parts[DevicePart.COLLECTIVE] == expected
+    expected = pytest.approx((end - begin) / 1e3)
+    assert sum(parts.values()) == expected
     alone = {name: [0] * len(of_name) for name, of_name in durations(ran).items()}
-    assert waited(ran, window, alone) == pytest.approx(parts[DevicePart.COLLECTIVE])
+    found = waited(ran, window, alone)
+    assert found == pytest.approx(parts[DevicePart.COLLECTIVE])
     assert waited(ran, window, durations(ran)) == 0.0
 
 
 def event(name: str, begin: float, end: float, device: str = "CUDA", annotation: bool = False) -> Any:
     """As `torch.profiler` gives it, in microseconds."""
+    time_range = SimpleNamespace(start=begin, end=end)
     return SimpleNamespace(
         name=name,
         device_type=SimpleNamespace(name=device),
         is_user_annotation=annotation,
-        time_range=SimpleNamespace(start=begin, end=end),
+        time_range=time_range,
     )
 
 
@@ -237,7 +254,8 @@ def test_records_are_what_ran_on_the_device():
         event(GATHER, 7, 9),
     ]
     found = kernel_records(events)
-    assert found == [KernelRecord(GATHER, 7000, 9000), KernelRecord("gemm", 20500, 30000)]
+    expected = [KernelRecord(GATHER, 7000, 9000), KernelRecord("gemm", 20500, 30000)]
+    assert found == expected
     assert [one.is_collective for one in found] == [True, False]
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profile, record_function("named"):
         torch.ones(2) + 1
@@ -305,23 +323,30 @@ def sampler_for(profile: Profile, stream: Stream, agree: Any = with_other, **opt
 
 
 def test_the_second_step_under_the_profiler_counts():
-    stream, profile = Stream(), Profile(TWO_STEPS, 1015)
+    stream = Stream()
+    profile = Profile(TWO_STEPS, 1015)
     sampler = sampler_for(profile, stream)
     steps = run_steps(sampler, stream, 4)
-    assert [step.seen for step in steps] == [False, False, False, True]
-    assert [step.seconds for step in steps] == [1.0, 1.0, 1.0, pytest.approx(0.015)]
-    assert steps[3].waits == pytest.approx({IdleCause.COLLECTIVE: 0.006})
-    assert [steps[3].parts[part] for part in DevicePart] == pytest.approx([0.007, 0.008, 0.0])
+    found = [step.seen for step in steps]
+    assert found == [False, False, False, True]
+    expected = [1.0, 1.0, 1.0, pytest.approx(0.015)]
+    assert [step.seconds for step in steps] == expected
+    expected = pytest.approx({IdleCause.COLLECTIVE: 0.006})
+    assert steps[3].waits == expected
+    found = [steps[3].parts[part] for part in DevicePart]
+    assert found == pytest.approx([0.007, 0.008, 0.0])
     assert profile.asked == ["start", "stop"] * 2
     # The other rank's sample took 0.5 s: one in 100 * 0.5 / 0.015 steps, rounded up, after step 4.
     run_steps(sampler, stream, 3333)
     assert profile.asked == ["start", "stop"] * 2
     run_steps(sampler, stream, 1)
-    assert profile.asked == ["start", "stop"] * 2 + ["start"]
+    expected = ["start", "stop"] * 2 + ["start"]
+    assert profile.asked == expected
 
 
 def test_a_step_that_is_interrupted_does_not_count():
-    stream, profile = Stream(), Profile(TWO_STEPS, 1015)
+    stream = Stream()
+    profile = Profile(TWO_STEPS, 1015)
     sampler = sampler_for(profile, stream)
     sampler.interrupt()
     run_steps(sampler, stream, 3)
@@ -341,10 +366,12 @@ def test_a_step_that_is_interrupted_does_not_count():
     ],
 )
 def test_without_a_profiler_there_are_no_samples(fails, later, asked):
-    stream, profile = Stream(), Profile(TWO_STEPS, 1015, fails)
+    stream = Stream()
+    profile = Profile(TWO_STEPS, 1015, fails)
     sampler = sampler_for(profile, stream)
     profile.fails = fails or later
-    assert not any(step.seen for step in run_steps(sampler, stream, 50))
+    for step in run_steps(sampler, stream, 50):
+        assert not step.seen
     assert sampler.why == f"OSError: cannot {fails or later}"
     assert profile.asked == asked
     elsewhere = sampler_for(Profile([], 0), stream, lambda item: [item, "RuntimeError: no CUPTI"])
@@ -353,36 +380,54 @@ def test_without_a_profiler_there_are_no_samples(fails, later, asked):
 
 @pytest.mark.parametrize("comparable", [True, False])
 def test_collectives_that_cannot_be_compared_leave_the_parts(comparable):
-    stream, others = Stream(), ["", {GATHER: [5 * MS]}, 0.5, 0.015]  # rank 1 had one collective less
-    agree = (lambda item: [item, "" if isinstance(item, str) else others]) if comparable else with_other
+    stream = Stream()
+    others = ["", {GATHER: [5 * MS]}, 0.5, 0.015]  # rank 1 had one collective less
+
+    def with_others(item: Any) -> list[Any]:
+        if isinstance(item, str):
+            return [item, ""]
+        return [item, others]
+
+    agree = with_other
+    if comparable:
+        agree = with_others
     sampler = sampler_for(Profile(TWO_STEPS, 1015), stream, agree, comparable=comparable)
     assert sampler.complete == comparable
     step = run_steps(sampler, stream, 4)[-1]
-    assert step.seen and step.waits == {}
+    assert step.seen
+    assert step.waits == {}
     assert step.parts[DevicePart.KERNEL] == pytest.approx(0.007)
-    assert not sampler.complete and sampler.why == ""
+    assert not sampler.complete
+    assert sampler.why == ""
 
 
 def test_a_summary_speaks_of_the_steps_that_were_looked_at():
     summary = IdleSummary()
     assert summary.values(complete=True, per_rank=True) == {}
     for _ in range(3):
-        summary.add([StepNumbers(1.0, {IdleCause.DATA: 0.5}, 1, 1, 5, math.nan, seen=False)] * 2)
+        step_numbers = StepNumbers(1.0, {IdleCause.DATA: 0.5}, 1, 1, 5, math.nan, seen=False)
+        summary.add([step_numbers] * 2)
     before = summary.values(complete=True, per_rank=True)
     assert not {"idle/fraction", "tokens_per_second", "tokens_per_second_rank0"} & set(before)
-    assert (before["samples_per_second"], before["idle/data_seconds"]) == (2, 0.5)
+    assert before["samples_per_second"] == 2
+    assert before["idle/data_seconds"] == 0.5
     parts = {DevicePart.KERNEL: 1.0, DevicePart.COLLECTIVE: 0.75, DevicePart.EMPTY: 0.25}
     idle = {IdleCause.DATA: 0.0, IdleCause.COLLECTIVE: 0.5}
     summary.add([StepNumbers(2.0, idle, 1, 1, 1, parts=parts), StepNumbers(2.0, {}, 1, 1, 1, parts=parts)])
     values = summary.values(complete=True, per_rank=True)
-    assert (values["step_seconds"], values["microbatches"]) == (1.25, 2)
-    assert (values["idle/fraction"], values["idle/fraction_rank0"]) == (0.125, 0.25)
-    assert (values["busy_seconds"], values["imbalance"]) == (1.75, pytest.approx(2 / 1.75))
-    assert (values["idle/collective_seconds"], values["idle/data_seconds"]) == (0.25, 0.0)
+    assert values["step_seconds"] == 1.25
+    assert values["microbatches"] == 2
+    assert values["idle/fraction"] == 0.125
+    assert values["idle/fraction_rank0"] == 0.25
+    expected = (1.75, pytest.approx(2 / 1.75))
+    assert (values["busy_seconds"], values["imbalance"]) == expected
+    assert values["idle/collective_seconds"] == 0.25
+    assert values["idle/data_seconds"] == 0.0
     assert values["gpu/kernel_seconds"] == values["gpu/kernel_seconds_rank1"] == 1.0
     assert values["gpu/collective_seconds"] + values["gpu/empty_seconds"] == 1.0
     incomplete = summary.values(complete=False, per_rank=True)
-    assert "idle/fraction" not in incomplete and incomplete["gpu/kernel_seconds"] == 1.0
+    assert "idle/fraction" not in incomplete
+    assert incomplete["gpu/kernel_seconds"] == 1.0
 
 
 class HostStream(Stream):
@@ -402,7 +447,8 @@ def _on_demand(rank: int, scale: int) -> Any:
 def test_waits_on_a_stream_are_what_the_arithmetic_says():
     for scale in SCALES:
         (rows, complete), rest = run_ranks(_on_demand, scale)
-        assert complete and rest == ([], True)
+        assert complete
+        assert rest == ([], True)
         for row in rows:
             assert {"idle/lock_seconds", "idle/settle_seconds", "idle/data_seconds"} <= set(row)
         errors = errors_of(rows, "on_demand", 2, scale)
@@ -418,7 +464,10 @@ def _sampled(rank: int, fails_on: int | None = None) -> Any:
     def profile(device: Any, mark: Any) -> Profile:
         now = round(stream.mark().at + 1e6)
         ran = [KernelRecord(one.name, one.begin + now * MS, one.end + now * MS) for one in EXAMPLE[rank]]
-        return Profile(ran, now + 15, "stop" if rank == fails_on else "")
+        fails = ""
+        if rank == fails_on:
+            fails = "stop"
+        return Profile(ran, now + 15, fails)
 
     measurement.compute_stream = lambda device: stream  # type: ignore[assignment, return-value]
     measurement.CudaProfile = profile  # type: ignore[assignment, misc]
@@ -431,11 +480,14 @@ def _sampled(rank: int, fails_on: int | None = None) -> Any:
 
 def test_the_step_that_was_looked_at_has_an_idle_fraction():
     (rows, complete, epoch, said), other = run_ranks(_sampled)
-    assert complete and said == [] and other == ([], True, epoch, [])
+    assert complete
+    assert said == []
+    assert other == ([], True, epoch, [])
     steps = [row for _, row in rows if "step_seconds" in row]
     assert len(steps) == STEPS == 4
     for name in ("idle/fraction", "gpu/kernel_seconds"):
-        assert [name in row for row in steps] == [False, False, False, True]
+        found = [name in row for row in steps]
+        assert found == [False, False, False, True]
     last = steps[-1]
     assert last["gpu/kernel_seconds_rank0"] == pytest.approx(0.007)
     assert last["gpu/kernel_seconds_rank1"] == pytest.approx(0.013)
@@ -450,20 +502,26 @@ def test_without_a_profiler_on_one_rank_all_know_why():
     for complete, epoch in (first, second):
         assert not complete
         assert {"step_seconds_epoch", "idle/data_seconds_epoch", "tokens_per_second_epoch"} <= set(epoch)
-        assert not any("idle/fraction" in name or "gpu" in name or "busy" in name for name in epoch)
-    assert (len(said), silent) == (1, [])
-    assert (
-        "cannot see" in said[0]
-        and "under ODCStrategy on cpu (OSError: cannot stop): it logs throughput" in said[0]
-    )
+        for name in epoch:
+            assert "idle/fraction" not in name
+            assert "gpu" not in name
+            assert "busy" not in name
+    assert len(said) == 1
+    assert silent == []
+    assert "cannot see" in said[0]
+    assert "under ODCStrategy on cpu (OSError: cannot stop): it logs throughput" in said[0]
 
 
 def test_validation_and_the_end_of_an_epoch_interrupt(monkeypatch):
     watch: Any = Watch(complete=True)
-    watch.samples, watch.end_step, watch.interrupt = True, Mock(), Mock()
+    watch.samples = True
+    watch.end_step = Mock()
+    watch.interrupt = Mock()
     monkeypatch.setattr(measurement, "watch_for", lambda *_: watch)
     monitor = DeviceIdleMonitor(every_n_steps=1)
     one_process(monitor, None, 0.01, val_check_interval=1, num_sanity_val_steps=0, logger=Memory())
-    assert not any(call.args[0].seen for call in watch.end_step.call_args_list)
-    assert (watch.end_step.call_count, watch.interrupt.call_count) == (STEPS, STEPS + 1)
+    for call in watch.end_step.call_args_list:
+        assert not call.args[0].seen
+    assert watch.end_step.call_count == STEPS
+    assert watch.interrupt.call_count == STEPS + 1
     assert "idle/fraction" not in monitor.last_step

@@ -52,11 +52,16 @@ class Scripted(Sleeper):
 
 
 def _fit(rank: int, directory: Path, steps: Any = None, fails: str = "", **options: Any) -> Any:
-    recorder, monitor = TimelineRecorder(directory, steps), DeviceIdleMonitor(every_n_steps=1)
+    recorder = TimelineRecorder(directory, steps)
+    monitor = DeviceIdleMonitor(every_n_steps=1)
     equal = options.get("communication", "on_demand") != "on_demand"
-    sleeps = SLEEPS[rank][:1] if equal else SLEEPS[rank]
+    if equal:
+        sleeps = SLEEPS[rank][:1]
+    else:
+        sleeps = SLEEPS[rank]
     fitting = trainer(2, callbacks=[monitor, recorder], timeout=None, **options)
-    share = Minibatch([microbatch(seconds, 5 + index) for index, seconds in enumerate(sleeps)])
+    microbatches = [microbatch(seconds, 5 + index) for index, seconds in enumerate(sleeps)]
+    share = Minibatch(microbatches)
     fitting.fit(Scripted(fails), loader([share] * STEPS))
     if options.get("communication") == "collective":  # the recorder took no collectives from the monitor
         assert monitor.last_step["idle/collective_seconds"] > 0
@@ -72,7 +77,8 @@ def seconds(span: Span) -> float:
 def check_trace(path: Path, ranks: int) -> dict[str, Any]:
     """The structure of a trace: complete events with all their fields, named ranks and threads, proper nesting."""
     trace = json.loads(path.read_text())
-    names, threads = {}, defaultdict(list)
+    names = {}
+    threads = defaultdict(list)
     for event in trace["traceEvents"]:
         assert {"ph", "pid", "name", "args"} <= event.keys()
         assert event["ph"] in ("X", "M")
@@ -82,7 +88,8 @@ def check_trace(path: Path, ranks: int) -> dict[str, Any]:
             threads[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
         elif event["name"] in ("process_name", "thread_name"):
             names[event["pid"], event.get("tid", 0), event["name"]] = event["args"]["name"]
-    assert sorted(pid for pid, _, what in names if what == "process_name") == list(range(ranks))
+    found = sorted(pid for pid, _, what in names if what == "process_name")
+    assert found == list(range(ranks))
     for rank in range(ranks):
         assert names[rank, 0, "process_name"].startswith(f"rank {rank} on ")
     for (pid, tid), intervals in threads.items():
@@ -105,15 +112,18 @@ def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
         return
     first, second = timeline.ranks
     for own, sleeps in ((first, SLEEPS[0]), (second, SLEEPS[1])):
-        forwards, backwards = own.of("forward"), own.of("backward")
+        forwards = own.of("forward")
+        backwards = own.of("backward")
         numbers = list(range(len(sleeps))) * STEPS
         assert [span.details["microbatch"] for span in forwards] == numbers
         assert [span.details["microbatch"] for span in backwards] == numbers
-        assert [span.details["tokens"] for span in forwards] == [5 + number for number in numbers]
+        found = [span.details["tokens"] for span in forwards]
+        assert found == [5 + number for number in numbers]
         for span, number in zip(forwards, numbers, strict=True):
             assert seconds(span) >= sleeps[number]
         minibatches = own.of("minibatch")
-        assert [span.details["number"] for span in minibatches] == list(range(STEPS))
+        found = [span.details["number"] for span in minibatches]
+        assert found == list(range(STEPS))
         for kind in ("read", "add", "settle", "publish", "optimizer", "data"):
             assert len(own.of(kind)) >= STEPS, kind
         assert all(span.details["unit"] for span in own.of("read", "add"))
@@ -124,14 +134,16 @@ def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
     for mine, theirs in zip(second.of("settle"), first.of("settle"), strict=True):
         waits = [w for w in second.of("wait") if mine.begin <= w.begin and w.end <= mine.end]
         assert {wait.details["cause"] for wait in waits} <= {"settle"}
-        assert {wait.details["peer"] for wait in waits} <= {0, None}
+        found = {wait.details["peer"] for wait in waits}
+        assert found <= {0, None}
         waited += any(wait.begin < theirs.begin <= wait.end for wait in waits)
     assert waited > 0, "on a busy machine rank 1 may be the later one, but hardly in every minibatch"
     assert timeline.waiting_seen
     assert [path.name for path in directory.iterdir()] == ["timeline.json"]
     trace = check_trace(directory / "timeline.json", ranks=2)
     assert trace["otherData"]["waiting_seen"]
-    assert load_timeline(directory / "timeline.json").idle_fraction == pytest.approx(timeline.idle_fraction)
+    found = load_timeline(directory / "timeline.json").idle_fraction
+    assert found == pytest.approx(timeline.idle_fraction)
 
 
 @on_ranks(2)
@@ -148,14 +160,22 @@ def test_other_communications(rank, communication, tmp_path):
     if rank > 0:
         return
     trace = check_trace(tmp_path / "timeline.json", ranks=2)
-    numbers, tokens = ([0, 1, 0, 1], {6}) if communication == "ddp" else ([0, 0], {5})
+    if communication == "ddp":
+        numbers, tokens = ([0, 1, 0, 1], {6})
+    else:
+        numbers, tokens = ([0, 0], {5})
     for own in timeline.ranks:
-        assert [span.details["number"] for span in own.of("minibatch")] == [1, 2]
+        found = [span.details["number"] for span in own.of("minibatch")]
+        assert found == [1, 2]
         for kind in ("forward", "backward"):
-            assert [span.details["microbatch"] for span in own.of(kind)] == numbers
-        assert {span.details["tokens"] for span in own.of("forward")} == tokens
-        assert len(own.of("optimizer")) == 2 and len(own.of("data")) == len(numbers)
-        assert min(map(seconds, own.of("forward"))) >= SLEEPS[own.rank][0]
+            found = [span.details["microbatch"] for span in own.of(kind)]
+            assert found == numbers
+        found = {span.details["tokens"] for span in own.of("forward")}
+        assert found == tokens
+        assert len(own.of("optimizer")) == 2
+        assert len(own.of("data")) == len(numbers)
+        smallest = min(map(seconds, own.of("forward")))
+        assert smallest >= SLEEPS[own.rank][0]
     assert timeline.waiting_seen == trace["otherData"]["waiting_seen"]
     assert timeline.waiting_seen != (communication == "ddp")
     if communication == "ddp":
@@ -171,11 +191,11 @@ def test_ranks_that_end_by_an_error_write_what_they_have(tmp_path, how):
     outcomes = try_ranks(_fit, tmp_path, None, how)
     assert [outcome.exitcode for outcome in outcomes] == [1, 1]
     if how == "raise":
-        assert (
-            outcomes[1].error.rstrip().endswith("RuntimeError: scripted") and "scripted" in outcomes[0].error
-        )
+        assert outcomes[1].error.rstrip().endswith("RuntimeError: scripted")
+        assert "scripted" in outcomes[0].error
     for rank in range(2 if how == "raise" else 1):  # the other one had no time to write
-        [own] = load_timeline(tmp_path / f"timeline-rank{rank}.json").ranks
+        timeline = load_timeline(tmp_path / f"timeline-rank{rank}.json")
+        [own] = timeline.ranks
         assert own.rank == rank
         assert len(own.of("minibatch")) == STEPS  # the last one is not whole
         assert own.of("forward")
@@ -195,7 +215,8 @@ def test_one_device_and_nobody_listens_outside_the_steps(rank, tmp_path):
     assert not [hook for hook in module._forward_pre_hooks.values() if "Recording" in repr(hook)]
     [own] = recorder.timeline.ranks
     assert len(own.of("minibatch")) == 1
-    assert recorder.timeline.waiting_seen and own.idle_fraction == 0
+    assert recorder.timeline.waiting_seen
+    assert own.idle_fraction == 0
     check_trace(tmp_path / "timeline.json", ranks=1)
 
 
@@ -211,14 +232,14 @@ def test_validation_is_not_loading_data(tmp_path):
     [rank] = recorder.timeline.ranks
     assert len(rank.of("validation")) == 2
     spans = sorted(rank.of("data", "validation"), key=lambda span: span.begin)
-    assert all(first.end <= second.begin for first, second in pairwise(spans))
+    for first, second in pairwise(spans):
+        assert first.end <= second.begin
 
 
 def test_steps_that_are_not_reached_and_spans_beyond_the_capacity(tmp_path):
     def record(*steps: Any, **options: Any) -> None:
-        one_process(TimelineRecorder(tmp_path, *steps, **options)).fit(
-            TokenModule(), loader([microbatch(0, 5)] * 3)
-        )
+        timeline_recorder = TimelineRecorder(tmp_path, *steps, **options)
+        one_process(timeline_recorder).fit(TokenModule(), loader([microbatch(0, 5)] * 3))
 
     says = r"range\(50, 61\)\) recorded nothing: training ended after .* step 2"
     with pytest.warns(UserWarning, match=says):
@@ -226,17 +247,23 @@ def test_steps_that_are_not_reached_and_spans_beyond_the_capacity(tmp_path):
     assert list(tmp_path.iterdir()) == []
     record((1, 9))
     [own] = load_timeline(tmp_path / "timeline.json").ranks
-    assert [span.details["number"] for span in own.of("minibatch")] == [1, 2]
+    found = [span.details["number"] for span in own.of("minibatch")]
+    assert found == [1, 2]
     record(capacity=7)
     trace = check_trace(tmp_path / "timeline.json", ranks=1)
-    assert trace["otherData"]["ranks"][0]["dropped"] == 3 * 5 - 7
+    found = trace["otherData"]["ranks"][0]["dropped"]
+    assert found == 3 * 5 - 7
 
 
 @on_ranks(2)
 def test_a_directory_that_cannot_be_written_to_is_said_once_and_training_goes_on(rank, tmp_path):
     """Only rank 1's; rank 0 must not be left waiting."""
     (tmp_path / "file").write_text("in the way")
-    recorder = TimelineRecorder(tmp_path / "file" / "below" if rank == 1 else tmp_path / "empty")
+    if rank == 1:
+        dirpath = tmp_path / "file" / "below"
+    else:
+        dirpath = tmp_path / "empty"
+    recorder = TimelineRecorder(dirpath)
     fitting = trainer(2, callbacks=[recorder])
     with warned() as caught:
         fitting.fit(TokenModule(), loader([microbatch(0, 5)] * STEPS))
@@ -244,7 +271,8 @@ def test_a_directory_that_cannot_be_written_to_is_said_once_and_training_goes_on
     assert len(said) == (rank == 0)
     assert rank or "on rank 1, so nothing is recorded: Not a directory" in said[0]
     assert rank or list((tmp_path / "empty").iterdir()) == []
-    assert (fitting.global_step, recorder.timeline) == (STEPS, None)
+    assert fitting.global_step == STEPS
+    assert recorder.timeline is None
 
 
 def test_a_disk_that_is_full_in_the_end_is_a_warning(tmp_path):
@@ -322,12 +350,15 @@ def test_pictures_have_a_row_per_rank_on_one_time_axis(tmp_path):
     assert above.get_title(loc="left") == "collective: 1 minibatch in 0.06 s, idle 33%"
     assert below.get_title(loc="left") == "on demand: 1 minibatch in 0.03 s, idle 33%"
     assert above.get_xlim() == below.get_xlim()
-    assert below.get_xlim()[1] == pytest.approx(0.06, rel=0.01)
+    found = below.get_xlim()[1]
+    assert found == pytest.approx(0.06, rel=0.01)
     for axes in (above, below):
-        assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 0", "rank 1", "rank 2"]
+        found = [label.get_text() for label in axes.get_yticklabels()]
+        assert found == ["rank 0", "rank 1", "rank 2"]
         texts = [text.get_text() for text in axes.texts]
         assert set(texts) == {"idle 67%", "idle 33%", "idle 0%"}
     [legend] = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == ["forward", "read", "idle: waiting for others"]
+    found = [text.get_text() for text in legend.get_texts()]
+    assert found == ["forward", "read", "idle: waiting for others"]
     draw_timelines({"one": scripted(1)}, tmp_path / "one.png")
     assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")

@@ -57,7 +57,8 @@ def test_a_full_disk_leaves_the_sharded_checkpoint_that_was_there(rank, tmp_path
         limit_files(resource.RLIM_INFINITY)
     assert error.value.__notes__ == [files.not_written(Path(path))]
     of_all_ranks(None)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["last.ckpt"], "it takes no room"
+    found = [entry.name for entry in tmp_path.iterdir()]
+    assert found == ["last.ckpt"], "it takes no room"
     assert _loads("sharded", path, before)
     # As if the job had been killed between the two renames of the next save.
     if rank == 0:
@@ -94,7 +95,8 @@ def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_that_was_there(t
 
 
 def test_nothing_is_left_of_a_file_that_was_not_written(tmp_path):
-    path, precious = tmp_path / "one", tmp_path / "precious"
+    path = tmp_path / "one"
+    precious = tmp_path / "precious"
     precious.write_bytes(b"mine")
     path.symlink_to(precious)
     files.write_whole(path, b"whole")  # which replaces a planted link
@@ -107,10 +109,12 @@ def test_nothing_is_left_of_a_file_that_was_not_written(tmp_path):
     with pytest.raises(OSError, match="no space left") as caught:
         fails()
     assert caught.value.__notes__ == [f"{path} was not written. An earlier file of that name is unchanged."]
-    assert path.read_bytes() == b"whole" and not path.is_symlink()
+    assert path.read_bytes() == b"whole"
+    assert not path.is_symlink()
     with files.replacing(path) as file:
         file.write(b"new")
-    assert (path.read_bytes(), precious.read_bytes()) == (b"new", b"mine")
+    assert path.read_bytes() == b"new"
+    assert precious.read_bytes() == b"mine"
     assert sorted(tmp_path.iterdir()) == [path, precious]
     with pytest.raises(OSError, match="Not a directory"), files.replacing(path / "below"):
         pass

@@ -60,7 +60,9 @@ class Raises(Padded):
         self, hook: str = "", when: str = "before", at: int = 2, who: tuple[int, ...] = (0, 1)
     ) -> None:
         super().__init__()
-        self.when, self.at, self.who = when, at, who
+        self.when = when
+        self.at = at
+        self.who = who
         if hook:
             setattr(self, hook, partial(self._raise_around, getattr(self, hook)))
 
@@ -101,7 +103,8 @@ def stream(**options: Any) -> BalancedDataLoader:
 
 
 def shuffled(**options: Any) -> Any:
-    return plain(shuffle=True, generator=torch.Generator().manual_seed(3), **options)
+    generator = torch.Generator().manual_seed(3)
+    return plain(shuffle=True, generator=generator, **options)
 
 
 WORKERS = {"num_workers": 1, "prefetch_factor": 2, "persistent_workers": True}
@@ -153,7 +156,11 @@ def cases() -> Iterator[Any]:
     for hook in HOOKS:
         for when in ("before", "after"):
             is_quick = hook in quick and when == "after"
-            yield pytest.param(hook, when, marks=() if is_quick else pytest.mark.slow)
+            if is_quick:
+                marks = ()
+            else:
+                marks = pytest.mark.slow
+            yield pytest.param(hook, when, marks=marks)
 
 
 @on_ranks(2)
@@ -179,7 +186,9 @@ def test_whatever_is_trained_on_the_fit_goes_on_bit_by_bit(rank, name, tmp_path)
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("plain", "stealing")])
 def test_whatever_is_trained_on_and_raises_the_fit_goes_on_bit_by_bit(rank, name, hook, tmp_path):
     """Also in the last minibatch of an epoch, which with accumulation is the second step."""
-    when = "after" if hook == "optimizer_step" else "before"
+    when = "before"
+    if hook == "optimizer_step":
+        when = "after"
     fails(name, Raises(hook, when, at=1), tmp_path)
     goes_on(name, tmp_path)
 
@@ -192,8 +201,10 @@ def test_under_stealing_every_sample_is_trained_on_once(rank, tmp_path):
     rest = run("stealing", Raises(), tmp_path / "last.ckpt")
     lengths = [sorted(n for own in of_all_ranks(one.sizes) for m in own for n in m) for one in (module, rest)]
     # Six minibatches in all: two were done, and the third one ran in both.
-    assert len(lengths[1]) == 2 * len(SAMPLES) - 16
-    assert len(lengths[0]) + len(lengths[1]) == 2 * len(SAMPLES) + 8
+    expected = 2 * len(SAMPLES) - 16
+    assert len(lengths[1]) == expected
+    found = len(lengths[0]) + len(lengths[1])
+    assert found == 2 * len(SAMPLES) + 8
     assert rest.trainer.global_step == 6
 
 
@@ -224,9 +235,11 @@ ALONE = {
 def test_where_one_rank_raises_all_save_one_model_that_goes_on_bit_by_bit(hook, who, tmp_path):
     outcomes = try_ranks(_one_raises, "plain", hook, "before", who, tmp_path, timeout=60)
     assert "BoomError" in outcomes[who].error
-    assert f"PeerFailedError: Rank {who} failed" in outcomes[1 - who].error
+    error = outcomes[1 - who].error
+    assert f"PeerFailedError: Rank {who} failed" in error
     for outcome in try_ranks(_all_go_on, "plain", tmp_path, timeout=60):
-        assert (outcome.exitcode, outcome.error) == (0, "")
+        assert outcome.exitcode == 0
+        assert outcome.error == ""
 
 
 @pytest.mark.slow
@@ -236,7 +249,8 @@ def test_where_one_rank_raises_in_any_hook(hook, name, tmp_path):
     """Not under collectives: a rank that waits inside of one cannot be told, so nothing is saved there."""
     try_ranks(_one_raises, name, hook, "before", 1, tmp_path, timeout=60)
     for outcome in try_ranks(_all_go_on, name, tmp_path, timeout=60):
-        assert (outcome.exitcode, outcome.error) == (0, "")
+        assert outcome.exitcode == 0
+        assert outcome.error == ""
 
 
 class Breaks(Raises):
@@ -312,7 +326,8 @@ def test_whenever_it_is_read_the_state_is_that_of_the_weights(rank, name):
     """Also where Lightning has looked one minibatch ahead."""
     reads = Reads()
     run(name, Raises(), callbacks=[reads], num_sanity_val_steps=0)
-    assert {where for where, _, _ in reads.found} == {
+    found = {where for where, _, _ in reads.found}
+    assert found == {
         "epoch start",
         "batch start",
         "backward",
@@ -321,7 +336,8 @@ def test_whenever_it_is_read_the_state_is_that_of_the_weights(rank, name):
         "validation",
         "epoch end",
     }
-    assert [one for one in reads.found if one[1] != one[2]] == []
+    found = [one for one in reads.found if one[1] != one[2]]
+    assert found == []
 
 
 @on_ranks(2)
@@ -330,7 +346,8 @@ def test_between_the_batches_of_a_step_the_state_is_that_of_the_step_before(rank
     run("accumulation", Raises(), callbacks=[reads], num_sanity_val_steps=0)
     #: The minibatches that are done after so many steps: 2 and 1 of an epoch.
     done = [0, 2, 3, 5, 6]
-    assert [one for one in reads.found if one[1] != done[one[2]]] == []
+    found = [one for one in reads.found if one[1] != done[one[2]]]
+    assert found == []
 
 
 # -- on another number of ranks --
@@ -353,7 +370,8 @@ def test_three_ranks_go_on_with_what_two_have_begun(tmp_path):
     """Eight samples are done. Four minibatches of six make an epoch: two are left of it, and the next one is whole."""
     run_ranks(_fails_on_two, tmp_path, timeout=60)
     by_rank = run_ranks(_goes_on_on_three, tmp_path, world_size=3, timeout=90)
-    assert len([n for sizes, _, _ in by_rank for n in sizes]) == 12 + len(SAMPLES)
+    found = len([n for sizes, _, _ in by_rank for n in sizes])
+    assert found == 12 + len(SAMPLES)
     for _, steps, messages in by_rank:
         assert steps == 1 + 2 + 4
         assert [text for text in messages if "at most 4 samples of the epoch are left out" in text]

@@ -43,7 +43,8 @@ class WrappedByHand(Adam):
         self.net.blocks[0].up = wrap(self.net.blocks[0].up)
         for index, block in enumerate(self.net.blocks):
             self.net.blocks[index] = wrap(block)
-        assert isinstance(self.net.blocks[0].up, FSDPModule) and isinstance(self.net.blocks[2], FSDPModule)
+        assert isinstance(self.net.blocks[0].up, FSDPModule)
+        assert isinstance(self.net.blocks[2], FSDPModule)
 
 
 class Compiled(Adam):
@@ -120,7 +121,8 @@ ALONE = [("odc", "odc full"), ("odc", "odc sharded"), ("auto", "odc full"), ("au
 
 
 def _make(world_size: int, epochs: int, **options: Any) -> tuple[OnRows, Trainer]:
-    make, strategy = options.pop("make", Adam), options.get("strategy")
+    make = options.pop("make", Adam)
+    strategy = options.get("strategy")
     if isinstance(strategy, bool):
         options["strategy"] = ModelParallelStrategy(world_size, 1, save_distributed_checkpoint=strategy)
         make = ShardedByHand
@@ -128,7 +130,10 @@ def _make(world_size: int, epochs: int, **options: Any) -> tuple[OnRows, Trainer
 
 
 def _fit(rank: int, world_size: int, epochs: int, checkpoint: str | None = None, **options: Any) -> Any:
-    batches = BATCHES[rank] if world_size > 1 else [torch.cat(pair) for pair in zip(*BATCHES, strict=True)]
+    if world_size > 1:
+        batches = BATCHES[rank]
+    else:
+        batches = [torch.cat(pair) for pair in zip(*BATCHES, strict=True)]
     module, t = _make(world_size, epochs, **options)
     t.fit(module, loader(batches), ckpt_path=checkpoint)
     return module, t
@@ -196,7 +201,8 @@ def _assert_same(found: dict[str, Tensor], straight: dict[str, Tensor], how: str
 def test_training_goes_on_as_if_never_interrupted(written):
     directory, (straight, found) = written
     (alone,) = run_ranks(_read_alone, str(directory), world_size=1)
-    assert (list(found), list(alone)) == (ROUTES, ALONE)
+    assert list(found) == ROUTES
+    assert list(alone) == ALONE
     for how, parameters in [*found.items(), *alone.items()]:
         _assert_same(parameters, straight, " reads ".join(how))
 
@@ -241,9 +247,11 @@ def test_load_from_checkpoint(written):
 
 def test_what_a_sharded_checkpoint_is_made_of(written):
     path = written[0] / "odc sharded"
-    assert set(os.listdir(path)) == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
+    found = set(os.listdir(path))
+    assert found == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
     rest = torch.load(path / "meta.pt", weights_only=True)
-    assert "pytorch-lightning_version" in rest and not {"state_dict", "optimizer_states"} & set(rest)
+    assert "pytorch-lightning_version" in rest
+    assert not {"state_dict", "optimizer_states"} & set(rest)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------

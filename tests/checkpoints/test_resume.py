@@ -112,7 +112,8 @@ def test_bit_equal(rank, name, tmp_path):
     t.fit(straight, loader)
     for step in steps:
         module, loader, t = make(rank, **options)
-        t.fit(module, loader, ckpt_path=tmp_path / f"step={step}.ckpt")
+        ckpt_path = tmp_path / f"step={step}.ckpt"
+        t.fit(module, loader, ckpt_path=ckpt_path)
         assert t.global_step == last
         assert are_equal(full_parameters(module), full_parameters(straight))
 
@@ -126,7 +127,10 @@ def test_a_run_that_went_on_at_the_end_of_an_epoch_can_be_taken_up_again(rank, t
     for start, stop in ((0, 6), (6, 8), (8, -1)):
         save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
         module, loader, t = _plain_batches(rank, callbacks=[save], max_steps=stop, **options)
-        t.fit(module, loader, ckpt_path=tmp_path / f"step={start}.ckpt" if start else None)
+        ckpt_path = None
+        if start:
+            ckpt_path = tmp_path / f"step={start}.ckpt"
+        t.fit(module, loader, ckpt_path=ckpt_path)
     # Lightning alone trains for 20 steps: it takes step 8 for the end of an epoch.
     assert t.global_step == 18
     assert are_equal(full_parameters(straight), full_parameters(module))
@@ -154,9 +158,14 @@ def stop(own: Any, at: int) -> None:
 def test_a_fit_stopped_in_mid_epoch_goes_on_as_under_stock_lightning_or_at_its_place(
     rank, limit, communication, balance, steps, tmp_path
 ):
-    path, seen = tmp_path / "last.ckpt", []
+    path = tmp_path / "last.ckpt"
+    seen = []
     for at, ckpt in ((4, None), (-1, path)):
-        options: dict[str, Any] = {"max_epochs": 3, "max_steps": at if limit == "max_steps" else -1}
+        if limit == "max_steps":
+            max_steps = at
+        else:
+            max_steps = -1
+        options: dict[str, Any] = {"max_epochs": 3, "max_steps": max_steps}
         if communication == "stock":
             options |= {"devices": 1, "strategy": SingleDeviceStrategy()}
         else:
@@ -167,4 +176,6 @@ def test_a_fit_stopped_in_mid_epoch_goes_on_as_under_stock_lightning_or_at_its_p
         seen += [length for microbatch in module.sizes for length in microbatch]
     assert t.global_step == steps
     if balance:
-        assert sorted(n for own in of_all_ranks(seen) for n in own) == sorted([*range(2, 26)] * 3)
+        found = sorted(n for own in of_all_ranks(seen) for n in own)
+        expected = sorted([*range(2, 26)] * 3)
+        assert found == expected

@@ -48,12 +48,15 @@ def test_model_checkpoint_keeps_the_best_and_the_last(rank, kind, tmp_path):
         tmp_path, "{epoch}", monitor="val_loss", mode="max", save_top_k=2, save_last=True
     )
     options = {"state_dict_type": kind, "deterministic": True}
-    module, t = Staged(), trainer(2, max_epochs=4, enable_checkpointing=True, callbacks=[keeper], **options)
+    module = Staged()
+    t = trainer(2, max_epochs=4, enable_checkpointing=True, callbacks=[keeper], **options)
     t.fit(module, _batches(rank), _batches(rank))
     # The loss falls: the first are the highest.
     assert sorted(os.listdir(tmp_path)) == ["epoch=0.ckpt", "epoch=1.ckpt", "last.ckpt"]
     assert (tmp_path / "last.ckpt").is_dir() == (kind == "sharded")
-    after, best, again = full_parameters(module), float(keeper.best_model_score), Staged()
+    after = full_parameters(module)
+    best = float(keeper.best_model_score)
+    again = Staged()
     trainer(2, max_epochs=4, **options).fit(again, _batches(rank), ckpt_path=tmp_path / "last.ckpt")
     assert are_equal(after, full_parameters(again))
     (validated,) = t.validate(Staged(), _batches(rank), ckpt_path="best", verbose=False)
@@ -68,11 +71,18 @@ def test_model_checkpoint_keeps_the_best_and_the_last(rank, kind, tmp_path):
 def test_every_stage_saves_and_loads_in_and_out_of_inference_mode(rank, kind, precision, tmp_path):
     """One module goes through every stage, and then its training goes on."""
     options = {"state_dict_type": kind, "precision": precision, "deterministic": True}
-    t, module, path, weights = trainer(2, **options), Staged(), tmp_path / "saved", tmp_path / "weights"
+    t = trainer(2, **options)
+    module = Staged()
+    path = tmp_path / "saved"
+    weights = tmp_path / "weights"
     t.fit(module, _batches(rank))
     trained = full_parameters(module)
     names = list(t.strategy.lightning_module_state_dict())
-    assert names == ([] if kind == "full" and rank else list(Staged().state_dict()))
+    if kind == "full" and rank:
+        expected = []
+    else:
+        expected = list(Staged().state_dict())
+    assert names == expected
     t.save_checkpoint(path)
     t.save_checkpoint(weights, weights_only=True)
     for is_on in (True, False, True):
@@ -125,7 +135,10 @@ class Slowly(AsyncCheckpointIO):
 
 @on_ranks(2)
 def test_a_format_of_ones_own(rank, tmp_path):
-    t, module, other, path = trainer(2, plugins=[OwnIO()]), Staged(), Staged(), tmp_path / "own"
+    t = trainer(2, plugins=[OwnIO()])
+    module = Staged()
+    other = Staged()
+    path = tmp_path / "own"
     t.fit(module, _batches(rank))
     t.save_checkpoint(path)
     t.test(other, _batches(rank), ckpt_path=path, verbose=False)
@@ -135,16 +148,16 @@ def test_a_format_of_ones_own(rank, tmp_path):
 
 @on_ranks(2)
 def test_asynchronous_saving_keeps_the_values_of_its_time(rank, tmp_path):
-    keeper, noted = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1), []
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=-1)
+    noted = []
     module = doing(Staged(), on_train_batch_end=lambda own: noted.append(full_parameters(own)))
     t = trainer(2, plugins=[Slowly()], callbacks=[keeper], enable_checkpointing=True)
     t.fit(module, _batches(rank))
     assert len(noted) == 3
     dist.barrier()  # rank 0 has written them
     for step, expected in enumerate(noted, 1):
-        assert are_equal(
-            torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"], expected
-        )
+        ours = torch.load(tmp_path / f"step={step}.ckpt", weights_only=True)["state_dict"]
+        assert are_equal(ours, expected)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------
@@ -186,7 +199,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def save(rank: int, folder: Path) -> None:
     for kind in KINDS:
-        fit(TokenModule("mean", lr=0.01), _batches(rank), state_dict_type=kind).save_checkpoint(folder / kind)
+        token_module = TokenModule("mean", lr=0.01)
+        fit(token_module, _batches(rank), state_dict_type=kind).save_checkpoint(folder / kind)
 
 
 class Bigger(TokenModule):
@@ -202,11 +216,13 @@ class Bigger(TokenModule):
 @on_ranks(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_with_more_parameters_than_the_checkpoint(rank, kind, saved):
-    module, before = Bigger(), Bigger().extra.weight.detach().clone()
+    module = Bigger()
+    before = Bigger().extra.weight.detach().clone()
     trainer(2).validate(module, _batches(rank), ckpt_path=saved / kind, verbose=False)
     after = full_parameters(module)
     assert torch.equal(after["extra.weight"], before)
-    expected = torch.load(saved / "full", weights_only=True)["state_dict"]["net.head.weight"]
+    state_dict = torch.load(saved / "full", weights_only=True)["state_dict"]
+    expected = state_dict["net.head.weight"]
     torch.testing.assert_close(after["net.head.weight"], expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match=r"extra\.weight"):
         trainer(2).validate(Bigger(strict=True), _batches(rank), ckpt_path=saved / kind)
@@ -229,7 +245,8 @@ class Fewer(TokenModule):
     ],
 )
 def test_an_optimizer_with_other_parameters(rank, kind, make, message, saved):
-    assert message in failure(make(), _batches(rank), max_epochs=2, ckpt_path=saved / kind)
+    found = failure(make(), _batches(rank), max_epochs=2, ckpt_path=saved / kind)
+    assert message in found
 
 
 def look_at_state(own: Any) -> None:
@@ -245,7 +262,8 @@ def test_parameters_that_are_frozen_now_keep_their_state(rank, saved):
     module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), lr=0.01)
     fit(module, _batches(rank), max_epochs=2, ckpt_path=saved / "sharded")
     assert all(module.have_state)
-    assert [parameter.requires_grad for parameter in module.parameters()].count(False) == 18
+    found = [parameter.requires_grad for parameter in module.parameters()].count(False)
+    assert found == 18
 
 
 # -- on the way ----------------------------------------------------------------------------------------------------
@@ -254,7 +272,8 @@ def test_parameters_that_are_frozen_now_keep_their_state(rank, saved):
 @on_ranks(2)
 def test_one_kind_of_checkpoint_replaces_the_other(rank, tmp_path):
     """Both kinds are saved in turn to one path; rank 1 is slow to find out what lies there."""
-    is_sharded, path = _compat_lightning.is_sharded_checkpoint, tmp_path / "one.ckpt"
+    is_sharded = _compat_lightning.is_sharded_checkpoint
+    path = tmp_path / "one.ckpt"
 
     def slowly(at: Path) -> bool:
         time.sleep(0.2 * rank)

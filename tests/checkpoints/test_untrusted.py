@@ -41,7 +41,8 @@ class Grouped(TokenModule):
         self.value = value
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([{"params": list(self.parameters()), "value": self.value}], lr=0.01)
+        params = list(self.parameters())
+        return torch.optim.SGD([{"params": params, "value": self.value}], lr=0.01)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         pass
@@ -56,11 +57,16 @@ def batches() -> Any:
 def save(place: str, path: Path, mark: Mark) -> None:
     """Save a checkpoint with a mark in it. All ranks together."""
     module = Grouped(mark if place == "value" else 0)
-    kind = "full" if place == "file" else "sharded"
+    kind = "sharded"
+    if place == "file":
+        kind = "full"
     fit(module, batches(), state_dict_type=kind).save_checkpoint(path)
     dist.barrier()
     if place in ("file", "rest") and dist.get_rank() == 0:
-        file = path if place == "file" else path / "meta.pt"
+        if place == "file":
+            file = path
+        else:
+            file = path / "meta.pt"
         checkpoint = torch.load(file, weights_only=True)
         torch.save({**checkpoint, "mark": mark}, file)
     if place == "index" and dist.get_rank() == 0:
@@ -94,14 +100,19 @@ def test_code_runs_only_where_the_file_is_trusted(rank, place, tmp_path, monkeyp
     path = tmp_path / "saved.ckpt"
     mark = Mark(tmp_path / "mark")
     save(place, path, mark)
-    stages = ["fit"] if place == "value" else ["fit", "validate", "test", "predict"]
+    if place == "value":
+        stages = ["fit"]
+    else:
+        stages = ["fit", "validate", "test", "predict"]
     for weights_only, environment, expected in CASES:
         with monkeypatch.context() as patch:
             if environment:
                 patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
             for strategy in ("odc", "ddp") if place == "file" else ("odc",):
                 for stage in stages:
-                    options = {"strategy": "ddp"} if strategy == "ddp" else {}
+                    options = {}
+                    if strategy == "ddp":
+                        options = {"strategy": "ddp"}
                     run = getattr(trainer(2, max_epochs=2, **options), stage)
 
                     def act(run=run, weights_only=weights_only) -> None:

@@ -88,14 +88,18 @@ def command_of(program: Block) -> list[str]:
     ]
     words = [line.split() for line in lines]
     named = [command for command in words if program.file in command]
-    return named[0] if named else ["python", program.file]
+    if named:
+        return named[0]
+    return ["python", program.file]
 
 
 def output_of(program: Block) -> list[str]:
     """The lines that the page shows below a program and its command."""
     after = [block for block in blocks(program.page) if block.line > program.line]
     kinds = [block.language for block in after[:2]]
-    return after[1].text.splitlines() if kinds == ["console", "text"] else []
+    if kinds == ["console", "text"]:
+        return after[1].text.splitlines()
+    return []
 
 
 def run_page(page: Path) -> None:
@@ -126,7 +130,9 @@ def main(names: list[str]) -> int:
             traceback.print_exc()
         else:
             print(f"{name}: ran {len(fragments(ROOT / name))} blocks")
-    return 1 if failed else 0
+    if failed:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -48,7 +48,8 @@ def page() -> str:
 
 def advice() -> str:
     """What the command of docs/get-started.md prints."""
-    out, line = io.StringIO(), "--lengths longalign --model 1.5b --device H200 --devices 8"
+    out = io.StringIO()
+    line = "--lengths longalign --model 1.5b --device H200 --devices 8"
     with redirect_stdout(out):
         assert cli.main(["advise", *line.split()]) == 0
     return out.getvalue()

@@ -130,7 +130,9 @@ def check(site: Path, chromium: str, screenshots: Path | None) -> list[str]:
 def main(arguments: list[str]) -> int:
     """Print what is wrong; 0 if nothing is."""
     site = Path(arguments[0] if arguments else "site").resolve()
-    screenshots = Path(arguments[1]) if len(arguments) > 1 else None
+    screenshots = None
+    if len(arguments) > 1:
+        screenshots = Path(arguments[1])
     chromium = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         print("no Chromium here: the site was not looked at in a browser (CHROMIUM=... names one)")
@@ -142,7 +144,9 @@ def main(arguments: list[str]) -> int:
     print(
         "\n".join(found) or f"{pages} pages are in order in {len(SIZES)} widths, light and dark; search works"
     )
-    return 1 if found else 0
+    if found:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ class _Reader(HTMLParser):
         self._in_title = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        page, have = self.page, {name: value or "" for name, value in attrs}
+        page = self.page
+        have = {name: value or "" for name, value in attrs}
         page.anchors |= {have[name] for name in ("id", "name") if name in have}
         page.loads += [have[name] for name in ("src", "href") if (tag, name) in _LOADS and name in have]
         if tag == "html":
@@ -104,8 +105,14 @@ def _links(page: Page, pages: dict[Path, Page], site: Path) -> list[str]:
         parts = urlsplit(link)
         if parts.scheme or parts.netloc:
             continue
-        base = site if parts.path.startswith("/") else page.path.parent
-        target = page.path if not parts.path else (base / unquote(parts.path).lstrip("/")).resolve()
+        if parts.path.startswith("/"):
+            base = site
+        else:
+            base = page.path.parent
+        if not parts.path:
+            target = page.path
+        else:
+            target = (base / unquote(parts.path).lstrip("/")).resolve()
         if target.is_dir():
             target /= "index.html"
         if not target.exists():
@@ -134,7 +141,9 @@ def main(arguments: list[str]) -> int:
     print(
         "\n".join(found) or f"{len(pages)} pages and {links} links are in order; Home weighs {weight:,} bytes"
     )
-    return 1 if found else 0
+    if found:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -51,15 +51,18 @@ def test_the_sliders_compute_what_the_replay_computes(tmp_path):
         said = subprocess.run(["node", "-e", asked], capture_output=True, text=True, check=True)
         found = json.loads(said.stdout)
         lengths = [length for rank in found["times"] for length in rank]
-        assert [len(rank) for rank in found["times"]] == [4] * ranks
+        expected = [4] * ranks
+        assert [len(rank) for rank in found["times"]] == expected
         assert sum(lengths) / len(lengths) == pytest.approx(1)
         assert (max(lengths) - min(lengths) > 1) == (sigma > 0)
         for run, meeting in zip(found["runs"], ("layer", "minibatch"), strict=True):
             pieces = replay(layered(found["times"], layers=4), meeting)
-            waiting = sum(piece.end - piece.begin for piece in pieces if piece.idle) / ranks
+            total = sum(piece.end - piece.begin for piece in pieces if piece.idle)
+            waiting = total / ranks
             assert run["time"] == pytest.approx(duration(pieces))
             assert run["idle"] == pytest.approx(waiting, abs=1e-9)
-            assert run["fraction"] == pytest.approx(idle_fraction(pieces), abs=1e-9)
+            expected = pytest.approx(idle_fraction(pieces), abs=1e-9)
+            assert run["fraction"] == expected
 
 
 def test_the_protocol_holds_in_every_order_also_with_locks_and_two_units():
@@ -101,15 +104,20 @@ def test_broken_protocols_are_found(units):
 
 
 def test_the_model_learns_from_right_answers_and_guesses_have_their_form():
-    model, exam = strokes.make_model(), strokes.problems(50, seed=1)
+    model = strokes.make_model()
+    exam = strokes.problems(50, seed=1)
     losses = strokes.teach(model, steps=20, batch=16)
-    assert losses[-1] < losses[0] / 2
+    found = losses[-1]
+    assert found < losses[0] / 2
     right = strokes.solution((2, 1))
-    assert (strokes.decode(right), strokes.reward((2, 1), right)) == ("|||.", 1)
+    assert strokes.decode(right) == "|||."
+    assert strokes.reward((2, 1), right) == 1
     guesses = strokes.guesses(exam, seed=0)
-    assert sorted(map(len, guesses)) == sorted(sum(problem) + 1 for problem in exam)
+    expected = sorted(sum(problem) + 1 for problem in exam)
+    assert sorted(map(len, guesses)) == expected
     assert 0 < strokes.mean_reward(exam, guesses) < 0.5
-    assert strokes.mean_reward(exam, [strokes.solution(problem) for problem in exam]) == 1
+    found = strokes.mean_reward(exam, [strokes.solution(problem) for problem in exam])
+    assert found == 1
 
 
 def test_logs_are_read(tmp_path):
@@ -142,7 +150,8 @@ def test_plans_deal_every_sample_once_and_sort_each_share(
     assert len(set(dealt)) == len(dealt)
     for minibatch in plan:
         for share in minibatch:
-            assert [lengths[index] for index in share] == sorted((lengths[i] for i in share), reverse=True)
+            expected = sorted((lengths[i] for i in share), reverse=True)
+            assert [lengths[index] for index in share] == expected
 
 
 def test_order_changes_the_order_alone_and_the_seed_everything():

@@ -36,14 +36,17 @@ def read(name):
 
 def test_every_notebook_is_its_source_and_was_run():
     assert build.names() == NAMES
-    assert [name[:3] for name in NAMES] == ["01_", "02_", "03_", "04_", "05_", "06_"]
+    found = [name[:3] for name in NAMES]
+    assert found == ["01_", "02_", "03_", "04_", "05_", "06_"]
     for name in NAMES:
-        notebook, source = read(name), build.from_source(name)
+        notebook = read(name)
+        source = build.from_source(name)
         nbformat.validate(notebook)
         assert build.cells_of(notebook) == build.cells_of(source), (
             f"run: make notebooks ARGS='--write {name}'"
         )
-        assert [cell.id for cell in notebook.cells] == [cell.id for cell in source.cells], name
+        found = [cell.id for cell in notebook.cells]
+        assert found == [cell.id for cell in source.cells], name
         assert build.problems(notebook) == [], name
 
 
@@ -52,7 +55,8 @@ def test_texts_say_what_to_expect_and_end_with_exercises_and_their_links_lead_so
     for number, name in enumerate(NAMES, 1):
         texts = [cell.source for cell in read(name).cells if cell.cell_type == "markdown"]
         assert texts[0].startswith(f"# {number}. ")
-        assert "**You will learn**" in texts[0] and "**It needs**" in texts[0], name
+        assert "**You will learn**" in texts[0]
+        assert "**It needs**" in texts[0], name
         exercises = texts[-1].split("## Exercises")[1]
         asked = re.findall(r"^(\d)\. ", exercises.split("<details>")[0], re.MULTILINE)
         answered = re.findall(r"^<details>\n<summary>Answer to (\d)</summary>\n\n\S", exercises, re.MULTILINE)
@@ -62,11 +66,14 @@ def test_texts_say_what_to_expect_and_end_with_exercises_and_their_links_lead_so
         targets = [target for text in texts for target in re.findall(r"\]\(([^)]+)\)", text)]
         local = [target.split("#")[0] for target in targets if not target.startswith("https://")]
         assert local, name
-        assert [target for target in local if not (FOLDER / target).is_file()] == [], name
+        found = [target for target in local if not (FOLDER / target).is_file()]
+        assert found == [], name
         plain = [re.sub(r"`[^`]*`", "", text) for text in texts]
-        assert [text for text in plain if re.search(r"\d ?(%|ms\b)", text)] == [], name
+        found = [text for text in plain if re.search(r"\d ?(%|ms\b)", text)]
+        assert found == [], name
     for index in (FOLDER / "README.md", ROOT / "docs" / "get-started.md", ROOT / "mkdocs.yml"):
-        assert [name for name in NAMES if name not in index.read_text()] == [], index
+        found = [name for name in NAMES if name not in index.read_text()]
+        assert found == [], index
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -82,7 +89,9 @@ def test_the_first_cell_installs_the_package_only_where_it_is_missing(installed,
 
     installs = ("pip", 'install --quiet "lightning-odc[notebooks]"')
     fetches = f"git clone --quiet --depth 1 {build.CLONED} clone"
-    found = importlib.util.find_spec("lightning_odc") if installed else None
+    found = None
+    if installed:
+        found = importlib.util.find_spec("lightning_odc")
     monkeypatch.setattr(importlib.util, "find_spec", {"lightning_odc": found, "support": found}.get)
     for name in NAMES:
         cell = next(cell for cell in build.from_source(name).cells if cell.cell_type == "code")
@@ -92,12 +101,17 @@ def test_the_first_cell_installs_the_package_only_where_it_is_missing(installed,
         ran.clear()
         monkeypatch.setattr(sys, "path", sys.path[:])
         exec(TransformerManager().transform_cell(check), {"get_ipython": Shell})
-        assert ran == ([] if installed else [installs, fetches]), name
+        if installed:
+            expected = []
+        else:
+            expected = [installs, fetches]
+        assert ran == expected, name
         assert (sys.path.pop() == "clone/notebooks") == (not installed), name
 
 
 def test_the_answer_is_the_replay_of_the_first_lesson_and_gives_way_to_the_readers():
-    cells = [cell for cell in build.from_source(NAMES[5]).cells if cell.cell_type == "code"]
+    notebook = build.from_source(NAMES[5])
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     place = next(i for i, cell in enumerate(cells) if cell.metadata.get("title") == "The answer")
     names: dict = {}
     for cell in cells[place - 2 : place + 1]:
@@ -106,7 +120,8 @@ def test_the_answer_is_the_replay_of_the_first_lesson_and_gives_way_to_the_reade
     times = [[1.0, 5.0, 2.0], [3.0, 1.0, 4.0], [2.0, 2.0, 2.0]]
     for meet, meeting in ((True, "microbatch"), (False, "minibatch")):
         pieces = replay(layered(times, layers=1, passes=1), meeting)
-        assert names["replay"](times, meet) == pytest.approx(duration(pieces))
+        found = names["replay"](times, meet)
+        assert found == pytest.approx(duration(pieces))
 
     def readers(times, meet):
         return names["answer"](times, meet)
@@ -127,8 +142,10 @@ def test_what_a_reader_should_not_find_is_found():
         ("display_data", {"data": {"text/html": "<script>fetch('/x')</script>"}}, "asks other hosts"),
         ("display_data", {"data": {"text/html": "<p>https://example.org</p>"}}, "asks other hosts"),
     ):
-        notebook, output = read(NAMES[0]), nbformat.v4.new_output(kind, **content)
-        next(cell for cell in notebook.cells if cell.cell_type == "code").outputs.append(output)
+        notebook = read(NAMES[0])
+        output = nbformat.v4.new_output(kind, **content)
+        outputs = next(cell for cell in notebook.cells if cell.cell_type == "code").outputs
+        outputs.append(output)
         assert any(problem in found for found in build.problems(notebook)), problem
     not_run = build.problems(build.from_source(NAMES[0]))
     assert {"it has no outputs", "cell [1] has the number None"} <= {*not_run}
@@ -141,8 +158,10 @@ def test_the_page_shows_everything_and_asks_nobody(name):
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     for file in pictures:
         assert re.search(rf"!\[[^\]]{{40,}}\]\({re.escape(file)}\)", page), f"{file} is not described"
-    assert len(pictures) == sum("image/png" in output.get("data", {}) for output in outputs)
-    assert all(output.get("text", "").rstrip() in page for output in outputs)
+    expected = sum("image/png" in output.get("data", {}) for output in outputs)
+    assert len(pictures) == expected
+    for output in outputs:
+        assert output.get("text", "").rstrip() in page
     folded = [cell for cell in notebook.cells if "tags" in cell.metadata]
     for cell in folded:
         summary = f"<summary>{cell.metadata['title']}</summary>"
@@ -153,17 +172,18 @@ def test_the_page_shows_everything_and_asks_nobody(name):
     assert ".ipynb)" not in page.replace(f"[Download it]({name}.ipynb)", "")
     assert "../docs/" not in page
     figures = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
-    assert all(figure in page for figure in figures)
-    assert page.count("<script") == sum(figure.count("<script>") for figure in figures)
+    for figure in figures:
+        assert figure in page
+    expected = sum(figure.count("<script>") for figure in figures)
+    assert page.count("<script") == expected
     assert re.search(r'^description: "You will learn .+"$', page, re.MULTILINE)
 
 
 def test_the_figure_with_sliders_is_the_present_one():
     outputs = [output for cell in read(NAMES[0]).cells for output in cell.get("outputs", [])]
     (figure,) = [output.data for output in outputs if "text/html" in output.get("data", {})]
-    assert figure["text/html"] == sliders.page(figure["text/plain"]), (
-        f"run: make notebooks ARGS='--write {NAMES[0]}'"
-    )
+    expected = sliders.page(figure["text/plain"])
+    assert figure["text/html"] == expected, f"run: make notebooks ARGS='--write {NAMES[0]}'"
 
 
 def test_with_an_address_a_notebook_opens_in_colab_and_installs_from_there():

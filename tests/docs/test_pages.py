@@ -65,7 +65,9 @@ def test_programs_run_as_files(block: Block, tmp_path: Path) -> None:
         pytest.skip("Ray is not installed")
     program, *arguments = command_of(block)
     (tmp_path / block.file).write_text(block.text)
-    module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+    module = []
+    if program == "torchrun":
+        module = ["-m", "torch.distributed.run"]
     output = run([*module, *arguments], tmp_path)
     if "max_epochs=" in block.text:
         assert "stopped: `max_epochs=" in output
@@ -90,14 +92,16 @@ def test_programs_on_pages_are_the_files_of_examples() -> None:
     """A page includes its program. README cannot, and repeats it."""
     files = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
     assert {program.file: program.text for program in programs()} == files
-    assert f"```python\n{files['compare.py']}```" in (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
+    assert f"```python\n{files['compare.py']}```" in text
     assert told("README.md") == told("docs/get-started.md")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(450)
 def test_the_example_prints_what_the_pages_show(tmp_path: Path) -> None:
-    output = run([str(ROOT / "examples" / "compare.py")], tmp_path, {})
+    arguments = [str(ROOT / "examples" / "compare.py")]
+    output = run(arguments, tmp_path, {})
     lines = without_times(output)
     assert len(told("README.md")) == 12
     assert not [line for line in told("README.md") if line not in lines]
@@ -125,13 +129,19 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
     asked: dict[str, set[str]] = {}
     for line in lines:
         match = BENCH.match(line)
-        command = match.group(1) if match else "demo" if line.startswith("--") else None
+        command = None
+        if match:
+            command = match.group(1)
+        elif line.startswith("--"):
+            command = "demo"
         if command:
-            asked.setdefault(command, set()).update(w for w in shlex.split(line) if w.startswith("--"))
+            options = asked.setdefault(command, set())
+            options.update(w for w in shlex.split(line) if w.startswith("--"))
     assert len(asked) >= 5
     assert {"benchmarks.harness", "benchmarks.sweep", "benchmarks.comm"} <= asked.keys()
     for command, options in asked.items():
-        main, words = cli.main, [command]
+        main = cli.main
+        words = [command]
         if "." in command:  # what `python -m` calls
             module = importlib.import_module(command)
             is_package = hasattr(module, "__path__")
@@ -162,7 +172,9 @@ def test_every_public_name_has_a_docstring_and_a_place_in_the_reference() -> Non
     assert len(names) > 40
     bare = [name for name, value in names if not inspect.getdoc(value)]
     for name, value in names:
-        methods = vars(value).items() if inspect.isclass(value) else ()
+        methods = ()
+        if inspect.isclass(value):
+            methods = vars(value).items()
         own = [n for n, m in methods if n[0] != "_" and (inspect.isfunction(m) or isinstance(m, property))]
         # A method that fulfils a contract is documented there.
         own = [n for n in own if not (name.endswith("Cost") and hasattr(Cost, n))]
@@ -200,7 +212,8 @@ def test_the_site_is_built_without_importing_the_package(tmp_path: Path) -> None
     measured = list((ROOT / "docs" / "data").glob("gpu-*.json"))
     assert measured or "Not measured" in (site / "gpus" / "index.html").read_text()
     assert '#lightning_odc.ODCStrategy"' in (site / "reference" / "index.html").read_text()
-    assert 'id="lightning_odc.ODCStrategy"' in (site / "reference" / "strategy" / "index.html").read_text()
+    text = (site / "reference" / "strategy" / "index.html").read_text()
+    assert 'id="lightning_odc.ODCStrategy"' in text
     home = (site / "index.html").read_text()
     assert "md-tabs__link" in home
     assert "<abbr title=" in home

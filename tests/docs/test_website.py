@@ -46,10 +46,13 @@ def test_edit_this_page_leads_to_the_file_that_is_edited(where: Address) -> None
         if page.startswith("tutorials/"):
             file.generated_by = "notebooks/pages.py"
         address.on_files(Files([file]))
-        expected = f"https://github.com/me/it/edit/main/{source}" if where.source else None
+        expected = None
+        if where.source:
+            expected = f"https://github.com/me/it/edit/main/{source}"
         assert Page(None, file, config).edit_url == expected
         assert (ROOT / source).is_file()
-    assert (config.site_url or "", "version" in config.extra) == (where.documentation, False)
+    found = (config.site_url or "", "version" in config.extra)
+    assert found == (where.documentation, False)
     config.plugins["mike"] = config.plugins["search"]  # the list of versions is only where mike builds
     address.apply(config, where)
     assert not where.source or config.extra["version"] == {"provider": "mike", "default": "latest"}
@@ -61,7 +64,8 @@ def test_badges_stand_where_the_readme_has_a_place_for_them() -> None:
     written = address.with_badges(readme, HERE)
     assert "](https://github.com/me/it/actions/workflows/ci.yml/badge.svg)" in written
     assert written == address.with_badges(written, HERE)
-    assert (written.count("[!["), written.count("old")) == (4, 0)
+    assert written.count("[![") == 4
+    assert written.count("old") == 0
     assert address.with_badges("# it\n", Address()) == "# it\n"
     with pytest.raises(ValueError, match="<!-- badges -->"):
         address.with_badges("# it\n", HERE)
@@ -87,7 +91,8 @@ def test_old_addresses_lead_to_pages_that_exist(tmp_path: Path) -> None:
         assert not (DOCS / f"{old}.md").exists()
         assert (DOCS / f"{page}.md").exists()
         target = "../" * len(Path(old).parts) + (f"{page}/#{section}" if section else f"{page}/")
-        assert f'content="0; url={target}"' in (tmp_path / old / "index.html").read_text()
+        text = (tmp_path / old / "index.html").read_text()
+        assert f'content="0; url={target}"' in text
     with pytest.raises(FileExistsError):  # a page stands at the old address
         redirects.write(tmp_path)
 
@@ -115,8 +120,10 @@ def test_the_first_use_in_text_is_explained() -> None:
         "<!-- a rank's comment --><p>none</p>",
     ):
         assert tooltips.explain(html, TERMS) == html
-    config, html = MkDocsConfig(), "<p>A microbatch</p>"
-    page = Page("t", File("t.md", str(DOCS), "site", True), config)
+    config = MkDocsConfig()
+    html = "<p>A microbatch</p>"
+    file = File("t.md", str(DOCS), "site", True)
+    page = Page("t", file, config)
     assert "<abbr" in tooltips.on_page_content(html, page=page, config=config)
     page.meta["tooltips"] = False  # a page can do without
     assert tooltips.on_page_content(html, page=page, config=config) == html
@@ -129,7 +136,8 @@ def test_every_entry_of_the_glossary_is_read() -> None:
     anchors = [anchor for _, anchor, _ in entries]
     assert len({*anchors}) == len(anchors)
     terms = tooltips.definitions(text)
-    assert [*terms] == [term.lower() for term, _, quiet in entries if not quiet]
+    expected = [term.lower() for term, _, quiet in entries if not quiet]
+    assert [*terms] == expected
     assert terms["microbatch"] == "What one forward and backward pass sees on one rank."
     assert not [
         term for term, said in terms.items() if not said.endswith(".") or re.search(r"[*`\[\]]", said)
@@ -138,12 +146,15 @@ def test_every_entry_of_the_glossary_is_read() -> None:
 
 def test_the_social_card_is_drawn_in_the_size_that_sites_ask_for(tmp_path: Path) -> None:
     samples = ((1.0, 3.0), (2.0, 1.0))
-    assert card.collectives(samples) == [[(0, 1), (2, 5)], [(0, 2), (2, 3)]]
-    assert card.on_demand(samples) == [[(0, 1), (1, 4)], [(0, 2), (2, 3)]]
+    expected = [[(0, 1), (2, 5)], [(0, 2), (2, 3)]]
+    assert card.collectives(samples) == expected
+    expected = [[(0, 1), (1, 4)], [(0, 2), (2, 3)]]
+    assert card.on_demand(samples) == expected
     card.draw(tmp_path / "card.png")
     for path in (tmp_path / "card.png", card.CARD):
         png = path.read_bytes()
-        assert struct.unpack(">II", png[16:24]) == (1200, 630)
+        found = struct.unpack(">II", png[16:24])
+        assert found == (1200, 630)
         assert len(png) < 100_000
 
 
@@ -178,7 +189,8 @@ def test_everything_that_can_be_wrong(tmp_path: Path) -> None:
         .replace('"#top"', '"c/"')
         .replace('href="a.css"', 'href="https://fonts.example/a.css"')
     )
-    folder = site(tmp_path / "bad", bad + " " * 500_000)
+    home = bad + " " * 500_000
+    folder = site(tmp_path / "bad", home)
     expected = [
         "has no language",
         "has no description",
@@ -217,12 +229,14 @@ def test_the_committed_pictures_are_drawn_from_the_committed_numbers(drawn: dict
     for name in PICTURES:
         light, dark = (drawn[f"{name}-{kind}.svg"] for kind in ("light", "dark"))
         assert light != dark
-        assert re.sub(r"#\w{6}", "", light) == re.sub(r"#\w{6}", "", dark)
+        found = re.sub(r"#\w{6}", "", light)
+        assert found == re.sub(r"#\w{6}", "", dark)
     faster = load("bench-emulated")  # other numbers make another picture
     for row in faster["rows"]:
         row["speed_up"] = [one + 0.5 for one in row["speed_up"]]
     changed = files(lambda name: faster if name == "bench-emulated" else load(name))
-    assert "x1.83" in changed["speed-up-light.svg"] and "x1.83" not in committed["speed-up-light.svg"]
+    assert "x1.83" in changed["speed-up-light.svg"]
+    assert "x1.83" not in committed["speed-up-light.svg"]
 
 
 def test_every_picture_is_used_and_described() -> None:
@@ -234,7 +248,8 @@ def test_every_picture_is_used_and_described() -> None:
         for tag in USED_HTML.findall(text):
             if found := re.search(r"pictures/([\w-]+)-(?:light|dark)\.svg", tag):
                 alt = re.search(r'alt="([^"]*)"', tag)
-                used.setdefault(found[1], []).append(alt[1] if alt else "")
+                texts = used.setdefault(found[1], [])
+                texts.append(alt[1] if alt else "")
     assert used.keys() == PICTURES.keys()
     assert not [name for name, alts in used.items() for alt in alts if len(alt) < 40]
 
@@ -252,7 +267,8 @@ def test_the_results_page_says_what_the_pictures_show(drawn: dict[str, str]) -> 
 
 def test_a_page_shows_both_twins_and_keeps_their_place() -> None:
     page = in_both_colours("See ![six samples](pictures/padding-light.svg), and ![b](b.svg).", DOCS)
-    width, height = re.findall(r'(?:width|height)="(\d+)"', (FOLDER / "padding-light.svg").read_text())[:2]
+    text = (FOLDER / "padding-light.svg").read_text()
+    width, height = re.findall(r'(?:width|height)="(\d+)"', text)[:2]
     shown = f"width={width} height={height} loading=lazy"
     assert page == (
         f"See ![six samples](pictures/padding-light.svg#only-light){{ {shown} }}"

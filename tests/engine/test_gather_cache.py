@@ -37,14 +37,19 @@ def kept(rank: int, keep: Any, communication: str = "on_demand", **case: Any) ->
 @on_ranks(2)
 @pytest.mark.parametrize("case", [{}, {"reshard": False}, {"checkpointing": True}], ids=str)
 def test_a_kept_unit_is_read_once_per_minibatch(rank, case):
-    result, count = kept(rank, ALL, **case), COUNTS[rank]
+    result = kept(rank, ALL, **case)
+    count = COUNTS[rank]
     assert_same(result["parameters"], one_process({}))
-    freed = 1 if case.get("reshard") is False else 2
+    freed = 2
+    if case.get("reshard") is False:
+        freed = 1
     everything = (freed * BLOCKS + 1) * count  # the root unit is freed after its backward pass only
-    assert result["reads"] == [everything] + [BLOCKS + 1] * (STEPS - 1)
+    expected = [everything] + [BLOCKS + 1] * (STEPS - 1)
+    assert result["reads"] == expected
     # Gradients, too: of all microbatches in the first step, then their sum.
     first, *others = result["added"]
-    assert others == [first / count] * (STEPS - 1)
+    expected = [first / count] * (STEPS - 1)
+    assert others == expected
 
 
 @on_ranks(2)
@@ -52,13 +57,19 @@ def test_a_kept_unit_is_read_once_per_minibatch(rank, case):
     ("case", "tolerance"), [({"deterministic": True}, 0), ({"precision": torch.bfloat16}, TOLERANCE)]
 )
 def test_what_is_kept_changes_nothing(rank, case, tolerance):
-    one, other, count = kept(rank, ALL, **case), kept(rank, 0, **case), COUNTS[rank]
+    one = kept(rank, ALL, **case)
+    other = kept(rank, 0, **case)
+    count = COUNTS[rank]
     assert_same(one["parameters"], other["parameters"], tolerance)
-    assert other["reads"] == [(2 * BLOCKS + 1) * count] * STEPS
-    assert one["reads"] == [other["reads"][0]] + [BLOCKS + 1] * (STEPS - 1)
-    assert other["added"] == [other["added"][0]] * STEPS
+    expected = [(2 * BLOCKS + 1) * count] * STEPS
+    assert other["reads"] == expected
+    expected = [other["reads"][0]] + [BLOCKS + 1] * (STEPS - 1)
+    assert one["reads"] == expected
+    expected = [other["added"][0]] * STEPS
+    assert other["added"] == expected
     times = max(count / (2 if "precision" in case else 1), 1)  # sums are fp32
-    assert one["added"] == [other["added"][0]] + [other["added"][0] / times] * (STEPS - 1)
+    expected = [other["added"][0]] + [other["added"][0] / times] * (STEPS - 1)
+    assert one["added"] == expected
 
 
 def _scale_frozen(model: nn.Module, step: int) -> None:
@@ -74,14 +85,19 @@ def _scale_frozen(model: nn.Module, step: int) -> None:
 def test_frozen_parameters_are_read_once_until_they_change(rank, deterministic):
     net = {"frozen": True}
     options = {"net": net, "deterministic": deterministic}
-    same, edited = kept(rank, ALL, **options), kept(rank, ALL, edit=_scale_frozen, **options)
+    same = kept(rank, ALL, **options)
+    edited = kept(rank, ALL, edit=_scale_frozen, **options)
     assert_same(same["parameters"], one_process(net))
     assert_same(edited["parameters"], one_process(net, edit=_scale_frozen))
-    assert same["reads"][1:] == [BLOCKS + 1, BLOCKS, BLOCKS]  # the first block is frozen
-    assert edited["reads"][1:] == [BLOCKS + 1, BLOCKS + 1, BLOCKS]
+    expected = [BLOCKS + 1, BLOCKS, BLOCKS]
+    assert same["reads"][1:] == expected  # the first block is frozen
+    expected = [BLOCKS + 1, BLOCKS + 1, BLOCKS]
+    assert edited["reads"][1:] == expected
     # Of the second block, which has one frozen weight, the other parameters alone are read.
-    assert same["bytes"][2] < same["bytes"][1] * BLOCKS / (BLOCKS + 1)
-    assert edited["bytes"][1:] == [same["bytes"][1]] * 2 + [same["bytes"][3]]
+    found = same["bytes"][2]
+    assert found < same["bytes"][1] * BLOCKS / (BLOCKS + 1)
+    expected = [same["bytes"][1]] * 2 + [same["bytes"][3]]
+    assert edited["bytes"][1:] == expected
 
 
 @dataclass
@@ -124,7 +140,8 @@ def test_as_much_is_kept_as_there_is_room_for(rank):
 
 @on_ranks(2)
 def test_what_is_kept_is_given_back_in_the_middle_of_a_minibatch_when_memory_gets_tight(rank):
-    net, reads = {"frozen": True}, []
+    net = {"frozen": True}
+    reads = []
     for tight_at in (2, 3, 5, float("inf")):
         result = kept(rank, FakeMemory(100_000, tight_at), net=net)
         assert_same(result["parameters"], one_process(net))
@@ -138,7 +155,8 @@ def test_an_amount_of_memory():
     for given in ("auto", 0, 10**9):
         assert memory_size(given) == given
     assert memory_size("4GiB") == 4 * 2**30
-    assert (memory_size("1.5 MB"), memory_size("64kib")) == (1_500_000, 65_536)
+    assert memory_size("1.5 MB") == 1_500_000
+    assert memory_size("64kib") == 65_536
     for wrong in ("lots", -1, "4 gigs", True, None):
         with pytest.raises(ValueError, match=r'Write keep_gathered="auto", 0 .* or "4GiB"'):
             attach(nn.Module(), keep_gathered=wrong)  # type: ignore[arg-type]
@@ -154,8 +172,10 @@ def test_ranks_that_share_a_gpu_share_what_is_free(monkeypatch):
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
     place = Place(torch.device("cuda", 0), 0, 3, 3, "")
-    assert _memory(place, lambda own: [own, "b", own]).usable() == 550
-    assert _memory(place, lambda own: [own, "b", "c"]).usable() == 1050
+    memory = _memory(place, lambda own: [own, "b", own])
+    assert memory.usable() == 550
+    found = _memory(place, lambda own: [own, "b", "c"]).usable()
+    assert found == 1050
 
 
 def test_memory_of_the_host_is_what_its_tightest_limit_leaves(tmp_path, monkeypatch):
@@ -201,7 +221,8 @@ PASSES: list[tuple[bool, dict[str, Any]]] = [
 def assert_frozen_parts_train(first: bool, **options: Any) -> None:
     batches = token_batches([6, 9, 4, 7, 5, 8, 3, 6])
     expected = fits.one_process(Frozen(first), zip(batches[::2], batches[1::2], strict=True))
-    assert_same(fitted(Frozen(first), batches, accumulate_grad_batches=2, **options), expected)
+    ours = fitted(Frozen(first), batches, accumulate_grad_batches=2, **options)
+    assert_same(ours, expected)
 
 
 @on_ranks(2)
@@ -215,7 +236,10 @@ def _engine(rank: int, memory: Any) -> tuple[nn.Module, Any]:
     init_gloo(rank)
     torch.manual_seed(0)
     model = Net().eval()
-    cache = GatherCache(memory, HostMemory(2)) if isinstance(memory, int) else GatherCache("auto", memory)
+    if isinstance(memory, int):
+        cache = GatherCache(memory, HostMemory(2))
+    else:
+        cache = GatherCache("auto", memory)
     return model, attached(rank, model, gather_cache=cache)
 
 
@@ -253,7 +277,9 @@ def test_units_are_held_for_a_while_where_there_is_room(rank, memory, expected):
     """
     model, engine = _engine(rank, memory)
     torch.manual_seed(0)
-    tokens, alone, held = torch.tensor([[3, 1, 2]]), Net(), []
+    tokens = torch.tensor([[3, 1, 2]])
+    alone = Net()
+    held = []
 
     def reads_of_a_pass() -> int:
         before = engine.traffic.reads
@@ -267,10 +293,13 @@ def test_units_are_held_for_a_while_where_there_is_room(rank, memory, expected):
                     assert reads_of_a_pass() == expected[number]
                 held.append(engine.gather_cache.bytes)
         blocks: Any = model.blocks
-        assert all(isinstance(parameter, DTensor) for parameter in blocks.parameters())
+        for parameter in blocks.parameters():
+            assert isinstance(parameter, DTensor)
         assert engine.gather_cache.bytes == 0
         assert [reads_of_a_pass(), reads_of_a_pass()] == [BLOCKS, BLOCKS], "nothing stays behind the context"
-    room = memory.room if isinstance(memory, FakeMemory) else memory
+    room = memory
+    if isinstance(memory, FakeMemory):
+        room = memory.room
     assert 0 < held[0] <= room / 2 if room else held[0] == 0
     if rank == 1 and getattr(memory, "tight_at", 0) == 4:
         assert held == [held[0], held[0], 0, 0]

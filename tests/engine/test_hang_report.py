@@ -45,7 +45,8 @@ def _stalls(rank: int, root: Path, **options: Any) -> str:
 
 @on_ranks(2)
 def test_every_rank_says_where_it_is(rank, tmp_path):
-    err, file = _stalls(rank, tmp_path), tmp_path / "odc-hang-reports" / f"rank{rank}.txt"
+    err = _stalls(rank, tmp_path)
+    file = tmp_path / "odc-hang-reports" / f"rank{rank}.txt"
     assert "lightning-odc: ranks have been waiting for 0." in err
     assert f"This is rank {rank}, in epoch 0 after 1 optimizer steps; it " in err
     assert f"Also in {file}, with the Python stack." in err
@@ -54,7 +55,8 @@ def test_every_rank_says_where_it_is(rank, tmp_path):
     written = file.read_text()
     assert written.count("ranks have been waiting") == err.count("ranks have been waiting")
     if rank == 0:
-        assert "rank 1 (process " in err.split("it is waiting for rank 1 (process ")[1].split("\n", 1)[1]
+        found = err.split("it is waiting for rank 1 (process ")[1].split("\n", 1)[1]
+        assert "rank 1 (process " in found
         assert ", microbatch 2, computing (last communicated for unit " in err
         assert "waiting.py" in written
     else:
@@ -90,7 +92,8 @@ def test_what_is_no_time():
 
 def test_all_threads_are_told(tmp_path, capsys):
     """On GPUs a backward pass runs in a thread of its own, and that is where it hangs."""
-    begun, end = threading.Event(), threading.Event()
+    begun = threading.Event()
+    end = threading.Event()
 
     def backward_pass() -> None:
         begun.set()
@@ -107,7 +110,8 @@ def test_all_threads_are_told(tmp_path, capsys):
     end.set()
     thread.join()
     written = (tmp_path / "new" / "rank0.txt").read_text()
-    assert "in test_all_threads_are_told" in written and "in backward_pass" in written
+    assert "in test_all_threads_are_told" in written
+    assert "in backward_pass" in written
     assert written.index("first") < written.index("second"), "reports are appended"
     HangReport(1.0, None, 0).tell("something")
     assert capsys.readouterr().err.endswith("lightning-odc: something\n  (There is no file of it.)\n")
@@ -115,7 +119,8 @@ def test_all_threads_are_told(tmp_path, capsys):
 
 def watched(waits: Callable[[], float], is_done: Callable[[HangReport], bool]) -> HangReport:
     """A report that has looked at waits until this is done."""
-    report, deadline = HangReport(0.1, None, 0), time.monotonic() + 10
+    report = HangReport(0.1, None, 0)
+    deadline = time.monotonic() + 10
     report.start(waits, lambda: "  here")
     while not is_done(report) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -134,7 +139,8 @@ def test_a_wait_that_was_reported_and_ended_well_makes_it_more_patient(capsys):
     err = capsys.readouterr().err
     assert "  here" in err
     assert err.count("the wait is over, training goes on") == 1
-    short, looks = iter([0.05, 0.0, -1e-6, 0.01]), []
+    short = iter([0.05, 0.0, -1e-6, 0.01])
+    looks = []
     watched(lambda: (looks.append(1), next(short, 0.0))[1], lambda _: len(looks) >= 5)  # type: ignore[func-returns-value]
     assert len(looks) >= 5
     assert capsys.readouterr().err == ""

@@ -63,12 +63,15 @@ def test_the_books_survive_a_new_window_which_comes_between_two_steps(rank):
         engine.begin_batch(opens_window=False, closes_window=True)
     engine.settle([])
     engine.publish()
-    before, traffic = dict(engine.waits), engine.traffic
+    before = dict(engine.waits)
+    traffic = engine.traffic
     assert rank > 0 or before["settle"] >= 0.2
     engine.begin_batch(opens_window=True, closes_window=True)
-    assert all(engine.waits[cause] >= before[cause] for cause in before)
+    for cause in before:
+        assert engine.waits[cause] >= before[cause]
     assert engine.window_bytes > windows
-    assert engine.traffic == traffic and traffic.adds > 0
+    assert engine.traffic == traffic
+    assert traffic.adds > 0
     engine.close()
 
 
@@ -81,7 +84,8 @@ class Sum(LightningModule):
         nn.init.zeros_(self.layer.weight)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return {"loss": self.layer(batch).sum(), "num_items": int(batch.item() > 1)}
+        num_items = int(batch.item() > 1)
+        return {"loss": self.layer(batch).sum(), "num_items": num_items}
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
@@ -94,15 +98,20 @@ class Sum(LightningModule):
 def test_sums_are_taken_in_the_accumulators_dtype(rank, dtype, kept):
     # 2^13 + 2^-13 has 27 digits: fp64 keeps them all, fp32 (24 digits) drops the small number.
     batches = [torch.tensor([value]) for value in (2.0**13, 2.0**-13, -(2.0**13))]
-    found = fitted(Sum(), [Minibatch([] if rank else batches)], accumulator_dtype=dtype)
-    assert found["layer.weight"].flatten().tolist() == [-kept, -kept]
+    microbatches = batches
+    if rank:
+        microbatches = []
+    found = fitted(Sum(), [Minibatch(microbatches)], accumulator_dtype=dtype)
+    expected = [-kept, -kept]
+    assert found["layer.weight"].flatten().tolist() == expected
 
 
 @on_ranks(2)
 def test_a_shard_is_compared_once_when_it_is_read_and_once_after_the_last_backward(rank):
     init_gloo(rank)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    engine, compared = attached(rank, model), []
+    engine = attached(rank, model)
+    compared = []
     inner = engine._staleness._expect_same
     engine._staleness._expect_same = lambda *args: (compared.append(1), inner(*args))  # type: ignore[func-returns-value, method-assign]
     counts = []
@@ -127,12 +136,15 @@ def test_what_was_summed_is_dropped_where_the_user_empties_gradients(rank):
     """The first of two passes is emptied. From the second step on it lies in sums, which no owner has seen."""
     init_gloo(rank)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    engine = attached(rank, model, gather_cache=GatherCache(2**20, HostMemory(2)))
+    gather_cache = GatherCache(2**20, HostMemory(2))
+    engine = attached(rank, model, gather_cache=gather_cache)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # holds shards
-    found, held = [], []
+    found = []
+    held = []
     for scales in ([10.0], [1.0, 10.0], [1.0, 10.0]):
         for number, scale in enumerate(scales):
-            with engine.backward(manual=True, more=number < len(scales) - 1):
+            more = number < len(scales) - 1
+            with engine.backward(manual=True, more=more):
                 (model(torch.ones(2, 4)).sum() * scale).backward()
             held.append(any(total._totals for total in engine._sums))
             if scale == 1.0:
@@ -156,6 +168,8 @@ def test_a_parameter_that_was_replaced_is_published(rank):
         sevens = {name: torch.full_like(value, 7.0) for name, value in model.state_dict().items()}
         model.load_state_dict(sevens, assign=True)
         engine.refresh()
-        assert float(model(torch.ones(1, 4))[0, 0]) == 4 * 7 * (4 * 7 + 7) + 7
+        expected = 4 * 7 * (4 * 7 + 7) + 7
+        found = float(model(torch.ones(1, 4))[0, 0])
+        assert found == expected
     engine.exchange("end", None)
     engine.close()

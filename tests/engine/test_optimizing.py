@@ -69,8 +69,9 @@ def test_lists_leave_alone_what_they_would_change(rank):
     shards = list(sharded(torch.float32).parameters())
     narrow = list(sharded(torch.bfloat16).parameters())
     says_no = torch.optim.AdamW(shards, foreach=False)
+    parameter = nn.Parameter(torch.zeros(2))
     others = [
-        torch.optim.AdamW([nn.Parameter(torch.zeros(2))]),  # plain tensors
+        torch.optim.AdamW([parameter]),  # plain tensors
         torch.optim.AdamW([*shards, nn.Parameter(torch.zeros(2))]),  # mixed
         torch.optim.AdamW(narrow),
         Own(shards),  # a class of the user's
@@ -80,4 +81,5 @@ def test_lists_leave_alone_what_they_would_change(rank):
     ]
     with by_lists(says_no, *others):
         assert says_no.param_groups[0]["foreach"] is False
-        assert [one.param_groups[0]["foreach"] for one in others] == [None] * len(others)
+        found = [one.param_groups[0]["foreach"] for one in others]
+        assert found == [None] * len(others)

@@ -107,7 +107,8 @@ def outcomes(kind: type[FakeDevice], **options: Any) -> list[BaseException | Non
     """What the proof raised on each rank."""
 
     def proves(rank: int, rendezvous: Any) -> BaseException | None:
-        protocol = Protocol(CudaTransport(rank, WORLD, rendezvous, kind(rank, rendezvous)), UNITS, **options)
+        transport = CudaTransport(rank, WORLD, rendezvous, kind(rank, rendezvous))
+        protocol = Protocol(transport, UNITS, **options)
         protocol.open()
         try:
             prove(protocol)
@@ -159,10 +160,13 @@ def test_a_fault_on_one_rank_is_told_to_all_with_the_unit_and_the_first_wrong_by
 def test_a_peer_that_hangs_ends_the_proof_in_bounded_time(kind, monkeypatch):
     monkeypatch.setattr(proof, "PATIENCE", 1.0)
     errors = outcomes(kind, timeout=1800)
-    assert all(isinstance(error, WaitTimeoutError) for error in errors[::2]), errors
+    for error in errors[::2]:
+        assert isinstance(error, WaitTimeoutError), errors
     texts = [str(error) for error in errors]
     assert any("waiting for its own device" in text or "rank 1" in text for text in texts), texts
-    assert all("Gave up after 1 s" in str(error) for error in errors if error is not None)
+    for error in errors:
+        if error is not None:
+            assert "Gave up after 1 s" in str(error)
 
 
 def on_host(rank: int, rendezvous: Any) -> Transport:
@@ -185,12 +189,14 @@ def test_what_is_right_passes_and_nothing_of_it_stays(
         protocol.open()
         for _ in range(2):
             prove(protocol)
-        assert (protocol.version, protocol.traffic, protocol.device_waits) == (1, Traffic(), 0)
+        found = (protocol.version, protocol.traffic, protocol.device_waits)
+        assert found == (1, Traffic(), 0)
         assert sum(protocol.waiter.seconds.values()) == 0
         assert protocol.waiter.timeout == 30
         for window in protocol.windows:
             assert window.gathers == 0
-            assert not window.shards.any() and not window.summed().any()
+            assert not window.shards.any()
+            assert not window.summed().any()
             assert protocol.transport.load(rank, window.word) == 0
         # The first version of training, behind it.
         for window in protocol.windows:
@@ -220,7 +226,8 @@ def test_each_combination_of_dtypes_is_proven_and_large_units_of_hosts_are_not(m
     one_round = proof._round
 
     def note(protocol: Protocol, window: Any, number: int) -> str:
-        proven.setdefault(type(protocol.transport).__name__, set()).add(window.spec.name)
+        names = proven.setdefault(type(protocol.transport).__name__, set())
+        names.add(window.spec.name)
         return one_round(protocol, window, number)
 
     monkeypatch.setattr(proof, "_round", note)
@@ -233,6 +240,7 @@ def test_each_combination_of_dtypes_is_proven_and_large_units_of_hosts_are_not(m
         protocol.close()
 
     for make in (on_host, on_device):
-        assert on_threads(WORLD, partial(proves, make)) == [None] * WORLD
+        found = on_threads(WORLD, partial(proves, make))
+        assert found == [None] * WORLD
     small = {unit.name for unit in UNITS} - {"frozen"}  # has the dtypes of "block"
     assert proven == {"SharedMemoryTransport": small, "CudaTransport": small | {"large"}}

@@ -42,7 +42,8 @@ def value_of(version: int, rank: int, unit: int) -> float:
 
 def play(protocol: Protocol, microbatches: list[list[int]]) -> None:
     """One rank of a toy training run that checks everything it reads; ``microbatches[step][rank]`` is how many."""
-    rank, world = protocol.transport.rank, protocol.transport.world_size
+    rank = protocol.transport.rank
+    world = protocol.transport.world_size
     protocol.open()
     publish(protocol)
     for counts in microbatches:
@@ -81,11 +82,13 @@ def publish(protocol: Protocol) -> None:
 
 
 def check_gather(protocol: Protocol, unit: int) -> None:
-    rank, world = protocol.transport.rank, protocol.transport.world_size
+    rank = protocol.transport.rank
+    world = protocol.transport.world_size
     out = torch.zeros(world, UNITS[unit].shard_numel)
     protocol.windows[unit].gather(out.view(-1))
     for peer in set(range(world)) - {rank}:
-        seen, expected = out[peer].unique().tolist(), value_of(protocol.version, peer, unit)
+        seen = out[peer].unique().tolist()
+        expected = value_of(protocol.version, peer, unit)
         if seen != [expected]:
             raise ViolationError(f"torn or stale read of rank {peer}: {seen} instead of {expected}")
 
@@ -100,7 +103,8 @@ def explore(
     errors: list[BaseException | None] = [None] * world_size
 
     def work(rank: int, scheduler: Scheduler) -> None:
-        protocol = protocol_class(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=10, **options)
+        interleaved = Interleaved(hub.transport(rank), scheduler)
+        protocol = protocol_class(interleaved, UNITS, timeout=10, **options)
         try:
             play(protocol, counts)
         except Exception as error:  # a broken protocol fails in many ways
@@ -123,7 +127,8 @@ def test_invariants_hold_in_random_interleavings(monkeypatch, world_size, option
     monkeypatch.setattr(protocol_module, "_MAILBOX_BYTES", mailbox)
     for seed in range(15):
         errors = explore(seed, world_size, **options)
-        assert errors == [None] * world_size, f"seed {seed}: {errors}"
+        expected = [None] * world_size
+        assert errors == expected, f"seed {seed}: {errors}"
 
 
 class WithoutVersions(Protocol):
@@ -199,7 +204,9 @@ def test_the_explorer_finds_broken_protocols(monkeypatch, broken, constants):
 def add_ones(protocol: Protocol, unit: int) -> None:
     numel = UNITS[unit].grad_numel
     ones = torch.ones(protocol.transport.world_size, numel)
-    protocol.windows[unit].accumulate(ones.view(-1), [Segment(0, 0, numel)])
+    chunks = ones.view(-1)
+    segments = [Segment(0, 0, numel)]
+    protocol.windows[unit].accumulate(chunks, segments)
 
 
 class GathersTooLate(Protocol):
@@ -225,7 +232,8 @@ class AddsTooLate(Protocol):
 @pytest.mark.parametrize("late", [GathersTooLate, AddsTooLate], ids=lambda c: c.__name__)
 def test_nobody_uses_a_version_that_has_ended(late):
     for seed in range(5):
-        assert all(isinstance(e, StaleShardError) for e in explore(seed, 3, late)), f"seed {seed}"
+        for e in explore(seed, 3, late):
+            assert isinstance(e, StaleShardError), f"seed {seed}"
 
     class Unguarded(late):  # type: ignore[misc, valid-type]
         def open(self) -> None:
@@ -268,7 +276,8 @@ def test_a_wait_gives_up_at_its_deadline_and_says_where_everybody_is(tmp_path):
     assert "rank 1: version 1, microbatch 4, computing" in message
     assert first.waiter.seconds[Cause.READ] >= 0.3
     written = (tmp_path / "rank0.txt").read_text()
-    assert message in written and "(most recent call first)" in written
+    assert message in written
+    assert "(most recent call first)" in written
 
 
 def test_the_first_failure_ends_the_wait_not_those_that_followed():
@@ -346,8 +355,9 @@ def check_wait_goes_on(case: str, gone: str) -> None:
     lock = hub.windows[2].locks[-1 if case == "lock of a queue" else 0]
     assert lock.take()
     GONE[gone](ranks)
+    read = (lambda: first.windows[0].gather(torch.zeros(12)), lambda: publish(third))
     waits = {
-        "read": (lambda: first.windows[0].gather(torch.zeros(12)), lambda: publish(third)),
+        "read": read,
         "lock": (lambda: add_ones(first, 0), lock.give),
         "device": (lambda: await_device(first, done), done.set),
         "queue": (lambda: steal(first), lambda: WorkQueues(third, 1, COSTS)),

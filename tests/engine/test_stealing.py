@@ -34,11 +34,13 @@ def queues(costs: list[list[float]], rates: list[float] | None = None) -> list[W
 def test_owners_take_from_the_front_and_thieves_from_the_back():
     fast, slow = queues([[1.0], [5.0, 4.0, 3.0, 2.0]])
     assert slow.take() == 0
-    assert (fast.take(), fast.take()) == (0, None)
+    assert fast.take() == 0
+    assert fast.take() is None
     assert fast.steal() == (1, 3)
     assert slow.take() == 1
     assert fast.steal() == (1, 2)
-    assert (slow.take(), fast.steal()) == (None, None)
+    assert slow.take() is None
+    assert fast.steal() is None
 
 
 def test_the_peer_that_needs_longest_is_helped_unless_it_would_finish_sooner():
@@ -74,7 +76,8 @@ def test_a_thief_that_comes_too_late_helps_the_next_peer():
 def test_too_many_microbatches_and_a_fixed_order_of_sums_are_refused():
     with pytest.raises(ValueError, match="up to 4095 microbatches"):
         queues([[1.0] * 4096])
-    protocol = Protocol(ThreadHub(2).transport(0), UNITS, timeout=5, deterministic=True)
+    transport = ThreadHub(2).transport(0)
+    protocol = Protocol(transport, UNITS, timeout=5, deterministic=True)
     with pytest.raises(
         ValueError, match=r'Use BalancedDataLoader\(balance="lb_mini"\), the same plan without'
     ):
@@ -83,13 +86,15 @@ def test_too_many_microbatches_and_a_fixed_order_of_sums_are_refused():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_microbatch_runs_exactly_once_in_any_interleaving(seed):
-    world, rng = 3, random.Random(seed)
+    world = 3
+    rng = random.Random(seed)
     rounds = [[[rng.random() + 0.1 for _ in range(rng.randrange(6))] for _ in range(world)] for _ in range(3)]
     hub = ThreadHub(world, timeout=20)
     ran: list[list[tuple[int, int, int]]] = [[] for _ in range(world)]
 
     def run(rank: int, scheduler: Scheduler) -> None:
-        protocol = Protocol(Interleaved(hub.transport(rank), scheduler), UNITS, timeout=20)
+        transport = Interleaved(hub.transport(rank), scheduler)
+        protocol = Protocol(transport, UNITS, timeout=20)
         protocol.open()
         for number, costs in enumerate(rounds, 1):  # ranks may be apart: no meeting in between
             ran[rank] += [(number, *item) for item in WorkQueues(protocol, number, costs).claims()]
@@ -139,20 +144,30 @@ HELPED: list[tuple[tuple[int, int], int, str, list[list[int]]]] = [
 @on_ranks(2)
 @pytest.mark.parametrize(("counts", "slow_rank", "returns", "windows"), HELPED)
 def test_a_slow_rank_is_helped_and_the_gradient_is_the_planned_one(rank, counts, slow_rank, returns, windows):
-    module = slow(0.01 if rank == slow_rank else 0.001, returns)
-    t = fits.fit(module, shares(rank, counts), accumulate_grad_batches=len(windows[0]))
+    seconds = 0.001
+    if rank == slow_rank:
+        seconds = 0.01
+    module = slow(seconds, returns)
+    accumulate_grad_batches = len(windows[0])
+    t = fits.fit(module, shares(rank, counts), accumulate_grad_batches=accumulate_grad_batches)
     seen = of_all_ranks(module.seen)
-    assert sorted(n for own in seen for n in own) == sorted(n for lengths in LENGTHS for n in lengths)
-    assert len(seen[slow_rank]) < counts[slow_rank] * len(LENGTHS), "the slow rank was helped"
+    found = sorted(n for own in seen for n in own)
+    expected = sorted(n for lengths in LENGTHS for n in lengths)
+    assert found == expected
+    found = len(seen[slow_rank])
+    assert found < counts[slow_rank] * len(LENGTHS), "the slow rank was helped"
     steps = [[b for step in steps for b in token_batches(LENGTHS[step], seed=step)] for steps in windows]
     assert_same(full_parameters(module), fits.one_process(TokenModule("items", lr=0.01), steps))
-    assert t.callback_metrics["tokens"] == sum(length - 1 for length in LENGTHS[-1])
+    expected = sum(length - 1 for length in LENGTHS[-1])
+    assert t.callback_metrics["tokens"] == expected
     assert t.callback_metrics["one"] == 1.0
 
 
 def test_nothing_is_stolen_from_a_balanced_minibatch():
     first, second = queues([[8.0, 2.0], [6.0, 4.0]])
-    assert (first.take(), second.take()) == (0, 0)
+    assert first.take() == 0
+    assert second.take() == 0
     assert second.take() == 1  # at time 6
     assert first.take() == 1  # at time 8
-    assert (first.take(), first.steal(), second.take(), second.steal()) == (None,) * 4  # at time 10
+    found = (first.take(), first.steal(), second.take(), second.steal())
+    assert found == (None,) * 4  # at time 10

@@ -67,7 +67,8 @@ def made() -> tuple[UnitSum, Accumulators, list[Any]]:
 
 
 def gradient(number: int, seed: int) -> Tensor:
-    return torch.randn(ROWS[number], generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS[number], generator=generator)
 
 
 def take(total: UnitSum, slots: list[Any], **gradients: Tensor) -> None:
@@ -98,7 +99,8 @@ def test_sums_are_laid_out_as_fully_shard_lays_out_gradients():
         total.give()
     assert accumulators.touched == [[(0, NUMEL)]]
     expected = torch.zeros(OWNERS, NUMEL)
-    expected[:, :3] = rows_of(0, gradient(0, 0) + gradient(0, 2))
+    whole = gradient(0, 0) + gradient(0, 2)
+    expected[:, :3] = rows_of(0, whole)
     expected[:, 3:5] = rows_of(1, gradient(1, 1))
     assert torch.equal(accumulators.rows, expected)
 
@@ -118,7 +120,8 @@ def test_the_last_microbatch_is_added_with_the_sums():
 
 def test_what_a_broken_off_pass_left_is_forgotten_and_what_is_not_summed_is_left_to_fully_shard():
     total, accumulators, slots = made()
-    additions, unit = total._additions, total._unit
+    additions = total._additions
+    unit = total._unit
     additions.begin_backward(Pass(is_announced=True, is_last=False))
     total.arrives(slots[0], SimpleNamespace(grad=gradient(0, 0)))  # type: ignore[arg-type]
     assert additions.undo() == Added()
@@ -128,10 +131,12 @@ def test_what_a_broken_off_pass_left_is_forgotten_and_what_is_not_summed_is_left
         additions.begin_backward(Pass(is_announced=True, is_last=is_last))
         parameter: Any = SimpleNamespace(grad=gradient(0, 0))
         total.arrives(slots[0], parameter)
-        assert parameter.grad is not None and unit.reduced_now.pop(slots[0]) is parameter
+        assert parameter.grad is not None
+        assert unit.reduced_now.pop(slots[0]) is parameter
         additions.end_backward()
     total.give()
-    assert not accumulators.touched and not unit.reduced_in_step
+    assert not accumulators.touched
+    assert not unit.reduced_in_step
 
 
 def test_what_is_dropped_has_no_part_in_what_is_added_later_and_what_is_given_back_has():
@@ -150,7 +155,8 @@ def test_what_is_dropped_has_no_part_in_what_is_added_later_and_what_is_given_ba
         if not drops:
             first = first + gradient(0, 0)
         assert torch.allclose(accumulators.rows[:, :3], rows_of(0, first))
-        assert torch.equal(accumulators.rows[:, 3:5], rows_of(1, gradient(1, 1)))
+        rows = rows_of(1, gradient(1, 1))
+        assert torch.equal(accumulators.rows[:, 3:5], rows)
 
 
 # -- added once, wherever passes break off --
@@ -183,9 +189,13 @@ class Model:
 
     def backward(self, samples: list[str]) -> Added | None:
         """Run a pass; returns what has been added if it breaks off."""
-        order, times = self.ran[::-1], Counter[int]()
+        order = self.ran[::-1]
+        times = Counter[int]()
         self.additions.begin_backward(OF_THE_USER)
-        last = self.breaks.pop() if self.breaks else len(order)
+        if self.breaks:
+            last = self.breaks.pop()
+        else:
+            last = len(order)
         for position, unit in enumerate(order):
             if position == last:
                 added = self.additions.undo()
@@ -224,12 +234,13 @@ def test_every_gradient_is_added_once(calls: list[int], count: int, breaks: list
     model.run(samples, Added())
     model.breaks.clear()
     model.run(["next"], Added())
-    assert model.sums == {
+    expected = {
         (u, n, sample): 1
         for u in range(len(calls))
         for n in range(1, calls[u] + 1)
         for sample in [*samples, "next"]
     }
+    assert model.sums == expected
 
 
 @pytest.mark.parametrize(("calls", "fits"), [([1, 2, 2], True), ([0, 2, 2], True), ([1, 4, 1], False)])
@@ -238,7 +249,8 @@ def test_a_unit_that_runs_another_number_of_times_is_found(calls: list[int], fit
     model = Model([1, 4, 2], [])
     model.forward(calls)
     times = {model.units[unit].slots[0]: 1 for unit in (0, 2)}
-    model.additions.retry(Added(times, calls={0: 1, 1: 4, 2: 2}))
+    added = Added(times, calls={0: 1, 1: 4, 2: 2})
+    model.additions.retry(added)
     if fits:
         assert model.backward(["x"]) is None
         return
@@ -258,7 +270,8 @@ def test_a_pass_that_broke_off_is_refused_once_it_has_added_unless_it_is_undone(
     with pytest.raises(ODCError, match="a part of its gradient has been added"):
         additions.check_none_broke_off()
     added = additions.undo()
-    assert added is not None and added.times == {}
+    assert added is not None
+    assert added.times == {}
     assert additions.undo() is None, "before its backward pass"
     additions.check_none_broke_off()
 
@@ -270,14 +283,16 @@ class SlotStub:
     padded_numel = 1
 
     def __init__(self, number: int, is_emptied: bool) -> None:
-        self.name, self.grad_offset = f"p{number}", number
+        self.name = f"p{number}"
+        self.grad_offset = number
         self.sharded_param = SimpleNamespace(grad=SimpleNamespace(zeroed=is_emptied))
 
 
 def dropped(laid: set[int], emptied: set[int], others: list[str], came_for: str) -> set[int]:
     """What a rank drops of three parameters: some have a placeholder, of which the user emptied some."""
     slots = [SlotStub(number, number in emptied) for number in range(3)]
-    cleared, forgotten = set[int](), set[int]()
+    cleared = set[int]()
+    forgotten = set[int]()
     unit = SimpleNamespace(index=0, slots=slots, grad_slots=slots, reduced_in_step=set())
     window = SimpleNamespace(clear=lambda at, _: cleared.add(at))
     held = SimpleNamespace(clear=lambda slot: forgotten.add(slot.grad_offset))
@@ -293,8 +308,10 @@ def dropped(laid: set[int], emptied: set[int], others: list[str], came_for: str)
 
 def test_a_rank_drops_what_others_drop_unless_it_has_added_since():
     for came_for in (DISCARD, "optimizer step"):
-        assert dropped(set(), set(), ["0x1", "0x4"], came_for) == {0, 2}
+        found = dropped(set(), set(), ["0x1", "0x4"], came_for)
+        assert found == {0, 2}
     # The user left the gradient of p1 here, as one may for one's own shard.
-    assert dropped({0, 1}, {0}, ["0x7"], DISCARD) == {0, 2}
+    found = dropped({0, 1}, {0}, ["0x7"], DISCARD)
+    assert found == {0, 2}
     with pytest.raises(DisagreementError, match=r"emptied the gradient of 'p1'(?s:.*)settle_gradients\(\)"):
         dropped({1}, set(), ["0x7"], "optimizer step")

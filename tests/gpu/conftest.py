@@ -32,14 +32,21 @@ class GpuReport:
         self._result: dict[str, Any] = {"machine": of, "finished": False, "tests": {}}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        tests, name = self._result["tests"], report.nodeid.split("::", 1)[-1]
+        tests = self._result["tests"]
+        name = report.nodeid.split("::", 1)[-1]
         entry = tests.setdefault(name, {"outcome": "passed", "seconds": 0.0, "error": ""})
         entry["seconds"] = round(entry["seconds"] + report.duration, 1)
         if report.outcome != "passed":
             # What breaks before or behind the test itself is no failure of it.
-            failed = "failed" if report.when == "call" else "error"
-            entry["outcome"] = "skipped" if report.skipped else failed
-            entry["error"] = "" if report.skipped else last_error(report.longreprtext)
+            failed = "error"
+            if report.when == "call":
+                failed = "failed"
+            if report.skipped:
+                entry["outcome"] = "skipped"
+                entry["error"] = ""
+            else:
+                entry["outcome"] = failed
+                entry["error"] = last_error(report.longreprtext)
         if report.when == "teardown":
             self._write()
 

@@ -61,7 +61,8 @@ def use_the_transport(probe: Probe, rank: int) -> None:
 
     with probe.step("join a gloo group, take a device"):
         device = start(rank)
-    meet, world = rendezvous(), dist.get_world_size()
+    meet = rendezvous()
+    world = dist.get_world_size()
     numel = NUMEL[device.type]
     unit = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
     with probe.step("make the transport"):
@@ -85,7 +86,8 @@ def use_the_transport(probe: Probe, rank: int) -> None:
         _wait(ours.drain())
     with probe.step("look at the sums"):
         meet(None)
-        _expect(ours.accumulator(rank, 0), 10.0 * world, f"10 additions of 1 by {world} ranks")
+        found = ours.accumulator(rank, 0)
+        _expect(found, 10.0 * world, f"10 additions of 1 by {world} ranks")
         meet(None)
     with probe.step("close"):
         ours.close()
@@ -132,9 +134,8 @@ def _rank(rank: int, world_size: int, port: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """Entry point; exits with 1 if anything failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.gpu.probe", description=(__doc__ or "").splitlines()[0]
-    )
+    description = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu.probe", description=description)
     parser.add_argument(
         "--ranks", type=int, metavar="N", default=2, help="processes; several on one GPU if needed"
     )

@@ -51,13 +51,17 @@ def rendezvous() -> Callable[[Any], list[Any]]:
 
 def transport(rank: int, device: torch.device, late: int | None = None) -> CudaTransport:
     """The CUDA transport of a rank; ``late`` seeds delays before everything that a GPU is asked for."""
-    world_size, meet = dist.get_world_size(), rendezvous()
+    world_size = dist.get_world_size()
+    meet = rendezvous()
     if device.type == "cpu":
         return fake_cuda(rank, world_size, meet)
     from lightning_odc.engine.transports.cuda import SymmetricDevice
 
     group = dist.group.WORLD
-    own = SymmetricDevice(device, group) if late is None else late_device(device, group, late + rank)
+    if late is None:
+        own = SymmetricDevice(device, group)
+    else:
+        own = late_device(device, group, late + rank)
     return CudaTransport(rank, world_size, meet, own)
 
 

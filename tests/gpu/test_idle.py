@@ -31,7 +31,8 @@ def multiply(device: torch.device) -> Any:
     if device.type == "cpu":
         time.sleep(0.1)
         return 0.1
-    stream, matrix = ComputeStream(device), torch.full((4096, 4096), 1e-4, device=device)
+    stream = ComputeStream(device)
+    matrix = torch.full((4096, 4096), 1e-4, device=device)
     begin = stream.mark()
     for _ in range(100):
         matrix = matrix @ matrix
@@ -57,14 +58,16 @@ class Uneven(TokenModule):
 
 def fit(device: torch.device, strategy: Strategy, module: Uneven, batch: Any) -> Any:
     """Rows of the monitor, whether they are complete, and the seconds of work."""
-    monitor, memory = DeviceIdleMonitor(every_n_steps=1), Memory()
+    monitor = DeviceIdleMonitor(every_n_steps=1)
+    memory = Memory()
+    devices = "auto"
+    if isinstance(strategy, FSDPStrategy) and strategy.parallel_devices is None:
+        devices = 2
+    accelerator = "gpu"
+    if device.type == "cpu":
+        accelerator = "cpu"
     fitting = trainer(
-        2,
-        accelerator="cpu" if device.type == "cpu" else "gpu",
-        devices=2 if isinstance(strategy, FSDPStrategy) and strategy.parallel_devices is None else "auto",
-        strategy=strategy,
-        logger=memory,
-        callbacks=[monitor],
+        2, accelerator=accelerator, devices=devices, strategy=strategy, logger=memory, callbacks=[monitor]
     )
     fitting.fit(module, loader([batch] * STEPS))
     if device.type == "cuda":
@@ -73,8 +76,12 @@ def fit(device: torch.device, strategy: Strategy, module: Uneven, batch: Any) ->
 
 
 def _shares_a_gpu(rank: int, communication: str) -> Any:
-    device, there_are = start(rank), torch.cuda.device_count()
-    devices = [torch.device("cuda", r % there_are) for r in range(2)] if there_are else [device] * 2
+    device = start(rank)
+    there_are = torch.cuda.device_count()
+    if there_are:
+        devices = [torch.device("cuda", r % there_are) for r in range(2)]
+    else:
+        devices = [device] * 2
     strategy = ODCStrategy(
         communication=communication,
         balance=None,
@@ -88,7 +95,8 @@ def _shares_a_gpu(rank: int, communication: str) -> Any:
 def _check_waits(found: list[Any]) -> None:
     """Rank 1 waited for rank 0, which worked, and not the other way round."""
     rows, complete, worked = found[0]
-    assert complete and len(rows) == len(worked) == STEPS
+    assert complete
+    assert len(rows) == len(worked) == STEPS
     looked_at = [row for row in rows[1:] if "idle/fraction" in row]
     assert looked_at, "no step was looked at"
     assert any(row["idle/worst_rank"] == 1 > row["idle/fraction_rank1"] > 0 for row in looked_at)
@@ -103,10 +111,13 @@ def test_ranks_wait_on_demand():
 def test_parts_of_steps_with_collectives_over_gloo():
     """Kernels are seen; who waits is not, since gloo has none."""
     rows, complete, _ = run_ranks(_shares_a_gpu, "collective", timeout=150)[0]
-    assert not complete and not any("idle/fraction" in row for row in rows)
+    assert not complete
+    for row in rows:
+        assert "idle/fraction" not in row
     seen = [row for row in rows if "gpu/kernel_seconds" in row]
     assert seen
-    assert all(row["gpu/kernel_seconds_rank0"] > row["gpu/kernel_seconds_rank1"] for row in seen)
+    for row in seen:
+        assert row["gpu/kernel_seconds_rank0"] > row["gpu/kernel_seconds_rank1"]
 
 
 def _has_a_gpu(rank: int, kind: str) -> Any:
@@ -142,7 +153,8 @@ def test_records_of_kernels_agree_with_events():
     length = begin.elapsed_time(end) / 1e3
     last = records[-1].begin
     parts = parts_of(records, range(last - round(length * 1e9), last))
-    busy = sum(one.elapsed_time(other) for one, other in (first, second)) / 1e3
+    total = sum(one.elapsed_time(other) for one, other in (first, second))
+    busy = total / 1e3
     assert parts[DevicePart.KERNEL] == pytest.approx(busy, rel=0.05)
     assert parts[DevicePart.COLLECTIVE] == 0.0
     assert 0.09 < parts[DevicePart.EMPTY] < length - 0.9 * busy

@@ -59,7 +59,8 @@ def test_the_tests_are_collected_without_packages_that_they_do_not_need():
     done = subprocess.run(
         [sys.executable, "-c", COLLECT], env=environment, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0 and "tests collected" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0
+    assert "tests collected" in done.stdout, done.stdout + done.stderr
 
 
 def test_the_probe_says_which_step_failed(capsys):
@@ -68,22 +69,23 @@ def test_the_probe_says_which_step_failed(capsys):
         raise OSError("not permitted")
     assert one.failed == ["open windows"]
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("rank 0  ")[1] for line in lines] == [
-        "open windows ...",
-        "open windows: FAILED: OSError: not permitted",
-    ]
+    found = [line.split("rank 0  ")[1] for line in lines]
+    assert found == ["open windows ...", "open windows: FAILED: OSError: not permitted"]
 
 
 @pytest.mark.slow
 def test_the_probe_as_a_program():
     """Every step is told; also where `nvidia-smi` and other tools are missing."""
-    line, environment = [sys.executable, "-m", "tests.gpu.probe"], os.environ | {"PATH": ""}
+    line = [sys.executable, "-m", "tests.gpu.probe"]
+    environment = os.environ | {"PATH": ""}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=probe.LIMIT + 30)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "The probe passed." in done.stdout and "ranks ended with [0, 0]" in done.stdout
+    assert "The probe passed." in done.stdout
+    assert "ranks ended with [0, 0]" in done.stdout
     for step in ("open windows", "add to all accumulators at once", "look at the sums", "close"):
         for rank in range(2):
-            assert f"rank {rank}  {step} ...\n" in done.stdout and f"rank {rank}  {step}: ok (" in done.stdout
+            assert f"rank {rank}  {step} ...\n" in done.stdout
+            assert f"rank {rank}  {step}: ok (" in done.stdout
 
 
 def test_the_report_is_there_after_every_test(tmp_path):
@@ -93,7 +95,10 @@ def test_the_report_is_there_after_every_test(tmp_path):
     report = GpuReport(file, machine)
     error = "def test():\nE   AssertionError: rank 0:\nE     RuntimeError: CUDA error: lost\n\nx.py:1: AssertionError"
     for name, when in itertools.product(("first", "second"), ("setup", "call", "teardown")):
-        of = ("failed", error) if (name, when) == ("second", "call") else ("passed", "")
+        if (name, when) == ("second", "call"):
+            of = ("failed", error)
+        else:
+            of = ("passed", "")
         told: Any = pytest.TestReport(f"tests/gpu/x.py::{name}", ("", 0, ""), {}, *of, when, duration=1.0)
         report.pytest_runtest_logreport(told)
     text = file.with_suffix(".md").read_text()
@@ -110,20 +115,22 @@ def test_the_session_goes_on_after_a_part_that_fails(tmp_path, capsys):
     python.write_text('#!/bin/sh\necho "called with $*"\ncase "$*" in *probe*) exit 3 ;; esac\n')
     python.chmod(0o755)
     out = tmp_path / "out"
-    line, environment = (
-        ["bash", "tests/gpu/session.sh", "first", "train"],
-        {"PY": str(python), "OUT": str(out)},
-    )
-    done = subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, timeout=60)
+    line = ["bash", "tests/gpu/session.sh", "first", "train"]
+    environment = {"PY": str(python), "OUT": str(out)}
+    env = os.environ | environment
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
     logs = {"machine", "probe", "contract", "doctor", "nccl", "train", "small"}
     assert {path.stem for path in out.glob("*.log")} == logs
     assert "called with -m tests.gpu.probe" in (out / "probe.log").read_text()
-    assert "== probe: exit code 3" in done.stdout and "== small: exit code 0" in done.stdout
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "failed: probe")
+    assert "== probe: exit code 3" in done.stdout
+    assert "== small: exit code 0" in done.stdout
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1] == "failed: probe"
     if HAS_GPU:
         return
     for name in ("nccl", "train", "small"):  # the options exist: nothing but the GPU is missing
-        line = (out / f"{name}.log").read_text().removeprefix("called with -m benchmarks.harness ").split()
+        text = (out / f"{name}.log").read_text()
+        line = text.removeprefix("called with -m benchmarks.harness ").split()
         with pytest.raises(SystemExit, match=r"^2$"):
             harness.main(line)
         assert "There is no GPU" in capsys.readouterr().err, name

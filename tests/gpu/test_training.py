@@ -83,9 +83,10 @@ def _train(
     if not offload:
         model.to(device)
     world = len(rendezvous()(None))
+    mesh = mesh_for(device.type, world)
     shard_model(
         model,
-        mesh_for(device.type, world),
+        mesh,
         mixed_precision=MixedPrecisionPolicy(param_dtype=dtype),
         reshard_after_forward=reshard,
         cpu_offload=offload,
@@ -137,36 +138,37 @@ def test_uneven_shares_equal_one_process(world_size):
     for runs in run_ranks(_trains, world_size=world_size, timeout=170):
         for run in runs:
             assert_same(run["parameters"], expected, TOLERANCE)
-            assert run["traffic"].reads > 0 and run["traffic"].adds > 0
+            assert run["traffic"].reads > 0
+            assert run["traffic"].adds > 0
             assert run["device_waits"] == STEPS + 1  # one per optimizer step, one for the meeting at the end
         shared, first, again, kept = runs
         assert_same(first["parameters"], again["parameters"], 0.0)
-        assert [run["sources"] for run in (shared, first, kept)] == [1, world_size, 1]
+        found = [run["sources"] for run in (shared, first, kept)]
+        assert found == [1, world_size, 1]
 
 
 def _options(rank: int) -> dict[str, dict[str, Any]]:
     device = start(rank)
     with nullcontext() if HAS_GPU else patch.object(Unit, "is_offloaded", True):
         offloaded = _train(rank, device, offload=True)
-    return {
-        "foreach": _train(rank, device, "foreach", clip=True),
-        "fused": _train(rank, device, "fused", clip=True),
-        "offload": offloaded,
-        "bf16": _train(rank, device, dtype=torch.bfloat16),
-    }
+    foreach = _train(rank, device, "foreach", clip=True)
+    fused = _train(rank, device, "fused", clip=True)
+    bf16 = _train(rank, device, dtype=torch.bfloat16)
+    return {"foreach": foreach, "fused": fused, "offload": offloaded, "bf16": bf16}
 
 
 def test_optimizers_clipping_offload_and_bf16():
     runs, _ = run_ranks(_options, timeout=170)
     for name in ("foreach", "fused"):
-        assert_same(runs[name]["parameters"], one_process(name, clip=True), TOLERANCE)
+        ours = runs[name]["parameters"]
+        assert_same(ours, one_process(name, clip=True), TOLERANCE)
     assert_same(runs["offload"]["parameters"], one_process(), TOLERANCE)
-    assert (
-        runs["offload"]["device_waits"] == 2 * STEPS + 1
-    )  # once more in every step, for sums in host memory
+    expected = 2 * STEPS + 1
+    assert runs["offload"]["device_waits"] == expected  # once more in every step, for sums in host memory
     assert runs["bf16"]["dtype"] == torch.bfloat16
     # bf16 has 8 binary digits, and AdamW's steps of LR are what four steps can differ by.
-    assert_same(runs["bf16"]["parameters"], one_process(), 2 * STEPS * LR)
+    tolerance = 2 * STEPS * LR
+    assert_same(runs["bf16"]["parameters"], one_process(), tolerance)
 
 
 class Whole(nn.Module):
@@ -197,11 +199,13 @@ def _whole_numbers(step: int, size: int) -> tuple[list[Tensor], Tensor]:
 def _late(rank: int, seed: int) -> tuple[dict[str, Tensor], list[float], int]:
     """Rank 0 runs one microbatch, the other one three, and everything that the device does is late."""
     device = start(rank)
-    model, late = Whole(WIDTH).to(device), Late(seed + 100 + rank)
+    model = Whole(WIDTH).to(device)
+    late = Late(seed + 100 + rank)
     shard_model(model, mesh_for(device.type, 2))
     own = engine(rank, device, late=seed)
     own.attach(model)
-    stepper, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
+    stepper = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
     for step in range(STEPS):
         stepper.zero_grad()
         batches, factors = _whole_numbers(step, WIDTH)
@@ -228,7 +232,8 @@ def _late(rank: int, seed: int) -> tuple[dict[str, Tensor], list[float], int]:
 def test_a_device_that_is_late_changes_nothing(seed):
     """A stream that does not wait for another one, or a word that is written too early, would show here."""
     model = Whole(WIDTH).to(DEVICE)
-    stepper, losses = torch.optim.SGD(model.parameters(), lr=1.0), []
+    stepper = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
     for step in range(STEPS):
         stepper.zero_grad()
         batches, factors = _whole_numbers(step, WIDTH)
@@ -265,7 +270,8 @@ def test_one_rank_trains_with_the_backend_of_lightning(tmp_path):
 
 def _edits(rank: int) -> list[str]:
     """Rank 1 changes its shard, then what is gathered."""
-    device, messages = start(rank), []
+    device = start(rank)
+    messages = []
     for edits_gathered in (False, True):
         model = Net().to(device)
         shard_model(model, mesh_for(device.type, 2), reshard_after_forward=False)
@@ -299,7 +305,8 @@ def test_an_edit_that_nobody_was_told_of_is_found_when_the_step_settles():
 def _with_a_trainer(rank: int, precision: str, folder: str, offload: bool = False) -> list[Any]:
     device = start(rank)
     module = TokenModule("items")
-    share = Minibatch([tokens.to(device) for tokens in (minibatch(0)[1:] if rank else minibatch(0)[:1])])
+    microbatches = [tokens.to(device) for tokens in (minibatch(0)[1:] if rank else minibatch(0)[:1])]
+    share = Minibatch(microbatches)
     t = trainer(
         2,
         accelerator=placed().accelerator,
@@ -314,7 +321,8 @@ def _with_a_trainer(rank: int, precision: str, folder: str, offload: bool = Fals
     t.fit(module, loader([share, share]))
     t.save_checkpoint(f"{folder}/whole.ckpt")  # assembles parameters and moments of all ranks
     whole = torch.load(f"{folder}/whole.ckpt", weights_only=False)
-    assert whole["state_dict"].keys() == dict(module.named_parameters()).keys()
+    expected = dict(module.named_parameters()).keys()
+    assert whole["state_dict"].keys() == expected
     own = [p.to_local() if isinstance(p, DTensor) else p for p in module.parameters()]
     return [type(t.strategy).__name__, t.global_step, all(bool(p.isfinite().all()) for p in own)]
 

@@ -47,23 +47,31 @@ def policy_loss(
     """A microbatch's part of the loss of its minibatch, as a user writes it: see Note [Sum, and divide once]."""
     owner = microbatch.sequence
     whole = microbatch.whole
-    old = new.detach() if microbatch.logprobs is None else microbatch.logprobs
+    if microbatch.logprobs is None:
+        old = new.detach()
+    else:
+        old = microbatch.logprobs
     log_ratio = new - old
     if loss_type == "gspo":
-        sums = new.new_zeros(len(microbatch.rollouts)).index_add(0, owner, log_ratio)
+        zeros = new.new_zeros(len(microbatch.rollouts))
+        sums = zeros.index_add(0, owner, log_ratio)
         log_ratio = (sums / microbatch.lengths.clamp(min=1))[owner]
     ratio = log_ratio.exp()
     advantages = microbatch.advantages[owner]
-    losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip[0], 1 + clip[1]) * advantages)
+    clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
+    gains = torch.minimum(ratio * advantages, clipped * advantages)
+    losses = -gains
     if microbatch.ref_logprobs is not None:
         log_reference = microbatch.ref_logprobs - new
         losses = losses + beta * (log_reference.exp() - log_reference - 1)
     if loss_type == "dapo":
-        return losses.sum() * whole.ranks / max(whole.tokens, 1)
+        tokens = max(whole.tokens, 1)
+        return losses.sum() * whole.ranks / tokens
     lengths = microbatch.lengths[owner].to(losses.dtype)
     if loss_type == "dr_grpo":
         lengths = torch.full_like(lengths, constant)
-    return (losses / lengths).sum() * whole.ranks / whole.sequences
+    total = (losses / lengths).sum()
+    return total * whole.ranks / whole.sequences
 
 
 def logprobs_alone(model: nn.Module, one: Rollout) -> Tensor:
@@ -87,20 +95,24 @@ def textbook_loss(
     """The loss of a minibatch as the papers write it: a double loop over responses and tokens."""
     by_response = []
     for one in rollouts:
-        new, old, ref = logprobs_alone(model, one), one.logprobs, one.ref_logprobs
+        new = logprobs_alone(model, one)
+        old = one.logprobs
+        ref = one.ref_logprobs
         assert one.advantage is not None
         ratios = (new - (new.detach() if old is None else old)).exp()
         if loss_type == "gspo" and len(ratios):
             ratios = ratios.prod() ** (1 / len(ratios)) * torch.ones_like(ratios)
         losses = []
         for token, ratio in enumerate(ratios):
-            gain = min(ratio * one.advantage, ratio.clamp(1 - clip[0], 1 + clip[1]) * one.advantage)
+            clipped = ratio.clamp(1 - clip[0], 1 + clip[1])
+            gain = min(ratio * one.advantage, clipped * one.advantage)
             kl = 0.0
             if ref is not None:
                 kl = (ref[token] - new[token]).exp() - (ref[token] - new[token]) - 1
             losses.append(beta * kl - gain)
         by_response.append(losses)
-    zero = sum(parameter.sum() for parameter in model.parameters()) * 0
+    total = sum(parameter.sum() for parameter in model.parameters())
+    zero = total * 0
     if loss_type == "dapo":
         every = [loss for losses in by_response for loss in losses]
         return sum(every, zero) / max(len(every), 1)

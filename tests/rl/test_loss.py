@@ -51,7 +51,8 @@ def test_a_loss_is_the_papers_for_any_placement(lengths, loss_type, ranks, chanc
     truth = gradient(model)
     model.zero_grad()
 
-    whole = Whole(len(rollouts), sum(one.response_length for one in rollouts), ranks)
+    tokens = sum(one.response_length for one in rollouts)
+    whole = Whole(len(rollouts), tokens, ranks)
     placed: list[list[list[int]]] = [[[]] for _ in range(ranks)]  # and an empty microbatch on every rank
     for index in range(len(rollouts)):
         microbatches = chance.choice(placed)
@@ -73,7 +74,8 @@ def test_a_loss_is_the_papers_for_any_placement(lengths, loss_type, ranks, chanc
 
 
 def test_what_is_missing_in_a_microbatch() -> None:
-    bare = Microbatch([rl.Rollout([1, 2], 1)], [0], Whole(1, 1, 1))
+    rollouts = [rl.Rollout([1, 2], 1)]
+    bare = Microbatch(rollouts, [0], Whole(1, 1, 1))
     with pytest.raises(ValueError, match=r"write rollouts\[i\].advantage = "):
         _ = bare.advantages
     some = [rl.Rollout([1, 2], 1, logprobs=[0.0]), rl.Rollout([1, 2], 1)]

@@ -84,7 +84,8 @@ class Learns(LightningModule):
         if self.trainer.world_size == 1:
             own = rolled_out(LENGTHS)
         rollouts = rl.exchange(self, own)
-        assert [one.group for one in rollouts] == [0] * 4 + [1] * 3
+        expected = [0] * 4 + [1] * 3
+        assert [one.group for one in rollouts] == expected
         set_advantages(rollouts)
         rl.score(self.policy, rollouts, into="logprobs")
         rl.score(self.reference, rollouts, into="ref_logprobs")
@@ -105,7 +106,8 @@ def by_index(rollouts: Any) -> list[rl.Rollout]:
 def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]]:
     """The same without any of the module: response by response, with the minibatches of the plan."""
     policy, reference = make()
-    optimizer, scores = torch.optim.SGD(policy.parameters(), lr=LR), []
+    optimizer = torch.optim.SGD(policy.parameters(), lr=LR)
+    scores = []
     for step in range(len(PLACES)):
         # The order of the exchange: by group, and in it by rank.
         places = PLACES[step]
@@ -141,14 +143,17 @@ def test_scores_and_updates_are_those_of_one_process(rank, make, communication, 
     for mine, theirs in zip(module.scores, scores, strict=True):
         flat = torch.tensor([float(x) for row in mine for x in row])
         # Logits of size 1 in fp32; in the second step, of parameters that differ by less than 1e-5.
-        torch.testing.assert_close(flat, torch.tensor([x for row in theirs for x in row]), rtol=0, atol=1e-5)
+        expected = torch.tensor([x for row in theirs for x in row])
+        torch.testing.assert_close(flat, expected, rtol=0, atol=1e-5)
     before = {f"policy.{name}": value for name, value in make()[0].named_parameters()}
     assert largest_difference(before, parameters) > 0.01
     found = full_parameters(module)
     # 20 steps of SGD: sums in another order, 1e-7 of gradients of size 1, times the rate of 0.05.
-    assert_same({name: found[name] for name in parameters}, parameters, tolerance=1e-5)
+    ours = {name: found[name] for name in parameters}
+    assert_same(ours, parameters, tolerance=1e-5)
     counts = list(zip(*of_all_ranks(module.microbatches), strict=True))
-    assert len(counts) == len(PLACES) * EPOCHS * MINIBATCHES
+    expected = len(PLACES) * EPOCHS * MINIBATCHES
+    assert len(counts) == expected
     assert any(a != b for a, b in counts) == (communication == "on_demand")
 
 
@@ -186,30 +191,37 @@ def test_the_reference_is_the_policy_without_its_adapters(rank) -> None:
     assert first == second
     references, policies = zip(*module.found, strict=True)
     torch.manual_seed(0)
-    base, in_order = causal_lm(), sorted(rolled_out(LENGTHS), key=lambda one: one.group)
+    base = causal_lm()
+    in_order = sorted(rolled_out(LENGTHS), key=lambda one: one.group)
     with torch.no_grad():
         truth = torch.cat([logprobs_alone(base, one) for one in in_order])
     for reference in references:  # in every step
         torch.testing.assert_close(torch.tensor(reference), truth, rtol=0, atol=1e-5)
-    torch.testing.assert_close(torch.tensor(policies[0]), truth, rtol=0, atol=1e-5)  # adapters begin at zero
+    actual = torch.tensor(policies[0])
+    torch.testing.assert_close(actual, truth, rtol=0, atol=1e-5)  # adapters begin at zero
     for policy in policies[1:]:  # and learn
-        assert (torch.tensor(policy) - truth).abs().max() > 1e-3
+        largest = (torch.tensor(policy) - truth).abs().max()
+        assert largest > 1e-3
 
 
 @on_ranks(2)
 def test_fabric(rank) -> None:
     fabric = Fabric(strategy="odc", accelerator="cpu", devices=2)
     fabric.launch()
-    policy, alone = nets()[0], nets()[0]
-    model, optimizer = fabric.setup(policy, torch.optim.SGD(policy.parameters(), lr=LR))
+    policy = nets()[0]
+    alone = nets()[0]
+    sgd = torch.optim.SGD(policy.parameters(), lr=LR)
+    model, optimizer = fabric.setup(policy, sgd)
     rollouts = rl.exchange(fabric, rolled_out(LENGTHS) if rank == 1 else [])
     set_advantages(rollouts)
     rl.score(model, rollouts, into="logprobs")
     counts: list[int] = []
-    learn(model, rollouts.updates(EPOCHS, MINIBATCHES), optimizer, fabric.backward, counts, "dapo", CLIP)
+    updates = rollouts.updates(EPOCHS, MINIBATCHES)
+    learn(model, updates, optimizer, fabric.backward, counts, "dapo", CLIP)
     strategy: Any = fabric.strategy
     strategy.teardown()
-    assert 0 in [count for own in of_all_ranks(counts) for count in own]
+    found = [count for own in of_all_ranks(counts) for count in own]
+    assert 0 in found
     rollouts = rl.Rollouts(sorted(rolled_out(LENGTHS), key=lambda one: one.group))
     set_advantages(rollouts)
     rl.score(alone, rollouts, into="logprobs")

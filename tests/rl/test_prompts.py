@@ -65,7 +65,8 @@ def wait_for(files: Path, count: int) -> None:
 def test_a_slow_rank_is_helped_and_the_responses_are_the_same_whoever_samples(rank, tmp_path):
     """Three rounds of six prompts: rank 0 has four of them, or all six; a slow rank waits in its first prompt."""
     fabric = sharded(rank)
-    rounds, afterwards = [], set()
+    rounds = []
+    afterwards = set()
     for number, (counts, slow, left) in enumerate([((4, 2), 0, [0]), ((4, 2), 1, [4]), ((6, 0), 0, [0])]):
         torch.manual_seed(100 + rank)
         (board := tmp_path / str(number)).mkdir(exist_ok=True)
@@ -82,19 +83,24 @@ def test_a_slow_rank_is_helped_and_the_responses_are_the_same_whoever_samples(ra
         # The slow rank samples its first prompt, and the other one all that is left.
         assert rank != slow or list(sampled) == left
         one, other = of_all_ranks(sampled)
-        assert sorted([*one, *other]) == list(range(6)), "every prompt exactly once"
+        found = sorted([*one, *other])
+        assert found == list(range(6)), "every prompt exactly once"
         rounds.append(one | other)
     for index in range(6):
         assert torch.equal(rounds[0][index], rounds[1][index])
         assert torch.equal(rounds[0][index], rounds[2][index])
-    assert len({tuple(response.tolist()) for response in rounds[0].values()}) == 6
+    found = len({tuple(response.tolist()) for response in rounds[0].values()})
+    assert found == 6
     assert len(afterwards) == 1, "random numbers go on as if there had been no loop"
     fabric.strategy.teardown()
 
 
 def _dies(rank: int) -> None:
     fabric = sharded(rank)
-    for _ in claim_prompts(fabric, [1, 2] if rank == 1 else []):
+    prompts = []
+    if rank == 1:
+        prompts = [1, 2]
+    for _ in claim_prompts(fabric, prompts):
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
     fabric.strategy.engine.exchange("all have sampled", None)
@@ -115,10 +121,12 @@ def test_the_longest_come_first_with_random_numbers_of_their_own(monkeypatch):
         return [float(torch.rand(())) for _ in claim_prompts(alone(), [1, 2])]
 
     torch.manual_seed(3)
-    first, second = drawn(), drawn()
+    first = drawn()
+    second = drawn()
     torch.manual_seed(3)
     assert drawn() == first != second
-    claims, expected = claim_prompts(alone(), [1, 2]), torch.random.get_rng_state()
+    claims = claim_prompts(alone(), [1, 2])
+    expected = torch.random.get_rng_state()
     next(claims)
     assert not torch.equal(torch.random.get_rng_state(), expected)
     del claims  # a loop that is left gives them back
@@ -146,7 +154,8 @@ def test_where_ranks_generate_together_each_gets_its_own(monkeypatch):
     monkeypatch.setattr(Ranks, "gather", lambda *_: both)
     second = alone(1, count=2)
     second.strategy.world_size = 2
-    assert list(claim_prompts(second, [3, 4])) == [(2, 3), (3, 4)]
+    found = list(claim_prompts(second, [3, 4]))
+    assert found == [(2, 3), (3, 4)]
     both[1] = [[], [], 6]
     says = r"same number of prompts, but they have \[2, 0\] \(by rank\). Use ODCS"
     with pytest.raises(ValueError, match=says):
@@ -154,17 +163,22 @@ def test_where_ranks_generate_together_each_gets_its_own(monkeypatch):
 
 
 def test_what_a_prompt_may_be():
+    input_ids = torch.tensor([[5, 7], [8, 9]])
+    empty = torch.zeros(0, 3)
     prompts = [
         "text",
-        {"input_ids": torch.tensor([[5, 7], [8, 9]]), "answer": 12, "empty": torch.zeros(0, 3)},
+        {"input_ids": input_ids, "answer": 12, "empty": empty},
         [torch.tensor([0.1, 2.5], dtype=torch.bfloat16), None],
     ]
     text, batch, pair = (prompt for _, prompt in claim_prompts(alone(), prompts))
     assert text == "text"
-    assert (batch["input_ids"].tolist(), batch["answer"]) == ([[5, 7], [8, 9]], 12)
+    found = batch["input_ids"].tolist()
+    assert found == [[5, 7], [8, 9]]
+    assert batch["answer"] == 12
     assert batch["input_ids"].dtype == torch.int64
     assert batch["empty"].shape == (0, 3)
     assert torch.equal(pair[0], prompts[2][0])
     rows = list(claim_prompts(alone(), torch.tensor([[1, 2], [3, 4]])))
-    assert [row.tolist() for _, row in rows] == [[1, 2], [3, 4]]
+    found = [row.tolist() for _, row in rows]
+    assert found == [[1, 2], [3, 4]]
     assert list(claim_prompts(alone(), [])) == []

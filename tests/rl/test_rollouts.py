@@ -40,20 +40,25 @@ def test_every_pass_runs_every_roll_out_once(lengths, ranks, minibatches, meets,
     shares = [on_rank(rank, ranks, lengths, meets, keeps_apart=packs) for rank in range(ranks)]
     by_rank = [list(share.updates(2, minibatches, seed)) for share in shares]
     steps = 2 * min(minibatches, len(lengths))
-    assert [len(updates) for updates in by_rank] == [steps] * ranks
+    found = [len(updates) for updates in by_rank]
+    assert found == [steps] * ranks
     run_in: list[list[int]] = [[], []]  # by epoch
     sizes: list[int] = []
     for step, updates in enumerate(zip(*by_rank, strict=True)):
         assert not meets or len({len(own) for own in updates}) == 1
         run = [one for own in updates for one in own]
         whole = run[0].whole
-        assert all(one.whole == whole for one in run)
-        assert sum(len(one.indices) for one in run) == whole.sequences
-        assert sum(len(one.targets) for one in run) == whole.tokens
+        for one in run:
+            assert one.whole == whole
+        found = sum(len(one.indices) for one in run)
+        assert found == whole.sequences
+        found = sum(len(one.targets) for one in run)
+        assert found == whole.tokens
         assert whole.ranks == ranks
         sizes.append(whole.sequences)
         run_in[2 * step // steps] += [index for one in run for index in one.indices]
-    assert [sorted(indices) for indices in run_in] == [list(range(len(lengths)))] * 2
+    expected = [list(range(len(lengths)))] * 2
+    assert [sorted(indices) for indices in run_in] == expected
     assert not sizes or max(sizes) - min(sizes) <= 1
 
 
@@ -65,8 +70,10 @@ def test_passes_and_seeds_shuffle_and_one_minibatch_is_scored_as_it_is_learnt_fr
         return [sorted(i for microbatch in one for i in microbatch.indices) for one in updates]
 
     assert parts(0) == parts(0)
-    assert len({tuple(part) for part in (parts(0) + parts(1))[::2]}) == 4
-    rollouts = on_rank(1, 2, [(3, length) for length in (9, 4, 0, 20, 1)])
+    found = len({tuple(part) for part in (parts(0) + parts(1))[::2]})
+    assert found == 4
+    lengths = [(3, length) for length in (9, 4, 0, 20, 1)]
+    rollouts = on_rank(1, 2, lengths)
     for run in (rollouts.microbatches(), *rollouts.updates(epochs=3)):
         assert [one.indices for one in run] == rollouts.plan[1]
 
@@ -74,7 +81,8 @@ def test_passes_and_seeds_shuffle_and_one_minibatch_is_scored_as_it_is_learnt_fr
 def test_ranks_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     def noted(max_tokens: int | None) -> list[str]:
         engine: Any = SimpleNamespace(ledger=Ledger())
-        rollouts = rl.Rollouts(rolled_out([(1, 9)] * 6), Ranks(engine=engine), max_tokens=max_tokens)
+        lengths = [(1, 9)] * 6
+        rollouts = rl.Rollouts(rolled_out(lengths), Ranks(engine=engine), max_tokens=max_tokens)
         assert len(list(rollouts.updates(minibatches=2))) == 2
         return engine.ledger.plans
 
@@ -87,14 +95,16 @@ def test_ranks_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def padded_tokens(microbatch: rl.Microbatch) -> int:
-    return max(map(len, microbatch.rollouts)) * len(microbatch.rollouts)
+    largest = max(map(len, microbatch.rollouts))
+    return largest * len(microbatch.rollouts)
 
 
 def test_the_most_tokens_of_a_microbatch_and_rows_are_packed_where_that_takes_less_time() -> None:
     for options in ({}, {"max_tokens": 20}, {"max_tokens": 1000, "cost": "tokens"}):
         # As many as the longest one, which has to fit anyway; padding all of them would cost 120.
         rollouts = on_rank(0, 1, [(2, 8), (2, 8), (2, 8), (2, 28)], **options)
-        assert [padded_tokens(one) for one in rollouts.microbatches()] == [30, 30]
+        found = [padded_tokens(one) for one in rollouts.microbatches()]
+        assert found == [30, 30]
     lengths = [(1, 99), *[(1, 9)] * 10]
     for cost, keeps_apart, packs in (
         (quadratic(constant=100), True, True),
@@ -111,11 +121,14 @@ def test_the_most_tokens_of_a_microbatch_and_rows_are_packed_where_that_takes_le
 
 def test_rollouts_are_a_sequence_which_may_be_empty() -> None:
     rollouts = on_rank(1, 3, [])
-    assert (len(rollouts), rollouts.plan) == (0, [[], [], []])
+    assert len(rollouts) == 0
+    assert rollouts.plan == [[], [], []]
     assert list(rollouts.updates(3, 4)) == []
-    assert rl.score(nn.Identity(), on_rank(0, 1, [])) == []
+    found = rl.score(nn.Identity(), on_rank(0, 1, []))
+    assert found == []
     rollouts = on_rank(0, 1, [(1, 1), (1, 2), (1, 3)])
-    assert [one.response_length for one in rollouts[1:]] == [2, 3]
+    found = [one.response_length for one in rollouts[1:]]
+    assert found == [2, 3]
 
 
 SEVERAL = [(2, 5), (1, 0), (4, 1), (1, 7), (3, 3)]
@@ -151,11 +164,13 @@ def test_scores_are_those_of_each_roll_out_alone(make: Any, packs: bool) -> None
             assert one.logprobs is not None
             assert torch.equal(one.logprobs, values)
             # Logits of size 1 through two layers in fp32.
-            torch.testing.assert_close(values, logprobs_alone(model.eval(), one), rtol=0, atol=1e-5)
+            expected = logprobs_alone(model.eval(), one)
+            torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
 
 
 def test_temperature() -> None:
-    model, rollouts = own_model(), rl.Rollouts(rolled_out(SEVERAL))
+    model = own_model()
+    rollouts = rl.Rollouts(rolled_out(SEVERAL))
     cold = rl.score(model, rollouts, temperature=0.5)
     with torch.no_grad():
         one = rollouts[0]
@@ -167,13 +182,15 @@ def test_temperature() -> None:
 
 
 def test_a_reference_model_must_be_frozen() -> None:
-    model, rollouts = own_model(), rl.Rollouts(rolled_out(SEVERAL))
+    model = own_model()
+    rollouts = rl.Rollouts(rolled_out(SEVERAL))
     with pytest.raises(ValueError, match=r"'embed.weight' of this one trains.*requires_grad_\(False\)"):
         rl.score(model, rollouts, into="ref_logprobs")
     with pytest.raises(ValueError, match="into='reference'"):
         rl.score(model, rollouts, into="reference")  # type: ignore[arg-type]
     rl.score(model.requires_grad_(False), rollouts, into="ref_logprobs")
-    assert all(one.ref_logprobs is not None for one in rollouts)
+    for one in rollouts:
+        assert one.ref_logprobs is not None
 
 
 NUMBERS = st.floats(allow_nan=False, width=32)
@@ -190,16 +207,21 @@ PLAIN = st.recursive(
 
 @st.composite
 def some_rollouts(draw: st.DrawFn) -> Rollout:
-    prompt, response = draw(st.integers(1, 4)), draw(st.integers(0, 5))
+    prompt = draw(st.integers(1, 4))
+    response = draw(st.integers(0, 5))
     scores = st.none() | st.lists(NUMBERS, min_size=response, max_size=response)
+    tokens = draw(
+        st.lists(st.integers(0, 2**40), min_size=prompt + response, max_size=prompt + response),
+    )
+    reward = draw(st.floats(allow_nan=False))
+    group = draw(st.integers() | st.text(max_size=4))
+    advantage = draw(st.none() | st.floats(allow_nan=False))
     return Rollout(
-        draw(
-            st.lists(st.integers(0, 2**40), min_size=prompt + response, max_size=prompt + response),
-        ),
+        tokens,
         prompt,
-        draw(st.floats(allow_nan=False)),
-        draw(st.integers() | st.text(max_size=4)),
-        advantage=draw(st.none() | st.floats(allow_nan=False)),
+        reward,
+        group,
+        advantage=advantage,
         logprobs=draw(scores),
         ref_logprobs=draw(scores),
         metadata=draw(st.dictionaries(st.text(max_size=3), PLAIN, max_size=3)),
@@ -209,7 +231,8 @@ def some_rollouts(draw: st.DrawFn) -> Rollout:
 def same(one: Rollout, other: Rollout) -> bool:
     plain = ("prompt_length", "reward", "group", "advantage", "metadata")
     for name in ("tokens", "logprobs", "ref_logprobs"):
-        a, b = getattr(one, name), getattr(other, name)
+        a = getattr(one, name)
+        b = getattr(other, name)
         if (a is None) != (b is None) or (a is not None and not (a.dtype == b.dtype and torch.equal(a, b))):
             return False
     return all(getattr(one, name) == getattr(other, name) for name in plain)
@@ -230,24 +253,31 @@ def test_rollouts_are_what_they_were_after_the_way(rollouts: list[Rollout]) -> N
 
 
 def test_what_a_rollout_holds() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    tokens = torch.tensor([4, 5, 6], dtype=torch.int32)
     one = Rollout(
-        torch.tensor([4, 5, 6], dtype=torch.int32),
+        tokens,
         1,
         torch.tensor(2),
         np.int64(7),  # type: ignore[arg-type]
-        logprobs=torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True),
+        logprobs=logprobs,
     )
     assert one.tokens.dtype == torch.int64
-    assert (one.response.tolist(), one.response_length, len(one)) == ([5, 6], 2, 3)
-    assert (type(one.reward), type(one.group)) == (float, int)
+    assert one.response.tolist() == [5, 6]
+    assert one.response_length == 2
+    assert len(one) == 3
+    assert type(one.reward) is float
+    assert type(one.group) is int
     assert one.logprobs is not None
-    assert (one.logprobs.dtype, one.logprobs.requires_grad) == (torch.float32, False)
+    assert one.logprobs.dtype == torch.float32
+    assert not one.logprobs.requires_grad
     assert repr(one) == "Rollout(1 + 2 tokens, reward=2.0, group=7, advantage=None)"
     assert Rollout([1, 2], 2).response_length == 0
 
 
 def test_rewards_that_are_not_finite_travel_and_what_is_wrong_is_said() -> None:
-    there = sent([Rollout([1], 1, math.inf), Rollout([1], 1, math.nan)])
+    rollouts = [Rollout([1], 1, math.inf), Rollout([1], 1, math.nan)]
+    there = sent(rollouts)
     assert there[0].reward == math.inf
     assert math.isnan(there[1].reward)
     cases: list[tuple[dict[str, Any], str]] = [
@@ -266,6 +296,7 @@ def test_rewards_that_are_not_finite_travel_and_what_is_wrong_is_said() -> None:
 
 def test_a_view_is_sent_without_the_rest_of_its_tensor() -> None:
     many = torch.zeros(1000, 1000)
-    (there,) = Ranks().gather("exchange", {"row": many[3, :4], "number": np.float64(0.5)})
+    row = many[3, :4]
+    (there,) = Ranks().gather("exchange", {"row": row, "number": np.float64(0.5)})
     assert there["row"].untyped_storage().nbytes() == 16
     assert type(there["number"]) is float

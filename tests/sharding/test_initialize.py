@@ -24,7 +24,9 @@ class OnMeta(TokenModule):
 
     def __init__(self, extra: Callable[[], nn.Module] | None = None, **net: Any) -> None:
         super().__init__("items")
-        self.options, self.extra, self.is_made = net, extra, False
+        self.options = net
+        self.extra = extra
+        self.is_made = False
         del self.net
 
     def configure_model(self) -> None:
@@ -85,7 +87,8 @@ def first_parameters(rank: int, module: LightningModule, **options: Any) -> dict
 @pytest.mark.parametrize("net", [{}, {"tied": True}], ids=str)
 def test_models_made_on_the_meta_device_begin_as_on_the_cpu(rank, net):
     torch.manual_seed(0)
-    expected, module = dict(Net(**net).named_parameters()), OnMeta(**net)
+    expected = dict(Net(**net).named_parameters())
+    module = OnMeta(**net)
     found = first_parameters(rank, module)
     assert [name for name, p in expected.items() if not torch.equal(found[f"net.{name}"], p)] == []
     assert not net or module.net.head.weight is module.net.embed.weight
@@ -94,16 +97,20 @@ def test_models_made_on_the_meta_device_begin_as_on_the_cpu(rank, net):
 @on_ranks(2)
 def test_layers_made_on_the_meta_device_have_values(rank):
     module = OnMeta(layers)
-    assert all(value.isfinite().all() for value in first_parameters(rank, module).values())
-    assert module.net.blocks[1].extra[-1].angles.tolist() == [0, 1, 2]
+    for value in first_parameters(rank, module).values():
+        assert value.isfinite().all()
+    angles = module.net.blocks[1].extra[-1].angles
+    assert angles.tolist() == [0, 1, 2]
 
 
 @on_ranks(2)
 def test_a_model_of_hugging_face_made_on_the_meta_device_begins_as_it_does(rank):
-    lm, reference = CausalLM(causal_lm, meta=True), causal_lm()
+    lm = CausalLM(causal_lm, meta=True)
+    reference = causal_lm()
     found = first_parameters(rank, lm)
     for name, buffer in reference.named_buffers():
-        assert torch.equal(dict(lm.net.named_buffers())[name], buffer), name
+        named_buffers = dict(lm.net.named_buffers())
+        assert torch.equal(named_buffers[name], buffer), name
     for name, parameter in reference.named_parameters():
         value = found[f"net.{name}"]
         # At least 128 draws of a normal distribution: their spread is known to 1 / sqrt(256), 6 percent.
@@ -136,7 +143,8 @@ def test_adapters_on_the_meta_device_are_refused(rank):
 
 @on_ranks(2)
 def test_values_that_a_checkpoint_has_need_none(rank, tmp_path):
-    saved, path = TokenModule("items"), tmp_path / "whole.ckpt"
+    saved = TokenModule("items")
+    path = tmp_path / "whole.ckpt"
     saved.net.blocks[1].extra = Param()
     fit(saved, token_batches([6, 6], seed=rank), max_steps=1).save_checkpoint(path)
     found = first_parameters(rank, OnMeta(Param), max_epochs=2, ckpt_path=path)

@@ -70,16 +70,21 @@ def test_every_rank_tells_its_version_and_its_host(monkeypatch):
 def test_a_layout_has_rows_and_columns():
     layout = layout_of((2, 3), num_nodes=1, world_size=6, rank=4)
     assert layout == Layout(2, 3, 4)
-    assert (layout.node, layout.row_of(1), layout.column) == (1, [3, 4, 5], [1, 4])
-    assert [Layout(2, 3, rank).leads for rank in range(6)] == [True, False, False, True, False, False]
-    assert layout_of(None, num_nodes=3, world_size=6, rank=0) == Layout(3, 2, 0)
+    assert layout.node == 1
+    assert layout.row_of(1) == [3, 4, 5]
+    assert layout.column == [1, 4]
+    found = [Layout(2, 3, rank).leads for rank in range(6)]
+    assert found == [True, False, False, True, False, False]
+    found = layout_of(None, num_nodes=3, world_size=6, rank=0)
+    assert found == Layout(3, 2, 0)
 
 
 @on_ranks(2)
 def test_a_device_mesh_says_which_ranks_form_a_node(rank):
     init_gloo(rank)
     mesh = init_device_mesh("cpu", (2, 1))
-    assert layout_of(mesh, num_nodes=1, world_size=2, rank=rank) == Layout(2, 1, rank)
+    found = layout_of(mesh, num_nodes=1, world_size=2, rank=rank)
+    assert found == Layout(2, 1, rank)
     with pytest.raises(ValueError, match="must have all 2 ranks in ascending order: a row is a node"):
         layout_of(DeviceMesh("cpu", [[1], [0]]), num_nodes=1, world_size=2, rank=rank)
 
@@ -100,4 +105,5 @@ def test_a_mesh_from_the_command_line():
     )
     strategy: Any = command.trainer.strategy
     assert strategy.sharding_strategy.name == "HYBRID_SHARD"
-    assert layout_of(strategy.device_mesh, num_nodes=1, world_size=4, rank=3) == Layout(2, 2, 3)
+    found = layout_of(strategy.device_mesh, num_nodes=1, world_size=4, rank=3)
+    assert found == Layout(2, 2, 3)

@@ -79,7 +79,8 @@ class Gan(LightningModule):
         super().__init__()
         self.automatic_optimization = False
         torch.manual_seed(0)
-        self.generator, self.discriminator = Mlp(3, 5), Mlp(5, 1)
+        self.generator = Mlp(3, 5)
+        self.discriminator = Mlp(5, 1)
 
     def loss(self, samples: Tensor, is_real: bool) -> Tensor:
         logits = self.discriminator(samples)
@@ -122,10 +123,14 @@ class Tied(Gan):
 def test_with_manual_optimization_networks_without_blocks_get_their_layers():
     layers = ["discriminator.layers.0", "discriminator.layers.3"]
     generators = ["generator.layers.0", "generator.layers.3"]
-    gan, mixed, tied = Gan(), WithBlocks(), Tied()
+    gan = Gan()
+    mixed = WithBlocks()
+    tied = Tied()
     assert names(gan, wrap_targets(gan)) == layers + generators
-    assert names(mixed, wrap_targets(mixed)) == layers + [f"generator.{name}" for name in BLOCKS]
-    assert names(tied, wrap_targets(tied)) == [layers[1], generators[0]]
+    expected = layers + [f"generator.{name}" for name in BLOCKS]
+    assert names(mixed, wrap_targets(mixed)) == expected
+    expected = [layers[1], generators[0]]
+    assert names(tied, wrap_targets(tied)) == expected
     gan.automatic_optimization = True
     assert wrap_targets(gan) == []
 
@@ -133,11 +138,15 @@ def test_with_manual_optimization_networks_without_blocks_get_their_layers():
 @on_ranks(2)
 def test_adversarial_networks_of_plain_layers_are_trained_as_under_ddp(rank):
     """Two ranks sum two fp32 gradients, and a sum of two numbers has no order: equal bit for bit."""
-    batches = list(torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(rank)))
-    begin, watch = full_parameters(Gan()), Watch()
+    generator = torch.Generator().manual_seed(rank)
+    batches = list(torch.randn(3, 4, 5, generator=generator))
+    begin = full_parameters(Gan())
+    watch = Watch()
     ours = fitted(Gan(), batches, callbacks=[watch])
     assert are_equal(ours, fitted(Gan(), batches, strategy="ddp_find_unused_parameters_true"))
-    assert all((ours[name] - value).abs().max() > 1e-3 for name, value in begin.items())
+    for name, value in begin.items():
+        largest = (ours[name] - value).abs().max()
+        assert largest > 1e-3
     assert watch.reads > 0
 
 
@@ -171,7 +180,8 @@ def test_nested_targets_come_innermost_first():
     assert isinstance(targets[0], nn.LayerNorm)
     positions = {id(module): index for index, module in enumerate(targets)}
     for block in model.blocks:
-        assert positions[id(block.norm)] < positions[id(block)]
+        found = positions[id(block.norm)]
+        assert found < positions[id(block)]
 
 
 class Several(nn.Module):
@@ -181,7 +191,10 @@ class Several(nn.Module):
         super().__init__()
         self.real = nn.Parameter(torch.ones(3))
         phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        self.phase = nn.ParameterList([phase]) if container else phase
+        if container:
+            self.phase = nn.ParameterList([phase])
+        else:
+            self.phase = phase
 
 
 def test_other_dtypes_become_units_of_their_own():
@@ -256,5 +269,6 @@ def test_in_which_dtype_gradients_are_handed_over():
     for compute in (torch.float16, torch.bfloat16):
         for on_demand, reduce in ((True, compute), (False, torch.float64)):
             policy = precision_policy(compute, torch.float64, on_demand)
-            assert (policy.param_dtype, policy.reduce_dtype) == (compute, reduce)
+            assert policy.param_dtype == compute
+            assert policy.reduce_dtype == reduce
     assert precision_policy(None, torch.float64, True).reduce_dtype is None

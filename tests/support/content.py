@@ -80,7 +80,9 @@ def content_of_rooms(root: Path = PACKAGE) -> dict[str, Content]:
     rooms: dict[str, Content] = {}
     for path in sorted(root.rglob("*.py")):
         *folders, _ = path.relative_to(root).parts
-        room = folders[0] if folders else ""
+        room = ""
+        if folders:
+            room = folders[0]
         rooms[room] = rooms.get(room, Content()) + content_of(path.read_text())
     return rooms
 

@@ -81,10 +81,14 @@ class FakeDevice:
         self._rendezvous = rendezvous
         self._why_not = why_not
         linked = {f"uuid{peer}": True for peer in range(_LINKED)}
-        self._facts = replace(DeviceFacts("Fake", f"uuid{rank}", free=2**40, atomics=linked), **facts)
+        device_facts = DeviceFacts("Fake", f"uuid{rank}", free=2**40, atomics=linked)
+        self._facts = replace(device_facts, **facts)
         self._regions: dict[int, MappedWindow] = {}
         self._here = threading.local()
-        self._streams = [] if delays is None else [FakeStream(delays * 31 + rank * 7 + s) for s in range(3)]
+        if delays is None:
+            self._streams = []
+        else:
+            self._streams = [FakeStream(delays * 31 + rank * 7 + s) for s in range(3)]
         self.adds_plainly = False
         self.asked = {"copy": 0, "add": 0, "mark": 0}
 
@@ -93,7 +97,8 @@ class FakeDevice:
     @contextmanager
     def on(self, stream: int) -> Iterator[None]:
         """Make a stream current; 0 is current elsewhere."""
-        before, self._here.stream = self._current, stream
+        before = self._current
+        self._here.stream = stream
         yield
         self._here.stream = before
 
@@ -158,9 +163,11 @@ class FakeDevice:
         self.ask(atomically)
 
     def add_rows(self, offset: int, dtype: torch.dtype, rows: Tensor) -> None:
-        begin, size = HEADER_BYTES + offset, rows.size(1) * dtype.itemsize
+        begin = HEADER_BYTES + offset
+        size = rows.size(1) * dtype.itemsize
         for owner, region in self._regions.items():
-            self._add(region.memory[begin : begin + size].view(dtype), rows[owner])
+            memory = region.memory[begin : begin + size]
+            self._add(memory.view(dtype), rows[owner])
 
     def _owner_of(self, view: Tensor) -> int:
         start = view.untyped_storage().data_ptr()
@@ -183,7 +190,8 @@ class FakeDevice:
 
     def attach(self) -> list[Tensor]:
         own = self._regions[self._rank]
-        for peer, address in enumerate(self._rendezvous(Address(boot_id(), os.getpid(), own.fd))):
+        rendezvous = self._rendezvous(Address(boot_id(), os.getpid(), own.fd))
+        for peer, address in enumerate(rendezvous):
             if peer != self._rank:
                 self._regions[peer] = MappedWindow.attach(peer, address, _SECRET, len(own.bytes))
         self._rendezvous(None)

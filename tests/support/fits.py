@@ -44,8 +44,11 @@ def shares(rank: int, counts: Sequence[int], is_weighted: bool = False) -> list[
     made = []
     for step, batches in enumerate(steps_of()):
         own = batches[begin : begin + counts[rank]]
-        weights = [float(batch.numel() - 1) for batch in own] if is_weighted else None
-        made.append(Minibatch(own, weights=weights, plan=f"step {step}"))
+        weights = None
+        if is_weighted:
+            weights = [float(batch.numel() - 1) for batch in own]
+        minibatch = Minibatch(own, weights=weights, plan=f"step {step}")
+        made.append(minibatch)
     return made
 
 
@@ -105,7 +108,8 @@ def one_process(
         if isinstance(outputs[0], Tensor):
             outputs = [{"loss": loss, "num_items": 1} for loss in outputs]
         optimizer.zero_grad()
-        (sum(one["loss"] for one in outputs) / sum(one["num_items"] for one in outputs)).backward()
+        total = sum(one["loss"] for one in outputs)
+        (total / sum(one["num_items"] for one in outputs)).backward()
         norm = nn.utils.clip_grad_norm_(module.parameters(), clip)
         if norms is not None:
             norms.append(norm.item())
@@ -127,7 +131,8 @@ def assert_same(ours: Parameters, expected: Parameters, tolerance: float = TOLER
     ours = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in ours.items()}
     assert ours.keys() == expected.keys()
     for name, value in ours.items():
-        difference = (value - expected[name]).abs().max().item()
+        largest = (value - expected[name]).abs().max()
+        difference = largest.item()
         assert difference <= tolerance, f"{name} differs by {difference:.2e}"
 
 
@@ -156,7 +161,9 @@ class Watch(Callback):
     @property
     def reads(self) -> int:
         """From peers, until the last batch."""
-        return int(self.traffic[-1].reads) if self.traffic else 0
+        if self.traffic:
+            return int(self.traffic[-1].reads)
+        return 0
 
 
 class Sgd(TokenModule):
@@ -169,7 +176,9 @@ class Sgd(TokenModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return super().training_step(batch, batch_idx) if self.returns == "items" else self.mean_loss(batch)
+        if self.returns == "items":
+            return super().training_step(batch, batch_idx)
+        return self.mean_loss(batch)
 
     def mean_loss(self, batch: Tensor) -> Tensor:
         """Over the tokens of a row, then over the rows."""

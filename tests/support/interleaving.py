@@ -55,7 +55,8 @@ def together(*functions: Callable[[], Any]) -> list[BaseException | None]:
 
 def on_threads(world_size: int, function: Callable[[int, Callable[[Any], list[Any]]], Any]) -> list[Any]:
     """Call ``function(rank, rendezvous)`` in a thread for each rank; returns results or errors by rank."""
-    hub, results = ThreadHub(world_size, timeout=20), [None] * world_size
+    hub = ThreadHub(world_size, timeout=20)
+    results = [None] * world_size
 
     def run(rank: int) -> None:
         results[rank] = function(rank, lambda item: hub.rendezvous(rank, item))

@@ -38,7 +38,8 @@ class Case:
         self.addresses = torch.tensor([window.data_ptr() for window in self.windows], device=device)
         # A part of wider rows, as gradients of some of a unit's parameters are.
         self.rows = torch.randn(world, numel + 5, generator=generator).to(device, dtype)[:, 2 : 2 + numel]
-        self.start, self.into = start, into
+        self.start = start
+        self.into = into
         self._storage = storage
 
     def check(self, first: int = 0, launch: kernels.Launch = kernels.DEFAULT_LAUNCH) -> None:
@@ -55,10 +56,12 @@ class Case:
 
 def adds_every_element_once() -> None:
     for numel, start in itertools.product(SIZES, STARTS):
-        Case(3, numel, torch.bfloat16, torch.float32, start).check(2, SMALL)
+        case = Case(3, numel, torch.bfloat16, torch.float32, start)
+        case.check(2, SMALL)
     for world in (1, 2, 5):
         Case(world, 100, torch.bfloat16, torch.float32, 1).check(0, SMALL)
-    for dtype, into in itertools.product(DTYPES, sorted(kernels.ATOMIC_DTYPES, key=str)):
+    atomic = sorted(kernels.ATOMIC_DTYPES, key=str)
+    for dtype, into in itertools.product(DTYPES, atomic):
         Case(2, 100, dtype, into, 3).check(1, SMALL)
     Case(3, 5000, torch.bfloat16, torch.float32, 0).check()
 
@@ -86,14 +89,13 @@ def instructions(architecture: int, values: str = "bf16", is_row_aligned: bool =
     types = {"windows": "*i64", "values": f"*{values}", "dtype": "constexpr", "block": "constexpr"}
     names = kernels._add_rows.arg_names
     aligned = ["windows", "values", "head", *(["row"] if is_row_aligned else [])]
-    source = compiler.ASTSource(
-        fn=kernels._add_rows,
-        signature={name: types.get(name, "i32") for name in names},
-        constexprs={"dtype": tl.float32, "block": launch.block},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    signature = {name: types.get(name, "i32") for name in names}
+    constexprs = {"dtype": tl.float32, "block": launch.block}
+    source = compiler.ASTSource(fn=kernels._add_rows, signature=signature, constexprs=constexprs, attrs=attrs)
     options = {"num_warps": launch.warps}
-    compiled = compiler.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    target = GPUTarget("cuda", architecture, 32)
+    compiled = compiler.compile(source, target=target, options=options)
     for addition in re.findall(r"\b(?:red|atom)\.[.\w]+", str(compiled.asm["ptx"])):
         assert ".global.sys.relaxed.add" in addition or ".relaxed.sys.global.add" in addition, addition
     return Counter(re.findall(r"\b(?:RED|REDG|ATOM|ATOMG|LDG)\.[.\w]+", _disassembled(compiled.asm["cubin"])))

@@ -24,16 +24,27 @@ def samples(lengths: Sequence[int] = LENGTHS) -> list[Sample]:
     for index, length in enumerate(lengths):
         ids = torch.randint(1, VOCAB, (length,), generator=draw)
         prompt = index % 3
+        if length == max(lengths):
+            some = -100
+        else:
+            some = (index * 3) % CLASSES
+        labels = torch.cat([torch.full((prompt,), -100), ids[prompt:]])
+        target = torch.rand(CLASSES, generator=draw, dtype=torch.float64)
+        series = torch.randn(length, WIDTH, generator=draw, dtype=torch.float64)
+        largest = max(length - 2, 2)
+        rejected = torch.randint(1, VOCAB, (largest,), generator=draw)
+        rare = int(length == max(lengths))
+        label = (index * 3) % CLASSES
         made.append(
             {
                 "input_ids": ids,
-                "labels": torch.cat([torch.full((prompt,), -100), ids[prompt:]]),
-                "label": (index * 3) % CLASSES,
-                "rare": int(length == max(lengths)),
-                "some": -100 if length == max(lengths) else (index * 3) % CLASSES,
-                "target": torch.rand(CLASSES, generator=draw, dtype=torch.float64),
-                "series": torch.randn(length, WIDTH, generator=draw, dtype=torch.float64),
-                "rejected": torch.randint(1, VOCAB, (max(length - 2, 2),), generator=draw),
+                "labels": labels,
+                "label": label,
+                "rare": rare,
+                "some": some,
+                "target": target,
+                "series": series,
+                "rejected": rejected,
             }
         )
     return made
@@ -68,7 +79,10 @@ class Losses(LightningModule):
         self.head = nn.Linear(WIDTH, VOCAB)
         self.classes = nn.Linear(WIDTH, CLASSES)
         self.teacher = nn.Linear(WIDTH, VOCAB).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(WIDTH) if kind.startswith("batch norm") else nn.Identity()
+        if kind.startswith("batch norm"):
+            self.norm = nn.BatchNorm1d(WIDTH)
+        else:
+            self.norm = nn.Identity()
         self.seen: Any = None
         self.zeros = nn.Parameter(torch.zeros(VOCAB, WIDTH))
         if kind.endswith("reference model"):
@@ -93,7 +107,10 @@ class Losses(LightningModule):
             if "causal" in kind:
                 self.model = transformers.LlamaForCausalLM(llama)
             else:
-                bert.num_labels = 1 if "regression" in kind else CLASSES
+                if "regression" in kind:
+                    bert.num_labels = 1
+                else:
+                    bert.num_labels = CLASSES
                 if "several" in kind:
                     bert.problem_type = "multi_label_classification"
                 self.model = transformers.BertForSequenceClassification(bert)
@@ -103,11 +120,14 @@ class Losses(LightningModule):
 
     def pooled(self, batch: Any, name: str = "input_ids") -> Tensor:
         mask = (batch[name] != 0).unsqueeze(-1).to(self.mix.weight.dtype)
-        return (self.states(batch[name]) * mask).sum(1) / mask.sum(1)
+        states = self.states(batch[name])
+        total = (states * mask).sum(1)
+        return total / mask.sum(1)
 
     def log_probabilities(self, ids: Tensor) -> Tensor:
         """Of each text, as a sum over its tokens."""
-        each = -F.cross_entropy(self.head(self.states(ids)).transpose(1, 2), ids, reduction="none")
+        head = self.head(self.states(ids))
+        each = -F.cross_entropy(head.transpose(1, 2), ids, reduction="none")
         return (each * (ids != 0)).sum(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -122,16 +142,19 @@ class Losses(LightningModule):
 
 def _logits(m: Losses, b: Any) -> Tensor:
     """``[B, words, L]``, as `F.cross_entropy` takes them."""
-    return m.head(m.states(b["input_ids"])).transpose(1, 2)
+    head = m.head(m.states(b["input_ids"]))
+    return head.transpose(1, 2)
 
 
 def _tokens(m: Losses, b: Any) -> Tensor:
-    return F.cross_entropy(m.head(m.states(b["input_ids"])).flatten(0, 1), b["labels"].flatten())
+    head = m.head(m.states(b["input_ids"]))
+    return F.cross_entropy(head.flatten(0, 1), b["labels"].flatten())
 
 
 def _mean(each: Tensor, mask: Tensor) -> Tensor:
     """The mean over samples of the means over each sample's tokens."""
-    return ((each * mask).sum(1) / mask.sum(1)).mean()
+    total = (each * mask).sum(1)
+    return (total / mask.sum(1)).mean()
 
 
 def _own_mask(m: Losses, b: Any) -> Tensor:
@@ -141,17 +164,20 @@ def _own_mask(m: Losses, b: Any) -> Tensor:
 
 
 def _sequence_means(m: Losses, b: Any) -> Tensor:
-    return _mean(F.cross_entropy(_logits(m, b), b["labels"], reduction="none"), b["labels"] != -100)
+    each = F.cross_entropy(_logits(m, b), b["labels"], reduction="none")
+    return _mean(each, b["labels"] != -100)
 
 
 def _zero_head(m: Losses, b: Any) -> Tensor:
-    scores = torch.einsum("btd,cd->btc", m.states(b["input_ids"]), m.zeros)
+    states = m.states(b["input_ids"])
+    scores = torch.einsum("btd,cd->btc", states, m.zeros)
     each = F.cross_entropy(scores.transpose(1, 2), b["labels"], reduction="none")
     return _mean(each, b["labels"] != -100)
 
 
 def _margins(m: Losses, b: Any) -> Tensor:
-    return m.log_probabilities(b["input_ids"]) - m.log_probabilities(b["rejected"])
+    log_probabilities = m.log_probabilities(b["input_ids"])
+    return log_probabilities - m.log_probabilities(b["rejected"])
 
 
 def _referenced(m: Losses, b: Any) -> Tensor:
@@ -167,29 +193,34 @@ def _rewards(m: Losses, b: Any) -> Tensor:
 
 
 def _distilled(m: Losses, b: Any) -> Tensor:
-    states, mask = m.states(b["input_ids"]), b["attention_mask"].bool()
+    states = m.states(b["input_ids"])
+    mask = b["attention_mask"].bool()
     with torch.no_grad():
         wanted = m.teacher(states).softmax(-1)[mask]
     return F.kl_div(m.head(states).log_softmax(-1)[mask], wanted, reduction="batchmean")
 
 
 def _ctc(m: Losses, b: Any) -> Tensor:
-    scores = m.head(m.states(b["input_ids"])).log_softmax(-1).transpose(0, 1)
+    head = m.head(m.states(b["input_ids"]))
+    scores = head.log_softmax(-1).transpose(0, 1)
     lengths = b["attention_mask"].sum(1)
     return F.ctc_loss(scores, b["label"][:, None] + 1, lengths, torch.ones_like(lengths))
 
 
 def _items(m: Losses, b: Any) -> dict[str, Any]:
     loss = F.cross_entropy(_logits(m, b), b["labels"], reduction="sum")
-    return {"loss": loss, "num_items": (b["labels"] != -100).sum()}
+    num_items = (b["labels"] != -100).sum()
+    return {"loss": loss, "num_items": num_items}
 
 
 def _classes(m: Losses, b: Any, label: str = "label", **options: Any) -> Tensor:
-    return F.cross_entropy(m.classes(m.norm(m.pooled(b))), b[label], **options)
+    classes = m.classes(m.norm(m.pooled(b)))
+    return F.cross_entropy(classes, b[label], **options)
 
 
 def _regression(m: Losses, b: Any) -> Tensor:
-    return F.mse_loss(m.classes(m.pooled(b)), b["target"])
+    classes = m.classes(m.pooled(b))
+    return F.mse_loss(classes, b["target"])
 
 
 def _several_tasks(m: Losses, b: Any) -> dict[str, Any]:
@@ -199,18 +230,22 @@ def _several_tasks(m: Losses, b: Any) -> dict[str, Any]:
 
 def _series(m: Losses, b: Any) -> Tensor:
     mask = b["attention_mask"].unsqueeze(-1)
-    mean = (torch.tanh(m.mix(b["series"])) * mask).sum(1) / mask.sum(1)
+    mix = m.mix(b["series"])
+    total = (torch.tanh(mix) * mask).sum(1)
+    mean = total / mask.sum(1)
     return F.mse_loss(m.classes(mean), b["target"])
 
 
 def _noise_predicted(m: Losses, b: Any) -> Tensor:
     noise = torch.randn_like(b["series"])
-    errors = (m.mix(b["series"] * 0.7 + noise) - noise).square().sum(2)
+    mix = m.mix(b["series"] * 0.7 + noise)
+    errors = (mix - noise).square().sum(2)
     return _mean(errors, b["attention_mask"])
 
 
 def _dropout(m: Losses, b: Any) -> Tensor:
-    logits = m.head(F.dropout(m.states(b["input_ids"]), 0.3))
+    states = m.states(b["input_ids"])
+    logits = m.head(F.dropout(states, 0.3))
     return F.cross_entropy(logits.transpose(1, 2), b["labels"])
 
 
@@ -220,14 +255,18 @@ def _contrastive(m: Losses, b: Any) -> Tensor:
 
 
 def _ranked(m: Losses, b: Any) -> Tensor:
-    score, label = m.classes(m.pooled(b))[:, 0], b["label"]
-    return -F.logsigmoid((score[:, None] - score[None]) * (label[:, None] - label[None]).sign()).mean()
+    score = m.classes(m.pooled(b))[:, 0]
+    label = b["label"]
+    sign = (label[:, None] - label[None]).sign()
+    return -F.logsigmoid((score[:, None] - score[None]) * sign).mean()
 
 
 def _queue(m: Losses, b: Any) -> Tensor:
-    mean, loss = m.pooled(b).mean(0), _classes(m, b)
+    mean = m.pooled(b).mean(0)
+    loss = _classes(m, b)
     if m.seen is not None:
-        loss = loss + (mean - m.seen).square().sum()
+        total = (mean - m.seen).square().sum()
+        loss = loss + total
     m.seen = mean.detach()
     return loss
 
@@ -238,11 +277,13 @@ def _auxiliary(m: Losses, b: Any) -> Tensor:
 
 def _rare_weights(m: Losses, b: Any) -> Tensor:
     weight = torch.tensor([1.0, 20.0]).to(m.mix.weight)
-    return F.cross_entropy(m.classes(m.pooled(b))[:, :2], b["rare"], weight=weight)
+    classes = m.classes(m.pooled(b))
+    return F.cross_entropy(classes[:, :2], b["rare"], weight=weight)
 
 
 def _padded_mean(m: Losses, b: Any) -> Tensor:
-    return F.mse_loss(m.classes(m.states(b["input_ids"]).mean(1)), b["target"])
+    mean = m.states(b["input_ids"]).mean(1)
+    return F.mse_loss(m.classes(mean), b["target"])
 
 
 def _reduced(m: Losses, b: Any) -> Tensor:

@@ -37,7 +37,9 @@ class ByFile(CoveragePlugin):
         if not file.startswith(_TESTS) or frame.f_code.co_name == "<module>":
             return None
         name = file.removeprefix(_TESTS)
-        return name if name.rpartition("/")[2].startswith("test_") else None
+        if name.rpartition("/")[2].startswith("test_"):
+            return name
+        return None
 
 
 def coverage_init(registry: Plugins, _: dict[str, str]) -> None:
@@ -82,7 +84,8 @@ def main() -> None:
     for path in sorted((ROOT / "lightning_odc").rglob("*.py")):
         _, executable, _, _ = coverage.analysis(str(path))
         sizes[str(path.relative_to(ROOT / "lightning_odc"))] = max(len(executable), 1)
-    MAP.write_text(_HEAD + "\n".join(rows(lines_by_test(coverage.get_data()), sizes)) + "\n")
+    lines = lines_by_test(coverage.get_data())
+    MAP.write_text(_HEAD + "\n".join(rows(lines, sizes)) + "\n")
     print(f"written: {MAP}")
 
 

@@ -22,7 +22,8 @@ class Block(nn.Module):
         self.down = nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+        down = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + down
 
 
 class Net(nn.Module):
@@ -32,7 +33,10 @@ class Net(nn.Module):
         self, depth: int = 3, vocab: int = 11, tied: bool = False, frozen: bool = False, scalars: bool = False
     ) -> None:
         super().__init__()
-        self.logit_scale = nn.Parameter(torch.tensor(0.5)) if scalars else None
+        if scalars:
+            self.logit_scale = nn.Parameter(torch.tensor(0.5))
+        else:
+            self.logit_scale = None
         self.embed = nn.Embedding(vocab, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.head = nn.Linear(WIDTH, vocab, bias=False)
@@ -51,7 +55,9 @@ class Net(nn.Module):
         for index, block in enumerate(self.blocks):
             if index not in skip:
                 x = block(x)
-        return self.head(x) if self.logit_scale is None else self.head(x) * self.logit_scale.exp()
+        if self.logit_scale is None:
+            return self.head(x)
+        return self.head(x) * self.logit_scale.exp()
 
 
 def token_batches(sizes: Sequence[int], seed: int = 0, vocab: int = 11) -> list[Tensor]:

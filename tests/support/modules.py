@@ -69,7 +69,8 @@ class Memory(Logger):
     def steps(self) -> list[dict[str, float]]:
         """Rows of optimizer steps, of which none is missing in between."""
         found = [(step, row) for step, row in self.rows if "step_seconds" in row]
-        assert [step for step, _ in found] == list(range(len(found)))
+        expected = list(range(len(found)))
+        assert [step for step, _ in found] == expected
         return [row for _, row in found]
 
 
@@ -91,7 +92,8 @@ class TokenModule(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.seen.append(batch.shape[1])
-        loss, items = summed_loss(self.net, batch), batch.numel() - 1
+        loss = summed_loss(self.net, batch)
+        items = batch.numel() - 1
         if self.returns == "items":
             return {"loss": loss, "num_items": items}
         return loss / items
@@ -133,7 +135,8 @@ def trainer(world_size: int, **options: Any) -> Trainer:
 def said() -> Iterator[StringIO]:
     """What rank 0 says through Lightning meanwhile."""
     text = StringIO()
-    logger, handler = logging.getLogger("lightning.pytorch.utilities.rank_zero"), logging.StreamHandler(text)
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    handler = logging.StreamHandler(text)
     logger.addHandler(handler)
     before, rank_zero.log.disabled = rank_zero.log.disabled, False
     try:

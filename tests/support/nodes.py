@@ -30,7 +30,8 @@ def make_copies_engine(rank: int, **options: Any) -> OnDemandEngine:
     """The engine of four ranks on two nodes, which all ranks make together."""
     layout = Layout(2, 2, rank)
     group = mesh_of(layout, "cpu")["shard"].get_group()
-    everybody, row = process_group_rendezvous(dist.group.WORLD), process_group_rendezvous(group)
+    everybody = process_group_rendezvous(dist.group.WORLD)
+    row = process_group_rendezvous(group)
     return OnDemandEngine(
         lambda: SharedMemoryTransport(rank % 2, 2, row, layout.row_of(layout.node)),
         everybody,

@@ -34,7 +34,8 @@ class Trip(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, module: Any, place: str) -> Tensor:
-        ctx.module, ctx.place = module, place
+        ctx.module = module
+        ctx.place = place
         return value.clone()
 
     @staticmethod
@@ -55,7 +56,8 @@ class Short(TokenModule):
         super().__init__(**options)
         if wide:
             self.double()
-        self.told, self.trips = list(told), 0
+        self.told = list(told)
+        self.trips = 0
         self.batch = torch.empty(0, 0)
         self.states: list[dict[str, Tensor]] = []
         self.register_forward_pre_hook(self._before_step)
@@ -70,7 +72,8 @@ class Short(TokenModule):
             self.trip("root", "forward")
 
     def places(self) -> dict[str, nn.Module]:
-        return {"embed": self.net.embed, **dict(self.net.blocks.named_children()), "head": self.net.head}
+        named_children = dict(self.net.blocks.named_children())
+        return {"embed": self.net.embed, **named_children, "head": self.net.head}
 
     def trip(self, place: str, phase: str) -> None:
         is_kept = phase == "backward" or torch.is_grad_enabled()  # other passes take little memory
@@ -83,7 +86,10 @@ class Short(TokenModule):
             return False
         *where, fits = self.told[self.global_step]
         rows, tokens = self.batch.shape
-        does_not_fit = 0 in self.batch[:, 0] if fits == FIRST_ROW else rows > fits
+        if fits == FIRST_ROW:
+            does_not_fit = 0 in self.batch[:, 0]
+        else:
+            does_not_fit = rows > fits
         return [place, phase, tokens - 4] == where and does_not_fit
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -95,9 +101,12 @@ class Short(TokenModule):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        loss, items = self.loss(batch), batch[:, 1:].numel()
+        loss = self.loss(batch)
+        items = batch[:, 1:].numel()
         self.log("items", float(items), sync_dist=True, reduce_fx="sum")
-        return {"loss": loss, "num_items": items} if self.returns == "items" else loss / items
+        if self.returns == "items":
+            return {"loss": loss, "num_items": items}
+        return loss / items
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -108,18 +117,23 @@ class Short(TokenModule):
 
 def table(rows: int, tokens: int, seed: int) -> Tensor:
     """Random tokens; the first one of a row, which is not predicted, is its number."""
-    made = torch.randint(11, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randint(11, (rows, tokens), generator=generator)
     made[:, 0] = torch.arange(rows)
     return made
 
 
 def batches(rank: int, steps: int) -> list[Minibatch]:
     """Rank 1 has the microbatches that are cut, rank 0 a single one."""
-    shapes = [(2, 9)] if rank == 0 else [(rows, 4 + m) for m, rows in enumerate(ROWS)]
+    if rank == 0:
+        shapes = [(2, 9)]
+    else:
+        shapes = [(rows, 4 + m) for m, rows in enumerate(ROWS)]
     made = []
     for step in range(steps):
         tables = [table(rows, tokens, 100 * step + tokens) for rows, tokens in shapes]
-        made.append(Minibatch(tables, [float(one[:, 1:].numel()) for one in tables]))
+        weights = [float(one[:, 1:].numel()) for one in tables]
+        made.append(Minibatch(tables, weights))
     return made
 
 
@@ -127,7 +141,8 @@ def one_step(module: Short, tables: Sequence[Tensor]) -> dict[str, Tensor]:
     """Parameters after a step of one process on the mean over all tokens."""
     optimizer = module.configure_optimizers()
     optimizer.zero_grad()
-    (sum(map(module.loss, tables)) / sum(rows[:, 1:].numel() for rows in tables)).backward()
+    total = sum(rows[:, 1:].numel() for rows in tables)
+    (sum(map(module.loss, tables)) / total).backward()
     optimizer.step()
     return full_parameters(module)
 

@@ -106,7 +106,9 @@ class Teams:
 
     def end(self) -> None:
         codes = [team.end() for team in self.teams.values()]
-        assert all(code == 0 for one in codes for code in one), f"exit codes of ranks: {codes}"
+        for one in codes:
+            for code in one:
+                assert code == 0, f"exit codes of ranks: {codes}"
 
 
 class Team:
@@ -128,7 +130,9 @@ class Team:
         """What failed, by rank. When one has failed, the others have ten seconds to say what they make of it."""
         for connection in self.connections:
             connection.send_bytes(order)
-        errors, waiting, deadline = [], list(self.connections), time.monotonic() + timeout
+        errors = []
+        waiting = list(self.connections)
+        deadline = time.monotonic() + timeout
         while waiting and (ready := wait(waiting, max(deadline - time.monotonic(), 0))):
             for connection in (one for one in waiting[:] if one in ready):
                 waiting.remove(connection)
@@ -208,13 +212,18 @@ def try_ranks(
     # All of them first: a rank whose result does not fit into the pipe keeps the others waiting until it is read.
     payloads = [_receive(receiver, begin + timeout - time.monotonic()) for _, receiver in started]
     for rank, ((process, _), payload) in enumerate(zip(started, payloads, strict=True)):
-        process.join(max(begin + timeout - time.monotonic(), 0.1))
+        largest = max(begin + timeout - time.monotonic(), 0.1)
+        process.join(largest)
         if process.is_alive():
             late.append(rank)
             process.kill()
             process.join()
-        result, error = payload if payload is not None else (None, "ended without a result")
-        outcomes.append(Outcome(rank, result, error, process.exitcode, time.monotonic() - begin))
+        if payload is not None:
+            result, error = payload
+        else:
+            result, error = (None, "ended without a result")
+        seconds = time.monotonic() - begin
+        outcomes.append(Outcome(rank, result, error, process.exitcode, seconds))
     assert not late, f"ranks {late} did not end within {timeout} s: {[o.error for o in outcomes]}"
     return outcomes
 
@@ -246,7 +255,9 @@ def _start(
 
 def _receive(receiver: Connection, timeout: float) -> tuple[Any, str] | None:
     try:
-        return pickle.loads(receiver.recv_bytes()) if receiver.poll(max(timeout, 0)) else None
+        if receiver.poll(max(timeout, 0)):
+            return pickle.loads(receiver.recv_bytes())
+        return None
     except EOFError:
         return None
 
@@ -269,7 +280,8 @@ def _child(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     os.environ.update(torchrun_environment(rank, world_size, port))
     torch.set_num_threads(1)
-    result, error = None, ""
+    result = None
+    error = ""
     try:
         result = function(rank, *args)
     except BaseException as exception:

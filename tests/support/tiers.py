@@ -17,5 +17,8 @@ def fast(cases: Iterable[Any], *chosen: Any) -> list[Any]:
 
 
 def _slow(case: Any) -> Any:
-    values = case if isinstance(case, tuple) else (case,)
+    if isinstance(case, tuple):
+        values = case
+    else:
+        values = (case,)
     return pytest.param(*values, marks=pytest.mark.slow)

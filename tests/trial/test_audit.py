@@ -21,7 +21,8 @@ LABELS = Rule("token", LabelCounter(("labels",)))
 def batch_of(lengths: Sequence[int]) -> dict[str, Tensor]:
     x = torch.arange(1.0, max(lengths) + 1).repeat(len(lengths), 1)
     shown = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
-    return {"x": x.double(), "labels": torch.where(shown, 1, -100)}
+    labels = torch.where(shown, 1, -100)
+    return {"x": x.double(), "labels": labels}
 
 
 def task_of(lengths: list[int], reads: Any = None, weight: float = 1.0) -> Task:
@@ -70,13 +71,15 @@ def test_samples_that_can_be_read_again_are_the_shortest_to_the_longest():
     def cut(batch: Any) -> Tensor:
         return mean_of_labels({name: value[:, :4] for name, value in batch.items()})
 
-    assert found(LABELS, [task_of([9, 9])], cut)[0] == "", "all samples are cut alike"
+    task = task_of([9, 9])
+    assert found(LABELS, [task], cut)[0] == "", "all samples are cut alike"
     assert "together is" in found(LABELS, tasks, cut)[0]
 
 
 def test_long_samples_alone_are_compared_with_a_typical_one():
     def left_out(batch: Any) -> Tensor:
-        kept = (batch["labels"] != -100).sum(1) < 9
+        total = (batch["labels"] != -100).sum(1)
+        kept = total < 9
         if not kept.any():
             return 0.0 * batch["x"].sum()
         return mean_of_labels({name: value[kept] for name, value in batch.items()})
@@ -90,8 +93,10 @@ def test_long_samples_alone_are_compared_with_a_typical_one():
 
 
 def test_what_does_not_show_its_samples_is_not_tried():
-    text_of_one_row = Task({"x": torch.ones(1, 14)}, 1.0, MicrobatchFacts([5, 9], (0,)))
-    time_first = Task(batch_of([4, 4, 4]), 1.0, MicrobatchFacts([3, 3], (0,)))
+    microbatch_facts = MicrobatchFacts([5, 9], (0,))
+    text_of_one_row = Task({"x": torch.ones(1, 14)}, 1.0, microbatch_facts)
+    batch = batch_of([4, 4, 4])
+    time_first = Task(batch, 1.0, MicrobatchFacts([3, 3], (0,)))
     counts_nothing = task_of([5, 9], weight=0.0)
     unknown = Task(batch_of([5, 9]), 1.0, None)
     for task in (text_of_one_row, time_first, counts_nothing, unknown, task_of([7])):
@@ -108,15 +113,18 @@ def test_an_error_finds_nothing():
 
     tasks = [task_of([3, 9])]
     assert found(SAMPLES, tasks, step)[0] == ""
-    assert found(LABELS, [task_of([3, 9], read)]) == ("", [3, 9]), "a microbatch as it is"
+    task = task_of([3, 9], read)
+    assert found(LABELS, [task]) == ("", [3, 9]), "a microbatch as it is"
 
 
 def test_losses_that_say_nothing_contradict_nothing():
     """By hand: samples of 2 and 8 labels with losses 3 and 2."""
 
     def said(together: float, count: float = 10.0, alone: float = 2.0) -> str:
-        singles = [Tried((0,), 3.0, {LABELS: 2.0}), Tried((1,), alone, {LABELS: count - 2.0})]
-        return contradiction([*singles, Tried((0, 1), together, {LABELS: count})], 1e-11, LABELS)
+        counts = {LABELS: count - 2.0}
+        singles = [Tried((0,), 3.0, {LABELS: 2.0}), Tried((1,), alone, counts)]
+        tried = [*singles, Tried((0, 1), together, {LABELS: count})]
+        return contradiction(tried, 1e-11, LABELS)
 
     assert said(2.2) == ""
     assert said(2.6) != ""

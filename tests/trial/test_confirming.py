@@ -41,11 +41,13 @@ class Samples:
         """Padded; 0.0 is no number that is drawn."""
         self.groups.append(list(group))
         x = pad_sequence([self.x[sample] for sample in group], batch_first=True)
+        labels = torch.where(x != 0, 1, -100)
+        hidden = [self.hidden[sample] for sample in group]
         return {
             "x": x,
-            "labels": torch.where(x != 0, 1, -100),
+            "labels": labels,
             "y": torch.tensor([self.y[sample] for sample in group]),
-            "hidden": [self.hidden[sample] for sample in group],
+            "hidden": hidden,
         }
 
     def tried(self, step: Callable[[Any], Any]) -> tuple[Verdict, int]:
@@ -66,20 +68,26 @@ def mean_of_labels(batch: Any) -> Tensor:
 
 
 def mean_of_samples(batch: Any) -> Tensor:
-    return (batch["x"].sum(1) / (batch["x"] != 0).sum(1)).mean()
+    total = (batch["x"] != 0).sum(1)
+    return (batch["x"].sum(1) / total).mean()
 
 
 def cut(batch: Any, limit: int) -> Any:
-    return {**batch, "x": batch["x"][:, :limit], "labels": batch["labels"][:, :limit]}
+    labels = batch["labels"][:, :limit]
+    return {**batch, "x": batch["x"][:, :limit], "labels": labels}
 
 
 def kept(batch: Any, rows: Tensor) -> Any:
-    return {"x": batch["x"][rows], "labels": batch["labels"][rows]}
+    labels = batch["labels"][rows]
+    return {"x": batch["x"][rows], "labels": labels}
 
 
 def test_a_usual_rule_is_confirmed_with_two_samples_and_four_passes():
-    assert Samples().tried(mean_of_labels) == (Verdict(LABELS), 10 + 4)
-    assert Samples().tried(mean_of_samples) == (Verdict(Rule("sample")), 10 + 4)
+    found = Samples().tried(mean_of_labels)
+    assert found == (Verdict(LABELS), 10 + 4)
+    found = Samples().tried(mean_of_samples)
+    expected = (Verdict(Rule("sample")), 10 + 4)
+    assert found == expected
 
 
 @pytest.mark.parametrize("limit", [25, 45])
@@ -93,9 +101,12 @@ def test_labels_that_are_cut_away_do_not_count(limit):
 
 def test_long_samples_that_are_left_out_do_not_count():
     def step(batch: Any) -> Tensor:
-        rows = (batch["x"] != 0).sum(1) <= 25
+        total = (batch["x"] != 0).sum(1)
+        rows = total <= 25
         part = kept(batch, rows)
-        return mean_of_samples(part) if rows.any() else 0 * batch["x"].sum()
+        if rows.any():
+            return mean_of_samples(part)
+        return 0 * batch["x"].sum()
 
     assert Samples().tried(step)[0].rule is None
 
@@ -115,7 +126,9 @@ def test_a_rule_that_fits_by_chance_is_not_believed():
 
 
 def test_an_unusual_rule_is_confirmed_with_six_samples():
-    assert Samples(lambda index, y: y == 3).tried(not_hidden) == (Verdict(NOT_THREE), 10 + 8)
+    samples = Samples(lambda index, y: y == 3)
+    found = samples.tried(not_hidden)
+    assert found == (Verdict(NOT_THREE), 10 + 8)
 
 
 def test_a_usual_rule_gives_way_to_one_that_explains_more():
@@ -156,10 +169,12 @@ class FourBits(nn.Linear):
 def test_weights_of_four_bits_take_part_in_64_bits(monkeypatch):
     functional = SimpleNamespace(dequantize_4bit=lambda data, state: data * state)
     monkeypatch.setitem(sys.modules, "bitsandbytes.functional", functional)
-    layer, samples = FourBits(), Samples()
+    layer = FourBits()
+    samples = Samples()
 
     def step(batch: Any) -> Tensor:
-        return layer(batch["x"].sum(1, keepdim=True)).square().mean()
+        total = batch["x"].sum(1, keepdim=True)
+        return layer(total).square().mean()
 
     trial = try_loss(step, samples.batch_of, LENGTHS, [layer], torch.device("cpu"))
     assert trial.verdict == Verdict(Rule("sample"))
@@ -171,8 +186,10 @@ def test_losses_that_differ_by_rounding_alone_do_not_tell():
     weight = nn.Parameter(torch.ones(1))
 
     def step(batch: Any) -> Tensor:
-        margins = (batch["x"] * (weight - 1)).sum(1) + 1e-6 * (batch["x"].sum(1) % 1)
-        return torch.zeros(()).copy_(-nn.functional.logsigmoid(margins).mean())  # in 32 bits, as a kernel's
+        total = (batch["x"] * (weight - 1)).sum(1)
+        margins = total + 1e-6 * (batch["x"].sum(1) % 1)
+        mean = nn.functional.logsigmoid(margins).mean()
+        return torch.zeros(()).copy_(-mean)  # in 32 bits, as a kernel's
 
     verdict, _ = Samples().tried(step)
     assert verdict == Verdict(Rule("sample"))
@@ -186,15 +203,20 @@ def test_samples_that_need_too_much_memory_are_left_out():
 
     data = Samples()
     assert data.tried(step)[0].rule == LABELS
-    assert max(max(group) for group in data.groups[-4:]) > 20, "samples as long as fit"
+    groups = data.groups[-4:]
+    largest = max(max(group) for group in groups)
+    assert largest > 20, "samples as long as fit"
 
 
 def test_groups_to_confirm():
-    assert groups_to_confirm(range(10, 20), 3, is_usual=True) == [(19,), (14,), (3, 19), (3, 14)]
+    expected = [(19,), (14,), (3, 19), (3, 14)]
+    assert groups_to_confirm(range(10, 20), 3, is_usual=True) == expected
     unusual = groups_to_confirm(range(10, 20), 3, is_usual=False)
-    assert unusual[-2:] == [(3, 19), (3, *(group[0] for group in unusual[1:6]))]
+    expected = [(3, 19), (3, *(group[0] for group in unusual[1:6]))]
+    assert unusual[-2:] == expected
     assert len({*unusual}) == 8
-    assert groups_to_confirm([5], 3, is_usual=False) == [(5,), (3, 5)]
+    found = groups_to_confirm([5], 3, is_usual=False)
+    assert found == [(5,), (3, 5)]
 
 
 @pytest.mark.parametrize("draw", [lambda n: np.random.rand(n), lambda n: [random.random() for _ in range(n)]])
@@ -213,7 +235,8 @@ def test_random_numbers_that_change_nothing_are_not_named():
         return mean_of_labels(batch)
 
     assert Samples().tried(step)[0] == Verdict(LABELS)
-    assert "numpy" not in Samples().tried(lambda batch: mean_of_labels(batch).square())[0].reason
+    tried = Samples().tried(lambda batch: mean_of_labels(batch).square())
+    assert "numpy" not in tried[0].reason
 
 
 def test_a_trial_that_takes_more_than_a_moment_shows_a_progress_bar(monkeypatch):

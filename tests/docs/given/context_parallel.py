@@ -11,7 +11,8 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.size = group, part.size(1)
+        ctx.group = group
+        ctx.size = part.size(1)
         parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, part.contiguous(), group=group)
         return torch.cat(parts, 1)
@@ -20,7 +21,8 @@ class Gathered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].clone()
         dist.all_reduce(total, group=ctx.group)
-        return total.narrow(1, dist.get_rank(ctx.group) * ctx.size, ctx.size), None
+        rank = dist.get_rank(ctx.group)
+        return total.narrow(1, rank * ctx.size, ctx.size), None
 
 
 class Attention(nn.Module):
@@ -28,12 +30,17 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.project, self.out = nn.LayerNorm(8), nn.Linear(8, 24, bias=False), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.project = nn.Linear(8, 24, bias=False)
+        self.out = nn.Linear(8, 8)
 
     def forward(self, hidden: Tensor, first: int, group: Any) -> Tensor:
-        query, key, value = self.project(self.norm(hidden)).chunk(3, -1)
+        projected = self.project(self.norm(hidden))
+        query, key, value = projected.chunk(3, -1)
         if group is not None:
-            key, value = Gathered.apply(key, group), Gathered.apply(value, group)
+            key = Gathered.apply(key, group)
+            value = Gathered.apply(value, group)
         places = torch.arange(key.size(1))
         seen = places <= places[first : first + query.size(1), None]
-        return hidden + self.out(functional.scaled_dot_product_attention(query, key, value, seen))
+        seen_values = functional.scaled_dot_product_attention(query, key, value, seen)
+        return hidden + self.out(seen_values)

@@ -23,7 +23,8 @@ class Model(LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.layers(batch[0]).square().mean(), sync_dist=True)
+        mean = self.layers(batch[0]).square().mean()
+        self.log("val_loss", mean, sync_dist=True)
 
     def predict_step(self, batch, batch_idx):
         return self.layers(batch[0])

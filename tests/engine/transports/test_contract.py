@@ -54,13 +54,15 @@ def on_a_fake_device(scenario: Scenario, world_size: int) -> list[Any]:
 
 def in_one_process(rank: int, *scenarios: Scenario) -> list[Any]:
     init_gloo(rank)
-    world, rendezvous = dist.get_world_size(), process_group_rendezvous(dist.group.WORLD)
+    world = dist.get_world_size()
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
     return [scenario(SharedMemoryTransport(rank, world, rendezvous), rendezvous) for scenario in scenarios]
 
 
 def settle(transport: Transport) -> None:
     """Wait until the device, if there is one, has done what this rank asked of it."""
-    is_done, deadline = transport.drain(), time.monotonic() + 30
+    is_done = transport.drain()
+    deadline = time.monotonic() + 30
     while not is_done():
         assert time.monotonic() < deadline
         time.sleep(0)
@@ -104,7 +106,8 @@ def windows_start_at_zero_and_apart(transport: Transport, meet: Callable[[Any], 
     )
     meet(None)
     for unit in range(3):
-        transport.shard(mine, unit).fill_(10 * mine + unit)
+        shard = transport.shard(mine, unit)
+        shard.fill_(10 * mine + unit)
     settle(transport)
     meet(None)
     out = []
@@ -163,23 +166,31 @@ def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[A
 def locks_exclude(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[bool]:
     lock = transport.lock(0, 0)
     others = [transport.lock(0, 2), transport.lock(1, 0), transport.lock(0, len(SPEC.units))]
-    first = lock.take() if transport.rank == 0 else None
+    first = None
+    if transport.rank == 0:
+        first = lock.take()
     meet(None)
-    second = [one.take() for one in (lock, *others)] if transport.rank else []
+    second = []
+    if transport.rank:
+        second = [one.take() for one in (lock, *others)]
     meet(None)
     if transport.rank == 0:
         lock.give()
     meet(None)
-    third = lock.take() if transport.rank else None
+    third = None
+    if transport.rank:
+        third = lock.take()
     return [first, *second, third]
 
 
 @on_windows(sources=2)
 def adds_land_in_parts(transport: Transport, meet: Callable[[Any], list[Any]]) -> list[Any]:
-    chunk = zeros_of(transport, 0)[:3] + torch.tensor([1.0, 2.0, 3.0]).to(zeros_of(transport, 0))
+    zeros = zeros_of(transport, 0)[:3]
+    chunk = zeros + torch.tensor([1.0, 2.0, 3.0]).to(zeros_of(transport, 0))
     for target, part in ((2, chunk[:1]), (0, chunk[2:])):
         if transport.needs_locks:
-            transport.add(transport.accumulator(1, 0, transport.rank).narrow(0, target, 1), part)
+            accumulator = transport.accumulator(1, 0, transport.rank)
+            transport.add(accumulator.narrow(0, target, 1), part)
         else:
             rows = torch.stack([torch.zeros_like(part), part])
             transport.add_rows(0, transport.rank, target, rows)
@@ -190,7 +201,8 @@ def adds_land_in_parts(transport: Transport, meet: Callable[[Any], list[Any]]) -
 
 @on_windows()
 def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], list[Any]]) -> int:
-    shard, seen = transport.shard(0, 2), 0
+    shard = transport.shard(0, 2)
+    seen = 0
     deadline = time.monotonic() + 30
     for version in range(1, 400):
         if transport.rank == 0:

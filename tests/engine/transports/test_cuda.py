@@ -41,7 +41,8 @@ class Play:
         self.protocol = protocol
         self.device = device
         self.wrong: list[str] = []
-        self.rank, self.world = protocol.transport.rank, protocol.transport.world_size
+        self.rank = protocol.transport.rank
+        self.world = protocol.transport.world_size
 
     def run(self) -> list[str]:
         self.protocol.open()
@@ -51,7 +52,8 @@ class Play:
             for _ in range(counts[self.rank]):
                 self.microbatch()
             self.protocol.end_version("step")
-            self.take(sum((rank + 1) * count for rank, count in enumerate(counts)))
+            total = sum((rank + 1) * count for rank, count in enumerate(counts))
+            self.take(total)
             self.protocol.next_version()
             self.publish()
         self.protocol.meet("end")
@@ -60,7 +62,8 @@ class Play:
 
     def publish(self) -> None:
         for unit in range(len(UNITS)):
-            value, shard = self.value(self.rank, unit), self.protocol.windows[unit].own_shard
+            value = self.value(self.rank, unit)
+            shard = self.protocol.windows[unit].own_shard
             self.device.ask(lambda shard=shard, value=value: shard.fill_(value))
             self.protocol.windows[unit].publish()
 
@@ -123,7 +126,9 @@ def test_nothing_is_announced_before_it_is_done(deterministic):
             assert one.wrong == []
             # One wait for each optimizer step, and one for the meeting at the end. Versions wait in their own thread.
             assert one.protocol.device_waits == STEPS + 1
-            assert (one.protocol.traffic.reads > 0, one.device.asked["add"] > 0) == (True, True)
+            add = one.device.asked["add"]
+            found = (one.protocol.traffic.reads > 0, add > 0)
+            assert found == (True, True)
 
 
 class AnnouncesAtOnce(CudaTransport):
@@ -155,7 +160,8 @@ def test_the_host_does_not_wait_for_what_is_published():
         lambda word, value: written.append((word, value)),
         lambda: entered.append(threading.current_thread().name),
     )
-    first, second = FakeMark(), FakeMark()
+    first = FakeMark()
+    second = FakeMark()
     announcer.announce(first, 1, 7)
     announcer.announce(second, 2, 8)
     second.passed.set()
@@ -163,7 +169,8 @@ def test_the_host_does_not_wait_for_what_is_published():
     assert written == []
     first.passed.set()
     announcer.stop()
-    assert (written, entered) == ([(1, 7), (2, 8)], ["lightning-odc announcer"])
+    assert written == [(1, 7), (2, 8)]
+    assert entered == ["lightning-odc announcer"]
 
     def breaks(word: int, value: int) -> None:
         raise ValueError("an illegal memory access was encountered")

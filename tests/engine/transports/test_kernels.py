@@ -17,7 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(NO_TRITON, reason="Triton is 
 
 
 def _version(package: str) -> tuple[int, int]:
-    major, minor, *_ = importlib.metadata.version(package).split(".")
+    version = importlib.metadata.version(package)
+    major, minor, *_ = version.split(".")
     return int(major), int(minor)
 
 
@@ -25,12 +26,13 @@ def test_the_kernel_adds_in_the_interpreter():
     if _version("triton") < (3, 7) and _version("numpy") >= (2, 4):
         pytest.skip("the interpreter of Triton 3.6 and older needs numpy below 2.4")
     # Triton looks at the variable when it is imported.
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.kernel_checks"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env=env,
         timeout=150,
         check=False,
     )

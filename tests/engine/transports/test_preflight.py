@@ -23,7 +23,8 @@ SPEC = WindowSpec(units=(UNIT,), words=1)
 
 
 def facts(**changes: object) -> DeviceFacts:
-    return replace(DeviceFacts(H200, "one", free=4 * GIB, reaches={"two": True}), **changes)  # type: ignore[arg-type]
+    device_facts = DeviceFacts(H200, "one", free=4 * GIB, reaches={"two": True})
+    return replace(device_facts, **changes)  # type: ignore[arg-type]
 
 
 def other(**changes: object) -> DeviceFacts:
@@ -76,11 +77,13 @@ REFUSED: list[tuple[DeviceFacts, DeviceFacts, str, str]] = [
 @pytest.mark.parametrize(("one", "two", "begins", "says"), REFUSED)
 def test_gpus_that_cannot_map_each_other_are_refused(one, two, begins, says):
     message = refusal(one, two)
-    assert message.startswith(begins) and says in message
+    assert message.startswith(begins)
+    assert says in message
 
 
 def test_additions_over_a_link_without_atomics():
-    one, two = facts(atomics={"two": True}), other(atomics={"one": True})
+    one = facts(atomics={"two": True})
+    two = other(atomics={"one": True})
     assert preflight.why_not_atomic([one, two]) == ""
     assert preflight.why_not_atomic([facts(), facts()]) == ""  # one GPU adds to its own memory
     for there in ({"one": False}, {}):  # over PCIe; or not visible from here

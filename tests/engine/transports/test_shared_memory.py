@@ -79,7 +79,8 @@ def _dies_with_the_lock(rank: int, forks: bool, crowd: int) -> list[Any]:
     while not transport.lock(0, 0).take():
         assert time.monotonic() < deadline
     still_readable = transport.shard(1, 2).sum().item()
-    name, ending = transport.describe(1), transport.how_ended(1)
+    name = transport.describe(1)
+    ending = transport.how_ended(1)
     assert min(transport._pidfds.values()) > crowd
     transport.close()
     for fd in others:
@@ -95,9 +96,15 @@ def _dies_with_the_lock(rank: int, forks: bool, crowd: int) -> list[Any]:
 )
 def test_a_killed_rank_is_known_dead_and_its_lock_is_freed(forks, crowd):
     survivor, killed = try_ranks(_dies_with_the_lock, forks, crowd, timeout=30)
-    assert (survivor.result[:3], survivor.error, survivor.exitcode) == ([0, 0.0, True], "", 0)
+    assert survivor.result[:3] == [0, 0.0, True]
+    assert survivor.error == ""
+    assert survivor.exitcode == 0
     # Before Linux 6.15 its parent may have taken it away.
-    assert survivor.result[3] in (["SIGKILL"] if LINUX >= (6, 15) else ["SIGKILL", ""])
+    if LINUX >= (6, 15):
+        expected = ["SIGKILL"]
+    else:
+        expected = ["SIGKILL", ""]
+    assert survivor.result[3] in expected
     assert killed.exitcode == -signal.SIGKILL
 
 
@@ -116,7 +123,8 @@ def limited(what: int, most: int) -> Iterator[None]:
 
 @contextmanager
 def little_address_space() -> Iterator[None]:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    text = Path("/proc/self/statm").read_text()
+    used = int(text.split()[0]) * resource.getpagesize()
     with limited(resource.RLIMIT_AS, used + 2**27):
         yield
 
@@ -138,8 +146,9 @@ def sabotage(what: str, stack: ExitStack) -> None:
     )
     larger = classmethod(lambda cls, size: made(cls, size + 4096))
     nowhere = lambda *args: replace(addressed(*args), fd=999)  # noqa: E731
+    rooms = [Room(1000, "a test allows 1000 bytes", "allow more")]
     contexts: dict[str, list[Any]] = {
-        "little memory": [sees([Room(1000, "a test allows 1000 bytes", "allow more")])],
+        "little memory": [sees(rooms)],
         "RLIMIT_FSIZE": [limited(resource.RLIMIT_FSIZE, 4096)],
         "RLIMIT_AS": [little_address_space()],
         "signs with another secret": [signs(lambda own, _, rank: header(own, bytes(32), rank))],
@@ -224,7 +233,8 @@ def test_a_rank_that_looks_late_does_not_count_windows_twice(rank):
 
     def what_is_left() -> int:
         time.sleep(rank)
-        return 2 * size - sum(_window_bytes(pid) for pid in pids)
+        total = sum(_window_bytes(pid) for pid in pids)
+        return 2 * size - total
 
     with patch.object(host_memory, "rooms", lambda: [Room(what_is_left(), "a test", "")]):
         transport.open(SPEC)
@@ -284,12 +294,15 @@ def test_memory_lives_as_long_as_its_last_view(rank):
         assert transport.lock(0, 0).take(), "a closed transport holds no lock"
         transport.close()
     rendezvous(None)
-    assert (len(_window_links()), _window_maps()) == (0, 2)
-    assert [view.view(torch.float32).unique().tolist() for view in views] == [[1.0], [2.0]]
+    assert len(_window_links()) == 0
+    assert _window_maps() == 2
+    found = [view.view(torch.float32).unique().tolist() for view in views]
+    assert found == [[1.0], [2.0]]
     rendezvous(None)
     views[rank].view(torch.float32).fill_(3 + rank)
     rendezvous(None)
-    assert [view.view(torch.float32).unique().tolist() for view in views] == [[3.0], [4.0]]
+    found = [view.view(torch.float32).unique().tolist() for view in views]
+    assert found == [[3.0], [4.0]]
     views.pop()
     assert _window_maps() == 1
     views.clear()
@@ -399,5 +412,6 @@ def test_how_a_process_ended_is_found_in_proc_and_later_by_its_descriptor(expect
         assert host.how_ended(pid, pidfd) == expected
     finally:
         os.waitpid(pid, 0)
-    assert host.how_ended(pid, pidfd) == (expected if LINUX >= (6, 15) else "")
+    found = host.how_ended(pid, pidfd)
+    assert found == (expected if LINUX >= (6, 15) else "")
     os.close(pidfd)

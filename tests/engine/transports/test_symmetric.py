@@ -75,7 +75,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_facts(cuda, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/somewhere")
     facts = SymmetricDevice(GPU, None).facts()
-    assert (facts.name, facts.uuid, facts.free, facts.backend) == ("NVIDIA H200", "a", 1030, "CUDA")
+    assert facts.name == "NVIDIA H200"
+    assert facts.uuid == "a"
+    assert facts.free == 1030
+    assert facts.backend == "CUDA"
     assert facts.reaches == {"b": True}
     assert facts.atomics == {"b": False}  # there is no driver to ask
     assert facts.folder == "/somewhere"
@@ -91,12 +94,19 @@ def test_windows_are_zeroed_before_others_can_look_and_given_back(cuda, monkeypa
     assert cuda == ["empty_cache", "synchronize"]
     other, own = device.attach()
     assert not left.exists()
-    assert (other.unique().tolist(), own.unique().tolist(), own.numel()) == ([7], [0], 64)
+    assert other.unique().tolist() == [7]
+    assert own.unique().tolist() == [0]
+    assert own.numel() == 64
     device.close()
     device.close()
     assert cuda == ["empty_cache", "synchronize", "synchronize"]
-    assert device._own is None and device._handle is None
-    device._has_kernel, odd = True, lambda size, d: torch.zeros(size + 192)[1:].view(torch.uint8)
+    assert device._own is None
+    assert device._handle is None
+    device._has_kernel = True
+
+    def odd(size: int, device: torch.device) -> torch.Tensor:
+        return torch.zeros(size + 192)[1:].view(torch.uint8)
+
     monkeypatch.setattr(_compat, "symmetric_empty", odd)
     device.create(64)
     with pytest.raises(WindowError, match="needs a multiple of 64"):
@@ -118,7 +128,8 @@ def test_a_rendezvous_that_hangs_ends_the_process():
     """torch holds the interpreter's lock there, so no Python code could."""
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=50)
     assert done.returncode == 1
-    assert "Timeout (0:00:00.5" in done.stderr and "in symmetric_rendezvous" in done.stderr
+    assert "Timeout (0:00:00.5" in done.stderr
+    assert "in symmetric_rendezvous" in done.stderr
 
 
 def driver() -> Any:
@@ -126,7 +137,9 @@ def driver() -> Any:
 
     def device_get(device: Any, number: int) -> int:
         device._obj.value = 10 + number
-        return 0 if number < 2 else 101
+        if number < 2:
+            return 0
+        return 101
 
     def get_attribute(answer: Any, attribute: int, source: Any, target: Any) -> int:
         assert attribute == 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED in cuda.h
@@ -138,7 +151,8 @@ def driver() -> Any:
 
 def test_the_driver_says_whose_additions_are_atomic(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver())
-    assert [transport._adds_atomically(*pair) for pair in ((0, 1), (1, 0), (0, 2))] == [True, False, False]
+    found = [transport._adds_atomically(*pair) for pair in ((0, 1), (1, 0), (0, 2))]
+    assert found == [True, False, False]
     monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError))
     assert not transport._adds_atomically(0, 1)
 
@@ -157,8 +171,10 @@ def test_windows_of_a_device_that_failed_are_not_freed(cuda, monkeypatch):
     monkeypatch.setattr(transport, "_abandoned", [])
     device.close()
     device.close()
-    assert freed() is not None and len(transport._abandoned) == 1
-    assert device._own is None and device._handle is None
+    assert freed() is not None
+    assert len(transport._abandoned) == 1
+    assert device._own is None
+    assert device._handle is None
 
 
 def test_no_multicast_object_is_made(monkeypatch):
@@ -169,7 +185,8 @@ def test_no_multicast_object_is_made(monkeypatch):
     assert MULTICAST not in os.environ
     monkeypatch.setenv(MULTICAST, "0")
     _compat.symmetric_rendezvous(torch.zeros(1), "group", 60.0)
-    assert (seen, os.environ[MULTICAST]) == (["1", "1"], "0")
+    assert seen == ["1", "1"]
+    assert os.environ[MULTICAST] == "0"
 
 
 def unit(shard: torch.dtype, sums: torch.dtype, numel: int = 32) -> UnitSpec:
@@ -200,7 +217,8 @@ def adds_in_host_memory(windows: Any, offset: int, dtype: Any, rows: Any, first:
 def with_windows(device: SymmetricDevice) -> list[torch.Tensor]:
     """Two windows of 16 sums in fp32, of which this rank has the second."""
     windows = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
-    device._windows, device._handle = list(windows), Handle()
+    device._windows = list(windows)
+    device._handle = Handle()
     if device._has_kernel:
         device._addresses = torch.tensor([window.data_ptr() for window in windows])
     return [window.view(torch.float32) for window in windows]
@@ -213,7 +231,10 @@ def test_rows_are_added_to_all_windows(monkeypatch, has_kernel):
         device.add_plainly()
     first, own = with_windows(device)
     device.add_rows(8, torch.float32, torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16))
-    assert (first[:5].tolist(), own[:5].tolist()) == ([0, 0, 1, 2, 0], [0, 0, 3, 4, 0])
+    found = first[:5].tolist()
+    assert found == [0, 0, 1, 2, 0]
+    found = own[:5].tolist()
+    assert found == [0, 0, 3, 4, 0]
 
 
 def test_a_kernel_that_works_is_compiled_for_all_dtypes_and_used(monkeypatch):
@@ -226,7 +247,8 @@ def test_a_kernel_that_works_is_compiled_for_all_dtypes_and_used(monkeypatch):
     device = kernels(monkeypatch, add)
     units = [FP32, FP32, unit(torch.uint8, torch.float32)]
     assert device.why_not_atomic(units) == ""
-    assert forms == [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
+    expected = [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
+    assert forms == expected
     wide = unit(torch.float64, torch.float64)
     assert "accumulators in torch.float64" in device.why_not_atomic([wide, FP32])
     used = kernels(monkeypatch, lambda windows, offset, dtype, rows, first: rows.fill_(5))
@@ -235,7 +257,8 @@ def test_a_kernel_that_works_is_compiled_for_all_dtypes_and_used(monkeypatch):
     used.add_rows(0, torch.float32, rows)
     assert rows.tolist() == [[5, 5], [5, 5]]
     used.add_rows(0, torch.float64, torch.ones(2, 2))  # which is not for the kernel
-    assert used._windows[0].view(torch.float64)[:2].tolist() == [1, 1]
+    found = used._windows[0].view(torch.float64)[:2].tolist()
+    assert found == [1, 1]
 
 
 def test_a_kernel_that_does_not_is_left_alone(monkeypatch):
@@ -248,7 +271,8 @@ def test_a_kernel_that_does_not_is_left_alone(monkeypatch):
     )
     first, own = with_windows(device)
     device.add_rows(0, torch.float32, torch.ones(2, 1))
-    assert (first[:2].tolist(), own[:2].tolist()) == ([1, 0], [1, 0])
+    assert first[:2].tolist() == [1, 0]
+    assert own[:2].tolist() == [1, 0]
     wrong = kernels(monkeypatch, lambda *_: None)
     assert "1 + 1 came out as 1.0" in wrong.why_not_atomic([FP32])
     assert "Triton" in wrong.why_not_atomic([FP32])  # from then on it is not even tried
