@@ -131,8 +131,8 @@ def test_the_engine_the_planner_the_trial_the_run_and_attach_do_without_lightnin
 
 
 def test_no_import_goes_in_a_circle():
-    topological_sorter = TopologicalSorter({name: imports(name) - {name} for name in FILES})
-    order = topological_sorter.static_order()
+    sorter = TopologicalSorter({name: imports(name) - {name} for name in FILES})
+    order = sorter.static_order()
     assert len(list(order)) == len(FILES)
 
 

@@ -145,8 +145,8 @@ class Couples(nn.Module):
         mask = attention_mask[..., None]
         total = (self.embedding(input_ids) * mask).sum(1)
         means = total / mask.sum(1)
-        head = self.head(self.norm(means))
-        return {"loss": nn.functional.cross_entropy(head, labels)}
+        output = self.head(self.norm(means))
+        return {"loss": nn.functional.cross_entropy(output, labels)}
 
 
 class OwnModel(nn.Module):
@@ -195,10 +195,8 @@ def clip() -> Any:
 def experts() -> Any:
     """A mixture of experts with a loss that balances its router, which couples samples."""
     heads = {"num_key_value_heads": 1, "intermediate_size": 24, "num_local_experts": 4}
-    mixtral_config = transformers.MixtralConfig(
-        **SIZES, **heads, output_router_logits=True, router_aux_loss_coef=1.0
-    )
-    return transformers.MixtralForCausalLM(mixtral_config)
+    config = transformers.MixtralConfig(**SIZES, **heads, output_router_logits=True, router_aux_loss_coef=1.0)
+    return transformers.MixtralForCausalLM(config)
 
 
 def adapters() -> Any:

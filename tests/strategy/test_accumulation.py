@@ -29,7 +29,8 @@ class Counted(Padded):
 
     def __init__(self, asks: bool = True, fails: bool = False) -> None:
         super().__init__(counted=True)
-        self.asks, self.fails = asks, fails
+        self.asks = asks
+        self.fails = fails
         self.estimated: float = 0
         self.factors: list[int] = []
         self.validated: list[int] = []
@@ -69,7 +70,9 @@ def loader(samples: list[Tensor] = SAMPLES[:22], **options: Any) -> DataLoader[T
 def fit(balance: str | None, module: pl.LightningModule, data: Any, **options: Any) -> pl.Trainer:
     given = {"accumulate_grad_batches": 4, "num_sanity_val_steps": 0, "max_epochs": 2}
     given |= {"balance": balance, "deterministic": True, "use_distributed_sampler": True, **options}
-    validation = loader() if isinstance(module, Counted) else None
+    validation = None
+    if isinstance(module, Counted):
+        validation = loader()
     return fits.fit(module, data, 2, validation, **given)
 
 
@@ -88,12 +91,14 @@ def test_whatever_counts_optimizer_steps_counts_as_before(rank, tmp_path):
         options |= {"log_every_n_steps": 2, "reload_dataloaders_every_n_epochs": 1}
         module = Counted()
         t = fit(balance, module, loader(), logger=CSVLogger(str(place), name="", version=""), **options)
-        assert (set(module.factors), t.num_training_batches) == ({factor}, batches)
+        assert set(module.factors) == {factor}
+        assert t.num_training_batches == batches
         assert t.global_step == module.estimated == 6
         assert module.validated == [2, 5]
         assert as_made(t) == (4, 1.0, 8)
         assert len(set(module.rates.values())) > 2, "both schedulers step"
-        assert [path.name for path in place.glob("*.ckpt")] == ["step=4.ckpt"]
+        found = [path.name for path in place.glob("*.ckpt")]
+        assert found == ["step=4.ckpt"]
         rows = csv.DictReader((place / "metrics.csv").open())
         seen.append((module.rates, [row["step"] for row in rows if row.get("at")]))
     assert seen[0] == seen[1]
@@ -107,7 +112,9 @@ def test_folded_steps_are_those_of_one_process(rank):
         t = fits.fit(module, loader(SAMPLES), **options)
         assert_same(full_parameters(module), reference(2))
         assert t.global_step == 3
-        expected = "lb_mini" if communication == "on_demand" else "lb_micro"
+        expected = "lb_micro"
+        if communication == "on_demand":
+            expected = "lb_mini"
         assert t.train_dataloader.recipe.policy == expected
 
 
@@ -116,32 +123,42 @@ def test_a_run_that_fails_puts_numbers_back(rank):
     module = Counted(fails=True)
     with pytest.raises(RuntimeError, match="a failure of the user's"):
         fit("lb_mini", module, loader(), limit_train_batches=8)
-    assert (as_made(module.trainer), module.factors[-1]) == ((4, 8, 1.0), 1), "it was folded while it ran"
+    assert as_made(module.trainer) == (4, 8, 1.0)
+    assert module.factors[-1] == 1, "it was folded while it ran"
 
 
 @on_ranks(2)
 def test_steps_of_runs_that_limits_and_schedules_change(rank):
     own = fit("lb_mini", Padded(), BalancedDataLoader(SAMPLES, minibatch_size=2, collate_fn=pad))
-    assert (own.global_step, own.num_training_batches) == (2 * 2, 6), "the user's own accumulates as before"
-    scheduled = {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 4})], "accumulate_grad_batches": 1}
+    assert own.global_step == 2 * 2
+    assert own.num_training_batches == 6, "the user's own accumulates as before"
+    callbacks = [GradientAccumulationScheduler({0: 1, 1: 4})]
+    scheduled = {"callbacks": callbacks, "accumulate_grad_batches": 1}
     warned = pytest.warns(UserWarning, match="so each of them is balanced alone")
     with warned if rank == 0 else nullcontext():
-        assert fit("lb_mini", Counted(asks=False), loader(), **scheduled).global_step == 11 + 3
+        found = fit("lb_mini", Counted(asks=False), loader(), **scheduled).global_step
+        assert found == 11 + 3
     limited = fit("lb_mini", Counted(), loader(), limit_train_batches=0.4, max_epochs=1)
-    assert (limited.global_step, limited.num_training_batches) == (1, 1)
-    assert fit("lb_mini", Counted(), loader(), max_steps=4, max_epochs=-1).global_step == 4
-    assert fit("lb_mini", Counted(), loader(drop_last=True), max_epochs=1).global_step == 3
+    assert limited.global_step == 1
+    assert limited.num_training_batches == 1
+    found = fit("lb_mini", Counted(), loader(), max_steps=4, max_epochs=-1).global_step
+    assert found == 4
+    found = fit("lb_mini", Counted(), loader(drop_last=True), max_epochs=1).global_step
+    assert found == 3
 
 
 @on_ranks(2)
 def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit_or_says_what_to_write(rank, tmp_path):
     """Saved after step 2 of 3, in the middle of the first epoch."""
     save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2)
-    whole, again, path = Counted(), Counted(), tmp_path / "step=2.ckpt"
+    whole = Counted()
+    again = Counted()
+    path = tmp_path / "step=2.ckpt"
     t = fit("lb_mini", whole, loader(shuffle=True), callbacks=[save], enable_checkpointing=True)
     u = fit("lb_mini", again, loader(shuffle=True), ckpt_path=path)
     assert t.global_step == u.global_step == 6
-    assert {step: whole.rates[step] for step in again.rates} == again.rates
+    found = {step: whole.rates[step] for step in again.rates}
+    assert found == again.rates
     with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=4\)"):
         fit("lb_mini", Counted(), loader(shuffle=True), accumulate_grad_batches=2, ckpt_path=path)
     assert fits.are_equal(full_parameters(whole), full_parameters(again))
@@ -150,5 +167,6 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit_or_says_what_
 def test_limits():
     for limit, expected in ((10, 3), (1, 1), (0, 0), (1.0, 1.0), (0.5, 3), (0.01, 0.01)):
         found = folded_limit(limit, 25, 4)
-        assert (found, type(found)) == (expected, type(expected))
+        assert found == expected
+        assert type(found) is type(expected)
     assert folded_limit(1.0, math.inf, 4) == 1.0

@@ -51,7 +51,8 @@ class Changing(Losses):
         if self.has_changed and self.then == "cut":
             batch = {name: value[:, :LIMIT] if value.dim() > 1 else value for name, value in batch.items()}
         if self.has_changed and self.then == "left out":
-            rows = (batch["input_ids"] != 0).sum(1) <= LIMIT
+            total = (batch["input_ids"] != 0).sum(1)
+            rows = total <= LIMIT
             if not rows.any():
                 return 0.0 * self.mix.weight.sum()
             batch = {name: value[rows] for name, value in batch.items()}
@@ -80,7 +81,8 @@ def meant(module: Changing, data: list[Any]) -> dict[str, Tensor]:
     optimizer = module.configure_optimizers()
     batches = losses.dealt(data, 2, BATCH)
     for batch in batches:
-        (module.training_step(tidy(batch), 0) / len(batches)).backward()
+        loss = module.training_step(tidy(batch), 0)
+        (loss / len(batches)).backward()
     optimizer.step()
     return full_parameters(module)
 
@@ -129,7 +131,8 @@ def test_a_loss_that_changes_later_is_found_and_batches_stay_whole_from_the_next
 
     keeps = workers > 0  # a worker imports for seconds, and there are six epochs
     loader = DataLoader(samples(), BATCH, collate_fn=tidy, num_workers=workers, persistent_workers=keeps)
-    error, found, t = error_of_last_step(make, loader, 12, samples()[OF_STEP:])
+    of_last = samples()[OF_STEP:]
+    error, found, t = error_of_last_step(make, loader, 12, of_last)
     assert error < 1e-6
     assert len(found) == (rank == 0), found
     assert rank > 0 or "In step 10, " in found[0]
@@ -145,7 +148,8 @@ def test_a_long_sample_alone_on_its_rank_is_compared_with_another_one(rank, then
     def make() -> Changing:
         return Changing("labels", then, epoch=1).double()
 
-    error, found, _ = error_of_last_step(make, DataLoader(data, BATCH, collate_fn=tidy), 12, data[OF_STEP:])
+    loader = DataLoader(data, BATCH, collate_fn=tidy)
+    error, found, _ = error_of_last_step(make, loader, 12, data[OF_STEP:])
     assert error < 1e-6
     assert rank > 0 or "In step 10, " in found[0]
 
@@ -188,8 +192,10 @@ class Kept(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        numbers = torch.get_rng_state().sum(), torch.rand(1).item()
-        self.seen.append((float(outputs["loss"]), logged, numbers, state_of(module), vars(module).keys()))
+        total = torch.get_rng_state().sum()
+        numbers = total, torch.rand(1).item()
+        loss = float(outputs["loss"])
+        self.seen.append((loss, logged, numbers, state_of(module), vars(module).keys()))
 
 
 class Noisy(Traces):
@@ -216,7 +222,8 @@ def test_an_audit_leaves_no_trace(rank, monkeypatch):
         if not is_on:
             monkeypatch.setattr(Audit, "is_due", lambda self: False)
         torch.manual_seed(3)
-        module, kept = Noisy(), Kept()
+        module = Noisy()
+        kept = Kept()
         options: dict[str, Any] = {"balance": "lb_mini", "deterministic": True, "cost": "quadratic"}
         loader = DataLoader(samples(), BATCH, collate_fn=collate)
         with said():
@@ -246,13 +253,8 @@ def test_an_audit_that_fails_changes_nothing(rank):
         module = kind("labels").double()
         with warned() as caught:
             options: dict[str, Any] = {"balance": "lb_mini", "deterministic": True, "cost": "quadratic"}
-            t = fit(
-                module,
-                DataLoader(samples(), BATCH, collate_fn=collate),
-                max_steps=12,
-                max_epochs=-1,
-                **options,
-            )
+            data_loader = DataLoader(samples(), BATCH, collate_fn=collate)
+            t = fit(module, data_loader, max_steps=12, max_epochs=-1, **options)
         assert not t.train_dataloader.info.whole
         assert "weighed by what" not in "".join(caught)
         trained.append(full_parameters(module))
@@ -268,12 +270,7 @@ def test_a_loss_that_stays_as_it_was_is_confirmed(rank, kind):
     assert len(LENGTHS) == 2 * OF_STEP
     module = Losses(kind).double()
     with warned() as caught:
-        t = fit(
-            module,
-            DataLoader(samples(), BATCH, collate_fn=collate),
-            max_steps=11,
-            max_epochs=-1,
-            balance="auto",
-        )
+        data_loader = DataLoader(samples(), BATCH, collate_fn=collate)
+        t = fit(module, data_loader, max_steps=11, max_epochs=-1, balance="auto")
     assert not t.train_dataloader.info.whole
     assert "weighed by what" not in "".join(caught)

@@ -92,13 +92,13 @@ def test_every_argument_is_kept():
         "hang_report_after": None,
         "tensor_parallel_size": 2,
     }
-    assert {field.name for field in fields(Options)} - given.keys() == {"context_parallel_size"}
+    found = {field.name for field in fields(Options)} - given.keys()
+    assert found == {"context_parallel_size"}
     assert ODCStrategy(**given).options == Options(**given)
     assert ODCStrategy(context_parallel_size=2).options == Options(context_parallel_size=2)
     arguments = inspect.signature(ODCStrategy).parameters
-    assert [arguments[field.name].default for field in fields(Options)] == [
-        field.default for field in fields(Options)
-    ]
+    found = [arguments[field.name].default for field in fields(Options)]
+    assert found == [field.default for field in fields(Options)]
 
 
 def test_arguments_without_effect():
@@ -140,11 +140,14 @@ class Does(TokenModule):
 
 
 def penalty(module: Any) -> Any:
-    return 0.01 * sum(p.pow(2).sum() for p in module.parameters())
+    total = sum(p.pow(2).sum() for p in module.parameters())
+    return 0.01 * total
 
 
 def penalty_of_blocks(module: Any) -> Any:
-    return 0.01 * sum(p.full_tensor().pow(2).sum() for p in module.net.blocks.parameters())
+    parameters = module.net.blocks.parameters()
+    total = sum(p.full_tensor().pow(2).sum() for p in parameters)
+    return 0.01 * total
 
 
 def average(module: Any) -> Any:
@@ -222,7 +225,9 @@ class Twice(torch.optim.SGD):
 class MixesCounts(Sgd):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self.mean_loss(batch)
-        return loss if batch_idx % 2 else {"loss": loss, "num_items": 1}
+        if batch_idx % 2:
+            return loss
+        return {"loss": loss, "num_items": 1}
 
 
 class Shares(Dataset[Any]):
@@ -383,12 +388,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
 def test_what_cannot_go_on_is_told_to_every_rank_with_the_line_to_write(rank, name):
     make, data, options, says = REFUSED[name]
     texts = of_all_ranks(failure(make(), data[rank], **options))
-    assert all(re.search(f"(?s){says}", text) for text in texts), [t[-700:] for t in texts]
+    for text in texts:
+        assert re.search(f"(?s){says}", text), [t[-700:] for t in texts]
 
 
 @on_ranks(2)
 def test_models_that_differ_are_named(rank):
-    text = failure(TokenModule("items", vocab=11 + rank), ONE[rank])
+    token_module = TokenModule("items", vocab=11 + rank)
+    text = failure(token_module, ONE[rank])
     assert re.search(r"(?s)different models. The first.*\[11, 7\].*net.embed.weight: shape \[12, 7\]", text)
 
 
@@ -405,9 +412,12 @@ class Advised(TokenModule):
             fsdp.register_fsdp_forward_method(block, "encode")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        encoded = self.net.blocks[1].encode(self.net.embed(batch))
+        embedded = self.net.embed(batch)
+        encoded = self.net.blocks[1].encode(embedded)
         loss = super().training_step(batch, batch_idx) + encoded.square().mean()
-        return loss if self._is_sharded else loss + penalty(self)
+        if self._is_sharded:
+            return loss
+        return loss + penalty(self)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         for p in self.parameters():
@@ -437,7 +447,8 @@ def test_what_these_messages_say_is_right(rank):
         return
     alone = Advised()  # whole, on one device
     alone.load_state_dict(state)
-    assert alone.net(token_batches([6])[0]).shape == (1, 6, 11)
+    output = alone.net(token_batches([6])[0])
+    assert output.shape == (1, 6, 11)
     # Gradients of two equal ranks, whose mean is exact, and a penalty added last.
     expected = one_process(Advised(), [[batch] for batch in token_batches([6, 6])])
     assert_same(full_parameters(alone), expected)

@@ -43,12 +43,16 @@ class Padded(pl.LightningModule):
         self.sizes: list[list[int]] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.sizes.append((batch >= 0).sum(1).tolist())
-        logits = self.net(batch.clamp(min=0))[:, :-1].flatten(0, 1)
+        total = (batch >= 0).sum(1)
+        self.sizes.append(total.tolist())
+        output = self.net(batch.clamp(min=0))
+        logits = output[:, :-1].flatten(0, 1)
         targets = batch[:, 1:].flatten()
         loss = nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
         count = (targets >= 0).sum()
-        return {"loss": loss, "num_items": count} if self.counted else loss / count
+        if self.counted:
+            return {"loss": loss, "num_items": count}
+        return loss / count
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -85,7 +89,8 @@ def test_one_line_balances_and_the_gradient_is_exact(rank, policy, counted, comm
     assert t.global_step == 3
     first, second = of_all_ranks(module.sizes)
     sizes = sorted(size for batch in first + second for size in batch)
-    assert sizes == sorted(len(sample) for sample in SAMPLES), "every sample exactly once"
+    expected = sorted(len(sample) for sample in SAMPLES)
+    assert sizes == expected, "every sample exactly once"
     assert len(first) == len(second) or policy in ("lb_mini", "steal")
 
 
@@ -100,7 +105,8 @@ def test_the_registered_names(name, balance):
 
 @on_ranks(2)
 def test_only_training_data_is_balanced_and_an_explicit_loader_is_left_alone(rank):
-    module, options = Padded(), {"balance": "lb_mini", "use_distributed_sampler": True}
+    module = Padded()
+    options = {"balance": "lb_mini", "use_distributed_sampler": True}
     module.validation_step = lambda batch, batch_idx: None
     t = fit(module, plain(shuffle=True), 2, plain(), **options)
     assert isinstance(t.train_dataloader, BalancedDataLoader)
@@ -132,7 +138,8 @@ def test_auto_chooses_what_can_run(communication, deterministic, world_size, ind
     ):
         assert other == policy.replace("steal", "lb_mini")
     ODCStrategy(balance="auto", **given)
-    assert choose_policy(Options(balance="local_sort", **given), 2, indexed, "cpu") == "local_sort"
+    found = choose_policy(Options(balance="local_sort", **given), 2, indexed, "cpu")
+    assert found == "local_sort"
 
 
 class ReadOnce(Unsized):
@@ -160,7 +167,8 @@ def test_auto_balances_what_it_can(rank, name):
     make, options, policy = AUTO[name]
     module = Padded(counted=True)
     t = fit(module, make(), **options)
-    assert (t.train_dataloader.recipe.policy, t.global_step) == (policy, 3)
+    assert t.train_dataloader.recipe.policy == policy
+    assert t.global_step == 3
     assert_same(full_parameters(module), reference(2))
 
 
@@ -169,7 +177,10 @@ class Unpacks(Padded):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert type(batch) in (dict, list, tuple)
-        [batch] = batch.values() if isinstance(batch, dict) else batch
+        if isinstance(batch, dict):
+            [batch] = batch.values()
+        else:
+            [batch] = batch
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -223,11 +234,10 @@ SPEECH = [
 
 def pad_speech(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     rows = [sample["speech"] for sample in samples]
-    return {
-        "speech": nn.utils.rnn.pad_sequence(rows, batch_first=True),
-        "sizes": torch.tensor([len(row) for row in rows]),
-        "word": torch.tensor([sample["word"] for sample in samples]),
-    }
+    sizes = torch.tensor([len(row) for row in rows])
+    word = torch.tensor([sample["word"] for sample in samples])
+    speech = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return {"speech": speech, "sizes": sizes, "word": word}
 
 
 class Hears(pl.LightningModule):
@@ -242,7 +252,9 @@ class Hears(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.rows.append(len(batch["word"]))
         inside = torch.arange(batch["speech"].shape[1]) < batch["sizes"][:, None]
-        scores = (self.layers(batch["speech"]) * inside[..., None]).sum(1) / batch["sizes"][:, None]
+        output = self.layers(batch["speech"])
+        total = (output * inside[..., None]).sum(1)
+        scores = total / batch["sizes"][:, None]
         return nn.functional.cross_entropy(scores, batch["word"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -263,7 +275,8 @@ def test_a_series_in_a_dict_tells_its_length_and_is_balanced(rank):
 
 
 def ids(size: int, seed: int) -> Tensor:
-    return torch.randint(1, 11, (size,), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 11, (size,), generator=generator)
 
 
 def tables(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -292,7 +305,8 @@ class Scores(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         scores = 0.0
         for table in batch.values():
-            hidden = self.layers[0](table.flatten(1).long()).sum(1) / 9
+            total = self.layers[0](table.flatten(1).long()).sum(1)
+            hidden = total / 9
             scores = scores + self.layers[1](hidden.tanh()).squeeze(1)
         self.rows.append(len(scores))
         return scores.square().mean()
@@ -316,10 +330,13 @@ SHOWN: dict[str, tuple[list[Any], Any, int]] = {
 @pytest.mark.parametrize("streamed", fast([False, True], False))
 def test_what_a_batch_shows_is_a_length_by_which_batches_are_balanced(rank, name, streamed):
     samples, collate_fn, longest = SHOWN[name]
-    data: Any = Unsized(samples) if streamed else samples
+    data: Any = samples
+    if streamed:
+        data = Unsized(samples)
     module = Scores().double()
     with said() as text, warned() as caught:
-        t = fit(module, DataLoader(data, 4, collate_fn=collate_fn), balance="auto", cost="tokens")
+        data_loader = DataLoader(data, 4, collate_fn=collate_fn)
+        t = fit(module, data_loader, balance="auto", cost="tokens")
     words = "\n".join([text.getvalue(), *caught])
     assert isinstance(t.train_dataloader, BalancedDataLoader), words
     assert not t.train_dataloader.info.whole, words
@@ -368,15 +385,11 @@ def test_a_loader_of_torchdata_that_keeps_its_place_is_balanced(rank, own):
     """Lightning makes another one of it, with its own sampler in the batch sampler."""
     module = Padded()
     with said() as text:
-        t = fit(
-            module,
-            Stateful(SAMPLES, batch_size=4, collate_fn=pad),
-            balance="auto",
-            cost="tokens",
-            use_distributed_sampler=own,
-        )
+        stateful = Stateful(SAMPLES, batch_size=4, collate_fn=pad)
+        t = fit(module, stateful, balance="auto", cost="tokens", use_distributed_sampler=own)
     assert isinstance(t.train_dataloader, BalancedDataLoader), text.getvalue()
-    assert (t.global_step, t.train_dataloader.options.minibatch_size) == (3, 4)
+    assert t.global_step == 3
+    assert t.train_dataloader.options.minibatch_size == 4
     if not own:  # else shuffled
         assert_same(full_parameters(module), reference(2))
 
@@ -414,22 +427,26 @@ def test_callbacks_get_the_rows_of_all_microbatches_as_one_tensor(rank):
     module = Returns()
     fit(module, plain(), cost="tokens", balance="lb_mini", callbacks=[callback])
     begin = 0
-    assert max(outputs["microbatches"] for outputs in callback.seen) > 1
+    largest = max(outputs["microbatches"] for outputs in callback.seen)
+    assert largest > 1
     for outputs in callback.seen:
         count = outputs["microbatches"]
         sizes = module.sizes[begin : begin + count]
         begin += count
-        assert outputs["preds"].shape == (sum(map(len, sizes)),)
+        expected = (sum(map(len, sizes)),)
+        assert outputs["preds"].shape == expected
         assert not outputs["preds"].requires_grad
         assert outputs["number"].shape == (count,)
         assert outputs["text"] == ["a"] * count
         assert len(outputs["pair"]) == count
         if len({max(own) for own in sizes}) > 1:  # padded to different lengths
-            assert [len(table) for table in outputs["table"]] == [len(own) for own in sizes]
+            found = [len(table) for table in outputs["table"]]
+            assert found == [len(own) for own in sizes]
             assert isinstance(outputs["table"], list)
     everything = torch.cat([outputs["preds"] for outputs in callback.seen])
     both = torch.cat(of_all_ranks(everything))
-    assert both.sort().values.tolist() == sorted(float(sample[0]) - 5 for sample in SAMPLES)
+    expected = sorted(float(sample[0]) - 5 for sample in SAMPLES)
+    assert both.sort().values.tolist() == expected
 
 
 class OwnLoader:
@@ -448,7 +465,10 @@ class NoMinibatch(Padded):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         assert not isinstance(batch, Minibatch)
         if isinstance(batch, dict):
-            batch = batch["a"] if batch["a"].dim() == 2 else torch.zeros(1, 2, dtype=torch.long)
+            if batch["a"].dim() == 2:
+                batch = batch["a"]
+            else:
+                batch = torch.zeros(1, 2, dtype=torch.long)
         return super().training_step(batch, batch_idx)
 
 
@@ -493,7 +513,10 @@ UNBALANCED: dict[str, tuple[Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", UNBALANCED)
 def test_auto_leaves_alone_what_it_cannot_balance_and_says_so_once(rank, name):
     make, options, reason = UNBALANCED[name]
-    module = ByHand() if name == "manual" else NoMinibatch()
+    if name == "manual":
+        module = ByHand()
+    else:
+        module = NoMinibatch()
     with said() as text, warned() as caught:
         t = fit(module, make(rank), **{"balance": "auto", **options})
     words = "\n".join([text.getvalue(), *caught])
@@ -548,7 +571,8 @@ def test_each_mistake_has_one_clear_error_on_every_rank(rank, name):
     with pytest.raises((ValueError, TypeError), match=f"(?s){message}") as error:
         trainer(2, **options).fit(Padded(), data)
     # Both ranks make the mistake: neither is told that it followed from something else.
-    assert not any("followed" in note for note in getattr(error.value, "__notes__", []))
+    for note in getattr(error.value, "__notes__", []):
+        assert "followed" not in note
 
 
 COLLECTIVE = {"communication": "collective"}

@@ -72,14 +72,16 @@ class Holds(Short):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         if self.trips > self.known_trips:
-            self.held.append(sum(one() is not None for one in self.made))
+            total = sum(one() is not None for one in self.made)
+            self.held.append(total)
         self.known_trips = self.trips
         self.batch = batch
         x = Keeps.apply(self.net.embed(batch), self.made)
         aside = Keeps.apply(x, self.made)
         for block in self.net.blocks:
             x = Keeps.apply(block(x), self.made)
-        logits = self.net.head(x + aside)[:, :-1]
+        output = self.net.head(x + aside)
+        logits = output[:, :-1]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         self.log("loss", loss)
         # Lightning holds what the step of a plain batch has returned, and a view keeps its graph.
@@ -136,7 +138,8 @@ def planned_in_parts(minibatch: Minibatch, m: int, fits: int) -> Minibatch:
 
     tables = list(minibatch)
     tables[m : m + 1] = parts(tables[m])
-    return Minibatch(tables, [float(one[:, 1:].numel()) for one in tables])
+    weights = [float(one[:, 1:].numel()) for one in tables]
+    return Minibatch(tables, weights)
 
 
 @needs_reset
@@ -172,7 +175,8 @@ class Routed(Short):
         routed = batch[:, 0] != 0
         if routed.any():
             x = x.index_put((routed,), self.net.blocks[2](x[routed]))
-        logits = self.net.head(x)[:, :-1]
+        output = self.net.head(x)
+        logits = output[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
 
@@ -186,7 +190,9 @@ class Gated(Block):
 
     def forward(self, x: Tensor, odd: Tensor) -> Tensor:
         x = Trip.apply(super().forward(x), self.owner[0], "gate")
-        return x.index_put((odd,), self.extra(x[odd])) if odd.any() else x
+        if odd.any():
+            return x.index_put((odd,), self.extra(x[odd]))
+        return x
 
 
 class Conditional(Short):
@@ -198,7 +204,10 @@ class Conditional(Short):
 
     def loss(self, batch: Tensor) -> Tensor:
         self.batch = batch
-        logits = self.net.head(self.gate(self.net.embed(batch), batch[:, -1] % 2 == 1))[:, :-1]
+        embedded = self.net.embed(batch)
+        gated = self.gate(embedded, batch[:, -1] % 2 == 1)
+        output = self.net.head(gated)
+        logits = output[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
 
 
@@ -214,12 +223,18 @@ def test_units_and_layers_that_only_some_samples_run(rank):
     """A part may do without a unit that has added the gradient of the whole; and what ran before leaves no mark."""
     routed = Routed([["0", "backward", 1, 1]] if rank == 1 else ())
     fit(routed, batches(rank, 1))
-    gated = Conditional([["gate", "backward", 1, 1]] if rank == 1 else ())
-    fit(gated, [Minibatch([with_last_tokens(2, 3)])], auto_wrap_policy={Block, Gated})
+    told = ()
+    if rank == 1:
+        told = [["gate", "backward", 1, 1]]
+    gated = Conditional(told)
+    minibatch = Minibatch([with_last_tokens(2, 3)])
+    fit(gated, [minibatch], auto_wrap_policy={Block, Gated})
     whole = [*batches(0, 1)[0], *batches(1, 1)[0]]
     for module, tables in ((routed, whole), (gated, [with_last_tokens(2, 3)] * 2)):
         assert bool(module.trips) == (rank == 1)
-        assert differences(module.states, [one_step(type(module)(), tables)])[0] < TOLERANCE, type(module)
+        expected = [one_step(type(module)(), tables)]
+        found = differences(module.states, expected)[0]
+        assert found < TOLERANCE, type(module)
 
 
 class Refuses(Short):
@@ -227,13 +242,17 @@ class Refuses(Short):
 
     def __init__(self, told: Sequence[Any], microbatch: int | None, what: float | None) -> None:
         super().__init__(told)
-        self.microbatch, self.what = microbatch, what
+        self.microbatch = microbatch
+        self.what = what
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        output, m = super().training_step(batch, batch_idx), batch.shape[1] - 4
+        output = super().training_step(batch, batch_idx)
+        m = batch.shape[1] - 4
         if m != self.microbatch or (self.told and len(batch) < ROWS[m]):
             return output
-        return None if self.what is None else output * self.what
+        if self.what is None:
+            return None
+        return output * self.what
 
 
 BREAKS = [["0", "backward", 1, 1]]
@@ -248,31 +267,42 @@ def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank(rank, wha
     """What is left out and runs out of memory does not run again."""
     if told and not hasattr(FSDPModule, "reset_iter_state"):
         pytest.skip("torch < 2.13 cannot take back a step that broke off")
-    module = Refuses(told, m, what) if rank == 1 else Refuses([], None, None)
+    if rank == 1:
+        module = Refuses(told, m, what)
+    else:
+        module = Refuses([], None, None)
     with warned() as caught:
         fit(module, batches(rank, 1), on_nonfinite="skip")
     counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
     counted += list(batches(0, 1)[0])
-    assert differences(module.states, [one_step(Short(), counted)])[0] < TOLERANCE
-    assert bool(module.trips) == (rank == 1 and bool(told))
+    expected = [one_step(Short(), counted)]
+    assert differences(module.states, expected)[0] < TOLERANCE
+    expected = rank == 1 and bool(told)
+    assert bool(module.trips) == expected
     batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"
     line = f"{batch}, has a loss that is not finite: it is left out of the gradient."
     said = [one for one in caught if "left out" in one]
-    assert said == [line] * (rank == 1 and what is not None)
+    expected = [line] * (rank == 1 and what is not None)
+    assert said == expected
 
 
 @on_ranks(2)
 def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(rank):
-    module = Refuses([], 0 if rank == 1 else None, NAN)
+    microbatch = None
+    if rank == 1:
+        microbatch = 0
+    module = Refuses([], microbatch, NAN)
     data = [table(4, 4 if (rank, step) == (1, 0) else 5, step) for step in range(2)]
     fit(module, data, on_nonfinite="skip", accumulate_grad_batches=2)
     expected = one_step(Short(), [table(4, 5, step) for step in (0, 1, 1)])  # three batches of four
-    assert differences(module.states[-1:], [expected])[0] < TOLERANCE
+    ours = module.states[-1:]
+    assert differences(ours, [expected])[0] < TOLERANCE
 
 
 class Unlogged(Short):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return {"loss": self.loss(batch), "num_items": batch[:, 1:].numel()}
+        num_items = batch[:, 1:].numel()
+        return {"loss": self.loss(batch), "num_items": num_items}
 
 
 @needs_reset
@@ -281,7 +311,8 @@ def test_a_rank_may_leave_out_all_that_it_has(rank):
     """Then it does not say how its losses are weighted, and goes along with the others."""
     module = Unlogged([["1", "forward", 0, 0]] if rank == 1 else ())
     fit(module, [table(1, 4, rank)], on_out_of_memory="skip")
-    assert differences(module.states, [one_step(Short(), [table(1, 4, 0)])])[0] < TOLERANCE
+    expected = [one_step(Short(), [table(1, 4, 0)])]
+    assert differences(module.states, expected)[0] < TOLERANCE
 
 
 ROWS_OF_ONES = torch.ones(4, 3)
@@ -293,7 +324,9 @@ def retry_with(**options: Any) -> Retry:
 
 
 def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_from_then_on():
-    small, table, moving = torch.zeros(2), torch.zeros(5000), torch.zeros(5000)
+    small = torch.zeros(2)
+    table = torch.zeros(5000)
+    moving = torch.zeros(5000)
     retry = retry_with(buffers=[small, table, moving])
     attempt = Attempt(Task(ROWS_OF_ONES, 2.0, None), 0, retry)
     attempt.begin()
@@ -309,11 +342,13 @@ def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_
     attempt.contribution = Contribution(torch.ones(()), 2.0, {}, WeightKind.PLANNED)
     moving += 1
     retry.fits(attempt)
-    assert [one is other for one, other in zip(retry.buffers, (small, moving), strict=True)] == [True, True]
+    found = [one is other for one, other in zip(retry.buffers, (small, moving), strict=True)]
+    assert found == [True, True]
 
 
 def test_the_share_of_a_part_says_nothing_about_labels_and_items():
-    retry, loss = retry_with(), torch.tensor(float("nan"), requires_grad=True)
+    retry = retry_with()
+    loss = torch.tensor(float("nan"), requires_grad=True)
     assert not Attempt(Task(ROWS_OF_ONES, 0.0, None), 0, retry).counts
     whole = Attempt(Task(ROWS_OF_ONES, 1.0, None), 0, retry)
     assert Attempt(Task(ROWS_OF_ONES, 0.0, None), 0, retry, whole).counts
@@ -321,9 +356,11 @@ def test_the_share_of_a_part_says_nothing_about_labels_and_items():
     assert planned is not None
     assert float(planned.loss.detach()) == 0
     for is_split, items in ((False, 0.0), (True, 3.0)):
-        item = contribution({"loss": torch.tensor(6.0), "num_items": 3}, 0.0, is_split=is_split)
+        output = {"loss": torch.tensor(6.0), "num_items": 3}
+        item = contribution(output, 0.0, is_split=is_split)
         assert item is not None
-        assert (float(item.loss), item.weight) == (2 * items, items)
+        assert float(item.loss) == 2 * items
+        assert item.weight == items
     labels = contribution(torch.tensor(2.0), 0.0, WeightKind.PLANNED, torch.tensor(7.0), is_split=True)
     assert labels is not None
     assert float(labels.loss) == 14

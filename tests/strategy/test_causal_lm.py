@@ -47,7 +47,10 @@ def model_of(kind: str, attention: str = "sdpa") -> Any:
         config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **own)
     if kind != "Bloom":
         config._attn_implementation = attention
-    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM"
+    if kind == "GPT2":
+        name = "GPT2LMHeadModel"
+    else:
+        name = f"{kind}ForCausalLM"
     torch.manual_seed(0)
     return getattr(transformers, name)(config)
 
@@ -81,7 +84,8 @@ class Inside(LightningModule):
 
 
 def test_the_outermost_causal_model_that_trains():
-    teacher, student = model_of("GPT2").requires_grad_(False), model_of("Llama")
+    teacher = model_of("GPT2").requires_grad_(False)
+    student = model_of("Llama")
     assert causal_model(Inside(teacher, student)) is student
     assert causal_model(Inside(teacher)) is teacher
     assert causal_model(student) is student
@@ -91,9 +95,10 @@ def test_the_outermost_causal_model_that_trains():
 def test_others_are_not_causal_models():
     config = model_of("Llama").config
     classifier = transformers.LlamaForSequenceClassification(config)
-    seq2seq = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
+    t5_config = transformers.T5Config(
+        vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2
     )
+    seq2seq = transformers.T5ForConditionalGeneration(t5_config)
     for model in (classifier, seq2seq, transformers.LlamaModel(config)):
         assert causal_model(Inside(model)) is None
         assert hugging_face_config(Inside(model)) is model.config
@@ -127,7 +132,8 @@ def test_a_packed_batch_has_the_outputs_and_gradients_of_its_samples(kind, atten
     for piece, one in zip(unpack_tokens(packed.logits, batch["cu_seq_lens_q"]), alone, strict=True):
         torch.testing.assert_close(piece, one.logits[0], rtol=0, atol=1e-7)
     counts = [len(sample) - 1 for sample in samples]
-    mean = sum(one.loss * count for one, count in zip(alone, counts, strict=True) if count) / sum(counts)
+    total = sum(one.loss * count for one, count in zip(alone, counts, strict=True) if count)
+    mean = total / sum(counts)
     torch.testing.assert_close(packed.loss, mean, rtol=0, atol=1e-6)
     gradients = [torch.autograd.grad(loss, [*model.parameters()]) for loss in (packed.loss, mean)]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-6)
@@ -156,20 +162,25 @@ class Counted(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.config = SimpleNamespace(vocab_size=VOCAB)
-        self.tokens, self.positions = nn.Embedding(VOCAB, 8), nn.Embedding(VOCAB, 8)
+        self.tokens = nn.Embedding(VOCAB, 8)
+        self.positions = nn.Embedding(VOCAB, 8)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> Any:
         hidden = self.tokens(input_ids) + self.positions(torch.arange(input_ids.shape[1]))
-        previous = nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        padded = nn.functional.pad(hidden, (0, 0, 1, 0))
+        previous = padded[:, :-1]
         if position_ids is not None:
             previous = previous * (position_ids != 0)[..., None]
-        return SimpleNamespace(logits=(hidden + previous) @ self.tokens.weight.T)
+        logits = (hidden + previous) @ self.tokens.weight.T
+        return SimpleNamespace(logits=logits)
 
 
 def test_other_trouble():
     strategy = SimpleNamespace(lightning_module=Inside(nn.Linear(1, 1)))
     assert packing_trouble(strategy).startswith("Inside has no Hugging Face causal model")
-    counted, old, constant = Counted(), Counted(), Counted()
+    counted = Counted()
+    old = Counted()
+    constant = Counted()
     old.forward = lambda input_ids, use_cache=True: counted(input_ids)
     constant.forward = lambda input_ids, **_: SimpleNamespace(logits=torch.zeros(*input_ids.shape, VOCAB))
     with torch.no_grad():
@@ -211,7 +222,8 @@ def test_sharded_models_are_checked_on_all_ranks_together(rank, sets_up_early, c
     strategy = Checks(communication=communication, hang_report_after=None)
     module = Inside(leaky() if leaks else model_of("Llama"), sets_up_early=sets_up_early)
     module.train()
-    fitter, batch = trainer(2, strategy=strategy), PackingCollator()(ROWS)
+    fitter = trainer(2, strategy=strategy)
+    batch = PackingCollator()(ROWS)
     fitter.fit(module, loader([batch]))
     assert fitter.global_step == 1
     assert strategy.found.partition(" ")[0] == leaks

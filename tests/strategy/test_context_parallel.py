@@ -35,7 +35,8 @@ class Module(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+        self.embed = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50)
         self.blocks = nn.ModuleList([Attention(), Attention()])
         self.group: Any = None
         self.mark: Path | None = None
@@ -46,7 +47,9 @@ class Module(LightningModule):
             self.group = self.device_mesh["context_parallel"].get_group()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> dict[str, Any]:
-        inputs, targets, first = batch[:, :-1], batch[:, 1:], 0
+        inputs = batch[:, :-1]
+        targets = batch[:, 1:]
+        first = 0
         if self.group is not None:  # this rank's part, as long as the other one's
             size = -(-inputs.size(1) // 2)
             first = dist.get_rank(self.group) * size
@@ -61,7 +64,8 @@ class Module(LightningModule):
         losses = functional.cross_entropy(logits, targets.flatten(), reduction="none")
         counts = targets.flatten() > 0
         self.ran.append(len(batch))
-        return {"loss": (losses * counts).sum(), "num_items": int(counts.sum())}
+        loss = (losses * counts).sum()
+        return {"loss": loss, "num_items": int(counts.sum())}
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -72,7 +76,8 @@ def collate(samples: list[Tensor]) -> Tensor:
 
 
 def reference() -> dict[str, Tensor]:
-    order = torch.randperm(len(SAMPLES), generator=torch.Generator().manual_seed(0)).tolist()
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(SAMPLES), generator=generator).tolist()
     steps = [[SAMPLES[index][None] for index in order[8 * step : 8 * step + 8]] for step in range(3)]
     return one_process(Module(), steps)
 
@@ -85,7 +90,8 @@ def train(module: Module, world: int, **options: Any) -> None:
 @pytest.mark.parametrize("balance", fast(["lb_mini", "steal", None], "lb_mini"))
 @on_ranks(4)
 def test_groups_that_divide_samples_train_as_one_process(rank, balance):
-    module, seen = Module(), []
+    module = Module()
+    seen = []
     module.on_train_end = lambda: seen.append(module.trainer.strategy.engine.traffic.reads)  # type: ignore[method-assign]
     train(module, 4, balance=balance, **({"max_tokens": 60} if balance else {}))
     assert seen[0] > 0, "the one-sided path was not taken"

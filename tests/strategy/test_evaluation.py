@@ -25,7 +25,10 @@ class Names(TokenModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         length = batch.shape[1]
-        name, value = "even" if length % 2 == 0 else "odd", 100.0 * (length % 2) + length
+        name = "odd"
+        if length % 2 == 0:
+            name = "even"
+        value = 100.0 * (length % 2) + length
         self.log(name, value, sync_dist=True, batch_size=length)
         self.log("one", 1.0, sync_dist=True, batch_size=1)
         for name, reduction in {"sum": "sum", "min": "min", "max": max}.items():
@@ -45,7 +48,8 @@ def expected_of(lengths: list[list[int]], rank: int) -> dict[str, float]:
     for name, odd in (("even", 0), ("odd", 1)):
         own = [length for length in everything if length % 2 == odd]
         if own:
-            result[name] = sum((100 * odd + n) * n for n in own) / sum(own)
+            total = sum((100 * odd + n) * n for n in own)
+            result[name] = total / sum(own)
     if lengths[rank]:
         result["own"] = sum(lengths[rank]) / len(lengths[rank])
     return result
@@ -61,14 +65,19 @@ DATA: dict[str, Any] = {
 
 def assert_exact(rank: int, kind: str, cases: list[Any], communication: str = "on_demand") -> None:
     """Validate batches of these lengths, by case and rank, one after another."""
-    module, t = Names(), trainer(len(cases[0]), communication=communication, timeout=SOON)
+    module = Names()
+    t = trainer(len(cases[0]), communication=communication, timeout=SOON)
     for lengths in cases:
         (seen,) = t.validate(module, DATA[kind](lengths[rank]), verbose=False)
         assert "log" not in vars(module)
         expected = expected_of(lengths, rank)
-        assert {n: v for n, v in seen.items() if n in expected} == pytest.approx(expected, rel=1e-6)
+        found = {n: v for n, v in seen.items() if n in expected}
+        assert found == pytest.approx(expected, rel=1e-6)
         assert not ({"even", "odd", "own"} - expected.keys()) & seen.keys()
-        batches = 2 * len(lengths) if kind == "minibatches" else sum(len(own) for own in lengths)
+        if kind == "minibatches":
+            batches = 2 * len(lengths)
+        else:
+            batches = sum(len(own) for own in lengths)
         assert seen["batches_epoch"] == batches
 
 
@@ -79,7 +88,11 @@ CASES = [[[4, 5, 6], [5]], [[4], [7]], [[7, 4, 9], [4, 7, 6, 2]]]
 @pytest.mark.parametrize("kind", DATA)
 def test_values_are_exact_whatever_names_a_rank_logs_in_whatever_order(rank, kind):
     one_is_empty = [[[3, 8], []], [[], [5]]]
-    assert_exact(rank, kind, CASES if kind.startswith("plain") else CASES + one_is_empty)
+    if kind.startswith("plain"):
+        cases = CASES
+    else:
+        cases = CASES + one_is_empty
+    assert_exact(rank, kind, cases)
 
 
 @on_ranks(3)
@@ -101,10 +114,12 @@ class Several(TokenModule):
 @on_ranks(2)
 def test_every_loader_has_its_values_on_every_rank(rank):
     loaders = [unsized(token_batches(n)) for n in ([[4, 6], [], [5]] if rank == 0 else [[], [7], []])]
-    assert trainer(2, timeout=SOON).validate(Several(), loaders, verbose=False) == [
+    expected = [
         {f"length/dataloader_idx_{i}": length, f"only_{i}": 1.0, f"hooks/dataloader_idx_{i}": 1.0}
         for i, length in enumerate((5.0, 7.0, 5.0))
     ]
+    found = trainer(2, timeout=SOON).validate(Several(), loaders, verbose=False)
+    assert found == expected
 
 
 class Epochs(TokenModule):
@@ -133,9 +148,12 @@ def test_hooks_at_the_end_of_the_epoch_see_global_values(rank):
 
     module = doing(Epochs("items"), on_validation_epoch_end=end)
     options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
-    t = fit(module, [Minibatch(token_batches([4 + rank]))], timeout=SOON, **options)
-    assert [values["a"] for values in ends[1:]] == [5.0, 15.0, 25.0]
-    assert [values["b"] for values in ends[1:]] == [105.0, 115.0, 125.0]
+    minibatch = Minibatch(token_batches([4 + rank]))
+    t = fit(module, [minibatch], timeout=SOON, **options)
+    found = [values["a"] for values in ends[1:]]
+    assert found == [5.0, 15.0, 25.0]
+    found = [values["b"] for values in ends[1:]]
+    assert found == [105.0, 115.0, 125.0]
     assert numbers(t.callback_metrics) == {"a": 25.0, "b": 125.0, "end": 0.5}
 
 
@@ -150,7 +168,10 @@ class Rows(torchmetrics.Metric):
         self.rows.append(row)
 
     def compute(self) -> Tensor:
-        rows = self.rows if isinstance(self.rows, Tensor) else torch.cat(self.rows)
+        if isinstance(self.rows, Tensor):
+            rows = self.rows
+        else:
+            rows = torch.cat(self.rows)
         assert rows.dtype == torch.int64
         return rows.sum(0).max().float()
 
@@ -171,7 +192,8 @@ class Measured(TokenModule):
     def measure(self, batch: Tensor, stage: str) -> None:
         length = float(batch.shape[1])
         self.mean.update(length)
-        self.parts["rows"].update(batch.new_full((1, 3), batch.shape[1]))
+        full = batch.new_full((1, 3), batch.shape[1])
+        self.parts["rows"].update(full)
         self.parts["scalars"].update(torch.tensor(length))
         metrics = {f"{stage}_{name}": metric for name, metric in self.parts.items()}
         metrics[f"{stage}_mean"] = self.mean
@@ -191,11 +213,13 @@ class Measured(TokenModule):
 @on_ranks(2)
 @pytest.mark.parametrize("kind", ["minibatches", "plain, unsized"])
 def test_metric_objects_are_synchronised_on_ranks_without_data_too(rank, kind):
-    t, module = trainer(2, timeout=SOON), Measured()
+    t = trainer(2, timeout=SOON)
+    module = Measured()
     for lengths in ([[4, 6], []], [[], [7]], [[4], [5, 9]]):
         found = t.validate(module, DATA[kind](lengths[rank]), verbose=False)
         every = lengths[0] + lengths[1]
-        mean, total = sum(every) / len(every), sum(every)
+        mean = sum(every) / len(every)
+        total = sum(every)
         assert found == [{"val_mean": mean, "val_rows": total, "val_scalars": total}]
 
 
@@ -214,12 +238,16 @@ def test_metric_objects_in_training(rank, communication, minibatches):
     data = [Minibatch(token_batches(step[rank])) for step in minibatches]
     fit(Measured(), data, timeout=SOON, communication=communication, max_epochs=2, callbacks=[watch])
     lengths = [n for step in minibatches for own in step for n in own]
-    expected = {"train_mean": sum(lengths) / len(lengths), "train_rows": sum(lengths)}
+    train_mean = sum(lengths) / len(lengths)
+    expected = {"train_mean": train_mean, "train_rows": sum(lengths)}
     assert watch.epochs == [expected | {"train_scalars": sum(lengths)}] * 2
 
 
 def log_otherwise(own: Any) -> None:
-    own.log("x", 1.0, sync_dist=True, reduce_fx="min" if own.global_rank else "max")
+    reduce_fx = "max"
+    if own.global_rank:
+        reduce_fx = "min"
+    own.log("x", 1.0, sync_dist=True, reduce_fx=reduce_fx)
 
 
 def log_metric_on_rank_0(own: Any) -> None:
@@ -253,10 +281,13 @@ def fail(module: Any) -> None:
 
 @on_ranks(2)
 def test_an_evaluation_that_fails_leaves_no_trace(rank):
-    module, t = doing(TokenModule(), validation_step=fail), trainer(2, timeout=SOON)
+    module = doing(TokenModule(), validation_step=fail)
+    t = trainer(2, timeout=SOON)
     with pytest.raises((ValueError, RuntimeError)):
         t.validate(module, loader([Minibatch(token_batches([4]))]), verbose=False)
-    assert not any(name in vars(o) for o in (module, t.validate_loop) for name in ("log", "on_run_end"))
+    for o in (module, t.validate_loop):
+        for name in ("log", "on_run_end"):
+            assert name not in vars(o)
 
 
 class Writer(BasePredictionWriter):
@@ -272,7 +303,8 @@ class Writer(BasePredictionWriter):
 
 def evaluate(rank: int, kind: str, world_size: int) -> None:
     """Fit, validate, test, predict, and validate again."""
-    module, data = TokenModule(lr=LR), EVALUATIONS[kind][rank]
+    module = TokenModule(lr=LR)
+    data = EVALUATIONS[kind][rank]
     module.test_step = lambda batch: module.validation_step(batch, 0)
     module.predict_step = lambda batch, batch_idx: batch.shape[1]
     t = fit(module, shares(rank, (1,) * world_size), world_size, data, callbacks=[written := Writer()])
@@ -282,14 +314,17 @@ def evaluate(rank: int, kind: str, world_size: int) -> None:
     batches = [batch for own in EVALUATIONS[kind][:world_size] for batch in own]
     flat = [b for batch in batches for b in (batch if isinstance(batch, Minibatch) else [batch])]
     with torch.no_grad():
-        loss = sum(summed_loss(alone.net, b).item() / (b.numel() - 1) for b in flat) / len(flat)
+        total = sum(summed_loss(alone.net, b).item() / (b.numel() - 1) for b in flat)
+        loss = total / len(flat)
     for run in (t.validate, t.test, t.validate):
         (values,) = run(module, loader(data), verbose=False)
-        assert values == {"val_one": 1.0, "val_loss": pytest.approx(loss, rel=1e-5)}
+        val_loss = pytest.approx(loss, rel=1e-5)
+        assert values == {"val_one": 1.0, "val_loss": val_loss}
         lengths = [[b.shape[1] for b in batch] for batch in data if isinstance(batch, Minibatch)]
         predictions = lengths or [batch.shape[1] for batch in data]
         written.predictions.clear()
-        assert t.predict(module, loader(data)) == written.predictions == predictions
+        assert t.predict(module, loader(data)) == predictions
+        assert written.predictions == predictions
 
 
 #: Batches by rank.

@@ -77,7 +77,8 @@ STRANGE = {
 
 
 def _raises_strangely(rank: int, name: str) -> None:
-    fit(acting(rank, partial(throw, STRANGE[name][0]), 0, who=2), batches(), 3)
+    act = partial(throw, STRANGE[name][0])
+    fit(acting(rank, act, 0, who=2), batches(), 3)
 
 
 @pytest.mark.parametrize("name", STRANGE)
@@ -104,7 +105,8 @@ def test_a_rank_that_raises_stops_the_others_with_its_error_and_callbacks_save(a
     assert survivor.exitcode == failed.exitcode == 1
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
     assert saved["global_step"] == (at == 4)
-    assert saved["state_dict"].keys() == TokenModule().state_dict().keys()
+    expected = TokenModule().state_dict().keys()
+    assert saved["state_dict"].keys() == expected
 
 
 def _saves_alone(rank: int, path: Path) -> None:
@@ -138,7 +140,8 @@ ENDINGS = {"interrupted": KeyboardInterrupt(), "exits well": SystemExit(0)}
 
 def _ends(rank: int, ending: str, everybody: bool = False) -> None:
     """In the middle of a minibatch, without an error of its own: rank 1, or all ranks."""
-    fit(acting(1 if everybody else rank, partial(throw, ENDINGS[ending])), batches())
+    act = partial(throw, ENDINGS[ending])
+    fit(acting(1 if everybody else rank, act), batches())
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -155,7 +158,11 @@ def _interrupted(rank: int) -> None:
     """Rank 1 gets a Ctrl+C while it waits for rank 0, which sleeps."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt = threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT))
-    fit(acting(rank, interrupt.start if rank else partial(time.sleep, 3), at=5, who=rank), batches())
+    if rank:
+        act = interrupt.start
+    else:
+        act = partial(time.sleep, 3)
+    fit(acting(rank, act, at=5, who=rank), batches())
 
 
 def test_an_interrupt_ends_a_wait():
@@ -195,7 +202,8 @@ def test_a_killed_rank_stops_the_others_which_say_whether_memory_ran_out(tmp_pat
     found = survivor.error.split("ended without a word (killed, out of memory, or crashed)")[1]
     assert "rank 1 (process " in found  # where everybody was
     words = "The kernel's out-of-memory killer has ended 1 process of ", "group /job since this run began"
-    assert [said in found for said in words] == [is_counted] * 2
+    expected = [is_counted] * 2
+    assert [said in found for said in words] == expected
 
 
 @on_ranks(2)
@@ -221,7 +229,8 @@ def test_windows_that_do_not_fit_are_told_to_every_rank(rank, later):
 @on_ranks(2)
 def test_loaders_of_unknown_length_may_end_at_a_number_of_steps(rank):
     data = unsized(batches(2 + rank, [5]))
-    assert fit(TokenModule("items"), data, max_steps=2, max_epochs=-1).global_step == 2
+    found = fit(TokenModule("items"), data, max_steps=2, max_epochs=-1).global_step
+    assert found == 2
 
 
 def fails_once(where: str) -> TokenModule:
@@ -247,7 +256,9 @@ def fails_once(where: str) -> TokenModule:
 @pytest.mark.parametrize("where", ["before", "in"])
 def test_a_failed_run_leaves_nothing_to_the_next_one(rank, where, tmp_path):
     """The same trainer fits the same module again, from the parameters that it began with."""
-    module, t, start = fails_once(where), trainer(2), full_parameters(TokenModule("items"))
+    module = fails_once(where)
+    t = trainer(2)
+    start = full_parameters(TokenModule("items"))
     with pytest.raises(ValueError, match="once"):
         t.fit(module, loader(shares(rank, (3, 3))))
     with torch.no_grad():
@@ -263,7 +274,8 @@ def test_a_failed_run_leaves_nothing_to_the_next_one(rank, where, tmp_path):
     t.fit(module, loader(shares(rank, (3, 3))))
     assert (tmp_path / where).exists(), "rank 0 waits for rank 1 at the end of a run that did not fail"
     assert_same(full_parameters(module), one_process(TokenModule("items", lr=LR), steps_of()))
-    assert t.callback_metrics["length"].item() == sum(LENGTHS[-1])
+    expected = sum(LENGTHS[-1])
+    assert t.callback_metrics["length"].item() == expected
 
 
 BATCHES = [Minibatch(token_batches([5, 9, 4], seed=seed)) for seed in range(4)]
@@ -291,11 +303,13 @@ def _requeued(rank: int, folder: str) -> Any:
     os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
     found = []
     for number in (signal.SIGUSR1, 0):
-        module, watch = signalled(rank, number), Watch()
+        module = signalled(rank, number)
+        watch = Watch()
         # The second one goes on with the file of the first.
         t = fit(module, BATCHES, default_root_dir=folder, callbacks=[watch], deterministic=True)
         assert type(t.strategy.cluster_environment) is SLURMEnvironment
-        assert (t.global_rank, t.strategy.launcher) == (rank, None)
+        assert t.global_rank == rank
+        assert t.strategy.launcher is None
         assert watch.reads > 0
         found.append((len(module.seen), t.global_step))
         assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
@@ -389,7 +403,10 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_named_before_the_first_step(rank, case):
-    options, message = CASES[case] if rank == 1 else ({}, CASES[case][1])
+    if rank == 1:
+        options, message = CASES[case]
+    else:
+        options, message = ({}, CASES[case][1])
     options = dict(options)
     module = options.pop("module", TokenModule)("items", lr=options.pop("lr", 0.1))
     text = failure(module, [Minibatch([b]) for b in token_batches([5, 9, 4])], timeout=TIMEOUT, **options)
@@ -414,9 +431,15 @@ PARTS["stops and validates"] = PARTS["stops"]
 
 
 def _parts(rank: int, name: str) -> None:
-    (make, hooks), batches = PARTS[name], token_batches([5, 9, 4])
-    own = batches if name == "steps once" else [Minibatch([batch]) for batch in batches]
-    validation = token_batches([4]) if name == "stops and validates" else None
+    make, hooks = PARTS[name]
+    batches = token_batches([5, 9, 4])
+    if name == "steps once":
+        own = batches
+    else:
+        own = [Minibatch([batch]) for batch in batches]
+    validation = None
+    if name == "stops and validates":
+        validation = token_batches([4])
     fit(doing(make("items"), **hooks), own, validation=validation, timeout=TIMEOUT)
 
 
@@ -461,6 +484,8 @@ COUNTS = r"'self.all_gather \(.* equally many microbatches\)' of meeting \d+, ra
 )
 def test_gathering_in_the_loss_needs_equal_sizes_and_counts(lengths, pads, says):
     outcomes = try_ranks(_gathers, lengths, pads, timeout=60)
-    assert [outcome.exitcode for outcome in outcomes] == [int(bool(says))] * 2
-    assert all(bool(says) == ("DisagreementError" in outcome.error) for outcome in outcomes)
+    expected = [int(bool(says))] * 2
+    assert [outcome.exitcode for outcome in outcomes] == expected
+    for outcome in outcomes:
+        assert bool(says) == ("DisagreementError" in outcome.error)
     assert re.search(says, outcomes[0].error), outcomes[0].error

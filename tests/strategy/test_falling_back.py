@@ -142,7 +142,8 @@ def test_the_next_fit_decides_anew_and_on_demand_is_said_too(rank, tmp_path):
     module = TokenModule()
     t = trainer(2, strategy=strategy, max_epochs=1)
     with no_room(rank), warned():
-        t.fit(module, DataLoader(token_batches([5, 4]), batch_size=None))
+        data_loader = DataLoader(token_batches([5, 4]), batch_size=None)
+        t.fit(module, data_loader)
     assert strategy.communication == "collective"
     t.fit_loop.max_epochs = 2
     t.fit(module, DataLoader(token_batches([5, 4]), batch_size=None))
@@ -172,5 +173,6 @@ def test_tensor_parallel_groups_decide_alike_where_the_windows_of_some_ranks_are
     with no_room(rank), warned() as messages:
         t = groups.run(module, 4, balance="lb_mini")
     assert of_all_ranks(t.strategy.communication) == ["collective"] * 4
-    assert len([message for message in messages if "trains with collectives" in message]) == (rank == 0)
+    found = len([message for message in messages if "trains with collectives" in message])
+    assert found == (rank == 0)
     assert_same(full_parameters(module), groups.reference(), groups.CLOSE)

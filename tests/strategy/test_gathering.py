@@ -28,7 +28,8 @@ class Keeps(Losses):
         self.gathered: list[int] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.append((batch["input_ids"] != 0).sum(1))
+        total = (batch["input_ids"] != 0).sum(1)
+        self.seen.append(total)
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
@@ -44,7 +45,8 @@ def test_rows_of_an_epoch_are_gathered_as_the_error_says(rank):
     module = Keeps()
     data = DataLoader(samples(SIZES), 8, collate_fn=collate)
     fit(module, data, balance="lb_mini", weighting="sample")
-    assert len(set(of_all_ranks(sum(len(rows) for rows in module.seen)))) == 2, "ranks have different numbers"
+    total = sum(len(rows) for rows in module.seen)
+    assert len(set(of_all_ranks(total))) == 2, "ranks have different numbers"
     assert sorted(module.gathered) == sorted(SIZES)
 
 
@@ -64,19 +66,26 @@ def test_a_step_that_gathers_runs_with_any_number_of_samples(rank, accumulated, 
         return step(batch, batch_idx)
 
     module.training_step = gathers  # type: ignore[method-assign]
+    if count > 8 and accumulated == 1:
+        max_steps = 1
+    else:
+        max_steps = -1
+    data_loader = DataLoader(data, 4, collate_fn=collate)
     t = fit(
         module,
-        DataLoader(data, 4, collate_fn=collate),
+        data_loader,
         accumulate_grad_batches=accumulated,
         balance="auto",
-        max_steps=1 if count > 8 and accumulated == 1 else -1,
+        max_steps=max_steps,
         max_epochs=1,
     )
     assert t.train_dataloader.info.whole == "fixed"
-    assert all(shape[0] == 2 for shape in shapes)
+    for shape in shapes:
+        assert shape[0] == 2
     if accumulated == 2:
         padded = [*data, *data[: count % 2]]
-        assert sum(shape[1] for shape in shapes) * 2 == len(padded)
+        total = sum(shape[1] for shape in shapes)
+        assert total * 2 == len(padded)
         expected = losses.meant("all_gather", losses.dealt(padded, 2, 4), 2)
         assert largest_difference(full_parameters(module), expected) < 1e-9
 

@@ -80,9 +80,11 @@ class Tuned(LightningModule):
     def mean(self, batch: Any) -> Tensor:
         if not self.by_hand:
             return self.model(**batch).loss
-        logits = self.model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        output = self.model(batch["input_ids"], attention_mask=batch["attention_mask"])
+        logits = output.logits[:, :-1]
         labels = batch["labels"][:, 1:]
-        mask, labels = (labels != -100).flatten(), labels.clamp(min=0).flatten()
+        mask = (labels != -100).flatten()
+        labels = labels.clamp(min=0).flatten()
         losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="none") * mask
         return losses.sum() / mask.sum()
 
@@ -93,14 +95,18 @@ class Tuned(LightningModule):
 def one_process(minibatch: list[Sample]) -> dict[str, Tensor]:
     """After a step on the mean over all predicted tokens."""
     module = Tuned()
-    optimizer, counted = module.configure_optimizers(), 0
+    optimizer = module.configure_optimizers()
+    counted = 0
     for sample in minibatch:
-        count = sum(label != -100 for label in sample["labels"][1:])
+        labels = sample["labels"][1:]
+        count = sum(label != -100 for label in labels)
         if count:
-            (module.model(**padded([sample])).loss * count).backward()
+            output = module.model(**padded([sample]))
+            (output.loss * count).backward()
         counted += count
     for parameter in module.parameters():
-        parameter.grad = None if parameter.grad is None else parameter.grad / counted
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad / counted
     optimizer.step()
     return full_parameters(module)
 
@@ -113,8 +119,10 @@ def fit(
     precision: str = "32-true",
     **options: Any,
 ) -> Any:
-    defaults = {"weighting": "auto", "minibatch_size": len(data) // 2, "num_replicas": 2, "rank": rank}
-    defaults |= {"lengths": [len(sample["input_ids"]) for sample in data], "collate_fn": padded}
+    minibatch_size = len(data) // 2
+    defaults = {"weighting": "auto", "minibatch_size": minibatch_size, "num_replicas": 2, "rank": rank}
+    lengths = [len(sample["input_ids"]) for sample in data]
+    defaults |= {"lengths": lengths, "collate_fn": padded}
     ran = []
     module = fits.before_step(Tuned(), lambda *_: (ran.append(1), time.sleep(seconds)))
     t = trainer(2, communication=communication, precision=precision)
@@ -125,9 +133,12 @@ def fit(
 
 @on_ranks(2)
 def test_every_collator_and_policy_has_the_gradient_over_all_predicted_tokens(rank):
-    data, expected, losses = samples(), one_process(samples()), []
+    data = samples()
+    expected = one_process(samples())
+    losses = []
+    packed = {"collate_fn": PackingCollator(), "max_tokens": 20}
     for case, options in {
-        "packed": {"collate_fn": PackingCollator(), "max_tokens": 20},
+        "packed": packed,
         "padded": {"max_tokens": 20},
         "one by one": {"balance": "local_sort"},
         "collective": {"balance": "lb_micro", "communication": "collective"},
@@ -136,7 +147,8 @@ def test_every_collator_and_policy_has_the_gradient_over_all_predicted_tokens(ra
         assert largest_difference(found.parameters, expected) < TOLERANCE, case
         losses.append(found.loss)
     stolen = {"collate_fn": PackingCollator(), "max_tokens": 13, "balance": "steal"}
-    found = fit(rank, data, 0.3 * (rank == 0), **stolen)
+    seconds = 0.3 * (rank == 0)
+    found = fit(rank, data, seconds, **stolen)
     assert largest_difference(found.parameters, expected) < TOLERANCE
     first, second = of_all_ranks(found.ran)
     assert first < second, "rank 0 is slow and was helped"
@@ -152,7 +164,8 @@ MASKED = samples((4, 5, 6, 4, 5, 6), (4, 1, 1, 4, 5, 6))
 
 @on_ranks(2)
 def test_microbatches_ranks_and_minibatches_without_labels(rank):
-    expected, before = one_process(MASKED), full_parameters(Tuned())
+    expected = one_process(MASKED)
+    before = full_parameters(Tuned())
     together = fit(rank, MASKED, balance="local_sort")
     assert largest_difference(together.parameters, expected) < TOLERANCE
     half = fit(rank, MASKED, balance="local_sort", precision="16-mixed")
@@ -173,10 +186,13 @@ def check_by_hand(rank: int, communication: str, world_size: int) -> None:
     counts = [float(LabelCounter(skips_first=True).of(padded([one]))) for one in MASKED]
     with torch.no_grad():
         means = [float(module.mean(padded([one]))) for one in MASKED]
-    expected = sum(mean * n for mean, n in zip(means, counts, strict=True) if n) / sum(counts)
+    total = sum(mean * n for mean, n in zip(means, counts, strict=True) if n)
+    expected = total / sum(counts)
     shape = {"num_replicas": world_size, "rank": rank, "balance": "local_sort"}
-    shape |= {"lengths": [len(sample["input_ids"]) for sample in MASKED], "collate_fn": padded}
-    loader = BalancedDataLoader(MASKED, minibatch_size=len(MASKED) // world_size, **shape)
+    lengths = [len(sample["input_ids"]) for sample in MASKED]
+    shape |= {"lengths": lengths, "collate_fn": padded}
+    minibatch_size = len(MASKED) // world_size
+    loader = BalancedDataLoader(MASKED, minibatch_size=minibatch_size, **shape)
     parameters = fits.fitted(module, loader, world_size, communication=communication)
     assert largest_difference(parameters, one_process(MASKED)) < TOLERANCE
     t = trainer(world_size, communication=communication)
@@ -221,7 +237,9 @@ def test_labels_that_a_mean_is_over_and_what_goes_before_them():
     summed = {"loss": torch.tensor(6.0), "num_items": 3}
     item = contribution(summed, 5.0, WeightKind.PLANNED, torch.tensor(0.0))
     assert item is not None
-    assert (float(item.loss), item.weight, item.weight_kind) == (6.0, 3.0, WeightKind.EXACT)
+    assert float(item.loss) == 6.0
+    assert item.weight == 3.0
+    assert item.weight_kind == WeightKind.EXACT
 
 
 def test_batches_and_ranks_with_and_without_labels_do_not_mix():
@@ -241,7 +259,8 @@ def prepare(worker: int) -> None:
 
 def fit_plain(data: list[Sample], batch_size: int, accumulate: int, workers: int = 0, **options: Any) -> Any:
     """Parameters, steps, the loader, and what was said."""
-    module, shape = Tuned(), {"batch_size": batch_size, "collate_fn": padded, "num_workers": workers}
+    module = Tuned()
+    shape = {"batch_size": batch_size, "collate_fn": padded, "num_workers": workers}
     loader = DataLoader(data, worker_init_fn=prepare, **shape)
     with said() as text:
         t = fits.fit(module, loader, accumulate_grad_batches=accumulate, **{"balance": "auto", **options})
@@ -250,7 +269,8 @@ def fit_plain(data: list[Sample], batch_size: int, accumulate: int, workers: int
 
 @on_ranks(1)
 def test_one_rank_is_told_that_it_waits_for_no_other(rank):
-    assert "\nOne rank has no other one to wait for" in fit_plain(samples(), 4, 1, balance="lb_mini")[-1]
+    found = fit_plain(samples(), 4, 1, balance="lb_mini")[-1]
+    assert "\nOne rank has no other one to wait for" in found
 
 
 #: Batch size, batches accumulated, other options, how samples are put together, and what rank 0 says.
@@ -296,7 +316,8 @@ def test_what_cannot_be_packed_or_differs_is_told_before_training(rank):
 
 def test_the_model_tells_its_cost_and_its_attention():
     module = Tuned()
-    on_cpu, on_gpu = cost_of_model(module, "cpu"), cost_of_model(module, "cuda")
+    on_cpu = cost_of_model(module, "cpu")
+    on_gpu = cost_of_model(module, "cuda")
     assert on_cpu.dense is True
     assert float(on_cpu.cost.overhead) > 0
     assert "attention" in on_cpu.source
@@ -304,6 +325,7 @@ def test_the_model_tells_its_cost_and_its_attention():
     assert on_gpu.dense is True, "eager or sdpa: a mask over the row"
     assert cost_of_model(module, "cuda").dense is False
     assert cost_of_model(module, "cpu").dense is True, "a CPU has no flash attention"
-    assert float(getattr(cost_of_model(module, "cuda").cost, "pair", 0.0)) == 0
+    found = float(getattr(cost_of_model(module, "cuda").cost, "pair", 0.0))
+    assert found == 0
     plain = cost_of_model(torch.nn.Linear(2, 2), "cpu")
     assert plain.dense is None

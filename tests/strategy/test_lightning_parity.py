@@ -60,8 +60,11 @@ def _parameters(of: type, name: str) -> list[Parameter]:
     """Of a public method or property, without ``self``."""
     found = getattr_static(of, name)
     if isinstance(found, property):
-        return [Parameter("value", Parameter.POSITIONAL_ONLY)] if found.fset is not None else []
-    return [p for p in signature(getattr(of, name)).parameters.values() if p.name != "self"]
+        if found.fset is not None:
+            return [Parameter("value", Parameter.POSITIONAL_ONLY)]
+        return []
+    parameters = signature(getattr(of, name)).parameters
+    return [p for p in parameters.values() if p.name != "self"]
 
 
 def _positional(parameters: list[Parameter]) -> list[str]:
@@ -78,9 +81,12 @@ def test_what_can_be_called_there_can_be_called_here():
             compared.add(member := f"{ours.__name__}.{name}")
             if member in DELIBERATE:
                 continue
-            here, there = _parameters(ours, name), _parameters(theirs, name)
+            here = _parameters(ours, name)
+            there = _parameters(theirs, name)
             facts = {p.name: (p.name, p.kind, p.default) for p in here}
-            assert [facts.get(p.name) for p in there] == [(p.name, p.kind, p.default) for p in there], member
+            expected = [(p.name, p.kind, p.default) for p in there]
+            found = [facts.get(p.name) for p in there]
+            assert found == expected, member
             wanted = _positional(there)
             assert _positional(here)[: len(wanted)] == wanted, member
             for p in here:
@@ -104,7 +110,8 @@ class Placed(Sgd):
     def on_train_start(self) -> None:
         (group,) = self.trainer.optimizers[0].param_groups
         weight = self.net.head.weight
-        assert isinstance(weight, DTensor) and any(parameter is weight for parameter in group["params"])
+        assert isinstance(weight, DTensor)
+        assert any(parameter is weight for parameter in group["params"])
         self.placed = weight.device.type, weight.dtype
 
 
@@ -113,7 +120,8 @@ class MadeInPlace(Placed):
 
     def __init__(self, device: str | None, compiled: bool) -> None:
         super().__init__()
-        self.device_of_net, self.compiled = device, compiled
+        self.device_of_net = device
+        self.compiled = compiled
         del self.net
 
     def configure_model(self) -> None:
@@ -128,7 +136,8 @@ class MadeInPlace(Placed):
 
 def foreign(_: Any) -> torch.optim.Optimizer:
     """Without a single parameter of the model."""
-    return torch.optim.SGD(torch.nn.Linear(4, 5).parameters(), lr=1.0)
+    parameters = torch.nn.Linear(4, 5).parameters()
+    return torch.optim.SGD(parameters, lr=1.0)
 
 
 @on_ranks(2)
@@ -147,7 +156,8 @@ def test_options_reach_what_they_are_for(rank):
 def assert_trained_in(module: Placed, dtype: torch.dtype) -> None:
     assert module.placed == ("cpu", dtype)
     assert module.computed_in == {dtype}
-    assert all(bool(value.isfinite().all()) for value in full_parameters(module).values())
+    for value in full_parameters(module).values():
+        assert bool(value.isfinite().all())
 
 
 DTYPES = {"32-true": torch.float32, "16-true": torch.float16, "bf16-true": torch.bfloat16}
@@ -224,7 +234,8 @@ def test_objects_are_loaded_where_the_user_trusts_them(rank, kind, path, tmp_pat
     (tmp_path / "sharded" / "notes.txt").touch()
     place = f"{'file://' if path == 'url' else ''}{tmp_path}/{path}"
     fit(WithObject("mean"), _batches(rank), state_dict_type=kind).save_checkpoint(place)
-    module, maps = WithObject("mean"), []
+    module = WithObject("mean")
+    maps = []
     strict = doing(TokenModule(), on_validation_start=partial(load_strictly, path=place))
     with mock.patch("torch.load", side_effect=_noting(torch.load, maps)):
         trainer(2).validate(
@@ -251,6 +262,7 @@ def test_the_table_names_tests_that_exist_and_counts_its_rows():
         named = re.findall(r"`([\w/]*test_\w+)::(\w+)`", row[2])
         assert named or state in ("not applicable", "needs a GPU"), row
         for module, name in named:
-            assert f"def {name}(" in (TESTS / f"{module}.py").read_text(), f"{module}::{name}"
+            text = (TESTS / f"{module}.py").read_text()
+            assert f"def {name}(" in text, f"{module}::{name}"
     assert f"**{counts['works']} of {counts['works'] + counts['refused']}**" in TABLE.read_text()
     assert all(f"{counts[state]} {state}" in TABLE.read_text() for state in STATES)

@@ -41,11 +41,15 @@ SOME = [kind for kind in KINDS if not kind.startswith("hugging")][::3]
 
 def train(kind: str, **options: Any) -> tuple[str, dict[str, Tensor], str]:
     """What microbatches count, the parameters after a step, and what was said."""
-    module, data = Losses(kind).double(), DataLoader(samples(), batch_size=BATCH, collate_fn=collate)
+    module = Losses(kind).double()
+    data = DataLoader(samples(), batch_size=BATCH, collate_fn=collate)
     with said() as text, warned() as caught:
         t = fit(module, data, accumulate_grad_batches=ACCUMULATED, **{"balance": "auto", **options})
     recipe = t.train_dataloader.recipe
-    counts = "whole" if recipe.info.whole else str(recipe.info.counter or recipe.weighting)
+    if recipe.info.whole:
+        counts = "whole"
+    else:
+        counts = str(recipe.info.counter or recipe.weighting)
     words = "\n".join([text.getvalue(), *caught])
     return counts, full_parameters(module), words
 
@@ -66,7 +70,8 @@ USUAL += ["class weights", "contrastive", "batch norm", "padding in the mean", "
 @on_ranks(2)
 @pytest.mark.parametrize("kind", fast(KINDS, *USUAL))
 def test_every_kind_of_loss_trains_what_it_means(rank, kind):
-    expected = losses.meant(kind, losses.dealt(samples(), 2, BATCH), 2)
+    dealt = losses.dealt(samples(), 2, BATCH)
+    expected = losses.meant(kind, dealt, 2)
     before = dict(Losses(kind).double().named_parameters())
     moved = largest_difference({name: before[name] for name in expected}, expected)
     for options in [{}, *(OPTIONS if kind in SOME else [])]:
@@ -92,13 +97,17 @@ class Traces(Losses):
         self.register_buffer("count", torch.zeros(2))
         self.norm = torch.nn.BatchNorm1d(6)
         self.outputs: dict[str, list[float]] = {"losses": []}
-        self.latest, self.plain = deque([0.0], maxlen=3), torch.zeros(1)
-        self.meter, self.array = Meter(), np.zeros(1)
-        self.generator, self.hidden = torch.Generator().manual_seed(3), [torch.nn.BatchNorm1d(6)]
+        self.latest = deque([0.0], maxlen=3)
+        self.plain = torch.zeros(1)
+        self.meter = Meter()
+        self.array = np.zeros(1)
+        self.generator = torch.Generator().manual_seed(3)
+        self.hidden = [torch.nn.BatchNorm1d(6)]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.norm(self.states(batch["input_ids"]).flatten(0, 1).float())
+        states = self.states(batch["input_ids"])
+        self.norm(states.flatten(0, 1).float())
         self.count += 1
         self.plain += torch.rand(1)
         self.outputs["losses"].append(float(loss))
@@ -145,7 +154,8 @@ class Sized(list[Any]):
 
 @on_ranks(2)
 def test_the_trial_leaves_no_trace(rank, tmp_path):
-    module, looks = Traces(), Looks()
+    module = Traces()
+    looks = Looks()
     logger = TensorBoardLogger(tmp_path, name="", version=str(rank))
     with said() as text:
         loader = DataLoader(Sized(samples()), batch_size=8, collate_fn=collate)
@@ -172,14 +182,19 @@ def test_listening_lets_attention_of_a_pattern_run():
 
 def test_what_the_rules_explain():
     """By hand: samples with 2 and 8 labels, and losses 3 and 2."""
-    by_labels, by_samples, sum_ = Rule("token", LabelCounter()), Rule("sample"), Rule("sum")
+    by_labels = Rule("token", LabelCounter())
+    by_samples = Rule("sample")
+    sum_ = Rule("sum")
 
     def tried(together: float, again: float | None = None) -> Verdict:
         def one(group: tuple[int, ...], loss: float) -> Tried:
-            counts = {by_labels: sum((2.0, 8.0)[i] for i in group), by_samples: len(group), sum_: len(group)}
+            total = sum((2.0, 8.0)[i] for i in group)
+            counts = {by_labels: total, by_samples: len(group), sum_: len(group)}
             return Tried(group, loss, counts)
 
-        repeated = together if again is None else again
+        repeated = again
+        if again is None:
+            repeated = together
         return decide([one((0,), 3.0), one((1,), 2.0), one((0, 1), together), one((0, 1), repeated)], 1e-11)
 
     assert tried(2.2).rule == by_labels
@@ -194,7 +209,8 @@ def test_counts_that_do_not_add_up_explain_nothing():
     """The entries of a padded table: those of padding belong to no sample."""
     table = Rule("token", LabelCounter(("x",), -1))
     singles = [Tried((0,), 3.0, {table: 2.0}), Tried((1,), 2.0, {table: 8.0})]
-    assert decide([*singles, Tried((0, 1), 2.5, {table: 16.0})], 1e-11).rule is None
+    rule = decide([*singles, Tried((0, 1), 2.5, {table: 16.0})], 1e-11).rule
+    assert rule is None
 
 
 #: Mostly short, and long enough that a step cuts some; the six samples that tell rules apart are short.
@@ -223,7 +239,8 @@ class Shortens(Losses):
         if self.cuts:
             short = {name: value[:, :LIMIT] if value.dim() > 1 else value for name, value in batch.items()}
             return super().training_step(short, batch_idx)
-        rows = (batch["input_ids"] != 0).sum(1) <= LIMIT
+        total = (batch["input_ids"] != 0).sum(1)
+        rows = total <= LIMIT
         if not rows.any():
             return 0.0 * self.mix.weight.sum()
         return super().training_step({name: value[rows] for name, value in batch.items()}, batch_idx)
@@ -241,7 +258,8 @@ def test_a_step_that_shortens_its_batches_trains_what_it_means(rank, kind, cuts)
     object.__setattr__(module, "log", lambda *_: None)
     optimizer = module.configure_optimizers()
     for batch in batches:
-        (module.training_step(tidy(batch), 0) / len(batches)).backward()
+        loss = module.training_step(tidy(batch), 0)
+        (loss / len(batches)).backward()
     optimizer.step()
     expected = full_parameters(module)
     moved = largest_difference(before, expected)
@@ -307,8 +325,11 @@ class Frames(LightningModule):
         inside = torch.arange(errors.size(1)) < batch["sizes"][:, None]
         chosen = inside[:, ::4]
         n = chosen.sum()
-        loss = (errors[:, ::4] * chosen).sum() / n
-        return {"loss": loss * n, "num_items": n} if self.counted else loss
+        total = (errors[:, ::4] * chosen).sum()
+        loss = total / n
+        if self.counted:
+            return {"loss": loss * n, "num_items": n}
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)

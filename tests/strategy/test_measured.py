@@ -32,7 +32,10 @@ def fit_lame(rank: int, world: int = 2, own: bool = False, **options: Any) -> tu
     before_step(module, lambda own, batch: own.tokens.append(int((batch >= 0).sum()))).tokens = []
     Measurements._now = lambda _: 1e-3 * sum(module.tokens) * (3 if rank == world - 1 else 1)
     explicit = {"minibatch_size": 4, "weighting": "next_token", "collate_fn": pad}
-    data = BalancedDataLoader(SAMPLES, **explicit) if own else plain()
+    if own:
+        data = BalancedDataLoader(SAMPLES, **explicit)
+    else:
+        data = plain()
     options = {"balance": "lb_mini", "weighting": "next_token", **options}
     balanced = fit(module, data, world, **options).train_dataloader
     assert isinstance(balanced, BalancedDataLoader)
@@ -62,7 +65,8 @@ def test_all_ranks_learn_the_same_and_the_gradient_is_exact(rank, strategy):
     module, balanced = fit_lame(rank, **strategy)
     assert begun_alike(balanced) == 3
     assert_same(full_parameters(module), reference(2))
-    assert sum(map(sum, of_all_ranks(module.tokens))) == sum(map(len, SAMPLES))
+    found = sum(map(sum, of_all_ranks(module.tokens)))
+    assert found == sum(map(len, SAMPLES))
 
 
 @on_ranks(2)
@@ -120,16 +124,19 @@ def draw(rank: int, policy: str, slow_rank: int, seed: int) -> list[dict[int, li
     drawn: dict[int, list[float]] = {}
 
     def act(own: Any, batch: Tensor) -> None:
-        time.sleep(0.02 * batch.shape[1] * (rank == slow_rank))
+        seconds = 0.02 * batch.shape[1] * (rank == slow_rank)
+        time.sleep(seconds)
         drawn[batch.shape[1]] = torch.nn.functional.dropout(torch.ones(8)).tolist()
 
     module = before_step(TokenModule("items", lr=0.01), act)
     torch.manual_seed(seed + rank)  # rank 0's counts
     torch.rand(rank)  # and not what was drawn since
-    samples = [batch[0] for batch in token_batches([*range(2, 14)])]
+    sizes = [*range(2, 14)]
+    samples = [batch[0] for batch in token_batches(sizes)]
     shape = {"minibatch_size": 6, "balance": policy, "collate_fn": torch.stack, "weighting": "next_token"}
     # One sample per microbatch is best.
-    own = BalancedDataLoader(samples, cost=quadratic(crossover=1, dense=True), **shape)
+    cost = quadratic(crossover=1, dense=True)
+    own = BalancedDataLoader(samples, cost=cost, **shape)
     before = torch.get_rng_state()
     fit(module, own)
     assert torch.equal(torch.get_rng_state(), before), "the process's own random numbers are left alone"
@@ -142,9 +149,11 @@ def test_dropout_is_that_of_the_microbatch_whoever_runs_it(rank):
     calm, fast, slow, reseeded = (first | second for first, second in drawn)
     assert len(calm) == 12
     assert calm == fast == slow
-    assert len({tuple(values) for values in calm.values()}) > 6, "different for each"
+    found = len({tuple(values) for values in calm.values()})
+    assert found > 6, "different for each"
     assert set(drawn[1][0]) != set(drawn[2][0]), "placed differently"
-    assert all(values != calm[size] for size, values in reseeded.items())
+    for size, values in reseeded.items():
+        assert values != calm[size]
 
 
 SEVERAL = r"Balancing.*ConcatDataset\(\[a, b\]\)"
@@ -154,12 +163,13 @@ SEVERAL = r"Balancing.*ConcatDataset\(\[a, b\]\)"
 def test_several_balanced_loaders_and_minibatches_inside_batches_are_refused(rank):
     own, other = (BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad) for _ in range(2))
     shares = loader([Minibatch([torch.ones(1, 2)])])
+    microbatches = [torch.ones(1, 2)]
     for data, balance, says in (
         ({"a": plain(), "b": plain()}, "lb_mini", SEVERAL),
         ([plain(), plain()], "lb_mini", r"Balancing.*ODCStrategy\(balance=None\)"),
         ({"a": own, "b": other}, None, SEVERAL),
         ({"a": shares, "b": shares}, None, "^A Minibatch must be the whole (?!.*odc)"),
-        (loader([[Minibatch([torch.ones(1, 2)])]]), None, "^A Minibatch must be the whole (?!.*odc)"),
+        (loader([[Minibatch(microbatches)]]), None, "^A Minibatch must be the whole (?!.*odc)"),
     ):
         with pytest.raises((ValueError, TypeError), match=f"(?s){says}"):
             trainer(1, balance=balance).fit(Padded(), data)
@@ -171,7 +181,8 @@ def test_overfit_batches_repeats_the_same_samples(rank, shuffle):
     module = Padded()
     options = {"balance": "local_sort", "use_distributed_sampler": True, "overfit_batches": 2}
     fit(module, plain(batch_size=2, shuffle=shuffle), max_epochs=3, **options)
-    assert len(module.sizes) == 3 * 2 * 2
+    expected = 3 * 2 * 2
+    assert len(module.sizes) == expected
     assert module.sizes[:4] == module.sizes[8:] != module.sizes[4:8], "ranks take turns from epoch to epoch"
     for epoch in range(3):
         both = of_all_ranks(module.sizes[4 * epoch : 4 * epoch + 4])
@@ -184,5 +195,6 @@ def begun_alike(balanced: BalancedDataLoader) -> int:
     cost = balanced._prepare().learning.cost
     assert cost is not None
     first, *others = of_all_ranks([[number, repr(known)] for number, known in cost.known])
-    assert all(first == other for other in others)
+    for other in others:
+        assert first == other
     return cost.begun

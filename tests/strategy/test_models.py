@@ -88,7 +88,8 @@ class CausalLM(LightningModule):
 
     def __init__(self, make: Callable[[], nn.Module], meta: bool = False) -> None:
         super().__init__()
-        self.make, self.meta = make, meta
+        self.make = make
+        self.meta = meta
         self.net: Any = None
 
     def configure_model(self) -> None:
@@ -136,7 +137,8 @@ def test_equal_to_collectives(rank, kind):
     ours, reads = fit(rank, CausalLM(make), **options)
     stock, none = fit(rank, CausalLM(make), "collective", **options)
     # Forward and backward pass of both blocks, one of the root unit, each from one peer.
-    assert (reads, none) == (5, 0)
+    assert reads == 5
+    assert none == 0
     assert are_equal(ours, stock)
 
 
@@ -165,11 +167,15 @@ class Samples(CausalLM):
 
     def sample(self, prompt: Tensor) -> None:
         strategy = self.trainer.strategy
-        outer = strategy.gathered() if strategy.communication == "collective" else nullcontext()
+        if strategy.communication == "collective":
+            outer = strategy.gathered()
+        else:
+            outer = nullcontext()
         tokens = (4, 24)[self.global_rank]
         with outer, counted(self.net, strategy.engine, self.counts):
             answer = self.net.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **self.options)
-        assert answer.shape[1] == prompt.shape[1] + tokens
+        expected = prompt.shape[1] + tokens
+        assert answer.shape[1] == expected
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.sample(batch)
@@ -196,9 +202,12 @@ GENERATED: list[tuple[str, Any, dict[str, Any], list[list[list[int]]]]] = [
 def test_generate_ends_on_every_rank_by_itself_and_reads_once(rank, communication, keep, options, counts):
     from transformers.integrations import is_fsdp_managed_module
 
-    module, patience = Samples(**options), {"timeout": timedelta(seconds=30), "num_sanity_val_steps": 0}
+    module = Samples(**options)
+    patience = {"timeout": timedelta(seconds=30), "num_sanity_val_steps": 0}
     t = trainer(2, communication=communication, keep_gathered=keep, **patience)
-    uneven = [1, 3][rank] if communication == "on_demand" else 0
+    uneven = 0
+    if communication == "on_demand":
+        uneven = [1, 3][rank]
     batches = token_batches([6], seed=rank, vocab=11)
     t.fit(module, loader(batches), loader(batches * uneven) if uneven else None)
     assert is_fsdp_managed_module(module.net)  # as fully_shard left it
@@ -219,7 +228,9 @@ WAYS: dict[str, dict[str, Any]] = {
 def answers(net: Any, rank: int, counts: list[list[int]], engine: Any) -> list[Tensor]:
     """One answer for every way: 3 tokens on rank 0, and 6 on rank 1."""
     net.eval()
-    prompt, tokens, found = torch.tensor([[3, 1, 2]]), 3 * (rank + 1), []
+    prompt = torch.tensor([[3, 1, 2]])
+    tokens = 3 * (rank + 1)
+    found = []
     shape = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": tokens, "min_new_tokens": tokens}
     for options in WAYS.values():
         torch.manual_seed(1)
@@ -272,7 +283,9 @@ def test_blocks_have_one_graph_for_a_row_and_one_for_several_and_the_limit_is_sa
     assert len(graphs) == min(limit, 2)
     met = [one for one in caught if f"compiled a function {limit} times" in one]
     assert bool(met) == (limit == 1)
-    assert all("use_cache = False" in one and "recompile_limit = 4" in one for one in met)
+    for one in met:
+        assert "use_cache = False" in one
+        assert "recompile_limit = 4" in one
 
 
 @pytest.mark.slow
@@ -290,17 +303,25 @@ def test_the_default_policy_says_what_it_chose_and_an_empty_one_that_it_chose_no
             fits.fit(TokenModule(), token_batches([6]), auto_wrap_policy=policy)
     lines = [line for line in text.getvalue().splitlines() if line.startswith("ODCStrategy shards")]
     warnings_ = [one for one in caught if one.startswith("auto_wrap_policy")]
-    assert (len(lines), len(warnings_)) == ((1, 1) if rank == 0 else (0, 0))
-    assert all("(3 x Block) and the rest as one unit" in line for line in lines)
-    assert all("ODCStrategy(auto_wrap_policy={Block})" in line for line in lines)
-    assert all("selects no module, so the whole model is one unit" in one for one in warnings_)
+    if rank == 0:
+        expected = (1, 1)
+    else:
+        expected = (0, 0)
+    assert (len(lines), len(warnings_)) == expected
+    for line in lines:
+        assert "(3 x Block) and the rest as one unit" in line
+    for line in lines:
+        assert "ODCStrategy(auto_wrap_policy={Block})" in line
+    for one in warnings_:
+        assert "selects no module, so the whole model is one unit" in one
 
 
 def level(own: Any) -> None:
     """Levels its statistics before validation, as ``docs/models.md`` shows it."""
     for buffer in own.buffers():
         if buffer.is_floating_point():
-            buffer.copy_(own.trainer.strategy.reduce(buffer.clone(), reduce_op="mean"))
+            reduced = own.trainer.strategy.reduce(buffer.clone(), reduce_op="mean")
+            buffer.copy_(reduced)
 
 
 @on_ranks(2)
@@ -308,16 +329,20 @@ def test_statistics_are_those_of_each_rank_until_they_are_levelled(rank, tmp_pat
     module = fits.before_step(TokenModule(), lambda own, batch: own.batch_norm(batch.float().T))
     module.batch_norm = nn.BatchNorm1d(1)
     fits.doing(module, on_validation_start=level)
-    t = fits.fit(module, [Minibatch(token_batches([9, 5, 6], seed=rank)[: 1 + 2 * rank])])
+    microbatches = token_batches([9, 5, 6], seed=rank)[: 1 + 2 * rank]
+    t = fits.fit(module, [Minibatch(microbatches)])
     means = of_all_ranks(module.batch_norm.running_mean.clone())
-    assert int(module.batch_norm.num_batches_tracked) == 1 + 2 * rank
+    expected = 1 + 2 * rank
+    assert int(module.batch_norm.num_batches_tracked) == expected
     assert not torch.equal(*means)
     t.save_checkpoint(path := tmp_path / "full.ckpt")
-    assert torch.equal(torch.load(path)["state_dict"]["batch_norm.running_mean"], means[0])
+    state_dict = torch.load(path)["state_dict"]
+    assert torch.equal(state_dict["batch_norm.running_mean"], means[0])
     t.validate(module, loader(token_batches([5])), verbose=False)
     levelled = of_all_ranks(module.batch_norm.running_mean)
     assert torch.equal(*levelled)
-    torch.testing.assert_close(levelled[0], sum(means) / 2)
+    expected = sum(means) / 2
+    torch.testing.assert_close(levelled[0], expected)
 
 
 def test_a_collective_in_the_step_works_with_equal_counts_and_ends_with_a_hint_if_they_differ():
@@ -334,5 +359,7 @@ def meet(*_: Any) -> None:
 
 
 def _meets(rank: int, counts: tuple[int, int]) -> None:
-    minibatch = Minibatch(token_batches([5, 6, 7][: counts[rank]]))
-    fits.fit(fits.before_step(TokenModule("items"), meet), [minibatch], timeout=timedelta(seconds=2))
+    sizes = [5, 6, 7][: counts[rank]]
+    minibatch = Minibatch(token_batches(sizes))
+    before_step = fits.before_step(TokenModule("items"), meet)
+    fits.fit(before_step, [minibatch], timeout=timedelta(seconds=2))

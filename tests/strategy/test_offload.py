@@ -36,7 +36,8 @@ def test_clipping_and_saving_are_collectives_in_host_memory(rank, backend):
     dist.init_process_group(backend)
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda", mesh_dim_names=("shard",))
     parameter = nn.Parameter(_offloaded(torch.zeros(2), mesh))
-    parameter.grad = _offloaded(torch.full((2,), rank + 1.0), mesh)
+    local = torch.full((2,), rank + 1.0)
+    parameter.grad = _offloaded(local, mesh)
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
     precision = ODCPrecision("32-true", "cuda")
     try:
@@ -49,7 +50,8 @@ def test_clipping_and_saving_are_collectives_in_host_memory(rank, backend):
         saved = optimizer_state(nn.Module(), optimizer, full=True, rank=rank)
     finally:
         dist.destroy_process_group()
-    assert precision.gradient_norm.item() == pytest.approx(10**0.5)  # of 1, 1, 2, 2
+    expected = pytest.approx(10**0.5)
+    assert precision.gradient_norm.item() == expected  # of 1, 1, 2, 2
     if rank > 0:
         assert saved == {}
     else:
@@ -60,14 +62,18 @@ def test_clipping_and_saving_are_collectives_in_host_memory(rank, backend):
 def _started_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> str | None:
     """The backend with which Lightning is left to start the process group."""
     found = []
-    start, register = "setup_environment", "lightning_odc._compat_lightning.atexit.register"
+    start = "setup_environment"
+    register = "lightning_odc._compat_lightning.atexit.register"
     monkeypatch.setattr(FSDPStrategy, start, lambda self: found.append(self.process_group_backend))
     monkeypatch.setattr(register, lambda function: found.append("ended"))
     monkeypatch.setattr(
         "lightning_odc.strategy.attaching.RollCall", lambda: None
     )  # there is no group to call
     ODCStrategy(**options).setup_environment()
-    assert found[:-1] == (["ended"] if "nccl" in (found[-1] or "") and options.get("cpu_offload") else [])
+    expected = []
+    if "nccl" in (found[-1] or "") and options.get("cpu_offload"):
+        expected = ["ended"]
+    assert found[:-1] == expected
     return found[-1]
 
 

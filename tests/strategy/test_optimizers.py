@@ -107,7 +107,8 @@ def _with_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """As if it had been loaded: every element has another first and second moment."""
     state = optimizer.state_dict()
     for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-        moment = torch.linspace(0.5, 1.0, parameter.numel()).reshape(parameter.shape)
+        values = torch.linspace(0.5, 1.0, parameter.numel())
+        moment = values.reshape(parameter.shape)
         moments = {"exp_avg": -moment, "exp_avg_sq": moment.square()}
         state["state"][number] = {"step": torch.tensor(3.0), **moments}
     optimizer.load_state_dict(state)
@@ -120,8 +121,10 @@ class Early(OnRows):
     def __init__(self) -> None:
         super().__init__()
         blocks = {"params": list(self.net.blocks.parameters()), "lr": 0.01}
-        others = {"params": [p for name, p in self.net.named_parameters() if "blocks" not in name]}
-        self.optimizer = _with_state(torch.optim.Adam([others, blocks], lr=0.02))
+        params = [p for name, p in self.net.named_parameters() if "blocks" not in name]
+        others = {"params": params}
+        optimizer = torch.optim.Adam([others, blocks], lr=0.02)
+        self.optimizer = _with_state(optimizer)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
 
     def configure_optimizers(self) -> Any:
@@ -161,7 +164,8 @@ def go_backward_without_lightning(own: Any, optimizer: Any, batch: Tensor, i: in
 
 def go_backward_later(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
     """Two forward passes, then the backward passes in the other order, one of them twice."""
-    first, second = own.mean_loss(batch) / 9, own.mean_loss(batch.flip(1)) / 9
+    first = own.mean_loss(batch) / 9
+    second = own.mean_loss(batch.flip(1)) / 9
     own.manual_backward(second)
     own.manual_backward(first, retain_graph=True)
     own.manual_backward(first)
@@ -287,7 +291,8 @@ def trained(name: str, batches: list[Tensor], world_size: int, **more: Any) -> A
     if world_size == 1:
         options.pop("activation_checkpointing_policy", None)
         options |= {"strategy": "auto"}
-    module, t = make(), trainer(world_size, **options)
+    module = make()
+    t = trainer(world_size, **options)
     if is_validated:
         t.validate(module, loader(batches[:2]), verbose=False)
     t.fit(module, loader(batches), loader(batches[:2]) if hasattr(module, "rates") else None)
@@ -300,7 +305,8 @@ def trained(name: str, batches: list[Tensor], world_size: int, **more: Any) -> A
 @pytest.fixture
 def one_device(name):
     """The same of plain Lightning on one device, where a batch has a row for each rank."""
-    return trained(name, [torch.cat(pair) for pair in zip(*BATCHES, strict=True)], 1)
+    batches = [torch.cat(pair) for pair in zip(*BATCHES, strict=True)]
+    return trained(name, batches, 1)
 
 
 #: Of every kind of style at least one.
@@ -325,7 +331,8 @@ USUAL += [
 def test_as_plain_lightning_on_one_device(rank, name, one_device):
     parameters, course, values = one_device
     start = full_parameters(STYLES[name][0]())
-    assert 1e-3 < sum((parameters[key] - start[key]).abs().sum().item() for key in start) < 1e3
+    total = sum((parameters[key] - start[key]).abs().sum().item() for key in start)
+    assert 1e-3 < total < 1e3
     assert values["global_step"] > 0
     for is_in_order in (False, True)[: 1 + (name in IN_ORDER)]:
         ours, our_course, our_values = trained(name, BATCHES[rank], 2, deterministic=is_in_order)
@@ -345,11 +352,13 @@ def unroll(own: Any, optimizer: Any, minibatch: Minibatch, i: int) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("communication", "counts"), [("on_demand", (3, 1)), ("collective", (2, 2))])
 def test_a_minibatch_unrolled_by_hand(rank, communication, counts):
-    batches, one = (BATCHES[0] + BATCHES[1])[:4], Manual(act=unroll)
+    batches = (BATCHES[0] + BATCHES[1])[:4]
+    one = Manual(act=unroll)
     for batch in batches:
         (one.mean_loss(batch) / 3 / 2).backward()  # FSDP's rule: the mean over ranks
     one.configure_optimizers().step()
-    own = batches[sum(counts[:rank]) :][: counts[rank]]
+    total = sum(counts[:rank])
+    own = batches[total:][: counts[rank]]
     parameters = fitted(Manual(act=unroll), [Minibatch(own)], communication=communication)
     for key, value in full_parameters(one).items():
         torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
@@ -359,7 +368,8 @@ def test_a_minibatch_unrolled_by_hand(rank, communication, counts):
 def test_what_is_not_the_models_stays_with_a_warning(rank):
     """What optimizers hold after sharding, besides what is trained above."""
     init_gloo(rank)
-    names, mine = ParameterNames(), nn.Linear(2, 3)
+    names = ParameterNames()
+    mine = nn.Linear(2, 3)
     with torch.device("meta"):
         model = Net()
     optimizer = torch.optim.LBFGS([*model.parameters(), *mine.parameters()])
@@ -377,7 +387,8 @@ def test_what_is_not_the_models_stays_with_a_warning(rank):
     assert "LBFGS has 2 parameters that are not the model's" in said
     (group,) = optimizer.param_groups
     wanted = [*model.parameters(), *mine.parameters()]
-    assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in wanted]
+    found = [id(parameter) for parameter in group["params"]]
+    assert found == [id(parameter) for parameter in wanted]
     assert optimizer._params is group["params"]  # LBFGS keeps the list that it was made with
     assert not pickle.loads(pickle.dumps(names))._names
 
@@ -385,7 +396,8 @@ def test_what_is_not_the_models_stays_with_a_warning(rank):
 @on_ranks(1)
 def test_state_of_another_shape_is_refused(rank):
     init_gloo(rank)
-    names, model = ParameterNames(), Net()
+    names = ParameterNames()
+    model = Net()
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     optimizer.state[model.head.weight]["momentum_buffer"] = torch.zeros(5)
     with names.recorded(model):

@@ -39,7 +39,8 @@ from tests.support.tiers import fast
 
 def one_process(steps: int, left_out: dict[int, int] | None = None) -> list[dict[str, Tensor]]:
     """Parameters after every step, without one row of microbatch m if step: m is given."""
-    module, states = Short(), []
+    module = Short()
+    states = []
     for step, (first, second) in enumerate(zip(batches(0, steps), batches(1, steps), strict=True)):
         tables = [*first, *second]
         if left_out and step in left_out:
@@ -70,8 +71,10 @@ def run(
 
 
 def assert_steps(module: Short, told: list[Any], left_out: dict[int, int] | None = None) -> None:
-    by_step = zip(told, differences(module.states, one_process(len(told), left_out)), strict=True)
-    assert [one for one, difference in by_step if difference > TOLERANCE] == []
+    expected = one_process(len(told), left_out)
+    by_step = zip(told, differences(module.states, expected), strict=True)
+    found = [one for one, difference in by_step if difference > TOLERANCE]
+    assert found == []
 
 
 @needs_reset
@@ -102,7 +105,8 @@ def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out(rank):
     _, said = run(rank, SKIPPED, left_out, on_out_of_memory="skip")
     for m in range(3) if rank == 1 else ():
         what = f"Microbatch {m} of this rank, 1 sample, {4 + m} tokens, does not fit into memory"
-        assert said.count(f"{what}: it is left out of the gradient.") == list(left_out.values()).count(m)
+        expected = list(left_out.values()).count(m)
+        assert said.count(f"{what}: it is left out of the gradient.") == expected
 
 
 class FailsOtherwise(Short):
@@ -136,7 +140,8 @@ class Chunked(Short):
 
     def loss(self, batch: Tensor) -> Tensor:
         self.batch = batch
-        x = torch.cat([self.net.blocks[2](row[None]) for row in self.net.embed(batch)])
+        embedded = self.net.embed(batch)
+        x = torch.cat([self.net.blocks[2](row[None]) for row in embedded])
         return self.net.head(x).square().sum()
 
 
@@ -172,8 +177,10 @@ def needs_four(batch: list[Tensor]) -> Tensor:
 
 
 def fours(rank: int) -> BalancedDataLoader:
-    shape = {"minibatch_size": 4, "lengths": [4] * 8, "max_tokens": 16, "num_replicas": 2, "rank": rank}
-    return BalancedDataLoader(list(table(8, 4, 0)), collate_fn=needs_four, **shape)
+    lengths = [4] * 8
+    shape = {"minibatch_size": 4, "lengths": lengths, "max_tokens": 16, "num_replicas": 2, "rank": rank}
+    dataset = list(table(8, 4, 0))
+    return BalancedDataLoader(dataset, collate_fn=needs_four, **shape)
 
 
 TWO, FOUR = Minibatch([table(2, 4, 0)]), Minibatch([table(4, 4, 0)])
@@ -206,7 +213,9 @@ ENDS: dict[str, tuple[type[Short], list[Any], Any, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", ENDS)
 def test_what_ends_a_run_keeps_the_words_of_torch_and_says_what_to_do(rank, name):
     make, told, data, options, says = ENDS[name]
-    given = data(rank) if callable(data) else data
+    given = data
+    if callable(data):
+        given = data(rank)
     with pytest.MonkeyPatch.context() as patched:
         if name == "older torch":
             patched.delattr(FSDPModule, "reset_iter_state", raising=False)  # as in torch 2.12
@@ -250,15 +259,20 @@ SOME += [["2", "forward", 0, 1]]
 def compare_way(rank: int, world_size: int, name: str) -> None:
     """With enough memory, which other tests compare with one process, and without."""
     kind, options, is_plain, tolerance = WAYS[name]
-    make_batches, steps = plain_batches if is_plain else batches, options.get("accumulate_grad_batches", 1)
-    is_last, modules = rank == world_size - 1, []
+    make_batches = batches
+    if is_plain:
+        make_batches = plain_batches
+    steps = options.get("accumulate_grad_batches", 1)
+    is_last = rank == world_size - 1
+    modules = []
     for told in ([], SOME):
         module = kind(told if is_last else (), wide="precision" not in options)
         fit(module, make_batches(1 if world_size == 1 else rank, len(SOME) * steps), world_size, **options)
         modules.append(module)
     whole, cut = modules
     assert whole.trips == 0
-    assert (cut.trips >= len(SOME) - 1) == is_last
+    found = cut.trips >= len(SOME) - 1
+    assert found == is_last
     assert max(differences(cut.states, whole.states)) <= tolerance
 
 
@@ -298,13 +312,15 @@ def test_values_that_parts_log_have_the_dtype_that_others_reduce_and_count_once(
     assert bool(module.trips) == (rank == 1)
     rows = 2 * (4 if make_batches is plain_batches else sum(ROWS) if rank else 2)
     # Lightning takes float32 and float64 as they are.
-    assert {name: (value.dtype, value.item()) for name, value in t.callback_metrics.items()} == {
+    expected = {
         "torch.float64": (torch.float64, pytest.approx(8 / 3, abs=1e-15)),
         "torch.bfloat16": (torch.float32, 2.671875),
         "torch.int64": (torch.float32, 2.0),
         "rows": (torch.float32, rows),
         "behind": (torch.float32, rows),
     }
+    found = {name: (value.dtype, value.item()) for name, value in t.callback_metrics.items()}
+    assert found == expected
 
 
 def test_what_counts_as_out_of_memory():
@@ -325,8 +341,14 @@ NODES = [["1", "backward", 0, 1], ["head", "forward", 2, 2], ["embed", "forward"
 @on_ranks(4)
 def test_ranks_of_several_nodes(rank):
     as_nodes(rank)
-    module = Short(NODES if rank == 3 else ())
-    mine = batches(1 if rank == 3 else 0, len(NODES)) if rank in (0, 3) else [Minibatch([])] * len(NODES)
+    told = ()
+    if rank == 3:
+        told = NODES
+    module = Short(told)
+    if rank in (0, 3):
+        mine = batches(1 if rank == 3 else 0, len(NODES))
+    else:
+        mine = [Minibatch([])] * len(NODES)
     fit(module, mine, 2, on_out_of_memory="skip", num_nodes=2)
     assert bool(module.trips) == (rank == 3)
     assert_steps(module, NODES, {2: 2})

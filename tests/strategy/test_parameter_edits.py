@@ -48,7 +48,9 @@ class Edits(TokenModule):
 
     def __init__(self, place: str, edit: Callable[[TokenModule], None], publish: bool = False) -> None:
         super().__init__()
-        self.place, self.edit, self.publish = place, edit, publish
+        self.place = place
+        self.edit = edit
+        self.publish = publish
         self.edited = False
         if place.startswith("on_"):
             setattr(self, place, lambda *_: self.edit_once())
@@ -78,9 +80,12 @@ def fit(rank: int, communication: str, module: TokenModule, *own: Any, **options
 
 
 def assert_counts_as_under_collectives(rank: int, make: Callable[[], Edits]) -> None:
-    module, other = make(), make()
-    assert are_equal(fit(rank, "on_demand", module), fit(rank, "collective", other)), module.place
-    assert module.edited and other.edited
+    module = make()
+    other = make()
+    ours = fit(rank, "on_demand", module)
+    assert are_equal(ours, fit(rank, "collective", other)), module.place
+    assert module.edited
+    assert other.edited
 
 
 @on_ranks(2)
@@ -172,7 +177,9 @@ def one_device():
     """What plain Lightning averages on one device, where a batch has a row for each rank, and what it validates."""
     by_rank = [token_batches([5, 7, 4], seed=rank) for rank in range(2)]
     rows = [torch.cat(pair) for pair in zip(*by_rank, strict=True)]
-    module, watch, options = OnRows(), Watches(), {"max_epochs": 2, "num_sanity_val_steps": 0}
+    module = OnRows()
+    watch = Watches()
+    options = {"max_epochs": 2, "num_sanity_val_steps": 0}
     average = callbacks.EMAWeightAveraging(decay=0.5)
     t = fits.fit(module, rows, 1, rows[:2], strategy="auto", callbacks=[average, watch], **options)
     return full_parameters(module), watch.seen, float(t.callback_metrics["val_loss"])
@@ -184,19 +191,23 @@ def test_averages_are_kept_in_shards_and_validated_on_every_rank(rank, tmp_path,
     expected, averages, val_loss = one_device
     results = []
     for communication in ("on_demand", "collective"):
-        watch, saves = Watches(), Saves()
+        watch = Watches()
+        saves = Saves()
         saves.path = path = tmp_path / f"{communication}.ckpt"
         average = partial(callbacks.EMAWeightAveraging, decay=0.5)
         last = fit(rank, communication, Saves(), average(), watch)
         # A run that ends after the first epoch, and another one that goes on from there:
         fit(rank, communication, saves, average(), max_epochs=1)
-        assert are_equal(fit(rank, communication, Saves(), average(), ckpt_path=path), last)
+        ours = fit(rank, communication, Saves(), average(), ckpt_path=path)
+        assert are_equal(ours, last)
         results.append([last, *watch.seen])
-    assert all(are_equal(*pair) for pair in zip(*results, strict=True))
+    for pair in zip(*results, strict=True):
+        assert are_equal(*pair)
     assert_same({name: last[name] for name in expected}, expected)
     for seen, of_epoch in zip(watch.seen, averages, strict=True):
         assert_same(seen, of_epoch)
-    assert float(last["val_loss"]) == pytest.approx(val_loss, abs=1e-4)
+    found = float(last["val_loss"])
+    assert found == pytest.approx(val_loss, abs=1e-4)
     saved = torch.load(tmp_path / "on_demand.ckpt", weights_only=True)
     assert_same(saved["state_dict"], averages[1])
     OnRows().load_state_dict(saved["current_model_state"])
@@ -234,7 +245,8 @@ def test_a_checkpoint_loaded_in_mid_run_reaches_every_rank(rank, tmp_path):
         for communication in ("on_demand", "collective")
     ]
     assert not are_equal(first, fit(rank, "on_demand", TokenModule()))
-    assert all(are_equal(first, other) for other in others)
+    for other in others:
+        assert are_equal(first, other)
 
 
 # -- hooks see the complete gradient, once per optimizer step --
@@ -310,7 +322,9 @@ class Norms(Callback):
 
 def norm_of(parameter: Any) -> float:
     norm = parameter.grad.norm()
-    return float(norm.full_tensor()) if hasattr(norm, "full_tensor") else float(norm)
+    if hasattr(norm, "full_tensor"):
+        return float(norm.full_tensor())
+    return float(norm)
 
 
 MODULES: dict[str, Callable[[], Sgd]] = {
@@ -324,7 +338,8 @@ MODULES: dict[str, Callable[[], Sgd]] = {
 def _fit(rank: int, module: Sgd, communication: str = "on_demand", *callbacks: Callback) -> dict[str, Tensor]:
     watch = Watch()
     trained = fitted(module, BATCHES[rank], communication=communication, callbacks=[watch, *callbacks])
-    assert (watch.traffic[-1].adds > 0) == (communication == "on_demand")
+    found = watch.traffic[-1].adds > 0
+    assert found == (communication == "on_demand")
     return trained
 
 
@@ -333,19 +348,23 @@ def _fit(rank: int, module: Sgd, communication: str = "on_demand", *callbacks: C
 def test_what_hooks_do_counts_as_under_collectives(rank, name):
     ours, stock = (_fit(rank, MODULES[name](), kind) for kind in ("on_demand", "collective"))
     assert are_equal(ours, stock)
-    assert fits.largest_difference(ours, full_parameters(MODULES[name]())) > 0.01
+    largest_difference = fits.largest_difference(ours, full_parameters(MODULES[name]()))
+    assert largest_difference > 0.01
 
 
 def assert_seen_once_per_step(norms: Norms, steps: int) -> None:
-    assert len(norms.seen) == steps * len(list(Sgd().parameters()))
+    expected = steps * len(list(Sgd().parameters()))
+    assert len(norms.seen) == expected
     assert sorted(norms.seen) == sorted(norms.complete)
-    assert all(norm > 0 for _, norm in norms.seen)
+    for _, norm in norms.seen:
+        assert norm > 0
 
 
 @on_ranks(2)
 def test_a_hook_sees_the_gradient_of_the_whole_minibatch_once_per_step(rank):
     own = BATCHES[rank]
-    minibatches = [Minibatch(own[: 1 + 2 * rank]), Minibatch(own[3 * rank :])]
+    microbatches = own[: 1 + 2 * rank]
+    minibatches = [Minibatch(microbatches), Minibatch(own[3 * rank :])]
     for module, data, steps, options in (
         (Sgd("items"), minibatches, 2, {}),
         (Sgd(), own, 2, {"accumulate_grad_batches": 2}),
@@ -359,7 +378,8 @@ def test_a_hook_sees_the_gradient_of_the_whole_minibatch_once_per_step(rank):
 
 @on_ranks(1)
 def test_one_process_weighs_minibatches_before_hooks_see_them(rank):
-    data = [Minibatch(BATCHES[0][:3]), Minibatch(BATCHES[0][3:])]
+    microbatches = BATCHES[0][:3]
+    data = [Minibatch(microbatches), Minibatch(BATCHES[0][3:])]
     fits.fit(Sgd("items"), data, 1, callbacks=[norms := Norms()])
     assert_seen_once_per_step(norms, 2)
 
@@ -370,7 +390,8 @@ def test_training_without_an_optimizer_of_lightning_is_resumed(rank, kind, tmp_p
     first = fits.fit(StepsInHooks(), BATCHES[rank], state_dict_type=kind)
     first.save_checkpoint(tmp_path / kind)
     again = fits.fit(StepsInHooks(), BATCHES[rank], ckpt_path=tmp_path / kind, max_epochs=2)
-    assert (first.global_step, again.global_step) == (4, 8)
+    assert first.global_step == 4
+    assert again.global_step == 8
 
 
 @on_ranks(2)
@@ -407,4 +428,5 @@ def test_hooks_that_cannot_work_are_refused_with_what_to_write(rank):
         (reduces(2), ["'net.blocks.1'", "set_all_reduce_hook", "`on_before_optimizer_step`"]),
     ):
         message = failure(module, BATCHES[rank])
-        assert all(one in message for one in words), type(module)
+        for one in words:
+            assert one in message, type(module)

@@ -35,7 +35,8 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def minibatch(step: int) -> list[Tensor]:
-    return token_batches((*LENGTHS, [4] * 6)[step], seed=step)
+    sizes = (*LENGTHS, [4] * 6)[step]
+    return token_batches(sizes, seed=step)
 
 
 def one_process(
@@ -51,7 +52,10 @@ def one_process(
         batches = minibatch(step)
         optimizer.zero_grad()
         for index, tokens in enumerate(batches):
-            summed_loss(model, tokens, skip=skips[index] if skips else ()).backward()
+            skip = ()
+            if skips:
+                skip = skips[index]
+            summed_loss(model, tokens, skip=skip).backward()
         items = sum(tokens.numel() - 1 for tokens in batches)
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -98,20 +102,29 @@ def train(
     If it ``looks``, every rank also runs the model at the end of the step without going backward. Units stay gathered
     within ``keep`` bytes, or within what this memory leaves. ``edit`` changes parameters after an optimizer step.
     """
-    memory, budget = (HostMemory(2), keep) if isinstance(keep, int) else (keep, "auto")
+    if isinstance(keep, int):
+        memory, budget = (HostMemory(2), keep)
+    else:
+        memory, budget = (keep, "auto")
     init_gloo(rank)
     torch.manual_seed(0)
     model = Net(**net)
     if checkpointing:
         checkpointed(model)
-    policy = precision_policy(precision, torch.float32 if precision else None, communication != "collective")
-    shard_model(model, mesh_for("cpu", len(counts)), mixed_precision=policy, reshard_after_forward=reshard)
+    reduce_dtype = None
+    if precision:
+        reduce_dtype = torch.float32
+    policy = precision_policy(precision, reduce_dtype, communication != "collective")
+    mesh = mesh_for("cpu", len(counts))
+    shard_model(model, mesh, mixed_precision=policy, reshard_after_forward=reshard)
     if communication != "collective":
         options["gather_cache"] = GatherCache(budget, memory)
     engine = make_engine(communication, rank, **options)
     engine.attach(model)
     optimizer = optimizer_of(model)
-    start, losses, traffic = sum(counts[:rank]), [], [engine.traffic]
+    start = sum(counts[:rank])
+    losses = []
+    traffic = [engine.traffic]
     for step in range(STEPS):
         optimizer.zero_grad()
         engine.begin_minibatch(counts[rank], plan=f"step {step}")
@@ -119,8 +132,12 @@ def train(
         for index, tokens in list(enumerate(minibatch(step)))[start:end]:
             engine.begin_microbatch(index)
             engine.ledger.add(tokens.numel() - 1)
-            loss = summed_loss(model, tokens, skip=skips[index] if skips else ())
-            with engine.backward(more=looks or index + 1 < end):
+            skip = ()
+            if skips:
+                skip = skips[index]
+            loss = summed_loss(model, tokens, skip=skip)
+            more = looks or index + 1 < end
+            with engine.backward(more=more):
                 loss.backward()
             losses.append(loss.item())
         if looks:
@@ -133,6 +150,9 @@ def train(
         engine.publish()
         traffic.append(engine.traffic)
     engine.exchange("nothing is under way", None)
+    kept = 0
+    if "gather_cache" in options:
+        kept = options["gather_cache"].bytes
     result = {
         "parameters": full_parameters(model),
         "losses": losses,
@@ -141,7 +161,7 @@ def train(
         "reads": [after.reads - before.reads for before, after in itertools.pairwise(traffic)],
         "bytes": [after.bytes_read - before.bytes_read for before, after in itertools.pairwise(traffic)],
         "added": [after.bytes_added - before.bytes_added for before, after in itertools.pairwise(traffic)],
-        "kept": options["gather_cache"].bytes if "gather_cache" in options else 0,
+        "kept": kept,
     }
     engine.close()
     return result
@@ -150,7 +170,8 @@ def train(
 def assert_one_sided(result: dict[str, Any], rank: int, counts: tuple[int, ...]) -> None:
     """A rank that computed read from and added to every other rank, once or twice per unit and microbatch."""
     least = (len(counts) - 1) * counts[rank] * STEPS
-    assert (result["traffic"].reads > 0) == (counts[rank] > 0)
+    found = result["traffic"].reads > 0
+    assert found == (counts[rank] > 0)
     assert result["traffic"].reads >= least
     assert result["traffic"].adds >= least
 
@@ -162,11 +183,15 @@ def stock_fully_shard(
     init_gloo(rank)
     torch.manual_seed(0)
     model = Net(**net)
-    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32 if precision else None)
+    reduce_dtype = None
+    if precision:
+        reduce_dtype = torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=reduce_dtype)
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    optimizer, losses = optimizer_of(model), []
+    optimizer = optimizer_of(model)
+    losses = []
     for step in range(STEPS):
         batches = minibatch(step)
         items = sum(tokens.numel() - 1 for tokens in batches)
@@ -218,7 +243,8 @@ def test_equals_one_process(rank, name):
         assert bool(result["traffic"].reads) == (communication != "collective")
     if skips:  # a parameter without a microbatch has no gradient, or AdamW would decay it
         assert bool(result["without_grad"]) == (name == "never used")
-        assert all(one.startswith("blocks.1.") for one in result["without_grad"])
+        for one in result["without_grad"]:
+            assert one.startswith("blocks.1.")
 
 
 @on_ranks(2)
@@ -230,7 +256,10 @@ def test_equals_stock_fully_shard(rank, name):
     assert_same(result["parameters"], parameters)
     # The first step's losses come from the same parameters: equal bit for bit, whoever gathered them.
     assert result["losses"][:3] == losses[:3]
-    assert result["losses"] == pytest.approx(losses, rel=1e-5 if precision is None else 1e-2)
+    rel = 1e-2
+    if precision is None:
+        rel = 1e-5
+    assert result["losses"] == pytest.approx(losses, rel=rel)
     assert_one_sided(result, rank, (3, 3))
 
 
@@ -240,7 +269,8 @@ def test_three_ranks_and_sums_in_a_fixed_order_are_equal_bit_for_bit(rank):
     assert_same(one["parameters"], other["parameters"], tolerance=0)
     assert one["losses"] == other["losses"]
     assert_same(one["parameters"], one_process({}))
-    assert_same(train(rank, "on_demand", (2, 1, 3), {})["parameters"], one_process({}))
+    ours = train(rank, "on_demand", (2, 1, 3), {})["parameters"]
+    assert_same(ours, one_process({}))
 
 
 @on_ranks(3)
@@ -248,7 +278,8 @@ def test_fp64(rank):
     """``fully_shard`` treats fp64 parameters like fp16: it would divide before the comm object gets them."""
     torch.set_default_dtype(torch.float64)
     try:
-        result, expected = train(rank, "on_demand", (2, 1, 3), {}), one_process({})
+        result = train(rank, "on_demand", (2, 1, 3), {})
+        expected = one_process({})
     finally:
         torch.set_default_dtype(torch.float32)
     assert_same(result["parameters"], expected, 1e-9)
@@ -265,7 +296,8 @@ def test_four_ranks_and_units_kept_by_a_smaller_mesh_between_forward_and_backwar
         result = train(rank, "on_demand", counts, NETS[net], reshard=2, looks=True)
         assert_same(result["parameters"], one_process(NETS[net]))
         assert result["traffic"].reads > 0  # every rank looks
-        assert (result["traffic"].adds > 0) == (counts[rank] > 0)
+        found = result["traffic"].adds > 0
+        assert found == (counts[rank] > 0)
 
 
 def sharded(
@@ -323,7 +355,8 @@ class Adapted(nn.Module):
         self.adapter = nn.Linear(9, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.adapter(self.base(x.bfloat16()).float()).square().mean()
+        output = self.base(x.bfloat16()).float()
+        return self.adapter(output).square().mean()
 
 
 @on_ranks(2)
@@ -332,7 +365,8 @@ def test_a_unit_of_mixed_dtypes_travels_as_bytes(rank):
     for communication in ("on_demand", "collective"):
         model, engine, optimizer = sharded(rank, Adapted, communication)
         for step in range(STEPS):
-            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            x = torch.randn(4, 5, generator=generator)
             optimizer.zero_grad()
             engine.ledger.add(1)
             with engine.backward():
@@ -389,4 +423,5 @@ def test_a_closed_engine_hands_the_model_back(rank):
     for one in (model, alone):
         summed_loss(one, minibatch(0)[0]).backward()
     grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    assert_same(grads, {name: p.grad for name, p in alone.named_parameters()}, tolerance=1e-4)
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    assert_same(grads, expected, tolerance=1e-4)

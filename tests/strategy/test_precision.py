@@ -41,7 +41,9 @@ class Watched(Sgd):
         self.seen: set[Any] = set()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        dtype = None
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
         self.seen.add((self.net.head.weight.dtype, dtype))
         return self.mean_loss(batch)
 
@@ -60,12 +62,14 @@ def test_every_precision_computes_in_its_dtype_and_ends_where_fp32_does(rank, pr
     for communication in ("on_demand", "collective"):
         module = Watched()
         parameters = fitted(module, BATCHES[rank], precision=precision, communication=communication)
-        assert module.seen == {(compute, compute if "mixed" in precision else None)}
+        expected = {(compute, compute if "mixed" in precision else None)}
+        assert module.seen == expected
         assert {p.dtype for p in parameters.values()} == {kept}
         # The largest gradients lose a few times the spacing in forward and backward pass; parameters that are
         # kept in the dtype lose half of it, relative to values below 4, at the start and in each of 3 steps.
         bound = 8 * spacing * moved + (0 if kept is torch.float32 else 4 * 2 * spacing)
-        assert (flat(parameters) - reference).abs().max() < bound
+        largest = (flat(parameters) - reference).abs().max()
+        assert largest < bound
 
 
 class Overflows(Sgd):
@@ -78,9 +82,13 @@ class Overflows(Sgd):
         self.tiny = torch.nn.Parameter(torch.ones(1))  # of which rank 1 has no element
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.mean_loss(batch) + 0.1 * self.tiny.float().sum() + 0.1 * self.scalar
+        total = self.tiny.float().sum()
+        loss = self.mean_loss(batch) + 0.1 * total + 0.1 * self.scalar
         if batch_idx == 1 and self.global_rank == 1:
-            source = self.scalar if self.in_scalar else self.net.embed.weight[0, 0]
+            if self.in_scalar:
+                source = self.scalar
+            else:
+                source = self.net.embed.weight[0, 0]
             loss = loss + source * float("inf")
         return loss
 
@@ -95,14 +103,17 @@ def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(rank, in_scalar, 
     found = []
 
     def look(own: Any) -> None:
-        found.append((own.trainer.precision_plugin.scaler.get_scale(), full_parameters(own)))
+        scale = own.trainer.precision_plugin.scaler.get_scale()
+        found.append((scale, full_parameters(own)))
 
     module = doing(Overflows(in_scalar), on_train_batch_end=look)
     fit(module, BATCHES[rank], precision="16-mixed", communication=communication)
     scales, after = zip(*found, strict=True)
-    assert scales == (FULL, FULL / 2, FULL / 2)
+    expected = (FULL, FULL / 2, FULL / 2)
+    assert scales == expected
     assert [are_equal(*pair) for pair in itertools.pairwise(after)] == [True, False]
-    assert all(bool(p.isfinite().all()) for p in after[-1].values())
+    for p in after[-1].values():
+        assert bool(p.isfinite().all())
 
 
 def _restored(path: Path) -> float:
@@ -112,7 +123,8 @@ def _restored(path: Path) -> float:
 
 @on_ranks(2)
 def test_the_scale_is_saved_and_restored_and_that_of_another_strategy_is_taken_over(rank, tmp_path):
-    t = fit(Sgd("items"), [Minibatch([]), Minibatch(BATCHES[rank][rank:])], precision="16-mixed")
+    microbatches = BATCHES[rank][rank:]
+    t = fit(Sgd("items"), [Minibatch([]), Minibatch(microbatches)], precision="16-mixed")
     t.precision_plugin.scaler.update(128.0)
     t.save_checkpoint(path := tmp_path / "odc.ckpt")
     assert _restored(path) == 128.0
@@ -120,7 +132,8 @@ def test_the_scale_is_saved_and_restored_and_that_of_another_strategy_is_taken_o
     assert checkpoint.pop("ODCPrecision")["scale"] == 128.0
     for plugin in ("FSDPPrecision", "MixedPrecision"):
         other = tmp_path / f"{plugin}{rank}.ckpt"
-        torch.save({**checkpoint, plugin: {**LossScaler("cpu").state_dict(), "scale": 32.0}}, other)
+        state = LossScaler("cpu").state_dict()
+        torch.save({**checkpoint, plugin: {**state, "scale": 32.0}}, other)
         assert _restored(other) == 32.0
 
 
@@ -150,15 +163,24 @@ class OfItems(Sgd):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
-        return {"loss": output["loss"] * self.per_token, "num_items": output["num_items"] * self.per_token}
+        loss = output["loss"] * self.per_token
+        return {"loss": loss, "num_items": output["num_items"] * self.per_token}
 
 
 def weighted_fit(rank: int, counts: Any, way: str, weight: float, **options: Any) -> Any:
     """In 24 steps, the weight is that of a microbatch, or of a token that a step counts."""
-    module, data = OfItems(weight) if "sums" in way else Sgd(lr=LR), []
+    if "sums" in way:
+        module = OfItems(weight)
+    else:
+        module = Sgd(lr=LR)
+    data = []
     for step in range(24):
-        batches = token_batches([5, 9][: counts[step % 3][rank]], seed=2 * step + rank)
-        weights = None if "sums" in way else [weight] * len(batches)
+        sizes = [5, 9][: counts[step % 3][rank]]
+        batches = token_batches(sizes, seed=2 * step + rank)
+        if "sums" in way:
+            weights = None
+        else:
+            weights = [weight] * len(batches)
         data += batches if way == "plain sums" else [Minibatch(batches, weights)]
     t = fit(module, data, deterministic=True, **options)
     return t.precision_plugin, flat(full_parameters(module))
@@ -178,16 +200,22 @@ WEIGHTED: list[tuple[str, Any, dict[str, Any]]] = [
 @on_ranks(2)
 @pytest.mark.parametrize(("way", "counts", "options"), fast(WEIGHTED, WEIGHTED[0], WEIGHTED[3]))
 def test_weights_and_sums_do_not_count_against_the_range_of_fp16(rank, way, counts, options):
-    start, expected, scales = flat(full_parameters(Sgd(lr=LR))), None, set()
+    start = flat(full_parameters(Sgd(lr=LR)))
+    expected = None
+    scales = set()
     for weight in (1.0, 4096.0, 1e6):
         plugin, parameters = weighted_fit(rank, counts, way, weight, **options)
         if options["precision"] == "16-mixed":
             scales.add(plugin.scaler.get_scale())
-        expected = parameters if expected is None else expected
+        if expected is None:
+            expected = parameters
         assert (expected - start).abs().max() > 0.03
         assert parameters.isfinite().all()
         # 4096 is a power of two, 1e6 is 0.95 of one: other roundings of fp16 in each of 24 steps.
-        bound = 0.0 if weight == 4096 else 24 * LR * 2**-10 * 8
+        if weight == 4096:
+            bound = 0.0
+        else:
+            bound = 24 * LR * 2**-10 * 8
         assert (parameters - expected).abs().max() <= bound, weight
     # At most one step is skipped, which halves the scale.
     assert options["precision"] == "16-true" or scales in ({FULL}, {FULL / 2})
@@ -198,7 +226,8 @@ class Lightens(Sgd):
 
     def train_dataloader(self) -> Any:
         epoch = self.trainer.current_epoch
-        tokens = token_batches([5, 9], seed=2 * epoch + self.global_rank)
+        seed = 2 * epoch + self.global_rank
+        tokens = token_batches([5, 9], seed=seed)
         return loader([Minibatch([batch], weights=[[4096.0, 64.0][epoch]]) for batch in tokens])
 
 
@@ -206,7 +235,9 @@ class Lightens(Sgd):
 @pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
 def test_the_unit_of_weights_is_resumed(rank, precision, tmp_path):
     options = {"precision": precision, "deterministic": True, "reload_dataloaders_every_n_epochs": 1}
-    whole, resumed, path = Lightens(lr=LR), Lightens(lr=LR), tmp_path / "odc.ckpt"
+    whole = Lightens(lr=LR)
+    resumed = Lightens(lr=LR)
+    path = tmp_path / "odc.ckpt"
     state = fit(whole, None, max_epochs=2, **options).precision_plugin.state_dict()
     fit(Lightens(lr=LR), None, **options).save_checkpoint(path)
     t = fit(resumed, None, max_epochs=2, ckpt_path=path, **options)
@@ -229,9 +260,12 @@ class OfOne(Sgd):
 def test_losses_of_a_minibatch_are_summed_in_fp32(rank):
     """In bf16, 256 + 1 is 256; in fp16, 100 * 1000 is infinite."""
     for precision in ("bf16-true", "16-true"):
-        module, many = OfOne(), Minibatch(token_batches([3]) * 300, weights=[1000.0] * 300)
+        module = OfOne()
+        microbatches = token_batches([3]) * 300
+        many = Minibatch(microbatches, weights=[1000.0] * 300)
         fit(module, [many], 1, precision=precision)
-        assert (module.reported.dtype, float(module.reported)) == (torch.float32, 1.0)
+        assert module.reported.dtype == torch.float32
+        assert float(module.reported) == 1.0
 
 
 def test_what_a_plugin_takes():
@@ -256,7 +290,8 @@ class Spectral(nn.Module):
         self.filter = nn.Parameter(torch.randn(width, width // 2 + 1, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) @ self.filter.T @ self.filter, n=x.shape[-1])
+        spectrum = torch.fft.rfft(x)
+        return torch.fft.irfft(spectrum @ self.filter.T @ self.filter, n=x.shape[-1])
 
 
 class Precise(nn.Module):
@@ -264,7 +299,8 @@ class Precise(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, width, dtype=torch.float64))
+        values = torch.linspace(0.5, 1.5, width, dtype=torch.float64)
+        self.gain = nn.Parameter(values)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x.double() * self.gain).to(x.dtype)
@@ -273,7 +309,8 @@ class Precise(nn.Module):
 class MixedBlock(Block):
     def __init__(self) -> None:
         super().__init__()
-        self.spectral, self.precise = Spectral(WIDTH), Precise(WIDTH)
+        self.spectral = Spectral(WIDTH)
+        self.precise = Precise(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.precise(torch.tanh(self.spectral(x)))
@@ -305,10 +342,13 @@ OTHER_STEPS = [[tokens[:2], tokens[2:]] for tokens in (token_batches([5, 9, 4], 
 @on_ranks(2)
 def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(rank, tmp_path):
     """Under mixed precision, both communications round them alike."""
-    start, rounded = full_parameters(MixedDtypes()), []
+    start = full_parameters(MixedDtypes())
+    rounded = []
     for communication in ("on_demand", "collective"):
-        batches, options = [Minibatch(ranks[rank][:1]) for ranks in OTHER_STEPS], {}
-        single, steps = batches, [[own[0] for own in ranks] for ranks in OTHER_STEPS]
+        batches = [Minibatch(ranks[rank][:1]) for ranks in OTHER_STEPS]
+        options = {}
+        single = batches
+        steps = [[own[0] for own in ranks] for ranks in OTHER_STEPS]
         if communication == "on_demand":
             batches = [Minibatch(ranks[rank]) for ranks in OTHER_STEPS]
             steps = [[batch for own in ranks for batch in own] for ranks in OTHER_STEPS]
@@ -317,19 +357,28 @@ def test_fp64_and_complex_parameters_and_buffers_train_as_in_one_process(rank, t
         before = _dtypes_of(module)
         t = fit(module, batches, communication=communication, gradient_clip_val=CLIP, **options)
         t.save_checkpoint(path := tmp_path / f"{communication}.ckpt")
-        trained, expected = full_parameters(module), one_process(MixedDtypes(), steps, CLIP)
+        trained = full_parameters(module)
+        expected = one_process(MixedDtypes(), steps, CLIP)
         for value, reference in zip(trained.values(), expected.values(), strict=True):
             torch.testing.assert_close(value, reference, rtol=1e-5, atol=1e-6)
         assert _dtypes_of(module) == before
         assert float(module.since) == SINCE
         resumed = fitted(MixedDtypes(), [], communication=communication, ckpt_path=path)
-        assert all(torch.equal(*pair) for pair in zip(resumed.values(), trained.values(), strict=True))
+        for pair in zip(resumed.values(), trained.values(), strict=True):
+            assert torch.equal(*pair)
         rounded.append(fitted(MixedDtypes(), single, communication=communication, precision="bf16-mixed"))
     ours, stock = rounded
     for name, value in start.items():
         # torch 2.15 casts gradients of fp64 elsewhere: one rounding to bf16. Others are sums of two numbers.
-        moved = (stock[name] - value).abs().max().item() if value.dtype == torch.float64 else 0.0
-        bounds = {"rtol": 0, "atol": 2**-8 * moved + 1e-6} if moved else {"rtol": 1e-5, "atol": 1e-6}
+        moved = 0.0
+        if value.dtype == torch.float64:
+            largest = (stock[name] - value).abs().max()
+            moved = largest.item()
+        if moved:
+            atol = 2**-8 * moved + 1e-6
+            bounds = {"rtol": 0, "atol": atol}
+        else:
+            bounds = {"rtol": 1e-5, "atol": 1e-6}
         torch.testing.assert_close(ours[name], stock[name], **bounds)
         assert not value.is_complex() or (ours[name] - value).imag.abs().max() > 1e-4
 
@@ -346,8 +395,13 @@ def test_quantised_weights_keep_their_storage():
             module = nn.Linear(2, 2, bias=False)
             module.stored = Stored(torch.ones(3, dtype=dtype), requires_grad=False)
             module = ODCPrecision(precision).convert_module(module)
-            assert (module.stored.dtype, type(module.stored)) == (dtype, Stored)
-            assert module.weight.dtype == (torch.float32 if precision == "32-true" else torch.bfloat16)
+            assert module.stored.dtype == dtype
+            assert type(module.stored) is Stored
+            if precision == "32-true":
+                expected = torch.float32
+            else:
+                expected = torch.bfloat16
+            assert module.weight.dtype == expected
 
 
 def test_what_a_precision_does_not_name_stays():
@@ -355,12 +409,16 @@ def test_what_a_precision_does_not_name_stays():
     narrow = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
     for precision in ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"):
         kind = precision.split("-")
-        named = {"32": real[:2], "bf16": real, "16": real}[kind[0]] if kind[1] == "true" else ()
+        named = ()
+        if kind[1] == "true":
+            named = {"32": real[:2], "bf16": real, "16": real}[kind[0]]
         plugin = ODCPrecision(precision)
         for dtype in (*real, torch.complex64, torch.complex128, torch.int64, torch.bool):
             module = nn.Module()
             module.register_buffer("kept", torch.ones(3, dtype=dtype), persistent=False)
-            expected = narrow[precision] if dtype in named else dtype
+            expected = dtype
+            if dtype in named:
+                expected = narrow[precision]
             assert plugin.convert_module(module).kept.dtype == expected
             (converted,) = plugin.convert_input([torch.ones(3, dtype=dtype)])
             assert converted.dtype == (expected if named else torch.float32 if dtype in real[:2] else dtype)

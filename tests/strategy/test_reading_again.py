@@ -37,7 +37,8 @@ def samples() -> list[Sample]:
         tokens = torch.randint(11, (length + 1,), generator=generator)
         labels = tokens[1:].clone()
         labels[: length // 3] = -100
-        made.append({"input_ids": tokens[:-1], "labels": labels})
+        input_ids = tokens[:-1]
+        made.append({"input_ids": input_ids, "labels": labels})
     return made
 
 
@@ -50,12 +51,11 @@ def padded(batch: list[Sample]) -> dict[str, Tensor]:
 
 def packed(batch: list[Sample]) -> dict[str, Any]:
     lengths = torch.tensor([len(one["labels"]) for one in batch])
-    return {
-        "input_ids": torch.cat([one["input_ids"] for one in batch])[None],
-        "labels": torch.cat([one["labels"] for one in batch])[None],
-        "cu_seqlens": nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
-        "max_length_q": int(lengths.max()),
-    }
+    input_ids = torch.cat([one["input_ids"] for one in batch])[None]
+    labels = torch.cat([one["labels"] for one in batch])[None]
+    cu_seqlens = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    max_length_q = int(lengths.max())
+    return {"input_ids": input_ids, "labels": labels, "cu_seqlens": cu_seqlens, "max_length_q": max_length_q}
 
 
 def length_of(sample: Sample) -> int:
@@ -71,7 +71,9 @@ class Labelled(Short):
 
     def __init__(self, place: str = "", phase: str = "", fits: int = 10**9) -> None:
         super().__init__()
-        self.where, self.fits, self.tokens = (place, phase), fits, 0
+        self.where = (place, phase)
+        self.fits = fits
+        self.tokens = 0
         self.ran: list[int] = []
 
     def runs_out(self, place: str, phase: str) -> bool:
@@ -99,25 +101,31 @@ LOADERS: dict[str, tuple[Any, Any, dict[str, Any], tuple[str, str]]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does(rank, name):
-    alone, losses = Labelled(), []
+    alone = Labelled()
+    losses = []
     for sample in samples():
-        logits, options = alone.net(sample["input_ids"][None])[0], {"ignore_index": -100, "reduction": "none"}
+        logits = alone.net(sample["input_ids"][None])[0]
+        options = {"ignore_index": -100, "reduction": "none"}
         losses.append(nn.functional.cross_entropy(logits, sample["labels"], **options))
-    (torch.cat(losses).sum() / sum(int((one["labels"] != -100).sum()) for one in samples())).backward()
+    total = torch.cat(losses).sum()
+    (total / sum(int((one["labels"] != -100).sum()) for one in samples())).backward()
     alone.configure_optimizers().step()
     collate_fn, data, options, (place, phase) = LOADERS[name]
     module = Labelled(place, phase, 14 if rank == 1 else 10**9)
-    options = {"minibatch_size": len(LENGTHS) // 2, "max_tokens": 40, "collate_fn": collate_fn, **options}
+    minibatch_size = len(LENGTHS) // 2
+    options = {"minibatch_size": minibatch_size, "max_tokens": 40, "collate_fn": collate_fn, **options}
     fits.fit(module, BalancedDataLoader(data(), **options))
     assert rank == 0 or module.trips or name == "stolen"  # whoever comes first runs what is too long
-    assert differences(module.states[-1:], [full_parameters(alone)])[0] < TOLERANCE
+    ours = module.states[-1:]
+    assert differences(ours, [full_parameters(alone)])[0] < TOLERANCE
 
 
 class Hooks:
     """Hooks that need a batch, not a `Minibatch`; they note that they have seen it."""
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return {**batch, "seen": [*batch.get("seen", []), "before", *batch["labels"].shape]}
+        seen = [*batch.get("seen", []), "before", *batch["labels"].shape]
+        return {**batch, "seen": seen}
 
     def transfer_batch_to_device(self, batch: Any, *where: Any) -> Any:
         batch = super().transfer_batch_to_device(batch, *where)
@@ -134,11 +142,13 @@ class Checked(Labelled):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         time.sleep(self.seconds)
-        assert batch["seen"] == ["before", *batch["labels"].shape, "to", "after"]
+        expected = ["before", *batch["labels"].shape, "to", "after"]
+        assert batch["seen"] == expected
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        assert batch["seen"] == ["before", *batch["labels"].shape, "to", "after"]
+        expected = ["before", *batch["labels"].shape, "to", "after"]
+        assert batch["seen"] == expected
 
 
 class Hooked(Hooks, Checked):
@@ -148,10 +158,13 @@ class Hooked(Hooks, Checked):
 class Data(LightningDataModule):
     def train_dataloader(self) -> Any:
         shape = {"lengths": LENGTHS * 4, "max_tokens": 20, "collate_fn": padded}
-        return BalancedDataLoader(samples() * 4, minibatch_size=24, balance="steal", **shape)
+        dataset = samples() * 4
+        return BalancedDataLoader(dataset, minibatch_size=24, balance="steal", **shape)
 
     def val_dataloader(self) -> Any:
-        return loader([Minibatch([padded(samples()[:2]), padded(samples()[2:])]), padded(samples())])
+        batch = samples()[:2]
+        microbatches = [padded(batch), padded(samples()[2:])]
+        return loader([Minibatch(microbatches), padded(samples())])
 
 
 class HookedData(Hooks, Data):
@@ -162,8 +175,14 @@ class HookedData(Hooks, Data):
 @pytest.mark.parametrize("in_data", [False, True], ids=["module", "data module"])
 def test_transfer_hooks_see_each_microbatch_once_whoever_runs_it_and_however_often(rank, in_data):
     module = (Checked if in_data else Hooked)("1", "backward", 14)
-    module.seconds = 0.05 if rank == 0 else 0.0
-    data = HookedData() if in_data else Data()
+    if rank == 0:
+        module.seconds = 0.05
+    else:
+        module.seconds = 0.0
+    if in_data:
+        data = HookedData()
+    else:
+        data = Data()
     t = trainer(2, balance="auto")
     t.fit(module, datamodule=data)
     t.validate(module, datamodule=data, verbose=False)
@@ -197,7 +216,8 @@ def test_a_microbatch_begins_again_with_the_random_numbers_that_it_began_with(ra
         rows = [torch.arange(4 + step)[None] for step in range(3)]
         fits.fit(module, [Minibatch([row, row + 1]) for row in rows], deterministic=True)
     assert modules[1].trips == 3 * rank
-    assert all(fits.are_equal(*pair) for pair in zip(*(one.states for one in modules), strict=True))
+    for pair in zip(*(one.states for one in modules), strict=True):
+        assert fits.are_equal(*pair)
 
 
 class RunsOut(Padded):
@@ -218,7 +238,8 @@ class RunsOut(Padded):
 @on_ranks(2)
 def test_a_microbatch_that_runs_out_lowers_the_cap_of_all_ranks_and_says_so_once(rank):
     samples = [torch.ones(1 + number % 20, dtype=torch.long) for number in range(400)]
-    module, monitor = RunsOut(), DeviceIdleMonitor(every_n_steps=1)
+    module = RunsOut()
+    monitor = DeviceIdleMonitor(every_n_steps=1)
     options = {"balance": "lb_mini", "keep_gathered": 0, "max_tokens": 40, "accumulate_grad_batches": 8}
     data = DataLoader(samples, batch_size=1, collate_fn=pad, shuffle=True)
     with warned() as caught:
@@ -230,7 +251,8 @@ def test_a_microbatch_that_runs_out_lowers_the_cap_of_all_ranks_and_says_so_once
     assert own.max_tokens == cap
     assert own.state_dict()["memory"]["cap"]["ran_out"] == 1
     later = module.held[len(module.held) // 2 :]
-    assert later and max(later) <= cap < max(held)
+    assert later
+    assert max(later) <= cap < max(held)
     if rank == 0:
         logged = {name: value for name, value in monitor.last_step.items() if "memory" in name}
         assert logged == {"memory/max_tokens": cap, "memory/ran_out": 1}

@@ -150,7 +150,8 @@ def test_what_a_hook_of_the_first_batch_sets_is_there_when_the_loss_is_tried_aga
     assert len(cuts) == STEPS
     assert cuts[:planned] == WHOLE[:planned]
     for step, whole in zip(cuts[planned:], WHOLE[planned:], strict=True):
-        assert 1.5 * most(step) < most(whole), (step, whole)
+        found = 1.5 * most(step)
+        assert found < most(whole), (step, whole)
     assert error_of(module) < 1e-6
     assert rank > 0 or "Loss: mean over samples (checked)." in words, words
     assert "stay whole" not in words
@@ -178,7 +179,8 @@ def test_what_never_comes_is_said_once_and_batches_stay_whole_on_all_ranks(rank,
     assert cuts == WHOLE
     assert error_of(module) < 1e-6
     assert words.count("a trial of training_step failed (AttributeError: ") == (rank == 0), words
-    assert words.count("our batches stay whole") == 2 * (rank == 0), "the warning, and what was chosen"
+    expected = 2 * (rank == 0)
+    assert words.count("our batches stay whole") == expected, "the warning, and what was chosen"
 
 
 class Late(Traces):
@@ -210,19 +212,15 @@ class Looks(Callback):
 
 @on_ranks(2)
 def test_the_second_trial_leaves_no_trace(rank, tmp_path):
-    module, looks = Late(), Looks()
+    module = Late()
+    looks = Looks()
     with said() as text:
-        fit(
-            module,
-            DataLoader(samples(), BATCH, collate_fn=collate),
-            balance="auto",
-            callbacks=[looks],
-            logger=True,
-            default_root_dir=tmp_path,
-        )
+        data_loader = DataLoader(samples(), BATCH, collate_fn=collate)
+        fit(module, data_loader, balance="auto", callbacks=[looks], logger=True, default_root_dir=tmp_path)
     assert rank > 0 or "(checked)" in text.getvalue()
     # The last entry is whether `log` is replaced, which it is in every step.
-    assert module.first.rpartition(",")[0] == looks.before.rpartition(",")[0]
+    found = module.first.rpartition(",")[0]
+    assert found == looks.before.rpartition(",")[0]
     torch.manual_seed(5)
     assert looks.drawn == torch.rand(1).item(), "random numbers go on where they were"
     assert set(looks.logged) == {"loss", "mean"}

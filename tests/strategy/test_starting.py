@@ -23,7 +23,8 @@ def listening(port: int) -> set[str]:
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
-            address, state = line.split()[1], line.split()[3]
+            address = line.split()[1]
+            state = line.split()[3]
             digits, _, number = address.partition(":")
             if state == "0A" and int(number, 16) == port:
                 words = [bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8)]
@@ -56,4 +57,5 @@ def test_the_store_of_a_job_on_one_machine_listens_on_the_loopback_alone(kind):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         assert listening(port) == {"127.0.0.1"}, "what this test looks at"
-    assert run_ranks(started_by_lightning, port, kind) == [[{"127.0.0.1"}]] * 2
+    expected = [[{"127.0.0.1"}]] * 2
+    assert run_ranks(started_by_lightning, port, kind) == expected

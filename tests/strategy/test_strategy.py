@@ -56,7 +56,8 @@ def test_other_communications_end_in_the_same_parameters(rank):
 @on_ranks(2)
 def test_accumulated_minibatches_are_one_minibatch(rank):
     first, second, third = steps_of()
-    expected = one_process(TokenModule("items", lr=LR), [[*first, *second], third])
+    token_module = TokenModule("items", lr=LR)
+    expected = one_process(token_module, [[*first, *second], third])
     ours = fitted(TokenModule("items", lr=LR), shares(rank, (5, 1)), accumulate_grad_batches=2)
     assert_same(ours, expected)
 
@@ -78,16 +79,22 @@ def test_the_parameters_do_not_depend_on_where_shards_and_units_are(rank, name):
     _, watch = train(rank, (4, 2), **options)
     assert rank > 0 or watch.reads == reads
     # The loss of a step is that of the minibatch, not of its last microbatch.
-    own, alone = steps_of()[0][:4] if rank == 0 else steps_of()[0][4:], TokenModule(lr=LR)
+    if rank == 0:
+        own = steps_of()[0][:4]
+    else:
+        own = steps_of()[0][4:]
+    alone = TokenModule(lr=LR)
     with torch.no_grad():
         total = sum(summed_loss(alone.net, batch).item() for batch in own)
-    assert watch.losses[0] == pytest.approx(total / sum(b.numel() - 1 for b in own), rel=1e-6)
+    expected = pytest.approx(total / sum(b.numel() - 1 for b in own), rel=1e-6)
+    assert watch.losses[0] == expected
 
 
 def train(
     rank: int, counts: tuple[int, ...], returns: str = "items", is_weighted: bool = False, **options: Any
 ) -> tuple[TokenModule, Watch]:
-    module, watch = TokenModule(returns, lr=LR), Watch()
+    module = TokenModule(returns, lr=LR)
+    watch = Watch()
     fit(module, shares(rank, counts, is_weighted), len(counts), callbacks=[watch], **options)
     assert_same(full_parameters(module), reference("items" if is_weighted else returns))
     return module, watch
@@ -97,5 +104,7 @@ def check_counts(rank: int, counts: tuple[int, ...]) -> None:
     """The parameters are those of one process, whatever a step returns."""
     for returns, is_weighted in (("items", False), ("mean", True), ("mean", False)):
         module, watch = train(rank, counts, returns, is_weighted)
-        assert len(module.seen) == counts[rank] * len(LENGTHS)
-        assert (watch.reads > 0) == (len(counts) > 1 and counts[rank] > 0)
+        expected = counts[rank] * len(LENGTHS)
+        assert len(module.seen) == expected
+        expected = len(counts) > 1 and counts[rank] > 0
+        assert (watch.reads > 0) == expected

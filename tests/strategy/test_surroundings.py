@@ -97,16 +97,20 @@ def test_loggers_bars_and_monitors(rank, tmp_path):
     assert t.current_epoch == 2  # EarlyStopping
     assert t.callback_metrics["lengths"] == 3 * sum(LENGTHS)
     assert t.callback_metrics["reads"] > 0
-    assert module.counted == sum(parameter.numel() for parameter in Module().parameters())
+    expected = sum(parameter.numel() for parameter in Module().parameters())
+    assert module.counted == expected
     if rank > 0:
         return
     with (tmp_path / "CSVLogger" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert {"lr-AdamW", "loss", "lengths", "val_loss"} <= rows[0].keys()
-    assert float([row["train/samples"] for row in rows if row["train/samples"]][-1]) == COUNTS[0] * 3 * 2
-    assert float([row["train/lengths"] for row in rows if row["train/lengths"]][-1]) == sum(LENGTHS[:4]) * 6
+    found = float([row["train/samples"] for row in rows if row["train/samples"]][-1])
+    assert found == COUNTS[0] * 3 * 2
+    found = float([row["train/lengths"] for row in rows if row["train/lengths"]][-1])
+    assert found == sum(LENGTHS[:4]) * 6
     rates = [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]]
-    assert (min(rates), max(rates)) == (pytest.approx(0.001), pytest.approx(0.01))
+    expected = (pytest.approx(0.001), pytest.approx(0.01))
+    assert (min(rates), max(rates)) == expected
     assert list((tmp_path / "TensorBoardLogger").glob("events.out.tfevents.*"))
 
 

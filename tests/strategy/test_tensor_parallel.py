@@ -117,7 +117,8 @@ def test_a_loader_of_the_user_is_shared_among_groups(rank):
 
 @on_ranks(4)
 def test_all_ranks_take_part_in_a_decision(rank):
-    module, decided = Module(), []
+    module = Module()
+    decided = []
 
     def decide() -> None:
         strategy = module.trainer.strategy
@@ -142,12 +143,14 @@ def test_waits_within_a_group_are_told_from_those_between_groups(rank, sleepers)
 @on_ranks(2)
 def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
     init_gloo(rank)
-    group, compiled = dist.new_group(), []
+    group = dist.new_group()
+    compiled = []
     watch: Any = GroupWatch(None, SimpleNamespace(ranks=[0, 1], name="theirs"))
     watch.begin_batch()
     reduced = funcol.all_reduce(torch.ones(3), "sum", group)
     time.sleep(0.1)
-    assert (reduced + 1).tolist() == [3.0] * 3
+    found = (reduced + 1).tolist()
+    assert found == [3.0] * 3
     dist.all_reduce(torch.ones(3), group=group)
     later, at_once = watch.read(watch.take_meetings(), True)
     assert later.ahead >= 1e8 > at_once.ahead == 0
@@ -157,7 +160,8 @@ def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
     )
     assert compiled, "watching keeps modules from being compiled"
     dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
-    assert not watch.complete and not watch.read(watch.take_meetings(), True)
+    assert not watch.complete
+    assert not watch.read(watch.take_meetings(), True)
     watch.begin_batch()  # the one before it was left out, and had no end
     watch.interrupt()
     dist.all_reduce(torch.ones(3), group=group)  # not in training
@@ -173,20 +177,25 @@ def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
 def test_a_group_that_runs_out_of_memory_runs_the_parts_together(rank):
     module = Module(fails_above=2)
     run(module, 4, balance="lb_mini")
-    assert max(len(ran) for ran in module.ran) == 2
+    found = max(len(ran) for ran in module.ran)
+    assert found == 2
     assert_same(full_parameters(module), reference(), CLOSE)
 
 
 def runs_out_alone(rank: int) -> None:
     init_gloo(rank)
     sample_group._PATIENCE = timedelta(seconds=1)
-    run(Module(fails_above=2 if rank == 1 else 1e9), 4, balance="lb_mini")
+    fails_above = 1e9
+    if rank == 1:
+        fails_above = 2
+    run(Module(fails_above=fails_above), 4, balance="lb_mini")
 
 
 @pytest.mark.slow
 def test_a_rank_that_runs_out_of_memory_alone_ends_the_job():
     outcomes = try_ranks(runs_out_alone, world_size=4, timeout=100)
-    assert all(outcome.exitcode for outcome in outcomes)
+    for outcome in outcomes:
+        assert outcome.exitcode
     assert "Of the group [0, 1], this rank ran out of memory and others did not" in outcomes[1].error
 
 
@@ -226,7 +235,9 @@ class Absent(Module):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
-        return None if len(self.ran) == 2 and self.global_rank in self.absent else loss
+        if len(self.ran) == 2 and self.global_rank in self.absent:
+            return None
+        return loss
 
 
 @on_ranks(4)
@@ -245,7 +256,8 @@ def leaves_out_alone(rank: int) -> None:
 @pytest.mark.slow
 def test_a_rank_that_leaves_out_a_microbatch_alone_is_told():
     outcomes = try_ranks(leaves_out_alone, world_size=4, timeout=100)
-    assert all(outcome.exitcode for outcome in outcomes)
+    for outcome in outcomes:
+        assert outcome.exitcode
     assert (
         "returned None for microbatch 0 on this rank, and not on all of its group [0, 1]" in outcomes[1].error
     )

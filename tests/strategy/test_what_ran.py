@@ -36,15 +36,21 @@ class Sized(list[Any]):
 
 
 def without_long(sample: Any) -> list[Any]:
-    return [sample] if len(sample["input_ids"]) < LONG else []
+    if len(sample["input_ids"]) < LONG:
+        return [sample]
+    return []
 
 
 def without_none(sample: Any) -> list[Any]:
-    return [] if sample is None else [sample]
+    if sample is None:
+        return []
+    return [sample]
 
 
 def some_twice(sample: Any) -> list[Any]:
-    return [sample, sample] if sample["label"] == 0 else [sample]
+    if sample["label"] == 0:
+        return [sample, sample]
+    return [sample]
 
 
 def some_none() -> Sized:
@@ -59,7 +65,9 @@ class Filtered:
 
     def __call__(self, batch: list[Any]) -> Any:
         kept = [one for sample in batch for one in self.change(sample)]
-        return collate(kept) if kept else None
+        if kept:
+            return collate(kept)
+        return None
 
 
 class Stream(IterableDataset[Any]):
@@ -73,18 +81,22 @@ def relative_error(
     kind: str, data: Any, change: Any, batch_size: int = 8, module_type: type[Losses] = Losses, **options: Any
 ) -> tuple[float, str]:
     """How far a step is from what is meant, as a part of what it moves; and the warnings."""
-    source: Any = samples() if isinstance(data, Stream) else data
+    source: Any = data
+    if isinstance(data, Stream):
+        source = samples()
     kept = [one for sample in source for one in change(sample)]
     expected = losses.meant(kind, [kept], 1)
     before = dict(Losses(kind).double().named_parameters())
     moved = largest_difference({name: before[name] for name in expected}, expected)
-    module, loader = module_type(kind).double(), DataLoader(data, batch_size, collate_fn=Filtered(change))
+    module = module_type(kind).double()
+    loader = DataLoader(data, batch_size, collate_fn=Filtered(change))
     if isinstance(data, Stream):
         options["length_fn"] = measure_ids
     with warned() as caught:
         fit(module, loader, max_steps=1, **options)
     trained: dict[str, Tensor] = full_parameters(module)
-    assert all(p.isfinite().all() for p in trained.values())
+    for p in trained.values():
+        assert p.isfinite().all()
     return largest_difference({n: trained[n] for n in expected}, expected) / moved, "\n".join(caught)
 
 
@@ -107,7 +119,10 @@ COMMUNICATION: list[dict[str, Any]] = [
 @pytest.mark.parametrize("change", fast([without_long, without_none, some_twice], without_long))
 def test_the_samples_that_ran_count(rank, kind, weighting, change):
     for options in COMMUNICATION:
-        data = some_none() if change is without_none else Sized(samples())
+        if change is without_none:
+            data = some_none()
+        else:
+            data = Sized(samples())
         error, text = relative_error(kind, data, change, weighting=weighting, **options)
         assert error < 1e-6, f"{options}: {text}"
         if "max_tokens" not in options:
@@ -206,7 +221,9 @@ def test_a_minibatch_of_which_nothing_is_left_on_all_ranks(rank, streamed, weigh
     kind = {"sample": "classes", "token": "padding as ignore_index"}[weighting]
     given = [*samples()[:1], *[None] * 31, *samples()]
     given[16], given[0] = given[0], given[16]
-    data: Any = Given(given) if streamed else given
+    data: Any = given
+    if streamed:
+        data = Given(given)
     expected = losses.meant(kind, [samples()[:1]], 1)
     module = Losses(kind).double()
     loader = DataLoader(data, 8, collate_fn=Filtered(without_none))
@@ -222,7 +239,8 @@ def test_a_minibatch_of_which_nothing_is_left_on_all_ranks(rank, streamed, weigh
     )
     assert t.global_step == 2
     trained = full_parameters(module)
-    assert largest_difference({name: trained[name] for name in expected}, expected) < 1e-6
+    found = largest_difference({name: trained[name] for name in expected}, expected)
+    assert found < 1e-6
 
 
 #: What a batch shows of its tokens: nothing, their number, one row, or a table.
@@ -245,9 +263,17 @@ def test_tokens_of_what_ran_are_exact_whether_or_not_a_batch_shows_them(name, ch
 
     def make(batch: list[Any]) -> Any:
         kept = [one for sample in batch for one in change(sample)]
-        return SHOWS[name](kept) if kept else None
+        if kept:
+            return SHOWS[name](kept)
+        return None
 
-    data: Any = Stream() if streamed else Sized(samples())
+    if streamed:
+        data: Any = Stream()
+    else:
+        data = Sized(samples())
+    window = None
+    if streamed:
+        window = 1
     loader = BalancedDataLoader(
         data,
         minibatch_size=16,
@@ -257,7 +283,7 @@ def test_tokens_of_what_ran_are_exact_whether_or_not_a_batch_shows_them(name, ch
         max_tokens=40,
         num_replicas=1,
         rank=0,
-        window=1 if streamed else None,
+        window=window,
     )
     with warnings.catch_warnings(action="ignore"):
         [minibatch] = list(loader)
@@ -283,5 +309,7 @@ def test_which_size_shows_the_samples():
         2,
         5,
     ]
-    assert found(lambda batch: torch.cat([s["series"] for s in batch])) == [None] * 3, "tokens alone"
-    assert found(lambda batch: {"x": torch.cat([s["input_ids"] for s in batch])[None]}) == [None] * 3
+    expected = [None] * 3
+    assert found(lambda batch: torch.cat([s["series"] for s in batch])) == expected, "tokens alone"
+    expected = [None] * 3
+    assert found(lambda batch: {"x": torch.cat([s["input_ids"] for s in batch])[None]}) == expected

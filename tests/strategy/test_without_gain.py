@@ -52,7 +52,10 @@ def error_of(module: Losses, steps: list[list[Any]], batches: Any = None) -> flo
     optimizer = reference.configure_optimizers()
     for step in steps:
         optimizer.zero_grad()
-        parts = [step] if batches is None else batches(step)
+        if batches is None:
+            parts = [step]
+        else:
+            parts = batches(step)
         for part in parts:
             loss = KINDS[kind](reference, collate(part))
             (loss / len(parts)).backward()
@@ -83,7 +86,8 @@ RULES: dict[str, tuple[str, Sequence[int], int, dict[str, Any], str]] = {
 def test_two_batches_of_45_and_56_tokens_train_the_mean_of_one_process(rank, name):
     kind, lengths, accumulated, options, counts = RULES[name]
     module, text, caught = trained(kind, lengths, 1, accumulate_grad_batches=accumulated, **options)
-    assert error_of(module, steps_of(lengths, 2 * accumulated)) < 1e-6
+    steps = steps_of(lengths, 2 * accumulated)
+    assert error_of(module, steps) < 1e-6
     assert not [warning for warning in caught if "batches" in warning]
     if rank == 0:
         assert NO_GAIN in text

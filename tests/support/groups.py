@@ -41,8 +41,8 @@ class Block(nn.Module):
         self.down = nn.Linear(12, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        down = self.down(torch.relu(self.up(self.norm(x))))
-        return x + down
+        output = self.down(torch.relu(self.up(self.norm(x))))
+        return x + output
 
 
 class Rows(Metric):

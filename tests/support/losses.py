@@ -126,8 +126,8 @@ class Losses(LightningModule):
 
     def log_probabilities(self, ids: Tensor) -> Tensor:
         """Of each text, as a sum over its tokens."""
-        head = self.head(self.states(ids))
-        each = -F.cross_entropy(head.transpose(1, 2), ids, reduction="none")
+        output = self.head(self.states(ids))
+        each = -F.cross_entropy(output.transpose(1, 2), ids, reduction="none")
         return (each * (ids != 0)).sum(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -142,13 +142,13 @@ class Losses(LightningModule):
 
 def _logits(m: Losses, b: Any) -> Tensor:
     """``[B, words, L]``, as `F.cross_entropy` takes them."""
-    head = m.head(m.states(b["input_ids"]))
-    return head.transpose(1, 2)
+    output = m.head(m.states(b["input_ids"]))
+    return output.transpose(1, 2)
 
 
 def _tokens(m: Losses, b: Any) -> Tensor:
-    head = m.head(m.states(b["input_ids"]))
-    return F.cross_entropy(head.flatten(0, 1), b["labels"].flatten())
+    output = m.head(m.states(b["input_ids"]))
+    return F.cross_entropy(output.flatten(0, 1), b["labels"].flatten())
 
 
 def _mean(each: Tensor, mask: Tensor) -> Tensor:
@@ -176,8 +176,8 @@ def _zero_head(m: Losses, b: Any) -> Tensor:
 
 
 def _margins(m: Losses, b: Any) -> Tensor:
-    log_probabilities = m.log_probabilities(b["input_ids"])
-    return log_probabilities - m.log_probabilities(b["rejected"])
+    chosen = m.log_probabilities(b["input_ids"])
+    return chosen - m.log_probabilities(b["rejected"])
 
 
 def _referenced(m: Losses, b: Any) -> Tensor:
@@ -201,8 +201,8 @@ def _distilled(m: Losses, b: Any) -> Tensor:
 
 
 def _ctc(m: Losses, b: Any) -> Tensor:
-    head = m.head(m.states(b["input_ids"]))
-    scores = head.log_softmax(-1).transpose(0, 1)
+    output = m.head(m.states(b["input_ids"]))
+    scores = output.log_softmax(-1).transpose(0, 1)
     lengths = b["attention_mask"].sum(1)
     return F.ctc_loss(scores, b["label"][:, None] + 1, lengths, torch.ones_like(lengths))
 
@@ -230,16 +230,16 @@ def _several_tasks(m: Losses, b: Any) -> dict[str, Any]:
 
 def _series(m: Losses, b: Any) -> Tensor:
     mask = b["attention_mask"].unsqueeze(-1)
-    mix = m.mix(b["series"])
-    total = (torch.tanh(mix) * mask).sum(1)
+    mixed = m.mix(b["series"])
+    total = (torch.tanh(mixed) * mask).sum(1)
     mean = total / mask.sum(1)
     return F.mse_loss(m.classes(mean), b["target"])
 
 
 def _noise_predicted(m: Losses, b: Any) -> Tensor:
     noise = torch.randn_like(b["series"])
-    mix = m.mix(b["series"] * 0.7 + noise)
-    errors = (mix - noise).square().sum(2)
+    mixed = m.mix(b["series"] * 0.7 + noise)
+    errors = (mixed - noise).square().sum(2)
     return _mean(errors, b["attention_mask"])
 
 

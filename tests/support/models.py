@@ -22,8 +22,8 @@ class Block(nn.Module):
         self.down = nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        down = self.down(torch.tanh(self.up(self.norm(x))))
-        return x + down
+        output = self.down(torch.tanh(self.up(self.norm(x))))
+        return x + output
 
 
 class Net(nn.Module):
