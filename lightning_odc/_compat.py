@@ -182,6 +182,40 @@ def reshards_after_forward(module: FSDPModule) -> bool | None:
     return True
 
 
+def reshards_after_backward(module: FSDPModule) -> bool:
+    """Whether a module is freed after its backward pass. Why: ``set_reshard_after_backward`` can be set, not asked."""
+    return all(group.reshard_after_backward for group in _groups_of(module))
+
+
+def before_backward(module: FSDPModule) -> None:
+    """What ``fully_shard`` does when a backward pass reaches an output of a module."""
+    # Why: it hangs it on the outputs themselves, and autograd loses it from a view that is changed in place. Torch 2.13
+    # warns of that. Calling it twice does no harm (torch 2.9 to 2.13).
+    module._get_fsdp_state()._pre_backward(torch.empty(0))
+
+
+def reduce_gradients(module: FSDPModule) -> None:
+    """What ``fully_shard`` does when a backward pass has left a module, if the gradients were kept until now."""
+    # Why: with second derivatives it would reduce in the inner pass, and lose what the outer one adds to gradients. No
+    # public method reduces later (torch 2.9 to 2.13).
+    for group in _groups_of(module):
+        group.post_backward()
+        group.finalize_backward()
+
+
+def take_history(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Let a tensor have the history of another one at the same place, as if it had been changed in place itself."""
+    # Why: a copy onto itself changes no number, but counts as a change to what was saved for the backward pass.
+    autograd: Any = torch.autograd  # the name is the same from torch 2.9 to 2.13
+    with autograd._unsafe_preserve_version_counter(tensor):
+        tensor.copy_(source)
+
+
+def allow_views_from_units() -> None:
+    """Silence the warning of torch 2.13 about units that return views, see Note [Calls of units]."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+
+
 def keeps_gradients(module: FSDPModule) -> bool:
     """Whether ``set_requires_gradient_sync(False)`` holds for a ``fully_shard``-ed module."""
     # Why: gradients that are still there after a backward pass are then no mistake, and it can be set but not asked

@@ -27,6 +27,7 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.late_gradients import LateHooks, Scalars
 from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.unit_calls import UnitCalls
 from lightning_odc.engine.units import Unit, find_units
 
 
@@ -38,7 +39,9 @@ class CollectiveEngine(Engine):
         self._world_size = world_size
         self._rendezvous = rendezvous
         self._units: list[Unit] = []
-        self._root: RootUnit  # from `attach` on
+        # From `attach` on:
+        self._root: RootUnit
+        self._calls: UnitCalls
         self._shards: list[nn.Parameter] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._late_hooks = LateHooks()
@@ -55,6 +58,7 @@ class CollectiveEngine(Engine):
         reset_units(model)
         self._units = find_units(model)
         self._root = RootUnit(self._units, model)
+        self._calls = UnitCalls(self._units, model)
         self._model = model
         self._scalars.attach(model, self._rendezvous)
         self._find_shards()
@@ -116,6 +120,7 @@ class CollectiveEngine(Engine):
         try:
             with self._scalars.backward(counts):
                 yield
+                self._calls.end_backward()
         except BaseException:
             for shard, kept in zip(self._shards, before, strict=True):
                 shard.grad = kept
@@ -152,6 +157,7 @@ class CollectiveEngine(Engine):
 
     def undo(self) -> Added | None:
         """Nothing that was added stays: `backward` has put back what was there before."""
+        self._calls.forget()
         units = [unit for unit in self._units if unit.is_gathered]
         forget_pass(self._model, [slot.registered_param for unit in units for slot in unit.slots])
         return None
@@ -197,12 +203,14 @@ class CollectiveEngine(Engine):
     def publish(self) -> None:
         """Collectives read the parameters themselves."""
         self.settled = False
+        self._calls.step_ended()
         self._find_shards()
 
     def refresh(self) -> None:
         self.publish()
 
     def reshard(self) -> None:
+        self._calls.forget()
         reset_units(self._model)
         self._root.shard()  # after a forward pass that broke off, too
 
@@ -213,6 +221,7 @@ class CollectiveEngine(Engine):
     def close(self) -> None:
         if self._model is not None:
             self._root.release()
+            self._calls.release()
             reset_units(self._model, self._failed)
             self._late_hooks.release(self._shards)
             self._scalars.close()

@@ -44,6 +44,7 @@ from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.streaming import stream
 from lightning_odc.engine.transports.base import Rendezvous, Transport
+from lightning_odc.engine.unit_calls import UnitCalls
 from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.engine.unit_window import Traffic, UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
@@ -56,6 +57,7 @@ class OnDemandEngine(Engine):
 
     # From `attach` on:
     _root: RootUnit
+    _calls: UnitCalls
     _additions: Additions
     _placeholders: Placeholders
     _staleness: StalenessGuard
@@ -113,6 +115,8 @@ class OnDemandEngine(Engine):
         self._units = find_units(model)
         self._root = RootUnit(self._units, model)
         self._on_close.callback(self._root.release)
+        self._calls = UnitCalls(self._units, model)
+        self._on_close.callback(self._calls.release)
         for unit in self._units:
             if _compat.reshards_after_forward(unit.modules[0]) is None:  # on demand, that is as ``True``
                 unit.modules[0].set_reshard_after_forward(True, recurse=False)
@@ -291,6 +295,7 @@ class OnDemandEngine(Engine):
         try:
             with self._scalars.backward(counts):
                 yield
+                self._calls.end_backward()
                 for one in self._sums:
                     one.take_in()  # not all of its parameters had a gradient
         finally:
@@ -316,6 +321,7 @@ class OnDemandEngine(Engine):
 
     def undo(self) -> Added | None:
         added = self._additions.undo()
+        self._calls.forget()
         whole = [parameter for unit in self._units for parameter in unit.reduced_now.values()]
         whole += [slot.registered_param for unit in self._units if unit.is_gathered for slot in unit.slots]
         for unit in self._units:
@@ -374,6 +380,7 @@ class OnDemandEngine(Engine):
     def publish(self) -> None:
         with self._timed(), self.traced("publish"):
             self.settled = False
+            self._calls.step_ended()
             self.protocol.next_version()
             self._publish_units()
             windows = self.protocol.windows
@@ -434,6 +441,7 @@ class OnDemandEngine(Engine):
         self._staleness.published()
 
     def reshard(self) -> None:
+        self._calls.forget()
         self._free(self._units)
         self._root.shard()
 

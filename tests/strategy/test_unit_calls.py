@@ -1,0 +1,272 @@
+"""Code that is right under DDP and calls units in other ways than `fully_shard` expects: same gradients.
+
+Each module trains two plain batches on each of two ranks, and is compared with one process. Tolerances: see
+`tests.support.fits`. Steps are plain SGD's, so a difference of parameters is one of gradients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from tests.support.fits import Watch, assert_same, fit, one_process
+from tests.support.models import full_parameters
+from tests.support.ranks import on_ranks
+
+WIDTH = 6
+
+
+class Linear3d(nn.Module):
+    """Ends in a `Linear` of three dimensions, whose output is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(self.norm(x))
+
+
+class Scaled(Linear3d):
+    """What `change` does with the input, before the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1.0, 1.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        x += self.shift
+        return super().forward(x)
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: int
+
+
+@dataclass
+class Record:
+    first: Tensor
+
+
+class Wraps(Linear3d):
+    """Returns its output in a container."""
+
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(super().forward(x))
+
+
+class Graph(Linear3d):
+    """Passes a dictionary on, as networks of atoms do, with the positions that it got."""
+
+    def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+        x = data["x"] + torch.sin(data["positions"]).sum(-1, keepdim=True)
+        return {**data, "x": torch.tanh(super().forward(x))}
+
+
+class Encoder(Linear3d):
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(self.norm(x)))
+
+
+class Kind(LightningModule):
+    """Three blocks between two layers; `run` says how a step goes through them."""
+
+    block: Any = Linear3d
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = not manual
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(self.block() for _ in range(3))
+        self.last = nn.Linear(WIDTH, 1)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        x = self.first(batch)
+        for block in self.blocks:
+            x = self.through(block, x)
+        return self.last(x).square().mean()
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        return block(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Multiplied(Kind):
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        y = block(x)
+        y *= torch.tensor([0.0, 1, 2, 3, 4, 5])
+        return y
+
+
+class Added(Kind):
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        y = block(x)
+        y += x
+        return y
+
+
+class Assigned(Kind):
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        y = block(x)
+        y[:, 0] = 0
+        return y + x
+
+
+class Filled(Kind):
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        return block(x).masked_fill_(x > 1, 0.5) + block(x).relu_()
+
+
+class ChangesInput(Kind):
+    """The caller uses what the block has changed."""
+
+    block = Scaled
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        x = x * 1.0
+        return block(x) + x
+
+
+class InATuple(Kind):
+    def block(self) -> Any:
+        return Wraps(lambda x: Pair(x, 3))
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        y = block(x).first
+        y *= 2
+        return y + x
+
+
+class InADict(InATuple):
+    def block(self) -> Any:
+        return Wraps(lambda x: {"first": [x]})
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        y = block(x)["first"][0]
+        y *= 2
+        return y + x
+
+
+class InADataclass(InATuple):
+    def block(self) -> Any:
+        return Wraps(Record)
+
+
+class InAnOutput(InATuple):
+    def block(self) -> Any:
+        return Wraps(lambda x: BaseModelOutput(last_hidden_state=x))
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        y = block(x).last_hidden_state
+        y *= 2
+        return y + x
+
+
+class OneByOne(Kind):
+    """A parent runs the members of its `Sequential`s itself."""
+
+    def block(self) -> Any:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        for layer in block:
+            x = layer(x)
+        return x
+
+
+class AnotherMethod(Kind):
+    """Every block is called, and one of them in another way, too."""
+
+    block = Encoder
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        return block.encode(x) + self.blocks[0](x)
+
+
+class Forces(Kind):
+    """The loss holds the gradient of an energy by positions."""
+
+    block = Graph
+
+    def loss(self, batch: Tensor) -> Tensor:
+        positions = batch.clone().requires_grad_()
+        data = {"positions": positions, "x": self.first(positions)}
+        for block in self.blocks:
+            data = block(data)
+        energy = self.last(data["x"])
+        (forces,) = torch.autograd.grad(energy.sum(), data["positions"], create_graph=True)
+        return energy.square().mean() + forces.square().sum(-1).mean()
+
+
+class Penalty(Kind):
+    """A penalty on the gradient of a critic, behind a pass that is not differentiated twice."""
+
+    def loss(self, batch: Tensor) -> Tensor:
+        near = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(super().loss(near), near, create_graph=True)
+        return super().loss(batch + 1) + (slope.norm(dim=-1) - 1).square().mean()
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        return torch.tanh(block(x)) + nn.functional.softplus(x)
+
+
+KINDS: Any = [
+    Kind,
+    Multiplied,
+    Added,
+    Assigned,
+    Filled,
+    ChangesInput,
+    InATuple,
+    InADict,
+    InADataclass,
+    InAnOutput,
+    OneByOne,
+    AnotherMethod,
+    Forces,
+    Penalty,
+]
+
+
+def batches_of(rank: int, count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(2, 3, WIDTH, generator=generator) for _ in range(count)]
+
+
+@pytest.mark.parametrize("communication", ["on_demand", "collective"])
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_same_parameters_as_one_process(rank: int, kind: Any, manual: bool, communication: str) -> None:
+    watch = Watch()
+    module = kind(manual)
+    fit(module, batches_of(rank, 3), communication=communication, callbacks=[watch], balance=None)
+    assert (watch.reads > 0) == (communication == "on_demand")
+    alone = kind()
+    one_process(alone, zip(batches_of(0, 3), batches_of(1, 3), strict=True))
+    assert_same(full_parameters(module), full_parameters(alone))
