@@ -9,13 +9,14 @@ from __future__ import annotations
 import inspect
 import io
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -27,14 +28,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.files import not_written, replacing, why_no_room
@@ -71,8 +71,43 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 
 def model_state(model: nn.Module, full: bool) -> dict[str, Any]:
-    """The model's state; if ``full`` assembled on rank 0 (empty elsewhere), else this rank's shards."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=full, cpu_offload=True))
+    """What ``model.state_dict()`` returns; if ``full`` assembled on rank 0 (empty elsewhere), else this rank's shards.
+
+    It may have rules of its own: other names, parts left out, extra state. All ranks together.
+    """
+    state = model.state_dict()
+    if full:
+        is_kept = dist.get_rank() == 0
+        state = apply_to_collection(state, Tensor, partial(_assembled, keep=is_kept))
+        if not is_kept:
+            return {}
+    return {_compat.checkpoint_name(name): value for name, value in state.items()}
+
+
+def load_model_state(model: nn.Module, saved: Mapping[str, Any], strict: bool) -> None:
+    """Load what `model_state` has returned, whole or in shards, through ``model.load_state_dict``."""
+    names = {_compat.checkpoint_name(name): name for name in model.state_dict()}
+    state = {names.get(name, name): value for name, value in saved.items()}
+    if type(model).load_state_dict is nn.Module.load_state_dict:
+        with _TakingParts():
+            found = model.load_state_dict(state, strict=False)
+        if strict:
+            check_names(found.missing_keys, found.unexpected_keys)
+    else:
+        with _TakingParts():
+            model.load_state_dict(state, strict=strict)
+
+
+class _TakingParts(TorchFunctionMode):
+    """A context in which a whole tensor can be copied into a shard, which takes its part."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.copy_ and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
+            target, value, *others = args
+            args = (target, part_of(value, target, _ADVICE), *others)
+        return func(*args, **(kwargs or {}))
 
 
 def optimizer_state(
@@ -153,11 +188,7 @@ def load(
     else:
         rest = _read(path, checkpoint_io, weights_only)
         saved_model = rest.pop("state_dict")
-        if strict:
-            check_names(saved_model.keys(), get_model_state_dict(model).keys())
-        # Every rank takes its part of what it read.
-        options = StateDictOptions(full_state_dict=True, strict=strict)
-        set_model_state_dict(model, saved_model, options=options)
+        load_model_state(model, saved_model, strict)
         if "current_model_state" in rest:  # a WeightAveraging callback will load both models itself
             rest["state_dict"] = saved_model
     saved = len(rest.setdefault("optimizer_states", []))
@@ -300,13 +331,21 @@ def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool 
     names = _names_in(path)
     parts = {name.partition(".")[0] for name in names}
     key = next(key for key in _MODEL_KEYS if key in parts)
-    state = {key: get_model_state_dict(model)}
+    state = {key: model_state(model, full=False)}
     if strict:
         prefix = f"{key}."
-        saved = [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-        check_names(saved, state[key].keys())
+        wanted = {name for name, value in state[key].items() if isinstance(value, Tensor)}
+        extra = tuple(
+            f"{prefix}{name}" for name in state[key].keys() - wanted
+        )  # whose parts have names there, too
+        saved = {
+            name.removeprefix(prefix)
+            for name in names
+            if name.startswith(prefix) and not name.startswith(extra)
+        }
+        check_names(wanted - saved, saved - wanted)
     load_distributed(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=not strict))
-    set_model_state_dict(model, state[key], options=StateDictOptions(strict=strict))
+    load_model_state(model, state[key], strict)
     metadata = path / _compat_lightning.METADATA_FILENAME
     rest: dict[str, Any] = torch.load(metadata, weights_only=weights_only)
     count = sum(part.startswith(_OPTIMIZER) for part in parts)
@@ -359,14 +398,12 @@ def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) ->
     return [named[name] for name in found]
 
 
-def check_names(saved: Collection[str], wanted: Collection[str]) -> None:
-    """Compare the names of parameters and buffers."""
-    missing = sorted(set(wanted) - set(saved))
-    unexpected = sorted(set(saved) - set(wanted))
+def check_names(missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Refuse a checkpoint that lacks names of parameters and buffers, or has others."""
     if missing or unexpected:
         raise RuntimeError(
-            f"The checkpoint does not fit the model: it lacks {missing} and has {unexpected} too many. To load what "
-            "fits, set `self.strict_loading = False` in the LightningModule."
+            f"The checkpoint does not fit the model: it lacks {sorted(missing)} and has {sorted(unexpected)} too many. "
+            "To load what fits, set `self.strict_loading = False` in the LightningModule."
         )
 
 
@@ -405,7 +442,7 @@ def assembled(state: dict[str, Any]) -> dict[str, Any]:
 
 def cut(checkpoint: dict[str, Any], model: nn.Module) -> None:
     """Cut the models in a full checkpoint into shards as ``model``, in place, as the callback loads them into it."""
-    shards = get_model_state_dict(model)
+    shards = model_state(model, full=False)
     for key in ("state_dict", "current_model_state"):
         if key not in checkpoint:
             continue

@@ -255,8 +255,9 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         return self.state_dict_type == "full"
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
         with self._ordinary_tensors():
-            return checkpoints.model_state(self.model, self._full)
+            return checkpoints.model_state(self.lightning_module, self._full)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return checkpoints.optimizer_state(self.model, optimizer, self._full, self.global_rank)
@@ -294,7 +295,9 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             optimizers = self._optimizers_with_state
         strict = self.lightning_module.strict_loading
         with self._ordinary_tensors():
-            rest = checkpoints.load(path, self.model, optimizers, strict, weights_only, self.checkpoint_io)
+            rest = checkpoints.load(
+                path, self.lightning_module, optimizers, strict, weights_only, self.checkpoint_io
+            )
             if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
                 self.load_optimizer_state_dict(rest)
             self._owes_schedulers = agree_with_loader(rest)
