@@ -316,6 +316,11 @@ def compiled_for_all_shapes() -> Iterator[None]:
         logger.removeFilter(watch)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is what ``torch.compile`` has made, or ``compile()`` was called on it (torch 2.9 to 2.13)."""
+    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+
+
 def attention_of(config: Any) -> str | None:
     """The attention implementation that a configuration of Hugging Face's names: ``"sdpa"``, ``"eager"``, ..."""
     # Why: ``attn_implementation=`` is how it is set, and nothing public reads it (transformers 4.36 to 5.23).

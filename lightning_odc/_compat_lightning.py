@@ -201,22 +201,6 @@ def set_process_group_backend(strategy: Any, backend: str) -> None:
         atexit.register(_lightning_distributed._destroy_dist_connection)
 
 
-def other_strategy_registry() -> Any | None:
-    """The registry of the separate ``pytorch_lightning`` package, if that is installed."""
-    # Why: ``pytorch_lightning.Trainer`` looks names up in a registry of its own, so ``"odc"`` must be there to explain
-    # itself. Importing the package after ``lightning`` costs less than 0.1 s.
-    if importlib.util.find_spec("pytorch_lightning") is None:
-        return None
-    log = rank_zero.log  # the import would turn it to its own logger in the whole process
-    try:
-        from pytorch_lightning.strategies import StrategyRegistry
-    except Exception:
-        return None  # a broken or foreign installation is none of our business
-    finally:
-        rank_zero.log = log
-    return StrategyRegistry
-
-
 def count_batch_once(trainer: Trainer) -> None:
     """Let values that hooks log about the current batch weigh 1, unless they say ``batch_size=``."""
     # Why: Lightning would look for the first tensor in the batch, and an empty `Minibatch` has none.

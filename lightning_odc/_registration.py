@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_odc import _compat_lightning
 from lightning_odc.strategy.odc import ODCStrategy
 
 NAMES = ("odc", "odc_plain")
+#: Where the separate package has a registry of its own.
+_OTHER = "pytorch_lightning.strategies"
 
 
 def register() -> None:
     """Register the strategies with Lightning's Trainer and Fabric. Safe to call again."""
     if ODCStrategy.strategy_name not in StrategyRegistry:
         ODCStrategy.register_strategies(StrategyRegistry)
-    other = _compat_lightning.other_strategy_registry()
     for name in NAMES:
         if name not in STRATEGY_REGISTRY:
             describe = "On-demand communication in Fabric"
             STRATEGY_REGISTRY.register(name, _fabric_strategy, description=describe)
-        if other is not None and name not in other:
-            other.register(name, _explain_other_trainer, description="see lightning_odc", word=name)
+    other = sys.modules.get(_OTHER)
+    if other is not None:
+        _explain_in(other)
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
 
 
 def _fabric_strategy(**options: Any) -> Any:
@@ -33,9 +41,45 @@ def _fabric_strategy(**options: Any) -> Any:
     return ODCFabricStrategy(**options)
 
 
+class _WhenImported(MetaPathFinder):
+    """Lets ``"odc"`` explain itself to the other package's trainer, if that package is imported later."""
+
+    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _OTHER or self not in sys.meta_path:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Explaining(spec.loader)
+        return spec
+
+
+class _Explaining(Loader):
+    """Loads a module as another loader, and explains then."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _explain_in(module)
+
+
+def _explain_in(strategies: Any) -> None:
+    registry = getattr(strategies, "StrategyRegistry", {})
+    for name in NAMES:
+        if registry is not StrategyRegistry and name not in registry:
+            registry.register(name, _explain_other_trainer, description="see lightning_odc", word=name)
+
+
 def _explain_other_trainer(word: str) -> NoReturn:
     raise TypeError(
         f'Trainer(strategy="{word}") is for the Trainer of the `lightning` package. Write\n'
         "    from lightning.pytorch import LightningModule, Trainer\n"
-        "instead of importing them from `pytorch_lightning`; the two packages do not mix."
+        "instead of importing them from `pytorch_lightning`; the two packages do not mix. If it is a library that\n"
+        "imports `pytorch_lightning`, make both names one in the first line of your script:\n"
+        "    import lightning_odc.pytorch_lightning"
     )

@@ -149,7 +149,7 @@ def test_the_root_is_the_public_face():
         "_version",
     }
     commands = {"advice", "cli", "demo", "doctor", "errors", "files", "host_memory", "metrics"}
-    ways_to_train = {"attached", "fabric", "pretrained", "ray"}
+    ways_to_train = {"attached", "fabric", "pretrained", "pytorch_lightning", "ray"}
     assert at_the_root == private | commands | ways_to_train
 
 

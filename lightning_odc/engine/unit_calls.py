@@ -84,6 +84,8 @@ class UnitCalls:
         self._hooks.append(module.register_forward_hook(partial(self._after_forward, unit), prepend=True))
         if module is self._model:
             return  # `RootUnit` looks after its layers, and batches need no gradient
+        if any(map(_compat.is_compiled, module.modules())):
+            return  # hooks that go later would compile it again
         watching = [
             module.register_forward_pre_hook(self._note_inputs, prepend=True, with_kwargs=True),
             module.register_forward_pre_hook(self._alias_inputs, with_kwargs=True),
@@ -138,7 +140,7 @@ class UnitCalls:
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Before ``fully_shard``'s hook."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            given = list(_tensors_in((args, kwargs)))
+            given = list(tensors_in((args, kwargs)))
             versions = [tensor._version for tensor in given]
             self._running[module] = _Watched(given, versions, [])
 
@@ -148,7 +150,7 @@ class UnitCalls:
         if watched is None or torch.compiler.is_compiling():
             return None
         aliases = {}
-        for given, tensor in zip(watched.given, _tensors_in((args, kwargs)), strict=True):
+        for given, tensor in zip(watched.given, tensors_in((args, kwargs)), strict=True):
             alias = tensor
             if tensor is not given and tensor.requires_grad:
                 alias = cast(Any, _Alias).apply(tensor)
@@ -167,7 +169,7 @@ class UnitCalls:
             if given._version != version:
                 self._needs_watching.add(module)
                 _compat.take_history(given, alias)
-        if any(tensor in given_of for tensor in _tensors_in(output)):
+        if any(tensor in given_of for tensor in tensors_in(output)):
             self._needs_watching.add(module)
             output = _replaced(output, given_of)
         return output
@@ -190,7 +192,7 @@ class UnitCalls:
 
     def _hook_nodes(self, unit: Unit, output: Any, is_of_layer: bool) -> None:
         """Hear of backward passes that reach an output."""
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             base = tensor._base
             node = tensor.grad_fn
             if base is not None:
@@ -240,19 +242,19 @@ class UnitCalls:
         self._kept = []
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in what a module gets or returns."""
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a batch, or in what a module gets or returns."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name))
 
 
 def _replaced(value: Any, new: Mapping[Tensor, Tensor]) -> Any:

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_odc.engine.unit_calls import tensors_in
 from lightning_odc.sharding.stepping import clip
 from lightning_odc.sharding.wrapping import precision_policy
 
@@ -188,11 +189,18 @@ class ODCPrecision(FSDPPrecision):
         return module
 
     def convert_input(self, data: Data) -> Data:
+        target = self._half or torch.float32
+
+        def is_cast(tensor: Tensor) -> bool:
+            return self._casts(tensor.dtype) and tensor.dtype != target
+
         def convert(tensor: Tensor) -> Tensor:
-            if self._casts(tensor.dtype):
-                return tensor.to(self._half or torch.float32)
+            if is_cast(tensor):
+                return tensor.to(target)
             return tensor
 
+        if not any(map(is_cast, tensors_in(data))):
+            return data  # the object itself: a copy of a class of the user's may have lost what is no tensor
         return cast(Data, apply_to_collection(data, Tensor, convert))
 
     def tensor_init_context(self) -> AbstractContextManager[object]:

@@ -20,6 +20,7 @@ Restore = Callable[[], object]
 """Puts something back."""
 
 _LIBRARIES = ("lightning", "pytorch_lightning", "torch", "transformers", "lightning_odc")
+_DEPTH = 3  # of objects in objects that are put back
 _MOST_ITEMS = 10_000  # of a container that is copied
 #: What `fully_shard` changes, and changes back.
 _SHARDED = {"_parameters", "_modules"}
@@ -31,28 +32,19 @@ def untouched(
 ) -> Iterator[Restore]:
     """What code may change is as before afterwards; yields a function that restores random numbers at once."""
     random_numbers = RandomState(device)
-    kept = []
-    puts_back = []
-    for module in modules:
-        attributes = {name: value for name, value in vars(module).items() if name not in _SHARDED}
-        kept.append((module, attributes))
-        puts_back += [restorer(value) for value in attributes.values()]
+    puts_back = [_module_restorer(module, _DEPTH) for module in modules]
     puts_back += restores
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield random_numbers.restore
     finally:
-        for module, attributes in kept:
-            for name in vars(module).keys() - attributes.keys() - _SHARDED:
-                del vars(module)[name]
-            vars(module).update(attributes)
         with torch.no_grad():
             for put_back in puts_back:
                 put_back()
         random_numbers.restore()
 
 
-def restorer(value: Any, depth: int = 3) -> Restore:
+def restorer(value: Any, depth: int = _DEPTH) -> Restore:
     """What puts back a tensor, array, generator, container or object of the user's; very long containers stay."""
     if type(value) is Tensor:
         tensor = value.clone()
@@ -68,11 +60,26 @@ def restorer(value: Any, depth: int = 3) -> Restore:
         return partial(setattr, value.bit_generator, "state", copy.deepcopy(value.bit_generator.state))
     if isinstance(value, dict | list | deque | set) and len(value) <= _MOST_ITEMS:
         return _container_restorer(value, depth)
-    is_module = isinstance(value, nn.Module)  # one that is hidden in a list
+    if isinstance(value, nn.Module) and depth:  # one that is hidden in a list, or a hyperparameter
+        return _module_restorer(value, depth - 1)
     is_own = type(value).__module__.split(".")[0] not in _LIBRARIES and not callable(value)
-    if depth and (is_module or is_own) and hasattr(value, "__dict__"):
+    if depth and is_own and hasattr(value, "__dict__"):
         return restorer(vars(value), depth - 1)
     return lambda: None
+
+
+def _module_restorer(module: nn.Module, depth: int) -> Restore:
+    attributes = {name: value for name, value in vars(module).items() if name not in _SHARDED}
+    inner = [restorer(value, depth) for value in attributes.values()]
+
+    def restore() -> None:
+        for name in vars(module).keys() - attributes.keys() - _SHARDED:
+            del vars(module)[name]
+        vars(module).update(attributes)
+        for put_back in inner:
+            put_back()
+
+    return restore
 
 
 def _container_restorer(value: Any, depth: int) -> Restore:

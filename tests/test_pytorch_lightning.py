@@ -1,0 +1,76 @@
+"""Programs that import `pytorch_lightning`: one name with `lightning.pytorch` where they say so, else an explanation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pytorch_lightning")
+
+ROOT = Path(__file__).parent.parent
+ONE_NAME = """
+import lightning_odc.pytorch_lightning
+import lightning.fabric, lightning.pytorch
+import lightning_fabric
+import pytorch_lightning
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks.model_checkpoint import ModelCheckpoint as same
+assert pytorch_lightning is lightning.pytorch and lightning_fabric is lightning.fabric
+assert ModelCheckpoint is same is lightning.pytorch.callbacks.ModelCheckpoint
+assert lightning.pytorch.__spec__.name == "lightning.pytorch"
+trainer = pytorch_lightning.Trainer(strategy="odc", accelerator="cpu", devices=1, logger=False)
+assert type(trainer.strategy).__name__ == "ODCStrategy"
+import lightning_odc.pytorch_lightning
+try:
+    import pytorch_lightning.nothing_of_this_name
+except ModuleNotFoundError as error:
+    print(error)
+"""
+AFTER_IT = """
+import pytorch_lightning
+import lightning_odc
+import lightning_odc.pytorch_lightning
+"""
+OTHERS = """
+import lightning_odc
+import pytorch_lightning
+pytorch_lightning.Trainer(strategy="odc", accelerator="cpu")
+"""
+FIRST = """
+import pytorch_lightning
+import lightning_odc
+pytorch_lightning.Trainer(strategy="odc", accelerator="cpu")
+"""
+LIGHT = """
+import sys
+import lightning_odc
+print("pytorch_lightning" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (ONE_NAME, "No module named 'pytorch_lightning.nothing_of_this_name'"),
+        (AFTER_IT, "ImportError: `lightning_fabric` has been imported before"),
+        (OTHERS, "    import lightning_odc.pytorch_lightning"),
+        (FIRST, "    import lightning_odc.pytorch_lightning"),
+        (LIGHT, "False"),
+    ],
+    ids=["one name", "too late", "explains", "explains where it was first", "is not imported"],
+)
+def test_the_second_name(program: str, says: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+    assert says in done.stdout.splitlines()[-1] or f"\n{says}" in done.stdout, done.stdout[-2000:]
+    assert (done.returncode == 0) == (program in (ONE_NAME, LIGHT))
