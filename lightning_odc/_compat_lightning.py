@@ -22,7 +22,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from lightning_utilities.core import rank_zero
 from torch import nn
 
 # Typed as Any: Lightning does not export these names, which is why they are here.

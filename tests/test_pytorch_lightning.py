@@ -1,4 +1,4 @@
-"""Programs that import `pytorch_lightning`: one name with `lightning.pytorch` where they say so, else an explanation."""
+"""Programs that import `pytorch_lightning`: one name with `lightning.pytorch` if they say so, else an explanation."""
 
 from __future__ import annotations
 

@@ -20,8 +20,8 @@ PENALTY = """\
 _MIXED = f"""parameters are whole only inside `forward` of their unit.
   A penalty in the loss: use the optimizer's `weight_decay`, or add its gradient to the others:
 {PENALTY}
-  Another method of a unit: in `on_fit_start`,
-    torch.distributed.fsdp.register_fsdp_forward_method(self.block, "encode")
+  A weight of a unit that is read outside of it, `F.linear(x, self.block.up.weight)`: call the layer,
+    x = self.block.up(x)
   An average of the weights: update it in `on_train_batch_end`, or use Lightning's EMAWeightAveraging callback."""
 _UNALLOCATED = """their values are not in one place. For the norm of the gradients, after clipping:
     self.log("grad_norm", self.trainer.precision_plugin.gradient_norm)"""

@@ -18,7 +18,6 @@ import torch
 from lightning.pytorch.plugins.precision import FSDPPrecision, HalfPrecision, MixedPrecision
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy
 from torch.utils.data import DataLoader, Dataset
 
@@ -158,12 +157,12 @@ def average(module: Any) -> Any:
 
 MIXED, NO_RULE = "got mixed torch.Tensor and DTensor", "Sharding propagation failed"
 NOT_YET, NO_NUMPY = "its data is not allocated yet", "not supported for tensor subclasses"
-STATE, ADAMW, FORWARD = "lightning_module_state_dict()", "torch.optim.AdamW", "register_fsdp_forward_method("
+STATE, ADAMW, LAYER = "lightning_module_state_dict()", "torch.optim.AdamW", "x = self.block.up(x)"
 STEP, START, END = "training_step", "on_train_start", "on_train_batch_end"
 #: What is done and where, torch's own words (none if this package raises first), and what to write.
 SHARDED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
     "penalty": (penalty, STEP, MIXED, "alpha=2 * 0.01"),
-    "method": (lambda own: own.net.blocks[0].up(own.net.embed.weight).mean(), STEP, MIXED, FORWARD),
+    "weight": (lambda own: (own.net.embed.weight @ own.net.blocks[0].up.weight.T).mean(), STEP, MIXED, LAYER),
     "average": (average, "on_before_zero_grad", MIXED, "update it in `on_train_batch_end`"),
     "norm": (lambda own: grad_norm(own, 2), "on_before_optimizer_step", NOT_YET, "plugin.gradient_norm"),
     "histogram": (lambda own: next(own.parameters()).detach().numpy(), END, NO_NUMPY, "p.full_tensor()"),
@@ -406,10 +405,6 @@ class Advised(TokenModule):
         super().__init__()
         self.net.blocks = nn.ModuleList(Encoder() for _ in range(3))
         self.histograms: list[int] = []
-
-    def on_fit_start(self) -> None:
-        for block in self.net.blocks if self._is_sharded else ():
-            fsdp.register_fsdp_forward_method(block, "encode")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         embedded = self.net.embed(batch)
