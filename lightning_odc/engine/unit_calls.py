@@ -81,11 +81,11 @@ class UnitCalls:
                 self._hook(unit, cast(nn.Module, module))
 
     def _hook(self, unit: Unit, module: nn.Module) -> None:
+        if any(map(_compat.is_compiled, module.modules())) and module is not self._model:
+            return  # a hook is a part of what is compiled, and compiled again when it goes
         self._hooks.append(module.register_forward_hook(partial(self._after_forward, unit), prepend=True))
         if module is self._model:
             return  # `RootUnit` looks after its layers, and batches need no gradient
-        if any(map(_compat.is_compiled, module.modules())):
-            return  # hooks that go later would compile it again
         watching = [
             module.register_forward_pre_hook(self._note_inputs, prepend=True, with_kwargs=True),
             module.register_forward_pre_hook(self._alias_inputs, with_kwargs=True),
