@@ -69,7 +69,7 @@ class _Explaining(Loader):
 
 
 def _explain_in(strategies: Any) -> None:
-    registry = getattr(strategies, "StrategyRegistry", {})
+    registry: Any = getattr(strategies, "StrategyRegistry", StrategyRegistry)
     for name in NAMES:
         if registry is not StrategyRegistry and name not in registry:
             registry.register(name, _explain_other_trainer, description="see lightning_odc", word=name)
