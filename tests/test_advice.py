@@ -109,7 +109,8 @@ def test_memory_is_that_of_the_formulas() -> None:
 def test_a_million_lengths_are_planned_in_part() -> None:
     drawn = np.random.default_rng(0).lognormal(9, 0.75, 1_000_000)
     lengths = drawn.astype(np.int64).clip(1, 2**16)
-    assert "1,000,000 samples" in str(advise(lengths, model="1.5b"))
+    found = str(advise(lengths, model="1.5b"))
+    assert "1,000,000 samples" in found
 
 
 def test_lengths_and_configurations_come_from_files(tmp_path: Path) -> None:

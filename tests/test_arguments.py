@@ -171,7 +171,8 @@ def test_every_option_refuses_wrong_types_by_name_with_a_line_to_write(name, mad
     for wrong in STRANGE + WRONG.get(annotation, ["text", 5, True]):
         with pytest.raises(ValueError, match=re.escape(f"{made.__name__}({argument}=")) as error:
             made(**{argument: wrong})
-        assert f" cannot work. Write {argument}=" in str(error.value), wrong
+        found = str(error.value)
+        assert f" cannot work. Write {argument}=" in found, wrong
 
 
 def test_the_message_has_the_argument_and_every_kind_of_value():
@@ -212,9 +213,11 @@ def test_what_looks_wrong_and_is_right_stays_right():
     minibatch = Minibatch(microbatches, weights=np.array([1, 2]))
     assert minibatch.weights == [1.0, 2.0]
     tokens = np.array([1, 2, 3])
-    rollout = rl.Rollout(tokens, torch.tensor(1), reward=True, group=np.int64(4))
+    prompt_length = torch.tensor(1)
+    rollout = rl.Rollout(tokens, prompt_length, reward=True, group=np.int64(4))
     assert rollout.group == 4
-    found = rl.Rollout([1, 2], 1, reward=np.bool_(True), advantage=torch.tensor(2.0)).advantage
+    advantage = torch.tensor(2.0)
+    found = rl.Rollout([1, 2], 1, reward=np.bool_(True), advantage=advantage).advantage
     assert found == 2.0
     lengths = np.arange(1, 9)
     found = loader(max_tokens=np.int64(8), lengths=lengths).max_tokens

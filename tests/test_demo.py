@@ -51,7 +51,8 @@ def test_two_ranks_train_in_every_mode(tmp_path):
     small = "--max-length 128 --minibatches 2 --repetitions 1"
     done = start("-m", "lightning_odc", "demo", *small.split(), "--output", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "result.json").read_text())
+    text = (tmp_path / "result.json").read_text()
+    found = json.loads(text)
     assert list(found) == list(demo.MODES)
     losses = [run["loss"] for own in found.values() for run in own]
     assert len(losses) == 3

@@ -17,14 +17,18 @@ def test_files_are_replaced_whole(tmp_path: Path) -> None:
     record = {"loss": [1.0, math.nan], "difference": (math.inf,)}
     write_json(path, record)
     expected = {"loss": [1.0, None], "difference": [None]}
-    assert json.loads(path.read_text()) == expected, "null is what is not finite"
+    found = json.loads(path.read_text())
+    assert found == expected, "null is what is not finite"
     write_json(path, {"speedup": 1.5})
-    assert json.loads(path.read_text()) == {"speedup": 1.5}
+    found = json.loads(path.read_text())
+    assert found == {"speedup": 1.5}
     with pytest.raises(TypeError, match="not JSON serializable"):
         write_json(path, {"speedup": object()})
     with pytest.raises(TypeError):
         write_whole(path, "text")  # type: ignore[arg-type]
-    assert json.loads(path.read_text()) == {"speedup": 1.5}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
+    found = json.loads(path.read_text())
+    assert found == {"speedup": 1.5}
+    found = [entry.name for entry in tmp_path.iterdir()]
+    assert found == ["result.json"]
     mode = stat.S_IMODE(path.stat().st_mode)
     assert mode & 0o600 == 0o600

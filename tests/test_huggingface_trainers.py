@@ -105,7 +105,8 @@ class TokenMean(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         labels = inputs.pop("labels")[:, 1:]
-        logits = model(**inputs).logits[:, :-1]
+        output = model(**inputs)
+        logits = output.logits[:, :-1]
         return nn.functional.cross_entropy(logits.transpose(1, 2), labels)
 
 
@@ -113,7 +114,8 @@ class ClassWeights(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         labels = inputs.pop("labels")
         weight = torch.tensor([1.0, 3.0, 0.5])
-        return nn.functional.cross_entropy(model(**inputs).logits, labels, weight=weight.to(labels.device))
+        output = model(**inputs)
+        return nn.functional.cross_entropy(output.logits, labels, weight=weight.to(labels.device))
 
 
 class Pairs(Trainer):
@@ -162,7 +164,8 @@ class OwnModel(nn.Module):
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x)
-        return {"loss": nn.functional.cross_entropy(self.head(x).transpose(1, 2), labels)}
+        output = self.head(x)
+        return {"loss": nn.functional.cross_entropy(output.transpose(1, 2), labels)}
 
 
 def bert(kind: str, **config: Any) -> Any:
@@ -173,9 +176,8 @@ def bert(kind: str, **config: Any) -> Any:
 
 def t5() -> Any:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-    return transformers.T5ForConditionalGeneration(
-        transformers.T5Config(vocab_size=VOCAB, decoder_start_token_id=0, **sizes)
-    )
+    config = transformers.T5Config(vocab_size=VOCAB, decoder_start_token_id=0, **sizes)
+    return transformers.T5ForConditionalGeneration(config)
 
 
 class Clip(transformers.CLIPModel):
@@ -231,7 +233,8 @@ def qlora() -> Any:
 
 def reward() -> Any:
     heads = {"num_key_value_heads": 1, "intermediate_size": 24, "num_labels": 1, "pad_token_id": 0}
-    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, **heads))
+    config = transformers.LlamaConfig(**SIZES, **heads)
+    return transformers.LlamaForSequenceClassification(config)
 
 
 def images(index: int) -> Any:
@@ -343,7 +346,8 @@ class Trained:
         return float((apart / moved).sqrt())
 
     def loss_distance(self, other: Trained) -> float:
-        assert len(self.losses) == len(other.losses)
+        found = len(self.losses)
+        assert found == len(other.losses)
         pairs = zip(self.losses, other.losses, strict=True)
         return max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
 

@@ -64,7 +64,8 @@ def test_one_process():
     unbalanced.update(3.0)
     assert fraction.compute() == pytest.approx(0.25)
     assert unbalanced.compute() == 1
-    assert fraction(1.0, 3.0) == pytest.approx(0.75)  # forward: the value of this update alone
+    found = fraction(1.0, 3.0)
+    assert found == pytest.approx(0.75)  # forward: the value of this update alone
     assert fraction.compute() == pytest.approx(0.5)
     assert unbalanced(5.0) == 1
     assert unbalanced.steps.tolist() == [3, 5]

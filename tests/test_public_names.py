@@ -59,7 +59,8 @@ COMMANDS = {
 
 def test_packages_and_modules_have_these_names() -> None:
     for package, names in PACKAGES.items():
-        assert set(importlib.import_module(package).__all__) == names
+        found = set(importlib.import_module(package).__all__)
+        assert found == names
     for module, names in MODULES.items():
         assert names <= vars(importlib.import_module(module)).keys()
 
@@ -119,4 +120,5 @@ def test_the_old_name_of_the_strategy_is_in_the_changelog_alone() -> None:
         path.relative_to(ROOT).as_posix() for path in [*files, ROOT / "README.md"] if name in path.read_text()
     }
     assert named == set()
-    assert (ROOT / "CHANGELOG.md").read_text().count(name) == 1
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert text.count(name) == 1

@@ -34,7 +34,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_is_the_package_and_nothing_else(built: Path) -> None:
     with zipfile.ZipFile(next(built.glob("*.whl"))) as wheel:
         names = set(wheel.namelist())
-        metadata = wheel.read(f"lightning_odc-{__version__}.dist-info/METADATA").decode()
+        content = wheel.read(f"lightning_odc-{__version__}.dist-info/METADATA")
+        metadata = content.decode()
         commands = wheel.read(f"lightning_odc-{__version__}.dist-info/entry_points.txt").decode()
     sources = {
         path.relative_to(ROOT).as_posix()
@@ -72,7 +73,8 @@ def test_the_version_stands_in_one_place() -> None:
     assert "version" not in PROJECT
     assert PROJECT["dynamic"] == ["version"]
     for name in ("pyproject.toml", "CITATION.cff", "mkdocs.yml", "lightning_odc/__init__.py"):
-        assert __version__ not in (ROOT / name).read_text(), name
+        text = (ROOT / name).read_text()
+        assert __version__ not in text, name
 
 
 def parsed(path: Path) -> Any:
@@ -99,7 +101,8 @@ def test_what_a_workflow_installs_is_pinned() -> None:
             assert "-c constraints.txt" in line
             asked = re.sub(r"#.*|-c constraints\.txt|\[python\]", "", line)
             names = re.findall(r"[a-z][\w-]+", asked)
-            assert [name for name in names if name not in pinned] == []
+            found = [name for name in names if name not in pinned]
+            assert found == []
 
 
 def test_the_citation_names_the_software_and_the_paper() -> None:

@@ -21,12 +21,15 @@ def test_emulated_devices_take_the_time_that_the_plan_costs(tmp_path: Path) -> N
     short = ["--minibatches", "2", "--repetitions", "1", "--seconds-per-minibatch", "0.6"]
     line = ["--ranks", "4", "--runs", *runs, *short, "--output", str(tmp_path)]
     assert emulate.main(line) == 0
-    found = json.loads((tmp_path / "bench.json").read_text())
+    text = (tmp_path / "bench.json").read_text()
+    found = json.loads(text)
     for row in found["rows"][:2]:
         assert 0 < row["efficiency"] < 1  # never faster than without communication
     # Who steals may well be faster than the plan.
-    assert found["rows"][2]["efficiency"] is None
-    assert found["runs"][2]["bounds"] == []
+    efficiency = found["rows"][2]["efficiency"]
+    assert efficiency is None
+    bounds = found["runs"][2]["bounds"]
+    assert bounds == []
     lines = (tmp_path / "bench.md").read_text().splitlines()
     assert "% | - |" in lines[6]
     for run in found["runs"][:2]:
@@ -69,7 +72,8 @@ def test_options_that_cannot_work_are_refused(tmp_path, capsys, monkeypatch):
 def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = f"--ranks 1 2 --sizes 4K --rounds 2 --skew 0.1 --output {tmp_path}"
     assert comm.main(line.split()) == 0
-    results = json.loads((tmp_path / "comm.json").read_text())["results"]
+    text = (tmp_path / "comm.json").read_text()
+    results = json.loads(text)["results"]
     expected = [(ranks, operation) for ranks in (1, 2) for operation in ("gather", "accumulate", "settle")]
     assert [(one["ranks"], one["operation"]) for one in results] == expected
     for one in results:
@@ -79,7 +83,8 @@ def test_comm_and_engine_figures(tmp_path: Path, capsys: pytest.CaptureFixture[s
     late = {one["operation"]: one for one in results if one["ranks"] == 2}
     # The second rank comes 100 ms late: a collective keeps the first one waiting, and a gather does not.
     theirs = late["gather"]["theirs"]
-    assert theirs[1] > late["gather"]["ours"][1]
+    ours = late["gather"]["ours"]
+    assert theirs[1] > ours[1]
     assert engine.main(f"--peers 1 --mib 1 --rounds 2 --output {tmp_path}".split()) == 0
     found = json.loads((tmp_path / "engine.json").read_text())
     measured = [(row["ranks"], row["parameters"]) for row in found["python"] if row["kept"]]

@@ -51,7 +51,8 @@ def test_fractions_are_of_the_slowest_rank():
 def test_waits_of_the_host_are_counted(rank):
     init_gloo(rank)
     with patch.object(torch.cuda, "synchronize", lambda: None):
-        found = host_waits(engine_on_a_fake_device(rank), torch.device("cpu"), 2)
+        device = torch.device("cpu")
+        found = host_waits(engine_on_a_fake_device(rank), device, 2)
     assert found["waits per minibatch"] == 1
     assert found["synchronizing calls per minibatch"] == 0  # the fake device has no CUDA to call
 
@@ -86,7 +87,8 @@ def test_the_benchmark_as_a_process(tmp_path):
         timeout=300,
     )
     assert done.returncode == 1, done.stderr
-    parts = [line.removeprefix("== ") for line in done.stdout.splitlines() if line.startswith("== ")]
+    lines = done.stdout.splitlines()
+    parts = [line.removeprefix("== ") for line in lines if line.startswith("== ")]
     assert parts == [
         "host time, two layers",
         "transport, 2 ranks",
@@ -103,7 +105,8 @@ def test_the_benchmark_as_a_process(tmp_path):
     (host,) = results["host"]
     # Every way ran on the CPU, but for the one that needs NCCL; they communicate as often.
     rows = {row["way"]: row for row in host["rows"]}
-    assert list(rows) == [str(way) for way in Way]
+    expected = [str(way) for way in Way]
+    assert list(rows) == expected
     assert rows[Way.COPY_ENGINE]["missing"].startswith("needs ")  # GPUs, and torch 2.13
     often = (Way.ON_DEMAND, Way.STOCK)
     counts = [rows[way]["calls"][1] for way in often]
@@ -111,7 +114,8 @@ def test_the_benchmark_as_a_process(tmp_path):
     assert counts[0] > 2, counts
     found = rows[Way.KEPT]["calls"][1]
     assert found < counts[0]
-    assert rows[Way.ALONE]["calls"][1] == 0
+    calls = rows[Way.ALONE]["calls"]
+    assert calls[1] == 0
     assert rows[Way.ALONE]["comm us"][1] == 0
     for way in (*often, Way.KEPT):
         assert 0 < rows[way]["comm us"][1] < rows[way]["host us"][1]

@@ -95,7 +95,8 @@ def test_a_speed_up_that_means_nothing_is_not_printed(slow, fast, reason):
     assert bool(row.doubt) == bool(reason)
     assert row.record()["doubt"] == row.doubt
     lines = outcome_of(runs).text.splitlines()
-    printed = lines[3] + outcome_of(runs).sentence(split)
+    sentence = outcome_of(runs).sentence(split)
+    printed = lines[3] + sentence
     assert ("not measurable" in printed) == bool(reason)
     assert row.speed_up is not None
     assert (f"x{row.speed_up[1]:.3f}" in printed) != bool(reason)
@@ -104,9 +105,11 @@ def test_a_speed_up_that_means_nothing_is_not_printed(slow, fast, reason):
 def test_runs_are_told_by_their_costs_too() -> None:
     tokens = Combination.parse("on_demand+lb_mini+tokens")
     found = (tokens, str(tokens), str(BALANCED))
-    assert found == (BALANCED._replace(cost="tokens"), "on_demand+lb_mini+tokens", "on_demand+lb_mini")
+    expected = (BALANCED._replace(cost="tokens"), "on_demand+lb_mini+tokens", "on_demand+lb_mini")
+    assert found == expected
     quadratic = [one._replace(cost="quadratic") for one in (ON_DEMAND, COLLECTIVE)]
-    assert baseline_of([LOCKSTEP, *quadratic]) == quadratic[1]
+    baseline = baseline_of([LOCKSTEP, *quadratic])
+    assert baseline == quadratic[1]
     runs = [run(COLLECTIVE, [8.0]), run(quadratic[1], [9.0]), run(ON_DEMAND, [4.0]), run(tokens, [2.0])]
     last = splits(runs)[-1]
     assert last.slow == COLLECTIVE
@@ -117,7 +120,8 @@ def test_runs_are_told_by_their_costs_too() -> None:
     assert lines[0].startswith("| communication | policy | cost | s/minibatch")
     found = [line.split(" | ")[2] for line in lines[2:]]
     assert found == ["model", "quadratic", "model", "tokens"]
-    assert " cost " not in outcome_of(runs[:1]).text
+    outcome = outcome_of(runs[:1])
+    assert " cost " not in outcome.text
 
 
 def test_only_minibatches_that_both_have_are_compared() -> None:
@@ -125,7 +129,8 @@ def test_only_minibatches_that_both_have_are_compared() -> None:
     cut = run(BALANCED, [2.0, 2.0])
     cut.ranks[1].pop()  # one rank has told of one minibatch less
     rows = summarize([whole, cut, run(LOCKSTEP, [])], cores=2)
-    assert [row.combination for row in rows] == [COLLECTIVE, BALANCED]
+    found = [row.combination for row in rows]
+    assert found == [COLLECTIVE, BALANCED]
     assert rows[1].minibatches == 1
     assert rows[1].speed_up is not None
     assert rows[1].speed_up[1] == 2.0
@@ -138,7 +143,8 @@ def test_only_minibatches_that_both_have_are_compared() -> None:
     (row,) = summarize([run(ON_DEMAND, [4.0, 6.0], waits=1.0)], cores=2)
     assert row.idle == pytest.approx(2 / 20), "shares are parts of all ranks' time"
     expected = (0, pytest.approx(0.4 / 20), 5.0)
-    assert (row.over_bound, row.settling, row.seconds[1]) == expected
+    found = (row.over_bound, row.settling, row.seconds[1])
+    assert found == expected
 
 
 @pytest.mark.parametrize("ahead", [0, 5_000_000_000])
@@ -182,7 +188,8 @@ def test_named_lengths_have_the_published_mean_and_shrink_in_proportion() -> Non
 
 def test_samples_are_dealt_in_turns(tmp_path: Path) -> None:
     (tmp_path / "lengths.txt").write_text("3 9 5 1 4 2")
-    options = TrainOptions(lengths=str(tmp_path / "lengths.txt"), model="tiny")
+    lengths = str(tmp_path / "lengths.txt")
+    options = TrainOptions(lengths=lengths, model="tiny")
     for policy, plan in (("local_sort", [[2], [4], [0]]), ("shuffled", [[0], [2], [4]])):
         loader = Workload(options).loader(Combination("collective", policy), 0)
         planner = loader.options.planner(2, 9)

@@ -31,7 +31,8 @@ TINY = "--model tiny --max-length 128 --samples-per-rank 3 --minibatches 2 --rep
 def bench(output: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
     """Run the harness here, with ranks of its own; exit code and ``bench.json``."""
     code = harness.main([*arguments, "--output", str(output)])
-    return code, json.loads((output / "bench.json").read_text())
+    text = (output / "bench.json").read_text()
+    return code, json.loads(text)
 
 
 def test_real_ranks_train_every_combination_on_the_same_minibatches(tmp_path, capsys):
@@ -173,12 +174,16 @@ def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, 
         os.kill(with_windows[0], how)
     out, err = process.communicate(timeout=60)
     assert process.returncode == code, err
-    assert says in err.strip().splitlines()[-1]
+    lines = err.strip().splitlines()
+    assert says in lines[-1]
     assert "Traceback" not in err
     assert "| collective | lb_micro |" in out
-    found = json.loads((tmp_path / "bench.json").read_text())
-    assert found["rows"][0]["combination"] == "collective+lb_micro"
-    assert found["rows"][0]["minibatches"] == 10
+    text = (tmp_path / "bench.json").read_text()
+    found = json.loads(text)
+    combination = found["rows"][0]["combination"]
+    assert combination == "collective+lb_micro"
+    minibatches = found["rows"][0]["minibatches"]
+    assert minibatches == 10
     assert found["cut_short"]
 
 
@@ -273,5 +278,6 @@ def test_bad_options_get_one_line(tmp_path, capsys, monkeypatch):
     for line, message in WRONG:
         with pytest.raises(SystemExit, match=r"^2$"):
             harness.main(line.format(**paths).split())
-        found = capsys.readouterr().err.splitlines()[-1]
+        lines = capsys.readouterr().err.splitlines()
+        found = lines[-1]
         assert message in found, line

@@ -48,13 +48,15 @@ FREE = Device(
 
 def cluster_of(devices: int, row: int | None = None, **others: float) -> Cluster:
     """Of free devices, but for what is said."""
-    return Cluster(devices, row or devices, FREE).but(**others)
+    cluster = Cluster(devices, row or devices, FREE)
+    return cluster.but(**others)
 
 
 def model_of(*units: Unit, **others: Any) -> Model:
     """A token takes a second; one unit of 12 parameters if none is given."""
     widths: dict[str, Any] = {"compute_bytes": 1, "gradient_bytes": 1, "accumulator_bytes": 1}
-    return Model(PolynomialCost(linear=1.0), units or (Unit(12, 1.0),), **widths | others)
+    polynomial_cost = PolynomialCost(linear=1.0)
+    return Model(polynomial_cost, units or (Unit(12, 1.0),), **widths | others)
 
 
 CONFIG = {
@@ -131,7 +133,9 @@ def test_what_fits_stays_gathered() -> None:
     assert kept(2, 80) == 0  # 77 GB of states and window
     # On each of 8 devices: states of 16 bytes, a window of 6, 8 MB of activations, and the unit in use.
     beside = 7 * (16 + 6) / 8 + 0.008 + 14
-    assert kept(8, 40) == pytest.approx(0.9 * (40 - beside) / 14)
+    found = kept(8, 40)
+    expected = pytest.approx(0.9 * (40 - beside) / 14)
+    assert found == expected
 
 
 def test_several_nodes_have_a_window_of_their_own() -> None:
@@ -141,7 +145,8 @@ def test_several_nodes_have_a_window_of_their_own() -> None:
     for sharding, expected in (("full", 8.75), ("hybrid", 19.25), ("flat", 4.8125)):
         # Half of the unit fits beside what is there, and the unit in use.
         memory = (expected + 14 + 7 / 0.9) * BILLION
-        found = kept_fraction(LARGE, cluster.but(memory=memory), sharding, 0)
+        changed = cluster.but(memory=memory)
+        found = kept_fraction(LARGE, changed, sharding, 0)
         assert found == pytest.approx(0.5)
 
 
@@ -271,12 +276,14 @@ def test_seconds_of_a_minibatch(name: str) -> None:
 def test_what_stays_gathered_is_not_read_again(kept: float, seconds: float) -> None:
     # All: 2 s for a gather, 2 s for gradients. First microbatch: 2, again 2, 1 or 0, and 2. Second: twice that, and 2.
     transfers = Transfers(model_of(), cluster_of(2, link=3.0), "on_demand", "full", kept)
-    assert with_one_meeting(transfers, WORK) == pytest.approx([seconds])
+    found = with_one_meeting(transfers, WORK)
+    assert found == pytest.approx([seconds])
 
 
 def test_collectives_wait_in_every_microbatch_and_on_demand_once() -> None:
     slow = run(cluster_of(2), **COLLECTIVE)
-    assert slow.seconds.tolist() == [6 + 4]
+    found = slow.seconds.tolist()
+    assert found == [6 + 4]
     expected = (7 + 6) / 2 / 10
     assert slow.useful == expected
     fast = run(cluster_of(2))
@@ -319,8 +326,10 @@ def test_no_minibatch_is_faster_than_its_busiest_device(lengths, sharding, polic
 @given(st.integers(1, 40_000), SHARDINGS, POLICIES)
 def test_equal_lengths_leave_nothing_to_wait_for(length: int, sharding: str, policy: str) -> None:
     lengths = [length] * 32
-    for found in ways(cluster_of(8, 4), lengths, policy, sharding):
-        assert found.useful == pytest.approx(1, abs=1e-12)
+    cluster = cluster_of(8, 4)
+    for found in ways(cluster, lengths, policy, sharding):
+        expected = pytest.approx(1, abs=1e-12)
+        assert found.useful == expected
 
 
 @some

@@ -37,7 +37,8 @@ def test_kept_units_are_read_once_and_frozen_ones_no_more(tmp_path: Path, capsys
         assert found == 2 * (2 * (UNITS - 1) + 1)
         assert row["collective"]["reads"] == 0
     assert whole["kept"]["reads"] == UNITS
-    assert lora["kept"]["reads"] == UNITS - 1  # the root unit is frozen
+    reads = lora["kept"]["reads"]
+    assert reads == UNITS - 1  # the root unit is frozen
     found = lora["kept"]["bytes"]
     assert found < lora["freed"]["bytes"] / 20
     assert "| 2 | LoRA | 2 | 18, 4 |" in capsys.readouterr().out
@@ -47,14 +48,16 @@ def test_every_variant_has_the_gradient_of_one_process(tmp_path: Path, capsys: A
     small = ["--ranks", "2", "--lengths", "aime", "--repetitions", "2", "--prompts", "3", "--group", "2"]
     small += ["--mean", "3", "--pass-seconds", "0.001", "--token-seconds", "0.0001"]
     rl.main([*small, "--json", str(tmp_path / "rl.json")])
-    rows = json.loads((tmp_path / "rl.json").read_text())["rows"]
+    text = (tmp_path / "rl.json").read_text()
+    rows = json.loads(text)["rows"]
     found = [row["variant"] for row in rows]
     assert found == list(rl.VARIANTS)
     collective, own, stealing = rows
     assert own["passes"] == own["longest own"]
     for c, o in zip(collective["passes"], own["passes"], strict=True):
         assert c >= o
-    assert sum(collective["passes"]) > sum(own["passes"])
+    total = sum(collective["passes"])
+    assert total > sum(own["passes"])
     for row in rows:
         assert row["difference"] < 1e-4
         smallest = min(row["idle"])
@@ -74,7 +77,8 @@ def test_fine_tuning_has_a_row_for_every_way_to_train(capsys: Any) -> None:
     assert found == list(sft.ROWS)
     stock, grouped, sharded, mixed_in = (int(cells[3].replace(",", "")) for cells in table)
     assert stock == pytest.approx(sharded, rel=0.2)  # whose order is another one
-    assert max(mixed_in, grouped) < 0.8 * stock
+    largest = max(mixed_in, grouped)
+    assert largest < 0.8 * stock
     waits = [cells[5].removesuffix(" |").strip() for cells in table]
     assert waits[:3] == [""] * 3
     assert waits[3].endswith("%")
@@ -130,7 +134,8 @@ def test_a_step_begins_with_its_first_rank_and_idle_is_a_share_of_all_ranks() ->
     )
     moved = spans("read", (25, 30)) + spans("add", (31, 40))
     busy = RankTimeline(1, "here", spans("minibatch", (20, 110)) + spans("forward", (20, 50)) + moved)
-    (step,) = minibatches(Timeline([waiting, busy], 2))
+    timeline = Timeline([waiting, busy], 2)
+    (step,) = minibatches(timeline)
     assert step["seconds"] == pytest.approx(0.1)
     assert step["idle"] == pytest.approx((10 + 9 + 10) / 200)
     found = step["ranks"][0]["wait"]
@@ -164,7 +169,8 @@ NO_LIMIT = why_no_limit()
 def test_bytes_and_memory_are_those_of_the_formulas(tmp_path: Path, capsys: Any) -> None:
     small = ["--hosts", "2", "--mbit", "0", "--microbatches", "2", "--minibatches", "1", "--repetitions", "1"]
     copies.main([*small, "--seconds", "0", "--json", str(tmp_path / "copies.json")])
-    rows = json.loads((tmp_path / "copies.json").read_text())["rows"]
+    text = (tmp_path / "copies.json").read_text()
+    rows = json.loads(text)["rows"]
     found = [row["variant"] for row in rows]
     assert found == list(copies.VARIANTS)
     for row in rows:
@@ -180,8 +186,10 @@ def test_bytes_and_memory_are_those_of_the_formulas(tmp_path: Path, capsys: Any)
 def test_what_the_formulas_say():
     found = copies.bytes_per_parameter(copies.FULL, hosts=3)
     assert found == pytest.approx(16 / 3)
-    assert copies.bytes_per_parameter(copies.FULL_BF16, hosts=2) == 3.0
-    assert copies.held_per_parameter(copies.STOCK, hosts=3) == 2.0
+    bytes_per_parameter = copies.bytes_per_parameter(copies.FULL_BF16, hosts=2)
+    assert bytes_per_parameter == 3.0
+    held_per_parameter = copies.held_per_parameter(copies.STOCK, hosts=3)
+    assert held_per_parameter == 2.0
     assert copies.held_per_parameter(copies.FULL, hosts=3) == 6.0
     row = {"hosts": 2, "mbit": 1000.0, "bytes sent": 1.5e6, "seconds": [0.0]}
     # The slow link hides all hops but one.

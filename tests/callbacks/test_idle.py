@@ -141,7 +141,8 @@ def test_reported_idle_is_what_the_arithmetic_says(kind: str, world_size: int) -
         mean = total / STEPS
         assert last_epoch["idle/data_seconds_epoch"] == pytest.approx(mean)
         if kind == "ddp" and hasattr(_TrainingEpochLoop, "_broadcast_sigterm_tensor"):  # lightning >= 2.6
-            assert max(row["idle/broadcast_seconds"] for row in rows) > 0.01
+            largest = max(row["idle/broadcast_seconds"] for row in rows)
+            assert largest > 0.01
         errors = errors_of(rows, kind, world_size, scale)
         if min(errors) < SLACK * scale:
             return
@@ -208,7 +209,8 @@ class SlowOnRank0(torch.utils.data.IterableDataset[Any]):
 def test_waiting_for_data_is_told_from_waiting_for_those_who_wait_for_data(rank):
     memory = Memory()
     data = torch.utils.data.DataLoader(SlowOnRank0(), batch_size=None)
-    options = {"callbacks": [DeviceIdleMonitor(every_n_steps=1)], "limit_train_batches": STEPS}
+    callbacks = [DeviceIdleMonitor(every_n_steps=1)]
+    options = {"callbacks": callbacks, "limit_train_batches": STEPS}
     trainer(2, logger=memory, **options).fit(Sleeper("mean"), data)
     if rank == 0:
         rows = memory.steps
@@ -216,7 +218,8 @@ def test_waiting_for_data_is_told_from_waiting_for_those_who_wait_for_data(rank)
         # A mean over ranks; rank 1 has its data at once, and waits for rank 0 at the end of the step.
         smallest = min(row["idle/data_seconds"] for row in rows[:-1])
         assert smallest >= 0.25 - HARD  # the last was there before
-        assert max(row["idle/settle_seconds"] for row in rows) > 0.01
+        largest = max(row["idle/settle_seconds"] for row in rows)
+        assert largest > 0.01
 
 
 def one_process(monitor: Callback, module: Any = None, validation: float = 0.0, **options: Any) -> Trainer:
@@ -233,14 +236,8 @@ def test_evaluation_does_not_count():
     seconds = 0.3
     memory = Memory()
     begin = time.monotonic()
-    one_process(
-        DeviceIdleMonitor(every_n_steps=1),
-        None,
-        seconds,
-        logger=memory,
-        val_check_interval=1,
-        num_sanity_val_steps=0,
-    )
+    monitor = DeviceIdleMonitor(every_n_steps=1)
+    one_process(monitor, None, seconds, logger=memory, val_check_interval=1, num_sanity_val_steps=0)
     elapsed = time.monotonic() - begin
     for name in ("step_seconds", "idle/data_seconds"):  # on a busy machine, both sides grow
         total = sum(row[name] for row in memory.steps)
@@ -265,7 +262,8 @@ def test_waits_in_collectives_of_evaluation_do_not_count(rank, kind):
         options = {"communication": kind}
     options |= {"val_check_interval": 1, "num_sanity_val_steps": 0, "logger": (memory := Memory())}
     batches = [microbatch(0)] * STEPS
-    fitting = trainer(2, callbacks=[DeviceIdleMonitor(every_n_steps=1)], **options)
+    callbacks = [DeviceIdleMonitor(every_n_steps=1)]
+    fitting = trainer(2, callbacks=callbacks, **options)
     fitting.fit(Evaluating("mean"), loader(batches), loader(batches[:1]))
     if rank == 0:  # in each evaluation it waits for a second, half a second in the mean of both ranks
         steps = memory.steps[1:]
@@ -307,7 +305,8 @@ def test_one_device_another_profiler_and_the_progress_bar(tmp_path):
     found = [name for name in last if name.startswith("idle/") and name.endswith("_seconds")]
     assert found == ["idle/data_seconds"]
     [path] = tmp_path.glob("**/metrics.csv")
-    header = path.read_text().splitlines()[0].split(",")
+    lines = path.read_text().splitlines()
+    header = lines[0].split(",")
     assert {"idle/fraction", "imbalance", "samples_per_second", "idle/fraction_epoch", "step"} <= set(header)
     assert fitting.progress_bar_metrics["idle/fraction"] == pytest.approx(memory.steps[-1]["idle/fraction"])
 
@@ -373,7 +372,8 @@ def test_waiting_that_cannot_be_seen_is_not_guessed(rank, kind, says, is_known):
     assert len(said) == (rank == 0)
     assert rank or f"DeviceIdleMonitor {says}" in said[0]
     last = set(monitor.last_step)
-    assert of_all_ranks(monitor.last_step) == [monitor.last_step] * 2
+    found = of_all_ranks(monitor.last_step)
+    assert found == [monitor.last_step] * 2
     known = {"step_seconds", "samples_per_second", "idle/data_seconds", "samples_per_second_rank1"}
     assert known <= last if is_known else not last
     assert not {"idle/fraction", "imbalance", "busy_seconds", "idle/collective_seconds"} & last

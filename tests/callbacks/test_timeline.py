@@ -118,7 +118,8 @@ def test_the_timeline_shows_what_was_scripted(rank, tmp_path):
         assert [span.details["microbatch"] for span in forwards] == numbers
         assert [span.details["microbatch"] for span in backwards] == numbers
         found = [span.details["tokens"] for span in forwards]
-        assert found == [5 + number for number in numbers]
+        expected = [5 + number for number in numbers]
+        assert found == expected
         for span, number in zip(forwards, numbers, strict=True):
             assert seconds(span) >= sleeps[number]
         minibatches = own.of("minibatch")
@@ -156,14 +157,17 @@ def test_other_communications(rank, communication, tmp_path):
         fitting.fit(Sleeper("mean"), loader([microbatch(SLEEPS[rank][0], 6)] * 2 * STEPS))
         timeline = recorder.timeline
     else:
-        timeline = _fit(rank, tmp_path, range(1, 3), communication=communication)
+        steps = range(1, 3)
+        timeline = _fit(rank, tmp_path, steps, communication=communication)
     if rank > 0:
         return
     trace = check_trace(tmp_path / "timeline.json", ranks=2)
     if communication == "ddp":
-        numbers, tokens = ([0, 1, 0, 1], {6})
+        numbers = [0, 1, 0, 1]
+        tokens = {6}
     else:
-        numbers, tokens = ([0, 0], {5})
+        numbers = [0, 0]
+        tokens = {5}
     for own in timeline.ranks:
         found = [span.details["number"] for span in own.of("minibatch")]
         assert found == [1, 2]
@@ -189,7 +193,8 @@ def test_other_communications(rank, communication, tmp_path):
 @pytest.mark.parametrize("how", ["raise", "exit"])
 def test_ranks_that_end_by_an_error_write_what_they_have(tmp_path, how):
     outcomes = try_ranks(_fit, tmp_path, None, how)
-    assert [outcome.exitcode for outcome in outcomes] == [1, 1]
+    found = [outcome.exitcode for outcome in outcomes]
+    assert found == [1, 1]
     if how == "raise":
         assert outcomes[1].error.rstrip().endswith("RuntimeError: scripted")
         assert "scripted" in outcomes[0].error
@@ -321,10 +326,16 @@ def test_waiting_inside_collectives_is_told_apart():
     )
     first, second = timeline.ranks
     assert timeline.waiting_seen
-    assert first.of("wait") == [Span("wait", 18 * MS, 20 * MS, {"cause": "collective", "peer": 1})]
-    assert second.of("wait") == [Span("wait", 0, 10 * MS, {"cause": "collective", "peer": 0})]
-    assert second.idle_fraction == pytest.approx(10 / 17)
-    assert decode(encode(timeline)).ranks[1].idle_seconds == 0.01
+    found = first.of("wait")
+    span = Span("wait", 18 * MS, 20 * MS, {"cause": "collective", "peer": 1})
+    assert found == [span]
+    found = second.of("wait")
+    expected = [Span("wait", 0, 10 * MS, {"cause": "collective", "peer": 0})]
+    assert found == expected
+    expected = pytest.approx(10 / 17)
+    assert second.idle_fraction == expected
+    found = decode(encode(timeline)).ranks[1].idle_seconds
+    assert found == 0.01
     apart = of_two([meeting("all_gather", 0, 5)], [meeting("reduce_scatter", 3, 5)])
     assert not apart.ranks[0].of("wait"), "they do not belong together"
     assert not of_two([], []).waiting_seen
@@ -345,7 +356,8 @@ def scripted(scale: int) -> Timeline:
 
 
 def test_pictures_have_a_row_per_rank_on_one_time_axis(tmp_path):
-    figure = timelines_figure({"collective": scripted(2), "on demand": scripted(1)})
+    timelines = {"collective": scripted(2), "on demand": scripted(1)}
+    figure = timelines_figure(timelines)
     above, below = figure.axes
     assert above.get_title(loc="left") == "collective: 1 minibatch in 0.06 s, idle 33%"
     assert below.get_title(loc="left") == "on demand: 1 minibatch in 0.03 s, idle 33%"

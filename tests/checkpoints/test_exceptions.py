@@ -189,7 +189,8 @@ def test_whatever_is_trained_on_and_raises_the_fit_goes_on_bit_by_bit(rank, name
     when = "before"
     if hook == "optimizer_step":
         when = "after"
-    fails(name, Raises(hook, when, at=1), tmp_path)
+    raises = Raises(hook, when, at=1)
+    fails(name, raises, tmp_path)
     goes_on(name, tmp_path)
 
 
@@ -213,7 +214,8 @@ def test_under_stealing_every_sample_is_trained_on_once(rank, tmp_path):
 
 def _one_raises(rank: int, name: str, hook: str, when: str, who: int, folder: Path) -> None:
     module = Raises(hook, when, who=(who,))
-    run(name, module, enable_checkpointing=True, callbacks=[OnExceptionCheckpoint(folder, "last")])
+    callbacks = [OnExceptionCheckpoint(folder, "last")]
+    run(name, module, enable_checkpointing=True, callbacks=callbacks)
 
 
 def _all_go_on(rank: int, name: str, folder: Path) -> None:

@@ -160,7 +160,8 @@ def _read(rank: int, world_size: int, directory: str, how: str, what: str) -> di
 
 
 def _write_and_read(rank: int, directory: str) -> Any:
-    straight = full_parameters(_fit(rank, 2, 2)[0])
+    model = _fit(rank, 2, 2)[0]
+    straight = full_parameters(model)
     for name, options in WRITERS.items():
         _, t = _fit(rank, 2, 1, **dict(options))
         t.save_checkpoint(f"{directory}/{name}")
@@ -239,7 +240,8 @@ def test_load_from_checkpoint(written):
     directory, _ = written
     expected = torch.load(directory / "odc full", weights_only=True)["state_dict"]
     for name, tolerance in (("odc full", 0.0), ("consolidated", 1e-5)):
-        found = Adam.load_from_checkpoint(directory / name, map_location="cpu").state_dict()
+        from_checkpoint = Adam.load_from_checkpoint(directory / name, map_location="cpu")
+        found = from_checkpoint.state_dict()
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=tolerance, atol=tolerance)

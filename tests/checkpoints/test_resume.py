@@ -67,7 +67,8 @@ def _balanced(rank: int, **options: Any) -> Any:
         balance="lb_mini", deterministic=True, state_dict_type=kind, hang_report_after=None
     )
     del options["deterministic"]
-    loader = plain(shuffle=True, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    loader = plain(shuffle=True, generator=generator)
     return Padded(), loader, trainer(2, strategy=strategy, limit_train_batches=3, **options)
 
 

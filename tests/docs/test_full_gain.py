@@ -28,7 +28,8 @@ def test_every_diff_turns_one_program_into_the_next() -> None:
     script = next(block.text for block in blocks(full_gain.PAGE) if block.is_program)
     programs = full_gain.programs()
     assert list(programs) == [*ON_DEMAND, "nodes"]
-    assert len({script, *programs.values()}) == 8
+    found = len({script, *programs.values()})
+    assert found == 8
     assert "lightning_odc" not in script
     for program in programs.values():
         compile(program, "finetune.py", "exec")
@@ -84,7 +85,8 @@ def test_programs_run_as_files(step: str, runs: dict[str, tuple[str, Path]]) -> 
     assert "stopped: `max_epochs=2` reached" in output
     assert ("Plan: policy" in output) == (step in ("switch", "pack"))
     assert ("packs samples into one row" in output) == (step == "pack")
-    found = full_gain.figures(output, full_gain.programs()[step])
+    program = full_gain.programs()[step]
+    found = full_gain.figures(output, program)
     assert found["seconds"] > 0
     assert ("waiting" in found) == (step != "plan")  # which steps by hand
     assert 0 <= found.get("waiting", 0) < 1
@@ -108,7 +110,8 @@ def test_the_last_program_runs_on_two_nodes(tmp_path: Path) -> None:
     assert sorted(reads) == expected
     for number in reads.values():
         assert number > 0
-    assert full_gain.figures(first, program)["seconds"] > 0
+    seconds = full_gain.figures(first, program)["seconds"]
+    assert seconds > 0
     assert "DeviceIdleMonitor, epoch" not in second
 
 

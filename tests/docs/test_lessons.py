@@ -111,18 +111,21 @@ def test_the_model_learns_from_right_answers_and_guesses_have_their_form():
     assert found < losses[0] / 2
     right = strokes.solution((2, 1))
     assert strokes.decode(right) == "|||."
-    assert strokes.reward((2, 1), right) == 1
+    reward = strokes.reward((2, 1), right)
+    assert reward == 1
     guesses = strokes.guesses(exam, seed=0)
     expected = sorted(sum(problem) + 1 for problem in exam)
     assert sorted(map(len, guesses)) == expected
-    assert 0 < strokes.mean_reward(exam, guesses) < 0.5
+    mean_reward = strokes.mean_reward(exam, guesses)
+    assert 0 < mean_reward < 0.5
     found = strokes.mean_reward(exam, [strokes.solution(problem) for problem in exam])
     assert found == 1
 
 
 def test_logs_are_read(tmp_path):
     (tmp_path / "metrics.csv").write_text("loss,step,idle/fraction\n3.0,0,\n,0,0.5\n1.0,1,\n2.0,2,\n")
-    assert read_log(tmp_path, "loss") == [3.0, 1.0, 2.0]
+    found = read_log(tmp_path, "loss")
+    assert found == [3.0, 1.0, 2.0]
     assert mean_of_log(tmp_path, "loss", skip=1) == 1.5
     assert read_log(tmp_path, "idle/fraction") == [0.5]
     with pytest.raises(KeyError, match="'other' was not logged"):
@@ -147,11 +150,13 @@ def test_plans_deal_every_sample_once_and_sort_each_share(
     assert counts == [ranks * [samples_per_rank]] * minibatches
     first_epoch = len(lengths) // (ranks * samples_per_rank)
     dealt = [index for minibatch in plan[:first_epoch] for share in minibatch for index in share]
-    assert len(set(dealt)) == len(dealt)
+    found = len(set(dealt))
+    assert found == len(dealt)
     for minibatch in plan:
         for share in minibatch:
             expected = sorted((lengths[i] for i in share), reverse=True)
-            assert [lengths[index] for index in share] == expected
+            found = [lengths[index] for index in share]
+            assert found == expected
 
 
 def test_order_changes_the_order_alone_and_the_seed_everything():

@@ -42,11 +42,12 @@ def test_every_notebook_is_its_source_and_was_run():
         notebook = read(name)
         source = build.from_source(name)
         nbformat.validate(notebook)
-        assert build.cells_of(notebook) == build.cells_of(source), (
-            f"run: make notebooks ARGS='--write {name}'"
-        )
+        cells = build.cells_of(notebook)
+        expected = build.cells_of(source)
+        assert cells == expected, f"run: make notebooks ARGS='--write {name}'"
         found = [cell.id for cell in notebook.cells]
-        assert found == [cell.id for cell in source.cells], name
+        expected = [cell.id for cell in source.cells]
+        assert found == expected, name
         assert build.problems(notebook) == [], name
 
 
@@ -94,13 +95,16 @@ def test_the_first_cell_installs_the_package_only_where_it_is_missing(installed,
         found = importlib.util.find_spec("lightning_odc")
     monkeypatch.setattr(importlib.util, "find_spec", {"lightning_odc": found, "support": found}.get)
     for name in NAMES:
-        cell = next(cell for cell in build.from_source(name).cells if cell.cell_type == "code")
-        assert cell.metadata["jupyter"] == {"source_hidden": True}, name
+        notebook = build.from_source(name)
+        cell = next(cell for cell in notebook.cells if cell.cell_type == "code")
+        jupyter = cell.metadata["jupyter"]
+        assert jupyter == {"source_hidden": True}, name
         check, imports = re.split(r"\n\nfrom (?:lightning_odc|support)", cell.source, maxsplit=1)
         assert imports, name
         ran.clear()
         monkeypatch.setattr(sys, "path", sys.path[:])
-        exec(TransformerManager().transform_cell(check), {"get_ipython": Shell})
+        code = TransformerManager().transform_cell(check)
+        exec(code, {"get_ipython": Shell})
         if installed:
             expected = []
         else:
@@ -146,8 +150,10 @@ def test_what_a_reader_should_not_find_is_found():
         output = nbformat.v4.new_output(kind, **content)
         outputs = next(cell for cell in notebook.cells if cell.cell_type == "code").outputs
         outputs.append(output)
-        assert any(problem in found for found in build.problems(notebook)), problem
-    not_run = build.problems(build.from_source(NAMES[0]))
+        problems = build.problems(notebook)
+        assert any(problem in found for found in problems), problem
+    site = build.from_source(NAMES[0])
+    not_run = build.problems(site)
     assert {"it has no outputs", "cell [1] has the number None"} <= {*not_run}
 
 
@@ -169,7 +175,8 @@ def test_the_page_shows_everything_and_asks_nobody(name):
         assert title == f"# @title {cell.metadata['title']}"  # what Colab and JupyterLab show of it
         assert f'<details markdown="1">\n{summary}\n\n````python\n{code}\n' in page
     assert page.count('<details markdown="1">') == page.count("</details>") > len(folded) > 0
-    assert ".ipynb)" not in page.replace(f"[Download it]({name}.ipynb)", "")
+    found = page.replace(f"[Download it]({name}.ipynb)", "")
+    assert ".ipynb)" not in found
     assert "../docs/" not in page
     figures = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
     for figure in figures:
@@ -180,7 +187,8 @@ def test_the_page_shows_everything_and_asks_nobody(name):
 
 
 def test_the_figure_with_sliders_is_the_present_one():
-    outputs = [output for cell in read(NAMES[0]).cells for output in cell.get("outputs", [])]
+    content = read(NAMES[0])
+    outputs = [output for cell in content.cells for output in cell.get("outputs", [])]
     (figure,) = [output.data for output in outputs if "text/html" in output.get("data", {})]
     expected = sliders.page(figure["text/plain"])
     assert figure["text/html"] == expected, f"run: make notebooks ARGS='--write {NAMES[0]}'"

@@ -91,7 +91,8 @@ def without_times(text: str) -> list[str]:
 def test_programs_on_pages_are_the_files_of_examples() -> None:
     """A page includes its program. README cannot, and repeats it."""
     files = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
-    assert {program.file: program.text for program in programs()} == files
+    found = {program.file: program.text for program in programs()}
+    assert found == files
     text = (ROOT / "README.md").read_text()
     assert f"```python\n{files['compare.py']}```" in text
     assert told("README.md") == told("docs/get-started.md")
@@ -106,7 +107,8 @@ def test_the_example_prints_what_the_pages_show(tmp_path: Path) -> None:
     assert len(told("README.md")) == 12
     assert not [line for line in told("README.md") if line not in lines]
     # How large the gain is, `benchmarks.one_line` measures: beside other tests a clock says nothing.
-    assert len(re.findall(r"odc is [\d.]+ times as fast", output)) == 4, output
+    found = len(re.findall(r"odc is [\d.]+ times as fast", output))
+    assert found == 4, output
 
 
 def test_the_first_screen_is_short_and_needs_no_glossary() -> None:
@@ -194,8 +196,10 @@ def test_every_public_name_has_a_docstring_and_a_place_in_the_reference() -> Non
     sys.version_info[:2] != (3, 11), reason="argparse lays help out differently in each Python"
 )
 def test_the_page_of_the_command_line_and_the_advice_are_what_is_printed() -> None:
-    assert docs_cli.PAGE.read_text() == docs_cli.page(), "write it again: python -m tests.docs.cli"
-    assert docs_cli.ADVICE.read_text() == docs_cli.advice(), "write it again: python -m tests.docs.cli"
+    found = docs_cli.PAGE.read_text()
+    assert found == docs_cli.page(), "write it again: python -m tests.docs.cli"
+    found = docs_cli.ADVICE.read_text()
+    assert found == docs_cli.advice(), "write it again: python -m tests.docs.cli"
 
 
 @pytest.mark.slow
@@ -211,7 +215,8 @@ def test_the_site_is_built_without_importing_the_package(tmp_path: Path) -> None
     run(["-c", code], tmp_path)
     measured = list((ROOT / "docs" / "data").glob("gpu-*.json"))
     assert measured or "Not measured" in (site / "gpus" / "index.html").read_text()
-    assert '#lightning_odc.ODCStrategy"' in (site / "reference" / "index.html").read_text()
+    found = (site / "reference" / "index.html").read_text()
+    assert '#lightning_odc.ODCStrategy"' in found
     text = (site / "reference" / "strategy" / "index.html").read_text()
     assert 'id="lightning_odc.ODCStrategy"' in text
     home = (site / "index.html").read_text()
@@ -228,7 +233,8 @@ MOST_OF_PAGE = {"design.md": 2_500}
 
 def test_the_documentation_stays_small() -> None:
     """Who adds a page or a section takes its words from somewhere; raw tables belong below ``docs/data``."""
-    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    text = (ROOT / "mkdocs.yml").read_text()
+    nav = text.partition("\nnav:")[2]
     tabs = {
         tab.partition(":")[0]: re.findall(r"[\w/-]+\.md", tab)
         for tab in re.split(r"^  - ", nav, flags=re.M)[1:]

@@ -75,10 +75,13 @@ def test_files_have_the_address_of_the_project() -> None:
     """If this fails: `make address`."""
     assert address.read("[project]\nname = 'it'") == Address()
     urls = '[project.urls]\nSource = "https://github.com/me/it/"\nDocumentation = "https://me.github.io/it"'
-    assert address.read(f"[project]\nname = 'it'\n{urls}") == HERE
+    found = address.read(f"[project]\nname = 'it'\n{urls}")
+    assert found == HERE
     readme, citation = ((ROOT / name).read_text() for name in ("README.md", "CITATION.cff"))
-    assert address.with_badges(readme, address.current()) == readme
-    assert address.with_code(citation, address.current()) == citation
+    found = address.with_badges(readme, address.current())
+    assert found == readme
+    found = address.with_code(citation, address.current())
+    assert found == citation
     there = address.with_code(citation, HERE)
     assert 'license: Apache-2.0\nrepository-code: "https://github.com/me/it"\n' in there
     assert address.with_code(there, Address()) == citation
@@ -124,9 +127,11 @@ def test_the_first_use_in_text_is_explained() -> None:
     html = "<p>A microbatch</p>"
     file = File("t.md", str(DOCS), "site", True)
     page = Page("t", file, config)
-    assert "<abbr" in tooltips.on_page_content(html, page=page, config=config)
+    page_text = tooltips.on_page_content(html, page=page, config=config)
+    assert "<abbr" in page_text
     page.meta["tooltips"] = False  # a page can do without
-    assert tooltips.on_page_content(html, page=page, config=config) == html
+    found = tooltips.on_page_content(html, page=page, config=config)
+    assert found == html
 
 
 def test_every_entry_of_the_glossary_is_read() -> None:
@@ -134,7 +139,8 @@ def test_every_entry_of_the_glossary_is_read() -> None:
     entries = re.findall(r"^(.+) \{ #([\w-]+)( \.no-tooltip)? \}$", text, re.MULTILINE)
     assert len(entries) == text.count("\n:   ") > 40
     anchors = [anchor for _, anchor, _ in entries]
-    assert len({*anchors}) == len(anchors)
+    found = len({*anchors})
+    assert found == len(anchors)
     terms = tooltips.definitions(text)
     expected = [term.lower() for term, _, quiet in entries if not quiet]
     assert [*terms] == expected
@@ -220,7 +226,8 @@ def drawn() -> dict[str, str]:
 def test_the_committed_pictures_are_drawn_from_the_committed_numbers(drawn: dict[str, str]) -> None:
     """In two colours; they ask no other host, and run nothing."""
     committed = {path.name: path.read_text() for path in FOLDER.iterdir()}
-    assert len(committed) == 2 * len(PICTURES)
+    expected = 2 * len(PICTURES)
+    assert len(committed) == expected
     assert committed.keys() == drawn.keys(), "python -m benchmarks.pictures"
     assert not [name for name in drawn if drawn[name] != committed[name]], "python -m benchmarks.pictures"
     for name, text in drawn.items():

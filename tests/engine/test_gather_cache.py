@@ -143,11 +143,13 @@ def test_what_is_kept_is_given_back_in_the_middle_of_a_minibatch_when_memory_get
     net = {"frozen": True}
     reads = []
     for tight_at in (2, 3, 5, float("inf")):
-        result = kept(rank, FakeMemory(100_000, tight_at), net=net)
+        keep = FakeMemory(100_000, tight_at)
+        result = kept(rank, keep, net=net)
         assert_same(result["parameters"], one_process(net))
         reads.append(sum(result["reads"]))
     if rank == 0:
-        assert min(reads[:3]) > reads[3], "what was given back is read again"
+        smallest = min(reads[:3])
+        assert smallest > reads[3], "what was given back is read again"
         assert reads == sorted(reads, reverse=True), "the earlier memory is tight, the more"
 
 
@@ -164,10 +166,11 @@ def test_an_amount_of_memory():
 
 def test_ranks_that_share_a_gpu_share_what_is_free(monkeypatch):
     """As two ranks of a test on one GPU: each would else plan with all of it."""
+    get_device_properties = SimpleNamespace(uuid="a")
     answers = {
         "mem_get_info": (1000, 2000),
         "memory_reserved": 50,
-        "get_device_properties": SimpleNamespace(uuid="a"),
+        "get_device_properties": get_device_properties,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)
@@ -205,8 +208,10 @@ class Frozen(TokenModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if self.first:
-            return self.frozen_pass(batch) * super().training_step(batch, batch_idx)
-        return super().training_step(batch, batch_idx) * self.frozen_pass(batch)
+            output = self.frozen_pass(batch)
+            return output * super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.frozen_pass(batch)
 
 
 #: Whether the frozen pass comes first, and what it is tried with.
@@ -253,7 +258,8 @@ def test_what_is_frozen_while_it_is_gathered_is_frozen_when_it_is_sharded(rank):
             assert not isinstance(part.up.weight, DTensor)
             part.requires_grad_(trains)
         assert isinstance(part.up.weight, DTensor)
-        assert {p.requires_grad for p in part.parameters()} == {trains}
+        found = {p.requires_grad for p in part.parameters()}
+        assert found == {trains}
 
 
 WHOLE, ONCE = 100_000, BLOCKS + 1  # the root unit stays gathered by itself
@@ -296,7 +302,8 @@ def test_units_are_held_for_a_while_where_there_is_room(rank, memory, expected):
         for parameter in blocks.parameters():
             assert isinstance(parameter, DTensor)
         assert engine.gather_cache.bytes == 0
-        assert [reads_of_a_pass(), reads_of_a_pass()] == [BLOCKS, BLOCKS], "nothing stays behind the context"
+        found = [reads_of_a_pass(), reads_of_a_pass()]
+        assert found == [BLOCKS, BLOCKS], "nothing stays behind the context"
     room = memory
     if isinstance(memory, FakeMemory):
         room = memory.room
@@ -315,6 +322,7 @@ def test_a_change_while_units_are_held_is_found(rank):
     with found if rank else nullcontext(), torch.no_grad(), engine.gathered():
         model(torch.tensor([[3, 1, 2]]))
         if rank:
-            engine._units[1].slots[0].local_shard_at_rest().add_(1)
+            shard = engine._units[1].slots[0].local_shard_at_rest()
+            shard.add_(1)
     engine.exchange("nothing is under way", None)
     engine.close()

@@ -36,7 +36,8 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def sharded(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(0)
     layers = nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 1)  # rank 1 has no last row
-    return fully_shard(nn.Sequential(*layers).to(dtype))
+    sequential = nn.Sequential(*layers)
+    return fully_shard(sequential.to(dtype))
 
 
 def _stepped(name: str, dtype: torch.dtype, lists: bool) -> list[Tensor]:
@@ -47,7 +48,8 @@ def _stepped(name: str, dtype: torch.dtype, lists: bool) -> list[Tensor]:
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         with by_lists(*[optimizer] * lists):
-            assert optimizer.param_groups[0]["foreach"] is (True if lists else None)
+            foreach = optimizer.param_groups[0]["foreach"]
+            assert foreach is (True if lists else None)
             optimizer.step()
         assert optimizer.param_groups[0]["foreach"] is None
     state = [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
@@ -82,4 +84,5 @@ def test_lists_leave_alone_what_they_would_change(rank):
     with by_lists(says_no, *others):
         assert says_no.param_groups[0]["foreach"] is False
         found = [one.param_groups[0]["foreach"] for one in others]
-        assert found == [None] * len(others)
+        expected = [None] * len(others)
+        assert found == expected

@@ -115,7 +115,8 @@ def textbook_loss(
     zero = total * 0
     if loss_type == "dapo":
         every = [loss for losses in by_response for loss in losses]
-        return sum(every, zero) / max(len(every), 1)
+        largest = max(len(every), 1)
+        return sum(every, zero) / largest
     divisors = [constant if loss_type == "dr_grpo" else max(len(losses), 1) for losses in by_response]
     means = [sum(losses, zero) / divisor for losses, divisor in zip(by_response, divisors, strict=True)]
     return sum(means, zero) / len(means)

@@ -64,7 +64,8 @@ def test_a_loss_is_the_papers_for_any_placement(lengths, loss_type, ranks, chanc
         for indices in rank:
             own = [rollouts[i] for i in indices] or [rl.Rollout([3], 1, advantage=0.0)]
             microbatch = Microbatch(own, indices, whole)
-            loss = policy_loss(rl.logprobs(model, microbatch), microbatch, loss_type, *OPTIONS)
+            logprobs = rl.logprobs(model, microbatch)
+            loss = policy_loss(logprobs, microbatch, loss_type, *OPTIONS)
             mean = loss / ranks  # which strategies take
             mean.backward()
             value += mean.item()
@@ -75,7 +76,8 @@ def test_a_loss_is_the_papers_for_any_placement(lengths, loss_type, ranks, chanc
 
 def test_what_is_missing_in_a_microbatch() -> None:
     rollouts = [rl.Rollout([1, 2], 1)]
-    bare = Microbatch(rollouts, [0], Whole(1, 1, 1))
+    whole = Whole(1, 1, 1)
+    bare = Microbatch(rollouts, [0], whole)
     with pytest.raises(ValueError, match=r"write rollouts\[i\].advantage = "):
         _ = bare.advantages
     some = [rl.Rollout([1, 2], 1, logprobs=[0.0]), rl.Rollout([1, 2], 1)]

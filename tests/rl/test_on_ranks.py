@@ -52,7 +52,8 @@ def learn(policy: Any, updates: Any, optimizer: Any, backward: Any, counts: list
     for update in updates:
         counts.append(len(update))
         for microbatch in update:
-            backward(policy_loss(rl.logprobs(policy, microbatch), microbatch, *options))
+            logprobs = rl.logprobs(policy, microbatch)
+            backward(policy_loss(logprobs, microbatch, *options))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -96,7 +97,8 @@ class Learns(LightningModule):
         learn(self.policy, updates, self.optimizers(), self.manual_backward, self.microbatches, *options)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.policy.parameters(), lr=LR)
+        parameters = self.policy.parameters()
+        return torch.optim.SGD(parameters, lr=LR)
 
 
 def by_index(rollouts: Any) -> list[rl.Rollout]:

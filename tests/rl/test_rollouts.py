@@ -39,7 +39,8 @@ def on_rank(
 def test_every_pass_runs_every_roll_out_once(lengths, ranks, minibatches, meets, packs, seed):
     shares = [on_rank(rank, ranks, lengths, meets, keeps_apart=packs) for rank in range(ranks)]
     by_rank = [list(share.updates(2, minibatches, seed)) for share in shares]
-    steps = 2 * min(minibatches, len(lengths))
+    smallest = min(minibatches, len(lengths))
+    steps = 2 * smallest
     found = [len(updates) for updates in by_rank]
     assert found == [steps] * ranks
     run_in: list[list[int]] = [[], []]  # by epoch
@@ -75,7 +76,8 @@ def test_passes_and_seeds_shuffle_and_one_minibatch_is_scored_as_it_is_learnt_fr
     lengths = [(3, length) for length in (9, 4, 0, 20, 1)]
     rollouts = on_rank(1, 2, lengths)
     for run in (rollouts.microbatches(), *rollouts.updates(epochs=3)):
-        assert [one.indices for one in run] == rollouts.plan[1]
+        expected = rollouts.plan[1]
+        assert [one.indices for one in run] == expected
 
 
 def test_ranks_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +85,8 @@ def test_ranks_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
         engine: Any = SimpleNamespace(ledger=Ledger())
         lengths = [(1, 9)] * 6
         rollouts = rl.Rollouts(rolled_out(lengths), Ranks(engine=engine), max_tokens=max_tokens)
-        assert len(list(rollouts.updates(minibatches=2))) == 2
+        updates = list(rollouts.updates(minibatches=2))
+        assert len(updates) == 2
         return engine.ledger.plans
 
     assert len(noted(None)) == 2
@@ -123,7 +126,8 @@ def test_rollouts_are_a_sequence_which_may_be_empty() -> None:
     rollouts = on_rank(1, 3, [])
     assert len(rollouts) == 0
     assert rollouts.plan == [[], [], []]
-    assert list(rollouts.updates(3, 4)) == []
+    updates = list(rollouts.updates(3, 4))
+    assert updates == []
     found = rl.score(nn.Identity(), on_rank(0, 1, []))
     assert found == []
     rollouts = on_rank(0, 1, [(1, 1), (1, 2), (1, 3)])
@@ -174,7 +178,8 @@ def test_temperature() -> None:
     cold = rl.score(model, rollouts, temperature=0.5)
     with torch.no_grad():
         one = rollouts[0]
-        logits = model(one.tokens[None])[0] / 0.5
+        output = model(one.tokens[None])
+        logits = output[0] / 0.5
         expected = logits.log_softmax(-1)[one.prompt_length - 1 : -1].gather(1, one.response[:, None])[:, 0]
     torch.testing.assert_close(cold[0], expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="temperature=0"):
@@ -255,10 +260,11 @@ def test_rollouts_are_what_they_were_after_the_way(rollouts: list[Rollout]) -> N
 def test_what_a_rollout_holds() -> None:
     logprobs = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     tokens = torch.tensor([4, 5, 6], dtype=torch.int32)
+    reward = torch.tensor(2)
     one = Rollout(
         tokens,
         1,
-        torch.tensor(2),
+        reward,
         np.int64(7),  # type: ignore[arg-type]
         logprobs=logprobs,
     )
@@ -272,7 +278,8 @@ def test_what_a_rollout_holds() -> None:
     assert one.logprobs.dtype == torch.float32
     assert not one.logprobs.requires_grad
     assert repr(one) == "Rollout(1 + 2 tokens, reward=2.0, group=7, advantage=None)"
-    assert Rollout([1, 2], 2).response_length == 0
+    rollout = Rollout([1, 2], 2)
+    assert rollout.response_length == 0
 
 
 def test_rewards_that_are_not_finite_travel_and_what_is_wrong_is_said() -> None:
@@ -298,5 +305,6 @@ def test_a_view_is_sent_without_the_rest_of_its_tensor() -> None:
     many = torch.zeros(1000, 1000)
     row = many[3, :4]
     (there,) = Ranks().gather("exchange", {"row": row, "number": np.float64(0.5)})
-    assert there["row"].untyped_storage().nbytes() == 16
+    found = there["row"].untyped_storage().nbytes()
+    assert found == 16
     assert type(there["number"]) is float

@@ -123,8 +123,10 @@ def test_a_run_that_fails_puts_numbers_back(rank):
     module = Counted(fails=True)
     with pytest.raises(RuntimeError, match="a failure of the user's"):
         fit("lb_mini", module, loader(), limit_train_batches=8)
-    assert as_made(module.trainer) == (4, 8, 1.0)
-    assert module.factors[-1] == 1, "it was folded while it ran"
+    found = as_made(module.trainer)
+    assert found == (4, 8, 1.0)
+    found = module.factors[-1]
+    assert found == 1, "it was folded while it ran"
 
 
 @on_ranks(2)
@@ -136,7 +138,8 @@ def test_steps_of_runs_that_limits_and_schedules_change(rank):
     scheduled = {"callbacks": callbacks, "accumulate_grad_batches": 1}
     warned = pytest.warns(UserWarning, match="so each of them is balanced alone")
     with warned if rank == 0 else nullcontext():
-        found = fit("lb_mini", Counted(asks=False), loader(), **scheduled).global_step
+        counted = Counted(asks=False)
+        found = fit("lb_mini", counted, loader(), **scheduled).global_step
         assert found == 11 + 3
     limited = fit("lb_mini", Counted(), loader(), limit_train_batches=0.4, max_epochs=1)
     assert limited.global_step == 1

@@ -230,8 +230,10 @@ def test_an_audit_leaves_no_trace(rank, monkeypatch):
             fit(module, loader, max_steps=12, max_epochs=-1, callbacks=[kept], logger=True, **options)
         ends.append((full_parameters(module), kept.seen))
     assert audits == ["", ""], "both found the loss as it should be"
-    assert are_equal(ends[0][0], ends[1][0])
-    assert len(ends[0][1]) == 12
+    ours = ends[0][0]
+    assert are_equal(ours, ends[1][0])
+    found = len(ends[0][1])
+    assert found == 12
     for first, second in zip(ends[0][1], ends[1][1], strict=True):
         assert str(first) == str(second)
 

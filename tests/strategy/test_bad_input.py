@@ -93,11 +93,13 @@ def test_every_argument_is_kept():
     }
     found = {field.name for field in fields(Options)} - given.keys()
     assert found == {"context_parallel_size"}
-    assert ODCStrategy(**given).options == Options(**given)
+    odc_strategy = ODCStrategy(**given)
+    assert odc_strategy.options == Options(**given)
     assert ODCStrategy(context_parallel_size=2).options == Options(context_parallel_size=2)
     arguments = inspect.signature(ODCStrategy).parameters
     found = [arguments[field.name].default for field in fields(Options)]
-    assert found == [field.default for field in fields(Options)]
+    expected = [field.default for field in fields(Options)]
+    assert found == expected
 
 
 def test_arguments_without_effect():
@@ -106,7 +108,9 @@ def test_arguments_without_effect():
     with pytest.warns(UserWarning, match=r"ODCStrategy\(deterministic=True\) has no effect"):
         ODCStrategy(communication="collective", deterministic=True)
     plugin = FSDPPrecision("bf16-mixed")
-    assert trainer(1, strategy=ODCStrategy(precision_plugin=plugin)).precision == "bf16-mixed"
+    strategy = ODCStrategy(precision_plugin=plugin)
+    found = trainer(1, strategy=strategy).precision
+    assert found == "bf16-mixed"
     with pytest.raises(TypeError, match=r"Write Trainer\(precision=...\)"):
         ODCStrategy().precision_plugin = HalfPrecision()
 
@@ -210,7 +214,8 @@ class Returns(TokenModule):
         self.change = change
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return self.change(super().training_step(batch, batch_idx), batch)
+        loss = super().training_step(batch, batch_idx)
+        return self.change(loss, batch)
 
 
 class Twice(torch.optim.SGD):
@@ -287,7 +292,8 @@ def divide(own: Any) -> None:
 
 def wrap_head(own: Any) -> None:
     if not isinstance(own.net.head, FullyShardedDataParallel):
-        own.net.head = FullyShardedDataParallel(own.net.head, device_id=torch.device("cpu"))
+        device_id = torch.device("cpu")
+        own.net.head = FullyShardedDataParallel(own.net.head, device_id=device_id)
 
 
 def hooked(**hooks: Any) -> Callable[[], Any]:
@@ -308,7 +314,8 @@ def items() -> TokenModule:
 
 
 def unfreezing() -> Any:
-    return before_step(Sgd(frozen=True), lambda own, _: own.net.requires_grad_(True))
+    sgd = Sgd(frozen=True)
+    return before_step(sgd, lambda own, _: own.net.requires_grad_(True))
 
 
 def returning(change: Callable[[Any, Tensor], Any]) -> Callable[[], Any]:

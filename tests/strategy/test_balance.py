@@ -65,7 +65,8 @@ def plain(**options: Any) -> DataLoader[Tensor]:
 def reference(world: int) -> dict[str, Tensor]:
     """Plain torch on minibatches of four samples per rank, in the order of the data set."""
     starts = range(0, len(SAMPLES), 4 * world)
-    return one_process(Padded(counted=True), [[s[None] for s in SAMPLES[i : i + 4 * world]] for i in starts])
+    padded = Padded(counted=True)
+    return one_process(padded, [[s[None] for s in SAMPLES[i : i + 4 * world]] for i in starts])
 
 
 #: The policy, whether a step counts its items, and the communication.
@@ -219,7 +220,8 @@ def test_one_loader_in_a_dict_or_list_is_balanced_and_the_step_gets_its_batches_
     assert t.global_step == 3
     loaders = t.train_dataloader
     kinds = {"by hand": "dict", "minibatches": "dict", "stream": "dict", "stream in a list": "list"}
-    assert type(loaders).__name__ == kinds.get(name, name)
+    expected = kinds.get(name, name)
+    assert type(loaders).__name__ == expected
     if name != "minibatches":
         balanced = only(loaders)
         assert isinstance(balanced, BalancedDataLoader)
@@ -456,7 +458,8 @@ class OwnLoader:
         return 2
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter([pad(SAMPLES[:4])] * 2)
+        padded = pad(SAMPLES[:4])
+        return iter([padded] * 2)
 
 
 class NoMinibatch(Padded):

@@ -76,7 +76,8 @@ class Holds(Short):
             self.held.append(total)
         self.known_trips = self.trips
         self.batch = batch
-        x = Keeps.apply(self.net.embed(batch), self.made)
+        embedded = self.net.embed(batch)
+        x = Keeps.apply(embedded, self.made)
         aside = Keeps.apply(x, self.made)
         for block in self.net.blocks:
             x = Keeps.apply(block(x), self.made)
@@ -132,7 +133,8 @@ def planned_in_parts(minibatch: Minibatch, m: int, fits: int) -> Minibatch:
         if len(rows) <= fits:
             yield rows
             return
-        at = middle([1.0] * len(rows))
+        sizes = [1.0] * len(rows)
+        at = middle(sizes)
         yield from parts(rows[:at])
         yield from parts(rows[at:])
 
@@ -191,7 +193,8 @@ class Gated(Block):
     def forward(self, x: Tensor, odd: Tensor) -> Tensor:
         x = Trip.apply(super().forward(x), self.owner[0], "gate")
         if odd.any():
-            return x.index_put((odd,), self.extra(x[odd]))
+            more = self.extra(x[odd])
+            return x.index_put((odd,), more)
         return x
 
 
@@ -276,7 +279,8 @@ def test_microbatches_without_a_finite_loss_are_left_out_on_their_rank(rank, wha
     counted = [one for one in batches(1, 1)[0] if one.shape[1] - 4 != m]
     counted += list(batches(0, 1)[0])
     expected = [one_step(Short(), counted)]
-    assert differences(module.states, expected)[0] < TOLERANCE
+    found = differences(module.states, expected)[0]
+    assert found < TOLERANCE
     expected = rank == 1 and bool(told)
     assert bool(module.trips) == expected
     batch = f"Microbatch {m} of this rank, {ROWS[m]} samples, {(4 + m) * ROWS[m]} tokens"
@@ -296,7 +300,8 @@ def test_a_plain_batch_that_is_left_out_has_no_part_in_the_mean(rank):
     fit(module, data, on_nonfinite="skip", accumulate_grad_batches=2)
     expected = one_step(Short(), [table(4, 5, step) for step in (0, 1, 1)])  # three batches of four
     ours = module.states[-1:]
-    assert differences(ours, [expected])[0] < TOLERANCE
+    found = differences(ours, [expected])[0]
+    assert found < TOLERANCE
 
 
 class Unlogged(Short):
@@ -312,7 +317,8 @@ def test_a_rank_may_leave_out_all_that_it_has(rank):
     module = Unlogged([["1", "forward", 0, 0]] if rank == 1 else ())
     fit(module, [table(1, 4, rank)], on_out_of_memory="skip")
     expected = [one_step(Short(), [table(1, 4, 0)])]
-    assert differences(module.states, expected)[0] < TOLERANCE
+    found = differences(module.states, expected)[0]
+    assert found < TOLERANCE
 
 
 ROWS_OF_ONES = torch.ones(4, 3)
@@ -320,7 +326,8 @@ ROWS_OF_ONES = torch.ones(4, 3)
 
 def retry_with(**options: Any) -> Retry:
     engine = SimpleNamespace(ledger=Ledger(), undo=lambda: None, why_no_retry=lambda: "")
-    return Retry("skip", engine, torch.device("cpu"), **options)
+    device = torch.device("cpu")
+    return Retry("skip", engine, device, **options)
 
 
 def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_from_then_on():
@@ -328,7 +335,8 @@ def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_
     table = torch.zeros(5000)
     moving = torch.zeros(5000)
     retry = retry_with(buffers=[small, table, moving])
-    attempt = Attempt(Task(ROWS_OF_ONES, 2.0, None), 0, retry)
+    task = Task(ROWS_OF_ONES, 2.0, None)
+    attempt = Attempt(task, 0, retry)
     attempt.begin()
     with attempt:
         small += 1
@@ -339,7 +347,8 @@ def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_
     assert not moving.any()
     attempt = Attempt(Task(ROWS_OF_ONES, 1.0, None), 0, retry)
     attempt.begin()
-    attempt.contribution = Contribution(torch.ones(()), 2.0, {}, WeightKind.PLANNED)
+    loss = torch.ones(())
+    attempt.contribution = Contribution(loss, 2.0, {}, WeightKind.PLANNED)
     moving += 1
     retry.fits(attempt)
     found = [one is other for one, other in zip(retry.buffers, (small, moving), strict=True)]
@@ -349,7 +358,9 @@ def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_
 def test_the_share_of_a_part_says_nothing_about_labels_and_items():
     retry = retry_with()
     loss = torch.tensor(float("nan"), requires_grad=True)
-    assert not Attempt(Task(ROWS_OF_ONES, 0.0, None), 0, retry).counts
+    task = Task(ROWS_OF_ONES, 0.0, None)
+    attempt = Attempt(task, 0, retry)
+    assert not attempt.counts
     whole = Attempt(Task(ROWS_OF_ONES, 1.0, None), 0, retry)
     assert Attempt(Task(ROWS_OF_ONES, 0.0, None), 0, retry, whole).counts
     planned = contribution(loss, 0.0)
@@ -359,7 +370,8 @@ def test_the_share_of_a_part_says_nothing_about_labels_and_items():
         output = {"loss": torch.tensor(6.0), "num_items": 3}
         item = contribution(output, 0.0, is_split=is_split)
         assert item is not None
-        assert float(item.loss) == 2 * items
+        found = float(item.loss)
+        assert found == 2 * items
         assert item.weight == items
     labels = contribution(torch.tensor(2.0), 0.0, WeightKind.PLANNED, torch.tensor(7.0), is_split=True)
     assert labels is not None

@@ -66,7 +66,8 @@ DATA: dict[str, Any] = {
 def assert_exact(rank: int, kind: str, cases: list[Any], communication: str = "on_demand") -> None:
     """Validate batches of these lengths, by case and rank, one after another."""
     module = Names()
-    t = trainer(len(cases[0]), communication=communication, timeout=SOON)
+    world_size = len(cases[0])
+    t = trainer(world_size, communication=communication, timeout=SOON)
     for lengths in cases:
         (seen,) = t.validate(module, DATA[kind](lengths[rank]), verbose=False)
         assert "log" not in vars(module)
@@ -148,7 +149,8 @@ def test_hooks_at_the_end_of_the_epoch_see_global_values(rank):
 
     module = doing(Epochs("items"), on_validation_epoch_end=end)
     options = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, "num_sanity_val_steps": 1}
-    minibatch = Minibatch(token_batches([4 + rank]))
+    microbatches = token_batches([4 + rank])
+    minibatch = Minibatch(microbatches)
     t = fit(module, [minibatch], timeout=SOON, **options)
     found = [values["a"] for values in ends[1:]]
     assert found == [5.0, 15.0, 25.0]
@@ -323,7 +325,8 @@ def evaluate(rank: int, kind: str, world_size: int) -> None:
         lengths = [[b.shape[1] for b in batch] for batch in data if isinstance(batch, Minibatch)]
         predictions = lengths or [batch.shape[1] for batch in data]
         written.predictions.clear()
-        assert t.predict(module, loader(data)) == predictions
+        found = t.predict(module, loader(data))
+        assert found == predictions
         assert written.predictions == predictions
 
 

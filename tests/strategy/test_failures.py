@@ -87,12 +87,14 @@ def test_a_strange_error_is_told_and_the_rank_that_raised_it_is_named(name):
     for rank, survivor in enumerate(outcomes[:2]):
         assert f"PeerFailedError: Rank 2 failed, so rank {rank} stops too" in survivor.error
         assert STRANGE[name][1] in survivor.error
-    assert [outcome.exitcode for outcome in outcomes] == [1, 1, 1]
+    found = [outcome.exitcode for outcome in outcomes]
+    assert found == [1, 1, 1]
 
 
 def _raises(rank: int, at: int, folder: str) -> None:
     callback = OnExceptionCheckpoint(folder, "last")
-    module = acting(rank, partial(throw, ValueError("no such token")), at)
+    act = partial(throw, ValueError("no such token"))
+    module = acting(rank, act, at)
     fit(module, batches(), enable_checkpointing=True, callbacks=[callback])
 
 
@@ -169,7 +171,8 @@ def test_an_interrupt_ends_a_wait():
     sleeper, waiting = try_ranks(_interrupted, timeout=SECONDS)
     assert "PeerFailedError: Rank 1 failed, so rank 0 stops too" in sleeper.error
     for outcome in (sleeper, waiting):
-        assert "waiting.py" in outcome.error.split("KeyboardInterrupt", 1)[0]
+        found = outcome.error.split("KeyboardInterrupt", 1)[0]
+        assert "waiting.py" in found
         assert outcome.exitcode == 1
 
 
@@ -220,7 +223,8 @@ def test_windows_that_do_not_fit_are_told_to_every_rank(rank, later):
     with ExitStack() as stack:
         if not later:
             stack.enter_context(nearly_full)
-        module = doing(TokenModule("items", frozen=later), on_train_batch_start=unfreeze)
+        token_module = TokenModule("items", frozen=later)
+        module = doing(token_module, on_train_batch_start=unfreeze)
         told = failure(module, batches(2, [5]), communication="on_demand")
     assert "could not share memory with its peers: the windows (2 ranks of" in told
     assert later or "WindowError: Rank 0 could" in told
@@ -406,7 +410,8 @@ def test_it_is_named_before_the_first_step(rank, case):
     if rank == 1:
         options, message = CASES[case]
     else:
-        options, message = ({}, CASES[case][1])
+        options = {}
+        message = CASES[case][1]
     options = dict(options)
     module = options.pop("module", TokenModule)("items", lr=options.pop("lr", 0.1))
     text = failure(module, [Minibatch([b]) for b in token_batches([5, 9, 4])], timeout=TIMEOUT, **options)
@@ -447,7 +452,8 @@ def _parts(rank: int, name: str) -> None:
 @pytest.mark.parametrize("name", PARTS)
 def test_ranks_that_part_in_mid_run_are_told(name):
     outcomes = try_ranks(_parts, name, timeout=90)
-    assert [outcome.exitcode for outcome in outcomes] == [1, 1]
+    found = [outcome.exitcode for outcome in outcomes]
+    assert found == [1, 1]
     texts = "".join(outcome.error for outcome in outcomes)
     assert re.search("DisagreementError: Rank [01] ", texts), texts
 
@@ -460,7 +466,8 @@ class Gathers(TokenModule):
         self.pads = pads
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
-        x = self.net.embed(batch).flatten(0, 1)
+        embedded = self.net.embed(batch)
+        x = embedded.flatten(0, 1)
         if not self.pads:
             return self.all_gather(x, sync_grads=True).mean()
         sizes = self.all_gather(len(x))

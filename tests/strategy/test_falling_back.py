@@ -103,7 +103,8 @@ def test_what_cannot_run_on_demand_trains_by_balanced_collectives_bit_for_bit(
             module, plain(**UNEVEN), balance="auto", precision=precision, callbacks=[monitor], logger=logger
         )
     assert isinstance(module.engine, CollectiveEngine)
-    assert of_all_ranks(module.sizes) == of_all_ranks(expected.sizes), "another plan"
+    found = of_all_ranks(module.sizes)
+    assert found == of_all_ranks(expected.sizes), "another plan"
     assert are_equal(full_parameters(module), full_parameters(expected))
     # Said once, by rank 0, with what refused and what to do; and everywhere else what runs.
     told = [message for message in messages if "trains with collectives" in message]
@@ -146,7 +147,8 @@ def test_the_next_fit_decides_anew_and_on_demand_is_said_too(rank, tmp_path):
         t.fit(module, data_loader)
     assert strategy.communication == "collective"
     t.fit_loop.max_epochs = 2
-    t.fit(module, DataLoader(token_batches([5, 4]), batch_size=None))
+    loader = DataLoader(token_batches([5, 4]), batch_size=None)
+    t.fit(module, loader)
     assert strategy.communication == "on_demand"
     assert "communication='on_demand'), by its own choice," in repr(strategy)
 

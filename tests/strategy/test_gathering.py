@@ -46,7 +46,8 @@ def test_rows_of_an_epoch_are_gathered_as_the_error_says(rank):
     data = DataLoader(samples(SIZES), 8, collate_fn=collate)
     fit(module, data, balance="lb_mini", weighting="sample")
     total = sum(len(rows) for rows in module.seen)
-    assert len(set(of_all_ranks(total))) == 2, "ranks have different numbers"
+    found = len(set(of_all_ranks(total)))
+    assert found == 2, "ranks have different numbers"
     assert sorted(module.gathered) == sorted(SIZES)
 
 
@@ -62,7 +63,8 @@ def test_a_step_that_gathers_runs_with_any_number_of_samples(rank, accumulated, 
 
     def gathers(batch: Any, batch_idx: int) -> Any:
         if torch.is_grad_enabled():
-            shapes.append(tuple(module.all_gather(batch["label"]).shape))
+            gathered = module.all_gather(batch["label"])
+            shapes.append(tuple(gathered.shape))
         return step(batch, batch_idx)
 
     module.training_step = gathers  # type: ignore[method-assign]
@@ -86,7 +88,8 @@ def test_a_step_that_gathers_runs_with_any_number_of_samples(rank, accumulated, 
         padded = [*data, *data[: count % 2]]
         total = sum(shape[1] for shape in shapes)
         assert total * 2 == len(padded)
-        expected = losses.meant("all_gather", losses.dealt(padded, 2, 4), 2)
+        dealt = losses.dealt(padded, 2, 4)
+        expected = losses.meant("all_gather", dealt, 2)
         assert largest_difference(full_parameters(module), expected) < 1e-9
 
 

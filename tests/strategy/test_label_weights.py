@@ -57,7 +57,9 @@ def padded(batch: list[Sample]) -> dict[str, Tensor]:
 
     masks = [torch.ones(len(sample["input_ids"]), dtype=torch.int64) for sample in batch]
     mask = nn.utils.rnn.pad_sequence(masks, batch_first=True)
-    return {"input_ids": table("input_ids", 0), "labels": table("labels", -100), "attention_mask": mask}
+    input_ids = table("input_ids", 0)
+    labels = table("labels", -100)
+    return {"input_ids": input_ids, "labels": labels, "attention_mask": mask}
 
 
 class Tuned(LightningModule):
@@ -75,7 +77,8 @@ class Tuned(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.mean(batch), sync_dist=True)
+        mean = self.mean(batch)
+        self.log("val_loss", mean, sync_dist=True)
 
     def mean(self, batch: Any) -> Tensor:
         if not self.by_hand:
@@ -126,7 +129,8 @@ def fit(
     ran = []
     module = fits.before_step(Tuned(), lambda *_: (ran.append(1), time.sleep(seconds)))
     t = trainer(2, communication=communication, precision=precision)
-    t.fit(module, BalancedDataLoader(data, **{**defaults, **options}))
+    loader = BalancedDataLoader(data, **{**defaults, **options})
+    t.fit(module, loader)
     loss = float(t.callback_metrics.get("loss", 0.0))
     return SimpleNamespace(parameters=full_parameters(module), ran=len(ran), loss=loss)
 
@@ -196,7 +200,8 @@ def check_by_hand(rank: int, communication: str, world_size: int) -> None:
     parameters = fits.fitted(module, loader, world_size, communication=communication)
     assert largest_difference(parameters, one_process(MASKED)) < TOLERANCE
     t = trainer(world_size, communication=communication)
-    (values,) = t.validate(Tuned(by_hand=True), loader, verbose=False)
+    tuned = Tuned(by_hand=True)
+    (values,) = t.validate(tuned, loader, verbose=False)
     assert values["val_loss"] == pytest.approx(expected, rel=1e-6)
 
 
@@ -235,7 +240,8 @@ def test_labels_that_a_mean_is_over_and_what_goes_before_them():
         found = LabelCounter(skips_first=shifted).of(batch)
         assert found is None if count is None else float(found) == count, batch
     summed = {"loss": torch.tensor(6.0), "num_items": 3}
-    item = contribution(summed, 5.0, WeightKind.PLANNED, torch.tensor(0.0))
+    labels = torch.tensor(0.0)
+    item = contribution(summed, 5.0, WeightKind.PLANNED, labels)
     assert item is not None
     assert float(item.loss) == 6.0
     assert item.weight == 3.0
@@ -300,7 +306,8 @@ def test_one_step_is_that_of_one_process(rank, case):
     batch_size, accumulated, options, collation, words = WAYS[case]
     parameters, steps, loader, text = fit_plain(samples(), batch_size, accumulated, **options)
     assert steps == 1, "all accumulated batches are one optimizer step"
-    assert largest_difference(parameters, one_process(samples())) < TOLERANCE
+    found = largest_difference(parameters, one_process(samples()))
+    assert found < TOLERANCE
     assert loader.collation == Collation(collation)
     assert all(line in text for line in words) if rank == 0 else not text, "rank 0 speaks for all"
 

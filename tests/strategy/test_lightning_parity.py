@@ -45,7 +45,8 @@ def test_ways_to_name_a_sharding_strategy_and_to_offload():
     for given in ("shard_grad_op", "SHARD_GRAD_OP", ShardingStrategy.SHARD_GRAD_OP):
         assert ODCStrategy(sharding_strategy=given).sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     for offload in (True, CPUOffload(offload_params=True)):
-        assert ODCStrategy(cpu_offload=offload).cpu_offload == CPUOffload(offload_params=True)
+        odc_strategy = ODCStrategy(cpu_offload=offload)
+        assert odc_strategy.cpu_offload == CPUOffload(offload_params=True)
 
 
 #: Signatures that differ, and why.
@@ -88,7 +89,8 @@ def test_what_can_be_called_there_can_be_called_here():
             found = [facts.get(p.name) for p in there]
             assert found == expected, member
             wanted = _positional(there)
-            assert _positional(here)[: len(wanted)] == wanted, member
+            positional = _positional(here)[: len(wanted)]
+            assert positional == wanted, member
             for p in here:
                 is_left_out = p.default is not Parameter.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
                 assert is_left_out or p.name in {other.name for other in there}, member
@@ -147,7 +149,8 @@ def test_options_reach_what_they_are_for(rank):
         dist.destroy_process_group()
     with mock.patch("torch.distributed.init_process_group", wraps=dist.init_process_group) as init:
         unchanged = fitted(module, _batches(rank), timeout=timedelta(seconds=77))
-    assert init.call_args.kwargs["timeout"] == timedelta(seconds=77)
+    found = init.call_args.kwargs["timeout"]
+    assert found == timedelta(seconds=77)
     assert are_equal(unchanged, full_parameters(Sgd()))
     fit(placed := Placed(), _batches(rank), mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
     assert placed.computed_in == {torch.bfloat16}
@@ -237,7 +240,8 @@ def test_objects_are_loaded_where_the_user_trusts_them(rank, kind, path, tmp_pat
     module = WithObject("mean")
     maps = []
     strict = doing(TokenModule(), on_validation_start=partial(load_strictly, path=place))
-    with mock.patch("torch.load", side_effect=_noting(torch.load, maps)):
+    side_effect = _noting(torch.load, maps)
+    with mock.patch("torch.load", side_effect=side_effect):
         trainer(2).validate(
             module, loader(_batches(rank)), ckpt_path=place, verbose=False, weights_only=False
         )

@@ -128,7 +128,8 @@ def state_of(module: Traces) -> str:
     kept += [module.meter.total, module.array, module.hidden[0].running_mean]
     kept += [module.generator.get_state().sum()]
     kept += [(name, buffer.tolist()) for name, buffer in module.named_buffers()]
-    kept += [float(module.mean.mean_value), module.mean._update_count]
+    mean_value = float(module.mean.mean_value)
+    kept += [mean_value, module.mean._update_count]
     return str([*kept, hasattr(module, "new"), "log" in vars(module)])
 
 
@@ -158,18 +159,24 @@ def test_the_trial_leaves_no_trace(rank, tmp_path):
     looks = Looks()
     logger = TensorBoardLogger(tmp_path, name="", version=str(rank))
     with said() as text:
-        loader = DataLoader(Sized(samples()), batch_size=8, collate_fn=collate)
+        sized = Sized(samples())
+        loader = DataLoader(sized, batch_size=8, collate_fn=collate)
         fit(module, loader, balance="auto", callbacks=[looks], logger=logger)
     torch.manual_seed(5)
-    assert looks.drawn == torch.rand(1).item(), "random numbers go on where they were"
-    assert looks.before[0] == looks.after[0]
-    assert looks.before[2] == looks.after[2]
+    expected = torch.rand(1).item()
+    assert looks.drawn == expected, "random numbers go on where they were"
+    found = looks.before[0]
+    assert found == looks.after[0]
+    found = looks.before[2]
+    assert found == looks.after[2]
     assert looks.callback_metrics == {}
     assert module.steps_run > 0, "training ran"
     assert "Your batches" not in text.getvalue()
     if rank == 0:
-        events = EventAccumulator(str(tmp_path / "0")).Reload()
-        assert len(events.Scalars("raw")) == module.steps_run
+        accumulator = EventAccumulator(str(tmp_path / "0"))
+        events = accumulator.Reload()
+        found = len(events.Scalars("raw"))
+        assert found == module.steps_run
 
 
 def test_listening_lets_attention_of_a_pattern_run():
@@ -207,7 +214,8 @@ def test_what_the_rules_explain():
 
 def test_counts_that_do_not_add_up_explain_nothing():
     """The entries of a padded table: those of padding belong to no sample."""
-    table = Rule("token", LabelCounter(("x",), -1))
+    counter = LabelCounter(("x",), -1)
+    table = Rule("token", counter)
     singles = [Tried((0,), 3.0, {table: 2.0}), Tried((1,), 2.0, {table: 8.0})]
     rule = decide([*singles, Tried((0, 1), 2.5, {table: 16.0})], 1e-11).rule
     assert rule is None
@@ -274,7 +282,8 @@ def test_a_step_that_shortens_its_batches_trains_what_it_means(rank, kind, cuts)
     assert bool(is_whole) == (not cuts or kind != "classes")
     if is_whole:
         assert rank > 0 or "may cut or leave out long ones" in words, words
-        assert largest_difference(full_parameters(module), expected) / moved < 1e-6
+        found = largest_difference(full_parameters(module), expected) / moved
+        assert found < 1e-6
 
 
 ITEMS = r'\{"loss": loss \* n, "num_items": n\}'
@@ -321,8 +330,10 @@ class Frames(LightningModule):
         self.layers = torch.nn.Linear(losses.WIDTH, 1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        errors = self.layers(batch["series"]).squeeze(2).square()
-        inside = torch.arange(errors.size(1)) < batch["sizes"][:, None]
+        output = self.layers(batch["series"])
+        errors = output.squeeze(2).square()
+        size = errors.size(1)
+        inside = torch.arange(size) < batch["sizes"][:, None]
         chosen = inside[:, ::4]
         n = chosen.sum()
         total = (errors[:, ::4] * chosen).sum()
@@ -362,4 +373,5 @@ def test_a_mean_over_frames_that_the_step_chooses_is_told_to_count_them_and_then
             or 'return, with the n that the loss is a mean over,\n    {"loss": loss *' in words
         )
     moved = largest_difference(before, expected)
-    assert largest_difference(full_parameters(module), expected) / moved < 1e-6
+    found = largest_difference(full_parameters(module), expected) / moved
+    assert found < 1e-6

@@ -89,9 +89,11 @@ def test_where_nothing_is_measured_plans_stay(rank, options):
 
 def test_the_time_of_a_microbatch_is_that_by_the_clock_without_waits():
     waited = 0.0
-    measurements = Measurements(lambda: waited, torch.device("cpu"), warnings.warn)
+    device = torch.device("cpu")
+    measurements = Measurements(lambda: waited, device, warnings.warn)
     cost = DelayedCost(1, tokens())
-    minibatch = SimpleNamespace(origin=SimpleNamespace(cost=cost, cap=None, number=3))
+    origin = SimpleNamespace(cost=cost, cap=None, number=3)
+    minibatch = SimpleNamespace(origin=origin)
     detail = SimpleNamespace(lengths=[5])
     measurements.open(minibatch)
     for seconds in (0.0, 100.0):
@@ -162,7 +164,8 @@ SEVERAL = r"Balancing.*ConcatDataset\(\[a, b\]\)"
 @on_ranks(1)
 def test_several_balanced_loaders_and_minibatches_inside_batches_are_refused(rank):
     own, other = (BalancedDataLoader(SAMPLES, minibatch_size=4, collate_fn=pad) for _ in range(2))
-    shares = loader([Minibatch([torch.ones(1, 2)])])
+    minibatch = Minibatch([torch.ones(1, 2)])
+    shares = loader([minibatch])
     microbatches = [torch.ones(1, 2)]
     for data, balance, says in (
         ({"a": plain(), "b": plain()}, "lb_mini", SEVERAL),

@@ -231,16 +231,19 @@ def answers(net: Any, rank: int, counts: list[list[int]], engine: Any) -> list[T
     prompt = torch.tensor([[3, 1, 2]])
     tokens = 3 * (rank + 1)
     found = []
-    shape = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": tokens, "min_new_tokens": tokens}
+    attention_mask = torch.ones_like(prompt)
+    shape = {"attention_mask": attention_mask, "max_new_tokens": tokens, "min_new_tokens": tokens}
     for options in WAYS.values():
         torch.manual_seed(1)
         with counted(net, engine, counts):
-            found.append(net.generate(input_ids=prompt, **shape, **options))
+            generated = net.generate(input_ids=prompt, **shape, **options)
+            found.append(generated)
     return found
 
 
 def compiled_difference(rank: int, backend: Any, depth: int, **options: Any) -> float:
-    ours, reads = fit(rank, Compiled(backend, depth), **options)
+    compiled = Compiled(backend, depth)
+    ours, reads = fit(rank, compiled, **options)
     assert reads == 7  # three blocks, twice, and the root unit
     stock, _ = fit(rank, TokenModule(), "collective")
     return largest_difference({name.replace("_orig_mod.", ""): value for name, value in ours.items()}, stock)
@@ -293,7 +296,8 @@ def test_blocks_have_one_graph_for_a_row_and_one_for_several_and_the_limit_is_sa
 @on_ranks(2)
 def test_blocks_compiled_to_cpp(rank):
     # Fused kernels round otherwise: see the tolerances in test_parity, with a ten times larger step here.
-    assert compiled_difference(rank, "inductor", 1, auto_wrap_policy={Block}) <= 1e-4
+    found = compiled_difference(rank, "inductor", 1, auto_wrap_policy={Block})
+    assert found <= 1e-4
 
 
 @on_ranks(2)
@@ -307,7 +311,8 @@ def test_the_default_policy_says_what_it_chose_and_an_empty_one_that_it_chose_no
         expected = (1, 1)
     else:
         expected = (0, 0)
-    assert (len(lines), len(warnings_)) == expected
+    found = (len(lines), len(warnings_))
+    assert found == expected
     for line in lines:
         assert "(3 x Block) and the rest as one unit" in line
     for line in lines:

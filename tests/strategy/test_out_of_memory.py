@@ -106,7 +106,8 @@ def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out(rank):
     for m in range(3) if rank == 1 else ():
         what = f"Microbatch {m} of this rank, 1 sample, {4 + m} tokens, does not fit into memory"
         expected = list(left_out.values()).count(m)
-        assert said.count(f"{what}: it is left out of the gradient.") == expected
+        found = said.count(f"{what}: it is left out of the gradient.")
+        assert found == expected
 
 
 class FailsOtherwise(Short):
@@ -128,7 +129,8 @@ class Manual(Short):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         with suppress(torch.OutOfMemoryError) if self.is_caught else nullcontext():
-            self.manual_backward(self.loss(batch) / batch.numel())
+            loss = self.loss(batch)
+            self.manual_backward(loss / batch.numel())
         optimizer.step()
 
 
@@ -273,7 +275,8 @@ def compare_way(rank: int, world_size: int, name: str) -> None:
     assert whole.trips == 0
     found = cut.trips >= len(SOME) - 1
     assert found == is_last
-    assert max(differences(cut.states, whole.states)) <= tolerance
+    largest = max(differences(cut.states, whole.states))
+    assert largest <= tolerance
 
 
 @needs_reset
@@ -299,7 +302,8 @@ class Logs(Short):
         loss = self.loss(batch) / batch[:, 1:].numel()
         for dtype in (torch.float64, torch.bfloat16, torch.int64):
             self.log(str(dtype), torch.tensor(8 / 3, dtype=torch.float64).to(dtype), sync_dist=True)
-        self.log_dict({"behind": float(len(batch))}, **options)
+        behind = float(len(batch))
+        self.log_dict({"behind": behind}, **options)
         return loss
 
 
@@ -350,5 +354,6 @@ def test_ranks_of_several_nodes(rank):
     else:
         mine = [Minibatch([])] * len(NODES)
     fit(module, mine, 2, on_out_of_memory="skip", num_nodes=2)
-    assert bool(module.trips) == (rank == 3)
+    found = bool(module.trips)
+    assert found == (rank == 3)
     assert_steps(module, NODES, {2: 2})

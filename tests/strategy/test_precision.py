@@ -64,7 +64,8 @@ def test_every_precision_computes_in_its_dtype_and_ends_where_fp32_does(rank, pr
         parameters = fitted(module, BATCHES[rank], precision=precision, communication=communication)
         expected = {(compute, compute if "mixed" in precision else None)}
         assert module.seen == expected
-        assert {p.dtype for p in parameters.values()} == {kept}
+        found = {p.dtype for p in parameters.values()}
+        assert found == {kept}
         # The largest gradients lose a few times the spacing in forward and backward pass; parameters that are
         # kept in the dtype lose half of it, relative to values below 4, at the start and in each of 3 steps.
         bound = 8 * spacing * moved + (0 if kept is torch.float32 else 4 * 2 * spacing)
@@ -111,7 +112,8 @@ def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(rank, in_scalar, 
     scales, after = zip(*found, strict=True)
     expected = (FULL, FULL / 2, FULL / 2)
     assert scales == expected
-    assert [are_equal(*pair) for pair in itertools.pairwise(after)] == [True, False]
+    pairs = itertools.pairwise(after)
+    assert [are_equal(*pair) for pair in pairs] == [True, False]
     for p in after[-1].values():
         assert bool(p.isfinite().all())
 
@@ -143,7 +145,8 @@ class ShardedByHand(Watched):
     def configure_model(self) -> None:
         mesh = init_device_mesh("cpu", (2,))
         for module in (*self.net.blocks, self.net):
-            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32))
+            mp_policy = MixedPrecisionPolicy(torch.float16, torch.float32)
+            fully_shard(module, mesh=mesh, mp_policy=mp_policy)
 
 
 @on_ranks(2)
@@ -209,14 +212,16 @@ def test_weights_and_sums_do_not_count_against_the_range_of_fp16(rank, way, coun
             scales.add(plugin.scaler.get_scale())
         if expected is None:
             expected = parameters
-        assert (expected - start).abs().max() > 0.03
+        largest = (expected - start).abs().max()
+        assert largest > 0.03
         assert parameters.isfinite().all()
         # 4096 is a power of two, 1e6 is 0.95 of one: other roundings of fp16 in each of 24 steps.
         if weight == 4096:
             bound = 0.0
         else:
             bound = 24 * LR * 2**-10 * 8
-        assert (parameters - expected).abs().max() <= bound, weight
+        found = (parameters - expected).abs().max()
+        assert found <= bound, weight
     # At most one step is skipped, which halves the scale.
     assert options["precision"] == "16-true" or scales in ({FULL}, {FULL / 2})
 
@@ -238,8 +243,10 @@ def test_the_unit_of_weights_is_resumed(rank, precision, tmp_path):
     whole = Lightens(lr=LR)
     resumed = Lightens(lr=LR)
     path = tmp_path / "odc.ckpt"
-    state = fit(whole, None, max_epochs=2, **options).precision_plugin.state_dict()
-    fit(Lightens(lr=LR), None, **options).save_checkpoint(path)
+    precision_plugin = fit(whole, None, max_epochs=2, **options).precision_plugin
+    state = precision_plugin.state_dict()
+    lightens = Lightens(lr=LR)
+    fit(lightens, None, **options).save_checkpoint(path)
     t = fit(resumed, None, max_epochs=2, ckpt_path=path, **options)
     assert t.precision_plugin.state_dict() == state
     assert state["odc_weight_unit"] == 4096.0
@@ -250,7 +257,8 @@ class OfOne(Sgd):
     """Its losses are 1."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.mean_loss(batch).to(self.net.head.weight.dtype) * 0 + 1
+        loss = self.mean_loss(batch)
+        return loss.to(self.net.head.weight.dtype) * 0 + 1
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.reported = outputs["loss"]
@@ -328,7 +336,8 @@ class MixedDtypes(Sgd):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
         late = float(self.since - int(SINCE))  # of a second
-        return {**output, "loss": output["loss"] * (1 + late)}
+        loss = output["loss"] * (1 + late)
+        return {**output, "loss": loss}
 
 
 def _dtypes_of(module: nn.Module) -> list[torch.dtype]:

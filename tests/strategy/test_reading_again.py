@@ -46,7 +46,9 @@ def padded(batch: list[Sample]) -> dict[str, Tensor]:
     def together(name: str, value: int) -> Tensor:
         return nn.utils.rnn.pad_sequence([one[name] for one in batch], batch_first=True, padding_value=value)
 
-    return {"input_ids": together("input_ids", 0), "labels": together("labels", -100)}
+    input_ids = together("input_ids", 0)
+    labels = together("labels", -100)
+    return {"input_ids": input_ids, "labels": labels}
 
 
 def packed(batch: list[Sample]) -> dict[str, Any]:
@@ -104,7 +106,8 @@ def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does(rank, nam
     alone = Labelled()
     losses = []
     for sample in samples():
-        logits = alone.net(sample["input_ids"][None])[0]
+        output = alone.net(sample["input_ids"][None])
+        logits = output[0]
         options = {"ignore_index": -100, "reduction": "none"}
         losses.append(nn.functional.cross_entropy(logits, sample["labels"], **options))
     total = torch.cat(losses).sum()
@@ -117,7 +120,9 @@ def test_the_gradient_is_that_over_all_labels_whatever_the_loader_does(rank, nam
     fits.fit(module, BalancedDataLoader(data(), **options))
     assert rank == 0 or module.trips or name == "stolen"  # whoever comes first runs what is too long
     ours = module.states[-1:]
-    assert differences(ours, [full_parameters(alone)])[0] < TOLERANCE
+    expected = [full_parameters(alone)]
+    found = differences(ours, expected)[0]
+    assert found < TOLERANCE
 
 
 class Hooks:
@@ -202,7 +207,8 @@ class Dropping(Short):
         return (place, phase) == ("0", self.phase) and self.trips <= self.global_step
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        logits = nn.functional.dropout(self.net(batch)[:, :-1], 0.5)
+        output = self.net(batch)
+        logits = nn.functional.dropout(output[:, :-1], 0.5)
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
@@ -249,7 +255,9 @@ def test_a_microbatch_that_runs_out_lowers_the_cap_of_all_ranks_and_says_so_once
     ran_out = next(tokens for tokens in other if tokens > 30)
     cap = int(0.8 * ran_out)
     assert own.max_tokens == cap
-    assert own.state_dict()["memory"]["cap"]["ran_out"] == 1
+    memory = own.state_dict()["memory"]
+    found = memory["cap"]["ran_out"]
+    assert found == 1
     later = module.held[len(module.held) // 2 :]
     assert later
     assert max(later) <= cap < max(held)

@@ -38,7 +38,8 @@ class Scaled(Losses):
     """Needs an attribute that it does not make itself."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.scale * super().training_step(batch, batch_idx)
+        loss = super().training_step(batch, batch_idx)
+        return self.scale * loss
 
 
 class OfEpoch(Scaled):
@@ -113,7 +114,8 @@ def meant() -> dict[str, Tensor]:
     for step in range(STEPS):
         first = step * OF_STEP % len(LENGTHS)
         optimizer.zero_grad()
-        module.training_step(collate(samples()[first : first + OF_STEP]), 0).backward()
+        batch = collate(samples()[first : first + OF_STEP])
+        module.training_step(batch, 0).backward()
         optimizer.step()
     return full_parameters(module)
 
@@ -121,7 +123,8 @@ def meant() -> dict[str, Tensor]:
 def error_of(module: Any) -> float:
     """How far parameters are from what is meant, as a part of what training moves."""
     expected = meant()
-    moved = largest_difference(full_parameters(Losses("classes").double()), expected)
+    model = Losses("classes").double()
+    moved = largest_difference(full_parameters(model), expected)
     return largest_difference(full_parameters(module), expected) / moved
 
 
@@ -148,7 +151,8 @@ def test_what_a_hook_of_the_first_batch_sets_is_there_when_the_loss_is_tried_aga
     make, callbacks, options, planned = LATE[name]
     module, cuts, words = trained(make, *(callback() for callback in callbacks), **options)
     assert len(cuts) == STEPS
-    assert cuts[:planned] == WHOLE[:planned]
+    expected = WHOLE[:planned]
+    assert cuts[:planned] == expected
     for step, whole in zip(cuts[planned:], WHOLE[planned:], strict=True):
         found = 1.5 * most(step)
         assert found < most(whole), (step, whole)
@@ -178,7 +182,8 @@ def test_what_never_comes_is_said_once_and_batches_stay_whole_on_all_ranks(rank,
     module, cuts, words = trained(make)
     assert cuts == WHOLE
     assert error_of(module) < 1e-6
-    assert words.count("a trial of training_step failed (AttributeError: ") == (rank == 0), words
+    found = words.count("a trial of training_step failed (AttributeError: ")
+    assert found == (rank == 0), words
     expected = 2 * (rank == 0)
     assert words.count("our batches stay whole") == expected, "the warning, and what was chosen"
 
@@ -220,7 +225,9 @@ def test_the_second_trial_leaves_no_trace(rank, tmp_path):
     assert rank > 0 or "(checked)" in text.getvalue()
     # The last entry is whether `log` is replaced, which it is in every step.
     found = module.first.rpartition(",")[0]
-    assert found == looks.before.rpartition(",")[0]
+    expected = looks.before.rpartition(",")[0]
+    assert found == expected
     torch.manual_seed(5)
-    assert looks.drawn == torch.rand(1).item(), "random numbers go on where they were"
+    expected = torch.rand(1).item()
+    assert looks.drawn == expected, "random numbers go on where they were"
     assert set(looks.logged) == {"loss", "mean"}

@@ -32,8 +32,10 @@ def test_loaders_that_yield_minibatches_are_recognised():
     assert yields_minibatches(DataLoader([Minibatch([])], batch_size=None))
     assert yields_minibatches(DataLoader([1, 2], batch_size=None, collate_fn=one))
     assert yields_minibatches(DataLoader([1, 2], batch_size=2, collate_fn=Minibatch))
-    assert not yields_minibatches(DataLoader([1, 2], batch_size=None))
-    assert not yields_minibatches(DataLoader([1, 2], batch_size=2))
+    dataloader = DataLoader([1, 2], batch_size=None)
+    assert not yields_minibatches(dataloader)
+    loader = DataLoader([1, 2], batch_size=2)
+    assert not yields_minibatches(loader)
 
 
 @on_ranks(2)

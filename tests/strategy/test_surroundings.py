@@ -59,20 +59,23 @@ class Module(TokenModule):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.lengths.update(float(batch.shape[1]))
         self.log("lengths", self.lengths, on_step=False, on_epoch=True)
-        self.log("reads", float(self.trainer.strategy.engine.traffic.reads))
+        reads = float(self.trainer.strategy.engine.traffic.reads)
+        self.log("reads", reads)
         output = super().training_step(batch, batch_idx)
         self.log("loss", output["loss"] / output["num_items"], sync_dist=True, on_step=True, prog_bar=True)
         return output
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1)}
+        lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler}
 
     def train_dataloader(self) -> Any:
         return minibatches(self.global_rank)
 
     def val_dataloader(self) -> Any:
-        return loader([Minibatch(token_batches([5, 6]))])
+        minibatch = Minibatch(token_batches([5, 6]))
+        return loader([minibatch])
 
 
 def count(own: Any) -> None:
@@ -95,9 +98,11 @@ def test_loggers_bars_and_monitors(rank, tmp_path):
     t = trainer(2, enable_progress_bar=True, logger=loggers, callbacks=own, **options)
     t.fit(module := doing(Module(), on_train_start=count))
     assert t.current_epoch == 2  # EarlyStopping
-    assert t.callback_metrics["lengths"] == 3 * sum(LENGTHS)
+    lengths = t.callback_metrics["lengths"]
+    assert lengths == 3 * sum(LENGTHS)
     assert t.callback_metrics["reads"] > 0
-    expected = sum(parameter.numel() for parameter in Module().parameters())
+    parameters = Module().parameters()
+    expected = sum(parameter.numel() for parameter in parameters)
     assert module.counted == expected
     if rank > 0:
         return
@@ -107,7 +112,8 @@ def test_loggers_bars_and_monitors(rank, tmp_path):
     found = float([row["train/samples"] for row in rows if row["train/samples"]][-1])
     assert found == COUNTS[0] * 3 * 2
     found = float([row["train/lengths"] for row in rows if row["train/lengths"]][-1])
-    assert found == sum(LENGTHS[:4]) * 6
+    total = sum(LENGTHS[:4])
+    assert found == total * 6
     rates = [float(row["lr-AdamW"]) for row in rows if row["lr-AdamW"]]
     expected = (pytest.approx(0.001), pytest.approx(0.01))
     assert (min(rates), max(rates)) == expected

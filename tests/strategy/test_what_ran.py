@@ -86,7 +86,8 @@ def relative_error(
         source = samples()
     kept = [one for sample in source for one in change(sample)]
     expected = losses.meant(kind, [kept], 1)
-    before = dict(Losses(kind).double().named_parameters())
+    parameters = Losses(kind).double().named_parameters()
+    before = dict(parameters)
     moved = largest_difference({name: before[name] for name in expected}, expected)
     module = module_type(kind).double()
     loader = DataLoader(data, batch_size, collate_fn=Filtered(change))
@@ -133,7 +134,8 @@ def test_the_samples_that_ran_count(rank, kind, weighting, change):
 @on_ranks(2)
 def test_so_they_do_in_accumulated_batches_and_in_a_stream(rank):
     options: dict[str, Any] = {"accumulate_grad_batches": 2, "balance": "lb_mini", "weighting": "sample"}
-    error, _ = relative_error("classes", Sized(samples()), without_long, 4, **options)
+    sized = Sized(samples())
+    error, _ = relative_error("classes", sized, without_long, 4, **options)
     assert error < 1e-6
     for weighting, kind in (("sample", "classes"), ("token", "padding as ignore_index")):
         options = {"balance": "lb_mini", "weighting": weighting}
@@ -145,7 +147,8 @@ def test_so_they_do_in_accumulated_batches_and_in_a_stream(rank):
 def test_a_loss_is_tried_as_ever(rank):
     for kind, _ in MEANS:
         for change in (without_long, some_twice):
-            error, text = relative_error(kind, Sized(samples()), change, balance="auto")
+            sized = Sized(samples())
+            error, text = relative_error(kind, sized, change, balance="auto")
             assert error < 1e-6, text
 
 
@@ -176,12 +179,9 @@ def test_so_they_do_in_an_evaluation(rank):
         module.log("value", KINDS["classes"](module, batch), sync_dist=True)
 
     module.validation_step = step  # type: ignore[method-assign]
+    dataset = Sized(samples())
     held_out = BalancedDataLoader(
-        Sized(samples()),
-        minibatch_size=8,
-        collate_fn=Filtered(without_long),
-        max_tokens=30,
-        weighting="sample",
+        dataset, minibatch_size=8, collate_fn=Filtered(without_long), max_tokens=30, weighting="sample"
     )
     with warned() as caught:
         t = trainer(2)
@@ -289,7 +289,8 @@ def test_tokens_of_what_ran_are_exact_whether_or_not_a_batch_shows_them(name, ch
         [minibatch] = list(loader)
     expected = sum(measure_ids(one) for sample in samples() for one in change(sample))
     assert len(minibatch) > 1
-    assert sum(minibatch.weights) == pytest.approx(expected, rel=1e-12)
+    found = sum(minibatch.weights)
+    assert found == pytest.approx(expected, rel=1e-12)
 
 
 def test_which_size_shows_the_samples():

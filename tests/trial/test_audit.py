@@ -42,7 +42,8 @@ def found(rule: Rule, tasks: list[Task], step: Any = mean_of_labels) -> tuple[st
 
     def try_rule(batch_of: Any, tokens: Sequence[int], rule: Rule) -> Verdict:
         tried.extend(tokens)
-        return try_loss(step, batch_of, tokens, [], torch.device("cpu"), rule=rule).verdict
+        device = torch.device("cpu")
+        return try_loss(step, batch_of, tokens, [], device, rule=rule).verdict
 
     return Audit(rule).of(tasks, lambda batch: batch, try_rule), tried
 

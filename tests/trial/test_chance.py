@@ -60,7 +60,8 @@ def test_every_function_of_torch_that_draws_is_known():
 
 def code_of(function: Any) -> str:
     """The source of a function without its examples."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    source = inspect.getsource(function)
+    (tree,) = ast.parse(textwrap.dedent(source)).body
     if ast.get_docstring(tree):
         del tree.body[0]
     return ast.unparse(tree)
@@ -178,7 +179,8 @@ def test_a_sample_draws_the_same_alone_and_among_others(name, wide):
         together = DRAWS[name](x)
         alone = [DRAWS[name](x[i : i + 1]) for i in range(len(x))]
     # Another draw differs in the first digits, and a product of matrices of other sizes in the last ones.
-    torch.testing.assert_close(together, torch.cat(alone), rtol=1e-6, atol=1e-6)
+    expected = torch.cat(alone)
+    torch.testing.assert_close(together, expected, rtol=1e-6, atol=1e-6)
     assert together.isfinite().all()
     assert together.shape == DRAWS[name](x).shape
     assert together.dtype == DRAWS[name](x).dtype

@@ -59,7 +59,8 @@ class Samples:
             ran += 1
             return step(batch)
 
-        trial = try_loss(counted, self.batch_of, LENGTHS, [], torch.device("cpu"))
+        device = torch.device("cpu")
+        trial = try_loss(counted, self.batch_of, LENGTHS, [], device)
         return trial.verdict, ran
 
 
@@ -108,7 +109,8 @@ def test_long_samples_that_are_left_out_do_not_count():
             return mean_of_samples(part)
         return 0 * batch["x"].sum()
 
-    assert Samples().tried(step)[0].rule is None
+    rule = Samples().tried(step)[0].rule
+    assert rule is None
 
 
 def not_hidden(batch: Any) -> Tensor:
@@ -128,7 +130,8 @@ def test_a_rule_that_fits_by_chance_is_not_believed():
 def test_an_unusual_rule_is_confirmed_with_six_samples():
     samples = Samples(lambda index, y: y == 3)
     found = samples.tried(not_hidden)
-    assert found == (Verdict(NOT_THREE), 10 + 8)
+    expected = (Verdict(NOT_THREE), 10 + 8)
+    assert found == expected
 
 
 def test_a_usual_rule_gives_way_to_one_that_explains_more():
@@ -138,7 +141,8 @@ def test_a_usual_rule_gives_way_to_one_that_explains_more():
     data.hidden = [y == 3 for y in data.y]
     data.y[-1] = 3
     data.hidden[-1] = True
-    assert data.tried(not_hidden)[0].rule == NOT_THREE
+    found = data.tried(not_hidden)[0].rule
+    assert found == NOT_THREE
 
 
 def test_a_trained_weight_and_its_trained_copy_do_not_stay_equal():
@@ -176,7 +180,8 @@ def test_weights_of_four_bits_take_part_in_64_bits(monkeypatch):
         total = batch["x"].sum(1, keepdim=True)
         return layer(total).square().mean()
 
-    trial = try_loss(step, samples.batch_of, LENGTHS, [layer], torch.device("cpu"))
+    device = torch.device("cpu")
+    trial = try_loss(step, samples.batch_of, LENGTHS, [layer], device)
     assert trial.verdict == Verdict(Rule("sample"))
     assert layer(torch.ones(1, 1)).isnan()  # as before
 
@@ -202,7 +207,8 @@ def test_samples_that_need_too_much_memory_are_left_out():
         return mean_of_labels(batch)
 
     data = Samples()
-    assert data.tried(step)[0].rule == LABELS
+    found = data.tried(step)[0].rule
+    assert found == LABELS
     groups = data.groups[-4:]
     largest = max(max(group) for group in groups)
     assert largest > 20, "samples as long as fit"
@@ -210,7 +216,8 @@ def test_samples_that_need_too_much_memory_are_left_out():
 
 def test_groups_to_confirm():
     expected = [(19,), (14,), (3, 19), (3, 14)]
-    assert groups_to_confirm(range(10, 20), 3, is_usual=True) == expected
+    others = range(10, 20)
+    assert groups_to_confirm(others, 3, is_usual=True) == expected
     unusual = groups_to_confirm(range(10, 20), 3, is_usual=False)
     expected = [(3, 19), (3, *(group[0] for group in unusual[1:6]))]
     assert unusual[-2:] == expected
@@ -234,7 +241,8 @@ def test_random_numbers_that_change_nothing_are_not_named():
         np.random.rand()
         return mean_of_labels(batch)
 
-    assert Samples().tried(step)[0] == Verdict(LABELS)
+    found = Samples().tried(step)[0]
+    assert found == Verdict(LABELS)
     tried = Samples().tried(lambda batch: mean_of_labels(batch).square())
     assert "numpy" not in tried[0].reason
 
@@ -249,7 +257,8 @@ def test_a_trial_that_takes_more_than_a_moment_shows_a_progress_bar(monkeypatch)
 
     monkeypatch.setattr(progress, "tqdm", bar)
     _, ran = Samples().tried(mean_of_labels)
-    assert sum(count for count, _ in shown) == ran
+    found = sum(count for count, _ in shown)
+    assert found == ran
     for _, options in shown:
         assert options["desc"] == "Trial of the loss"
         assert options["delay"] == 2

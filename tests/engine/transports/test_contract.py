@@ -128,7 +128,8 @@ def words_and_mailboxes(transport: Transport, meet: Callable[[Any], list[Any]]) 
         assert transport.load(transport.rank, 3) == value
     transport.store(7, 100 + transport.rank)
     transport.post(0, b"long message, then a short one" * 2)
-    transport.post(0, f"from {transport.rank}".encode())
+    encoded = f"from {transport.rank}".encode()
+    transport.post(0, encoded)
     transport.post(1, b"")
     with pytest.raises(ValueError, match="does not fit the mailbox"):
         transport.post(1, b"x" * 101)
@@ -157,7 +158,8 @@ def everybody_adds_everywhere(transport: Transport, meet: Callable[[Any], list[A
             lock.give()
     settle(transport)
     meet(None)
-    total = transport.accumulator(transport.rank, 2).unique().tolist()
+    sums = transport.accumulator(transport.rank, 2)
+    total = sums.unique().tolist()
     assert transport.dead_peers() == []
     return total
 
@@ -218,7 +220,8 @@ def data_is_there_when_its_word_is(transport: Transport, meet: Callable[[Any], l
             copy = zeros_of(transport, 2)
             transport.read([transport.shard(0, 2)], copy)
             settle(transport)
-            assert copy.unique().tolist() == [version], "stale or torn"
+            found = copy.unique().tolist()
+            assert found == [version], "stale or torn"
             seen += 1
             transport.store(1, version)
     return seen

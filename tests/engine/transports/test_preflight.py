@@ -85,9 +85,11 @@ def test_additions_over_a_link_without_atomics():
     one = facts(atomics={"two": True})
     two = other(atomics={"one": True})
     assert preflight.why_not_atomic([one, two]) == ""
-    assert preflight.why_not_atomic([facts(), facts()]) == ""  # one GPU adds to its own memory
+    found = preflight.why_not_atomic([facts(), facts()])
+    assert found == ""  # one GPU adds to its own memory
     for there in ({"one": False}, {}):  # over PCIe; or not visible from here
-        message = preflight.why_not_atomic([one, other(atomics=there)])
+        units = [one, other(atomics=there)]
+        message = preflight.why_not_atomic(units)
         assert message.startswith("additions from the GPU of rank 1 to the memory of that of rank 0 are not")
         assert "`nvidia-smi topo -p2p a`" in message
 
@@ -95,7 +97,8 @@ def test_additions_over_a_link_without_atomics():
 def test_what_may_stand_behind_an_error():
     error = RuntimeError("CUDA driver error: invalid device context\nC++ stack ...")
     facts_of_rank = facts(stack="torch 2.11.0, CUDA 13.0, driver 12.4")
-    message = preflight.explain(error, facts_of_rank, replace(SPEC, sources=2))
+    spec = replace(SPEC, sources=2)
+    message = preflight.explain(error, facts_of_rank, spec)
     assert "could not be mapped by the peers: CUDA driver error: invalid device context. What" in message
     for hint in (
         "the window takes 5.00 GiB (published shards 1.00 GiB, gradient accumulators 4.00 GiB, 2 per shard)",
@@ -129,4 +132,5 @@ def test_which_transport(monkeypatch):
     made = [
         make_transport(torch.device(name), 0, 2, lambda item: [item] * 2, None) for name in ("cpu", "cuda:0")
     ]
-    assert [type(transport) for transport in made] == [SharedMemoryTransport, CudaTransport]
+    found = [type(transport) for transport in made]
+    assert found == [SharedMemoryTransport, CudaTransport]
