@@ -125,32 +125,52 @@ def attach_as(
     if groups is not None:
         sample_group = SampleGroup(groups, timeout)
 
-    def made(communication: str) -> Attached:
+    insists = communication != "auto"
+    if not insists:
+        communication = "on_demand"
+
+    def make() -> Attached:
         place = place_on(mesh, sample_group, communication)
         report = HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank)
         mover = make_engine(place, communication=communication, timeout=timeout, hang_report=report, **engine)
-        try:
-            if communication == "on_demand":
-                check_device(place.device.type)
-            mover.attach(model)
-        except WindowError:  # on all ranks
-            mover.close()
-            raise
         retry = Retry(on_out_of_memory, mover, place.device, model.buffers(), wording)
         return Attached(model, mover, sample_group, communication, retry)
 
-    try:
-        attached = made("on_demand" if communication == "auto" else communication)
-    except WindowError as error:
-        if communication != "auto":
+    def go_without(error: WindowError) -> None:
+        nonlocal communication
+        if insists:
             reason = str(error).replace("ODCStrategy(", "attach(model, ")
             raise WindowError(
                 f"On-demand communication cannot run here: {reason}\nIf your loop runs equally many microbatches on "
                 'every rank, write attach(model, communication="collective").'
             ) from None
+        communication = "collective"
         warn_on_rank_0(wording.without_on_demand(error))
-        attached = made("collective")
+
+    if communication == "on_demand":
+        try:
+            check_device(mesh.device_type)
+        except WindowError as error:
+            go_without(error)
+    attached = attach_or_go_without(make, go_without)
     attached.compare_counts(timeout)
+    return attached
+
+
+def attach_or_go_without(
+    make: Callable[[], Attached], go_without: Callable[[WindowError], None], gradients: bool = True
+) -> Attached:
+    """Attach what ``make`` makes. Where it cannot run, ``go_without`` raises, or says how it is made again."""
+    attached = make()
+    try:
+        attached.engine.attach(attached.model, gradients=gradients)
+    except WindowError as error:  # on all ranks
+        try:
+            go_without(error)
+        finally:
+            attached.engine.close()
+        attached = make()
+        attached.engine.attach(attached.model, gradients=gradients)
     return attached
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_odc import _compat
-from lightning_odc.attached import Attached
+from lightning_odc.attached import Attached, attach_or_go_without
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import fsdp_modules
 from lightning_odc.engine.roll_call import RollCall
@@ -76,18 +76,16 @@ class AttachingStrategy:
         gradients: bool = True,
     ) -> Attached:
         """Make the engine of a sharded model. All ranks together."""
-        attached = self._make_engine(model, hang_report)
-        try:
-            attached.engine.attach(model, gradients=gradients)
-        except WindowError as error:  # on all ranks
-            given = self.mixed_precision_policy
-            self._go_without(error)
-            attached.engine.close()
-            for module in fsdp_modules(model):
-                if _compat.precision_of(module) == given:
-                    _compat.set_precision(module, self.mixed_precision_policy)
-            attached = self._make_engine(model, hang_report)
-            attached.engine.attach(model, gradients=gradients)
+        given = self.mixed_precision_policy
+
+        def make() -> Attached:
+            if self.mixed_precision_policy != given:  # it depends on how bytes move
+                for module in fsdp_modules(model):
+                    if _compat.precision_of(module) == given:
+                        _compat.set_precision(module, self.mixed_precision_policy)
+            return self._make_engine(model, hang_report)
+
+        attached = attach_or_go_without(make, self._go_without, gradients)
         if self.communication == "auto":
             self._groups.communication = "on_demand"
         return attached
