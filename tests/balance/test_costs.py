@@ -27,22 +27,32 @@ SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 
 def test_tokens_and_quadratic() -> None:
-    assert tokens().samples(LENGTHS).tolist() == [1, 10, 1000]
-    assert quadratic(crossover=100).samples(LENGTHS).tolist() == pytest.approx([1.01, 11, 11_000])
+    found = tokens().samples(LENGTHS).tolist()
+    assert found == [1, 10, 1000]
+    samples = quadratic(crossover=100).samples(LENGTHS)
+    found = samples.tolist()
+    expected = pytest.approx([1.01, 11, 11_000])
+    assert found == expected
     at_crossover = quadratic().samples(np.array([float(CROSSOVER)]))[0]
-    assert at_crossover == pytest.approx(2 * CROSSOVER)
+    expected = pytest.approx(2 * CROSSOVER)
+    assert at_crossover == expected
     x = LENGTHS / 32_000
     fit = 1.982122 * x**2 + 2.611821 * x  # the paper's
     np.testing.assert_allclose(quadratic().samples(LENGTHS) / fit, 32_000 / 2.611821, rtol=1e-4)
 
 
 def test_dense_attention_pays_for_the_square_of_all_tokens() -> None:
-    plan, lengths = [[[0, 1, 2], [3]]], [30, 20, 10, 40]
+    plan = [[[0, 1, 2], [3]]]
+    lengths = [30, 20, 10, 40]
     alone, dense = (microbatch_costs(plan, lengths, quadratic(100, 5, dense)) for dense in (False, True))
-    assert alone == [[60 + 14 + 5, 40 + 16 + 5]]
-    assert dense == [[60 + 36 + 5, 40 + 16 + 5]]
-    slow = microbatch_costs(plan, lengths, with_speeds(quadratic(100, 5, dense=True), [0.5]))
-    assert slow == [[2 * (60 + 36 + 5), 2 * (40 + 16 + 5)]]
+    expected = [[60 + 14 + 5, 40 + 16 + 5]]
+    assert alone == expected
+    expected = [[60 + 36 + 5, 40 + 16 + 5]]
+    assert dense == expected
+    cost = with_speeds(quadratic(100, 5, dense=True), [0.5])
+    slow = microbatch_costs(plan, lengths, cost)
+    expected = [[2 * (60 + 36 + 5), 2 * (40 + 16 + 5)]]
+    assert slow == expected
 
 
 class BelowZero(PolynomialCost):
@@ -77,13 +87,16 @@ class Attention(torch.nn.Module):
 
     def __init__(self, hidden: int, heads: int, groups: int, head_dim: int) -> None:
         super().__init__()
-        self.heads, self.groups, self.head_dim = heads, groups, head_dim
+        self.heads = heads
+        self.groups = groups
+        self.head_dim = head_dim
         self.q = torch.nn.Linear(hidden, heads * head_dim, bias=False)
         self.k, self.v = (torch.nn.Linear(hidden, groups * head_dim, bias=False) for _ in range(2))
         self.o = torch.nn.Linear(heads * head_dim, hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q = self.q(x).unflatten(1, (self.heads, self.head_dim)).transpose(0, 1)
+        by_head = self.q(x).unflatten(1, (self.heads, self.head_dim))
+        q = by_head.transpose(0, 1)
         k, v = (
             layer(x).unflatten(1, (self.groups, self.head_dim)).transpose(0, 1) for layer in (self.k, self.v)
         )
@@ -93,7 +106,12 @@ class Attention(torch.nn.Module):
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_operations_are_those_that_torch_counts(gated: bool) -> None:
-    hidden, heads, groups, head_dim, wide, vocabulary = 64, 4, 2, 8, 96, 50
+    hidden = 64
+    heads = 4
+    groups = 2
+    head_dim = 8
+    wide = 96
+    vocabulary = 50
     attention = Attention(hidden, heads, groups, head_dim)
     up, gate = (torch.nn.Linear(hidden, wide, bias=False) for _ in range(2))
     down = torch.nn.Linear(wide, hidden, bias=False)
@@ -106,55 +124,62 @@ def test_operations_are_those_that_torch_counts(gated: bool) -> None:
             head(x).sum().backward()
         return int(counter.get_total_flops())
 
-    cost = transformer(
-        {
-            "hidden_size": hidden,
-            "num_hidden_layers": 1,
-            "num_attention_heads": heads,
-            "num_key_value_heads": groups,
-            "head_dim": head_dim,
-            "intermediate_size": wide,
-            "vocab_size": vocabulary,
-        },
-        gated_mlp=gated,
-    )
+    config = {
+        "hidden_size": hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "head_dim": head_dim,
+        "intermediate_size": wide,
+        "vocab_size": vocabulary,
+    }
+    cost = transformer(config, gated_mlp=gated)
     for length in (7, 32):
         # torch counts all pairs here, the cost only those that a causal model needs.
         full = cost.per_token * length + cost.per_pair * length * length
         assert full == counted(length)
-        causal = cost.samples(np.array([float(length)]))[0]
-        assert full - causal == pytest.approx(cost.per_pair * length * (length - 1) / 2)
+        samples = cost.samples(np.array([float(length)]))
+        causal = samples[0]
+        expected = pytest.approx(cost.per_pair * length * (length - 1) / 2)
+        assert full - causal == expected
 
 
 def test_gpt2_names_and_defaults() -> None:
     gpt2 = transformer({"n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": None, "vocab_size": 100})
-    assert gpt2 == transformer(
-        SMALL | {"intermediate_size": 256, "num_key_value_heads": 4, "vocab_size": 100}
-    )
-    assert gpt2 == transformer(SimpleNamespace(**SMALL, vocab_size=100))
-    assert gpt2 == transformer({"text_config": SMALL | {"vocab_size": 100}})
-    assert gpt2.per_token == 6 * (3 * (4 * 64 * 64 + 2 * 64 * 256) + 64 * 100)
+    config = SMALL | {"intermediate_size": 256, "num_key_value_heads": 4, "vocab_size": 100}
+    assert gpt2 == transformer(config)
+    expected = transformer(SimpleNamespace(**SMALL, vocab_size=100))
+    assert gpt2 == expected
+    expected = transformer({"text_config": SMALL | {"vocab_size": 100}})
+    assert gpt2 == expected
+    expected = 6 * (3 * (4 * 64 * 64 + 2 * 64 * 256) + 64 * 100)
+    assert gpt2.per_token == expected
 
 
 def test_gates_are_recognised() -> None:
     plain, gated = (transformer(SMALL, gated_mlp=gate) for gate in (False, True))
     assert gated.per_token > plain.per_token
-    assert transformer(SMALL | {"hidden_act": "silu"}) == gated
-    assert transformer(SMALL | {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"}) == gated
-    assert transformer(SMALL | {"model_type": "gpt2", "activation_function": "gelu_new"}) == plain
-    assert transformer(SMALL | {"hidden_act": "silu"}, gated_mlp=False) == plain
+    found = transformer(SMALL | {"hidden_act": "silu"})
+    assert found == gated
+    found = transformer(SMALL | {"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh"})
+    assert found == gated
+    found = transformer(SMALL | {"model_type": "gpt2", "activation_function": "gelu_new"})
+    assert found == plain
+    found = transformer(SMALL | {"hidden_act": "silu"}, gated_mlp=False)
+    assert found == plain
 
 
 def test_sliding_windows_see_fewer_keys() -> None:
     full = transformer(SMALL)
     sliding = transformer(SMALL | {"sliding_window": 10})
-    mixed = transformer(
-        SMALL | {"sliding_window": 10, "layer_types": ["full_attention"] + ["sliding_attention"] * 2}
-    )
+    layer_types = ["full_attention"] + ["sliding_attention"] * 2
+    mixed = transformer(SMALL | {"sliding_window": 10, "layer_types": layer_types})
     unused = transformer(SMALL | {"sliding_window": 10, "use_sliding_window": False})
     assert unused == full
     lengths = np.array([1.0, 10.0, 25.0])
-    pairs = (sliding.samples(lengths) - sliding.per_token * lengths) / sliding.per_pair / 3
-    assert pairs.tolist() == [1, 55, 55 + 15 * 10]
+    samples = sliding.samples(lengths)
+    pairs = (samples - sliding.per_token * lengths) / sliding.per_pair / 3
+    expected = [1, 55, 55 + 15 * 10]
+    assert pairs.tolist() == expected
     halfway = (2 * sliding.samples(lengths) + full.samples(lengths)) / 3
     np.testing.assert_allclose(mixed.samples(lengths), halfway)

@@ -39,8 +39,11 @@ def measured(cost: MeasuredCost, true: Cost, steps: int, seed: int = 0, noise: f
         for own, exact in zip(plan, microbatch_costs(plan, lengths, true), strict=True):
             times = []
             for microbatch, seconds in zip(own, exact, strict=True):
-                pause = 5.0 if rng.random() < 0.02 else 1.0
-                times.append((lengths[microbatch].tolist(), seconds * pause * math.exp(rng.normal(0, noise))))
+                pause = 1.0
+                if rng.random() < 0.02:
+                    pause = 5.0
+                normal = rng.normal(0, noise)
+                times.append((lengths[microbatch].tolist(), seconds * pause * math.exp(normal)))
             sums.append(cost.sums_of(times))
         cost.observe(sums)
 
@@ -86,16 +89,20 @@ def test_the_share_of_the_quadratic_part_is_found(crossover: float, dense: bool)
     measured(cost, true, 6)
     if before > 0.05:
         assert isinstance(cost.found, PolynomialCost)
-        assert cost.found.linear / cost.found.quadratic == pytest.approx(crossover, rel=0.6)
+        expected = pytest.approx(crossover, rel=0.6)
+        assert cost.found.linear / cost.found.quadratic == expected
     assert excess(cost, true) < 0.03
 
 
 def test_another_rank_that_becomes_slow_is_found() -> None:
     cost = MeasuredCost(RANKS, MODEL)
-    measured(cost, with_speeds(MODEL, [1, 0.5, 1, 1]), 6)
+    true = with_speeds(MODEL, [1, 0.5, 1, 1])
+    measured(cost, true, 6)
     measured(cost, with_speeds(MODEL, [1, 1, 0.5, 1]), 12, seed=1)
     assert isinstance(cost.found, SpeedCost)
-    assert cost.found.speeds.index(min(cost.found.speeds)) == 2
+    smallest = min(cost.found.speeds)
+    found = cost.found.speeds.index(smallest)
+    assert found == 2
     measured(cost, MODEL, 20, seed=2)
     assert cost.found is None, "it is as fast as the others again"
 
@@ -107,18 +114,23 @@ def test_numbers_that_are_none_change_nothing() -> None:
         cost.observe([cost.sums_of([([900, 30], 1.0)] * 2), cost.sums_of([([900, 30], 2.0)] * 2)])
         cost.observe([[math.inf] * 7, [math.nan] * 7])
     assert isinstance(cost.found, SpeedCost)
-    assert cost.found.speeds[0] / cost.found.speeds[1] == pytest.approx(2, rel=0.1)
+    found = cost.found.speeds[0] / cost.found.speeds[1]
+    assert found == pytest.approx(2, rel=0.1)
     nothing = MeasuredCost(2, GUESS)
-    nothing.observe([nothing.sums_of([])] * 2)
+    sums = nothing.sums_of([])
+    nothing.observe([sums] * 2)
     assert nothing.found is None
 
 
 def test_two_equations_by_hand() -> None:
     # 2 x + y = 5 and x + 3 y = 10; and where one would be negative, the other alone.
-    assert solved([2.0, 1.0, 1.0, 3.0], [5.0, 10.0], 1.0, 0.0) == pytest.approx([1, 3])
-    assert solved([2.0, 1.0, 1.0, 3.0], [1.0, 9.0], 1.0, 0.0) == pytest.approx([1e-3, 3])
-    assert solved([2.0, 1.0, 1.0, 3.0], [5.0, 0.0], 1.0, 0.0) == pytest.approx([2.5, 1e-3])
-    assert solved([1.0, 1.0, 1.0, 1.0], [2.0, 2.0], 2.0, 0.0) == [2.0, 2.0], (
-        "similar microbatches determine nothing"
-    )
-    assert solved([2.0, 1.0, 1.0, 3.0], [5.0, 10.0], 2.0, 1e9) == pytest.approx([2, 2])
+    found = solved([2.0, 1.0, 1.0, 3.0], [5.0, 10.0], 1.0, 0.0)
+    assert found == pytest.approx([1, 3])
+    found = solved([2.0, 1.0, 1.0, 3.0], [1.0, 9.0], 1.0, 0.0)
+    assert found == pytest.approx([1e-3, 3])
+    found = solved([2.0, 1.0, 1.0, 3.0], [5.0, 0.0], 1.0, 0.0)
+    assert found == pytest.approx([2.5, 1e-3])
+    found = solved([1.0, 1.0, 1.0, 1.0], [2.0, 2.0], 2.0, 0.0)
+    assert found == [2.0, 2.0], "similar microbatches determine nothing"
+    found = solved([2.0, 1.0, 1.0, 3.0], [5.0, 10.0], 2.0, 1e9)
+    assert found == pytest.approx([2, 2])

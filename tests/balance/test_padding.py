@@ -42,11 +42,14 @@ PADDED = Collation("padded")
 )
 def test_a_microbatch_is_empty_only_where_it_must_be(lengths, ranks, room, kind, cost):
     """A rank with a sample more must put two of its samples together, so each of those ranks needs a pair that fits."""
-    cap, more, collation = int(room * max(lengths)), len(lengths) % ranks, Collation(kind)
+    cap = int(room * max(lengths))
+    more = len(lengths) % ranks
+    collation = Collation(kind)
     options: dict[str, Any] = {"cost": cost_named(cost, ranks), "allow_empty": True, "collation": collation}
     plan = plan_minibatch(lengths, ranks, cap, "lb_micro", **options)
     # Pairing the shortest with the longest of them makes the longest pair as short as it can be.
-    short, is_full = sorted(lengths)[: 2 * more], all(own for rank in plan for own in rank)
+    short = sorted(lengths)[: 2 * more]
+    is_full = all(own for rank in plan for own in rank)
     enough = len(lengths) > ranks
     assert not is_full or not more or enough
     assert not is_full or all(
@@ -85,23 +88,22 @@ def best_on_demand(lengths: list[int], cap: int, overhead: float, speeds: list[f
     best = float("inf")
     for where in product(range(len(speeds)), repeat=len(lengths)):
         groups = [tuple(i for i, rank in enumerate(where) if rank == r) for r in range(len(speeds))]
-        best = min(best, max(load(own) / speed for own, speed in zip(groups, speeds, strict=True)))
+        largest = max(load(own) / speed for own, speed in zip(groups, speeds, strict=True))
+        best = min(best, largest)
     return best
 
 
 def test_near_the_best_plan_of_few_samples() -> None:
     for speeds in ([1, 1], [1, 1, 1], [1, 0.6]):
-        rng, gaps = np.random.default_rng(0), list[float]()
+        rng = np.random.default_rng(0)
+        gaps = list[float]()
         for trial in range(24):
             lengths = rng.integers(1, 9000 if trial % 2 else 200, 7 if len(speeds) == 2 else 6).tolist()
-            cap, overhead = int(max(lengths) * [1, 1.6, 4][trial % 3]), [0.0, 64.0, 3000.0][trial % 5 % 3]
+            cap = int(max(lengths) * [1, 1.6, 4][trial % 3])
+            overhead = [0.0, 64.0, 3000.0][trial % 5 % 3]
             cost: Any = with_speeds(quadratic(constant=overhead), speeds)
-            found = on_demand_cost(
-                plan_minibatch(lengths, len(speeds), cap, cost=cost, collation=PADDED),
-                lengths,
-                cost,
-                collation=PADDED,
-            )
+            plan = plan_minibatch(lengths, len(speeds), cap, cost=cost, collation=PADDED)
+            found = on_demand_cost(plan, lengths, cost, collation=PADDED)
             gaps.append(found / best_on_demand(lengths, cap, overhead, speeds) - 1)
         assert min(gaps) > -1e-8
         assert sum(gaps) / len(gaps) < 0.002
@@ -119,12 +121,14 @@ def best_in_step(lengths: list[int], ranks: int, cap: int, overhead: float) -> f
         return by_count
 
     best = float("inf")
-    for groups in shares(tuple(range(len(lengths))), ranks):
+    samples = tuple(range(len(lengths)))
+    for groups in shares(samples, ranks):
         for count in set.intersection(*(set(ways(own)) for own in groups)):
             profiles = {(0.0,) * count}
             for own in groups:
                 profiles = {tuple(map(max, a, b)) for a, b in product(profiles, ways(own)[count])}
-            best = min(best, min(map(sum, profiles)) + count * overhead)
+            smallest = min(map(sum, profiles))
+            best = min(best, smallest + count * overhead)
     return best
 
 
@@ -145,7 +149,8 @@ def test_the_best_plan_in_step_of_few_samples() -> None:
     for trial in range(60):
         ranks, count = [(2, 6), (3, 6), (2, 5), (2, 7)][trial % 4]
         lengths = np.minimum(rng.lognormal(6, 1.5, count).astype(int) + 1, 9000).tolist()
-        cap, overhead = int(max(lengths) * [1, 1.6, 4][trial % 3]), [0.0, 64.0, 3000.0][trial % 5 % 3]
+        cap = int(max(lengths) * [1, 1.6, 4][trial % 3])
+        overhead = [0.0, 64.0, 3000.0][trial % 5 % 3]
         cost = quadratic(constant=overhead)
         plan = plan_minibatch(lengths, ranks, cap, "lb_micro", cost, allow_empty=True, collation=PADDED)
         if all(own for rank in plan for own in rank):
@@ -155,7 +160,8 @@ def test_the_best_plan_in_step_of_few_samples() -> None:
     assert len(gaps[True]) == 30
     assert max(gaps[True]) < 0.01
     assert len(gaps[False]) > 20
-    assert sum(gaps[False]) / len(gaps[False]) < 0.02
+    total = sum(gaps[False])
+    assert total / len(gaps[False]) < 0.02
     assert max(gaps[False]) < 0.15
 
 
@@ -187,7 +193,8 @@ def test_tokens_of_a_microbatch() -> None:
         (Collation("padded", fixed=64), [64, 64, 64], [64, 64, 64], "pads to 64 tokens"),
         (Collation("stacked"), [100, 90, 10], [100, 100, 100], "stacks samples of equal length"),
     ):
-        assert collation.row_lengths(np.array(ROWS)).tolist() == alone
+        row_lengths = collation.row_lengths(np.array(ROWS))
+        assert row_lengths.tolist() == alone
         assert collation.rows(ROWS) == rows
         assert collation.tokens(ROWS) == sum(rows)
         assert collation.tokens([]) == 0
@@ -197,29 +204,36 @@ def test_tokens_of_a_microbatch() -> None:
 def test_a_padded_microbatch_costs_its_rows() -> None:
     cost = with_speeds(quadratic(crossover=100, constant=7.0, dense=True), [1, 0.5])
     plan = [[[0, 2]], [[1]]]
-    assert microbatch_costs(plan, ROWS, cost, collation=Collation("padded")) == [
+    expected = [
         [2 * (100 + 100**2 / 100) + 7],
         [2 * (90 + 90**2 / 100 + 7)],
     ]
+    found = microbatch_costs(plan, ROWS, cost, collation=Collation("padded"))
+    assert found == expected
     apart = microbatch_costs(plan, ROWS, cost, collation=Collation("apart"))
-    assert apart[0] == pytest.approx([100 + 100 + 10 + 1 + 7])
+    expected = pytest.approx([100 + 100 + 10 + 1 + 7])
+    assert apart[0] == expected
     packed = microbatch_costs(plan, ROWS, cost)
-    assert packed[0] == pytest.approx([100 + 100 + 10 + 1 + 7 + 2 * 100 * 10 / 100])
-    average = average_costs(
-        [np.array([100, 10])], quadratic(100, 7.0), 2, collation=Collation("padded", fixed=50)
-    )
-    assert average == [2 * (50 + 50**2 / 100) + 7]
+    expected = pytest.approx([100 + 100 + 10 + 1 + 7 + 2 * 100 * 10 / 100])
+    assert packed[0] == expected
+    microbatches = [np.array([100, 10])]
+    average = average_costs(microbatches, quadratic(100, 7.0), 2, collation=Collation("padded", fixed=50))
+    expected = [2 * (50 + 50**2 / 100) + 7]
+    assert average == expected
 
 
 def test_the_default_cap_is_the_longest_row() -> None:
     for policy in ("local_sort", "lb_micro", "lb_mini", "steal"):
         fixed = Collation("padded", fixed=64)
-        plan = plan_minibatch([10, 20, 30, 100], 2, None, policy, quadratic(constant=1e4), collation=fixed)
-        assert (
-            plan_minibatch([10, 20, 30, 100], 2, 64, policy, quadratic(constant=1e4), collation=fixed) == plan
-        )
-        assert all(len(microbatch) == 1 for rank in plan for microbatch in rank)
-        assert least_cost([10, 20], 1, "tokens", collation=fixed) == pytest.approx(128)
+        cost = quadratic(constant=1e4)
+        plan = plan_minibatch([10, 20, 30, 100], 2, None, policy, cost, collation=fixed)
+        found = plan_minibatch([10, 20, 30, 100], 2, 64, policy, quadratic(constant=1e4), collation=fixed)
+        assert found == plan
+        for rank in plan:
+            for microbatch in rank:
+                assert len(microbatch) == 1
+        found = least_cost([10, 20], 1, "tokens", collation=fixed)
+        assert found == pytest.approx(128)
 
 
 WRONG: list[tuple[Any, str]] = [
@@ -258,8 +272,10 @@ def test_refusals_show_the_right_line() -> None:
 
 
 def test_a_planner_keeps_the_cap_of_all_samples() -> None:
-    planner = Planner(2, collation=Collation("padded", 8)).capped_for([5, 99])
+    collation = Collation("padded", 8)
+    planner = Planner(2, collation=collation).capped_for([5, 99])
     assert planner.max_tokens == 104
-    assert Planner(2, 60).capped_for([5, 59]).max_tokens == 60
+    capped = Planner(2, 60).capped_for([5, 59])
+    assert capped.max_tokens == 60
     with pytest.raises(ValueError, match="sample 1 has 61 tokens"):
         Planner(2, 60).capped_for([5, 61])

@@ -58,10 +58,11 @@ many = settings(deadline=None, max_examples=150, derandomize=True)
 
 def cost_named(name: str, ranks: int) -> Any:
     speeds = [1 / (1 + rank % 3) for rank in range(ranks)]
+    overhead = quadratic(constant=3000)
     return {
         "tokens": "tokens",
         "quadratic": "quadratic",
-        "overhead": quadratic(constant=3000),
+        "overhead": overhead,
         "function": lambda lengths: lengths**1.5,
         "falling": lambda lengths: 1 / lengths,
         "speeds": with_speeds("quadratic", speeds),
@@ -79,13 +80,18 @@ COSTS = st.sampled_from(
 def check(plan: Plan, lengths: list[int], cap: int, collation: Collation = PACKED) -> None:
     """Every sample is in one microbatch, which is not above the cap."""
     flat = [sample for rank in plan for microbatch in rank for sample in microbatch]
-    assert sorted(flat) == list(range(len(lengths)))
-    assert all(type(sample) is int for sample in flat)
-    assert [flat[position] for position in permutation(plan)] == list(range(len(lengths)))
+    expected = list(range(len(lengths)))
+    assert sorted(flat) == expected
+    for sample in flat:
+        assert type(sample) is int
+    found = [flat[position] for position in permutation(plan)]
+    expected = list(range(len(lengths)))
+    assert found == expected
     rows = collation.row_lengths(lengths)
     for rank in plan:
         for own in rank:
-            assert collation.tokens([lengths[i] for i in own]) <= cap
+            tokens = collation.tokens([lengths[i] for i in own])
+            assert tokens <= cap
             assert collation.kind != "stacked" or len(set(rows[own].tolist())) <= 1
 
 
@@ -100,22 +106,28 @@ def test_every_sample_once_under_the_cap_and_in_step_for_collectives(
     collation: Collation,
     room: float,
 ) -> None:
-    most, model = int(max(collation.row_lengths(lengths))), cost_named(cost, ranks)
+    most = int(max(collation.row_lengths(lengths)))
+    model = cost_named(cost, ranks)
     options: dict[str, Any] = {"cost": model, "allow_empty": True, "collation": collation}
     cap = int(room * most)
     plan = plan_minibatch(lengths, ranks, cap, policy, **options)
     check(plan, lengths, cap, collation)
     for same in (np.array(lengths, dtype=np.float32), torch.tensor(lengths)):
-        assert plan == plan_minibatch(same, ranks, cap, policy, **options)
+        expected = plan_minibatch(same, ranks, cap, policy, **options)
+        assert plan == expected
     found = on_demand_cost(plan, lengths, model, collation=collation)
     assert found >= least_cost(lengths, ranks, model, cap, collation=collation) * (1 - 1e-9)
     if policy in COLLECTIVE_SAFE:
         counts = [sum(map(len, rank)) for rank in plan]
         assert max(counts) - min(counts) <= 1
         assert len({len(rank) for rank in plan}) == 1
-        assert all(rank[place] or not any(rank[place:]) for rank in plan for place in range(len(rank)))
+        for rank in plan:
+            for place in range(len(rank)):
+                assert rank[place] or not any(rank[place:])
     else:
-        assert all(own for rank in plan for own in rank)
+        for rank in plan:
+            for own in rank:
+                assert own
         for costs in microbatch_costs(plan, lengths, model, collation=collation):
             is_sorted = all(a >= b * (1 - 1e-12) for a, b in pairwise(costs))
             assert is_sorted or cost == "falling", "the largest first"
@@ -123,10 +135,15 @@ def test_every_sample_once_under_the_cap_and_in_step_for_collectives(
 
 def test_local_sort_deals_in_turn_and_few_samples_leave_some_ranks_without_work() -> None:
     lengths = [5, 40, 7, 10, 6, 30]
-    assert plan_minibatch(lengths, 2, policy="local_sort") == [[[2], [4], [0]], [[1], [5], [3]]]
-    assert sorted(plan_minibatch([30, 20], 4)) == [[], [], [[0]], [[1]]]
-    faster = plan_minibatch([30, 20], 4, cost=with_speeds("tokens", [0.1, 1, 0.1, 2]))
-    assert faster == [[], [[1]], [], [[0]]]
+    expected = [[[2], [4], [0]], [[1], [5], [3]]]
+    assert plan_minibatch(lengths, 2, policy="local_sort") == expected
+    expected = [[], [], [[0]], [[1]]]
+    found = sorted(plan_minibatch([30, 20], 4))
+    assert found == expected
+    cost = with_speeds("tokens", [0.1, 1, 0.1, 2])
+    faster = plan_minibatch([30, 20], 4, cost=cost)
+    expected = [[], [[1]], [], [[0]]]
+    assert faster == expected
 
 
 def test_where_no_room_is_found_the_costliest_microbatches_are_split() -> None:
@@ -135,8 +152,13 @@ def test_where_no_room_is_found_the_costliest_microbatches_are_split() -> None:
         cost = with_speeds(quadratic(4000, constant=64, dense=True), [2.0, 1.25, 0.91, 2.0])
         plan = plan_minibatch(lengths, 4, 120, "lb_micro", cost)
         check(plan, lengths, 120)
-        assert {sum(map(len, rank)) for rank in plan} == {18}
-        assert len({len(rank) for rank in plan}) == 1 and all(own for rank in plan for own in rank)
+        found = {sum(map(len, rank)) for rank in plan}
+        assert found == {18}
+        found = len({len(rank) for rank in plan})
+        assert found == 1
+        for rank in plan:
+            for own in rank:
+                assert own
 
 
 @many
@@ -156,9 +178,11 @@ def test_balancing_is_no_worse_than_not_balancing(lengths: list[int], ranks: int
     lengths = lengths * ranks
     plain = plan_minibatch(lengths, ranks, policy="local_sort")
     mini = plan_minibatch(lengths, ranks)
-    assert on_demand_cost(mini, lengths) <= on_demand_cost(plain, lengths) * (1 + TOLERANCE)
+    found = on_demand_cost(mini, lengths)
+    assert found <= on_demand_cost(plain, lengths) * (1 + TOLERANCE)
     micro = plan_minibatch(lengths, ranks, policy="lb_micro")
-    assert collective_cost(micro, lengths) <= collective_cost(plain, lengths) * (1 + TOLERANCE)
+    found = collective_cost(micro, lengths)
+    assert found <= collective_cost(plain, lengths) * (1 + TOLERANCE)
 
 
 def test_a_rank_with_costly_microbatches_gets_fewer_of_them() -> None:
@@ -171,7 +195,8 @@ def test_a_rank_with_costly_microbatches_gets_fewer_of_them() -> None:
     lengths = np.random.default_rng(2).integers(1000, 8000, 96)
     plan = plan_minibatch(lengths, 4, 8000, cost=Launches())
     counts = [len(rank) for rank in plan]
-    assert counts[3] < min(counts[:3]) / 3
+    smallest = min(counts[:3])
+    assert counts[3] < smallest / 3
     loads = [sum(costs) for costs in microbatch_costs(plan, lengths, Launches())]
     assert max(loads) <= least_cost(lengths, 4, Launches(), 8000) * 1.05
 
@@ -179,11 +204,15 @@ def test_a_rank_with_costly_microbatches_gets_fewer_of_them() -> None:
 @many
 @given(LENGTHS, RANKS, st.sampled_from(["lb_mini", "lb_micro"]), st.sampled_from([0, 100, 3000, 10**6]))
 def test_knowing_of_dense_attention_does_not_hurt(lengths, ranks, policy, constant):
-    lengths = lengths * ranks if policy == "lb_micro" else lengths
+    if policy == "lb_micro":
+        lengths = lengths * ranks
     dense = quadratic(constant=constant, dense=True)
-    span = on_demand_cost if policy == "lb_mini" else collective_cost
+    span = collective_cost
+    if policy == "lb_mini":
+        span = on_demand_cost
     knowing = span(plan_minibatch(lengths, ranks, None, policy, dense), lengths, dense)
-    blind = plan_minibatch(lengths, ranks, None, policy, quadratic(constant=constant))
+    cost = quadratic(constant=constant)
+    blind = plan_minibatch(lengths, ranks, None, policy, cost)
     # In step, the search stops within a thousandth of the bound.
     assert knowing <= span(blind, lengths, dense) * (1.02 if policy == "lb_mini" else 1.001)
 

@@ -36,9 +36,12 @@ def test_no_worse_than_karmarkar_karp_with_swaps_on_long_tails() -> None:
     for ranks, per_rank in ((2, 12), (4, 3), (8, 4), (8, 16), (24, 6)):
         for kind in KINDS:
             for seed in range(2):
-                lengths, cost = draw_lengths(kind, ranks, per_rank, seed), cost_for(kind)
-                own = on_demand_cost(plan_minibatch(lengths, ranks, cost=cost), lengths, cost)
-                values = resolve_cost(cost).samples(lengths.astype(float)).tolist()
+                lengths = draw_lengths(kind, ranks, per_rank, seed)
+                cost = cost_for(kind)
+                plan = plan_minibatch(lengths, ranks, cost=cost)
+                own = on_demand_cost(plan, lengths, cost)
+                samples = resolve_cost(cost).samples(lengths.astype(float))
+                values = samples.tolist()
                 rival = [[group] for group in karmarkar_karp_with_swaps(values, ranks)]
                 assert own <= on_demand_cost(rival, lengths, cost) * (1 + SLACK)
 
@@ -49,13 +52,18 @@ def test_optimal_for_up_to_ten_samples() -> None:
         rng = np.random.default_rng(0)
         for _ in range(15):
             lengths = np.minimum(rng.lognormal(8, 1.2, 8).astype(int) + 1, 65_536)
-            cost: Any = "quadratic" if len(set(speeds)) == 1 else with_speeds("quadratic", speeds)
+            if len(set(speeds)) == 1:
+                cost: Any = "quadratic"
+            else:
+                cost = with_speeds("quadratic", speeds)
             samples = MinibatchCosts.of(resolve_cost(cost), lengths, 3).samples
             of_ranks = enumerate(np.broadcast_to(samples, (3, 8)))
             loads = np.stack([np.where(choices == rank, costs, 0).sum(1) for rank, costs in of_ranks])
             best = float(loads.max(0).min())
-            own = on_demand_cost(plan_minibatch(lengths, 3, cost=cost), lengths, cost)
-            assert least_cost(lengths, 3, cost) * (1 - 1e-9) <= best
+            plan = plan_minibatch(lengths, 3, cost=cost)
+            own = on_demand_cost(plan, lengths, cost)
+            found = least_cost(lengths, 3, cost) * (1 - 1e-9)
+            assert found <= best
             assert own == pytest.approx(best, rel=SLACK)
 
 
@@ -77,13 +85,15 @@ def test_within_one_percent_of_the_optimum(ranks: int, per_rank: int, cost: Any)
     gaps = []
     for kind, seed in product(("lognormal", "longalign", "uniform"), range(2)):
         lengths = draw_lengths(kind, ranks, per_rank, seed)
-        own = on_demand_cost(plan_minibatch(lengths, ranks, cost=cost), lengths, cost)
+        plan = plan_minibatch(lengths, ranks, cost=cost)
+        own = on_demand_cost(plan, lengths, cost)
         best, is_optimum = optimum(lengths, ranks, cost, seconds=2)
         assert best <= own * (1 + 1e-5)
         if is_optimum:
             gaps.append(own / best - 1)
     assert len(gaps) >= 4
-    assert sum(gaps) / len(gaps) <= 0.01
+    found = sum(gaps) / len(gaps)
+    assert found <= 0.01
     assert max(gaps) <= (0.04 if "5000" in repr(cost) else 0.01)
 
 
@@ -91,10 +101,12 @@ def test_near_a_known_optimum_and_long_minibatches_are_level() -> None:
     for ranks in (2, 16, 64):
         for per_rank, worst in ((2, 1e-12), (8, 1e-3), (32, 3e-4)):
             lengths = draw_lengths("planted", ranks, per_rank, 0)
-            own = on_demand_cost(plan_minibatch(lengths, ranks, cost="tokens"), lengths, "tokens")
+            plan = plan_minibatch(lengths, ranks, cost="tokens")
+            own = on_demand_cost(plan, lengths, "tokens")
             assert own <= 65_536 * (1 + worst)
     for kind in KINDS:
-        lengths, cost = draw_lengths(kind, 64, 16, 1), cost_for(kind)
+        lengths = draw_lengths(kind, 64, 16, 1)
+        cost = cost_for(kind)
         own = on_demand_cost(plan_minibatch(lengths, 64, cost=cost), lengths, cost)
         assert own <= least_cost(lengths, 64, cost) * (1.01 if kind == "thirds" else 1.001)
 
@@ -103,22 +115,28 @@ def test_the_policies_do_what_the_paper_reports() -> None:
     # Source: a simulation in the setting of arXiv 2601.19362 (8 devices, 4 samples each, no communication time) gives
     # idle shares of 53, 31, 21 and 14 percent, give or take 3 points by the draw.
     cost = PolynomialCost(1.982122 / 32_000**2, 2.611821 / 32_000)
-    spent, needed = np.zeros(4), 0.0
+    spent = np.zeros(4)
+    needed = 0.0
     for seed in range(200):
         lengths = draw_lengths("longalign", 8, 4, seed)
         sort, mini = (
             plan_minibatch(lengths, 8, 65_536, policy, cost) for policy in ("local_sort", "lb_mini")
         )
-        micro = PapersPlanner(8, 65_536, "lb_micro", cost).plan(lengths)
+        papers_planner = PapersPlanner(8, 65_536, "lb_micro", cost)
+        micro = papers_planner.plan(lengths)
         spent += [collective_cost(plan, lengths, cost) for plan in (sort, micro)] + [
             on_demand_cost(plan, lengths, cost) for plan in (micro, mini)
         ]
-        needed += cost.samples(lengths.astype(float)).sum() / 8
+        samples = cost.samples(lengths.astype(float))
+        total = samples.sum()
+        needed += total / 8
     np.testing.assert_allclose(1 - needed / spent, [0.53, 0.31, 0.21, 0.14], atol=0.035)
 
 
 def test_orders_are_random_and_fixed_forever() -> None:
-    assert epoch_order(8, seed=0, epoch=0).tolist() == [3, 2, 1, 6, 0, 7, 4, 5]
+    found = epoch_order(8, seed=0, epoch=0).tolist()
+    expected = [3, 2, 1, 6, 0, 7, 4, 5]
+    assert found == expected
     orders = {tuple(epoch_order(8, seed, epoch)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
     firsts = [int(epoch_order(4, 0, epoch)[0]) for epoch in range(2000)]
@@ -137,7 +155,8 @@ def test_regrouping_lets_large_samples_meet() -> None:
                 on_demand_cost(plan_minibatch(own[members], 8), own[members])
                 for members in regroup(own + own**2 / 42_166, 8, 16)
             )
-        needed = sum(least_cost([int(x)], 1) for x in lengths) / 8
+        total = sum(least_cost([int(x)], 1) for x in lengths)
+        needed = total / 8
         idle[window] = 1 - needed / spent
     assert idle[1] > 0.3
     assert idle[4] < 0.6 * idle[1]

@@ -72,7 +72,8 @@ class Halved(TokenModule):
     """Saves 16 bits of every number."""
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        return {name: value.bfloat16() for name, value in super().state_dict(*args, **kwargs).items()}
+        state = super().state_dict(*args, **kwargs)
+        return {name: value.bfloat16() for name, value in state.items()}
 
 
 def saved_by(module: Any) -> dict[str, Any]:

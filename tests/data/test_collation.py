@@ -24,7 +24,9 @@ from tests.data.test_lengths import Samples
 
 
 def tokens(length: int) -> dict[str, Any]:
-    return {"input_ids": list(range(1, length + 1)), "labels": list(range(1, length + 1))}
+    input_ids = list(range(1, length + 1))
+    labels = list(range(1, length + 1))
+    return {"input_ids": input_ids, "labels": labels}
 
 
 def row(length: int) -> Tensor:
@@ -39,7 +41,8 @@ def padder(multiple: int = 1, fixed: int | None = None) -> Any:
         for own, sample in zip(table, samples, strict=True):
             ids = torch.tensor(sample["input_ids"][:width])
             own[: len(ids)] = ids
-        return {"attention_mask": (table > 0).long(), "input_ids": table, "labels": table}
+        attention_mask = (table > 0).long()
+        return {"attention_mask": attention_mask, "input_ids": table, "labels": table}
 
     return collate
 
@@ -65,7 +68,8 @@ def sorted_images(samples: list[Tensor]) -> dict[str, Tensor]:
     table = torch.zeros(len(falling), *np.max([image.shape for image in falling], 0))
     for own, image in zip(table, falling, strict=True):
         own[:, : image.shape[1], : image.shape[2]] = image
-    return {"image": table, "shows": torch.cat([torch.ones(image.shape[-1]) for image in falling])}
+    shows = torch.cat([torch.ones(image.shape[-1]) for image in falling])
+    return {"image": table, "shows": shows}
 
 
 PADDED, PACKED, APART = Collation("padded"), Collation("packed"), Collation("apart")
@@ -130,11 +134,14 @@ def test_a_collator_that_leaves_samples_out_is_tried_with_others(collate_fn, exp
         lambda length: length not in (12, 19, 30),
         lambda length: length not in (5, 11, 19) and length % 4,
     ):
-        for nothing in (None, {}, {"input_ids": torch.zeros(0, 0)}):
+        input_ids = torch.zeros(0, 0)
+        for nothing in (None, {}, {"input_ids": input_ids}):
 
             def leaves_out(samples: Any, is_left_out: Any = is_left_out, nothing: Any = nothing) -> Any:
                 kept = [sample for sample in samples if not is_left_out(len(sample["input_ids"]))]
-                return collate_fn(kept) if kept else nothing
+                if kept:
+                    return collate_fn(kept)
+                return nothing
 
             def fails(samples: Any, is_left_out: Any = is_left_out) -> Any:
                 return collate_fn([s for s in samples if not is_left_out(len(s["input_ids"]))])
@@ -155,7 +162,8 @@ def test_a_collator_that_changes_its_samples_is_tried_on_copies() -> None:
         labels = pad_sequence([torch.tensor(sample.pop("labels")) for sample in samples], batch_first=True)
         return {**padder()(samples), "labels": labels}
 
-    assert collation_of(look(rows.__getitem__, np.array([10, 17]), pops)) == PADDED
+    probe = look(rows.__getitem__, np.array([10, 17]), pops)
+    assert collation_of(probe) == PADDED
     assert all("labels" in row for row in rows)
 
 
@@ -174,7 +182,8 @@ class Stream(IterableDataset[dict[str, Any]]):
 def loader(lengths: Any, data: Any = None, **options: Any) -> BalancedDataLoader:
     defaults: dict[str, Any] = {"num_replicas": 2, "rank": 0, "collate_fn": padder()}
     if data is None:
-        data, defaults["lengths"] = list(map(tokens, lengths)), lengths
+        data = list(map(tokens, lengths))
+        defaults["lengths"] = lengths
     return BalancedDataLoader(data, **{**defaults, **options})
 
 
@@ -191,11 +200,14 @@ def test_no_padded_microbatch_is_above_the_cap() -> None:
                     LENGTHS, minibatch_size=3, balance=policy, collate_fn=padder(multiple), rank=rank
                 )
                 assert own.collation == Collation("padded", multiple=multiple)
-                assert max(sizes(own)) <= -(-30 // multiple) * multiple
+                largest = max(sizes(own))
+                assert largest <= -(-30 // multiple) * multiple
                 for minibatch in own:
                     assert minibatch.origin is not None
                     for batch, detail in zip(minibatch, minibatch.origin.details, strict=True):
-                        assert detail.lengths == [batch["input_ids"].size(1)] * len(batch["input_ids"])
+                        size = batch["input_ids"].size(1)
+                        expected = [size] * len(batch["input_ids"])
+                        assert detail.lengths == expected
 
 
 def test_a_stream_is_planned_with_its_padding() -> None:
@@ -206,9 +218,11 @@ def test_a_stream_is_planned_with_its_padding() -> None:
 
 
 def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
-    cutting: dict[str, Any] = {"minibatch_size": 4, "collate_fn": padder(fixed=12)}
+    collate_fn = padder(fixed=12)
+    cutting: dict[str, Any] = {"minibatch_size": 4, "collate_fn": collate_fn}
     own = loader(LONG, **cutting, max_tokens=24)
-    assert [sum(map(len, rank)) for rank in own.plan(0).microbatches] == [4, 4], "all rows are alike"
+    plan = own.plan(0)
+    assert [sum(map(len, rank)) for rank in plan.microbatches] == [4, 4], "all rows are alike"
     assert sizes(own) == [24, 24]
     assert loader(LONG, **cutting).max_tokens == 12
     stream = loader(
@@ -233,7 +247,8 @@ class NotReady(Samples):
 def test_the_data_set_is_tried_on_a_copy() -> None:
     for kind, expected in ((Samples, PADDED), (NotReady, None)):
         samples = kind(list(map(tokens, [10, 17, 12, 11])), lengths=[10, 17, 12, 11])
-        assert loader(None, samples, minibatch_size=2).collation == expected
+        collation = loader(None, samples, minibatch_size=2).collation
+        assert collation == expected
         assert samples.reads == 0
 
 
@@ -255,11 +270,13 @@ def test_a_few_samples_are_read_and_collated_once() -> None:
     data = Reads(list(map(tokens, lengths)), lengths=lengths)
     own = loader(None, data, minibatch_size=2, num_replicas=1, collate_fn=collate)
     assert own.collation == PADDED
-    assert len(own.plan(0).microbatches) == 1
+    plan = own.plan(0)
+    assert len(plan.microbatches) == 1
     probe = own.probe()
     assert [len(sample["labels"]) for sample in probe.samples] == [10, 11, 12, 17]
     assert sorted(read) == [0, 1, 2, 3]
-    assert sorted(batches) == [1] * 4 + [2] * 5
+    expected = [1] * 4 + [2] * 5
+    assert sorted(batches) == expected
     read.clear()
     assert sum(map(len, own)) > 0
     assert sorted(read) == [0, 1, 2, 3], "as training reads them"
@@ -276,7 +293,10 @@ def undecided(**options: Any) -> BalancedDataLoader:
 
 def decided_for(loader: BalancedDataLoader, dense: bool, keeps_apart: bool = True) -> bool:
     """Packing pays where a microbatch is dear; it does not where tokens of different samples are."""
-    prior = quadratic(crossover=1.0, dense=True) if dense else quadratic(constant=50.0)
+    if dense:
+        prior = quadratic(crossover=1.0, dense=True)
+    else:
+        prior = quadratic(constant=50.0)
     before = loader.info
     info = RunInfo(prior)
     packs = keeps_apart and packing_pays(loader, info)

@@ -36,10 +36,19 @@ def test_what_is_taken_over():
     seed = torch.Generator().manual_seed(5)
     balanced = convert(drop_last=True, generator=seed, **given, worker_init_fn=init)
     options = balanced.options
-    assert (options.minibatch_size, options.shuffle, options.drop_last, options.seed) == (2, False, True, 5)
-    assert (options.policy, options.cost, options.weighting) == ("lb_mini", "auto", "auto")
-    assert len(balanced) == len(shares := list(balanced)) == 3
-    assert all(isinstance(microbatch, list) for share in shares for microbatch in share)
+    assert options.minibatch_size == 2
+    assert not options.shuffle
+    assert options.drop_last
+    assert options.seed == 5
+    assert options.policy == "lb_mini"
+    assert options.cost == "auto"
+    assert options.weighting == "auto"
+    assert len(balanced) == 3
+    shares = list(balanced)
+    assert len(shares) == 3
+    for share in shares:
+        for microbatch in share:
+            assert isinstance(microbatch, list)
     assert convert(shuffle=True).options.shuffle
     assert balanced._workers == {**given, "pin_memory": False, "multiprocessing_context": None}
     assert balanced.worker_init_fn is init
@@ -50,9 +59,8 @@ def test_a_stream_needs_a_window():
     dataset = Sized([3, 4, 5])
     with pytest.raises(ValueError, match="window=1, "):
         balanced_from(DataLoader(dataset, batch_size=2))
-    balanced = balanced_from(
-        DataLoader(dataset, batch_size=2, collate_fn=list), window=1, num_replicas=1, rank=0
-    )
+    dataloader = DataLoader(dataset, batch_size=2, collate_fn=list)
+    balanced = balanced_from(dataloader, window=1, num_replicas=1, rank=0)
     assert len(list(balanced)) == 2
 
 
@@ -62,7 +70,8 @@ def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning()
         dataloader: DataLoader[Any] = DataLoader(ROWS[:12], batch_size=size, sampler=samplers[0])  # type: ignore[arg-type]
         world: dict[str, Any] = {"num_replicas": ranks, "rank": 0}
         balanced = balanced_from(dataloader, batches=batches, distributed_sampler="replace", **world)
-        assert (balanced.options.shuffle, balanced.options.seed) == (True, 9)
+        assert balanced.options.shuffle
+        assert balanced.options.seed == 9
         for epoch in range(2):
             for sampler in samplers:
                 sampler.set_epoch(epoch)
@@ -71,7 +80,8 @@ def test_a_minibatch_has_the_samples_that_all_ranks_have_under_stock_lightning()
             for step in range(len(balanced)):
                 stock = [index for own in per_rank for index in own[step * share : (step + 1) * share]]
                 plan = balanced.plan(step, epoch).microbatches
-                assert sorted(index for rank in plan for own in rank for index in own) == sorted(stock)
+                found = sorted(index for rank in plan for own in rank for index in own)
+                assert found == sorted(stock)
 
 
 class OwnSampler(SequentialSampler):
@@ -94,7 +104,8 @@ class Repeats(DataLoader[Any]):
 
 
 def test_a_loader_of_another_class_is_balanced_unless_it_makes_its_own_batches():
-    balanced = balanced_from(Renamed(ROWS, collate_fn=list), num_replicas=1, rank=0)
+    dataloader = Renamed(ROWS, collate_fn=list)
+    balanced = balanced_from(dataloader, num_replicas=1, rank=0)
     assert balanced.options.minibatch_size == 3
     with pytest.raises(
         ValueError, match=r"Repeats\.__iter__ decides which batches.*DataLoader\(dataset, batch_size=2, "
@@ -107,7 +118,9 @@ def test_what_torchdatas_loader_says_is_taken_over():
     for shuffle in (False, True):
         loader = stateful(ROWS, batch_size=2, shuffle=shuffle, drop_last=True, collate_fn=list)
         options = balanced_from(loader, num_replicas=1, rank=0).options
-        assert (options.minibatch_size, options.shuffle, options.drop_last) == (2, shuffle, True)
+        assert options.minibatch_size == 2
+        assert options.shuffle == shuffle
+        assert options.drop_last
 
 
 def test_other_sampling_is_refused():
@@ -142,13 +155,15 @@ def test_by_default_no_microbatch_is_larger_than_the_largest_batch():
     assert convert(batch_size=50).max_tokens == 13, "there is no whole batch"
     equal: DataLoader[Any] = DataLoader([torch.zeros(5)] * 16, batch_size=4)  # type: ignore[arg-type]
     balanced = balanced_from(equal, num_replicas=2, rank=0)
-    assert [[len(batch) for batch in minibatch] for minibatch in balanced] == [[4], [4]]
+    found = [[len(batch) for batch in minibatch] for minibatch in balanced]
+    assert found == [[4], [4]]
 
 
 def test_rows_that_are_rounded_above_the_cap_are_refused_at_once():
     def pad_to_eight(samples: list[list[int]]) -> torch.Tensor:
         table = pad(samples)
-        return torch.nn.functional.pad(table, (0, -table.size(1) % 8))
+        size = table.size(1)
+        return torch.nn.functional.pad(table, (0, -size % 8))
 
     dataloader: DataLoader[Any] = DataLoader(ROWS, batch_size=2, collate_fn=pad_to_eight)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_tokens=16"):

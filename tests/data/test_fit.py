@@ -63,14 +63,23 @@ class RowsModule(TokenModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.batches += 1
-        packed, weight = (batch.batch, batch.weight) if isinstance(batch, Microbatch) else (batch, 1.0)
-        logits, labels = self.net(packed["input_ids"])[0, :-1], packed["labels"][0, 1:]
+        if isinstance(batch, Microbatch):
+            packed = batch.batch
+            weight = batch.weight
+        else:
+            packed = batch
+            weight = 1.0
+        output = self.net(packed["input_ids"])
+        logits = output[0, :-1]
+        labels = packed["labels"][0, 1:]
         return torch.nn.functional.cross_entropy(logits, labels) * weight
 
 
 def reference() -> Parameters:
     """One process, plain torch, the planned minibatches: the mean over all tokens of each."""
-    samples, balanced, minibatches = rows(), loader(0, 1), []
+    samples = rows()
+    balanced = loader(0, 1)
+    minibatches = []
     for epoch in range(EPOCHS):
         for step in range(STEPS):
             (microbatches,) = balanced.plan(step, epoch).microbatches
@@ -132,11 +141,18 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit(rank, kind, w
     """A whole fit, and those that go on from its checkpoints."""
     outcomes = []
     for step in (None, 4, 8):
-        spy, module = Spy(), RowsModule()
+        spy = Spy()
+        module = RowsModule()
         save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=4)
-        options = {"callbacks": [spy] if step else [spy, save], "enable_checkpointing": step is None}
+        if step:
+            callbacks = [spy]
+        else:
+            callbacks = [spy, save]
+        options = {"callbacks": callbacks, "enable_checkpointing": step is None}
         t = trainer(2, deterministic=True, state_dict_type=kind, max_epochs=EPOCHS, **options)
-        checkpoint = tmp_path / f"step={step}.ckpt" if step else None
+        checkpoint = None
+        if step:
+            checkpoint = tmp_path / f"step={step}.ckpt"
         t.fit(module, loader(rank, 2, **workers), ckpt_path=checkpoint)
         outcomes.append((full_parameters(module), spy.plans))
     (parameters, plans), *resumed = outcomes
@@ -184,7 +200,9 @@ def plans_of(
 ) -> list[str | None]:
     """Plans that a one-process trainer runs, saving or going on."""
     spy = Spy()
-    callbacks = [ModelCheckpoint(save_top_k=-1, filename="{step}", **saving)] if saving else []
+    callbacks = []
+    if saving:
+        callbacks = [ModelCheckpoint(save_top_k=-1, filename="{step}", **saving)]
     options = {"callbacks": [spy, *callbacks], "enable_checkpointing": bool(saving), **options}
     fitter = trainer(1, strategy="auto", **options)
     fitter.fit(Bystander(), balanced, loader(0, 1, shuffle=False), ckpt_path=checkpoint)
@@ -204,9 +222,11 @@ def plans_of(
 )
 def test_every_checkpoint_goes_on_where_it_was_taken(make, options, minibatches, steps, tmp_path):
     whole = plans_of(make(), options, dirpath=tmp_path, every_n_train_steps=1)
-    assert len(set(whole)) == len(whole) == minibatches
+    assert len(set(whole)) == minibatches
+    assert len(whole) == minibatches
     for step in steps:
-        assert plans_of(make(), options, tmp_path / f"step={step}.ckpt") == whole[step:]
+        found = plans_of(make(), options, tmp_path / f"step={step}.ckpt")
+        assert found == whole[step:]
 
 
 class SteppingRows(RowsModule):
@@ -247,7 +267,10 @@ def test_unequal_minibatches_under_collectives_step_where_they_end(rank, kind):
     module = kind()
     sharding = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     options = {"max_epochs": EPOCHS, "reload_dataloaders_every_n_epochs": 1}
-    t = trainer(2, strategy=sharding if kind is ShardedRows else "ddp", **options)
+    strategy = "ddp"
+    if kind is ShardedRows:
+        strategy = sharding
+    t = trainer(2, strategy=strategy, **options)
     t.fit(module, loader(rank, 2, balance="lb_micro", max_tokens=16, unroll=True))
     assert t.global_step == STEPS * EPOCHS
     first, second = of_all_ranks(module.weights)

@@ -66,13 +66,16 @@ def test_ranks_together_see_every_sample_once():
         for epoch in range(2):
             minibatches = []
             for step, shares in enumerate(zip(*ranks, strict=True)):
-                assert len({share.plan for share in shares}) == 1
+                found = len({share.plan for share in shares})
+                assert found == 1
                 assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
                 weighted = [m for share in shares for m, weight in share.weighted() if weight]
                 minibatches.append(sorted(int(sample[0]) for microbatch in weighted for sample in microbatch))
-            assert sorted(chain(*minibatches)) == list(range(23))
+            found = sorted(chain(*minibatches))
+            assert found == list(range(23))
             if not shuffle:
-                assert minibatches == [list(range(i, min(i + 4, 23))) for i in range(0, 23, 4)]
+                expected = [list(range(i, min(i + 4, 23))) for i in range(0, 23, 4)]
+                assert minibatches == expected
 
 
 def test_shuffling_stays_in_the_window_in_which_regrouping_lets_large_samples_meet():
@@ -81,7 +84,8 @@ def test_shuffling_stays_in_the_window_in_which_regrouping_lets_large_samples_me
     assert epochs[0] != epochs[1]
     for order in epochs:
         windows = [sorted(order[i : i + 10]) for i in (0, 10, 20)]
-        assert windows == [list(range(10)), list(range(10, 20)), [20, 21, 22]]
+        expected = [list(range(10)), list(range(10, 20)), [20, 21, 22]]
+        assert windows == expected
     ranks = [loader(Sized([9, 1, 1, 1] * 4), regroup=True, window=4, rank=rank) for rank in range(2)]
     minibatches = zip(*map(seen, ranks), strict=True)
     large = [sum(len(row) == 9 for share in shares for row in share) for shares in minibatches]
@@ -100,7 +104,8 @@ class Epochs(Endless):
 
 def test_a_stream_is_read_by_the_window_by_one_worker_and_learns_of_the_epoch():
     dataset = Endless()
-    iterator, reads = iter(loader(dataset, window=2)), []
+    iterator = iter(loader(dataset, window=2))
+    reads = []
     for _ in range(3):
         next(iterator)
         reads.append(dataset.reads)
@@ -108,17 +113,25 @@ def test_a_stream_is_read_by_the_window_by_one_worker_and_learns_of_the_epoch():
     for num_workers in (0, 1):
         balanced = loader(Epochs(), num_workers=num_workers, persistent_workers=num_workers > 0)
         for epoch in range(3):
-            assert min(row[0] for share in seen(balanced) for row in share) // 100 == epoch
+            smallest = min(row[0] for share in seen(balanced) for row in share)
+            assert smallest // 100 == epoch
     with pytest.warns(UserWarning, match="write num_workers=1"):
         assert len(list(loader(num_workers=2))) == 6
 
 
 def test_how_many_minibatches_there_are():
-    assert len(loader(drop_last=True)) == len(list(loader(drop_last=True))) == 5
-    assert len(list(loader(Endless(), drop_last=True))) == 5
-    assert len(list(loader(Endless([5] * 24), drop_last=True))) == 6
+    assert len(loader(drop_last=True)) == 5
+    found = len(list(loader(drop_last=True)))
+    assert found == 5
+    found = len(list(loader(Endless(), drop_last=True)))
+    assert found == 5
+    dataset = Endless([5] * 24)
+    found = len(list(loader(dataset, drop_last=True)))
+    assert found == 6
     ranks = [list(loader(balance="local_sort", unroll=True, rank=rank)) for rank in range(2)]
-    assert [item.last for item in ranks[0]] == [item.last for item in ranks[1]]
+    found = [item.last for item in ranks[0]]
+    expected = [item.last for item in ranks[1]]
+    assert found == expected
     assert len(ranks[0]) == 12
     with pytest.raises(TypeError):
         len(loader(Endless()))
@@ -130,7 +143,8 @@ def test_a_loaded_state_goes_on_exactly_there():
     for kind in (Noise, Sized):
         for num_workers in (0, 1):
             whole = loader(kind(), num_workers=num_workers, shuffle=True)
-            expected, states = [], [whole.state_dict()]
+            expected = []
+            states = [whole.state_dict()]
             for _ in range(2):
                 for share in whole:
                     expected += seen([share])
@@ -172,4 +186,6 @@ def test_samples_are_checked_as_they_come():
         list(loader(Sized([5, 0])))
     with pytest.raises(LengthsUnknownError):
         list(loader(iter(["a text"])))
-    assert len(list(loader(iter(["a text", "b"]), length_fn=len))) == 1
+    dataset = iter(["a text", "b"])
+    found = len(list(loader(dataset, length_fn=len)))
+    assert found == 1

@@ -27,7 +27,8 @@ def step(costs: Sequence[DelayedCost], number: int) -> None:
     sums = []
     for cost, slowness in zip(costs, SLOWNESS, strict=True):
         microbatches = ([100, 200], [50], [70, 70, 10])
-        sums.append(cost.measured.sums_of([(own, slowness * sum(own)) for own in microbatches]))
+        measured = [(own, slowness * sum(own)) for own in microbatches]
+        sums.append(cost.measured.sums_of(measured))
     for cost in costs:
         cost.observe(number, json.loads(json.dumps(sums)))
 
@@ -40,10 +41,12 @@ def test_plans_are_behind_by_the_lag_however_much_is_known():
     costs = ranks()
     for cost in costs:
         cost.lag = 3
-    assert [costs[0].at(number) for number in range(3)] == [None] * 3
+    found = [costs[0].at(number) for number in range(3)]
+    assert found == [None] * 3
     known = []
     for number in range(6):
-        assert [cost.begin() for cost in costs] == [number] * 2
+        found = [cost.begin() for cost in costs]
+        assert found == [number] * 2
         step(costs, number)
         known.append(costs[0].measured.found)
     assert known[0] is None, "too little is measured"
@@ -53,7 +56,8 @@ def test_plans_are_behind_by_the_lag_however_much_is_known():
         for cost in costs:
             cost.begin()
         step(costs, number)
-    assert len(costs[0].known) == 3, "what no plan asks for is forgotten"
+    found = len(costs[0].known)
+    assert found == 3, "what no plan asks for is forgotten"
 
 
 def test_all_ranks_find_the_same_speeds():
@@ -63,7 +67,8 @@ def test_all_ranks_find_the_same_speeds():
         assert costs[0].known == costs[1].known
     assert isinstance(costs[0].latest, SpeedCost)
     fast, slow = costs[0].latest.speeds
-    assert fast / slow == pytest.approx(3, rel=0.02)
+    expected = pytest.approx(3, rel=0.02)
+    assert fast / slow == expected
 
 
 def times(rank: int, share: Any) -> list[tuple[Sequence[int], float]]:
@@ -84,7 +89,8 @@ class Run:
         options = {"minibatch_size": 2, "max_tokens": 60, **options}
         self.loaders = [loader(Rows(LENGTHS), rank=rank, **options) for rank in range(2)]
         for balanced in self.loaders:
-            balanced.adapt(RunInfo(tokens(), measured=True, minibatches_per_step=accumulate))
+            info = RunInfo(tokens(), measured=True, minibatches_per_step=accumulate)
+            balanced.adapt(info)
         self.accumulate = accumulate
 
     def go(self, epochs: int, steps: int = 10**9) -> list[str]:
@@ -120,21 +126,25 @@ def test_ranks_plan_alike_and_the_slow_one_gets_less(workers, accumulate):
     """A resumed run measures again, so other ranks may run its samples, which are the same."""
     whole, begun, resumed = (Run(accumulate, **workers) for _ in range(3))
     texts = whole.go(3)
-    assert begun.go(1, steps=2) == texts[:2]
+    found = begun.go(1, steps=2)
+    assert found == texts[:2]
     for done, balanced in zip(begun.loaders, resumed.loaders, strict=True):
         balanced.load_state_dict(json.loads(json.dumps(done.state_dict())))
-    assert len(resumed.go(3)) == len(texts) - 2
+    found = len(resumed.go(3))
+    assert found == len(texts) - 2
     cost = whole.loaders[0].cost
     assert isinstance(cost, SpeedCost)
-    assert cost.speeds[0] > 2 * cost.speeds[1]
+    found = cost.speeds[0]
+    assert found > 2 * cost.speeds[1]
     for balanced in whole.loaders:
         balanced._iterator = None
 
 
 def test_a_stream_learns_where_it_is_planned():
     def stream(rank: int) -> BalancedDataLoader:
+        dataset = Sized([9] * 64)
         balanced = BalancedDataLoader(
-            Sized([9] * 64), minibatch_size=4, window=1, collate_fn=list, num_replicas=2, rank=rank
+            dataset, minibatch_size=4, window=1, collate_fn=list, num_replicas=2, rank=rank
         )
         balanced.adapt(RunInfo(tokens(), measured=True))
         return balanced
@@ -144,9 +154,11 @@ def test_a_stream_learns_where_it_is_planned():
     for shares in zip(*ranks, strict=True):
         counts.append([sum(len(microbatch) for microbatch in share) for share in shares])
         assert shares[0].plan == shares[1].plan
-        meet([times(rank, share) for rank, share in enumerate(shares)], shares)
+        measured = [times(rank, share) for rank, share in enumerate(shares)]
+        meet(measured, shares)
     assert counts[0] == [4, 4]
-    assert counts[-1] == [6, 2]
+    found = counts[-1]
+    assert found == [6, 2]
 
 
 def test_costs_that_are_none_are_refused():
@@ -162,10 +174,15 @@ def test_every_minibatch_knows_what_is_in_it():
     for policy in ("lb_mini", "local_sort"):
         for share in loader(balance=policy):
             assert share.origin is not None
-            assert [d.lengths for d in share.origin.details] == [[len(s) for s in m] for m in share]
-            assert [d.seed for d in share.origin.details] == [(0, 0, int(m[0][0]), 1) for m in share]
+            expected = [[len(s) for s in m] for m in share]
+            found = [d.lengths for d in share.origin.details]
+            assert found == expected
+            expected = [(0, 0, int(m[0][0]), 1) for m in share]
+            found = [d.seed for d in share.origin.details]
+            assert found == expected
             seeds.update(d.seed for d in share.origin.details)
-            assert share.map(lambda m: m).origin is share.origin
+            origin = share.map(lambda m: m).origin
+            assert origin is share.origin
     assert len(seeds) > 6
 
 
@@ -199,7 +216,8 @@ def test_plans_made_before_that_run_out_too_change_nothing_more() -> None:
 
 
 def test_equal_reports_give_equal_caps_and_a_state_goes_on() -> None:
-    first, second = DelayedCap(2, 1000, 10), DelayedCap(2, 1000, 10)
+    first = DelayedCap(2, 1000, 10)
+    second = DelayedCap(2, 1000, 10)
     assert first.values() == {"memory/max_tokens": 1000, "memory/ran_out": 0}
     observe(first, [], [[1000, 2]])
     second.load_state_dict(first.state_dict())
@@ -239,18 +257,22 @@ def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
         minibatches = iter(own)
         for number in range(3):
             minibatch = next(minibatches)
-            assert isinstance(minibatch, Minibatch) and minibatch.origin is not None
+            assert isinstance(minibatch, Minibatch)
+            assert minibatch.origin is not None
             largest = max(sum(map(len, batch)) for batch in minibatch)
-            assert ("memory" in own.state_dict()) == (number > 1), "nothing is learnt before"
+            found = "memory" in own.state_dict()
+            assert found == (number > 1), "nothing is learnt before"
             assert minibatch.origin.cap is not None
             minibatch.origin.cap.observe([[number, [[36, 4]]] if number == 1 else None])
         assert own.max_tokens == expected
         assert largest <= (28 if max_tokens else 9)
         state = own.state_dict()
-        resumed, other = capped_loader(max_tokens), capped_loader(30)
+        resumed = capped_loader(max_tokens)
+        other = capped_loader(30)
         resumed.load_state_dict(state)
         assert resumed.max_tokens == expected
-        assert resumed.plan(1, 1).text == own.plan(1, 1).text
+        plan = resumed.plan(1, 1)
+        assert plan.text == own.plan(1, 1).text
         resumed.adapt(replace(MEASURED, weighting="sample"))
         assert resumed.max_tokens == expected, "what a trial of the loss decides changes no cap"
         with pytest.warns(UserWarning, match=r"What max_tokens had learnt is not taken over: it began with"):
@@ -264,9 +286,10 @@ def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
 
 
 def test_caps_that_stay() -> None:
+    info = RunInfo(repeats=True)
     for options in (
         {"unroll": True, "balance": "lb_micro"},
-        {"info": RunInfo(repeats=True)},
+        {"info": info},
     ):
         own = capped_loader(None, **options)
         assert own.max_tokens == 9

@@ -54,7 +54,8 @@ def arrow(rows: list[list[int]]) -> Any:
         return SimpleNamespace(value_lengths=lambda: lengths)
 
     half = len(rows) // 2
-    return SimpleNamespace(chunks=[chunk(rows[:half]), chunk(rows[half:])])
+    chunks = [chunk(rows[:half]), chunk(rows[half:])]
+    return SimpleNamespace(chunks=chunks)
 
 
 class HuggingFace:
@@ -103,10 +104,11 @@ def test_a_sample_is_measured():
 
 
 def test_what_has_no_length_of_its_own_is_refused_with_the_line_to_write():
+    input_ids = torch.ones(2, 5)
     for sample in (
         *("a text", b"bytes", 7, ("a text", 3), {"text": "a"}, [[1, 2], [3]]),
         *(torch.ones(3, 4, 5), torch.arange(6).reshape(2, 3), torch.tensor(3), [torch.ones(3)]),
-        *({"input_ids": torch.ones(2, 5)}, (3, torch.ones(4))),
+        *({"input_ids": input_ids}, (3, torch.ones(4))),
     ):
         with pytest.raises(LengthsUnknownError, match="length_fn=lambda sample"):
             measure(sample)
@@ -134,7 +136,8 @@ def test_the_line_to_write_names_what_the_sample_has():
         with pytest.raises(LengthsUnknownError) as error:
             measure(sample)
         assert error.value.length_fn in str(error.value)
-        assert eval(error.value.length_fn)(sample) == length, error.value.length_fn
+        found = eval(error.value.length_fn)(sample)
+        assert found == length, error.value.length_fn
     for sample in (7, torch.tensor(3), {"a": torch.tensor(1.0)}):
         with pytest.raises(LengthsUnknownError, match=r"length_fn=lambda sample: \.\.\."):
             measure(sample)
@@ -181,7 +184,8 @@ def spelled(samples: list[str]) -> Any:
 def with_mask(samples: list[Any]) -> dict[str, Any]:
     made = padded(samples)
     length = made["tokens"].size(1)
-    return {**made, "mask": torch.ones(len(samples), length, length), "targets": made["tokens"][:, 1:]}
+    mask = torch.ones(len(samples), length, length)
+    return {**made, "mask": mask, "targets": made["tokens"][:, 1:]}
 
 
 def without_long(samples: list[Any]) -> Any:
@@ -194,7 +198,9 @@ def ids(size: int) -> Tensor:
 
 def patches(index: int) -> dict[str, Tensor]:
     """Only some samples have an image."""
-    return {"patches": torch.ones(OTHERS[index], 4)} if index % 2 else {}
+    if index % 2:
+        return {"patches": torch.ones(OTHERS[index], 4)}
+    return {}
 
 
 #: How a sample is made of its place, what makes batches, and the lengths of four samples.
@@ -256,7 +262,8 @@ def test_batches_are_made_of_a_few_samples_unless_they_cut_off_the_longest(most)
     data = Samples([{"chosen": ids(size), "rejected": ids(size % 7 + 1)} for size in sizes])
     found = find_lengths(data, collate_fn=collate)
     assert found.source == "collated"
-    assert found.values.tolist() == [min(size, most or size) + size % 7 + 1 for size in sizes]
+    expected = [min(size, most or size) + size % 7 + 1 for size in sizes]
+    assert found.values.tolist() == expected
     assert (len(made) < 60) == (most is None)
 
 
@@ -274,32 +281,44 @@ def test_what_a_batch_does_not_show_stays_unknown():
 
 
 def test_given_lengths_come_first_then_a_function_then_what_the_data_set_says_and_samples_last():
-    told = Samples(ROWS, lengths=torch.tensor([3, 1, 4, 1, 5]))
+    lengths = torch.tensor([3, 1, 4, 1, 5])
+    told = Samples(ROWS, lengths=lengths)
     for given in ([1, 2, 3, 4, 5], np.arange(1, 6), torch.arange(1, 6), (1.0, 2.0, 3.0, 4.0, 5.0)):
         found = find_lengths(told, given)
-        assert (found.values.tolist(), found.source) == ([1, 2, 3, 4, 5], "given")
+        assert found.values.tolist() == [1, 2, 3, 4, 5]
+        assert found.source == "given"
         assert found.values.dtype == np.int64
     assert find_lengths(told).source == "attribute"
-    assert find_lengths(Subset(told, [4, 0])).values.tolist() == [5, 3]
+    dataset = Subset(told, [4, 0])
+    assert find_lengths(dataset).values.tolist() == [5, 3]
     parts = ConcatDataset([told, Subset(told, [2])])
     assert find_lengths(parts).values.tolist() == [3, 1, 4, 1, 5, 4]
     assert told.reads == 0
     found = find_lengths(told, length_fn=lambda row: 2 * len(row))
-    assert (found.values.tolist(), found.source) == ([6, 2, 8, 2, 10], "length_fn")
-    assert find_lengths(ConcatDataset([told, Samples([[1, 2]])])).values.tolist() == [3, 1, 4, 1, 5, 2]
+    assert found.values.tolist() == [6, 2, 8, 2, 10]
+    assert found.source == "length_fn"
+    concat_dataset = ConcatDataset([told, Samples([[1, 2]])])
+    assert find_lengths(concat_dataset).values.tolist() == [3, 1, 4, 1, 5, 2]
     found = find_lengths(Samples(ROWS))
-    assert (found.values.tolist(), found.source) == ([3, 1, 4, 1, 5], "samples")
+    assert found.values.tolist() == [3, 1, 4, 1, 5]
+    assert found.source == "samples"
 
 
 def test_columns_of_a_hugging_face_data_set(monkeypatch):
     for name in ("input_ids", "length", "lengths"):
         monkeypatch.setattr(lengths_module, "_ROWS_AT_ONCE", 2)
-        column = ROWS if name == "input_ids" else [len(row) for row in ROWS]
-        found = find_lengths(HuggingFace({"text": ["x"] * 5, name: column}))
-        assert (found.values.tolist(), found.source) == ([3, 1, 4, 1, 5], "column")
+        if name == "input_ids":
+            column = ROWS
+        else:
+            column = [len(row) for row in ROWS]
+        columns = {"text": ["x"] * 5, name: column}
+        found = find_lengths(HuggingFace(columns))
+        assert found.values.tolist() == [3, 1, 4, 1, 5]
+        assert found.source == "column"
     transforms = HuggingFace({"input_ids": ROWS}, form="custom")
     assert find_lengths(transforms).source == "samples"
-    nested = HuggingFace({"input_ids": [torch.ones(1, 3), torch.ones(1, 2)]}, form=None)
+    input_ids = [torch.ones(1, 3), torch.ones(1, 2)]
+    nested = HuggingFace({"input_ids": input_ids}, form=None)
     assert find_lengths(nested).values.tolist() == [3, 2]
 
 
@@ -353,7 +372,8 @@ def test_a_digest_sees_into_samples():
         def __init__(self, value: int) -> None:
             self.value = value
 
-    assert digest_of(Plain(1)) == digest_of(Plain(1)) != digest_of(Plain(2))
+    digest = digest_of(Plain(1))
+    assert digest == digest_of(Plain(1)) != digest_of(Plain(2))
     assert digest_of({"a": 1, "b": None}) == digest_of({"b": None, "a": 1}) != digest_of({"a": 1, "b": 0})
     bits = [torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)]
     assert digest_of(bits[0]) != digest_of(bits[1])
@@ -379,13 +399,15 @@ def test_a_look_at_all_samples_ends_before_the_kernel_ends_it(monkeypatch):
     data = Hoards()
 
     def left() -> list[Room]:
-        return [Room(2**28 - len(data.read) * 2**22, "a test allows 0.25 GiB", "allow more")]
+        size = 2**28 - len(data.read) * 2**22
+        return [Room(size, "a test allows 0.25 GiB", "allow more")]
 
     monkeypatch.setattr(host_memory, "rooms", left)
     monkeypatch.setattr(lengths_module, "_LOOK_EVERY_S", 0.0)
     with pytest.raises(MemoryError) as error:
         find_lengths(data)
-    scanned, said = data.read[-1] + 1, str(error.value)
+    scanned = data.read[-1] + 1
+    said = str(error.value)
     assert 25 < scanned < 35, "of 100, when 64 MiB were left, with those that are looked at before"
     assert f"the lengths of samples that are still to be looked at ({100 - scanned} of 100) need 0.06" in said
     assert "a test allows 0.25 GiB. To go on, allow more, or let the data set keep no samples" in said

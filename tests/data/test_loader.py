@@ -88,17 +88,22 @@ def passes(balanced: BalancedDataLoader, count: int = 1) -> list[list[list[int]]
 )
 def test_ranks_together_see_every_sample_once(policy, workers):
     ranks = [loader(balance=policy, rank=rank, **workers) for rank in range(2)]
-    assert len(ranks[0]) == len(ranks[1]) == 6
+    assert len(ranks[0]) == 6
+    assert len(ranks[1]) == 6
     for epoch in range(2):
         together = []
         for step, shares in enumerate(zip(*ranks, strict=True)):
-            assert all(isinstance(share, Minibatch) for share in shares)
-            assert len({share.plan for share in shares}) == 1
+            for share in shares:
+                assert isinstance(share, Minibatch)
+            found = len({share.plan for share in shares})
+            assert found == 1
             assert f"epoch {epoch}, minibatch {step}" in shares[0].plan
             for microbatch, weight in chain(*(share.weighted() for share in shares)):
-                assert weight in (0, sum(len(sample) for sample in microbatch))
+                total = sum(len(sample) for sample in microbatch)
+                assert weight in (0, total)
                 together += [int(sample[0]) for sample in microbatch if weight]
-        assert sorted(together) == list(range(23))
+        expected = list(range(23))
+        assert sorted(together) == expected
         assert step == 5
 
 
@@ -112,13 +117,15 @@ def test_automatic_weights_of_unrolled_minibatches_are_planned():
         (pack_samples, "next_token"),
         (list, "token"),
     ):
-        assert weights(collate_fn, "auto") == weights(collate_fn, means)
+        found = weights(collate_fn, "auto")
+        assert found == weights(collate_fn, means)
     assert weights(list, "token") != weights(list, "next_token")
 
 
 def test_each_pass_is_an_epoch_in_an_order_of_the_seed(monkeypatch):
     balanced = loader()
-    first, second = passes(balanced), passes(balanced)
+    first = passes(balanced)
+    second = passes(balanced)
     assert first != second
     balanced.set_epoch(1)
     assert passes(balanced) == second
@@ -126,10 +133,13 @@ def test_each_pass_is_an_epoch_in_an_order_of_the_seed(monkeypatch):
     _set_sampler_epoch(balanced, 3)  # Lightning finds it, and calls it after `iter`
     assert "epoch 3" in next(iterator).plan
     monkeypatch.setenv("PL_GLOBAL_SEED", "7")  # of `seed_everything`
-    assert (loader().options.seed, loader(seed=3).options.seed) == (7, 3)
+    assert loader().options.seed == 7
+    assert loader(seed=3).options.seed == 3
     assert passes(loader()) != first
     in_order = loader(shuffle=False)  # two ranks take turns, so epochs 0 and 2 are alike
-    first, _, third = passes(in_order), passes(in_order), passes(in_order)
+    first = passes(in_order)
+    _ = passes(in_order)
+    third = passes(in_order)
     assert third == first
 
 
@@ -152,7 +162,8 @@ def test_random_numbers_follow_the_sample_and_the_epoch_not_the_rank():
     """See Note [Random numbers follow the sample]: every policy, world size and rank reads the same noise."""
     balanced = loader(Noise(LENGTHS), num_replicas=1, balance="local_sort")
     first, second = ({tuple(s.tolist()) for share in balanced for m in share for s in m} for _ in range(2))
-    assert len(first) == len(second) == 23 and not first & second
+    assert len(first) == len(second) == 23
+    assert not first & second
     by_sample: dict[int, set[tuple[float, ...]]] = {}
     for num_replicas, policy in ((1, "lb_mini"), (2, "local_sort"), (3, "lb_micro")):
         for rank in range(num_replicas):
@@ -161,7 +172,8 @@ def test_random_numbers_follow_the_sample_and_the_epoch_not_the_rank():
                     if weight:
                         by_sample.setdefault(int(sample[0]), set()).add(tuple(sample[1:].tolist()))
     assert len(by_sample) == 23
-    assert all(len(noises) == 1 for noises in by_sample.values())
+    for noises in by_sample.values():
+        assert len(noises) == 1
 
 
 def test_samples_are_read_together_where_the_data_set_can():
@@ -169,7 +181,10 @@ def test_samples_are_read_together_where_the_data_set_can():
         def __getitems__(self, indices: list[int]) -> list[Tensor]:
             return [super(Batched, self).__getitem__(index) + 100 for index in indices]
 
-    assert all(i >= 100 for share in passes(loader(Batched(LENGTHS))) for m in share for i in m)
+    for share in passes(loader(Batched(LENGTHS))):
+        for m in share:
+            for i in m:
+                assert i >= 100
 
 
 def test_default_collate_says_what_to_do_where_lengths_hide_a_difference():
@@ -189,7 +204,8 @@ def item_of(item: Any) -> Any:
 def check_resuming(at: tuple[int, ...], per_epoch: int, **options: Any) -> list[Any]:
     """A loader goes on exactly where another one was; returns what it yields in two epochs and a half."""
     whole = loader(Noise(LENGTHS), **options)
-    expected, states = [], [whole.state_dict()]
+    expected = []
+    states = [whole.state_dict()]
     for item in islice(chain(whole, whole, whole), 2 * per_epoch + 3):
         expected.append(item_of(item))
         states.append(whole.state_dict())
@@ -199,14 +215,17 @@ def check_resuming(at: tuple[int, ...], per_epoch: int, **options: Any) -> list[
         assert resumed.state_dict() == states[done]
         three = [[item_of(item) for item in resumed] for _ in range(3)]
         assert three[0], "the end of an epoch is the beginning of the next"
-        assert [*chain(*three)][: len(expected) - done] == expected[done:], f"after {done}"
+        found = [*chain(*three)][: len(expected) - done]
+        assert found == expected[done:], f"after {done}"
     return expected
 
 
 def test_a_loaded_state_goes_on_exactly_there_and_workers_change_nothing():
     plain = check_resuming((0, 1, 3, 6, 7, 11, 12), 6)
-    assert check_resuming((3, 6), 6, **WORKERS[1]) == plain
-    assert check_resuming((3, 7), 6, **WORKERS[2]) == plain
+    found = check_resuming((3, 6), 6, **WORKERS[1])
+    assert found == plain
+    found = check_resuming((3, 7), 6, **WORKERS[2])
+    assert found == plain
     unrolled = {"balance": "local_sort", "unroll": True, "minibatch_size": 3}
     check_resuming((0, 1, 2, 5, 12, 13), 12, **unrolled)  # inside a minibatch, too
 
@@ -218,7 +237,8 @@ def test_a_state_is_plain_and_the_same_on_all_ranks():
         next(iter(balanced))
     states = [balanced.state_dict() for balanced in ranks]
     assert states[0] == states[1]
-    assert all(type(value) in (int, str) for value in states[0].values())
+    for value in states[0].values():
+        assert type(value) in (int, str)
 
 
 def test_a_state_of_another_data_set_or_order_is_refused_in_the_middle_of_an_epoch_only():
@@ -227,7 +247,8 @@ def test_a_state_of_another_data_set_or_order_is_refused_in_the_middle_of_an_epo
     next(iterator)
     middle = balanced.state_dict()
     end = {**middle, "minibatches": 6}
-    for other in (loader(Rows(LENGTHS[1:])), loader(seed=1), loader(shuffle=False)):
+    dataset = Rows(LENGTHS[1:])
+    for other in (loader(dataset), loader(seed=1), loader(shuffle=False)):
         other.load_state_dict(middle)
         with pytest.raises(ValueError, match="another order"):
             next(iter(other))
@@ -247,7 +268,8 @@ def test_a_state_of_another_number_of_ranks_repeats_no_sample():
     alone.load_state_dict(ranks[0].state_dict())
     with pytest.warns(UserWarning, match="saved with 4 samples per minibatch on all ranks, now there are 2"):
         rest = [index for share in alone for m in seen(share) for index in m]
-    assert sorted(done + rest) == list(range(23))
+    found = sorted(done + rest)
+    assert found == list(range(23))
 
 
 def test_stealing_comes_with_everybodys_work_and_any_microbatch_can_be_read_again():
@@ -259,14 +281,19 @@ def test_stealing_comes_with_everybodys_work_and_any_microbatch_can_be_read_agai
                 everybody = share.all_ranks
                 assert everybody is not None
                 assert share.plan == plan.text
-                assert [len(costs) for costs in everybody.costs] == [len(other) for other in shares]
-                assert all(cost > 0 for costs in everybody.costs for cost in costs)
-                assert everybody.weights == [other.weights for other in shares]
+                expected = [len(other) for other in shares]
+                assert [len(costs) for costs in everybody.costs] == expected
+                for costs in everybody.costs:
+                    for cost in costs:
+                        assert cost > 0
+                expected = [other.weights for other in shares]
+                assert everybody.weights == expected
                 for rank, other in enumerate(shares):
                     for number, microbatch in enumerate(other):
                         again = balanced[0].read(plan.microbatches[rank][number], epoch=0)
                         for found in (everybody.fetch(rank, number), again):
-                            assert all(torch.equal(a, b) for a, b in zip(microbatch, found, strict=True))
+                            for a, b in zip(microbatch, found, strict=True):
+                                assert torch.equal(a, b)
     assert all(share.all_ranks is None for share in loader())
     assert all(share.all_ranks is None for share in loader(balance="steal", num_replicas=1))
 
@@ -280,9 +307,14 @@ def test_unrolled_ranks_stay_together():
             assert length == len(ranks[1]) == sum(len(share) for share in whole[0])
             rows = list(zip(*ranks, strict=True))
             assert len(rows) == length
-            assert all(isinstance(item, Microbatch) for row in rows for item in row)
-            assert [a.last for a, _ in rows] == [b.last for _, b in rows]
-            assert sum(a.last for a, _ in rows) == 6
+            for row in rows:
+                for item in row:
+                    assert isinstance(item, Microbatch)
+            found = [a.last for a, _ in rows]
+            expected = [b.last for _, b in rows]
+            assert found == expected
+            found = sum(a.last for a, _ in rows)
+            assert found == 6
 
 
 def test_what_cannot_be_is_refused_at_once():
@@ -319,14 +351,17 @@ def test_workers_end_with_a_pass_that_is_given_up_and_kept_ones_with_their_loade
     others = set(multiprocessing.active_children())
     iterator = iter(loader(num_workers=1))
     next(iterator)
-    assert len(set(multiprocessing.active_children()) - others) == 1
+    active_children = set(multiprocessing.active_children())
+    found = len(active_children - others)
+    assert found == 1
     iterator.close()  # type: ignore[attr-defined]
     assert set(multiprocessing.active_children()) <= others
     gc.disable()  # not some time later
     try:
         balanced = loader(num_workers=1, persistent_workers=True)
         passes(balanced)
-        assert len(set(multiprocessing.active_children()) - others) == 1
+        found = len(set(multiprocessing.active_children()) - others)
+        assert found == 1
         del balanced
         assert set(multiprocessing.active_children()) <= others
     finally:
@@ -356,7 +391,8 @@ class Deadly(Rows):
 def _loses_a_worker(rank: int, folder: Path) -> list[str]:
     host_memory.ROOT = folder
     try:
-        passes(loader(Deadly(LENGTHS, folder / "proc/vmstat"), num_workers=1, num_replicas=1))
+        dataset = Deadly(LENGTHS, folder / "proc/vmstat")
+        passes(loader(dataset, num_workers=1, num_replicas=1))
     except (RuntimeError, OSError, EOFError) as error:
         return error.__notes__
     return []
@@ -379,12 +415,20 @@ def test_a_position_in_minibatches_of_another_size():
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            assert translated(start, order, Order("a", size)) == expected
-        said = [] if size == 8 else ["The loader's state was saved with 8 samples per minibatch on"]
-        assert [str(w.message)[:60] for w in caught] == said
-        assert all(f"at most {lost} samples of the epoch are left out" in str(w.message) for w in caught)
+            found = translated(start, order, Order("a", size))
+            assert found == expected
+        if size == 8:
+            said = []
+        else:
+            said = ["The loader's state was saved with 8 samples per minibatch on"]
+        found = [str(w.message)[:60] for w in caught]
+        assert found == said
+        for w in caught:
+            found = str(w.message)
+            assert f"at most {lost} samples of the epoch are left out" in found
     progress = Progress()
-    progress.load({**progress.state(order), "minibatches": 2})
+    state = progress.state(order)
+    progress.load({**state, "minibatches": 2})
     with pytest.raises(ValueError, match=r"Write Trainer\(accumulate_grad_batches=1\)"):
         progress.begin(Order("a", 8, 2), 10)
 
@@ -396,7 +440,9 @@ def test_the_world_is_given_or_torchruns_or_one_rank(monkeypatch: Any):
         with pytest.raises(ValueError, match=r"BalancedDataLoader\(\.\.\., num_replicas=8, rank=3\)"):
             check_world(*world)
     check_world(None, None)
-    assert (current_world(None, None), current_world(4, 3)) == ((1, 0), (4, 3))
+    assert current_world(None, None) == (1, 0)
+    assert current_world(4, 3) == (4, 3)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "5")
-    assert (current_world(None, None), current_world(4, 3)) == ((8, 5), (4, 3))
+    assert current_world(None, None) == (8, 5)
+    assert current_world(4, 3) == (4, 3)

@@ -10,31 +10,47 @@ from tests.support.refusals import assert_refused
 
 
 def test_it_is_a_sequence_of_microbatches():
-    share = Minibatch(iter(["a", "b"]), weights=[3, 5], plan="p")
-    assert (len(share), list(share), share[1]) == (2, ["a", "b"], "b")
-    assert list(share.weighted()) == [("a", 3.0), ("b", 5.0)]
+    microbatches = iter(["a", "b"])
+    share = Minibatch(microbatches, weights=[3, 5], plan="p")
+    assert len(share) == 2
+    assert list(share) == ["a", "b"]
+    assert share[1] == "b"
+    found = list(share.weighted())
+    assert found == [("a", 3.0), ("b", 5.0)]
     assert repr(share) == "Minibatch(2 microbatches, weights=[3.0, 5.0])"
     twice = share.map(lambda x: x * 2)
-    assert (twice.microbatches, twice.weights, twice.plan) == (["aa", "bb"], [3.0, 5.0], "p")
-    assert list(Minibatch([])) == list(Minibatch([]).weighted()) == []
-    assert list(Minibatch(["a"]).weighted()) == [("a", 1.0)]
+    assert twice.microbatches == ["aa", "bb"]
+    assert twice.weights == [3.0, 5.0]
+    assert twice.plan == "p"
+    minibatch = list(Minibatch([]))
+    weighted = list(Minibatch([]).weighted())
+    assert minibatch == weighted == []
+    found = list(Minibatch(["a"]).weighted())
+    assert found == [("a", 1.0)]
 
 
 def test_lightnings_collection_helpers_keep_weights_and_plan():
-    share = Minibatch([{"x": torch.ones(2)}, {"x": torch.zeros(2)}], weights=[1, 2], plan="p")
+    microbatches = [{"x": torch.ones(2)}, {"x": torch.zeros(2)}]
+    share = Minibatch(microbatches, weights=[1, 2], plan="p")
     halved = apply_to_collection(share, torch.Tensor, torch.Tensor.half)
     assert isinstance(halved, Minibatch)
-    assert [batch["x"].dtype for batch in halved] == [torch.float16] * 2
-    assert (halved.weights, halved.plan) == ([1.0, 2.0], "p")
+    found = [batch["x"].dtype for batch in halved]
+    assert found == [torch.float16] * 2
+    assert halved.weights == [1.0, 2.0]
+    assert halved.plan == "p"
 
 
 def test_pinning_reaches_every_tensor_and_keeps_the_rest(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor + 10)  # real pinning takes a GPU
-    share = Minibatch([{"x": torch.tensor(1), "n": 3}, (torch.tensor(2), "text")], weights=[1, 2], plan="p")
+    microbatches = [{"x": torch.tensor(1), "n": 3}, (torch.tensor(2), "text")]
+    share = Minibatch(microbatches, weights=[1, 2], plan="p")
     share.origin = LoaderFacts([])
     pinned = share.pin_memory()
-    assert pinned.microbatches == [{"x": torch.tensor(11), "n": 3}, (torch.tensor(12), "text")]
-    assert (pinned.weights, pinned.plan, pinned.origin) == ([1.0, 2.0], "p", share.origin)
+    expected = [{"x": torch.tensor(11), "n": 3}, (torch.tensor(12), "text")]
+    assert pinned.microbatches == expected
+    assert pinned.weights == [1.0, 2.0]
+    assert pinned.plan == "p"
+    assert pinned.origin == share.origin
 
 
 def test_bad_arguments():
@@ -49,14 +65,17 @@ def test_bad_arguments():
 
 
 def shares(*sizes: tuple[int, ...], lengths: list[int] | None = None) -> Minibatch:
-    share = Minibatch([{"x": torch.ones(size), "name": "a"} for size in sizes])
+    microbatches = [{"x": torch.ones(size), "name": "a"} for size in sizes]
+    share = Minibatch(microbatches)
     if lengths is not None:
-        share.origin = LoaderFacts([MicrobatchFacts([4] * length, (0,)) for length in lengths])
+        details = [MicrobatchFacts([4] * length, (0,)) for length in lengths]
+        share.origin = LoaderFacts(details)
     return share
 
 
 def test_a_key_is_refused_with_the_loop_to_write():
-    for share in (shares((2, 3)), Minibatch([torch.ones(2)]), Minibatch([])):
+    microbatches = [torch.ones(2)]
+    for share in (shares((2, 3)), Minibatch(microbatches), Minibatch([])):
         with pytest.raises(TypeError, match=r"(?s)get the whole Minibatch.*for microbatch in batch:"):
             share["x"]
     with pytest.raises(AttributeError, match=r"(?s)no attribute 'items'.*get the whole Minibatch"):

@@ -55,21 +55,30 @@ def test_every_sample_is_in_one_microbatch_of_its_minibatch(
     made = schedule(lengths, num_replicas, **options)
     seen = []
     for plan in plans(made, epoch=1):
-        assert len(plan.microbatches) == len(plan.weights) == num_replicas
+        assert len(plan.microbatches) == num_replicas
+        assert len(plan.weights) == num_replicas
         own = samples(plan)
         seen.append(own)
         total = sum(lengths[index] if weighting != "sample" else 1 for index in own)
-        assert sum(chain.from_iterable(plan.weights)) == total
+        found = sum(chain.from_iterable(plan.weights))
+        assert found == total
         if policy != "local_sort":
-            assert all(sum(lengths[i] for i in m) <= 40 for rank in plan.microbatches for m in rank)
+            for rank in plan.microbatches:
+                for m in rank:
+                    found = sum(lengths[i] for i in m)
+                    assert found <= 40
         if made.recipe.equal_counts:
-            assert len({len(rank) for rank in plan.microbatches}) == 1
+            found = len({len(rank) for rank in plan.microbatches})
+            assert found == 1
         elif len(own) >= num_replicas:
-            assert len(samples(plan, weightless=True)) == len(own), "no sample twice"
+            found = len(samples(plan, weightless=True))
+            assert found == len(own), "no sample twice"
     assert len(seen) == len(made)
     sizes = [len(own) for own in seen]
-    assert sizes[:-1] == [minibatch_size * num_replicas] * (len(sizes) - 1)
-    assert sorted(chain.from_iterable(seen)) == list(range(len(lengths)))
+    expected = [minibatch_size * num_replicas] * (len(sizes) - 1)
+    assert sizes[:-1] == expected
+    expected = list(range(len(lengths)))
+    assert sorted(chain.from_iterable(seen)) == expected
 
 
 @settings(max_examples=30, deadline=None)
@@ -80,14 +89,16 @@ def test_regrouping_moves_samples_within_their_window_only(lengths, window, shuf
     made = schedule(lengths, window=window, regroup=True, shuffle=shuffle, drop_last=drop_last)
     order = made.order(2)
     seen = [sorted(made.samples(2, step).tolist()) for step in range(len(made))]
-    assert [len(own) for own in seen[:-1]] == [6] * (len(seen) - 1)
+    found = [len(own) for own in seen[:-1]]
+    expected = [6] * (len(seen) - 1)
+    assert found == expected
     for first in range(0, len(seen), window):
         together = sorted(chain.from_iterable(seen[first : first + window]))
-        assert together == sorted(order[first * 6 : first * 6 + len(together)].tolist())
+        expected = sorted(order[first * 6 : first * 6 + len(together)].tolist())
+        assert together == expected
     again = schedule(lengths, window=window, regroup=True, shuffle=shuffle, drop_last=drop_last)
-    assert sorted(again.samples(2, len(made) - 1).tolist()) == seen[-1], (
-        "from the middle as from the beginning"
-    )
+    found = sorted(again.samples(2, len(made) - 1).tolist())
+    assert found == seen[-1], "from the middle as from the beginning"
 
 
 def test_ranks_that_are_alike_take_turns():
@@ -96,19 +107,22 @@ def test_ranks_that_are_alike_take_turns():
         made = schedule([9, 2] * 8, 2, minibatch_size=1, policy=policy)
         longer = [plan.microbatches[0] == [[2 * step]] for step, plan in enumerate(plans(made))]
         assert longer == [True, False] * 4, "minibatch 0 of epoch 0 stays as it is"
-        assert [
-            plan.microbatches[1] == [[2 * step]] for step, plan in enumerate(plans(made, epoch=1))
-        ] == longer
+        found = [plan.microbatches[1] == [[2 * step]] for step, plan in enumerate(plans(made, epoch=1))]
+        assert found == longer
         assert made.plan(1, 4).microbatches == [*reversed(made.plan(0, 4).microbatches)]
 
 
 def test_parts_stay_where_ranks_differ_and_while_a_cost_is_learnt():
     for cost in (with_speeds("tokens", [1, 0.5]), lambda lengths: np.stack([lengths, lengths * 2])):
         made = schedule([9, 2] * 8, 2, minibatch_size=1, cost=cost)
-        assert [plan.microbatches[0] for plan in plans(made)] == [[[2 * step]] for step in range(8)]
+        expected = [[[2 * step]] for step in range(8)]
+        found = [plan.microbatches[0] for plan in plans(made)]
+        assert found == expected
     made = schedule([9, 8], 2, minibatch_size=1)
-    assert made.plan(1, 0, with_speeds("tokens", [1.0, 0.9])).microbatches == [[[0]], [[1]]]
-    assert made.plan(1, 0, with_speeds("tokens", [1.0, 1.0])).microbatches == [[[1]], [[0]]]
+    found = made.plan(1, 0, with_speeds("tokens", [1.0, 0.9])).microbatches
+    assert found == [[[0]], [[1]]]
+    found = made.plan(1, 0, with_speeds("tokens", [1.0, 1.0])).microbatches
+    assert found == [[[1]], [[0]]]
     assert made.plan(1, 0).microbatches == [[[1]], [[0]]]
 
 
@@ -124,14 +138,21 @@ def test_folded_minibatches_are_the_optimizer_steps_of_accumulated_batches(
     num_samples, num_ranks, size, batches, drop_last
 ):
     per_batch = size * num_ranks
-    accumulated = num_samples // per_batch if drop_last else -(-num_samples // per_batch)
+    if drop_last:
+        accumulated = num_samples // per_batch
+    else:
+        accumulated = -(-num_samples // per_batch)
     recipe = BatchOptions(size * batches, drop_last=drop_last, batch_size=size)
-    assert recipe.count_minibatches(num_samples, num_ranks) == -(-accumulated // batches)
+    found = recipe.count_minibatches(num_samples, num_ranks)
+    assert found == -(-accumulated // batches)
     if accumulated:
         lengths = Lengths(np.full(num_samples, 3), "given")
-        made = EpochPlan(lengths, Recipe(replace(recipe, window=2, regroup=True)), num_ranks)
+        options = replace(recipe, window=2, regroup=True)
+        made = EpochPlan(lengths, Recipe(options), num_ranks)
         used = [index for plan in plans(made) for index in samples(plan)]
-        assert sorted(used) == list(range(min(num_samples, accumulated * per_batch)))
+        count = min(num_samples, accumulated * per_batch)
+        expected = list(range(count))
+        assert sorted(used) == expected
 
 
 def test_a_last_minibatch_of_fewer_samples_than_ranks_alone_has_weightless_microbatches():
@@ -140,17 +161,21 @@ def test_a_last_minibatch_of_fewer_samples_than_ranks_alone_has_weightless_micro
         plan = made.plan(0, 1)
         assert samples(plan) == [6]
         if made.recipe.equal_counts:
-            assert [weight for weights in plan.weights for weight in weights].count(0.0) == 2
+            found = [weight for weights in plan.weights for weight in weights].count(0.0)
+            assert found == 2
             assert plan.microbatches == [[[6]]] * 3
         else:
-            assert sorted(len(rank) for rank in plan.microbatches) == [0, 0, 1]
-        for plan in plans(schedule(range(1, 25), policy=policy, max_tokens=24)):
-            assert all(weight > 0 for weights in plan.weights for weight in weights)
-    assert (len(schedule()), len(schedule(drop_last=True)), len(schedule(range(1, 25), drop_last=True))) == (
-        4,
-        3,
-        4,
-    )
+            found = sorted(len(rank) for rank in plan.microbatches)
+            assert found == [0, 0, 1]
+        lengths = range(1, 25)
+        for plan in plans(schedule(lengths, policy=policy, max_tokens=24)):
+            for weights in plan.weights:
+                for weight in weights:
+                    assert weight > 0
+    assert len(schedule()) == 4
+    assert len(schedule(drop_last=True)) == 3
+    found = len(schedule(range(1, 25), drop_last=True))
+    assert found == 4
 
 
 def test_weightings():
@@ -165,13 +190,17 @@ def test_weightings():
     plan = schedule(weighting="token").plan(0, 0)
     relative = [plan.weights_of(rank, relative=True) for rank in range(3)]
     assert np.mean([*chain(*relative)]) == pytest.approx(1)
-    assert relative[0][0] / relative[1][0] == pytest.approx(plan.weights[0][0] / plan.weights[1][0])
-    assert MinibatchPlan([[[0]]], [[0.0]], "").weights_of(0, relative=True) == [0.0]
+    found = relative[0][0] / relative[1][0]
+    assert found == pytest.approx(plan.weights[0][0] / plan.weights[1][0])
+    minibatch_plan = MinibatchPlan([[[0]]], [[0.0]], "")
+    found = minibatch_plan.weights_of(0, relative=True)
+    assert found == [0.0]
 
 
 def test_the_text_tells_plans_apart():
     text = schedule(shuffle=True).plan(0, 0).text
-    others = [schedule(shuffle=True).plan(0, 1).text, schedule(shuffle=True).plan(1, 0).text]
+    plan = schedule(shuffle=True).plan(0, 1)
+    others = [plan.text, schedule(shuffle=True).plan(1, 0).text]
     for lengths, other in (
         (range(1, 24), {"seed": 1}),
         (range(1, 24), {"policy": "local_sort"}),
@@ -179,8 +208,10 @@ def test_the_text_tells_plans_apart():
         (range(1, 24), {"cost": "tokens", "weighting": "sample"}),
     ):
         others.append(schedule(lengths, shuffle=True, **other).plan(0, 0).text)
-    assert len({text, *others}) == 1 + len(others)
-    assert text == schedule(shuffle=True).plan(0, 0).text
+    found = len({text, *others})
+    assert found == 1 + len(others)
+    expected = schedule(shuffle=True).plan(0, 0).text
+    assert text == expected
     assert others[0].startswith("lb_mini, seed 0, epoch 0, minibatch 1, lengths ")
 
 

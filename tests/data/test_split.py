@@ -23,10 +23,12 @@ from lightning_odc.data.weighting import LabelCounter, Rule
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.floats(0.1, 10))
 def test_packed_rows_are_cut_down_to_their_samples(lengths: list[int], weight: float) -> None:
     tokens = list(torch.arange(1, sum(lengths) + 1).split(lengths))
-    found, todo = [], [Task(PackingCollator()(tokens), weight, None)]
+    found = []
+    todo = [Task(PackingCollator()(tokens), weight, None)]
     while todo:
         task = todo.pop(0)
-        parts = parts_of(task, Rule("token", LabelCounter(skips_first=True)))
+        rule = Rule("token", LabelCounter(skips_first=True))
+        parts = parts_of(task, rule)
         if not parts:
             found.append(task)
             continue
@@ -37,21 +39,29 @@ def test_packed_rows_are_cut_down_to_their_samples(lengths: list[int], weight: f
                 [task.weight * count for count in counts]
             )
     assert len(found) == len(lengths)
-    assert sum(task.weight for task in found) == pytest.approx(weight)
+    total = sum(task.weight for task in found)
+    assert total == pytest.approx(weight)
     for task, sample in zip(found, tokens, strict=True):
         expected = PackingCollator()([sample])
-        assert_close(dict(task.microbatch), expected, rtol=0, atol=0)
+        actual = dict(task.microbatch)
+        assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_rows_are_also_found_by_positions_and_by_numbers_of_samples() -> None:
     row = {name: value for name, value in pack_samples([[1, 2, 3], [4, 5]]).items() if name != "cu_seqlens"}
-    first, second = (part.microbatch for part in parts_of(Task(row, 1.0, None), Rule("token")))
-    assert first["input_ids"].tolist() == [[1, 2, 3]]
-    assert second["position_ids"].tolist() == [[0, 1]]
-    numbered = {"x": torch.arange(5.0)[None, :, None], "seq_idx": torch.tensor([[0, 0, 1, 1, 1]])}
+    task = Task(row, 1.0, None)
+    parts = parts_of(task, Rule("token"))
+    first, second = (part.microbatch for part in parts)
+    found = first["input_ids"].tolist()
+    assert found == [[1, 2, 3]]
+    found = second["position_ids"].tolist()
+    assert found == [[0, 1]]
+    seq_idx = torch.tensor([[0, 0, 1, 1, 1]])
+    numbered = {"x": torch.arange(5.0)[None, :, None], "seq_idx": seq_idx}
     first, second = parts_of(Task(numbered, 1.0, None), Rule("token"))
     assert first.microbatch["x"].shape == (1, 2, 1)
-    assert (first.weight, second.weight) == pytest.approx((0.4, 0.6))
+    expected = pytest.approx((0.4, 0.6))
+    assert (first.weight, second.weight) == expected
 
 
 class Pair(NamedTuple):
@@ -75,48 +85,67 @@ def test_tensors_are_cut_along_the_batch() -> None:
         lambda x, names: Pair(x, x[:, 0]),
         lambda x, names: Record(x, names),
     ):
-        x, names = torch.arange(12.0).view(3, 4), ["a", "b", "c"]
-        first, second = parts_of(Task(make(x, names), 6.0, None), Rule("token"))
+        x = torch.arange(12.0).view(3, 4)
+        names = ["a", "b", "c"]
+        task = Task(make(x, names), 6.0, None)
+        first, second = parts_of(task, Rule("token"))
         assert type(first.microbatch) is type(make(x, names))
-        assert [one.weight for one in (first, second)] == [2.0, 4.0]
-        assert repr(second.microbatch) == repr(make(x[1:], names[1:]))
+        found = [one.weight for one in (first, second)]
+        assert found == [2.0, 4.0]
+        expected = repr(make(x[1:], names[1:]))
+        assert repr(second.microbatch) == expected
 
 
 def test_what_has_no_samples_to_count_is_not_cut_and_what_can_be_read_again_is() -> None:
     rows = (torch.ones(3, 2), torch.ones(4))
     for batch in (torch.ones(1, 9), torch.ones(9, dtype=torch.long), rows, "text", {}, None):
-        assert parts_of(Task(batch, 1.0, None), Rule("token")) == []
+        task = Task(batch, 1.0, None)
+        found = parts_of(task, Rule("token"))
+        assert found == []
 
     def read(indices: list[int]) -> Task:
         return Task(f"batch of {indices}", float(len(indices)), None)
 
-    detail = MicrobatchFacts([9, 1, 2], (0,), Rereader([5, 6, 7], read))
-    assert parts_of(Task("not looked at", 3.0, detail), Rule("token")) == [read([5]), read([6, 7])]
-    assert parts_of(Task("", 1.0, MicrobatchFacts([9], (0,), Rereader([5], read))), Rule("token")) == []
+    rereader = Rereader([5, 6, 7], read)
+    detail = MicrobatchFacts([9, 1, 2], (0,), rereader)
+    found = parts_of(Task("not looked at", 3.0, detail), Rule("token"))
+    expected = [read([5]), read([6, 7])]
+    assert found == expected
+    microbatch_facts = MicrobatchFacts([9], (0,), Rereader([5], read))
+    found = parts_of(Task("", 1.0, microbatch_facts), Rule("token"))
+    assert found == []
     whole = Task(torch.ones(4, 2), 1.0, MicrobatchFacts([2, 2, 2, 2], (3, 1)))
     first, second = parts_of(whole, Rule("token"))
-    assert first.detail == MicrobatchFacts([2, 2], (3, 1)), "it keeps the random numbers"
-    assert second.detail == MicrobatchFacts([2, 2], (3, 1, 2))
+    expected = MicrobatchFacts([2, 2], (3, 1))
+    assert first.detail == expected, "it keeps the random numbers"
+    expected = MicrobatchFacts([2, 2], (3, 1, 2))
+    assert second.detail == expected
 
 
 def test_weights_of_parts_that_are_read_again_add_up_to_that_of_the_whole() -> None:
     """Also where a function weights a sample by those it comes with."""
     options: dict[str, Any] = {"lengths": [1, 2, 3, 4], "max_tokens": 10, "num_replicas": 1, "rank": 0}
-    data = BalancedDataLoader(
-        list(torch.arange(4.0)), minibatch_size=4, weighting=lambda n: n / n.sum(), **options
-    )
+    dataset = list(torch.arange(4.0))
+    data = BalancedDataLoader(dataset, minibatch_size=4, weighting=lambda n: n / n.sum(), **options)
     (task,) = next(iter(data)).tasks()
     parts = parts_of(task, Rule("token"))
-    assert sum(part.weight for part in parts) == pytest.approx(task.weight)
+    found = sum(part.weight for part in parts)
+    assert found == pytest.approx(task.weight)
     for part in [*parts, *parts_of(parts[0], Rule("token"))]:
         assert part.detail is not None
         assert part.detail.samples is not None
-        assert part.weight == pytest.approx(sum(index + 1 for index in part.detail.samples.indices) / 10)
+        total = sum(index + 1 for index in part.detail.samples.indices)
+        expected = pytest.approx(total / 10)
+        assert part.weight == expected
 
 
 def test_packed_rows_are_cut_with_all_that_belongs_to_samples_or_not_at_all() -> None:
     row = {**pack_samples([[1, 2, 3], [4, 5]]), "names": ["a", "b"]}
-    first, second = (part.microbatch for part in parts_of(Task(row, 1.0, None), Rule("token")))
-    assert (first["names"], second["names"]) == (["a"], ["b"])
+    task = Task(row, 1.0, None)
+    parts = parts_of(task, Rule("token"))
+    first, second = (part.microbatch for part in parts)
+    assert first["names"] == ["a"]
+    assert second["names"] == ["b"]
     images = {**row, "images": [torch.ones(2, 2), torch.ones(3, 3)]}
-    assert parts_of(Task(images, 1.0, None), Rule("token")) == []
+    found = parts_of(Task(images, 1.0, None), Rule("token"))
+    assert found == []

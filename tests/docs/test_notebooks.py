@@ -152,8 +152,8 @@ def test_what_a_reader_should_not_find_is_found():
         outputs.append(output)
         problems = build.problems(notebook)
         assert any(problem in found for found in problems), problem
-    site = build.from_source(NAMES[0])
-    not_run = build.problems(site)
+    notebook = build.from_source(NAMES[0])
+    not_run = build.problems(notebook)
     assert {"it has no outputs", "cell [1] has the number None"} <= {*not_run}
 
 

@@ -166,11 +166,11 @@ def test_an_amount_of_memory():
 
 def test_ranks_that_share_a_gpu_share_what_is_free(monkeypatch):
     """As two ranks of a test on one GPU: each would else plan with all of it."""
-    get_device_properties = SimpleNamespace(uuid="a")
+    properties = SimpleNamespace(uuid="a")
     answers = {
         "mem_get_info": (1000, 2000),
         "memory_reserved": 50,
-        "get_device_properties": get_device_properties,
+        "get_device_properties": properties,
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, answer=answer: answer)

@@ -73,9 +73,11 @@ def use_the_transport(probe: Probe, rank: int) -> None:
         probe.failed.append("shared accumulators")
         probe.say(f"NO SHARED ACCUMULATORS: {reason}")
     with probe.step("open windows"):
-        ours.open(WindowSpec(units=(unit,), words=2))
+        window_spec = WindowSpec(units=(unit,), words=2)
+        ours.open(window_spec)
     with probe.step("write the own shard, announce it by the device"):
-        ours.shard(rank, 0).fill_(rank + 1.0)
+        shard = ours.shard(rank, 0)
+        shard.fill_(rank + 1.0)
         ours.announce(0, 1)
     with probe.step("wait for the peers' words, read their shards"):
         _read(ours, device)
@@ -100,7 +102,8 @@ def _read(ours: Transport, device: torch.device) -> None:
     out = torch.empty(world, NUMEL[device.type], device=device)
     for owner in range(world):
         _wait(lambda owner=owner: ours.load(owner, 0) == 1)  # type: ignore[misc]
-        ours.read([ours.shard(owner, 0)], out[owner])
+        shard = ours.shard(owner, 0)
+        ours.read([shard], out[owner])
     _wait(ours.drain())
     for owner in range(world):
         _expect(out[owner], owner + 1.0, f"the shard of rank {owner}")
@@ -149,7 +152,8 @@ def main(arguments: list[str] | None = None) -> None:
         process.start()
     deadline = time.monotonic() + LIMIT
     for process in processes:
-        process.join(max(deadline - time.monotonic(), 0))
+        left = max(deadline - time.monotonic(), 0)
+        process.join(left)
     codes = [process.exitcode for process in processes]
     for process in processes:
         process.kill()

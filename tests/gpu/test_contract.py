@@ -41,7 +41,8 @@ def _scenarios(world_size: int) -> list[contract.Scenario]:
 def test_the_contract_holds(world_size):
     by_rank = run_ranks(_all_scenarios, world_size=world_size, timeout=150)
     for scenario, *found in zip(_scenarios(world_size), *by_rank, strict=True):
-        assert found == contract.EXPECTED[scenario][world_size], scenario.__name__
+        expected = contract.EXPECTED[scenario][world_size]
+        assert found == expected, scenario.__name__
 
 
 def _adds_at_the_same_time(rank: int) -> list[float]:
@@ -58,7 +59,8 @@ def _adds_at_the_same_time(rank: int) -> list[float]:
     for _ in range(50):
         protocol.windows[0].accumulate(chunks.view(-1), [Segment(0, 0, numel)])
     protocol.end_version("step")
-    found = protocol.windows[0].summed().unique().tolist()
+    summed = protocol.windows[0].summed()
+    found = summed.unique().tolist()
     protocol.meet("end")
     protocol.close()
     return found
@@ -67,7 +69,8 @@ def _adds_at_the_same_time(rank: int) -> list[float]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_additions_without_locks_are_not_lost(world_size):
     found = run_ranks(_adds_at_the_same_time, world_size=world_size)
-    assert found == [[50.0 * world_size]] * world_size
+    expected = [[50.0 * world_size]] * world_size
+    assert found == expected
 
 
 @needs_gpu
@@ -92,7 +95,8 @@ def _opens_again(rank: int) -> list[int]:
     unit = UnitSpec("unit", numel, torch.float32, numel, torch.float32)
     for _ in range(4):
         opened = transport(rank, device)
-        opened.open(WindowSpec(units=(unit,), words=1))
+        window_spec = WindowSpec(units=(unit,), words=1)
+        opened.open(window_spec)
         rendezvous()(None)
         opened.close()
         opened.close()
@@ -136,7 +140,8 @@ def _not_allowed(rank: int) -> str:
 
 
 def test_ranks_on_one_gpu_are_refused_unless_allowed():
-    world_size = max(torch.cuda.device_count() + 1, 2)
+    device_count = torch.cuda.device_count()
+    world_size = max(device_count + 1, 2)
     messages = run_ranks(_not_allowed, world_size=world_size)
     assert len(set(messages)) == 1
 
@@ -153,7 +158,8 @@ def _dies(rank: int) -> list[Any]:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     copy = contract.zeros_of(opened, 2)
-    opened.read([opened.shard(1, 2)], copy)  # the memory lives on while it is mapped here
+    shard = opened.shard(1, 2)
+    opened.read([shard], copy)  # the memory lives on while it is mapped here
     contract.settle(opened)
     opened.close()
     dist.destroy_process_group()

@@ -120,12 +120,14 @@ def test_the_session_goes_on_after_a_part_that_fails(tmp_path, capsys):
     env = os.environ | environment
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60)
     logs = {"machine", "probe", "contract", "doctor", "nccl", "train", "small"}
-    assert {path.stem for path in out.glob("*.log")} == logs
+    found = {path.stem for path in out.glob("*.log")}
+    assert found == logs
     assert "called with -m tests.gpu.probe" in (out / "probe.log").read_text()
     assert "== probe: exit code 3" in done.stdout
     assert "== small: exit code 0" in done.stdout
     assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == "failed: probe"
+    found = done.stdout.splitlines()[-1]
+    assert found == "failed: probe"
     if HAS_GPU:
         return
     for name in ("nccl", "train", "small"):  # the options exist: nothing but the GPU is missing

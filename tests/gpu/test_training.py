@@ -84,12 +84,9 @@ def _train(
         model.to(device)
     world = len(rendezvous()(None))
     mesh = mesh_for(device.type, world)
+    mixed_precision = MixedPrecisionPolicy(param_dtype=dtype)
     shard_model(
-        model,
-        mesh,
-        mixed_precision=MixedPrecisionPolicy(param_dtype=dtype),
-        reshard_after_forward=reshard,
-        cpu_offload=offload,
+        model, mesh, mixed_precision=mixed_precision, reshard_after_forward=reshard, cpu_offload=offload
     )
     own = engine(rank, device, **options)
     own.attach(model)
@@ -212,7 +209,8 @@ def _late(rank: int, seed: int) -> tuple[dict[str, Tensor], list[float], int]:
         for rows in batches[1:] if rank else batches[:1]:
             own.ledger.add(len(rows))
             late()
-            loss = (model(rows.to(device)) * factors.to(device)).sum()
+            output = model(rows.to(device))
+            loss = (output * factors.to(device)).sum()
             losses.append(loss.detach())
             with own.backward():
                 loss.backward()
@@ -238,7 +236,8 @@ def test_a_device_that_is_late_changes_nothing(seed):
         stepper.zero_grad()
         batches, factors = _whole_numbers(step, WIDTH)
         for rows in batches:
-            loss = (model(rows.to(DEVICE)) * factors.to(DEVICE)).sum()
+            output = model(rows.to(DEVICE))
+            loss = (output * factors.to(DEVICE)).sum()
             losses.append(loss.item())
             (loss / ROWS).backward()
         stepper.step()
@@ -274,12 +273,14 @@ def _edits(rank: int) -> list[str]:
     messages = []
     for edits_gathered in (False, True):
         model = Net().to(device)
-        shard_model(model, mesh_for(device.type, 2), reshard_after_forward=False)
+        mesh = mesh_for(device.type, 2)
+        shard_model(model, mesh, reshard_after_forward=False)
         own = engine(rank, device)
         own.attach(model)
         if rank == 1 and not edits_gathered:
             model.head.weight.to_local().data.add_(1.0)
-        loss = summed_loss(model, minibatch(0)[0].to(device))
+        tokens = minibatch(0)[0].to(device)
+        loss = summed_loss(model, tokens)
         if rank == 1 and edits_gathered:
             model.head.weight.data.add_(1.0)
         with own.backward():

@@ -59,12 +59,16 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         if torch.is_grad_enabled():  # trials and audits run forward alone
-            time.sleep(self.pause * len(input_ids))
+            seconds = self.pause * len(input_ids)
+            time.sleep(seconds)
             if len(input_ids) > self.most:
                 raise torch.OutOfMemoryError(TEXT)
-        loss = nn.functional.cross_entropy(self.head(x).transpose(1, 2), labels)
+        output = self.head(x)
+        loss = nn.functional.cross_entropy(output.transpose(1, 2), labels)
         if self.couples:
-            loss = loss + x.mean(1).var(0, correction=0).sum()
+            mean = x.mean(1)
+            total = mean.var(0, correction=0).sum()
+            loss = loss + total
         return {"loss": loss}
 
 
@@ -88,7 +92,9 @@ def one_process(epochs: int) -> dict[str, Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for first in [*range(0, len(LENGTHS), 8)] * epochs:
         optimizer.zero_grad()
-        model(**padded(samples()[first : first + 8]))["loss"].backward()
+        batch = samples()[first : first + 8]
+        output = model(**padded(batch))
+        output["loss"].backward()
         optimizer.step()
     return full_parameters(model)
 
@@ -180,7 +186,10 @@ def attached(rank: int, model: Model, case: Case, epochs: int, folder: str) -> T
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     with attach(model, **{"communication": "auto", **case.options}) as odc:
-        policy = "lb_mini" if case.policy == "auto" else case.policy
+        if case.policy == "auto":
+            policy = "lb_mini"
+        else:
+            policy = case.policy
         if odc.communication == "collective":
             policy = "lb_micro"
         loader = BalancedDataLoader(
@@ -224,11 +233,17 @@ class Case:
 
 
 def has_little_memory(model: Model, rank: int) -> None:
-    model.most = FITS if rank == 1 else 100
+    if rank == 1:
+        model.most = FITS
+    else:
+        model.most = 100
 
 
 def is_slow(model: Model, rank: int) -> None:
-    model.pause = 0.05 if rank == 1 else 0.0
+    if rank == 1:
+        model.pause = 0.05
+    else:
+        model.pause = 0.0
 
 
 def couples_later(model: Model, rank: int, step: int) -> None:
@@ -274,7 +289,8 @@ def test_every_door_trains_the_same_and_says_the_same(rank, name, door, tmp_path
         trained = DOORS[door](rank, model, case, case.epochs, str(tmp_path))
     if case.is_exact:
         assert_same(trained.parameters, one_process(case.epochs))
-    assert_same(trained.parameters, of_all_ranks(trained.parameters)[0])
+    expected = of_all_ranks(trained.parameters)[0]
+    assert_same(trained.parameters, expected)
     if case.policy == "steal":
         assert sum(of_all_ranks(trained.stolen)) > 0
     else:

@@ -42,11 +42,13 @@ ROOT = Path(__file__).parents[2]
 def run(*arguments: Any, **options: Any) -> subprocess.CompletedProcess[str]:
     """A Python of its own."""
     options |= {"capture_output": True, "text": True, "timeout": 120}
-    return subprocess.run([sys.executable, *arguments], env=os.environ | {"PYTHONPATH": str(ROOT)}, **options)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *arguments], env=env, **options)
 
 
 def make(device: str = "cpu") -> ForkLauncher:
-    strategy = {"cluster_environment": LightningEnvironment(), "root_device": torch.device(device)}
+    root_device = torch.device(device)
+    strategy = {"cluster_environment": LightningEnvironment(), "root_device": root_device}
     return ForkLauncher(SimpleNamespace(num_processes=2, **strategy))
 
 
@@ -57,18 +59,22 @@ def launch(function: Callable[..., Any], *args: Any) -> Any:
         return forking.launch(function, *args)
     finally:
         assert len(forking._processes) == 2
-        assert all(process.exitcode is not None for process in forking._processes)
+        for process in forking._processes:
+            assert process.exitcode is not None
 
 
 def test_rank_0_returns_and_all_ranks_ran(tmp_path):
     def work(factor: int) -> Any:
         (tmp_path / os.environ["LOCAL_RANK"]).touch()
-        return {"pid": os.getpid(), "tensor": torch.ones(3) * factor}
+        tensor = torch.ones(3) * factor
+        return {"pid": os.getpid(), "tensor": tensor}
 
     returned = launch(work, 7)
     assert returned["pid"] != os.getpid()
-    assert returned["tensor"].tolist() == [7, 7, 7]
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
+    found = returned["tensor"].tolist()
+    assert found == [7, 7, 7]
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"0", "1"}
     assert "LOCAL_RANK" not in os.environ
 
 
@@ -199,7 +205,8 @@ def _lives(pid: int) -> bool:
 def test_interactive_sessions_fork_and_scripts_do_not(monkeypatch):
     def chosen(environment: Any) -> Any:
         strategy = lightning_odc.ODCStrategy(cluster_environment=environment)
-        strategy.parallel_devices = [torch.device("cpu")] * 2
+        device = torch.device("cpu")
+        strategy.parallel_devices = [device] * 2
         strategy._configure_launcher()
         return strategy.launcher
 
@@ -221,7 +228,9 @@ def test_cpu_ranks_share_the_cores(rank):
     seen = []
     module = doing(TokenModule(), on_train_start=lambda _: seen.append(torch.get_num_threads()))
     trainer(2).fit(module, loader(token_batches([5])))
-    assert seen[0] == max(len(os.sched_getaffinity(0)) // 2, 1)
+    cpus = os.sched_getaffinity(0)
+    expected = max(len(cpus) // 2, 1)
+    assert seen[0] == expected
     assert torch.get_num_threads() == 7
 
 
@@ -330,25 +339,34 @@ def result(outputs: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_cells_of_one_kernel_fit_evaluate_go_on_and_survive_an_exception(tmp_path, monkeypatch):
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    nbformat = pytest.importorskip("nbformat")
     sources = [SETUP, FIT, GO_ON, FAIL, AFTER]
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    cells = [nbformat.v4.new_code_cell(source) for source in sources]
+    book = nbformat.v4.new_notebook(cells=cells)
     book.cells[sources.index(FAIL)].metadata["tags"] = ["raises-exception"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "IPYTHONDIR": str(tmp_path / "ipython")}
     environment.pop("OMP_NUM_THREADS", None)
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    options = {"kernel_name": "python3", "resources": {"metadata": {"path": str(tmp_path)}}}
-    nbclient.NotebookClient(book, timeout=120, **options).execute(env=environment)
+    resources = {"metadata": {"path": str(tmp_path)}}
+    options = {"kernel_name": "python3", "resources": resources}
+    notebook_client = nbclient.NotebookClient(book, timeout=120, **options)
+    notebook_client.execute(env=environment)
     _, first, further, failed, after = (cell.outputs for cell in book.cells)
 
-    fitted, alone = result(first), TokenModule(lr=0.01)
+    fitted = result(first)
+    alone = TokenModule(lr=0.01)
     expected = one_process(alone, [[batch, batch] for _ in range(2) for batch in TOKENS])
-    assert_same({name: torch.tensor(value) for name, value in fitted["weights"].items()}, expected)
+    ours = {name: torch.tensor(value) for name, value in fitted["weights"].items()}
+    assert_same(ours, expected)
     with torch.no_grad():
-        loss = sum(float(alone.training_step(batch, 0)) for batch in TOKENS) / len(TOKENS)
+        total = sum(float(alone.training_step(batch, 0)) for batch in TOKENS)
+        loss = total / len(TOKENS)
         sums = [float(alone.net(batch).sum()) for batch in TOKENS]
-    assert (fitted["status"], fitted["best"], fitted["metrics"]["reads"] > 0) == ("finished", True, True)
-    assert fitted["metrics"]["val_loss"] == pytest.approx(loss, rel=1e-5)
+    found = (fitted["status"], fitted["best"], fitted["metrics"]["reads"] > 0)
+    assert found == ("finished", True, True)
+    found = fitted["metrics"]["val_loss"]
+    assert found == pytest.approx(loss, rel=1e-5)
     went_on = result(further)
     assert (went_on["validated"], went_on["steps"]) == (pytest.approx(loss, rel=1e-5), 18)
     assert went_on["predicted"] == pytest.approx(sums, rel=1e-4, abs=1e-4)
@@ -362,7 +380,8 @@ def test_cells_of_one_kernel_fit_evaluate_go_on_and_survive_an_exception(tmp_pat
 
 def test_a_process_group_of_the_session_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match=r"destroy_process_group\(\)"):
             Trainer(strategy="odc", accelerator="cpu", devices=2, logger=False).fit(BoringModel())

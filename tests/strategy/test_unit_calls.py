@@ -39,7 +39,8 @@ class Scaled(Linear3d):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shift = nn.Parameter(torch.linspace(-1.0, 1.0, WIDTH))
+        values = torch.linspace(-1.0, 1.0, WIDTH)
+        self.shift = nn.Parameter(values)
 
     def forward(self, x: Tensor) -> Any:
         x += self.shift
@@ -71,7 +72,8 @@ class Graph(Linear3d):
     """Passes a dictionary on, as networks of atoms do, with the positions that it got."""
 
     def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
-        x = data["x"] + torch.sin(data["positions"]).sum(-1, keepdim=True)
+        total = torch.sin(data["positions"]).sum(-1, keepdim=True)
+        x = data["x"] + total
         return {**data, "x": torch.tanh(super().forward(x))}
 
 
@@ -139,7 +141,8 @@ class Assigned(Kind):
 
 class Filled(Kind):
     def through(self, block: Any, x: Tensor) -> Tensor:
-        return block(x).masked_fill_(x > 1, 0.5) + block(x).relu_()
+        filled = block(x).masked_fill_(x > 1, 0.5)
+        return filled + block(x).relu_()
 
 
 class ChangesInput(Kind):
@@ -205,7 +208,8 @@ class AnotherMethod(Kind):
     block = Encoder
 
     def through(self, block: Any, x: Tensor) -> Tensor:
-        return block.encode(x) + self.blocks[0](x)
+        encoded = block.encode(x)
+        return encoded + self.blocks[0](x)
 
 
 class Forces(Kind):
@@ -220,7 +224,9 @@ class Forces(Kind):
             data = block(data)
         energy = self.last(data["x"])
         (forces,) = torch.autograd.grad(energy.sum(), data["positions"], create_graph=True)
-        return energy.square().mean() + forces.square().sum(-1).mean()
+        mean = energy.square().mean()
+        total = forces.square().sum(-1)
+        return mean + total.mean()
 
 
 class Penalty(Kind):
@@ -265,7 +271,8 @@ def batches_of(rank: int, count: int) -> list[Tensor]:
 def test_same_parameters_as_one_process(rank: int, kind: Any, manual: bool, communication: str) -> None:
     watch = Watch()
     module = kind(manual)
-    fit(module, batches_of(rank, 3), communication=communication, callbacks=[watch], balance=None)
+    batches = batches_of(rank, 3)
+    fit(module, batches, communication=communication, callbacks=[watch], balance=None)
     assert (watch.reads > 0) == (communication == "on_demand")
     alone = kind()
     one_process(alone, zip(batches_of(0, 3), batches_of(1, 3), strict=True))
