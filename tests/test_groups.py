@@ -36,8 +36,10 @@ from tests.support.groups import CLOSE, LINE, Block, Module, run, trains_as_one_
 from tests.support.models import full_parameters, init_gloo
 from tests.support.ranks import on_ranks, try_ranks
 
-NAMES, FIXED = ("data_parallel", "tensor_parallel"), {"deterministic": True}
-ADAMW, SGD = partial(torch.optim.AdamW, lr=0.01), partial(torch.optim.SGD, lr=0.01)
+NAMES = ("data_parallel", "tensor_parallel")
+FIXED = {"deterministic": True}
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+SGD = partial(torch.optim.SGD, lr=0.01)
 WAYS = ("attach", "Trainer")
 LENGTHS = ((5, 2, 7, 3), (4, 9, 1, 6), (3, 3, 8, 2))  # of the samples of every step
 
@@ -194,7 +196,10 @@ def test_a_full_checkpoint_goes_on_with_other_groups(rank):
     other, mesh = parallel(4, 1)
     with attach(other) as odc:
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(other, saved if rank == 0 else {}, options=options)
+        state = {}
+        if rank == 0:
+            state = saved
+        set_model_state_dict(other, state, options=options)
         odc.publish()
         train(odc, batches()[1:], [1, 1, 2, 0], mesh["data_parallel"].get_local_rank(), SGD)
     assert_same(full_parameters(other), one_process(batches(), SGD), CLOSE)

@@ -39,7 +39,9 @@ from tests.support.modules import warned
 #: Optimizer steps of 8 samples. The long one fills a rank, and the other rank runs the short ones.
 LENGTHS = [20, 8, 9, 7, 8, 9, 8, 7, 8, 7, 19, 9, 8, 6, 7, 9]
 LONGEST = 20
-EPOCHS, LR, CLIP = 2, 0.002, 0.5
+EPOCHS = 2
+LR = 0.002
+CLIP = 0.5
 
 Sample = dict[str, list[int]]
 
@@ -514,7 +516,10 @@ def _sft(rank: int, folder: str) -> tuple[list[float], list[int], dict[str, Tens
     else:
         balance = {"balance": {"max_tokens": LONGEST + 1}}
     data = {"train_dataset": datasets.Dataset.from_list(texts), "processing_class": tokenizer}
-    made = (SFTTrainer if is_alone else BalancedSFT)(new_model(), config, **data, **balance)
+    trainer_class = BalancedSFT
+    if is_alone:
+        trainer_class = SFTTrainer
+    made = trainer_class(new_model(), config, **data, **balance)
     made.train()
     losses = [row["loss"] for row in made.state.log_history if "loss" in row]
     return losses, counts, full_parameters(made.model)

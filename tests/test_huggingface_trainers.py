@@ -461,10 +461,16 @@ def train(rank: int, name: str, how: str, folder: str) -> Trained:
             compute_loss = kind.compute_loss
 
         def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
-            counts.append(len(inputs) if isinstance(inputs, Minibatch) else 1)
+            count = 1
+            if isinstance(inputs, Minibatch):
+                count = len(inputs)
+            counts.append(count)
             return super().training_step(model, inputs, *args)
 
-    made = (Balanced if how == "odc" else kind)(model=model, args=args, train_dataset=data, **named)
+    trainer_class = kind
+    if how == "odc":
+        trainer_class = Balanced
+    made = trainer_class(model=model, args=args, train_dataset=data, **named)
     return trained(made, start, counts)
 
 

@@ -85,6 +85,9 @@ def test_times_that_cannot_be():
 
 @pytest.mark.parametrize("metric", [IdleFraction(), LoadImbalance()], ids=["idle", "imbalance"])
 def test_pickles(metric):
-    metric(1.0) if isinstance(metric, LoadImbalance) else metric(1.0, 2.0)
+    if isinstance(metric, LoadImbalance):
+        metric(1.0)
+    else:
+        metric(1.0, 2.0)
     found = pickle.loads(pickle.dumps(metric)).compute()
     assert found == metric.compute()

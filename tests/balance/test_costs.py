@@ -120,7 +120,11 @@ def test_operations_are_those_that_torch_counts(gated: bool) -> None:
     def counted(length: int) -> int:
         with FlopCounterMode(display=False) as counter:
             x = attention(torch.randn(length, hidden, requires_grad=True))
-            x = down(up(x) * gate(x) if gated else up(x))
+            if gated:
+                inner = up(x) * gate(x)
+            else:
+                inner = up(x)
+            x = down(inner)
             head(x).sum().backward()
         return int(counter.get_total_flops())
 

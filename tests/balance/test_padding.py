@@ -98,7 +98,13 @@ def test_near_the_best_plan_of_few_samples() -> None:
         rng = np.random.default_rng(0)
         gaps = list[float]()
         for trial in range(24):
-            lengths = rng.integers(1, 9000 if trial % 2 else 200, 7 if len(speeds) == 2 else 6).tolist()
+            count = 6
+            if len(speeds) == 2:
+                count = 7
+            longest = 200
+            if trial % 2:
+                longest = 9000
+            lengths = rng.integers(1, longest, count).tolist()
             cap = int(max(lengths) * [1, 1.6, 4][trial % 3])
             overhead = [0.0, 64.0, 3000.0][trial % 5 % 3]
             cost: Any = with_speeds(quadratic(constant=overhead), speeds)

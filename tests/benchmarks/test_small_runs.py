@@ -177,7 +177,10 @@ def test_bytes_and_memory_are_those_of_the_formulas(tmp_path: Path, capsys: Any)
         # Headers, acknowledgements and records; control words.
         assert row["formula"] is None or 1 < row["bytes per parameter"] / row["formula"] < 1.05
         assert 1 <= row["held"] / row["formula held"] < 1.005
-        assert row["difference"] < (1e-5 if row["variant"] != copies.FULL_BF16 else 1e-2)
+        bound = 1e-2
+        if row["variant"] != copies.FULL_BF16:
+            bound = 1e-5
+        assert row["difference"] < bound
     found = rows[0]["bytes"]
     assert found > 4 * rows[1]["bytes"], "stock sharding moves more, in every microbatch"
     assert "| 2 | FULL_SHARD | 4.0" in capsys.readouterr().out

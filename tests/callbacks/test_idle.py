@@ -100,7 +100,10 @@ def fit(rank: int, kind: str, world_size: int, scale: int) -> tuple[DeviceIdleMo
     options: dict[str, Any] = {"callbacks": [monitor], "logger": memory, "communication": kind}
     batches: list[Any] = [Minibatch(map(microbatch, step)) for step in sleeps(rank, scale)]
     if kind in ("plain batches", "ddp", "model_parallel"):
-        module = (Sharded if kind == "model_parallel" else Sleeper)("mean")
+        module_class = Sleeper
+        if kind == "model_parallel":
+            module_class = Sharded
+        module = module_class("mean")
         batches = [microbatch(seconds) for step in sleeps(rank, scale) for seconds in step]
         options |= {"accumulate_grad_batches": 2, "communication": "collective"}
     if kind in ("ddp", "model_parallel"):
@@ -117,7 +120,11 @@ def fit(rank: int, kind: str, world_size: int, scale: int) -> tuple[DeviceIdleMo
 def _rows(rank: int, kind: str, world_size: int, scale: int) -> Any:
     monitor, memory = fit(rank, kind, world_size, scale)
     assert rank or len(memory.steps) == STEPS
-    return memory.steps if rank == 0 else memory.rows, monitor.last_step, monitor.last_epoch, monitor.complete
+    if rank == 0:
+        seen = memory.steps
+    else:
+        seen = memory.rows
+    return seen, monitor.last_step, monitor.last_epoch, monitor.complete
 
 
 KINDS = [
@@ -168,7 +175,10 @@ def errors_of(rows: list[dict[str, float]], kind: str, world_size: int, scale: i
         assert sum(causes) == pytest.approx(sum(idle) / world_size)
         assert row["microbatches"] == 2 * world_size
         assert row["tokens_per_second"] == pytest.approx(6 * row["samples_per_second"])
-        truth = expected("collective" if kind == "plain batches" else kind, slept)
+        way = kind
+        if kind == "plain batches":
+            way = "collective"
+        truth = expected(way, slept)
         largest = max(abs(a - b) for a, b in zip(idle, truth, strict=True))
         errors.append(largest)
     return errors
@@ -375,7 +385,10 @@ def test_waiting_that_cannot_be_seen_is_not_guessed(rank, kind, says, is_known):
     found = of_all_ranks(monitor.last_step)
     assert found == [monitor.last_step] * 2
     known = {"step_seconds", "samples_per_second", "idle/data_seconds", "samples_per_second_rank1"}
-    assert known <= last if is_known else not last
+    if is_known:
+        assert known <= last
+    else:
+        assert not last
     assert not {"idle/fraction", "imbalance", "busy_seconds", "idle/collective_seconds"} & last
 
 
@@ -383,7 +396,10 @@ def test_waiting_that_cannot_be_seen_is_not_guessed(rank, kind, says, is_known):
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_steps_of_many_batches_are_seen_whole(rank, scheduled):
     monitor = DeviceIdleMonitor(every_n_steps=1)
-    callbacks = [monitor, *([GradientAccumulationScheduler({0: 30})] if scheduled else [])]
+    schedulers = []
+    if scheduled:
+        schedulers = [GradientAccumulationScheduler({0: 30})]
+    callbacks = [monitor, *schedulers]
     accumulate_grad_batches = 30
     if scheduled:
         accumulate_grad_batches = 1

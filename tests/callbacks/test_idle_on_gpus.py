@@ -171,10 +171,8 @@ def test_the_end_of_a_backward_pass_on_a_stream(monkeypatch):
     assert stream.now == 12
 
 
-GATHER, REDUCE = (
-    "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-    "ncclDevKernel_ReduceScatter",
-)
+GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+REDUCE = "ncclDevKernel_ReduceScatter"
 
 
 def records(*spans: tuple[str, float, float]) -> list[KernelRecord]:
@@ -441,7 +439,11 @@ class HostStream(Stream):
 def _on_demand(rank: int, scale: int) -> Any:
     measurement.compute_stream = lambda device: HostStream()  # type: ignore[assignment, return-value]
     monitor, memory = fit(rank, "on_demand", 2, scale)
-    return memory.steps if rank == 0 else memory.rows, monitor.complete
+    if rank == 0:
+        seen = memory.steps
+    else:
+        seen = memory.rows
+    return seen, monitor.complete
 
 
 def test_waits_on_a_stream_are_what_the_arithmetic_says():

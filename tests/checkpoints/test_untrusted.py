@@ -56,7 +56,10 @@ def batches() -> Any:
 
 def save(place: str, path: Path, mark: Mark) -> None:
     """Save a checkpoint with a mark in it. All ranks together."""
-    module = Grouped(mark if place == "value" else 0)
+    value = 0
+    if place == "value":
+        value = mark
+    module = Grouped(value)
     kind = "sharded"
     if place == "file":
         kind = "full"
@@ -108,7 +111,11 @@ def test_code_runs_only_where_the_file_is_trusted(rank, place, tmp_path, monkeyp
         with monkeypatch.context() as patch:
             if environment:
                 patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-            for strategy in ("odc", "ddp") if place == "file" else ("odc",):
+            if place == "file":
+                strategies = ("odc", "ddp")
+            else:
+                strategies = ("odc",)
+            for strategy in strategies:
                 for stage in stages:
                     options = {}
                     if strategy == "ddp":

@@ -72,7 +72,9 @@ def sorted_images(samples: list[Tensor]) -> dict[str, Tensor]:
     return {"image": table, "shows": shows}
 
 
-PADDED, PACKED, APART = Collation("padded"), Collation("packed"), Collation("apart")
+PADDED = Collation("padded")
+PACKED = Collation("packed")
+APART = Collation("apart")
 
 
 def test_what_a_collate_fn_does() -> None:

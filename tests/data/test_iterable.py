@@ -46,7 +46,10 @@ class Noise(Endless):
 def loader(dataset: Any = None, **options: Any) -> BalancedDataLoader:
     defaults: dict[str, Any] = {"minibatch_size": 2, "max_tokens": 50, "collate_fn": list, "window": 2}
     world = {"num_replicas": 2, "rank": 0}
-    return BalancedDataLoader(Sized() if dataset is None else dataset, **{**defaults, **world, **options})
+    source = dataset
+    if dataset is None:
+        source = Sized()
+    return BalancedDataLoader(source, **{**defaults, **world, **options})
 
 
 def seen(shares: Any) -> list[list[list[float]]]:
@@ -149,7 +152,11 @@ def test_a_loaded_state_goes_on_exactly_there():
                 for share in whole:
                     expected += seen([share])
                     states.append(whole.state_dict())
-            for done in (1, 4) if num_workers else (0, 1, 4, 6):
+            if num_workers:
+                stops = (1, 4)
+            else:
+                stops = (0, 1, 4, 6)
+            for done in stops:
                 resumed = loader(kind(), num_workers=num_workers, shuffle=True)
                 resumed.load_state_dict(states[done])
                 found = seen(resumed) + (seen(resumed) if done < 6 or kind is Noise else [])

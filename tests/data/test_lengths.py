@@ -185,7 +185,8 @@ def with_mask(samples: list[Any]) -> dict[str, Any]:
     made = padded(samples)
     length = made["tokens"].size(1)
     mask = torch.ones(len(samples), length, length)
-    return {**made, "mask": mask, "targets": made["tokens"][:, 1:]}
+    targets = made["tokens"][:, 1:]
+    return {**made, "mask": mask, "targets": targets}
 
 
 def without_long(samples: list[Any]) -> Any:
@@ -241,7 +242,10 @@ def test_the_collated_form_tells_a_length_that_the_sample_does_not(name):
     before = digest_of(samples)
     found = find_lengths(data, collate_fn=collate_fn or list)
     assert found.values.tolist() == expected * 3
-    assert found.source == ("collated" if collate_fn else "samples")
+    source = "samples"
+    if collate_fn:
+        source = "collated"
+    assert found.source == source
     assert digest_of(samples) == before, "collators get copies"
     assert torch.equal(torch.get_rng_state(), state)
     if name == "equal images":
@@ -377,7 +381,8 @@ def test_a_digest_sees_into_samples():
     assert digest_of({"a": 1, "b": None}) == digest_of({"b": None, "a": 1}) != digest_of({"a": 1, "b": 0})
     bits = [torch.ones(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)]
     assert digest_of(bits[0]) != digest_of(bits[1])
-    assert digest_of(np.array(["x"], dtype=object)) != digest_of(np.array(["y"], dtype=object))
+    content = np.array(["x"], dtype=object)
+    assert digest_of(content) != digest_of(np.array(["y"], dtype=object))
     assert digest_of(["ab", "c"]) != digest_of(["a", "bc"])
 
 

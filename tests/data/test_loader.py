@@ -69,7 +69,10 @@ def loader(dataset: Any = None, **options: Any) -> BalancedDataLoader:
         "num_replicas": 2,
         "rank": 0,
     }
-    return BalancedDataLoader(Rows(LENGTHS) if dataset is None else dataset, **{**defaults, **options})
+    source = dataset
+    if dataset is None:
+        source = Rows(LENGTHS)
+    return BalancedDataLoader(source, **{**defaults, **options})
 
 
 def seen(share: Any) -> list[list[int]]:

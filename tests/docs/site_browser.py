@@ -129,7 +129,10 @@ def check(site: Path, chromium: str, screenshots: Path | None) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Print what is wrong; 0 if nothing is."""
-    site = Path(arguments[0] if arguments else "site").resolve()
+    folder = "site"
+    if arguments:
+        folder = arguments[0]
+    site = Path(folder).resolve()
     screenshots = None
     if len(arguments) > 1:
         screenshots = Path(arguments[1])

@@ -130,7 +130,10 @@ def _weight(page: Page, site: Path) -> int:
 
 def main(arguments: list[str]) -> int:
     """Print what is wrong; 0 if nothing is."""
-    site = Path(arguments[0] if arguments else "site").resolve()
+    folder = "site"
+    if arguments:
+        folder = arguments[0]
+    site = Path(folder).resolve()
     if not (site / "index.html").exists():
         print(f"{site}: no site here; build it with: make docs", file=sys.stderr)
         return 1

@@ -26,7 +26,8 @@ def load(name):
     return module
 
 
-build, pages = load("build"), load("pages")
+build = load("build")
+pages = load("pages")
 NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
 
 

@@ -93,7 +93,11 @@ def test_old_addresses_lead_to_pages_that_exist(tmp_path: Path) -> None:
         page, _, section = where.partition("#")
         assert not (DOCS / f"{old}.md").exists()
         assert (DOCS / f"{page}.md").exists()
-        target = "../" * len(Path(old).parts) + (f"{page}/#{section}" if section else f"{page}/")
+        if section:
+            ending = f"{page}/#{section}"
+        else:
+            ending = f"{page}/"
+        target = "../" * len(Path(old).parts) + ending
         text = (tmp_path / old / "index.html").read_text()
         assert f'content="0; url={target}"' in text
     with pytest.raises(FileExistsError):  # a page stands at the old address

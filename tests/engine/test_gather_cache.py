@@ -67,7 +67,10 @@ def test_what_is_kept_changes_nothing(rank, case, tolerance):
     assert one["reads"] == expected
     expected = [other["added"][0]] * STEPS
     assert other["added"] == expected
-    times = max(count / (2 if "precision" in case else 1), 1)  # sums are fp32
+    narrower = 1
+    if "precision" in case:
+        narrower = 2
+    times = max(count / narrower, 1)  # sums are fp32
     expected = [other["added"][0]] + [other["added"][0] / times] * (STEPS - 1)
     assert one["added"] == expected
 
@@ -77,7 +80,10 @@ def _scale_frozen(model: nn.Module, step: int) -> None:
     for parameter in model.parameters():
         if step == 1 and not parameter.requires_grad:
             with torch.no_grad():
-                (parameter.to_local() if isinstance(parameter, DTensor) else parameter).mul_(1.5)
+                values = parameter
+                if isinstance(parameter, DTensor):
+                    values = parameter.to_local()
+                values.mul_(1.5)
 
 
 @on_ranks(2)
@@ -123,7 +129,10 @@ class FakeMemory:
     def used(self) -> int:
         """Asked before each microbatch and each backward pass in which something is kept."""
         self.asked += 1
-        return 1000 + (self.room if self.asked >= self.tight_at else 0)
+        left = 0
+        if self.asked >= self.tight_at:
+            left = self.room
+        return 1000 + left
 
 
 @on_ranks(2)
@@ -262,7 +271,8 @@ def test_what_is_frozen_while_it_is_gathered_is_frozen_when_it_is_sharded(rank):
         assert found == {trains}
 
 
-WHOLE, ONCE = 100_000, BLOCKS + 1  # the root unit stays gathered by itself
+WHOLE = 100_000
+ONCE = BLOCKS + 1  # the root unit stays gathered by itself
 #: The memory, and what rank 1 reads in four passes.
 HELD = [
     (FakeMemory(WHOLE), [ONCE, 0, 0, 0]),
@@ -307,7 +317,10 @@ def test_units_are_held_for_a_while_where_there_is_room(rank, memory, expected):
     room = memory
     if isinstance(memory, FakeMemory):
         room = memory.room
-    assert 0 < held[0] <= room / 2 if room else held[0] == 0
+    if room:
+        assert 0 < held[0] <= room / 2
+    else:
+        assert held[0] == 0
     if rank == 1 and getattr(memory, "tight_at", 0) == 4:
         assert held == [held[0], held[0], 0, 0]
     engine.exchange("nothing is under way", None)

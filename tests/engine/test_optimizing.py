@@ -49,7 +49,10 @@ def _stepped(name: str, dtype: torch.dtype, lists: bool) -> list[Tensor]:
             parameter.grad = torch.randn_like(parameter)
         with by_lists(*[optimizer] * lists):
             foreach = optimizer.param_groups[0]["foreach"]
-            assert foreach is (True if lists else None)
+            expected = None
+            if lists:
+                expected = True
+            assert foreach is expected
             optimizer.step()
         assert optimizer.param_groups[0]["foreach"] is None
     state = [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]

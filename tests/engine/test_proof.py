@@ -25,7 +25,8 @@ from tests.support.fake_device import FakeDevice
 from tests.support.interleaving import on_threads
 
 WORLD = 3
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32 = torch.float32
+BF16 = torch.bfloat16
 UNITS = (
     UnitSpec("block", 5000, BF16, 5000, FP32),
     UnitSpec("head", 33, FP32, 33, FP32),

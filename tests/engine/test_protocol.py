@@ -352,7 +352,10 @@ def check_wait_goes_on(case: str, gone: str) -> None:
     WorkQueues(second, 1, COSTS)
     if case == "lock of a queue":
         WorkQueues(third, 1, COSTS)
-    lock = hub.windows[2].locks[-1 if case == "lock of a queue" else 0]
+    place = 0
+    if case == "lock of a queue":
+        place = -1
+    lock = hub.windows[2].locks[place]
     assert lock.take()
     GONE[gone](ranks)
     read = (lambda: first.windows[0].gather(torch.zeros(12)), lambda: publish(third))

@@ -101,7 +101,10 @@ def _opens_again(rank: int) -> list[int]:
         opened.close()
         opened.close()
         rendezvous()(None)
-        free.append(torch.cuda.mem_get_info(device)[0] if HAS_GPU else 0)
+        left = 0
+        if HAS_GPU:
+            left = torch.cuda.mem_get_info(device)[0]
+        free.append(left)
         rendezvous()(None)
     return free
 

@@ -99,7 +99,10 @@ def textbook_loss(
         old = one.logprobs
         ref = one.ref_logprobs
         assert one.advantage is not None
-        ratios = (new - (new.detach() if old is None else old)).exp()
+        before = old
+        if old is None:
+            before = new.detach()
+        ratios = (new - before).exp()
         if loss_type == "gspo" and len(ratios):
             ratios = ratios.prod() ** (1 / len(ratios)) * torch.ones_like(ratios)
         losses = []

@@ -33,8 +33,11 @@ from tests.support.tiers import fast
 LENGTHS = [(2, 5), (1, 12), (4, 1), (1, 7), (3, 3), (2, 0), (1, 4)]
 #: The ranks that sampled them, in two steps: groups are spread over both, and then rank 1 had no prompts.
 PLACES = ([0, 1, 1, 0, 1, 0, 0], [0] * 7)
-LR, CLIP, BETA = 0.05, (0.1, 0.3), 0.1
-EPOCHS, MINIBATCHES = 2, 5  # of one or two roll-outs, so that a rank may have none
+LR = 0.05
+CLIP = (0.1, 0.3)
+BETA = 0.1
+EPOCHS = 2
+MINIBATCHES = 5  # of one or two roll-outs, so that a rank may have none
 
 
 def llamas() -> tuple[nn.Module, nn.Module]:
@@ -118,7 +121,8 @@ def one_process(make: Any, loss_type: str) -> tuple[list[Any], dict[str, Tensor]
         set_advantages(rollouts)
         with torch.no_grad():
             for one in rollouts:
-                one.logprobs, one.ref_logprobs = logprobs_alone(policy, one), logprobs_alone(reference, one)
+                one.logprobs = logprobs_alone(policy, one)
+                one.ref_logprobs = logprobs_alone(reference, one)
         scores.append([[*one.logprobs.tolist(), *one.ref_logprobs.tolist()] for one in by_index(rollouts)])  # type: ignore[union-attr]
         learn_alone(policy, rollouts, optimizer, loss_type, CLIP, BETA, seed=step)
     return scores, {f"policy.{name}": p.detach() for name, p in policy.named_parameters()}
@@ -172,7 +176,10 @@ class Adapts(LightningModule):
         self.found: list[Any] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        rollouts = rl.exchange(self, rolled_out(LENGTHS) if self.global_rank == 0 else [])
+        own = []
+        if self.global_rank == 0:
+            own = rolled_out(LENGTHS)
+        rollouts = rl.exchange(self, own)
         set_advantages(rollouts)
         with self.policy.disable_adapter():
             reference = rl.score(self.policy, rollouts, into="ref_logprobs")

@@ -34,7 +34,8 @@ from transformers import Trainer, TrainingArguments
 
 from lightning_odc.huggingface import ODCTrainerMixin
 
-VOCAB, LR = 24, 0.1
+VOCAB = 24
+LR = 0.1
 #: Optimizer steps of 8 samples, on two ranks. The long one fills a rank.
 LENGTHS = (20, 8, 9, 7, 8, 9, 8, 7, 8, 7, 19, 9, 8, 6, 7, 9)
 MASKED = 10  # this sample has no label, and a microbatch of its own

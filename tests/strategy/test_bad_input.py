@@ -33,7 +33,8 @@ from tests.support.ranks import of_all_ranks, on_ranks
 HYBRID = {"sharding_strategy": "HYBRID_SHARD"}
 LB_MINI = {"balance": "lb_mini"}
 COLLECTIVE = {"communication": "collective"}
-POLICY, CHECKPOINTING = "auto_wrap_policy", "activation_checkpointing_policy"
+POLICY = "auto_wrap_policy"
+CHECKPOINTING = "activation_checkpointing_policy"
 TIMEOUT = r"Write timeout=datetime.timedelta\(minutes=30\)"
 UNKNOWN: list[tuple[dict[str, Any], str]] = [
     (
@@ -159,10 +160,16 @@ def average(module: Any) -> Any:
     return [torch.lerp(shard.detach(), p.detach(), 0.1) for shard, p in pairs]
 
 
-MIXED, NO_RULE = "got mixed torch.Tensor and DTensor", "Sharding propagation failed"
-NOT_YET, NO_NUMPY = "its data is not allocated yet", "not supported for tensor subclasses"
-STATE, ADAMW, LAYER = "lightning_module_state_dict()", "torch.optim.AdamW", "x = self.block.up(x)"
-STEP, START, END = "training_step", "on_train_start", "on_train_batch_end"
+MIXED = "got mixed torch.Tensor and DTensor"
+NO_RULE = "Sharding propagation failed"
+NOT_YET = "its data is not allocated yet"
+NO_NUMPY = "not supported for tensor subclasses"
+STATE = "lightning_module_state_dict()"
+ADAMW = "torch.optim.AdamW"
+LAYER = "x = self.block.up(x)"
+STEP = "training_step"
+START = "on_train_start"
+END = "on_train_batch_end"
 #: What is done and where, torch's own words (none if this package raises first), and what to write.
 SHARDED: dict[str, tuple[Callable[[Any], Any], str, str, str]] = {
     "penalty": (penalty, STEP, MIXED, "alpha=2 * 0.01"),
@@ -246,7 +253,11 @@ def by_hand(act: Callable[[Any], Any]) -> Callable[[], Manual]:
     """A backward pass of each batch and something with the module, then a step."""
 
     def step(own: Any, optimizer: Any, batch: Any, i: int) -> None:
-        for tokens in batch if isinstance(batch, Minibatch) else [batch]:
+        if isinstance(batch, Minibatch):
+            microbatches = batch
+        else:
+            microbatches = [batch]
+        for tokens in microbatches:
             own.manual_backward(own.mean_loss(tokens))
             act(own)
         optimizer.step()
@@ -330,7 +341,8 @@ def counting(wrong: Any) -> Callable[[], Any]:
 
 PLAIN = [token_batches([5, 9, 4, 7], seed=rank) for rank in range(2)]
 SHARE = Minibatch(token_batches([5]))
-ONE, TWO = [[SHARE]] * 2, [[SHARE, SHARE]] * 2
+ONE = [[SHARE]] * 2
+TWO = [[SHARE, SHARE]] * 2
 UNEVEN = [[Minibatch(PLAIN[0][: 1 + rank])] for rank in range(2)]
 PLANS = [[Minibatch(token_batches([5]), plan=f"seed {rank}")] for rank in range(2)]
 KINDS = [token_batches([5]), [SHARE]]

@@ -486,7 +486,8 @@ class ByHand(NoMinibatch):
         self.optimizers().step()
 
 
-WEIGHTED, EQUAL = WeightedRandomSampler([1.0] * 8, 8), [SAMPLES[0]] * 8
+WEIGHTED = WeightedRandomSampler([1.0] * 8, 8)
+EQUAL = [SAMPLES[0]] * 8
 #: Samples that do not tell how long they are.
 OPAQUE = [{"a": torch.tensor(float(index)), "b": "a text"} for index in range(8)]
 IMAGES = [{"a": torch.ones(3, 4, 4), "b": index} for index in range(8)]

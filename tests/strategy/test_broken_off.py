@@ -86,7 +86,11 @@ class Holds(Short):
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         self.log("loss", loss)
         # Lightning holds what the step of a plain batch has returned, and a view keeps its graph.
-        return {"loss": loss, "logits": logits if self.returns_view else logits * 1}
+        if self.returns_view:
+            shown = logits
+        else:
+            shown = logits * 1
+        return {"loss": loss, "logits": shown}
 
 
 HELD = [["1", "backward", 0, 1], ["0", "forward", 1, 2], ["2", "backward", 1, 2], ["2", "backward", 2, 3]]
@@ -97,10 +101,16 @@ HELD = [["1", "backward", 0, 1], ["0", "forward", 1, 2], ["2", "backward", 1, 2]
 def test_nothing_of_a_microbatch_that_broke_off_is_in_memory_when_its_parts_begin(rank):
     plain = [table(4, 4 + m, 0) for _, _, m, _ in HELD[1:]]
     for told, data, returns_view in ((HELD, batches(1, len(HELD)), True), (HELD[1:], plain, False)):
-        module = Holds(told if rank == 1 else (), returns_view)
+        own = ()
+        if rank == 1:
+            own = told
+        module = Holds(own, returns_view)
         fit(module, data)
         assert module.held == [0] * module.trips
-        assert module.trips >= len(HELD) - 1 if rank == 1 else module.trips == 0
+        if rank == 1:
+            assert module.trips >= len(HELD) - 1
+        else:
+            assert module.trips == 0
 
 
 def still(told: Sequence[Any]) -> Short:
@@ -154,7 +164,10 @@ def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts(ra
     if rank == 1:
         split = [planned_in_parts(one, *place[2:]) for one, place in zip(whole, told, strict=True)]
     gradients = []
-    for place, data in (([], whole), ([], split), (told if rank == 1 else [], whole)):
+    own = []
+    if rank == 1:
+        own = told
+    for place, data in (([], whole), ([], split), (own, whole)):
         module = still(place)
         fit(module, data, deterministic=True)
         gradients.append(module.gradients)
@@ -162,7 +175,10 @@ def test_every_unit_has_the_bits_of_the_whole_or_those_of_a_plan_of_the_parts(ra
         differ = 0
         for name, gradient in ours.items():
             is_added = any(name.startswith(f"net.blocks.{block}.") for block in added)
-            assert torch.equal(gradient, (of_whole if is_added else of_split)[name]), (told, name)
+            wanted = of_split
+            if is_added:
+                wanted = of_whole
+            assert torch.equal(gradient, wanted[name]), (told, name)
             differ += not torch.equal(of_whole[name], of_split[name])
         assert differ > 5, "both plans do not have the same bits anyway"
 
@@ -259,7 +275,8 @@ class Refuses(Short):
 
 
 BREAKS = [["0", "backward", 1, 1]]
-INF, NAN = float("inf"), float("nan")
+INF = float("inf")
+NAN = float("nan")
 #: What rank 1 returns for which microbatch, and what runs out there.
 REFUSED = [(None, 0, []), (INF, 2, []), (NAN, 1, BREAKS)]
 
@@ -314,7 +331,10 @@ class Unlogged(Short):
 @on_ranks(2)
 def test_a_rank_may_leave_out_all_that_it_has(rank):
     """Then it does not say how its losses are weighted, and goes along with the others."""
-    module = Unlogged([["1", "forward", 0, 0]] if rank == 1 else ())
+    told = ()
+    if rank == 1:
+        told = [["1", "forward", 0, 0]]
+    module = Unlogged(told)
     fit(module, [table(1, 4, rank)], on_out_of_memory="skip")
     expected = [one_step(Short(), [table(1, 4, 0)])]
     found = differences(module.states, expected)[0]

@@ -220,7 +220,11 @@ ROWS = [[3, 4, 5], [6, 7]]
 def test_sharded_models_are_checked_on_all_ranks_together(rank, sets_up_early, communication, leaks):
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     strategy = Checks(communication=communication, hang_report_after=None)
-    module = Inside(leaky() if leaks else model_of("Llama"), sets_up_early=sets_up_early)
+    if leaks:
+        inner = leaky()
+    else:
+        inner = model_of("Llama")
+    module = Inside(inner, sets_up_early=sets_up_early)
     module.train()
     fitter = trainer(2, strategy=strategy)
     batch = PackingCollator()(ROWS)

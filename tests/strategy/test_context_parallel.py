@@ -93,7 +93,10 @@ def test_groups_that_divide_samples_train_as_one_process(rank, balance):
     module = Module()
     seen = []
     module.on_train_end = lambda: seen.append(module.trainer.strategy.engine.traffic.reads)  # type: ignore[method-assign]
-    train(module, 4, balance=balance, **({"max_tokens": 60} if balance else {}))
+    options = {}
+    if balance:
+        options = {"max_tokens": 60}
+    train(module, 4, balance=balance, **options)
     assert seen[0] > 0, "the one-sided path was not taken"
     assert_same(full_parameters(module), reference(), CLOSE)
 

@@ -132,7 +132,11 @@ class Epochs(TokenModule):
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         rank = self.global_rank
-        for name in ("a", "b") if rank else ("b", "a"):
+        if rank:
+            names = ("a", "b")
+        else:
+            names = ("b", "a")
+        for name in names:
             value = float(batch.shape[1] + 10 * self.current_epoch + 100 * (name == "b"))
             self.log(name, value, sync_dist=True, batch_size=1, reduce_fx=max, prog_bar=rank == 0)
 
@@ -182,7 +186,11 @@ class Scalars(Rows):
     """Keeps tensors without dimensions."""
 
     def compute(self) -> Tensor:
-        return torch.as_tensor(self.rows if isinstance(self.rows, Tensor) else torch.stack(self.rows)).sum()
+        if isinstance(self.rows, Tensor):
+            rows = self.rows
+        else:
+            rows = torch.stack(self.rows)
+        return torch.as_tensor(rows).sum()
 
 
 class Measured(TokenModule):

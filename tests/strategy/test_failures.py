@@ -143,7 +143,10 @@ ENDINGS = {"interrupted": KeyboardInterrupt(), "exits well": SystemExit(0)}
 def _ends(rank: int, ending: str, everybody: bool = False) -> None:
     """In the middle of a minibatch, without an error of its own: rank 1, or all ranks."""
     act = partial(throw, ENDINGS[ending])
-    fit(acting(1 if everybody else rank, act), batches())
+    own = rank
+    if everybody:
+        own = 1
+    fit(acting(own, act), batches())
 
 
 @pytest.mark.parametrize("ending", ENDINGS)

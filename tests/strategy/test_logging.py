@@ -176,7 +176,8 @@ def merged(values: list[tuple[Any, float]], **options: Any) -> list[tuple[Any, A
     return [(call.args[1], call.kwargs["batch_size"]) for call in log.call_args_list]
 
 
-INF, NAN = math.inf, math.nan
+INF = math.inf
+NAN = math.nan
 #: Values and weights of microbatches, options, the value that Lightning gets, and its weight (none over nothing).
 MERGED: list[tuple[list[tuple[Any, Any]], dict[str, Any], list[tuple[float, float]]]] = [
     ([(1.0, 3), (5.0, 1)], {}, [(2.0, 4)]),

@@ -95,7 +95,10 @@ class CausalLM(LightningModule):
     def configure_model(self) -> None:
         if self.net is None:
             torch.manual_seed(0)
-            with torch.device("meta" if self.meta else "cpu"):
+            device = "cpu"
+            if self.meta:
+                device = "meta"
+            with torch.device(device):
                 self.net = self.make()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

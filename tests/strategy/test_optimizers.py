@@ -144,7 +144,10 @@ def look_and_skip(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
     """Looks at gradients and clips them itself; leaves out the step of the second batch."""
     strategy = own.trainer.strategy
     is_ours = isinstance(strategy, ODCStrategy)
-    own.manual_backward(own.mean_loss(batch) * (1000 if i == 1 else 1))
+    factor = 1
+    if i == 1:
+        factor = 1000
+    own.manual_backward(own.mean_loss(batch) * factor)
     if is_ours:
         strategy.settle_gradients()
     own.norms.append(own.gradient_norm())
@@ -183,7 +186,10 @@ def step_twice(own: Any, optimizer: Any, batch: Tensor, i: int) -> None:
 
 
 def drop_a_batch(own: Any, optimizer: Any, batch: Tensor, i: int, to_none: bool = True) -> None:
-    own.manual_backward(own.mean_loss(batch) * (1000 if i == 1 else 1))
+    factor = 1
+    if i == 1:
+        factor = 1000
+    own.manual_backward(own.mean_loss(batch) * factor)
     if i != 1:
         optimizer.step()
     optimizer.zero_grad(set_to_none=to_none)

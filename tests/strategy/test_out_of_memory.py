@@ -63,7 +63,10 @@ def run(
     rank: int, told: list[Any], left_out: dict[int, int] | None = None, returns: str = "mean", **options: Any
 ) -> tuple[Short, list[str]]:
     """Rank 1 runs out of memory as it is told. Every step ends as in one process; what is said is returned."""
-    module = Short(told if rank == 1 else (), returns=returns)
+    own = ()
+    if rank == 1:
+        own = told
+    module = Short(own, returns=returns)
     with warned() as caught:
         fit(module, batches(rank, len(told)), **options)
     assert_steps(module, told, left_out)
@@ -89,7 +92,10 @@ def assert_steps(module: Short, told: list[Any], left_out: dict[int, int] | None
 def test_every_unit_in_both_passes_of_every_microbatch(rank, returns, strategy):
     module, said = run(rank, TABLE, returns=returns, **strategy)
     least = sum(ROWS[m] - 1 if fits == 1 else 1 for _, _, m, fits in TABLE)
-    assert module.trips >= least if rank == 1 else module.trips == 0
+    if rank == 1:
+        assert module.trips >= least
+    else:
+        assert module.trips == 0
     assert len(said) == rank, "it is said once"
 
 
@@ -103,7 +109,10 @@ SKIPPED = [[place, phase, m, FIRST_ROW] for place, phase, m, _ in EARLY_PLACES]
 def test_a_sample_that_does_not_fit_is_left_out_wherever_it_runs_out(rank):
     left_out = {step: m for step, (_, _, m, _) in enumerate(SKIPPED)}
     _, said = run(rank, SKIPPED, left_out, on_out_of_memory="skip")
-    for m in range(3) if rank == 1 else ():
+    tries = ()
+    if rank == 1:
+        tries = range(3)
+    for m in tries:
         what = f"Microbatch {m} of this rank, 1 sample, {4 + m} tokens, does not fit into memory"
         expected = list(left_out.values()).count(m)
         found = said.count(f"{what}: it is left out of the gradient.")
@@ -185,11 +194,15 @@ def fours(rank: int) -> BalancedDataLoader:
     return BalancedDataLoader(dataset, collate_fn=needs_four, **shape)
 
 
-TWO, FOUR = Minibatch([table(2, 4, 0)]), Minibatch([table(4, 4, 0)])
+TWO = Minibatch([table(2, 4, 0)])
+FOUR = Minibatch([table(4, 4, 0)])
 NEVER = ["nowhere", "backward", 0, 1]
-ROW, LATE, EARLY = ["1", "backward", 0, FIRST_ROW], ["1", "backward", 0, 1], ["1", "forward", 0, 1]
+ROW = ["1", "backward", 0, FIRST_ROW]
+LATE = ["1", "backward", 0, 1]
+EARLY = ["1", "forward", 0, 1]
 OTHERS = [Minibatch([table(1, 4, 0), table(1, 5, 0)])]
-RAISE, SKIP = {"on_out_of_memory": "raise"}, {"on_out_of_memory": "skip"}
+RAISE = {"on_out_of_memory": "raise"}
+SKIP = {"on_out_of_memory": "skip"}
 BEHIND = "its gradient had been added, and memory ran out after its backward pass."
 CHUNKS = "Unit 'net.blocks.2' ran 4 times for a microbatch that did not fit into memory, and 2 times"
 #: The module, what runs out on rank 1, batches or a loader, options, and what rank 1 says.
@@ -221,7 +234,10 @@ def test_what_ends_a_run_keeps_the_words_of_torch_and_says_what_to_do(rank, name
     with pytest.MonkeyPatch.context() as patched:
         if name == "older torch":
             patched.delattr(FSDPModule, "reset_iter_state", raising=False)  # as in torch 2.12
-        said = failure(make([told] if rank == 1 else ()), given, validation=[table(4, 4, 0)], **options)
+        own = ()
+        if rank == 1:
+            own = [told]
+        said = failure(make(own), given, validation=[table(4, 4, 0)], **options)
     if rank == 0:
         assert "PeerFailedError: Rank 1 failed, so rank 0 stops too." in said
         return
@@ -268,7 +284,10 @@ def compare_way(rank: int, world_size: int, name: str) -> None:
     is_last = rank == world_size - 1
     modules = []
     for told in ([], SOME):
-        module = kind(told if is_last else (), wide="precision" not in options)
+        own = ()
+        if is_last:
+            own = told
+        module = kind(own, wide="precision" not in options)
         fit(module, make_batches(1 if world_size == 1 else rank, len(SOME) * steps), world_size, **options)
         modules.append(module)
     whole, cut = modules
@@ -311,10 +330,19 @@ class Logs(Short):
 @on_ranks(2)
 @pytest.mark.parametrize(("make_batches", "balance"), [(plain_batches, "auto"), (batches, None)])
 def test_values_that_parts_log_have_the_dtype_that_others_reduce_and_count_once(rank, make_batches, balance):
-    module = Logs([["1", "forward", 0, 2], ["1", "backward", 0, 1]] if rank == 1 else ())
+    told = ()
+    if rank == 1:
+        told = [["1", "forward", 0, 2], ["1", "backward", 0, 1]]
+    module = Logs(told)
     t = fit(module, make_batches(rank, 2), balance=balance)
     assert bool(module.trips) == (rank == 1)
-    rows = 2 * (4 if make_batches is plain_batches else sum(ROWS) if rank else 2)
+    if make_batches is plain_batches:
+        of_batch = 4
+    elif rank:
+        of_batch = sum(ROWS)
+    else:
+        of_batch = 2
+    rows = 2 * of_batch
     # Lightning takes float32 and float64 as they are.
     expected = {
         "torch.float64": (torch.float64, pytest.approx(8 / 3, abs=1e-15)),

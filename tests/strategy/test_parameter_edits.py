@@ -128,7 +128,9 @@ def gathered_row(module: TokenModule) -> None:
 
 
 #: How parameters are edited, and the first of them.
-FIRST, MIDDLE, LAST = "net.embed.weight", "net.blocks.1.up.weight", "net.blocks.2.up.weight"
+FIRST = "net.embed.weight"
+MIDDLE = "net.blocks.1.up.weight"
+LAST = "net.blocks.2.up.weight"
 WAYS = [(load_itself, FIRST), (initialise, MIDDLE), (one_number, LAST)]
 
 

@@ -103,9 +103,11 @@ def train(
     within ``keep`` bytes, or within what this memory leaves. ``edit`` changes parameters after an optimizer step.
     """
     if isinstance(keep, int):
-        memory, budget = (HostMemory(2), keep)
+        memory = HostMemory(2)
+        budget = keep
     else:
-        memory, budget = (keep, "auto")
+        memory = keep
+        budget = "auto"
     init_gloo(rank)
     torch.manual_seed(0)
     model = Net(**net)
@@ -210,7 +212,8 @@ def stock_fully_shard(
 SCALARS = {"scalars": True}
 NETS = {"plain": {}, "tied": {"tied": True}, "frozen": {"frozen": True}}
 #: Block 1 is used only by microbatch 4, which rank 1 runs alone: rank 0 never touches it; or by none.
-RARE, UNUSED = [[1], [1], [1, 2], [1], [], [1]], [[1]] * 6
+RARE = [[1], [1], [1, 2], [1], [], [1]]
+UNUSED = [[1]] * 6
 #: What `train` gets on two ranks.
 ON_TWO_RANKS: dict[str, tuple[Any, ...]] = {
     "(3, 3)": ("on_demand", (3, 3), {}),

@@ -62,13 +62,20 @@ def test_every_precision_computes_in_its_dtype_and_ends_where_fp32_does(rank, pr
     for communication in ("on_demand", "collective"):
         module = Watched()
         parameters = fitted(module, BATCHES[rank], precision=precision, communication=communication)
-        expected = {(compute, compute if "mixed" in precision else None)}
+        autocast = None
+        if "mixed" in precision:
+            autocast = compute
+        expected = {(compute, autocast)}
         assert module.seen == expected
         found = {p.dtype for p in parameters.values()}
         assert found == {kept}
         # The largest gradients lose a few times the spacing in forward and backward pass; parameters that are
         # kept in the dtype lose half of it, relative to values below 4, at the start and in each of 3 steps.
-        bound = 8 * spacing * moved + (0 if kept is torch.float32 else 4 * 2 * spacing)
+        if kept is torch.float32:
+            of_sums = 0
+        else:
+            of_sums = 4 * 2 * spacing
+        bound = 8 * spacing * moved + of_sums
         largest = (flat(parameters) - reference).abs().max()
         assert largest < bound
 
@@ -184,12 +191,17 @@ def weighted_fit(rank: int, counts: Any, way: str, weight: float, **options: Any
             weights = None
         else:
             weights = [weight] * len(batches)
-        data += batches if way == "plain sums" else [Minibatch(batches, weights)]
+        if way == "plain sums":
+            share = batches
+        else:
+            share = [Minibatch(batches, weights)]
+        data += share
     t = fit(module, data, deterministic=True, **options)
     return t.precision_plugin, flat(full_parameters(module))
 
 
-UNEVEN, EVEN = ([2, 0], [1, 2], [2, 1]), [[2, 2]] * 3
+UNEVEN = ([2, 0], [1, 2], [2, 1])
+EVEN = [[2, 2]] * 3
 #: What weighs, microbatches by step and rank, and options.
 WEIGHTED: list[tuple[str, Any, dict[str, Any]]] = [
     ("microbatches", UNEVEN, {"precision": "16-mixed"}),
@@ -430,7 +442,13 @@ def test_what_a_precision_does_not_name_stays():
                 expected = narrow[precision]
             assert plugin.convert_module(module).kept.dtype == expected
             (converted,) = plugin.convert_input([torch.ones(3, dtype=dtype)])
-            assert converted.dtype == (expected if named else torch.float32 if dtype in real[:2] else dtype)
+            if named:
+                wanted = expected
+            elif dtype in real[:2]:
+                wanted = torch.float32
+            else:
+                wanted = dtype
+            assert converted.dtype == wanted
     torch.set_default_dtype(torch.float64)
     try:
         for context in ("forward_context", "tensor_init_context", "module_init_context"):

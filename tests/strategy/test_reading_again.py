@@ -89,7 +89,8 @@ class Labelled(Short):
         return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
-BACKWARD, FORWARD = ("1", "backward"), ("2", "forward")
+BACKWARD = ("1", "backward")
+FORWARD = ("2", "forward")
 #: The collator, the data, options of the loader, and where memory runs out.
 LOADERS: dict[str, tuple[Any, Any, dict[str, Any], tuple[str, str]]] = {
     "padded": (padded, samples, {"lengths": LENGTHS}, BACKWARD),
@@ -179,7 +180,10 @@ class HookedData(Hooks, Data):
 @on_ranks(2)
 @pytest.mark.parametrize("in_data", [False, True], ids=["module", "data module"])
 def test_transfer_hooks_see_each_microbatch_once_whoever_runs_it_and_however_often(rank, in_data):
-    module = (Checked if in_data else Hooked)("1", "backward", 14)
+    module_class = Hooked
+    if in_data:
+        module_class = Checked
+    module = module_class("1", "backward", 14)
     if rank == 0:
         module.seconds = 0.05
     else:
@@ -215,7 +219,10 @@ class Dropping(Short):
 @on_ranks(2)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_microbatch_begins_again_with_the_random_numbers_that_it_began_with(rank, phase):
-    modules = [Dropping("never"), Dropping(phase if rank == 1 else "never")]
+    own = "never"
+    if rank == 1:
+        own = phase
+    modules = [Dropping("never"), Dropping(own)]
     for module in modules:
         torch.manual_seed(7 + rank)
         # A single sample runs once more, as it is: all of what is random must be the same again.

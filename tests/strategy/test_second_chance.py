@@ -98,7 +98,10 @@ def trained(make: Any, *callbacks: Callback, data: Any = None, **options: Any) -
     """The module after two epochs; the lengths in microbatches by step and rank; and what was said."""
     cuts = Cuts()
     module = make("classes").double()
-    loader = DataLoader(samples() if data is None else data, BATCH, collate_fn=collate)
+    source = data
+    if data is None:
+        source = samples()
+    loader = DataLoader(source, BATCH, collate_fn=collate)
     with said() as text, warned() as caught:
         fit(module, loader, balance="auto", max_epochs=2, callbacks=[*callbacks, cuts], **options)
     by_step = list(zip(*of_all_ranks(cuts.lengths), strict=True))

@@ -98,7 +98,10 @@ def train(
     module = TokenModule(returns, lr=LR)
     watch = Watch()
     fit(module, shares(rank, counts, is_weighted), len(counts), callbacks=[watch], **options)
-    assert_same(full_parameters(module), reference("items" if is_weighted else returns))
+    kind = returns
+    if is_weighted:
+        kind = "items"
+    assert_same(full_parameters(module), reference(kind))
     return module, watch
 
 

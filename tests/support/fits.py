@@ -206,7 +206,10 @@ class Manual(Sgd):
 
     def gradient_norm(self) -> float:
         norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        whole = norm
+        if isinstance(norm, DTensor):
+            whole = norm.full_tensor()
+        return float(whole)
 
 
 def two_optimizers(module: Any, lr: float) -> list[torch.optim.Optimizer]:

@@ -88,7 +88,10 @@ def instructions(architecture: int, values: str = "bf16", is_row_aligned: bool =
     launch = kernels.DEFAULT_LAUNCH
     types = {"windows": "*i64", "values": f"*{values}", "dtype": "constexpr", "block": "constexpr"}
     names = kernels._add_rows.arg_names
-    aligned = ["windows", "values", "head", *(["row"] if is_row_aligned else [])]
+    rows = []
+    if is_row_aligned:
+        rows = ["row"]
+    aligned = ["windows", "values", "head", *rows]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     signature = {name: types.get(name, "i32") for name in names}
     constexprs = {"dtype": tl.float32, "block": launch.block}

@@ -12,7 +12,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-VOCAB, CLASSES, WIDTH = 19, 4, 6
+VOCAB = 19
+CLASSES = 4
+WIDTH = 6
 LENGTHS = (9, 4, 12, 7, 3, 10, 6, 5, 14, 4, 3, 8, 11, 5, 6, 13)
 Sample = dict[str, Any]
 
@@ -133,7 +135,10 @@ class Losses(LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.steps_run += 1
         loss = KINDS[self.kind](self, batch)
-        self.log("loss", loss["loss"] if isinstance(loss, dict) else loss)
+        value = loss
+        if isinstance(loss, dict):
+            value = loss["loss"]
+        self.log("loss", value)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -79,7 +79,10 @@ def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     full = {}
     for name, parameter in model.named_parameters():
         value = parameter.detach()
-        full[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        whole = value
+        if isinstance(value, DTensor):
+            whole = value.full_tensor()
+        full[name] = whole.clone()
     return full
 
 

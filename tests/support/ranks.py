@@ -221,7 +221,8 @@ def try_ranks(
         if payload is not None:
             result, error = payload
         else:
-            result, error = (None, "ended without a result")
+            result = None
+            error = "ended without a result"
         seconds = time.monotonic() - begin
         outcomes.append(Outcome(rank, result, error, process.exitcode, seconds))
     assert not late, f"ranks {late} did not end within {timeout} s: {[o.error for o in outcomes]}"

@@ -46,7 +46,9 @@ class _OneGpu:
     """A placement on processors that says that ranks share a GPU."""
 
     def __init__(self, placement: Any) -> None:
-        self.devices, self.enter, self.shares = placement.devices, placement.enter, True
+        self.devices = placement.devices
+        self.enter = placement.enter
+        self.shares = True
 
 
 def _host_seconds(job: Callable[[], Any]) -> list[float]:

@@ -40,5 +40,9 @@ class Stream(torch.utils.data.IterableDataset):
         return iter([dataset[i] for i in range(len(dataset))])
 
 
-dataset, collate, model, rank, stream = Tokens(), pack_samples, Model(), 0, Stream()
+dataset = Tokens()
+collate = pack_samples
+model = Model()
+rank = 0
+stream = Stream()
 trainer = Trainer(strategy="odc", max_epochs=1)

@@ -52,19 +52,25 @@ def test_uneven_microbatches_on_two_nodes_equal_one_process(rank, net):
     traffic = result["traffic"]
     assert (traffic.reads > 0) == (traffic.adds > 0) == (COUNTS[rank] > 0), "the one-sided path was taken"
     # The other node's shards are received at the start and, but for frozen ones, after every step.
-    everything, changing = _shard_numel(net, trained=False), _shard_numel(net, trained=True)
+    everything = _shard_numel(net, trained=False)
+    changing = _shard_numel(net, trained=True)
     assert (changing < everything) == ("frozen" in net)
-    assert traffic.bytes_shared == 4 * (everything + STEPS * changing)
-    assert traffic.bytes_reduced == STEPS * 2 * 4 * changing, "the sums of both nodes add up to one"
+    expected = 4 * (everything + STEPS * changing)
+    assert traffic.bytes_shared == expected
+    expected = STEPS * 2 * 4 * changing
+    assert traffic.bytes_reduced == expected, "the sums of both nodes add up to one"
 
 
 @on_ranks(4)
 def test_sums_in_bf16(rank):
     # Sums are rounded to 2^-9 a few times. AdamW makes a step of 0.01 of any gradient, so bounds are on means.
-    result, expected = copies(rank, accumulator_dtype=torch.bfloat16), one_process({})
+    result = copies(rank, accumulator_dtype=torch.bfloat16)
+    expected = one_process({})
     differences = [(result["parameters"][name] - expected[name]).flatten() for name in expected]
-    assert 0 < torch.cat(differences).abs().mean() < LR / 20
-    assert result["traffic"].bytes_reduced == STEPS * 2 * 2 * _shard_numel({}, trained=True)
+    mean = torch.cat(differences).abs().mean()
+    assert 0 < mean < LR / 20
+    shard_numel = _shard_numel({}, trained=True)
+    assert result["traffic"].bytes_reduced == STEPS * 2 * 2 * shard_numel
 
 
 # -- the protocol ---------------------------------------------------------------------------------------------
@@ -91,7 +97,9 @@ class Board:
 
     def found(self, kind: str, number: int) -> list[Any] | None:
         items = self._items.get((kind, number), {})
-        return [items[place] for place in range(self.size)] if len(items) == self.size else None
+        if len(items) == self.size:
+            return [items[place] for place in range(self.size)]
+        return None
 
     def awaited(self, kind: str, number: int) -> list[Any]:
         with self._changed:
@@ -105,7 +113,9 @@ class BoardLeaders:
     missing = ""
 
     def __init__(self, board: Board, node: int) -> None:
-        self._board, self._node, self._number = board, node, 0
+        self._board = board
+        self._node = node
+        self._number = 0
 
     open = close = fail = lambda *_: None
     trouble = str
@@ -125,7 +135,9 @@ class SlowColumn:
     trouble = str
 
     def __init__(self, board: Board, place: int) -> None:
-        self._board, self._place, self._number = board, place, 0
+        self._board = board
+        self._place = place
+        self._number = 0
 
     open = close = lambda *_: None
 
@@ -181,41 +193,49 @@ def _play(protocol: CopiesProtocol, rank: int, world: int, edits: int) -> list[A
 
 def _protocols(nodes: int, **options: Any) -> list[CopiesProtocol]:
     """By rank, two on each node. Threads will play the ranks."""
-    hubs, boards, leaders = (
-        [ThreadHub(2, timeout=20) for _ in range(nodes)],
-        [Board(nodes) for _ in range(2)],
-        Board(nodes),
-    )
+    hubs = [ThreadHub(2, timeout=20) for _ in range(nodes)]
+    boards = [Board(nodes) for _ in range(2)]
+    leaders = Board(nodes)
     protocols = []
     for rank in range(2 * nodes):
         node, place = divmod(rank, 2)
         transport = hubs[node].transport(place)
         transport.job_rank = lambda peer, node=node: 2 * node + peer  # type: ignore[method-assign, misc]
-        parts: dict[str, Any] = {"column": SlowColumn(boards[place], node)}
+        column = SlowColumn(boards[place], node)
+        parts: dict[str, Any] = {"column": column}
         parts["make_leaders"] = partial(BoardLeaders, leaders, node)
         layout = Layout(nodes, 2, rank)
-        protocols.append(CopiesProtocol(transport, UNITS, layout=layout, timeout=20, **parts, **options))
+        copies_protocol = CopiesProtocol(transport, UNITS, layout=layout, timeout=20, **parts, **options)
+        protocols.append(copies_protocol)
     return protocols
 
 
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=str)
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options):
-    world, found = 2 * nodes, {}
+    world = 2 * nodes
+    found = {}
     protocols = _protocols(nodes, **options)
 
     def play(rank: int) -> None:
-        found[rank] = _play(protocols[rank], rank, world, edits=3 if rank == 2 else 1)
+        edits = 1
+        if rank == 2:
+            edits = 3
+        found[rank] = _play(protocols[rank], rank, world, edits=edits)
 
-    assert together(*(partial(play, rank) for rank in range(world))) == [None] * world
+    expected = [None] * world
+    assert together(*(partial(play, rank) for rank in range(world))) == expected
     for rank, seen in found.items():
         for version in range(1, 4):
             frozen = [float(one) + 100 * (version == 3 or one != 2) for one in range(world)]
             first, second, (sums, nothing) = seen[3 * version - 3 : 3 * version]
-            assert first == [[10 * version + r, frozen[r], -10 * version - r] for r in range(world)]
-            assert second == [[frozen[r]] * 2 for r in range(world)]
+            expected = [[10 * version + r, frozen[r], -10 * version - r] for r in range(world)]
+            assert first == expected
+            expected = [[frozen[r]] * 2 for r in range(world)]
+            assert second == expected
             added = 100 * sum(range(world))
-            assert sums == [world * 2 * rank + added, 0.0, world * (2 * rank + 1) + added]
+            expected = [world * 2 * rank + added, 0.0, world * (2 * rank + 1) + added]
+            assert sums == expected
             assert nothing == []
 
 
@@ -233,8 +253,10 @@ def test_nodes_of_one_rank_train_by_collectives_or_are_refused_with_the_ways_out
     module = TokenModule("items")
     with warned() as messages:
         t = trainer(1, **options)
-        t.fit(module, loader([Minibatch(token_batches([6], seed=rank))]))
+        minibatch = Minibatch(token_batches([6], seed=rank))
+        t.fit(module, loader([minibatch]))
     assert t.strategy.communication == "collective"
-    assert len([message for message in messages if re.search(says, message)]) == (rank == 0)
+    found = len([message for message in messages if re.search(says, message)])
+    assert found == (rank == 0)
     batches = [*token_batches([6], seed=0), *token_batches([6], seed=1)]
     fits.assert_same(full_parameters(module), fits.one_process(TokenModule("items"), [batches]))

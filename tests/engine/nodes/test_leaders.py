@@ -37,13 +37,15 @@ def made(store: TCPStore, nodes: int, silence: float = SILENCE) -> list[Leaders]
     hub = ThreadHub(nodes)
 
     def answers(node: int, own: object) -> list[object]:
-        return [answer for answer in hub.rendezvous(node, own) for _ in range(2)]
+        rendezvous = hub.rendezvous(node, own)
+        return [answer for answer in rendezvous for _ in range(2)]
 
     everybody = [
         Leaders(Layout(nodes, 2, 2 * node), partial(answers, node), store, "127.0.0.1", silence)
         for node in range(nodes)
     ]
-    assert together(*(one.open for one in everybody)) == [None] * nodes
+    found = together(*(one.open for one in everybody))
+    assert found == [None] * nodes
     return everybody
 
 
@@ -61,11 +63,14 @@ def test_leaders_hear_all_messages_in_order_and_leave_none_behind(store, three):
 
     def meet(node: int) -> None:
         for meeting in range(1, 4):
-            time.sleep(0.01 * ((node + meeting) % 3))
-            heard[node].append(three[node].meet(f"{meeting} of {node}".encode(), eventually))
+            seconds = 0.01 * ((node + meeting) % 3)
+            time.sleep(seconds)
+            encoded = f"{meeting} of {node}".encode()
+            heard[node].append(three[node].meet(encoded, eventually))
 
     before = store.num_keys()
-    assert together(*(partial(meet, node) for node in range(3))) == [None] * 3
+    found = together(*(partial(meet, node) for node in range(3)))
+    assert found == [None] * 3
     expected = [[f"{meeting} of {node}".encode() for node in range(3)] for meeting in range(1, 4)]
     assert heard == dict.fromkeys(range(3), expected)
     eventually(lambda: store.num_keys() <= before + 3 + 3)  # lives, and the last meeting
@@ -128,10 +133,12 @@ def test_a_host_that_only_computes_is_not_silent(store):
         Leaders(Layout(2, 2, rank), partial(hub.rendezvous, rank), store, "127.0.0.1", SILENCE)
         for rank in range(4)
     ]
-    assert together(*(one.open for one in four)) == [None] * 4
+    found = together(*(one.open for one in four))
+    assert found == [None] * 4
     four[2]._jobs.put(partial(time.sleep, 2 * SILENCE))
     time.sleep(2 * SILENCE)
-    assert [one.trouble() for one in four] == [""] * 4
+    found = [one.trouble() for one in four]
+    assert found == [""] * 4
     for one in four:
         one.close()
 

@@ -65,8 +65,12 @@ def module() -> TokenModule:
 
 def shares(rank: int | None, counts: tuple[int, ...] = COUNTS) -> list[Minibatch]:
     """This rank's, or all microbatches of every minibatch."""
-    start = 0 if rank is None else sum(counts[:rank])
-    end = sum(counts) if rank is None else start + counts[rank]
+    if rank is None:
+        start = 0
+        end = sum(counts)
+    else:
+        start = sum(counts[:rank])
+        end = start + counts[rank]
     lengths = [5, 9, 4, 7, 12, 3, 8, 6] * 2
     return [Minibatch(token_batches(lengths, seed=step)[start:end]) for step in range(STEPS)]
 
@@ -122,7 +126,8 @@ def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(ranks, a
     # Of n numbers, each host sends n / 2 in the sum, and n / 2 parameters. On top of it come the padding of odd shapes,
     # about 70 bytes of headers for every 1.4 to 64 KB, acknowledgements, and what leaders tell each other, some KB. The
     # number of microbatches does not matter.
-    gradient = 4 * sum(parameter.numel() for parameter in alone.values())
+    total = sum(parameter.numel() for parameter in alone.values())
+    gradient = 4 * total
     for seen in (one for rank in (0, 2) for one in ranks[rank]["whole"]):
         sent = seen["bytes_sent"]
         per_minibatch = (sent[-1] - sent[0]) / (STEPS - 1)
@@ -180,18 +185,23 @@ def test_a_host_on_loopback_is_named_at_once_on_every_node(hosts, named, fabric,
 def _cut_off(rank: int, hosts: Hosts, stalls: bool) -> list[tuple[str, str, float]]:
     """Rank 3 cuts off the second host: what ended training, then what ended a sum over nodes, and after how long."""
     start_on(hosts, rank)
-    column = ColumnGroup(Layout(2, 2, rank), torch.device("cpu"), timedelta(seconds=STALL))
+    layout = Layout(2, 2, rank)
+    column = ColumnGroup(layout, torch.device("cpu"), timedelta(seconds=STALL))
 
     def cut(own: Any) -> None:
         if own.global_rank == 3 and own.global_step == 2:
-            hosts.limit(8e-6, queue="3kb") if stalls else hosts.cut_off(1)
+            if stalls:
+                hosts.limit(8e-6, queue="3kb")
+            else:
+                hosts.cut_off(1)
 
     strategy = ODCStrategy(balance=None, timeout=timedelta(seconds=4 * SILENCE), hang_report_after=None)
     t = trainer(2, num_nodes=2, strategy=strategy)
     own = doing(TokenModule(), on_train_start=lambda _: column.open(), on_train_batch_start=cut)
     ends = [_end_of(lambda: t.fit(own, loader([Minibatch(token_batches([5, 6]))] * 1000)))]
     assert t.global_step >= 1
-    ends.append(_end_of(lambda: column.begin_exchange(torch.ones(4))()))
+    end = _end_of(lambda: column.begin_exchange(torch.ones(4))())
+    ends.append(end)
     dist.destroy_process_group()
     return ends
 
@@ -214,7 +224,8 @@ def test_a_host_that_is_cut_off_ends_the_other_in_bounded_time(stalls):
     with several_hosts(2) as hosts:
         outcomes = try_ranks(_cut_off, hosts, stalls, world_size=4, timeout=60)
     for outcome in outcomes:
-        assert (outcome.error, outcome.exitcode) == ("", 0)
+        assert outcome.error == ""
+        assert outcome.exitcode == 0
         (kind, text, seconds), (kind_of_sum, text_of_sum, seconds_of_sum) = outcome.result
         assert kind == kind_of_sum == "PeerFailedError"
         other = hosts.address(1 - outcome.rank // 2)

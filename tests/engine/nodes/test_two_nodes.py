@@ -31,7 +31,8 @@ from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 from tests.support.tiers import fast
 
 #: Microbatches of each rank, of six.
-COUNTS, EVEN = (3, 1, 0, 2), (1, 1, 1, 1)
+COUNTS = (3, 1, 0, 2)
+EVEN = (1, 1, 1, 1)
 LR = 0.01
 #: Gradients are larger than this, so every step is clipped.
 CLIP = 0.05
@@ -53,13 +54,17 @@ def trainer_on(rank: int, way: str, **options: Any) -> Trainer:
 
 def shares(rank: int, way: str, steps: range = range(STEPS), counts: tuple[int, ...] = COUNTS) -> Any:
     """This rank's microbatches, or all of them."""
-    own = slice(0, sum(counts)) if way == "alone" else slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    if way == "alone":
+        own = slice(0, sum(counts))
+    else:
+        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
     return loader([Minibatch(minibatch(step)[own]) for step in steps])
 
 
 def look(own: Any) -> None:
     """Keeps what there is to look at before everything is torn down."""
-    engine, rank = own.trainer.strategy.engine, own.global_rank
+    engine = own.trainer.strategy.engine
+    rank = own.global_rank
     protocol = getattr(engine, "protocol", None)
     if protocol is not None and rank == 3:
         protocol.signals.raised.add(SIGNAL)
@@ -88,10 +93,14 @@ def _fit(
     norms: list[Any] = []
     keep_norm = lambda own: norms.append(own.trainer.precision_plugin.gradient_norm)  # noqa: E731
     module = doing(before_step(items(), log_tokens), on_train_batch_end=keep_norm, on_train_end=look)
-    validation = loader(token_batches([4] * (rank + 1), seed=rank))  # another number of batches on every rank
+    sizes = [4] * (rank + 1)
+    validation = loader(token_batches(sizes, seed=rank))  # another number of batches on every rank
     evaluated = options.get("communication") != "collective"
     t = trainer_on(rank, way, **options)
-    t.fit(module, shares(rank, way, counts=counts), validation if evaluated else None)
+    evaluation = None
+    if evaluated:
+        evaluation = validation
+    t.fit(module, shares(rank, way, counts=counts), evaluation)
     return {**module.found, "norms": [float(n) for n in norms if n is not None]}
 
 
@@ -103,13 +112,16 @@ def _trained(rank: int, way: str, module: LightningModule, batches: Any, **optio
 def save(rank: int, way: str, kind: str, folder: Path) -> None:
     """All steps but one, and a checkpoint."""
     first = trainer_on(rank, way, state_dict_type=kind)
-    first.fit(TokenModule("items", lr=LR), shares(rank, way, range(STEPS - 1)))
+    steps = range(STEPS - 1)
+    token_module = TokenModule("items", lr=LR)
+    first.fit(token_module, shares(rank, way, steps))
     first.save_checkpoint(folder / kind)
 
 
 def resume(rank: int, way: str, kind: str, folder: Path) -> dict[str, Tensor]:
     """The last step, in another fit, which may be on other nodes."""
-    module, last = TokenModule("items", lr=0.5), shares(rank, way, range(STEPS - 1, STEPS))
+    module = TokenModule("items", lr=0.5)
+    last = shares(rank, way, range(STEPS - 1, STEPS))
     options = {"max_epochs": 2, "state_dict_type": kind}
     trainer_on(rank, way, **options).fit(module, last, ckpt_path=folder / kind)
     return full_parameters(module)
@@ -179,11 +191,10 @@ RESUMED = [
 
 
 def train_alone(rank: int) -> dict[str, Any]:
-    return {
-        "norms": _fit(rank, "alone", {"gradient_clip_val": CLIP}),
-        "norms of four": _fit(rank, "alone", {"gradient_clip_val": CLIP}, EVEN),
-        "unfrozen": _trained(rank, "alone", Unfreezes(), shares(rank, "alone"), accumulate_grad_batches=2),
-    }
+    norms = _fit(rank, "alone", {"gradient_clip_val": CLIP})
+    of_four = _fit(rank, "alone", {"gradient_clip_val": CLIP}, EVEN)
+    unfrozen = _trained(rank, "alone", Unfreezes(), shares(rank, "alone"), accumulate_grad_batches=2)
+    return {"norms": norms, "norms of four": of_four, "unfrozen": unfrozen}
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +203,11 @@ def alone() -> dict[str, Any]:
     steps = [minibatch(step) for step in range(STEPS)]
     four = [batches[:4] for batches in steps]  # one of each rank
     (found,) = run_ranks(train_alone, world_size=1)
+    fp32 = one_process(TokenModule("items", lr=LR), steps)
+    token_module = TokenModule("items", lr=LR)
     return found | {
-        "fp32": one_process(TokenModule("items", lr=LR), steps),
-        "four": one_process(TokenModule("items", lr=LR), four),
+        "fp32": fp32,
+        "four": one_process(token_module, four),
         "clipped": one_process(TokenModule("items", lr=LR), steps, clip=CLIP),
         "by hand": one_process(TokenModule(lr=LR), four, clip=CLIP),
         "dropped": one_process(Sums(lr=LR), steps),
@@ -219,16 +232,20 @@ def test_uneven_microbatches_equal_one_process(rank, alone, way):
     """Hybrid sharding is another word for the same; its mesh says which ranks form a node."""
     seen = _fit(rank, way, {})
     assert_same(seen["parameters"], alone["fp32"])
-    assert (seen["mesh"], seen["protocol"]) == ([4], "CopiesProtocol")
+    assert seen["mesh"] == [4]
+    assert seen["protocol"] == "CopiesProtocol"
     assert seen["traffic"].reads > 0, "shards were read one-sidedly"
-    assert (seen["traffic"].adds > 0) == (COUNTS[rank] > 0)
+    found = seen["traffic"].adds > 0
+    assert found == (COUNTS[rank] > 0)
     assert seen["exchanged"] == [0, 1, 2, 3]
     assert seen["signals"] == [SIGNAL], "signals reach the ranks of all nodes"
     assert seen["waits"]["network"] > 0, "sums of other nodes have a cause of their own"
     # Every rank had another number of batches to evaluate.
-    assert seen["metrics"]["tokens"] == sum(b.numel() for step in range(STEPS) for b in minibatch(step))
+    expected = sum(b.numel() for step in range(STEPS) for b in minibatch(step))
+    assert seen["metrics"]["tokens"] == expected
     assert seen["metrics"]["val_one"] == 1.0
-    assert seen["metrics"] == pytest.approx(of_all_ranks(seen["metrics"])[0], rel=1e-6)
+    expected = pytest.approx(of_all_ranks(seen["metrics"])[0], rel=1e-6)
+    assert seen["metrics"] == expected
 
 
 def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -251,7 +268,8 @@ def test_deterministic_runs_are_bit_equal_on_all_nodes(rank, alone, way):
 def test_the_norm_is_that_of_the_whole_gradient(rank, alone):
     assert min(alone["norms"]["norms"]) > CLIP
     seen = _fit(rank, "copies", {"gradient_clip_val": CLIP})
-    assert seen["norms"] == pytest.approx(alone["norms"]["norms"], rel=1e-5)
+    expected = pytest.approx(alone["norms"]["norms"], rel=1e-5)
+    assert seen["norms"] == expected
     assert_same(seen["parameters"], alone["clipped"])
 
 
@@ -289,7 +307,8 @@ TRAINED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 def test_modules_end_as_in_one_process(rank, alone, name):
     """Unfrozen, and dropped, where a rank has no microbatch; plans span all nodes, work is stolen inside one."""
     make, data, options, expected = TRAINED[name]
-    assert_same(_trained(rank, "copies", make(), data(rank, "copies"), **options), alone[expected])
+    ours = _trained(rank, "copies", make(), data(rank, "copies"), **options)
+    assert_same(ours, alone[expected])
 
 
 @on_ranks(4)
@@ -376,8 +395,10 @@ def test_the_ranks_of_all_nodes_get_the_same_error_if_it_must_run_on_demand(rank
 def test_collective_is_stock_hybrid_sharding(rank, alone):
     seen = _fit(rank, "hybrid", {"communication": "collective", "gradient_clip_val": CLIP}, EVEN)
     assert seen["mesh"] == [2, 2]
-    assert seen["traffic"].reads == seen["traffic"].bytes_reduced == 0
-    assert seen["norms"] == pytest.approx(alone["norms of four"]["norms"], rel=1e-5)
+    assert seen["traffic"].reads == 0
+    assert seen["traffic"].bytes_reduced == 0
+    expected = pytest.approx(alone["norms of four"]["norms"], rel=1e-5)
+    assert seen["norms"] == expected
     assert_same(seen["parameters"], alone["norms of four"]["parameters"])
 
 
@@ -391,4 +412,5 @@ def shard_by_hand(own: Any) -> None:
 def test_a_model_sharded_by_hand(rank, alone):
     """Blocks sharded in ``configure_model``, over the ranks of all nodes."""
     module = doing(items(), configure_model=shard_by_hand)
-    assert_same(_trained(rank, "hybrid", module, shares(rank, "hybrid")), alone["fp32"])
+    ours = _trained(rank, "hybrid", module, shares(rank, "hybrid"))
+    assert_same(ours, alone["fp32"])

@@ -27,7 +27,9 @@ UNITS = (
     UnitSpec("first", 4, torch.bfloat16, 4, torch.float32),
     UnitSpec("second", 2, torch.float32, 2, torch.float32),
 )
-COMPUTE, GATHER, REDUCE = 0, 1, 2
+COMPUTE = 0
+GATHER = 1
+REDUCE = 2
 STEPS = 6
 
 
@@ -210,7 +212,10 @@ def engine_on_a_fake_device(rank: int, **options: Any) -> OnDemandEngine:
 )
 def test_sums_are_staged_where_they_cannot_be_shared(facts, reason, plainly):
     def opens(rank: int, rendezvous: Any) -> tuple[int, bool]:
-        device = FakeDevice(rank, rendezvous, **(facts if rank == 1 else {}))
+        own = {}
+        if rank == 1:
+            own = facts
+        device = FakeDevice(rank, rendezvous, **own)
         transport = CudaTransport(rank, WORLD, rendezvous, device)
         return Protocol(transport, UNITS, timeout=5).spec.sources, device.adds_plainly
 
@@ -257,9 +262,10 @@ def test_what_fails_on_one_rank_fails_on_all(case):
     kind, facts, reasons = REFUSED[case]
 
     def opens(rank: int, rendezvous: Any) -> str:
-        transport = CudaTransport(
-            rank, WORLD, rendezvous, kind(rank, rendezvous, **(facts if rank == 1 else {}))
-        )
+        own = {}
+        if rank == 1:
+            own = facts
+        transport = CudaTransport(rank, WORLD, rendezvous, kind(rank, rendezvous, **own))
         with pytest.raises(WindowError) as error:
             Protocol(transport, UNITS, timeout=5).open()
         return str(error.value)

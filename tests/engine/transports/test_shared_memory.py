@@ -66,7 +66,10 @@ def _dies_with_the_lock(rank: int, forks: bool, crowd: int) -> list[Any]:
     transport.open(SPEC)
     if rank == 1:
         assert transport.lock(0, 0).take()
-    worker = rendezvous(_forked_worker() if forks and rank == 1 else None)[1]
+    forked = None
+    if forks and rank == 1:
+        forked = _forked_worker()
+    worker = rendezvous(forked)[1]
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 10
@@ -139,11 +142,9 @@ def signs(sign: Callable[[MappedWindow, bytes, int], None]) -> Any:
 
 def sabotage(what: str, stack: ExitStack) -> None:
     """Do to this rank what is wrong with it, until the stack ends."""
-    header, made, addressed = (
-        MappedWindow.write_header,
-        MappedWindow.create.__func__,  # type: ignore[attr-defined]
-        SharedMemoryTransport._create,
-    )
+    header = MappedWindow.write_header
+    made = MappedWindow.create.__func__  # type: ignore[attr-defined]
+    addressed = SharedMemoryTransport._create
     larger = classmethod(lambda cls, size: made(cls, size + 4096))
     nowhere = lambda *args: replace(addressed(*args), fd=999)  # noqa: E731
     rooms = [Room(1000, "a test allows 1000 bytes", "allow more")]
@@ -317,7 +318,10 @@ def test_a_fenced_transport_works_and_fences_every_word(rank):
     """As weakly ordered machines do it."""
     fences: list[int] = []
     with patch.object(host, "make_fence", lambda: lambda: fences.append(1)):
-        assert in_one_process(rank, data_is_there_when_its_word_is) == [399 if rank else 0]
+        seen = 0
+        if rank:
+            seen = 399
+        assert in_one_process(rank, data_is_there_when_its_word_is) == [seen]
     # A store of one's own word and a new value of the other's per version, however often a rank looks; and the first
     # look at each word, and locks.
     assert 2 * 399 <= len(fences) <= 2 * 399 + 20
@@ -341,7 +345,10 @@ def test_stores_are_fenced_before_and_loads_after(monkeypatch):
         fd = -1
 
     def lock(_fd: int, _command: int, flock: bytes) -> None:
-        events.append("lock" if struct.unpack_from("h", flock)[0] == fcntl.F_WRLCK else "unlock")
+        event = "unlock"
+        if struct.unpack_from("h", flock)[0] == fcntl.F_WRLCK:
+            event = "lock"
+        events.append(event)
 
     monkeypatch.setattr(shared_memory.fcntl, "fcntl", lock)
     transport = SharedMemoryTransport(0, 1, lambda item: [item])
@@ -413,5 +420,8 @@ def test_how_a_process_ended_is_found_in_proc_and_later_by_its_descriptor(expect
     finally:
         os.waitpid(pid, 0)
     found = host.how_ended(pid, pidfd)
-    assert found == (expected if LINUX >= (6, 15) else "")
+    wanted = ""
+    if LINUX >= (6, 15):
+        wanted = expected
+    assert found == wanted
     os.close(pidfd)

@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 class Handle:
     """What a rendezvous returns to rank 1 of 2."""
 
-    rank, world_size = 1, 2
+    rank = 1
+    world_size = 2
 
     def get_buffer(self, rank: int, sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         assert rank == 0
