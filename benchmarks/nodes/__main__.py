@@ -1,4 +1,4 @@
-"""``python -m benchmarks.nodes copies`` is about training over several hosts, ``... primitives`` about its collectives.
+"""``python -m benchmarks.nodes copies`` is about training over several hosts.
 
 ``... meetings`` is about what many leaders of nodes need to meet, ``... faults`` about nodes that break.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from benchmarks.nodes import copies, faults, meetings, primitives
+from benchmarks.nodes import copies, faults, meetings
 
 _PARTS = {
     "copies": copies.main,
-    "primitives": primitives.main,
     "meetings": meetings.main,
     "faults": faults.main,
 }

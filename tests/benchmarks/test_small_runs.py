@@ -19,7 +19,7 @@ from benchmarks.hero import minibatches
 from benchmarks.hosts import why_no_limit, why_not
 from benchmarks.idle.truth import expected
 from benchmarks.loss_curve import MODES, train, train_alone
-from benchmarks.nodes import copies, meetings, primitives
+from benchmarks.nodes import copies, meetings
 from benchmarks.tables import Column, Table, write_into
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
@@ -194,33 +194,6 @@ def test_what_the_formulas_say():
     held_per_parameter = copies.held_per_parameter(copies.STOCK, hosts=3)
     assert held_per_parameter == 2.0
     assert copies.held_per_parameter(copies.FULL, hosts=3) == 6.0
-    row = {"hosts": 2, "mbit": 1000.0, "bytes sent": 1.5e6, "seconds": [0.0]}
-    # The slow link hides all hops but one.
-    found = primitives.with_hops(row, {"seconds": [0.006] * 4})
-    assert found == pytest.approx(0.012 + 0.002)
-    free = {"seconds": [0.030] * 4}
-    assert primitives.with_hops(row, free) == 0.030
-
-
-@pytest.mark.skipif(bool(NO_LIMIT), reason=NO_LIMIT or "links can be limited")
-def test_a_host_sends_one_ring_for_both_of_its_ranks(tmp_path: Path, capsys: Any) -> None:
-    small = ["--hosts", "2", "--mbit", "0", "100", "--rounds", "1", "--repetitions", "2", "--width", "64"]
-    path = tmp_path / "primitives.json"
-    primitives.main([*small, "--seconds", "0.01", "--json", str(path)])
-    data = json.loads(path.read_text())
-    found = {(row["mbit"], row["operation"], row["bytes"]): row for row in data["rows"]}
-    assert len(found) == 2 * 4 * len(primitives.PARTS)
-    large = 4 * primitives.unit_bytes(64)
-    for name, part in (
-        (primitives.GATHER, 3 / 4),  # 4 ranks; the ring leaves each host once
-        (primitives.SCATTER, 2 * 3 / 4),  # gloo's is an all-reduce
-        (primitives.COLUMN_GATHER, 1 / 2),
-        (primitives.COLUMN_EXCHANGE, 1 / 2),
-    ):
-        row = found[100.0, name, large]
-        assert 1 < row["bytes sent"] / (part * large) < 1.1, name
-    assert [(row["mbit"], len(row["seconds"])) for row in data["training"]] == [(None, 2), (100.0, 2)]
-    assert "| 2 | reduce-scatter |" in capsys.readouterr().out
 
 
 def test_many_leaders_meet_through_one_store(capsys: Any) -> None:
