@@ -303,7 +303,8 @@ class BalancedDataLoader:
     @cached_property
     def lengths(self) -> Lengths:
         """The length of every sample of a map-style data set; found out at the first use."""
-        found = find_lengths(self._samples, self._given, self._length_fn, self._unpacked)
+        dataset = with_own_rng(self._samples)
+        found = find_lengths(dataset, self._given, self._length_fn, self._unpacked)
         try:
             check_longest(found.values, self.options.max_tokens)
         except ValueError:  # may be cut by the collate_fn; what its rows are is checked with the first plan

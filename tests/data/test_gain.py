@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
+from lightning_odc import BalancedDataLoader
 from lightning_odc.balance import Planner
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.gain import planned_gain
@@ -104,3 +105,16 @@ def test_looking_leaves_the_data_set_and_its_random_numbers_alone():
     both = ConcatDataset([inner, outer])
     assert seen(both) == 64
     assert inner.draw() == outer.draw()
+
+
+def test_looking_for_lengths_leaves_the_data_set_and_its_random_numbers_alone():
+    inner = Drawing()
+    outer = Drawing(inner)
+    with isolated_rng():
+        random.seed(1)
+        before = random.getstate()
+        lengths = BalancedDataLoader(outer, minibatch_size=2, collate_fn=list).lengths
+        assert random.getstate() == before
+    assert lengths.values.tolist() == UNEVEN.tolist()
+    assert outer.read == inner.read == 0
+    assert inner.draw() == outer.draw() == Drawing().draw()
