@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy, balance, rl
+from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy, advise, balance, rl
 from lightning_odc.arguments import Count, Like, checked
 from lightning_odc.balance.costs import FunctionCost, PolynomialCost
 from lightning_odc.data.reader import WorkerOptions
@@ -102,6 +102,8 @@ LOOKED_INTO: dict[str, tuple[Any, list[Any]]] = {
     "ODCStrategy.cost": (lambda wrong: ODCStrategy(cost=wrong), [5, "cubic", None, True]),
     "Planner.cost": (lambda wrong: balance.Planner(2, cost=wrong), [5, "cubic", None, True]),
     "with_speeds.cost": (lambda wrong: balance.with_speeds(wrong, [1.0]), [5, "cubic", None, True]),
+    "advise.lengths": (lambda wrong: advise(wrong, model="7b"), [5, True, [0.5], [[1, 2]], "no file", ["1"]]),
+    "advise.model": (lambda wrong: advise([512] * 64, model=wrong), [5, True, "nonsense", [1]]),
     "transformer.config": (lambda wrong: balance.transformer(wrong), [{"hidden_size": 5}, Strange()]),
 }
 ANYTHING = {"BalancedDataLoader.dataset", "Rollouts.cost", "exchange.cost", "exchange.where"}

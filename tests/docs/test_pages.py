@@ -133,7 +133,8 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
         match = BENCH.match(line)
         command = None
         if match:
-            command = match.group(1)
+            parts = [word for word in match.group(2).split()[:1] if not word.startswith("-")]
+            command = " ".join([match.group(1), *parts])
         elif line.startswith("--"):
             command = "demo"
         if command:
@@ -143,15 +144,14 @@ def test_commands_have_the_options_that_pages_give_them(capsys: pytest.CaptureFi
     assert {"benchmarks.harness", "benchmarks.sweep", "benchmarks.comm"} <= asked.keys()
     for command, options in asked.items():
         main = cli.main
-        words = [command]
-        if "." in command:  # what `python -m` calls
-            module = importlib.import_module(command)
-            is_package = hasattr(module, "__path__")
-            program = module
-            if is_package:
-                program = importlib.import_module(f"{command}.__main__")
+        name, *words = command.split()
+        if "." in name:  # what `python -m` calls
+            program = importlib.import_module(name)
+            if hasattr(program, "__path__"):
+                program = importlib.import_module(f"{name}.__main__")
             main = program.main
-            words = []
+        else:
+            words = [name]
         with pytest.raises(SystemExit, match=r"^0$"):
             main([*words, "--help"])
         known = capsys.readouterr().out
