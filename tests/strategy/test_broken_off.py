@@ -21,6 +21,7 @@ from lightning_odc.data.split import middle
 from lightning_odc.engine.base import Ledger, WeightKind
 from lightning_odc.run.attempt import Attempt, Retry
 from lightning_odc.run.contribution import Contribution, contribution
+from lightning_odc.strategy.options import WORDING
 from tests.support.fits import doing, fit
 from tests.support.models import WIDTH, Block
 from tests.support.modules import warned
@@ -347,7 +348,7 @@ ROWS_OF_ONES = torch.ones(4, 3)
 def retry_with(**options: Any) -> Retry:
     engine = SimpleNamespace(ledger=Ledger(), undo=lambda: None, why_no_retry=lambda: "")
     device = torch.device("cpu")
-    return Retry("skip", engine, device, **options)
+    return Retry("skip", engine, device, **{"buffers": (), "wording": WORDING, **options})
 
 
 def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_from_then_on():
