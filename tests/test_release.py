@@ -57,7 +57,7 @@ def test_the_wheel_is_the_package_and_nothing_else(built: Path) -> None:
 def test_the_sdist_has_what_tests_and_site_need(built: Path) -> None:
     with tarfile.open(next(built.glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
-    folders = {"lightning_odc", "tests", "benchmarks", "docs", "notebooks"}
+    folders = {"lightning_odc", "tests", "benchmarks", "docs", "examples", "notebooks"}
     files = {"README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CITATION.cff", "LICENSE"}
     files |= {"PKG-INFO"}
     files |= {"pyproject.toml", "constraints.txt", "Makefile", "mkdocs.yml"}
