@@ -56,7 +56,7 @@ class Balanced(ODCTrainerMixin, Trainer):  # type: ignore[misc]
     tokens = 0
 
     def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
-        self.tokens += sum(microbatch.batch["input_ids"].numel() for microbatch in inputs)
+        self.tokens += sum(batch["input_ids"].numel() for batch in inputs)
         return super().training_step(model, inputs, *args)
 
 

@@ -83,7 +83,6 @@ class WorkQueues:
                 if self._pays(victim, queue):  # still
                     last = queue.back - 1
                     self._write(victim, Queue(queue.front, last))
-                    self._protocol.stolen += 1
                     return victim, last
 
     def _most_loaded(self) -> int | None:
@@ -234,6 +233,7 @@ def microbatches(
     seconds = cost = 0.0  # own work in this minibatch, and its planned cost
     for rank, number in claimed:
         place = places[rank // size]
+        protocol.stolen += rank // size != protocol.transport.rank // size
         begin = now()
         yield place, number
         # The next one is requested: learn from the time until now.
