@@ -123,11 +123,10 @@ def _too_large(rank: int) -> str:
     return str(error.value)
 
 
-def test_too_little_device_memory_is_an_error_before_anything_is_taken():
-    first, second = run_ranks(_too_large)
-    assert first == second
-    assert "of device memory" in first
-    assert "GiB are free" in first
+def test_too_little_device_memory_is_an_error_with_the_sizes_of_the_window():
+    for text in run_ranks(_too_large):
+        assert "if it is out of memory, the window takes" in text
+        assert "GiB were free" in text
 
 
 def _not_allowed(rank: int) -> str:
@@ -137,7 +136,7 @@ def _not_allowed(rank: int) -> str:
         made = transport(rank, device)
     else:
         made = fake_cuda(rank, 2, rendezvous(), uuid="the only one")
-    with pytest.raises(WindowError, match="use one and the same GPU") as error:
+    with pytest.raises(WindowError) as error:
         made.open(contract.SPEC)
     return str(error.value)
 
@@ -145,8 +144,8 @@ def _not_allowed(rank: int) -> str:
 def test_ranks_on_one_gpu_are_refused_unless_allowed():
     device_count = torch.cuda.device_count()
     world_size = max(device_count + 1, 2)
-    messages = run_ranks(_not_allowed, world_size=world_size)
-    assert len(set(messages)) == 1
+    for text in run_ranks(_not_allowed, world_size=world_size):
+        assert "if devices overlap, give every rank a GPU of its own" in text
 
 
 def _dies(rank: int) -> list[Any]:

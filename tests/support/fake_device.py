@@ -185,11 +185,16 @@ class FakeDevice:
         self.adds_plainly = True
 
     def create(self, size: int) -> None:
+        if size > self._facts.free:
+            raise torch.OutOfMemoryError("CUDA out of memory")  # as the driver does
         self._regions[self._rank] = own = MappedWindow.create(HEADER_BYTES + size)
         own.write_header(_SECRET, self._rank)
 
     def attach(self) -> list[Tensor]:
         own = self._regions[self._rank]
+        devices = self._rendezvous(self._facts.uuid)
+        if len(set(devices)) < len(devices):
+            raise RuntimeError("overlapping devices")  # as torch does
         rendezvous = self._rendezvous(Address(boot_id(), os.getpid(), own.fd))
         for peer, address in enumerate(rendezvous):
             if peer != self._rank:
