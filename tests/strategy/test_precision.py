@@ -456,3 +456,27 @@ def test_what_a_precision_does_not_name_stays():
                 assert torch.ones(1).dtype == torch.float64
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class Box(dict[str, Any]):
+    """A mapping with an attribute that a copy of it loses."""
+
+    name = ""
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "is_same"),
+    [
+        ("32-true", torch.float32, True),
+        ("32-true", torch.int64, True),
+        ("bf16-true", torch.bfloat16, True),
+        ("bf16-true", torch.float32, False),
+    ],
+)
+def test_a_batch_is_the_same_object_where_nothing_is_cast(precision, dtype, is_same):
+    box = Box(x=torch.zeros(2, dtype=dtype))
+    box.name = "kept"
+    found = ODCPrecision(precision, "cpu").convert_input(box)
+    assert (found is box) == is_same
+    if not is_same:
+        assert found["x"].dtype is torch.bfloat16

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers.modeling_outputs import BaseModelOutput
 
 from tests.support.fits import Watch, assert_same, fit, one_process
@@ -277,3 +278,32 @@ def test_same_parameters_as_one_process(rank: int, kind: Any, manual: bool, comm
     alone = kind()
     one_process(alone, zip(batches_of(0, 3), batches_of(1, 3), strict=True))
     assert_same(full_parameters(module), full_parameters(alone))
+
+
+@pytest.mark.parametrize("kind", [Kind, Forces])
+@on_ranks(2)
+def test_second_derivatives_train_in_balanced_batches(rank: int, kind: Any) -> None:
+    """The trial of the loss runs without gradients, so batches stay whole, and the gradient is that of one process."""
+    samples = torch.cat(batches_of(0, 4))
+    module = kind()
+    data = DataLoader(list(samples), batch_size=4)  # a step has all of them
+    fit(module, data, balance="auto", use_distributed_sampler=True)
+    alone = kind()
+    one_process(alone, [[samples]])
+    assert_same(full_parameters(module), full_parameters(alone))
+
+
+@on_ranks(2)
+def test_inputs_are_watched_until_a_step_has_ended_unless_a_block_needs_it(rank: int) -> None:
+    watching = {}
+    for kind in (Kind, ChangesInput, OneByOne):
+        module = kind()
+        seen: list[int] = []
+
+        def count(trainer: Any, seen: list[int] = seen) -> None:
+            seen.append(len(trainer.strategy.engine._calls._watching))
+
+        module.on_train_batch_end = lambda *_, count=count, module=module: count(module.trainer)
+        fit(module, batches_of(rank, 1), balance=None)
+        watching[kind] = seen
+    assert watching == {Kind: [0], ChangesInput: [3], OneByOne: [3]}
