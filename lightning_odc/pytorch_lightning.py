@@ -35,15 +35,16 @@ class _OneName(MetaPathFinder, Loader):
         if found is None:
             return None
         is_package = found.submodule_search_locations is not None
-        return ModuleSpec(name, self, loader_state=real, is_package=is_package)
+        return ModuleSpec(name, self, loader_state=found, is_package=is_package)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = import_module(spec.loader_state)
-        self._real_spec = module.__spec__
+        module = import_module(spec.loader_state.name)
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._real_spec  # which importing under another name has replaced
+        spec: Any = module.__spec__  # that of the second name, which the import has put there
+        module.__spec__ = spec.loader_state
 
 
 def _make_one() -> None:

@@ -258,8 +258,9 @@ class CopiesProtocol(Protocol):
 
     def _meet_leaders(self, kind: str, message: bytes) -> list[bytes]:
         def until(ready: Callable[[], bool]) -> None:
-            what = f"at meeting {self._meetings} ({kind})"
-            missing = lambda: f"waiting for {self._leaders.missing} {what}"  # noqa: E731
+            def missing() -> str:
+                return f"waiting for {self._leaders.missing} at meeting {self._meetings} ({kind})"
+
             self.waiter.until(ready, Cause.SETTLE, missing, check=self.peers.check_not_past)
 
         self.peers.begin(Activity.MEET)
