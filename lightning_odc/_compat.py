@@ -42,8 +42,6 @@ group_named: Any = importlib.import_module("torch.distributed.distributed_c10d")
 #: What ``torch.distributions`` draws Gamma, Beta and Dirichlet numbers with; torch has no public names for them.
 standard_gamma: Any = torch._standard_gamma
 sample_dirichlet: Any = torch._sample_dirichlet
-#: The argument of ``F.fractional_max_pool2d`` and its like that says where to pool, instead of places that are drawn.
-POOLING_PLACES = "_random_samples"
 #: Module and name of the function with which torch pickles a ``torch.layout``: in the index of a sharded checkpoint.
 LAYOUT_READER = ("torch.serialization", "_get_layout")
 #: The module in which ``fully_shard`` casts what a unit gets and returns (torch 2.9 to 2.13).

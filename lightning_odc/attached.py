@@ -47,7 +47,8 @@ from lightning_odc.sharding.engines import (
 )
 from lightning_odc.sharding.meshes import meshes_of, place_on
 from lightning_odc.sharding.stepping import by_lists, clip
-from lightning_odc.trial.run import BatchOf, Trial, try_loss
+from lightning_odc.trial.decide import Verdict
+from lightning_odc.trial.run import BatchOf, try_loss
 
 WORDING = Wording(
     name="attach",
@@ -446,7 +447,7 @@ class Loop(Door):
         with self._engine.backward(manual=True, more=True, counts=not attempt.weight.is_weightless):
             loss.backward()
 
-    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Trial:
+    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
         device = next(self._model.parameters()).device
         return try_loss(self.step, batch_of, tokens, self._model.modules(), device, rule=rule)
 

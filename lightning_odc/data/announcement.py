@@ -39,7 +39,7 @@ def _data(loader: BalancedDataLoader) -> str:
 
 
 def _range(lengths: Ints) -> str:
-    return f"from {lengths.min():,} to {lengths.max():,} tokens, {float(lengths.mean()):,.0f} on average"
+    return f"from {lengths.min():,} to {lengths.max():,} long, {float(lengths.mean()):,.0f} on average"
 
 
 def _step(loader: BalancedDataLoader) -> str:

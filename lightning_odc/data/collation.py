@@ -59,10 +59,14 @@ def _padded(probe: Probe, path: Path, axis: int) -> Collation:
 
 
 def _telling(short: Shapes, long: Shapes, together: Shapes) -> Path | None:
-    """A tensor that pads or packs: tokens before others, and what differs between the samples before what does not."""
+    """A tensor that pads or packs: tokens first, then what differs between the samples, then what pads.
+
+    Beside padded images, texts may stand in one row.
+    """
 
     def rank(path: Path) -> tuple[bool, ...]:
-        return "input_ids" not in path, short[path] == long[path]
+        joins = _joins(short[path], long[path], together[path])
+        return "input_ids" not in path, short[path] == long[path], joins
 
     common = [path for path in together if path in short and path in long]
     for path in sorted(common, key=rank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,12 +22,13 @@ class LabelCounter:
 
     # keys and indices that lead to the tensor. `labels` alone are searched for, also inside lists and tuples.
     path: tuple[Any, ...] = ("labels",)
-    ignored: float | None = IGNORE_INDEX  # the entries that do not count; `None`: the tensor is summed
+    # the entries that do not count; infinity: those that are not finite; `None`: the tensor is summed
+    ignored: float | None = IGNORE_INDEX
     skips_first: bool = False  # the first column does not count, since the loss shifts
 
     def of(self, batch: Any) -> Tensor | None:
         """The count, a scalar in float64 on the device of the tensor; ``None`` for a batch without that tensor."""
-        if self.path == ("labels",):
+        if self.path == ("labels",) and self.ignored != math.inf:
             found = named(batch, "labels")
             if found is not None and (found.is_floating_point() or found.dtype is torch.bool):
                 return None  # targets of a regression, or of several classes at once
@@ -37,8 +39,8 @@ class LabelCounter:
         if self.skips_first and found.dim() > 1:
             found = found[..., 1:]
         if self.ignored is not None:
-            found = found != self.ignored
-        return found.sum().double()
+            found = found.isfinite() & (found != self.ignored)
+        return found.double().sum()
 
     def __str__(self) -> str:
         if self.path == ("labels",) and self.ignored == IGNORE_INDEX:
@@ -48,6 +50,8 @@ class LabelCounter:
             name += "[:, 1:]"
         if self.ignored is None:
             return f"the sum of {name}"
+        if math.isinf(self.ignored):
+            return f"the finite entries of {name}"
         return f"the entries of {name} that are not {self.ignored:g}"
 
 

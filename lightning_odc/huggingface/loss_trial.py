@@ -25,7 +25,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from lightning_odc.data.weighting import Rule
 from lightning_odc.trial import run
 from lightning_odc.trial.decide import Verdict
-from lightning_odc.trial.run import BatchOf, Step, Trial
+from lightning_odc.trial.run import BatchOf, Step
 from lightning_odc.trial.samples import TrialSamples
 from lightning_odc.trial.untouched import restorer
 
@@ -45,7 +44,7 @@ LossOf = Callable[[Any, int], Tensor]
 """What ``Trainer`` makes of the loss of a batch, in a step of so many equal batches."""
 
 
-def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Trial:
+def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
     """What microbatches count; see Note [What Trainer computes]."""
     copies = trainer.args.gradient_accumulation_steps
     scales: list[float] = []
@@ -61,9 +60,9 @@ def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Trial:
 
     trial = try_loss(trainer, step, samples.batch_of, samples.tokens)
     if not scales or max(scales) - min(scales) > _SCALES_DIFFER * abs(scales[0]):
-        reason = trial.verdict.reason or "it depends on the number of items, or on other ranks"
-        return replace(trial, verdict=Verdict(None, reason))
-    if trial.verdict.rule is not None and scales[0] > 1 + _SCALES_DIFFER and trainer.is_world_process_zero():
+        reason = trial.reason or "it depends on the number of items, or on other ranks"
+        return Verdict(None, reason, communicates=trial.communicates)
+    if trial.rule is not None and scales[0] > 1 + _SCALES_DIFFER and trainer.is_world_process_zero():
         warnings.warn(
             f"Trainer alone does not divide this loss by the {copies} batches that it accumulates, so its gradients "
             f"are {copies} times as large as here, where the loss of a step is the mean over them. To have the mean "
@@ -75,7 +74,7 @@ def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Trial:
 
 def try_loss(
     trainer: Any, step: Step, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None
-) -> Trial:
+) -> Verdict:
     """As `lightning_odc.trial.run.try_loss`, with what ``compute_loss`` may reach."""
     attributes = dict(vars(trainer))
     modules = [value for value in attributes.values() if isinstance(value, nn.Module)]

@@ -16,7 +16,8 @@ from lightning_odc.huggingface import loss_trial
 from lightning_odc.run.attempt import Attempt
 from lightning_odc.run.minibatch import Arrived, Door
 from lightning_odc.run.wording import Wording
-from lightning_odc.trial.run import BatchOf, Trial
+from lightning_odc.trial.decide import Verdict
+from lightning_odc.trial.run import BatchOf
 from lightning_odc.trial.samples import TrialSamples
 
 
@@ -68,7 +69,7 @@ class TrainerSteps(Door):
         with self.engine.backward(manual=True, more=True, counts=not attempt.weight.is_weightless):
             self._backward(loss)
 
-    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Trial:
+    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
         def step(batch: Any) -> Tensor:
             self.engine.begin_forward()
             with loss_trial.apart(self._trainer, lambda value: value):
@@ -78,7 +79,7 @@ class TrainerSteps(Door):
 
     # -- as a host of a session ---------------------------------------------------------------------------
 
-    def try_samples(self, samples: TrialSamples) -> Trial:
+    def try_samples(self, samples: TrialSamples) -> Verdict:
         return loss_trial.trial_of(self._trainer, self._loss_of, samples)
 
     def packing_trouble(self) -> str:

@@ -25,7 +25,7 @@ from lightning_odc.run.measurements import Measured, Measurements
 from lightning_odc.trial.audit import Audit
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.parts import PartRules
-from lightning_odc.trial.run import BatchOf, Trial
+from lightning_odc.trial.run import BatchOf
 
 Arrived = Callable[[object], object]
 """Takes what a step returned, goes backward, and returns what the step returns to its caller."""
@@ -40,7 +40,7 @@ class Door(Protocol):
     def backward(self, loss: Tensor, attempt: Attempt) -> None:
         """Run a backward pass."""
 
-    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Trial:
+    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
         """What the loss is a mean over; see Note [The loss is tried]. It leaves no trace."""
 
     def move(self, microbatch: Any) -> Any:
@@ -274,9 +274,7 @@ class Runner:
     def _rule_of_parts(self, microbatch: object) -> Verdict:
         """What parts of a microbatch count, which only its tensors can tell; tried with some of its samples."""
         batch = self.batch
-        verdict = self._rules_of_parts.of(
-            microbatch, lambda batch_of, sizes: self.door.try_loss(batch_of, sizes).verdict
-        )
+        verdict = self._rules_of_parts.of(microbatch, self.door.try_loss)
         if verdict.rule == Rule("sum"):
             if not batch.is_sum and batch.weight_kind is not WeightKind.MEAN:
                 return Verdict(None, 'its loss is a sum: return {"loss": loss, "num_items": n}')
@@ -284,7 +282,7 @@ class Runner:
         return verdict
 
     def _try_rule(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule) -> Verdict:
-        verdict = self.door.try_loss(batch_of, tokens, rule).verdict
+        verdict = self.door.try_loss(batch_of, tokens, rule)
         if verdict.has_failed:
             self._engine.undo()
         return verdict

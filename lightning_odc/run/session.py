@@ -30,7 +30,6 @@ from lightning_odc.errors import DisagreementError
 from lightning_odc.run.wording import Wording
 from lightning_odc.trial.audit import Audit
 from lightning_odc.trial.decide import Verdict
-from lightning_odc.trial.run import Trial
 from lightning_odc.trial.samples import TrialSamples
 from lightning_odc.trial.together import try_together
 
@@ -59,7 +58,7 @@ class Host(Protocol):
     repeats: bool  # whether runs must be bit-equal
     levels_whole: bool  # whether batches that stay whole may move from rank to rank
 
-    def try_samples(self, samples: TrialSamples) -> Trial:
+    def try_samples(self, samples: TrialSamples) -> Verdict:
         """What the loss of some samples is a mean over."""
 
     def packing_trouble(self) -> str:
@@ -216,7 +215,7 @@ class Session:
         self._known = replace(self._known, whole="fixed" if self._known.meets else "movable")
         if not self._has_announced:
             self.host.say(
-                f"Samples have {gain.shortest} to {gain.longest} tokens: balancing would gain less than 2 %."
+                f"Samples are {gain.shortest} to {gain.longest} long: balancing would gain less than 2 %."
             )
 
     def _find_rule(self, loader: BalancedDataLoader, is_last_chance: bool = False) -> None:
@@ -235,12 +234,12 @@ class Session:
         loader.adapt(self.decided)
 
     def _try_samples(self, samples: TrialSamples) -> Verdict:
-        trial = self.host.try_samples(samples)
-        self._communicates = trial.communicates
-        if trial.communicates:
+        verdict = self.host.try_samples(samples)
+        self._communicates = verdict.communicates
+        if verdict.communicates:
             step = self.host.wording.step
             return Verdict(None, f"{step} talks to other ranks, so all must run equally many batches")
-        return trial.verdict
+        return verdict
 
     def _announce(self) -> None:
         loader = self.loader
@@ -319,12 +318,9 @@ class Session:
             effect = "Your batches stay whole"
             gain = loader.planned_gain(self._known)
             # Rows of a fixed length have the same padding in every plan.
-            if gain is not None and gain.balanced_padding < gain.padding:
+            if gain is not None and gain.factor >= _WORTH_BALANCING and gain.balanced_padding < gain.padding:
                 effect += f", which keeps the padding ({gain.padding:.0%} of the computed tokens)"
-        said = f"{effect}: {verdict.reason}."
-        if self._communicates:
-            return said
-        return f"{said} {self._what_helps()}"
+        return f"{effect}: {verdict.reason}. {self._what_helps()}".rstrip()
 
     def _what_helps(self) -> str:
         """The line to write, see `Verdict.remedy`."""
@@ -332,6 +328,8 @@ class Session:
         remedy = self._verdict.remedy
         if remedy == "num_items":
             return wording.num_items
+        if not remedy:
+            return ""
         line = f'BalancedDataLoader(..., weighting="{remedy}")'
         if self._is_converted:
             line = wording.write_to_loader("weighting", remedy)

@@ -12,7 +12,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_odc.data.weighting import Rule
 from lightning_odc.strategy.logbook import replaced_log
 from lightning_odc.trial import run
-from lightning_odc.trial.run import BatchOf, Step, Trial
+from lightning_odc.trial.decide import Verdict
+from lightning_odc.trial.run import BatchOf, Step
 from lightning_odc.trial.untouched import restorer
 
 
@@ -23,7 +24,7 @@ def try_loss(
     batch_of: BatchOf,
     tokens: Sequence[int],
     rule: Rule | None = None,
-) -> Trial:
+) -> Verdict:
     """As `lightning_odc.trial.run.try_loss`, with what a ``training_step`` may reach."""
     trainer = module.trainer
     restores = [restorer(vars(config.scheduler)) for config in trainer.lr_scheduler_configs]

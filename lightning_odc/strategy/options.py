@@ -64,7 +64,7 @@ WORDING = Wording(
     loader_option='ODCStrategy(%s="%s")',
     step="training_step",
     equal_counts="Every rank then runs equally many microbatches, and balanced plans are made so.",
-    num_items="Let training_step return, with the n that the loss is a mean over,\n"
+    num_items="If it is a mean over n items that training_step counts, let it return\n"
     '    {"loss": loss * n, "num_items": n}',
     make_room="Make room: activation_checkpointing_policy={Block} or cpu_offload=True in ODCStrategy(...), "
     'Trainer(precision="bf16-mixed"), shorter samples',

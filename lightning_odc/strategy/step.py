@@ -53,7 +53,8 @@ from lightning_odc.strategy.model_facts import packing_trouble
 from lightning_odc.strategy.options import WORDING
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
-from lightning_odc.trial.run import BatchOf, Trial
+from lightning_odc.trial.decide import Verdict
+from lightning_odc.trial.run import BatchOf
 from lightning_odc.trial.samples import TrialSamples
 
 
@@ -221,7 +222,7 @@ class Training(Door):
     def forget(self) -> None:
         self._logbook.drop()
 
-    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Trial:
+    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
         args, _ = self._arguments
         if not args and is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2):
             args = (0,)  # before the first batch
@@ -234,7 +235,7 @@ class Training(Door):
 
     # -- as a host of the session -------------------------------------------------------------------------
 
-    def try_samples(self, samples: TrialSamples) -> Trial:
+    def try_samples(self, samples: TrialSamples) -> Verdict:
         trial = self.try_loss(lambda group: self.move(samples.batch_of(group)), samples.tokens)
         if self._strategy.options.context_parallel_size > 1:  # it talks inside of a group
             trial = replace(trial, communicates=False)

@@ -5,7 +5,7 @@ Note [A trial without chance]
 Losses can be compared if they differ by nothing but the samples. So while a step is tried, a ``TorchFunctionMode`` is
 between its code and torch. It computes in float64: 16-bit rounding is ten times the difference between the losses of an
 untrained model. It leaves dropout out, in training mode, in which batch norm shows that it couples samples. Random
-numbers are constants: their mean, or a permutation that mixes up samples, so that mixup shows. Where float64 fails, say
+numbers are constants, or a permutation that mixes up samples, so that mixup shows. Where float64 fails, say
 in a kernel of the user's, the step runs in its own arithmetic. Kernels of quantised weights do not fail, but write
 nothing: see `dequantise`.
 """
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_odc import _compat
+from lightning_odc.data.content import tensors_of
 from lightning_odc.trial.chance import CONSTANTS, DROPOUTS, calmed
 
 #: Code that moves bytes and must find them as they are, as registered operators do that it calls.
@@ -33,7 +34,7 @@ _WIDENS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 #: Code of torch that is between a caller and the function that it calls.
 _DISPATCHING = {"torch.overrides", "torch.functional", "torch.nn.functional", "torch._tensor"}
 _DISPATCHING |= {"torch.autograd.grad_mode"}
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Functions that look at a tensor and compute nothing, for which a large parameter is not converted.
 _LOOKS = {"__get__", "__len__", "size", "dim", "numel", "stride", "data_ptr"}
 _LOOKS |= {"is_floating_point", "is_contiguous"}
@@ -64,17 +65,16 @@ class WithoutChance(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__") in _DISPATCHING:
+        while frame.f_globals.get("__name__") in _DISPATCHING:
             frame = frame.f_back
-        caller = ""
-        if frame is not None:
-            caller = str(frame.f_globals.get("__name__", ""))
+        caller = str(frame.f_globals.get("__name__"))
         if func is Tensor.to and caller == _compat.CASTS_INPUTS and args[0].dtype is torch.float64:
             return args[0]  # what a unit gets or returns, which mixed precision would narrow
         if type(func).__module__ == "torch._ops" or caller.startswith(_UNTOUCHED_CODE):
             return func(*args, **kwargs)
         if func in DROPOUTS:
-            return self._widened(args[0] if args else kwargs["input"])
+            kept = args or (kwargs["input"],)
+            return self._widened(kept[0])
         if func in CONSTANTS:
             self._draws += 1
             if self._draws > _MOST_DRAWS:
@@ -92,38 +92,34 @@ class WithoutChance(TorchFunctionMode):
             return self._widened(args[0])
         is_in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
         if not is_in_place and "out" not in kwargs:
-            return func(*self._widened(args), **self._widened(kwargs))
+            args, kwargs = apply_to_collection((args, kwargs), (Tensor, torch.dtype), self._widened)
+            return func(*args, **kwargs)
         # What is written to keeps its dtype, and the rest takes it.
-        written = args[:1]
-        others = args[1:]
-        if written and written[0].dtype in _NARROW:
-            dtype = written[0].dtype
-            others = apply_to_collection(
-                others, Tensor, lambda t: t.to(dtype) if t.dtype is torch.float64 else t
-            )
-        else:
-            others = self._widened(others)
-        return func(*written, *others, **kwargs)
+        written, *others = args
+        if written.dtype in _FLOATS:
+            others = apply_to_collection(others, Tensor, partial(_like, written.dtype))
+        return func(written, *others, **kwargs)
 
     def _widened(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            is_plain = type(value) in (Tensor, nn.Parameter) and value.dtype in (*_NARROW, torch.float64)
-            if not self._wide or not is_plain:
-                return value
-            wide = value.double()
-            if self._shakes and isinstance(value, nn.Parameter) and value.requires_grad:
-                # A copy of a trained parameter may be trained, too, and then both must not stay equal.
-                place = self._shaken.setdefault(value, len(self._shaken))
-                end = 0.1 * math.cos(place)
-                wide = wide + torch.linspace(-end, end, wide.numel()).to(wide).view_as(wide)
-            return wide
-        if isinstance(value, torch.dtype):
-            return torch.float64 if value in _NARROW else value
-        if isinstance(value, dict):
-            return {key: self._widened(inner) for key, inner in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)([self._widened(inner) for inner in value])
-        return value
+        """A tensor or a dtype in float64."""
+        if isinstance(value, torch.dtype) and value in _FLOATS:
+            return torch.float64
+        if not self._wide or type(value) not in (Tensor, nn.Parameter) or value.dtype not in _FLOATS:
+            return value
+        wide = value.double()
+        if self._shakes and isinstance(value, nn.Parameter) and value.requires_grad:
+            # A copy of a trained parameter may be trained, too, and then both must not stay equal.
+            place = self._shaken.setdefault(value, len(self._shaken))
+            end = 0.1 * math.cos(place)
+            wide = wide + torch.linspace(-end, end, wide.numel()).to(wide).view_as(wide)
+        return wide
+
+
+def _like(dtype: torch.dtype, value: Tensor) -> Tensor:
+    """A tensor of floating-point numbers in this dtype."""
+    if value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
 def dequantise(modules: Iterable[nn.Module]) -> None:
@@ -142,8 +138,5 @@ def _dequantised(layer: Any, x: Tensor) -> Tensor:
 
 def _is_wide(value: Any) -> bool:
     """Whether a parameter is in it, or what was computed in float64."""
-    if isinstance(value, Tensor):
-        return isinstance(value, nn.Parameter) or value.dtype is torch.float64
-    if isinstance(value, dict):
-        return any(map(_is_wide, value.values()))
-    return type(value) in (list, tuple) and any(map(_is_wide, value))
+    tensors = [tensor for _, tensor in tensors_of(value)]
+    return any(isinstance(tensor, nn.Parameter) or tensor.dtype is torch.float64 for tensor in tensors)

@@ -72,7 +72,9 @@ class Audit:
             return some_of(task.microbatch, [samples[position] for position in group])
 
         verdict = try_rule(batch_of, [sizes[sample] for sample in samples], self.rule)
-        return "" if verdict.has_failed else verdict.reason
+        if verdict.has_failed:
+            return ""
+        return verdict.reason
 
     def _sizes(self, task: Task) -> list[int]:
         """The tokens of the samples, or 1 each; empty where it has a single one, or it does not show them."""

@@ -1,14 +1,13 @@
 """What functions of random numbers return while a loss is tried: constants, which are the same for every sample.
 
-A constant is the middle of what a function draws: its mean or its median. A permutation is a reversal, so that samples
-that a step mixes are seen to be mixed. Constants are written over what was drawn, and so have its shape, dtype and
-device. Every function of torch that draws, by torch's own list, is in one of these tables, or is called by one that is.
-A test compares them.
+Numbers are 0.5, or the middle of the bounds that a function gets. A permutation is a reversal, so that samples that a
+step mixes are seen to be mixed. Constants are written over what was drawn, and so have its shape, dtype and device.
+A function that is in none of these tables draws other numbers for a sample alone than among others. So no rule explains
+the loss, and batches stay whole. A test says which functions of torch that are.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -41,19 +40,9 @@ CALM: dict[Any, tuple[int, str, Any]] = {
     F.scaled_dot_product_attention: (4, "dropout_p", 0.0),
     F.multi_head_attention_forward: (10, "dropout_p", 0.0),
     torch.native_dropout: (1, "p", 0.0),
-    torch.rrelu: (3, "training", False),
-    torch.rrelu_: (3, "training", False),
-    F.rrelu: (3, "training", False),
 }
 #: Networks. Their only argument that is a `float` is their dropout.
 RECURRENT: tuple[Any, ...] = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-#: Pooling at random places, and the number of dimensions that are pooled.
-POOLING: dict[Any, int] = {
-    F.fractional_max_pool2d: 2,
-    F.fractional_max_pool2d_with_indices: 2,
-    F.fractional_max_pool3d: 3,
-    F.fractional_max_pool3d_with_indices: 3,
-}
 
 
 def calmed(
@@ -67,12 +56,6 @@ def calmed(
         return args, {**kwargs, name: value}
     if func in RECURRENT:
         return apply_to_collection((args, kwargs), float, lambda _: 0.0)
-    if func in POOLING:
-        pooled: Tensor = args[0] if args else kwargs["input"]
-        dimensions = POOLING[func]
-        *batch, channels = pooled.shape[:-dimensions]
-        places = pooled.new_full((*(batch or [1]), channels, dimensions), 0.5)
-        return args, {**kwargs, _compat.POOLING_PLACES: places}
     return args, kwargs
 
 
@@ -83,25 +66,16 @@ def _half(made: Tensor, *_: Any, **__: Any) -> Tensor:
     return made.fill_(0.5)
 
 
-def _zero(made: Tensor, *_: Any, **__: Any) -> Tensor:
-    return made.zero_()
-
-
 def _between(made: Tensor, *numbers: Any, **named: Any) -> Tensor:
-    """The middle of ``(low, high)``, or of ``(high,)`` and 0."""
-    bounds = [number for number in numbers if isinstance(number, int | float)]
-    for names in (("low", "from"), ("high", "to")):
-        bounds += [named[name] for name in names if isinstance(named.get(name), int | float)]
-    middle = sum(bounds[:2]) / 2
-    return made.fill_(middle if made.is_floating_point() else int(middle))
-
-
-def _uniform(made: Tensor, _: Tensor, *bounds: float, **named: Any) -> Tensor:
-    return _between(made, *bounds, **named) if bounds or named else made.fill_(0.5)
+    """The middle of ``(low, high)``, or of ``(high,)`` and 0, rounded down for integers."""
+    bounds = [number for number in (*numbers, *named.values()) if type(number) in (int, float)]
+    return made.fill_(sum(bounds or [1]) / 2)
 
 
 def _likelier(made: Tensor, input: Any, p: Any = None, **_: Any) -> Tensor:  # noqa: A002 - torch's name
-    likely = torch.as_tensor(input if p is None else p) >= 0.5
+    if p is None:
+        p = input
+    likely = torch.as_tensor(p) >= 0.5
     return made.copy_(likely.expand_as(made))
 
 
@@ -112,17 +86,8 @@ def _most_likely(made: Tensor, input: Tensor, num_samples: int, *_: Any, **__: A
     return made.copy_(order[..., places])
 
 
-def _softmax(
-    made: Tensor,
-    logits: Tensor,
-    tau: float = 1.0,
-    hard: bool = False,
-    _: float = 0.0,
-    dim: int = -1,
-    **__: Any,
-) -> Tensor:
-    if hard:
-        return made.zero_().scatter_(dim, logits.argmax(dim, keepdim=True), 1.0)
+def _softmax(made: Tensor, logits: Tensor, tau: float = 1.0, *_: Any, dim: int = -1, **__: Any) -> Tensor:
+    """Also where a single choice is asked for: what matters is that a sample gets the same numbers in any batch."""
     return made.copy_((logits / tau).softmax(dim))
 
 
@@ -130,29 +95,22 @@ def _softmax(
 CONSTANTS: dict[Any, Callable[..., Tensor]] = {
     torch.rand: _half,
     torch.rand_like: _half,
-    torch.randn: _zero,
-    torch.randn_like: _zero,
+    torch.randn: _half,
+    torch.randn_like: _half,
     torch.randint: _between,
     torch.randint_like: _between,
     torch.randperm: lambda made, *_, **__: made.copy_(torch.arange(len(made)).flip(0)),
-    torch.normal: lambda made, mean=0.0, *_, **__: made.copy_(torch.as_tensor(mean).expand_as(made)),
+    torch.normal: _half,
     torch.bernoulli: _likelier,
     torch.multinomial: _most_likely,
-    torch.poisson: lambda made, input, *_, **__: made.copy_(input.round()),  # noqa: A006 - torch's name
-    torch.binomial: lambda made, count, prob, *_, **__: made.copy_((count * prob).round()),
-    _compat.standard_gamma: lambda made, input, *_, **__: made.copy_(input),  # noqa: A006
-    _compat.sample_dirichlet: lambda made, input, *_, **__: made.copy_(  # noqa: A006
-        input / input.sum(-1, keepdim=True)
-    ),
+    _compat.standard_gamma: _half,
+    _compat.sample_dirichlet: lambda made, *_, **__: made.fill_(1.0 / made.size(-1)),
     F.gumbel_softmax: _softmax,
     Tensor.bernoulli: _likelier,
     Tensor.multinomial: _most_likely,
-    Tensor.uniform_: _uniform,
+    Tensor.uniform_: _between,
     Tensor.random_: _between,
-    Tensor.normal_: lambda made, _, mean=0.0, *__, **___: made.fill_(mean),
-    Tensor.log_normal_: lambda made, _, mean=1.0, *__, **___: made.fill_(math.exp(mean)),
-    Tensor.cauchy_: lambda made, _, median=0.0, *__, **___: made.fill_(median),
-    Tensor.exponential_: lambda made, _, lambd=1.0, **__: made.fill_(1.0 / lambd),
-    Tensor.geometric_: lambda made, _, p, **__: made.fill_(round(1.0 / p)),
+    Tensor.normal_: _half,
+    Tensor.exponential_: _half,
     Tensor.bernoulli_: lambda made, _, p=0.5, **__: _likelier(made, None, p),
 }

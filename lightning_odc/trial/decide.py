@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -39,8 +39,6 @@ _MISFIT = 1e-6
 _CLASSES = 16
 #: The same for the ends of a padded table.
 _PADS = 3
-
-UNEXPLAINED = "the loss of samples together is not a weighted mean of their losses"
 
 Counts = Mapping[Rule, float]
 """What samples count, by rule."""
@@ -62,12 +60,13 @@ class Verdict:
     rule: Rule | None  # what a microbatch counts; `None` if nothing explains the losses
     reason: str = ""  # why there is none
     has_failed: bool = False  # an exception has ended it
+    communicates: bool = False  # the step talks to other ranks
     # what may help where there is none: a weighting, or `"num_items"`, which the step would have to return
-    remedy: str = "sample"
+    remedy: str = ""
 
 
 def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> Verdict:
-    """Which rule explains all losses; see Note [The loss is tried]. A group that was tried twice must have one loss.
+    """Which rule explains all losses; see Note [The loss is tried].
 
     Args:
         tried: The losses.
@@ -75,18 +74,15 @@ def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> 
         chosen: The rule that explained some of them, before others were added.
     """
     alone = alone_in(tried)
-    together = [group for group in tried if len(group.samples) > 1]
-    groups = {group.samples: group for group in together}
-    if not all(math.isfinite(group.loss) for group in groups.values()):
+    groups = [group for group in tried if len(group.samples) > 1]
+    finite = [abs(group.loss) for group in groups if math.isfinite(group.loss)]
+    bound = noise * max(finite, default=0.0)
+    fitting = [rule for rule in tried[0].counts if _explains(rule, alone, groups, bound)]
+    if not fitting and len(finite) < len(groups):
         return Verdict(None, "a loss is not finite")
-    bound = noise * max(abs(group.loss) for group in groups.values())
-    for group in together:
-        again = groups[group.samples]
-        if abs(group.loss - again.loss) > bound:
-            return Verdict(None, "the loss of the same samples changes from call to call")
-    fitting = [rule for rule in tried[0].counts if _explains(rule, alone, groups.values(), bound)]
     if not fitting and chosen is None:
-        return Verdict(None, UNEXPLAINED)
+        reason = "nothing in the batch explains the loss of samples together as a mean of their losses"
+        return Verdict(None, reason, remedy="num_items")
     if not fitting:
         reason = (
             f"what explains some samples does not explain others ({chosen}; training_step may cut or leave out "
@@ -97,7 +93,7 @@ def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> 
     others = [other for other in fitting if not _agree(other, rule, tried)]
     if others:
         reason = f"the losses of all samples are too equal to tell whether it is a {rule}, or a {others[0]}"
-        remedy: str = rule.weighting
+        remedy = str(rule.weighting)
         if rule.counter == LabelCounter():
             remedy = "label"
         elif rule.counter is not None:
@@ -111,25 +107,11 @@ def alone_in(tried: Sequence[Tried]) -> dict[int, Tried]:
     return {single.samples[0]: single for single in tried if len(single.samples) == 1}
 
 
-def with_unknown_counts(tried: Sequence[Tried]) -> list[Tried]:
-    """The same losses, with the counts that samples must have if it is a mean: as pairs with the first one tell."""
-    first = tried[0]
-    alone = alone_in(tried)
-    counts = dict.fromkeys(first.samples, 1.0)
-    for pair in tried:
-        if len(pair.samples) == 2 and pair.samples[:1] == first.samples:
-            other = pair.samples[1]
-            # L(ab) = (w_a L(a) + w_b L(b)) / (w_a + w_b)
-            of_first = first.loss - pair.loss
-            of_second = pair.loss - alone[other].loss
-            counts[other] = of_first / of_second if of_second else math.nan
-    unknown = Rule("num_items")
-    return [replace(group, counts={unknown: sum(map(counts.__getitem__, group.samples))}) for group in tried]
-
-
 def _explains(rule: Rule, alone: Mapping[int, Tried], groups: Iterable[Tried], bound: float) -> bool:
     """Whether a rule's counts add up, and its predictions are right, but for rounding."""
     for group in groups:
+        if not group.counts.get(rule) and not abs(group.loss) > 0:
+            continue  # a mean over nothing is NaN, or 0
         losses = [alone[sample].loss for sample in group.samples]
         finite = list(filter(math.isfinite, losses))
         spread = max(finite, default=0.0) - min(finite, default=0.0)
@@ -216,7 +198,10 @@ def rules_of(batch: Any) -> list[Rule]:
 def _ignored_in(tensor: Tensor) -> list[float | None]:
     """The entries of a tensor that may be ignored ones; ``None``: it may be summed."""
     if tensor.is_floating_point():
-        return [0, None]
+        ignored: list[float | None] = [0, None]
+        if not tensor.isfinite().all():
+            ignored.append(math.inf)
+        return ignored
     common: list[float | None] = [*_common(tensor[..., [0, -1]], _PADS)]
     if tensor.dim() == 1:
         common = [*_common(tensor, _CLASSES), None]

@@ -17,7 +17,6 @@ from lightning_odc.progress import progress
 from lightning_odc.trial.arithmetic import WithoutChance, dequantise
 from lightning_odc.trial.collectives import CollectiveListener
 from lightning_odc.trial.decide import (
-    UNEXPLAINED,
     Tried,
     Verdict,
     alone_in,
@@ -25,7 +24,6 @@ from lightning_odc.trial.decide import (
     counts_of,
     decide,
     rules_of,
-    with_unknown_counts,
 )
 from lightning_odc.trial.samples import Group, distinguishing, groups_to_confirm, groups_to_try
 from lightning_odc.trial.untouched import Restore, untouched
@@ -39,14 +37,6 @@ _NOISE = {torch.float64: 1e-11, torch.float32: 4e-6}
 _NOISE_OF_16_BITS = 2e-2
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What came out of running a step."""
-
-    verdict: Verdict
-    communicates: bool  # whether the step talks to other ranks
-
-
 def try_loss(
     step: Step,
     batch_of: BatchOf,
@@ -55,7 +45,7 @@ def try_loss(
     device: torch.device,
     restores: Iterable[Restore] = (),
     rule: Rule | None = None,
-) -> Trial:
+) -> Verdict:
     """Which rule explains the loss of a step, and whether the step talks to other ranks; Note [The loss is tried].
 
     Args:
@@ -73,18 +63,21 @@ def try_loss(
         dequantise(touched)
         losses = Losses(step, batch_of, tokens, restore_random_numbers, listener, WithoutChance(wide=True))
         try:
-            verdict = losses.verdict() if rule is None else losses.verdict_on(rule)
+            if rule is None:
+                verdict = losses.verdict()
+            else:
+                verdict = losses.verdict_on(rule)
         except Exception as error:  # whatever it is, training will meet it, too
             text = next(iter(str(error).splitlines()), "")
             reason = f"a trial of training_step failed ({type(error).__name__}: {text})"
-            return Trial(Verdict(None, reason, has_failed=True), listener.heard)
+            return Verdict(None, reason, has_failed=True, communicates=listener.heard)
     if verdict.rule is None and losses.draw_elsewhere:
         reason = (
             f"{verdict.reason}, and training_step draws random numbers with numpy or random: the trial holds "
             "torch's constant, so draw with torch"
         )
         verdict = replace(verdict, reason=reason)
-    return Trial(verdict, listener.heard)
+    return replace(verdict, communicates=listener.heard)
 
 
 @dataclass
@@ -110,17 +103,7 @@ class Losses:
             chosen = verdict.rule
             tried += self.of_confirming_groups(tried, chosen)
             verdict = decide(tried, self.noise, chosen)
-        if verdict.reason == UNEXPLAINED and self.is_some_mean(tried):
-            return Verdict(
-                None, "it is a mean over something that no tensor of the batch counts", remedy="num_items"
-            )
         return verdict
-
-    def is_some_mean(self, tried: list[Tried]) -> bool:
-        """Whether a loss that no rule explains is a mean all the same: over frames that the step chooses, say."""
-        first, *others = alone_in(tried)
-        tried += self.of([(first, other) for other in others])
-        return decide(with_unknown_counts(tried), self.noise).rule is not None
 
     def of_telling_groups(self) -> list[Tried]:
         """The losses of samples in which rules differ, alone and together."""
@@ -154,7 +137,9 @@ class Losses:
         everything = tuple(range(len(self.tokens)))
         tried = self._of_either([*((sample,) for sample in everything), everything])
         reason = contradiction(tried, self.noise, rule)
-        return Verdict(None if reason else rule, reason)
+        if reason:
+            return Verdict(None, reason)
+        return Verdict(rule)
 
     def _of_either(self, groups: Sequence[Group]) -> list[Tried]:
         """As `of`; in the step's own arithmetic where float64 fails."""
@@ -179,16 +164,17 @@ class Losses:
                     contexts.enter_context(self.listener)
                 output = self.step(self.arithmetic.entered(batch))
             self.draw_elsewhere |= _chance_elsewhere() != before
-            named = output if isinstance(output, Mapping) else {"loss": output}
-            loss = named["loss"]
+            loss = output
+            if isinstance(output, Mapping):
+                loss = output["loss"]
             if not isinstance(loss, Tensor):
                 raise TypeError(f"it returned {type(output).__name__}, not a loss")
             self.noise = _NOISE.get(loss.dtype, _NOISE_OF_16_BITS)
             value = float(loss)
-            items = named.get("num_items")
-            if items is not None:
-                counts = {Rule("num_items"): float(items)}
-                value /= float(items) or 1.0
+            if isinstance(output, Mapping) and output.get("num_items") is not None:
+                items = float(output["num_items"])
+                counts = {Rule("num_items"): items}
+                value /= items or 1.0
             tried.append(Tried(group, value, counts))
         return tried
 
@@ -202,5 +188,4 @@ class Losses:
 
 def _chance_elsewhere() -> object:
     """The states of the global generators of Python and numpy."""
-    _, words, *place = np.random.get_state()
-    return random.getstate(), np.asarray(words).tobytes(), place
+    return random.getstate(), repr(np.random.get_state())

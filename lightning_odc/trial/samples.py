@@ -6,10 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from lightning_odc.data.content import some_rows, tensors_of
-from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.data.content import digest_of, some_rows
 from lightning_odc.data.probe import Probe
 from lightning_odc.data.rng import isolated_rng, seed_rng
 from lightning_odc.trial.decide import Counts
@@ -19,13 +16,7 @@ Group = tuple[int, ...]
 
 _TRIED = 6  # samples
 #: So many others confirm a rule.
-_CONFIRM_USUAL = 2
-_CONFIRM_UNUSUAL = 6
-
-
-def samples_of(loader: BalancedDataLoader) -> TrialSamples:
-    """Samples of a loader, whose data set stays as it is; ``ValueError`` for a stream that can be read only once."""
-    return TrialSamples(loader.probe())
+_CONFIRMING = {True: 2, False: 6}  # by whether it is usual
 
 
 class TrialSamples:
@@ -41,7 +32,7 @@ class TrialSamples:
         # A random `collate_fn` (it masks some tokens, say) would show a sample alone in one way and among
         # others in another. So where it is, all batches are rows of a single one.
         self._whole = self._collated(everything, seed=0)
-        if _are_equal(self._whole, self._collated(everything, seed=1)):
+        if digest_of(self._whole) == digest_of(self._collated(everything, seed=1)):
             self._whole = None
 
     def batch_of(self, group: Sequence[int]) -> Any:
@@ -54,12 +45,6 @@ class TrialSamples:
         with isolated_rng():
             seed_rng(seed)
             return self._collate_fn([copy.deepcopy(self._samples[position]) for position in group])
-
-
-def _are_equal(batch: Any, other: Any) -> bool:
-    """Whether two batches hold equal tensors."""
-    pairs = zip(tensors_of(batch), tensors_of(other), strict=True)
-    return all(torch.equal(mine.nan_to_num(), theirs.nan_to_num()) for (_, mine), (_, theirs) in pairs)
 
 
 def distinguishing(counts: Sequence[Counts]) -> list[int]:
@@ -86,15 +71,9 @@ def distinguishing(counts: Sequence[Counts]) -> list[int]:
 
 
 def groups_to_try(chosen: Sequence[int]) -> list[Group]:
-    """Each sample alone, two pairs, all of them, and the first pair again: ten groups of six samples."""
+    """Each sample alone, a pair, and all of them: eight groups of six samples."""
     groups: list[Group] = [(sample,) for sample in chosen]
-    pair = (chosen[0], chosen[-1])
-    groups.append(pair)
-    if len(chosen) > 3:
-        groups.append((chosen[1], chosen[2]))
-    if len(chosen) > 2:
-        groups.append(tuple(chosen))
-    return [*groups, pair]
+    return [*groups, (chosen[0], chosen[-1]), tuple(chosen)]
 
 
 def groups_to_confirm(others: Sequence[int], partner: int, is_usual: bool) -> list[Group]:
@@ -105,7 +84,7 @@ def groups_to_confirm(others: Sequence[int], partner: int, is_usual: bool) -> li
         partner: The sample that was tried.
         is_usual: Whether many projects mean the rule. If not, it needs more samples.
     """
-    count = min(_CONFIRM_USUAL if is_usual else _CONFIRM_UNUSUAL, len(others))
+    count = min(_CONFIRMING[is_usual], len(others))
     further = [others[-1 - index * len(others) // count] for index in range(count)]
     groups: list[Group] = [(sample,) for sample in further]
     # The longest by itself: padding makes all samples of a batch as large as it.

@@ -3,40 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
 
 from lightning_odc.data.loader import BalancedDataLoader
+from lightning_odc.engine.base import Engine
 from lightning_odc.trial.decide import Verdict
-from lightning_odc.trial.samples import TrialSamples, samples_of
-
-
-class Ranks(Protocol):
-    """What of an engine a trial needs."""
-
-    def exchange(self, what: str, value: Any) -> list[Any]: ...
-    def refresh(self) -> None: ...
-    def reshard(self) -> None: ...
+from lightning_odc.trial.samples import TrialSamples
 
 
 def try_together(
-    ranks: Ranks, loader: BalancedDataLoader, try_loss: Callable[[TrialSamples], Verdict]
+    engine: Engine, loader: BalancedDataLoader, try_loss: Callable[[TrialSamples], Verdict]
 ) -> Verdict:
     """What all ranks have found; a rule only if it is the same one on all of them."""
     failure = ""
     try:
-        samples = samples_of(loader)
+        samples = TrialSamples(loader.probe())
     except Exception as error:  # whatever it is, training will meet it, too
         failure = f"reading samples to try it failed: {type(error).__name__}: {error}"
-    failures = [text for text in ranks.exchange("samples of the trial", failure) if text]
+    failures = [text for text in engine.exchange("samples of the trial", failure) if text]
     if failures:
         return Verdict(None, failures[0])
-    ranks.refresh()
+    engine.refresh()
     try:
         verdict = try_loss(samples)
     finally:
-        ranks.reshard()
-    failure = verdict.reason if verdict.has_failed else ""
-    by_rank = ranks.exchange("trial of the loss", [str(verdict.rule), failure])
+        engine.reshard()
+    if verdict.has_failed:
+        failure = verdict.reason
+    by_rank = engine.exchange("trial of the loss", [str(verdict.rule), failure])
     failures = [text for _, text in by_rank if text]
     if failures:
         return Verdict(None, failures[0], has_failed=True)

@@ -84,10 +84,10 @@ def _module_restorer(module: nn.Module, depth: int) -> Restore:
 
 def _container_restorer(value: Any, depth: int) -> Restore:
     before = copy.copy(value)
-    parts: list[Any] = []
-    if depth:
-        parts = list(value.values() if isinstance(value, dict) else value)
-    inner = [restorer(part, depth - 1) for part in parts]
+    parts = value
+    if isinstance(value, dict):
+        parts = value.values()
+    inner = [restorer(part, depth - 1) for part in parts if depth]
 
     def restore() -> None:
         value.clear()

@@ -63,13 +63,13 @@ def ragged_regression(samples: list[tuple[Tensor, float]]) -> Regression:
 
 
 def sorted_images(samples: list[Tensor]) -> dict[str, Tensor]:
-    """The widest first, padded to its size; and what they show, one after another."""
+    """The widest first, padded to its size; before them, what they show, one after another."""
     falling = sorted(samples, key=lambda image: -image.shape[-1])
     table = torch.zeros(len(falling), *np.max([image.shape for image in falling], 0))
     for own, image in zip(table, falling, strict=True):
         own[:, : image.shape[1], : image.shape[2]] = image
     shows = torch.cat([torch.ones(image.shape[-1]) for image in falling])
-    return {"image": table, "shows": shows}
+    return {"shows": shows, "image": table}
 
 
 PADDED = Collation("padded")

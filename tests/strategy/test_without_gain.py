@@ -23,7 +23,7 @@ UNEQUAL = (45, 56) * 4  # one for each rank, in every step
 ACCUMULATED = (45, 45, 56, 56) * 2  # two for each rank, in every step
 NEARLY_EQUAL = (50, 50, 50, 51, 50, 50, 50, 51)
 WHOLE = "Plan: your batches stay whole"
-NO_GAIN = "Samples have 45 to 56 tokens: balancing would gain less than 2 %."
+NO_GAIN = "Samples are 45 to 56 long: balancing would gain less than 2 %."
 
 
 def trained(kind: str, lengths: Sequence[int], batch: int, **options: Any) -> tuple[Any, str, list[str]]:

@@ -20,7 +20,7 @@ Sample = dict[str, Any]
 
 
 def samples(lengths: Sequence[int] = LENGTHS) -> list[Sample]:
-    """Texts with prompts, classes, numbers, series, and the same once more as rejected answers."""
+    """Texts with prompts, classes, numbers, tasks of which some are unknown, series, and rejected answers."""
     draw = torch.Generator().manual_seed(0)
     made = []
     for index, length in enumerate(lengths):
@@ -36,6 +36,7 @@ def samples(lengths: Sequence[int] = LENGTHS) -> list[Sample]:
         largest = max(length - 2, 2)
         rejected = torch.randint(1, VOCAB, (largest,), generator=draw)
         rare = int(length == max(lengths))
+        known = ((torch.arange(CLASSES) + index) % 3 > 0) & (index != 4)
         label = (index * 3) % CLASSES
         made.append(
             {
@@ -45,6 +46,8 @@ def samples(lengths: Sequence[int] = LENGTHS) -> list[Sample]:
                 "rare": rare,
                 "some": some,
                 "target": target,
+                "known": known,
+                "tasks": target.where(known, torch.nan),
                 "series": series,
                 "rejected": rejected,
             }
@@ -60,7 +63,8 @@ def collate(batch: list[Sample]) -> dict[str, Tensor]:
     made["attention_mask"] = (made["input_ids"] != 0).long()
     for name in ("label", "rare", "some"):
         made[name] = torch.tensor([sample[name] for sample in batch])
-    made["target"] = torch.stack([sample["target"] for sample in batch])
+    for name in ("target", "known", "tasks"):
+        made[name] = torch.stack([sample[name] for sample in batch])
     made["rejected"] = table("rejected", 0)
     return made
 
@@ -228,6 +232,12 @@ def _regression(m: Losses, b: Any) -> Tensor:
     return F.mse_loss(classes, b["target"])
 
 
+def _tasks(m: Losses, b: Any, known: Tensor) -> Tensor:
+    """The mean over all that is known of the tasks of all samples; of one sample, nothing is."""
+    errors = m.classes(m.pooled(b)) - b["target"]
+    return errors[known].square().mean()
+
+
 def _several_tasks(m: Losses, b: Any) -> dict[str, Any]:
     by_class = _classes(m, b)
     return {"loss": by_class + 0.3 * _regression(m, b), "by_class": by_class.detach()}
@@ -329,6 +339,8 @@ _KINDS: dict[str, tuple[str, Callable[[Losses, Any], Any]]] = {
         lambda m, b: F.binary_cross_entropy_with_logits(m.classes(m.pooled(b)), b["target"]),
     ),
     "regression": ("samples", _regression),
+    "finite entries": ("entries", lambda m, b: _tasks(m, b, b["tasks"].isfinite())),
+    "mask of tasks": ("entries", lambda m, b: _tasks(m, b, b["known"])),
     "series": ("samples", _series),
     "means of sequences": ("samples", _sequence_means),
     "preference pairs": ("samples", lambda m, b: -F.logsigmoid(0.1 * _margins(m, b)).mean()),

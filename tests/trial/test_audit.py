@@ -43,7 +43,7 @@ def found(rule: Rule, tasks: list[Task], step: Any = mean_of_labels) -> tuple[st
     def try_rule(batch_of: Any, tokens: Sequence[int], rule: Rule) -> Verdict:
         tried.extend(tokens)
         device = torch.device("cpu")
-        return try_loss(step, batch_of, tokens, [], device, rule=rule).verdict
+        return try_loss(step, batch_of, tokens, [], device, rule=rule)
 
     return Audit(rule).of(tasks, lambda batch: batch, try_rule), tried
 
