@@ -306,7 +306,7 @@ def fit(
         loader = loader_of(chosen, row, rank, world_size)
         trainer.fit(module, loader)
     log.removeHandler(handler)
-    begins = ("Plan", "Expected", "Note", "Measured", "Samples have", "strategy=")
+    begins = ("Plan", "Expected", "Note", "Measured", "Samples are", "strategy=")
     unique = dict.fromkeys(said.getvalue().splitlines())
     lines = [line for line in unique if line.startswith(begins)]
     split = None

@@ -69,8 +69,6 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         self._session: Session | None = None  # what is decided of the latest training data
         self._runner: Runner | None = None  # runs their microbatches, during `train`
         self._measured: dict[str, float] = {}  # in the latest epoch, for the next row of the log
-        for argument in (*args, *kwargs.values()):
-            sharding.refuse_generation(type(self), argument)
         super().__init__(*args, **kwargs)
         sharding.check(self)
         self.add_callback(_Steps(self))
@@ -102,6 +100,9 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         """This rank's `Minibatch` of every optimizer step, as a batch of ``Trainer``; or its own batches."""
         own = super().get_train_dataloader()  # has the columns and the collator that the model takes
         self._session = session = Session()
+        if sharding.generates(self.args):
+            self._warn("their samples are generated while it trains")
+            return own
         if is_stream(own.dataset):
             self._warn("a stream cannot be planned; give `train_dataset` as a data set with indices")
             return own

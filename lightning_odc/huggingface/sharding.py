@@ -11,7 +11,6 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from transformers import TrainingArguments
 
 from lightning_odc import _compat
 from lightning_odc.sharding.wrapping import default_units
@@ -56,14 +55,10 @@ def prepare(accelerator: Any, shard: Callable[..., Any], args: Any, *objects: An
             del vars(model)[name]
 
 
-def refuse_generation(kind: type, args: Any) -> None:
-    """Refuse the arguments of a trainer that samples texts while it trains, before it starts what samples them."""
+def generates(args: Any) -> bool:
+    """Whether a trainer samples texts while it trains. It decides which rank has which, and scores them in groups."""
     samples = hasattr(args, "max_completion_length") or hasattr(args, "max_new_tokens")
-    if isinstance(args, TrainingArguments) and samples and hasattr(args, "temperature"):
-        raise ValueError(
-            f"{kind.__name__} generates its samples while it trains, on all ranks together. Write a loop of your own "
-            "with `lightning_odc.rl`, as in docs/rl.md."
-        )
+    return samples and hasattr(args, "temperature")
 
 
 def check(trainer: Any) -> None:
