@@ -24,6 +24,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
@@ -44,7 +45,7 @@ from benchmarks.projects import (
 from benchmarks.tables import Column, Table, spread, write_into
 from lightning_odc import BalancedDataLoader, ODCStrategy
 from lightning_odc.balance import transformer
-from lightning_odc.data.minibatch import Microbatch, Minibatch
+from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.tracing import Span, Tracer
 from lightning_odc.files import write_json
 from notebooks.support.models import byte_llama
@@ -165,25 +166,25 @@ def _nothing(_: Any, bucket: Any) -> Any:
 def stepping_by_hand(module: Any) -> Any:
     """The module over a planned loader under DDP, as the documentation has it: it steps once per minibatch."""
     step = module.training_step
-    count = 0
 
-    def training_step(microbatch: Microbatch) -> None:
-        nonlocal count
-        alone = module.trainer.strategy.block_backward_sync
-        with contextlib.nullcontext() if microbatch.last else alone():
-            module.manual_backward(step(microbatch.batch) * microbatch.weight)
-        count += 1
-        if microbatch.last:
-            for parameter in module.parameters():
-                if parameter.grad is not None:
-                    parameter.grad /= count
-            count = 0
-            optimizer = module.optimizers()
-            optimizer.step()
-            optimizer.zero_grad()
+    def training_step(minibatch: Minibatch) -> None:
+        total = module.all_gather(sum(minibatch.weights)).sum()
+        scale = module.trainer.world_size / total
+        for number, (batch, weight) in enumerate(minibatch.weighted(), 1):
+            is_last = number == len(minibatch)
+            alone = module.trainer.strategy.block_backward_sync
+            with contextlib.nullcontext() if is_last else alone():
+                module.manual_backward(step(batch) * weight * scale)
+        optimizer = module.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def to_device(minibatch: Minibatch, device: torch.device, _: int) -> Minibatch:
+        return minibatch.map(lambda batch: move_data_to_device(batch, device))
 
     module.automatic_optimization = False
     module.training_step = training_step
+    module.transfer_batch_to_device = to_device
     return module
 
 
@@ -191,7 +192,7 @@ def loader_of(project: Project, row: Row, rank: int, ranks: int) -> Any:
     """What a rank reads."""
     data = project.data()
     if row.loader == "planned":
-        options: Any = {"balance": "lb_micro", "unroll": True, "weighting": "next_token", "shuffle": True}
+        options: Any = {"balance": "lb_micro", "weighting": "next_token", "shuffle": True}
         return BalancedDataLoader(
             data, minibatch_size=EACH, collate_fn=project.collate, num_replicas=ranks, rank=rank, **options
         )
@@ -210,8 +211,6 @@ def loader_of(project: Project, row: Row, rank: int, ranks: int) -> Any:
 
 def tokens_of(batch: Any) -> int:
     """Tokens of a batch of either model, padding included."""
-    if isinstance(batch, Microbatch):
-        batch = batch.batch
     if isinstance(batch, dict):
         table = batch["input_ids"]
     else:
@@ -289,8 +288,6 @@ def fit(
         max_epochs=1 + epochs,
         accumulate_grad_batches=accumulated,
         use_distributed_sampler=not row.loader,
-        # planned, the number of microbatches changes from epoch to epoch
-        reload_dataloaders_every_n_epochs=int(is_planned),
         callbacks=[watch],
         plugins=[LightningEnvironment()],
         **QUIET,

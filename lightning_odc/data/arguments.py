@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_odc.data.plan import BatchOptions, Recipe
+from lightning_odc.data.plan import BatchOptions
 
 _TEACH = "BalancedDataLoader(..., num_replicas=8, rank=3), or neither to take them from torch.distributed"
 
@@ -29,15 +29,6 @@ def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
     if close:
         return f"{owner} does not know {name}=: did you mean {close}=?"
     return f"{owner} does not know {name}=. Its arguments are {', '.join(known)}."
-
-
-def check_unroll(options: BatchOptions) -> None:
-    """Refuse to unroll minibatches in which ranks have different numbers of microbatches."""
-    if not Recipe(options).equal_counts:
-        raise ValueError(
-            f"unroll=True needs equally many microbatches on all ranks; balance={options.policy!r} does not give that. "
-            'Write balance="lb_micro" (or "local_sort"), or unroll=False with ODCStrategy.'
-        )
 
 
 def check_stream(window: int | None, lengths: Any, options: BatchOptions) -> None:

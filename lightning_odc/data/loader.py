@@ -27,7 +27,7 @@ from lightning_odc.arguments import Count, Index, checked
 from lightning_odc.balance.arrays import Cap, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.planner import Policy
-from lightning_odc.data.arguments import check_stream, check_unroll, check_world, did_you_mean
+from lightning_odc.data.arguments import check_stream, check_world, did_you_mean
 from lightning_odc.data.collation import collation_of
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.lengths import (
@@ -40,8 +40,7 @@ from lightning_odc.data.lengths import (
 )
 from lightning_odc.data.looks import Looks
 from lightning_odc.data.map_schedule import MapSchedule
-from lightning_odc.data.minibatch import Microbatch, Minibatch
-from lightning_odc.data.packing import packs
+from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.plan import BatchOptions, MinibatchPlan, Recipe, RunInfo, Weighting, World
 from lightning_odc.data.position import Position, Progress
 from lightning_odc.data.probe import Collate, Probe, look
@@ -81,9 +80,7 @@ class BalancedDataLoader:
             causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
             ``"label"`` counts the labels of every microbatch, ``"sum"`` is for a loss that is a sum. ``"auto"``:
             ``ODCStrategy`` tries the loss and finds out; elsewhere labels are counted if a batch has integer ones, and
-            tokens otherwise. With ``unroll`` weights are planned before labels are read, so ``"auto"`` is
-            ``"next_token"`` if the collator packs and ``"token"`` if not. That is an estimate if labels are masked, or
-            if padded rows shift theirs.
+            tokens otherwise.
         collate_fn: Makes a microbatch of a list of samples; by default torch's ``default_collate``.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, see `PackingCollator`:
             ``True``, or ``"auto"``, which packs if ``ODCStrategy`` finds that the model keeps them apart and that it is
@@ -91,7 +88,6 @@ class BalancedDataLoader:
         shuffle: Whether every epoch has a new order.
         seed: The seed of the order, and of random numbers in the data set; by default ``seed_everything``'s, or 0.
         drop_last: Leave out the samples that do not fill a last minibatch; otherwise it is smaller.
-        unroll: Yield every `Microbatch` by itself, for strategies that do not support a `Minibatch`.
         window: Number of minibatches of an ``IterableDataset`` that are read ahead, and shuffled if ``shuffle``.
         regroup: Let the minibatches of a window exchange samples, so that large ones meet and ranks wait less for
             them; see :func:`lightning_odc.balance.regroup`. Works for map-style data sets, too.
@@ -101,7 +97,7 @@ class BalancedDataLoader:
             ``worker_init_fn`` and ``multiprocessing_context``, as in torch's ``DataLoader``.
 
     Attributes:
-        yields_minibatches: Whether it yields `Minibatch`es, and not `Microbatch`es.
+        yields_minibatches: Whether it yields `Minibatch`es, and not the batches of another loader.
         progress: How far it is; ``ODCStrategy`` says what is done.
 
     Raises:
@@ -125,7 +121,6 @@ class BalancedDataLoader:
         shuffle: bool = False,
         seed: Index | None = None,
         drop_last: bool = False,
-        unroll: bool = False,
         window: Count | None = None,
         regroup: bool = False,
         num_replicas: Count | None = None,
@@ -153,8 +148,7 @@ class BalancedDataLoader:
         )
         self.info = RunInfo()
         self.is_stream = is_stream(dataset)
-        self.unroll = unroll
-        self.yields_minibatches = not unroll
+        self.yields_minibatches = True
         self.worker_init_fn = workers.pop("worker_init_fn", None)  # Lightning may put one here
         self.packing: Packing = packing
         self._samples = dataset
@@ -172,8 +166,6 @@ class BalancedDataLoader:
         self._before_pass: Callable[[], None] | None = None  # what a strategy then finds out
         check_world(num_replicas, rank)
         check_workers(workers)
-        if unroll:
-            check_unroll(self.options)
         if self.is_stream:
             check_stream(window, lengths, self.options)
         elif window is not None and not regroup:
@@ -339,22 +331,16 @@ class BalancedDataLoader:
     # -- what it yields -----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """Minibatches per epoch, or microbatches of the epoch under way if ``unroll``; the same on all ranks.
+        """Minibatches per epoch; the same on all ranks.
 
         Raises:
-            TypeError: the data set is a stream without a length, or a stream that is unrolled.
+            TypeError: the data set is a stream without a length.
         """
         if self._instead is not None:
             return len(self._instead)
-        schedule = self._prepare()
-        if not self.unroll:
-            return len(schedule)
-        latest = self.progress.latest
-        if latest.minibatches < len(schedule):
-            return schedule.count_microbatches(latest.epoch)
-        return schedule.count_microbatches(latest.epoch + 1)
+        return len(self._prepare())
 
-    def __iter__(self) -> Iterator[Minibatch | Microbatch]:
+    def __iter__(self) -> Iterator[Minibatch]:
         if self._instead is not None:
             yield from self._instead
             return
@@ -367,7 +353,7 @@ class BalancedDataLoader:
             position = yield from self._planned(position)
         self.progress.ends(epoch)
 
-    def _planned(self, start: Position) -> Generator[Minibatch | Microbatch, None, Position]:
+    def _planned(self, start: Position) -> Generator[Minibatch, None, Position]:
         """What one schedule yields; returns where the next one begins, or the next epoch."""
         schedule = self._prepare()
         self._resumed = {}
@@ -385,20 +371,11 @@ class BalancedDataLoader:
             for done, arrived in enumerate(named_deaths(arriving), start.minibatches):
                 minibatch = schedule.completed(arrived, done)
                 after = Position(start.epoch, done + 1)
-                if not self.unroll:
-                    self.progress.yields(after)
-                    yield minibatch
-                    # What was read ahead by a schedule that is no longer right is dropped, between two steps.
-                    if self._schedule is not schedule and after.minibatches % per_step == 0:
-                        return after
-                    continue
-                for number, (batch, weight) in enumerate(minibatch.weighted(), 1):
-                    if number <= start.microbatches:  # it was yielded before a checkpoint
-                        continue
-                    is_last = number == len(minibatch)
-                    self.progress.yields(after if is_last else start._replace(microbatches=number))
-                    yield Microbatch(batch, weight, is_last)
-                start = after
+                self.progress.yields(after)
+                yield minibatch
+                # What was read ahead by a schedule that is no longer right is dropped, between two steps.
+                if self._schedule is not schedule and after.minibatches % per_step == 0:
+                    return after
         finally:
             if self._iterator is arriving and not self._workers.get("persistent_workers"):
                 self._iterator = None
@@ -419,14 +396,11 @@ class BalancedDataLoader:
         """Minibatches in a run like this."""
         world = self._current_world(info)
         collate_fn = self._looks.collate(self._packs(info))
-        if self.unroll and Recipe(self.options, info).by_labels:  # nothing counts the labels of a microbatch
-            info = replace(info, weighting="next_token" if packs(collate_fn) else "token")
         if self.is_stream:
             # A worker that plans is not told how long microbatches took.
             info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
-            return StreamSchedule(
-                self._samples, collate_fn, self._length_fn, Recipe(self.options, info), world, self.unroll
-            )
+            recipe = Recipe(self.options, info)
+            return StreamSchedule(self._samples, collate_fn, self._length_fn, recipe, world)
         info = replace(info, collation=self.collation_under(info) or PACKED)
         reader = SampleReader(self._samples, collate_fn, self.options.seed)
         reader.length_of = self.lengths.length_of
@@ -435,7 +409,7 @@ class BalancedDataLoader:
         probe = self._looks.probe(self.lengths.values, self._packs(info))
         if probe is not None and not recipe.counts_alike:
             ran = ran_of(probe)
-        return MapSchedule(reader, ran, self.lengths, recipe, world, self.unroll)
+        return MapSchedule(reader, ran, self.lengths, recipe, world)
 
     def find_place(self) -> Position:
         """Where the next pass begins after `load_state_dict`, in minibatches of the size there is now."""
@@ -460,13 +434,11 @@ class BalancedDataLoader:
     def state_dict(self) -> dict[str, Any]:
         """How far it is, and what was learnt; see Note [Done with its step]."""
         order = None
-        if self.progress.latest.started:
+        if self.progress.latest.minibatches:
             order = self._prepare().order
         state = self.progress.state(order)
         if self._schedule is not None:
             state |= self._schedule.learning.state_dict(self.progress.under_way)
-        if self.unroll:  # it counts other batches than a trainer
-            state["is_unrolled"] = True
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -36,13 +36,12 @@ class MapSchedule:
         lengths: Lengths,
         recipe: Recipe,
         world: World,
-        unroll: bool,
     ) -> None:
         num_replicas, rank = world
         options = recipe.options
         self.epochs = EpochPlan(lengths, recipe, num_replicas)
         cap = None
-        if not unroll and not recipe.info.repeats:
+        if not recipe.info.repeats:
             cap = self.epochs.delayed_cap()
         self.learning = Learning(options.delayed_cost(num_replicas, recipe.info), cap)
         order = options.order
@@ -54,7 +53,6 @@ class MapSchedule:
         self._recipe = recipe
         self._lengths = lengths
         self._rank = rank
-        self._unroll = unroll  # weights are relative to the mean over the minibatch
         self._reader = reader
         self._ran = ran
         self._epoch = 0  # of the pass that is under way, or begins next
@@ -62,7 +60,6 @@ class MapSchedule:
         # By number: the minibatches that were handed out to be read and have not arrived.
         self._under_way: dict[int, tuple[MinibatchPlan, Cost | None]] = {}
         self._with_workers: DataLoader[Minibatch] | None = None  # where they are kept from pass to pass
-        self._epoch_counted: tuple[int, int] | None = None  # epoch and its microbatches
         self._has_warned = False  # of microbatches that hold other numbers of samples than planned
 
     def __len__(self) -> int:
@@ -76,14 +73,6 @@ class MapSchedule:
         if cap is None:
             return self.epochs.planner.max_tokens
         return cap.value
-
-    def count_microbatches(self, epoch: int) -> int:
-        """Microbatches per rank in an epoch, where all ranks have equally many. Plans the whole epoch, once."""
-        if self._epoch_counted is None or self._epoch_counted[0] != epoch:
-            assert self._recipe.equal_counts
-            plans = [self.epochs.plan(epoch, step) for step in range(len(self))]
-            self._epoch_counted = (epoch, sum(len(plan.microbatches[0]) for plan in plans))
-        return self._epoch_counted[1]
 
     def plan_now(self, epoch: int, step: int) -> MinibatchPlan:
         """The plan of a minibatch by what has been learnt until now."""
@@ -116,9 +105,8 @@ class MapSchedule:
             plan = self.epochs.plan(epoch, step, learnt, cap)
             self._under_way[step] = (plan, learnt)
             own = plan.microbatches[self._rank]
-            weights = plan.weights_of(self._rank, self._unroll)
             lengths = [self._lengths.of(indices) for indices in own]
-            yield Assignment(epoch, own, weights, plan.text, lengths)
+            yield Assignment(epoch, own, plan.weights[self._rank], plan.text, lengths)
 
     def completed(self, minibatch: Minibatch, step: int) -> Minibatch:
         """A minibatch that has arrived, with what only its plan knows; under ``balance="steal"`` about all ranks."""

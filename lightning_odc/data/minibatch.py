@@ -21,8 +21,8 @@ _TEACH = (
     "A Minibatch holds microbatches and must be unrolled by a strategy that knows it. Write\n"
     "    import lightning_odc\n"
     '    trainer = lightning.pytorch.Trainer(strategy="odc", ...)\n'
-    "and your `training_step` receives one microbatch at a time; with any other strategy, let the loader yield the "
-    'microbatches themselves as batches: BalancedDataLoader(..., balance="lb_micro", unroll=True).'
+    "and your `training_step` receives one microbatch at a time. With another strategy, loop over them by hand, as in "
+    '"Plain DDP, balanced" of docs/full-gain.md.'
 )
 INSIDE = (
     "A Minibatch must be the whole batch, and here it is inside a dict, list or tuple (several loaders at once, or a "
@@ -64,21 +64,6 @@ class Rereader(NamedTuple):
     read: Callable[[list[int]], Task]  # makes a microbatch of some of them, or of any others
     # The index and the tokens of a sample of middle length in the data set.
     typical: tuple[int, int] | None = None
-
-
-class Microbatch(NamedTuple):
-    """What ``BalancedDataLoader(unroll=True)`` yields.
-
-    Attributes:
-        batch: What ``collate_fn`` returned.
-        weight: The factor of its mean loss; 1 on average over the microbatches of a minibatch on all ranks, and 0
-            for one that only keeps the ranks together.
-        last: Whether it ends its minibatch.
-    """
-
-    batch: Any
-    weight: float
-    last: bool
 
 
 class Task(NamedTuple):

@@ -224,11 +224,6 @@ class Recipe:
         return self.info.weighting
 
     @property
-    def equal_counts(self) -> bool:
-        """Whether all ranks get the same number of microbatches."""
-        return self.policy in COLLECTIVE_SAFE
-
-    @property
     def by_labels(self) -> bool:
         """Whether labels, where microbatches have them, count instead of the planned weights."""
         return self.weighting in ("auto", "label") and not self.counts_alike
@@ -412,17 +407,6 @@ class MinibatchPlan:
         content = repr((microbatches, weights)).encode()
         digest = hashlib.sha256(content).hexdigest()[:12]
         return cls(microbatches, weights, f"{name}, plan {digest}")
-
-    def weights_of(self, rank: int, relative: bool = False) -> list[float]:
-        """The weights of a rank; ``relative``: divided by the mean over all microbatches of all ranks."""
-        own = self.weights[rank]
-        if not relative:
-            return own
-        every = [weight for weights in self.weights for weight in weights]
-        mean = sum(every) / len(every)
-        if not mean:
-            return own
-        return [weight / mean for weight in own]
 
 
 def dealt_out(samples: list[int], num_ranks: int, size: int) -> Plan:

@@ -22,12 +22,6 @@ class Position(NamedTuple):
 
     epoch: int = 0  # the epoch that is under way
     minibatches: int = 0  # the number of its minibatches that are done
-    microbatches: int = 0  # those done of the next minibatch, where they are yielded one by one
-
-    @property
-    def started(self) -> bool:
-        """Whether anything of the epoch is done."""
-        return self.minibatches > 0 or self.microbatches > 0
 
 
 class Order(NamedTuple):
@@ -52,19 +46,13 @@ class Progress:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the next pass at the start of ``epoch``; inside it, if a loaded position waits for that very epoch."""
-        if self._next is None and self.latest.microbatches and epoch > self.latest.epoch:
-            warnings.warn(
-                f"Epoch {self.latest.epoch} ended inside a minibatch, without its optimizer step. With unroll=True "
-                "every epoch has its own number of microbatches: write Trainer(reload_dataloaders_every_n_epochs=1).",
-                stacklevel=2,
-            )
         is_under_way = bool(self._yielded) and self.latest.epoch == epoch  # a trainer has looked ahead
         if not is_under_way and (self._next is None or self._next.epoch != epoch):
             self._start(Position(epoch))
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Begin the next pass where `state` was taken."""
-        self._start(Position(state["epoch"], state["minibatches"], state["microbatches"]))
+        self._start(Position(state["epoch"], state["minibatches"]))
         self._saved = None
         if "order" in state:
             self._saved = Order(**{name: state[name] for name in Order._fields})
@@ -127,7 +115,7 @@ class Progress:
         if self._next is not None:
             self.latest = self._next
             self._next = None
-        elif self.latest.started:
+        elif self.latest.minibatches:
             self.latest = Position(self.latest.epoch + 1)
         if 0 < minibatches <= self.latest.minibatches:
             self.latest = Position(self.latest.epoch + 1)
@@ -138,7 +126,7 @@ class Progress:
         """Count a loaded position in minibatches of the size there is now."""
         saved = self._saved
         self._saved = None
-        if saved is not None and self.latest.started:
+        if saved is not None and self.latest.minibatches:
             self.latest = translated(self.latest, saved, order)
             if self._next is not None:
                 self._next = self.latest
@@ -161,10 +149,7 @@ def translated(start: Position, saved: Order, now: Order) -> Position:
         )
     if saved == now:
         return start
-    begun = start.minibatches
-    if start.microbatches:
-        begun += 1
-    samples = begun * saved.samples_per_minibatch
+    samples = start.minibatches * saved.samples_per_minibatch
     minibatches = math.ceil(samples / now.samples_per_minibatch)
     warnings.warn(
         f"The loader's state was saved with {saved.samples_per_minibatch} samples per minibatch on all ranks, now "

@@ -56,7 +56,6 @@ class StreamSchedule(IterableDataset[Minibatch]):
         length_fn: LengthFunction | None,
         recipe: Recipe,
         world: World,
-        unroll: bool,
     ) -> None:
         num_replicas, rank = world
         options = recipe.options
@@ -72,7 +71,6 @@ class StreamSchedule(IterableDataset[Minibatch]):
         self._length_fn = length_fn  # `None`: found out with the first window
         self._recipe = recipe
         self._options = options
-        self._unroll = unroll
         self._epoch = 0  # of the pass
         self._first = 0  # minibatch to yield; those before it are read and dropped
         self._ran = Ran()  # found out with the first window
@@ -82,10 +80,6 @@ class StreamSchedule(IterableDataset[Minibatch]):
     def __len__(self) -> int:
         """Minibatches per epoch, if the data set has a length; else ``TypeError``."""
         return self._options.count_minibatches(len(self._dataset), self._num_replicas)
-
-    def count_microbatches(self, epoch: int) -> int:
-        """Refused: it would have to be read."""
-        raise TypeError("The microbatches of an iterable data set cannot be counted before they are read.")
 
     def loader(
         self, epoch: int, first: int, options: WorkerOptions, reuse_workers: bool
@@ -190,7 +184,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
             turn=self._epoch + step,
         )
         tasks = []
-        weights = plan.weights_of(self._rank, self._unroll)
+        weights = plan.weights[self._rank]
         everything = [*samples, *self._stand_in]
 
         def read(positions: list[int]) -> Any:

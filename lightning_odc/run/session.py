@@ -148,7 +148,7 @@ class Session:
         self._is_converted = is_converted
         self._is_decided = False
         self._must_gain = must_gain
-        self._finds_rule = tries and loader.options.weighting == "auto" and not loader.unroll
+        self._finds_rule = tries and loader.options.weighting == "auto"
         loader.adapt(self.decided, before_pass)
         self._known = replace(self._known, fit_begins=False)
 
@@ -173,11 +173,10 @@ class Session:
         if not self._is_decided:
             self._is_decided = True
             model = host.model_cost
-            has_times = host.communication == "on_demand" and not loader.unroll
             self._known = replace(
                 self._known,
                 prior=model.cost,
-                measured=host.measures and has_times,
+                measured=host.measures and host.communication == "on_demand",
                 repeats=host.repeats,
                 meets=host.communication == "collective" and host.places > 1,
                 whole="",

@@ -36,7 +36,7 @@ def agree_with_loader(checkpoint: Mapping[str, Any]) -> bool:
         for progress in (epochs["current"], epochs["total"]):
             progress["processed"] -= 1
             progress["completed"] = progress["processed"]
-    if place["epoch"] < processed or place.get("is_unrolled"):
+    if place["epoch"] < processed:
         return False
     current = batches["current"]
     done = place["minibatches"]

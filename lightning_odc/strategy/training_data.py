@@ -111,7 +111,7 @@ class TrainingData:
                 compare(training.engine, "batches that stay as they are")
             return
         self._has_begun = True
-        if self._trainer.fit_loop.restarting and not loader.unroll:
+        if self._trainer.fit_loop.restarting:
             follow_loader(self._trainer, loader.find_place())
         self.session.begin(training)
         self.session.begin_epoch()

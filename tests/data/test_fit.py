@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import IterableDataset
 
 from lightning_odc.balance import POLICIES
-from lightning_odc.data.loader import BalancedDataLoader, Microbatch
+from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.packing import pack_samples
 from tests.support.fits import LR, Parameters, are_equal, assert_same, one_process
@@ -55,7 +54,7 @@ def loader(rank: int, world_size: int, **options: Any) -> BalancedDataLoader:
 
 
 class RowsModule(TokenModule):
-    """Mean next-token loss of packed rows; a `Microbatch` is weighted as its documentation says."""
+    """Mean next-token loss of packed rows."""
 
     def __init__(self) -> None:
         super().__init__(lr=LR)
@@ -63,16 +62,10 @@ class RowsModule(TokenModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.batches += 1
-        if isinstance(batch, Microbatch):
-            packed = batch.batch
-            weight = batch.weight
-        else:
-            packed = batch
-            weight = 1.0
-        output = self.net(packed["input_ids"])
+        output = self.net(batch["input_ids"])
         logits = output[0, :-1]
-        labels = packed["labels"][0, 1:]
-        return torch.nn.functional.cross_entropy(logits, labels) * weight
+        labels = batch["labels"][0, 1:]
+        return torch.nn.functional.cross_entropy(logits, labels)
 
 
 def reference() -> Parameters:
@@ -230,68 +223,39 @@ def test_every_checkpoint_goes_on_where_it_was_taken(make, options, minibatches,
 
 
 class SteppingRows(RowsModule):
-    """Steps at the end of every minibatch, however many microbatches are in it; for its gradient, not in proportion."""
+    """Steps by hand under DDP, once per minibatch, as the documentation has it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.weights: list[float] = []
-        self.since = 0
 
-    def training_step(self, batch: Microbatch, batch_idx: int) -> None:
+    def transfer_batch_to_device(
+        self, minibatch: Minibatch, device: torch.device, dataloader_idx: int
+    ) -> Minibatch:
+        return minibatch.map(lambda batch: move_data_to_device(batch, device))
+
+    def training_step(self, minibatch: Minibatch, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
-        self.weights.append(batch.weight)
-        self.since += 1
-        self.manual_backward(super().training_step(batch, batch_idx))
-        if batch.last:
-            for parameter in self.parameters():
-                parameter.grad /= self.since
-            optimizer.step()
-            optimizer.zero_grad()
-            self.since = 0
-
-
-class ShardedRows(SteppingRows):
-    """A user's own ``fully_shard``."""
-
-    def configure_model(self) -> None:
-        mesh = self.device_mesh["data_parallel"]  # type: ignore[index]
-        for block in self.net.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.net, mesh=mesh)
+        total = self.all_gather(sum(minibatch.weights)).sum()
+        for batch, weight in minibatch.weighted():
+            self.weights.append(weight)
+            loss = super().training_step(batch, batch_idx)
+            self.manual_backward(loss * weight * self.trainer.world_size / total)
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", [SteppingRows, ShardedRows])
-def test_unequal_minibatches_under_collectives_step_where_they_end(rank, kind):
-    module = kind()
-    sharding = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    options = {"max_epochs": EPOCHS, "reload_dataloaders_every_n_epochs": 1}
-    strategy = "ddp"
-    if kind is ShardedRows:
-        strategy = sharding
-    t = trainer(2, strategy=strategy, **options)
-    t.fit(module, loader(rank, 2, balance="lb_micro", max_tokens=16, unroll=True))
+def test_minibatches_under_ddp_step_by_hand(rank):
+    module = SteppingRows()
+    t = trainer(2, strategy="ddp", max_epochs=EPOCHS)
+    t.fit(module, loader(rank, 2, balance="lb_micro", max_tokens=16))
     assert t.global_step == STEPS * EPOCHS
     first, second = of_all_ranks(module.weights)
     assert len(first) == len(second) > t.global_step
     assert 0.0 in first + second, "a last minibatch of three samples needs one of weight zero"
     assert_same(full_parameters(module), reference())
-
-
-@on_ranks(2)
-def test_an_epoch_that_ends_inside_a_minibatch_is_told(rank):
-    t = trainer(2, strategy="ddp", max_epochs=3)
-    data = loader(rank, 2, balance="lb_micro", max_tokens=16, unroll=True, seed=6)
-    first = len(data)
-    data.set_epoch(1)
-    assert len(data) > first, (
-        "Lightning asks for the length once, and leaves out the rest of the second epoch"
-    )
-    data.set_epoch(0)
-    with pytest.warns(UserWarning, match="Epoch 1 ended inside .*reload_dataloaders_every_n_epochs=1"):
-        t.fit(SteppingRows(), data)
-    assert t.global_step < STEPS * 3
 
 
 @on_ranks(1)

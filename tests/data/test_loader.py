@@ -25,7 +25,6 @@ from lightning_odc.data.arguments import check_world
 from lightning_odc.data.lengths import LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader, Microbatch, current_world
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.data.position import Order, Position, Progress, translated
 from tests.support.ranks import run_ranks
 from tests.support.refusals import assert_refused
@@ -108,21 +107,6 @@ def test_ranks_together_see_every_sample_once(policy, workers):
         expected = list(range(23))
         assert sorted(together) == expected
         assert step == 5
-
-
-def test_automatic_weights_of_unrolled_minibatches_are_planned():
-    def weights(collate_fn, weighting):
-        unrolled = loader(collate_fn=collate_fn, weighting=weighting, balance="lb_micro", unroll=True)
-        return [microbatch.weight for microbatch in unrolled]
-
-    for collate_fn, means in (
-        (PackingCollator(), "next_token"),
-        (pack_samples, "next_token"),
-        (list, "token"),
-    ):
-        found = weights(collate_fn, "auto")
-        assert found == weights(collate_fn, means)
-    assert weights(list, "token") != weights(list, "next_token")
 
 
 def test_each_pass_is_an_epoch_in_an_order_of_the_seed(monkeypatch):
@@ -229,8 +213,6 @@ def test_a_loaded_state_goes_on_exactly_there_and_workers_change_nothing():
     assert found == plain
     found = check_resuming((3, 7), 6, **WORKERS[2])
     assert found == plain
-    unrolled = {"balance": "local_sort", "unroll": True, "minibatch_size": 3}
-    check_resuming((0, 1, 2, 5, 12, 13), 12, **unrolled)  # inside a minibatch, too
 
 
 def test_a_state_is_plain_and_the_same_on_all_ranks():
@@ -301,29 +283,9 @@ def test_stealing_comes_with_everybodys_work_and_any_microbatch_can_be_read_agai
     assert all(share.all_ranks is None for share in loader(balance="steal", num_replicas=1))
 
 
-def test_unrolled_ranks_stay_together():
-    for policy in ("lb_micro", "local_sort"):
-        ranks = [loader(balance=policy, rank=rank, unroll=True) for rank in range(2)]
-        whole = [loader(balance=policy, rank=rank) for rank in range(2)]
-        for _ in range(2):
-            length = len(ranks[0])
-            assert length == len(ranks[1]) == sum(len(share) for share in whole[0])
-            rows = list(zip(*ranks, strict=True))
-            assert len(rows) == length
-            for row in rows:
-                for item in row:
-                    assert isinstance(item, Microbatch)
-            found = [a.last for a, _ in rows]
-            expected = [b.last for _, b in rows]
-            assert found == expected
-            found = sum(a.last for a, _ in rows)
-            assert found == 6
-
-
 def test_what_cannot_be_is_refused_at_once():
     cases = [
         ({"lengths": [1, 2]}, "lengths has 2 entries, but the data set has 23 samples"),
-        ({"balance": "lb_mini", "unroll": True}, 'Write balance="lb_micro"'),
         ({"rank": 2}, "rank=2 is not one of num_replicas=2"),
         ({"rank": None}, "must be given together"),
         ({"window": 8}, "window=... is for an IterableDataset"),

@@ -618,6 +618,4 @@ def test_minibatches_and_unequal_counts_under_a_strategy_that_does_not_know_them
         assert "NotUnrolledError" in message
         message = failure(Padded(), own, 1, strategy=strategy)
         assert 'trainer = lightning.pytorch.Trainer(strategy="odc", ...)' in message
-        assert 'BalancedDataLoader(..., balance="lb_micro", unroll=True)' in message
-    with pytest.raises(ValueError, match='Write balance="lb_micro"'):
-        BalancedDataLoader(SAMPLES, minibatch_size=4, balance="lb_mini", unroll=True)
+        assert '"Plain DDP, balanced" of docs/full-gain.md' in message
