@@ -189,11 +189,11 @@ class BalancedDataLoader:
         """Take over what is known, between two steps, on all ranks. ``before_pass`` finds out more before a pass."""
         self._before_pass = before_pass
         self.progress.listen(info.hears)
-        cap = None if self._schedule is None else self._schedule.learning.cap
-        is_of_another_fit = info.fit_begins and cap is not None and cap.ran_out > 0
+        has_fallen = self._schedule is not None and self._schedule.learning.ran_out > 0
+        is_of_another_fit = info.fit_begins and has_fallen
         if info != self.info or is_of_another_fit or self._resumed:
             if self._schedule is not None and self._iterator is not None and not info.fit_begins:  # in a pass
-                self._resumed = self._schedule.learning.state_dict(under_way=0)
+                self._resumed = self._schedule.learning.state_dict()
             self._schedule = None
         self.info = replace(info, fit_begins=False)
 
@@ -252,15 +252,12 @@ class BalancedDataLoader:
         learnt = self._prepare().learning.cost
         if learnt is None:
             return self.info.first_cost
-        return learnt.latest
+        return learnt.found or learnt.prior
 
     @property
     def memory_values(self) -> dict[str, float]:
         """What `DeviceIdleMonitor` logs of the memory of microbatches, by name."""
-        cap = None if self._schedule is None else self._schedule.learning.cap
-        if cap is None:
-            return {}
-        return cap.values()
+        return {} if self._schedule is None else self._schedule.learning.values()
 
     @property
     def max_tokens(self) -> int | None:
@@ -363,7 +360,7 @@ class BalancedDataLoader:
         if not self.is_stream:
             ahead = self._workers.get("num_workers", 0) * (self._workers.get("prefetch_factor") or 2)
         per_step = self.info.minibatches_per_step
-        schedule.learning.begin(per_step + ahead)
+        schedule.learning.lag = per_step + ahead
         options = WorkerOptions(worker_init_fn=self.worker_init_fn, **self._workers)
         alive = self._iterator is not None  # Lightning stops kept workers by the iterator, and takes it away
         arriving = self._iterator = iter(schedule.loader(start.epoch, start.minibatches, options, alive))
@@ -437,18 +434,16 @@ class BalancedDataLoader:
         if self.progress.latest.minibatches:
             order = self._prepare().order
         state = self.progress.state(order)
-        if self._schedule is not None:
-            state |= self._schedule.learning.state_dict(self.progress.under_way)
+        memory = {} if self._schedule is None else self._schedule.learning.state_dict()
+        if memory:
+            state["memory"] = memory
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Begin the next pass where the state was taken; it is compared with data and settings when the pass begins."""
-        state = dict(state_dict)
-        state.pop("learning", None)  # of an older version
-        memory = state.pop("memory", None)
-        self.progress.load(state)
-        if memory is not None:
-            self._resumed = {"memory": memory}
+        self.progress.load(state_dict)
+        self._resumed = state_dict.get("memory", {})
+        if self._resumed:
             self._schedule = None
             self._prepare()
 

@@ -42,8 +42,9 @@ class MapSchedule:
         self.epochs = EpochPlan(lengths, recipe, num_replicas)
         cap = None
         if not recipe.info.repeats:
-            cap = self.epochs.delayed_cap()
-        self.learning = Learning(options.delayed_cost(num_replicas, recipe.info), cap)
+            cap = self.epochs.planner.max_tokens
+        rows = self.epochs.planner.collation.row_lengths(lengths.values)
+        self.learning = Learning(num_replicas, recipe.measured_cost(num_replicas), cap, int(rows.max()))
         order = options.order
         if options.shuffle:
             order += ", as DistributedSampler"
@@ -69,16 +70,13 @@ class MapSchedule:
     @property
     def max_tokens(self) -> int | None:
         """The most tokens in a microbatch, by what is known now."""
-        cap = self.learning.cap
-        if cap is None:
-            return self.epochs.planner.max_tokens
-        return cap.value
+        return self.learning.max_tokens or self.epochs.planner.max_tokens
 
     def plan_now(self, epoch: int, step: int) -> MinibatchPlan:
         """The plan of a minibatch by what has been learnt until now."""
         learnt = None
         if self.learning.cost is not None:
-            learnt = self.learning.cost.measured.found
+            learnt = self.learning.cost.found
         return self.epochs.plan(epoch, step, learnt, self.max_tokens)
 
     def loader(

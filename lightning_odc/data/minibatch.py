@@ -15,7 +15,7 @@ from lightning_odc.data.packing import IGNORE_INDEX
 from lightning_odc.data.weighting import LabelCounter
 
 if TYPE_CHECKING:
-    from lightning_odc.data.learning import DelayedCap, DelayedCost, Learning
+    from lightning_odc.data.learning import Learning
 
 _TEACH = (
     "A Minibatch holds microbatches and must be unrolled by a strategy that knows it. Write\n"
@@ -90,8 +90,7 @@ class LoaderFacts:
         self.counter = counter  # is counted instead, if that was found out
         self.is_sum = is_sum  # losses are sums, which weights do not multiply
         self.number = 0  # of the minibatch, from the beginning of training
-        self.cost: DelayedCost | None = None  # learns how long the microbatches took
-        self.cap: DelayedCap | None = None  # learns how much memory they took
+        self.learning: Learning | None = None  # learns how long the microbatches took, and how much memory
 
 
 class StealableWork:
@@ -218,8 +217,7 @@ class Minibatch:
         """Number the minibatch of a loader, which is handed out now, and keep what learns from it."""
         assert self.origin is not None
         self.origin.number = learning.begin_minibatch()
-        self.origin.cost = learning.cost
-        self.origin.cap = learning.cap
+        self.origin.learning = learning
 
     def tasks(self) -> Iterator[Task]:
         """The microbatches with all that is known about them."""

@@ -46,8 +46,8 @@ from lightning_odc.balance import (
 from lightning_odc.balance.arrays import Cap, Floats, Ints, floats
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts
+from lightning_odc.balance.learnt import MeasuredCost
 from lightning_odc.balance.search import longest_first
-from lightning_odc.data.learning import DelayedCap, DelayedCost
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import LoaderFacts, Minibatch, Task
 from lightning_odc.data.weighting import LabelCounter
@@ -192,15 +192,6 @@ class BatchOptions:
             tokens = size * dealt.max(1)
         return max(int(rows.max()), int(tokens.max(initial=0)))
 
-    def delayed_cost(self, num_replicas: int, info: RunInfo) -> DelayedCost | None:
-        """The cost for so many ranks, if measured times may correct it."""
-        if not (self.is_auto and info.measured):
-            return None
-        cost = DelayedCost(num_replicas, info.first_cost)
-        if info.collation.kind != "packed":
-            cost.measured.separate_samples()
-        return cost
-
 
 @dataclass(frozen=True)
 class Recipe:
@@ -252,6 +243,15 @@ class Recipe:
     def planner(self, num_replicas: int, lengths: Ints | None = None) -> Planner:
         """What plans minibatches for so many ranks; ``lengths`` are those of the samples in the order they come."""
         return replace(self.options.planner(num_replicas, lengths, self.info), policy=self.policy)
+
+    def measured_cost(self, num_replicas: int) -> MeasuredCost | None:
+        """The cost for so many ranks, if measured times may correct it."""
+        if not (self.options.is_auto and self.info.measured):
+            return None
+        cost = MeasuredCost(num_replicas, self.info.first_cost)
+        if self.info.collation.kind != "packed":
+            cost.separate_samples()
+        return cost
 
     def sample_weights(self, lengths: Ints) -> Floats:
         """What each sample counts in the gradient."""
@@ -332,12 +332,6 @@ class EpochPlan:
             self._window = (epoch, window)
             self._minibatches = [own[group] for group in groups]
         return self._minibatches[within]
-
-    def delayed_cap(self) -> DelayedCap:
-        """A cap that begins with that of the planner."""
-        assert self.planner.max_tokens is not None
-        rows = self.planner.collation.row_lengths(self.lengths.values)
-        return DelayedCap(self.num_replicas, self.planner.max_tokens, least=int(rows.max()))
 
     def plan(self, epoch: int, step: int, learnt: Cost | None = None, cap: Cap = None) -> MinibatchPlan:
         """Plan which rank runs which samples in minibatch ``step``, with a cost and a cap that were learnt."""

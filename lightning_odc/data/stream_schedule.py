@@ -60,7 +60,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
         num_replicas, rank = world
         options = recipe.options
         self.world = world
-        self.learning = Learning(options.delayed_cost(num_replicas, recipe.info))
+        self.learning = Learning(num_replicas, recipe.measured_cost(num_replicas))
         self._num_replicas = num_replicas
         self._rank = rank
         self._size = options.minibatch_size * num_replicas
@@ -162,7 +162,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
         probe = look(samples.__getitem__, lengths, self._collate)
         collation = collation_of(probe) or PACKED
         if self.learning.cost is not None and collation.kind != "packed":
-            self.learning.cost.measured.separate_samples()
+            self.learning.cost.separate_samples()
         if not self._recipe.counts_alike:
             self._ran = ran_of(probe)
         if self._ran.stand_in is not None:
@@ -173,7 +173,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
     def _minibatch(self, step: int, samples: list[Any], lengths: Ints, recipe: Recipe) -> Minibatch:
         """This rank's part of a minibatch of these samples."""
         options = self._options
-        learnt, _ = self.learning.at(self.learning.begun)
+        learnt = self.learning.at(self.learning.begun).cost
         plan = MinibatchPlan.of(
             recipe,
             recipe.planner(self._num_replicas, lengths),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_odc.balance.learnt import Sums
-from lightning_odc.data.learning import DelayedCap, DelayedCost
+from lightning_odc.data.learning import Learning
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch
 
 
@@ -27,8 +27,7 @@ class Measured(NamedTuple):
     """What a rank tells the others about an optimizer step. It travels as JSON."""
 
     times: Sums  # empty if nothing learns from them
-    # The minibatch, and `size_of` its microbatches that did.
-    ran_out: tuple[int, list[tuple[int, int]]] | None
+    ran_out: list[tuple[int, int]]  # `size_of` the microbatches that did
     contradiction: str = ""  # what an audit has found, see Note [The proof goes on]
 
 
@@ -43,8 +42,7 @@ class Measurements:
         self._waits = waits  # returns the seconds that this rank has waited for others so far
         self._device = device
         self._warn = warn
-        self._cost: DelayedCost | None = None
-        self._cap: DelayedCap | None = None
+        self._learning: Learning | None = None
         self._number = 0  # of the minibatch
         self._timed: list[_Timed] = []  # in this optimizer step
         self._current: _Timed | None = None  # of them, the microbatch at hand
@@ -55,14 +53,13 @@ class Measurements:
         self._current = None
         origin = minibatch.origin
         if origin is not None:
-            self._cost = origin.cost
-            self._cap = origin.cap
+            self._learning = origin.learning
             self._number = origin.number
 
     def begin(self, detail: MicrobatchFacts | None) -> None:
         """What runs from now on works on this microbatch."""
         self._current = None
-        if detail is not None and self._cost is not None and self._cost.measures(self._number):
+        if detail is not None and self._learning is not None and self._learning.measures(self._number):
             self._current = _Timed(detail.lengths)
             self._timed.append(self._current)
 
@@ -88,14 +85,12 @@ class Measurements:
             self._current = None
 
     def take(self) -> Measured:
-        """Times of an optimizer step, and the minibatch that ran out of memory, if one did."""
+        """Times of an optimizer step, and what ran out of memory in it."""
         times: Sums = []
-        if self._cost is not None:
+        if self._learning is not None and self._learning.cost is not None:
             counted = [(timed.lengths, timed.seconds) for timed in self._timed if timed.seconds > 0]
-            times = self._cost.measured.sums_of(counted)
-        ran_out = None
-        if self.ran_out:
-            ran_out = (self._number, self.ran_out)
+            times = self._learning.cost.sums_of(counted)
+        ran_out = self.ran_out
         contradiction = self.contradiction
         self._timed = []
         self._current = None
@@ -105,20 +100,18 @@ class Measurements:
 
     def report(self, by_rank: Sequence[Measured]) -> None:
         """Tell the loader what `take` returned on every rank, and the user if a cap fell."""
-        if self._cost is not None:
-            self._cost.observe(self._number, [measured.times for measured in by_rank])
-        if self._cap is None:
+        learning = self._learning
+        if learning is None:
             return
-        before = self._cap.value
-        self._cap.observe([measured.ran_out for measured in by_rank])
-        after = self._cap.value
+        before = learning.max_tokens
+        times = [measured.times for measured in by_rank]
+        learning.observe(self._number, times, [measured.ran_out for measured in by_rank])
+        after = learning.max_tokens
         if after == before:
             return
         # The largest microbatch of a minibatch; of several ranks the last one.
         largest = [
-            (max(measured.ran_out[1])[0], rank)
-            for rank, measured in enumerate(by_rank)
-            if measured.ran_out is not None
+            (max(measured.ran_out)[0], rank) for rank, measured in enumerate(by_rank) if measured.ran_out
         ]
         tokens, rank = max(largest)
         self._warn(

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from lightning_odc import host_memory
 from lightning_odc.data.arguments import check_world
 from lightning_odc.data.lengths import LengthsUnknownError
-from lightning_odc.data.loader import BalancedDataLoader, Microbatch, current_world
+from lightning_odc.data.loader import BalancedDataLoader, current_world
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.position import Order, Position, Progress, translated
 from tests.support.ranks import run_ranks
@@ -183,8 +183,6 @@ def test_default_collate_says_what_to_do_where_lengths_hide_a_difference():
 
 def item_of(item: Any) -> Any:
     """What a loader yields, to be compared."""
-    if isinstance(item, Microbatch):
-        return [sample.tolist() for sample in item.batch], item.weight, item.last
     return [sample.tolist() for microbatch in item for sample in microbatch]
 
 
@@ -373,10 +371,10 @@ def test_a_worker_that_the_kernel_ended_for_want_of_memory_is_named_as_such(tmp_
 def test_a_position_in_minibatches_of_another_size():
     order = Order("a", 8)
     for start, size, expected, lost in (
-        (Position(1, 3, 2), 8, Position(1, 3, 2), 0),
+        (Position(1, 3), 8, Position(1, 3), 0),
         (Position(1, 3), 4, Position(1, 6), 0),
-        (Position(1, 3, 2), 16, Position(1, 2), 0),
-        (Position(1, 4, 2), 16, Position(1, 3), 8),
+        (Position(1, 3), 16, Position(1, 2), 8),
+        (Position(1, 4), 16, Position(1, 2), 0),
     ):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_odc import BalancedDataLoader, Minibatch
 from lightning_odc.balance import quadratic, tokens
 from lightning_odc.balance.costs import SpeedCost
-from lightning_odc.data.learning import DelayedCost
+from lightning_odc.balance.learnt import MeasuredCost
+from lightning_odc.data.learning import Learning
 from lightning_odc.run.measurements import Measurements
 from tests.strategy.test_balance import SAMPLES, Padded, pad, plain, reference
 from tests.support.fits import assert_same, before_step, fit
@@ -91,8 +92,7 @@ def test_the_time_of_a_microbatch_is_that_by_the_clock_without_waits():
     waited = 0.0
     device = torch.device("cpu")
     measurements = Measurements(lambda: waited, device, warnings.warn)
-    cost = DelayedCost(1, tokens())
-    origin = SimpleNamespace(cost=cost, cap=None, number=3)
+    origin = SimpleNamespace(learning=Learning(1, MeasuredCost(1, tokens())), number=3)
     minibatch = SimpleNamespace(origin=origin)
     detail = SimpleNamespace(lengths=[5])
     measurements.open(minibatch)
@@ -195,9 +195,8 @@ def test_overfit_batches_repeats_the_same_samples(rank, shuffle):
 
 def begun_alike(balanced: BalancedDataLoader) -> int:
     """Minibatches of which times are known, which are the same on every rank."""
-    cost = balanced._prepare().learning.cost
-    assert cost is not None
-    first, *others = of_all_ranks([[number, repr(known)] for number, known in cost.known])
+    learning = balanced._prepare().learning
+    first, *others = of_all_ranks([[number, repr(known)] for number, known in learning.known])
     for other in others:
         assert first == other
-    return cost.begun
+    return learning.begun

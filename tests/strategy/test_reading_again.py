@@ -263,7 +263,7 @@ def test_a_microbatch_that_runs_out_lowers_the_cap_of_all_ranks_and_says_so_once
     cap = int(0.8 * ran_out)
     assert own.max_tokens == cap
     memory = own.state_dict()["memory"]
-    found = memory["cap"]["ran_out"]
+    found = memory["ran_out"]
     assert found == 1
     later = module.held[len(module.held) // 2 :]
     assert later
