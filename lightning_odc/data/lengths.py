@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Number
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import Subset
 
-from lightning_odc import host_memory
 from lightning_odc.arguments import Like
 from lightning_odc.balance.arrays import Ints, as_cap, as_lengths
 from lightning_odc.data.probe import seen, shapes_of
@@ -26,27 +23,22 @@ from lightning_odc.progress import progress
 
 LengthFunction = Annotated[Callable[[Any], int], Like('lambda sample: len(sample["input_ids"])')]
 """The length of a sample."""
-Source = Literal["given", "attribute", "column", "length_fn", "samples", "collated"]
 
 _LOOKED_AT = 16  # samples that show in which dimensions others may differ
 _ROWS_AT_ONCE = 1000
-_BYTES_OF_A_LENGTH = 64  # a number of Python in a list, and its places in two arrays
-_SPARE_BYTES = 64 * 2**20  # for a sample, and for what else runs
-_LOOK_EVERY_S = 1.0
 EQUALLY_LONG = ShownLength((), None)
 """Measures samples of which equally large batches are made."""
+EXAMPLE = 'lambda sample: len(sample["text"])'
+"""A function for samples without a length of their own."""
 _TEACH = (
     "Say how long the samples are:\n"
     "    BalancedDataLoader(dataset, lengths=[12, 7, ...], ...)    # or `dataset.lengths = [12, 7, ...]`\n"
-    "    BalancedDataLoader(dataset, length_fn="
+    f"    BalancedDataLoader(dataset, length_fn={EXAMPLE}, ...)"
 )
 
 
 class LengthsUnknownError(ValueError):
     """The lengths of the samples are unknown, so they cannot be balanced."""
-
-    length_fn = "lambda sample: ..."
-    """The function to write, with a part of the sample that has a length, if there is one."""
 
     @property
     def reason(self) -> str:
@@ -59,9 +51,6 @@ class Lengths:
     """One length per sample of a data set."""
 
     values: Ints  # at least 1 each
-    # "given", "attribute" (`dataset.lengths`), "column" (of a Hugging Face data set), "length_fn", "samples" (every
-    # sample was looked at), or "collated" (the same, alone in a batch)
-    source: Source
     # what has measured the samples, if it may be done again at any time
     length_of: LengthFunction | None = field(default=None, compare=False)
 
@@ -91,23 +80,22 @@ def find_lengths(
     """
     count = len(dataset)
     if lengths is not None:
-        return Lengths(as_lengths(lengths, count=count), "given")
+        return Lengths(as_lengths(lengths, count=count))
     if length_fn is None:
-        # A `Subset` or `ConcatDataset` of data sets that know their lengths knows its own.
         known = _known(dataset)
         if known is not None:
-            return Lengths(as_lengths(known.values, f"the data set's {known.source}", count), known.source)
+            return Lengths(known)
     if count == 0:
-        return Lengths(np.empty(0, dtype=np.int64), "samples")
+        return Lengths(np.empty(0, dtype=np.int64))
     if length_fn is not None:
-        return Lengths(_scan(dataset, length_fn), "length_fn")
+        return Lengths(_scan(dataset, length_fn))
     with isolated_rng():
         length_of = length_function(dataset.__getitem__, count, collate_fn)
     if length_of == EQUALLY_LONG:
-        return Lengths(np.ones(count, dtype=np.int64), "collated")
+        return Lengths(np.ones(count, dtype=np.int64))
     if isinstance(length_of, ShownLength) and length_of.collate_fn is not None:
-        return Lengths(_scan_collated(dataset, length_of), "collated")
-    return Lengths(_scan(dataset, length_of), "samples", length_of)
+        return Lengths(_scan_collated(dataset, length_of))
+    return Lengths(_scan(dataset, length_of), length_of)
 
 
 def length_function(
@@ -152,9 +140,6 @@ def measure(sample: Any) -> int:
     """
     if sample is None:
         return 1
-    first = sample[0] if isinstance(sample, tuple) and sample else sample
-    if _is_series(first):
-        return len(first)
     length = _length(sample)
     if length is not None:
         return length
@@ -163,39 +148,7 @@ def measure(sample: Any) -> int:
         kind = f"{type(sample).__name__} of shape {list(sample.shape)}"
     elif isinstance(sample, Mapping):
         kind = f"{type(sample).__name__} with keys {list(sample.keys())[:10]}"
-    length_fn = f"lambda sample: {_length_in_words(sample)}"
-    said = f"The length of a sample that is {kind} is not known. {_TEACH}{length_fn}, ...)"
-    error = LengthsUnknownError(said)
-    error.length_fn = length_fn
-    raise error
-
-
-def _length_in_words(sample: Any) -> str:
-    """The line that gives a length: of the sample, or of the part of it that most looks like a sequence."""
-    parts: dict[str, Any] = {"sample": sample}
-    if isinstance(sample, Mapping):
-        parts = {f"sample[{key!r}]".replace("'", '"'): value for key, value in sample.items()}
-    elif isinstance(sample, tuple):
-        parts = {f"sample[{place}]": value for place, value in enumerate(sample)}
-    known = [name for name, part in parts.items() if _length(part) is not None]
-    sized = [name for name, part in parts.items() if _has_length(part)]
-    for name in known + sized:
-        return f"len({name})"
-    return "..."
-
-
-def _has_length(value: Any) -> bool:
-    try:
-        return len(value) > 0
-    except TypeError:
-        return False
-
-
-def _is_series(value: Any) -> bool:
-    """Whether it is a table of numbers that are no tokens: steps of a series, each with some numbers."""
-    if isinstance(value, Tensor):
-        return value.ndim == 2 and value.is_floating_point()
-    return isinstance(value, np.ndarray) and value.ndim == 2 and value.dtype.kind == "f"
+    raise LengthsUnknownError(f"The length of a sample that is {kind} is not known. {_TEACH}")
 
 
 def _length(sample: Any) -> int | None:
@@ -206,7 +159,9 @@ def _length(sample: Any) -> int | None:
             ids = ids[0]
         return _length(ids)
     if isinstance(sample, Tensor | np.ndarray):
-        return len(sample) if sample.ndim == 1 else None
+        # A table of numbers that are no tokens is a series: steps, each with some numbers.
+        is_series = sample.ndim == 2 and "float" in str(sample.dtype)
+        return len(sample) if sample.ndim == 1 or is_series else None
     if not isinstance(sample, Sequence) or isinstance(sample, str | bytes):
         return None
     ends = (*sample[:1], *sample[-1:])
@@ -217,39 +172,21 @@ def _length(sample: Any) -> int | None:
     return None
 
 
-def plain(length: Any) -> Any:
-    """A length as Python has numbers: what a tensor or array holds."""
-    if isinstance(length, Tensor | np.ndarray):
-        return length.tolist()
-    return length
-
-
 def check_longest(lengths: Ints, max_tokens: int | None) -> None:
     """Refuse a sample that fits no microbatch."""
     if len(lengths):
         as_cap(lengths, lengths, max_tokens)
 
 
-def _known(dataset: Any) -> Lengths | None:
+def _known(dataset: Any) -> Ints | None:
     """What the data set says about its lengths without being looked through."""
     if isinstance(dataset, Subset):
         whole = _known(dataset.dataset)
-        if whole is None:
-            return None
-        return Lengths(whole.values[np.asarray(dataset.indices)], whole.source)
-    if isinstance(dataset, ConcatDataset):
-        parts = [_known(part) for part in dataset.datasets]
-        found = [part for part in parts if part is not None]
-        if not found or len(found) < len(parts):
-            return None
-        return Lengths(np.concatenate([part.values for part in found]), found[0].source)
+        return None if whole is None else whole[np.asarray(dataset.indices)]
     attribute = getattr(dataset, "lengths", None)
     if attribute is not None and not callable(attribute):
-        return Lengths(as_lengths(attribute, "dataset.lengths", len(dataset)), "attribute")
-    column = _column(dataset)
-    if column is None:
-        return None
-    return Lengths(column, "column")
+        return as_lengths(attribute, "dataset.lengths", len(dataset))
+    return _column(dataset)
 
 
 def _column(dataset: Any) -> Ints | None:
@@ -294,21 +231,7 @@ def _scan_collated(dataset: Any, collated: ShownLength) -> Ints:
 
 def _scan(dataset: Any, length_of: LengthFunction) -> Ints:
     """Look at every sample, with a progress bar if it takes more than a moment."""
-    count = len(dataset)
-    next_look = -math.inf
-    found = []
     with isolated_rng():
-        for index in progress(range(count), "Lengths of samples", "sample"):
-            if time.monotonic() >= next_look:  # raise before the kernel ends this process
-                next_look = time.monotonic() + _LOOK_EVERY_S
-                left = count - index
-                short = host_memory.shortage(
-                    f"the lengths of samples that are still to be looked at ({left} of {count})",
-                    left * _BYTES_OF_A_LENGTH + _SPARE_BYTES,
-                    "let the data set keep no samples that it has read, or say how long they are: "
-                    "BalancedDataLoader(dataset, lengths=[12, 7, ...])",
-                )
-                if short:
-                    raise MemoryError(short)
-            found.append(plain(length_of(dataset[index])))
+        places = progress(range(len(dataset)), "Lengths of samples", "sample")
+        found = [length_of(dataset[place]) for place in places]
     return as_lengths(found, "the samples")

@@ -36,7 +36,6 @@ from lightning_odc.data.lengths import (
     check_longest,
     find_lengths,
     length_function,
-    plain,
 )
 from lightning_odc.data.looks import Looks
 from lightning_odc.data.map_schedule import MapSchedule
@@ -229,7 +228,7 @@ class BalancedDataLoader:
             first = list(islice(stream, self.options.minibatch_size * 2))
             if self._length_fn is None:  # plans are made by the same
                 self._length_fn = length_function(first.__getitem__, len(first), self._unpacked)
-            lengths = as_lengths([plain(self._length_fn(sample)) for sample in first])
+            lengths = as_lengths([self._length_fn(sample) for sample in first])
         return look(first.__getitem__, lengths, self.collate)
 
     # -- what is known before it is read ------------------------------------------------------------------

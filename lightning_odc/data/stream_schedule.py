@@ -27,13 +27,7 @@ from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.balance.collation import PACKED
 from lightning_odc.data.collation import collation_of
 from lightning_odc.data.learning import Learning
-from lightning_odc.data.lengths import (
-    LengthFunction,
-    Lengths,
-    check_longest,
-    length_function,
-    plain,
-)
+from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, length_function
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Task
 from lightning_odc.data.plan import MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
@@ -116,7 +110,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
             try:
                 if self._length_fn is None:
                     self._length_fn = length_function(samples.__getitem__, len(samples), self._collate)
-                found = [plain(self._length_fn(sample)) for sample in samples]
+                found = [self._length_fn(sample) for sample in samples]
                 lengths = as_lengths(found, "the stream's samples")
                 # again if nothing was left of the windows before
                 if step == 0 or (self._ran.stand_in is None and not recipe.counts_alike):
@@ -179,7 +173,7 @@ class StreamSchedule(IterableDataset[Minibatch]):
             recipe.planner(self._num_replicas, lengths),
             np.arange(len(lengths)),
             lengths,
-            recipe.name(self._epoch, step, Lengths(lengths, "samples")),
+            recipe.name(self._epoch, step, Lengths(lengths)),
             learnt,
             turn=self._epoch + step,
         )

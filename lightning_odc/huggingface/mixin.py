@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 
 from lightning_odc.arguments import checked
 from lightning_odc.attached import Attached, attach_as
-from lightning_odc.data.lengths import LengthsUnknownError
+from lightning_odc.data.lengths import EXAMPLE, LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.reader import WorkerOptions, is_stream
@@ -109,9 +109,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         try:
             balanced = self._balanced(own)
         except LengthsUnknownError as error:
-            self._warn(
-                f'{error.reason} Write {type(self).__name__}(..., balance={{"length_fn": {error.length_fn}}})'
-            )
+            self._warn(f'{error.reason} Write {type(self).__name__}(..., balance={{"length_fn": {EXAMPLE}}})')
             return own
         accumulated = self.args.gradient_accumulation_steps
         if len(balanced) != -(-len(own) // accumulated):

@@ -10,7 +10,13 @@ from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader
 
 from lightning_odc.data.content import digest_of
-from lightning_odc.data.lengths import EQUALLY_LONG, LengthFunction, LengthsUnknownError, length_function
+from lightning_odc.data.lengths import (
+    EQUALLY_LONG,
+    EXAMPLE,
+    LengthFunction,
+    LengthsUnknownError,
+    length_function,
+)
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.reader import is_stream
@@ -126,7 +132,7 @@ def _reason_against_stream(
 def in_words(error: ValueError) -> str:
     """Why ``"auto"`` leaves a loader alone that could not be converted."""
     if isinstance(error, LengthsUnknownError):
-        return f"{error.reason} Write\n    ODCStrategy(length_fn={error.length_fn})"
+        return f"{error.reason} Write\n    ODCStrategy(length_fn={EXAMPLE})"
     return str(error)
 
 
@@ -136,6 +142,6 @@ def refusal(error: ValueError, balance: str | None) -> ValueError:
         return error
     return LengthsUnknownError(
         f'ODCStrategy(balance="{balance}") needs the length of every sample. {error.reason} Write\n'
-        f'    ODCStrategy(balance="{balance}", length_fn={error.length_fn})\n'
+        f'    ODCStrategy(balance="{balance}", length_fn={EXAMPLE})\n'
         'or give the data set an attribute `lengths`; balance="auto" leaves such data as it is.'
     )
