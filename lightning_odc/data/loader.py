@@ -76,7 +76,7 @@ class BalancedDataLoader:
         cost: The cost of a sample by its length. ``"auto"`` is the cost of the model. Times that ``ODCStrategy``
             measures show how fast each rank is. Others are those of :func:`lightning_odc.balance.plan_minibatch`.
         weighting: The count of a sample in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
-            causal model predicts), ``"sample"`` (one), or a function from an array of lengths to one of weights.
+            causal model predicts), or ``"sample"`` (one).
             ``"label"`` counts the labels of every microbatch, ``"sum"`` is for a loss that is a sum. ``"auto"``:
             ``ODCStrategy`` tries the loss and finds out; elsewhere labels are counted if a batch has integer ones, and
             tokens otherwise.

@@ -24,13 +24,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from lightning_odc.balance import (
     COLLECTIVE_SAFE,
@@ -52,8 +51,7 @@ from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import LoaderFacts, Minibatch, Task
 from lightning_odc.data.weighting import LabelCounter
 
-Weighting = Literal["auto", "label", "token", "next_token", "sample", "sum"] | Callable[[Ints], NDArray[Any]]
-
+Weighting = Literal["auto", "label", "token", "next_token", "sample", "sum"]
 
 World = tuple[int, int]
 """The number of ranks that share a minibatch, and this rank."""
@@ -255,14 +253,6 @@ class Recipe:
 
     def sample_weights(self, lengths: Ints) -> Floats:
         """What each sample counts in the gradient."""
-        if callable(self.weighting):
-            weights = floats(self.weighting(lengths))
-            if weights.shape != (len(lengths),):
-                raise ValueError(
-                    f"weighting(lengths) must return one weight per length, got {list(weights.shape)} for lengths of "
-                    f"shape {list(lengths.shape)}."
-                )
-            return weights
         if self.weighting in ("sample", "sum"):
             return np.ones(len(lengths))
         tokens = floats(lengths)

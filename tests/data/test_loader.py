@@ -331,12 +331,6 @@ def test_workers_end_with_a_pass_that_is_given_up_and_kept_ones_with_their_loade
         gc.enable()
 
 
-def test_weights_of_samples_are_checked() -> None:
-    assert loader(weighting=lambda lengths: lengths + 1).plan(0).weights
-    with pytest.raises(ValueError, match=r"got \[1\] for lengths of shape \[4\]"):
-        loader(weighting=lambda lengths: lengths[:1]).plan(0)
-
-
 class Deadly(Rows):
     """Ends the worker that reads sample 7, as the kernel does."""
 

@@ -226,5 +226,3 @@ def test_what_cannot_be_is_refused_with_the_line_to_write():
         ({"num_replicas": 24}, r"23 samples, fewer than 24 ranks.*Trainer\(devices=23\)"),
     ]
     assert_refused(lambda options: schedule(**options), cases)
-    with pytest.raises(ValueError, match="one weight per length"):
-        schedule(weighting=lambda lengths: lengths.sum()).plan(0, 0)
