@@ -102,7 +102,7 @@ def test_a_sample_is_measured():
 
 
 def test_what_has_no_length_of_its_own_is_refused_with_the_line_to_write():
-    input_ids = torch.ones(2, 5)
+    input_ids = torch.ones(2, 5, dtype=torch.long)
     for sample in (
         *("a text", b"bytes", 7, ("a text", 3), {"text": "a"}, [[1, 2], [3]]),
         *(torch.ones(3, 4, 5), torch.arange(6).reshape(2, 3), torch.tensor(3), [torch.ones(3)]),
