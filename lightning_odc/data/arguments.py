@@ -8,18 +8,15 @@ from typing import Any
 
 from lightning_odc.data.plan import BatchOptions
 
-_TEACH = "BalancedDataLoader(..., num_replicas=8, rank=3), or neither to take them from torch.distributed"
-
 
 def check_world(num_replicas: int | None, rank: int | None) -> None:
     """Refuse a rank that cannot be."""
-    if (num_replicas is None) != (rank is None):
-        raise ValueError(f"num_replicas={num_replicas} and rank={rank} must be given together: {_TEACH}.")
-    if num_replicas is None or rank is None:
+    if num_replicas is None and rank is None:
         return
-    if rank >= num_replicas:
+    if num_replicas is None or rank is None or rank >= num_replicas:
         raise ValueError(
-            f"rank={rank} is not one of num_replicas={num_replicas} ranks, which count from 0: {_TEACH}."
+            f"num_replicas={num_replicas} and rank={rank} cannot be: give both, and ranks count from 0, as in "
+            "BalancedDataLoader(..., num_replicas=8, rank=3), or neither to take them from torch.distributed."
         )
 
 

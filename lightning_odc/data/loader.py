@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -218,7 +219,7 @@ class BalancedDataLoader:
         Of a stream, the samples are those of the first minibatches; one that can be read only once is refused.
         """
         if not self.is_stream:
-            return self._looks.probe_with_samples(self.lengths.values, self._packs(self.info))
+            return self._looks.probe(self.lengths.values, self._packs(self.info), with_samples=True)
         dataset = with_own_rng(self._samples)
         with isolated_rng():
             seed_rng(self.options.seed)
@@ -285,8 +286,9 @@ class BalancedDataLoader:
         return info.packs
 
     def _find_collation(self, lengths: Lengths, packs: bool) -> Collation | None:
-        probe = self._looks.probe(lengths.values, packs)
-        return None if probe is None else collation_of(probe)
+        with suppress(Exception):  # where only workers can read samples; this look was not asked for
+            return collation_of(self._looks.probe(lengths.values, packs))
+        return None
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -308,21 +310,10 @@ class BalancedDataLoader:
         """
         if epoch is None:
             epoch = self.progress.latest.epoch
-        return self._map_schedule().plan_now(epoch, step)
-
-    def read(self, microbatch: Sequence[int], epoch: int | None = None) -> Any:
-        """Any microbatch of a map-style data set, from the indices that a `MinibatchPlan` has for it, on any rank."""
-        if epoch is None:
-            epoch = self.progress.latest.epoch
-        return self._map_schedule().read(epoch, microbatch)
-
-    def _map_schedule(self) -> MapSchedule:
         schedule = self._prepare()
-        if isinstance(schedule, MapSchedule):
-            return schedule
-        raise TypeError(
-            "An IterableDataset is planned as it is read: no plan and no sample can be asked for."
-        )
+        if isinstance(schedule, StreamSchedule):
+            raise TypeError("An IterableDataset is planned as it is read: no plan can be asked for.")
+        return schedule.plan_now(epoch, step)
 
     # -- what it yields -----------------------------------------------------------------------------------
 
@@ -402,9 +393,9 @@ class BalancedDataLoader:
         reader.length_of = self.lengths.length_of
         recipe = Recipe(self.options, info)
         ran = Ran()
-        probe = self._looks.probe(self.lengths.values, self._packs(info))
-        if probe is not None and not recipe.counts_alike:
-            ran = ran_of(probe)
+        if not recipe.counts_alike:
+            with suppress(Exception):  # as above
+                ran = ran_of(self._looks.probe(self.lengths.values, self._packs(info)))
         return MapSchedule(reader, ran, self.lengths, recipe, world)
 
     def find_place(self) -> Position:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from lightning_odc.balance.arrays import Ints
 from lightning_odc.data.packing import PackingCollator
-from lightning_odc.data.probe import Collate, Probe, collated, look
+from lightning_odc.data.probe import Collate, Probe, look
 from lightning_odc.data.reader import SampleReader
 from lightning_odc.data.rng import with_own_rng
 
@@ -26,7 +25,7 @@ class Looks:
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._seed = seed
-        self._probes: dict[bool, Probe | None] = {}  # packed and not
+        self._probes: dict[bool, Probe] = {}  # packed and not
 
     def collate(self, packs: bool) -> Collate:
         """What makes a microbatch of samples."""
@@ -34,31 +33,20 @@ class Looks:
             return PackingCollator(self._collate_fn)
         return self._collate_fn
 
-    def probe(self, lengths: Ints, packs: bool) -> Probe | None:
-        """What it makes of a few samples; ``None`` where only workers can read them."""
-        if packs not in self._probes:
-            self._probes[packs] = None
-            with suppress(Exception):  # this look was not asked for
-                self._probes[packs] = self._look(lengths, packs)
-        return self._probes[packs]
-
-    def probe_with_samples(self, lengths: Ints, packs: bool) -> Probe:
-        """The same with the samples, or the error of reading them."""
-        probe = self.probe(lengths, packs)
-        if probe is None or not probe.samples:
+    def probe(self, lengths: Ints, packs: bool, with_samples: bool = False) -> Probe:
+        """What it makes of a few samples, and the samples if they are asked for."""
+        known = self._probes.get(packs)
+        if known is None:
+            known = self._probes[packs] = self._look(lengths, packs)
+        if with_samples and not known.samples:
             return self._look(lengths, packs)
-        return probe
+        return known
 
     def drop_samples(self) -> None:
         """Keep what was seen, but not the samples."""
         for packs, probe in self._probes.items():
-            if probe is not None:
-                self._probes[packs] = replace(probe, samples=[])
+            self._probes[packs] = replace(probe, samples=[])
 
     def _look(self, lengths: Ints, packs: bool) -> Probe:
-        collate_fn = self.collate(packs)
-        other = self._probes.get(not packs)
-        if other is not None and other.samples:
-            return collated(other.samples, other.indices, other.tokens, collate_fn)
-        reader = SampleReader(with_own_rng(self._dataset), collate_fn, self._seed)
-        return look(lambda index: reader.samples(0, [index])[0], lengths, collate_fn)
+        reader = SampleReader(with_own_rng(self._dataset), self.collate(packs), self._seed)
+        return look(lambda index: reader.samples(0, [index])[0], lengths, self.collate(packs))

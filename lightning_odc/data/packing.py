@@ -43,6 +43,7 @@ class PackedBatch(TypedDict):
         position_ids: ``[1, T]`` int64, from 0 in every sample.
         cu_seqlens: ``[S + 1]`` int32, where the samples begin and, last, where the row ends: sample ``i``
             lies at ``cu_seqlens[i]:cu_seqlens[i + 1]``. The form that variable-length attention kernels take.
+            ``logits[0].split(cu_seqlens.diff().tolist())`` cuts a row of ``[1, T, ...]`` into samples.
     """
 
     input_ids: Tensor
@@ -160,15 +161,7 @@ class PackingCollator:
         if sample.get("attention_mask") is None:
             return row
         kept = _row(sample["attention_mask"], "attention_mask", index).bool()
-        unpadded = {}
-        for name, ids in row.items():
-            padded = _row(ids, name, index)
-            if len(padded) != len(kept):
-                raise ValueError(
-                    f"sample {index} has {len(padded)} {name} but {len(kept)} entries in its attention_mask"
-                )
-            unpadded[name] = padded[kept]
-        return unpadded
+        return {name: _row(ids, name, index)[kept] for name, ids in row.items()}
 
 
 def _first_row(batch: Any, index: int) -> Mapping[str, Any]:
@@ -193,27 +186,6 @@ def _first_row(batch: Any, index: int) -> Mapping[str, Any]:
 def packs(collate_fn: Any) -> bool:
     """Whether this collator is one of those here, so that the first token of every sample is not predicted."""
     return collate_fn is pack_samples or isinstance(collate_fn, PackingCollator)
-
-
-def unpack_tokens(values: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
-    """Cut a tensor with one entry per packed token back into one tensor per sample.
-
-    Args:
-        values: ``[1, T, ...]``, for instance the model's logits.
-        cu_seqlens: The bounds of the samples, see `PackedBatch`.
-
-    Returns:
-        One view per sample, ``[length, ...]``.
-
-    Raises:
-        ValueError: ``values`` is not one row with an entry per packed token.
-    """
-    tokens = int(cu_seqlens[-1])
-    if values.shape[:2] != (1, tokens):
-        raise ValueError(
-            f"expected one row of {tokens} packed tokens, shape [1, {tokens}, ...], got {list(values.shape)}"
-        )
-    return values[0].split(cu_seqlens.diff().tolist())
 
 
 def _tokens_and_labels(sample: Sample, index: int) -> tuple[Tensor, Tensor]:

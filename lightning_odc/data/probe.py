@@ -79,18 +79,13 @@ def look(read: Callable[[int], Any], lengths: Ints, collate_fn: Collate) -> Prob
     indices: list[int] = order[_spread(len(order), _MOST_READ)].tolist()
     with isolated_rng():
         samples = [read(index) for index in indices]
-    return collated(samples, indices, lengths[indices], collate_fn)
-
-
-def collated(samples: list[Any], indices: list[int], tokens: Ints, collate_fn: Collate) -> Probe:
-    """What a ``collate_fn`` makes of samples that were read."""
     alone = [seen(collate_fn, [sample]) for sample in samples]
     kept = [place for place, own in enumerate(alone) if own.holds_something]
     pairs = list(pairwise(_spread(len(samples), _IN_PAIRS)))
     if kept:
         pairs += [(kept[0], kept[-1]), (kept[0], kept[0])]
     together = {pair: seen(collate_fn, [samples[place] for place in pair]) for pair in pairs}
-    return Probe(collate_fn, indices, tokens, samples, alone, together)
+    return Probe(collate_fn, indices, lengths[indices], samples, alone, together)
 
 
 def seen(collate_fn: Collate, samples: Sequence[Any]) -> Seen:

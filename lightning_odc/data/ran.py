@@ -19,7 +19,6 @@ microbatches as planned.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -95,18 +94,16 @@ def ran_of(probe: Probe) -> Ran:
 
 
 def _rows(probe: Probe) -> Hashable:
-    """The name of the size that is 1 for most samples, and adds up in most pairs; the one that most often is."""
-    alone = [seen.counts for seen in probe.alone]
-    of_one = Counter(name for counts in alone for name, size in counts.items() if size == 1)
-    of_several: Counter[Hashable] = Counter()
-    for (first, second), seen in probe.together.items():
-        for name, size in seen.counts.items():
-            parts = alone[first].get(name, 0) + alone[second].get(name, 0)
-            of_several[name] += size == parts > 0
-    many = sum(map(bool, alone)) / 2
-    many_pairs = sum(bool(seen.counts) for seen in probe.together.values()) / 2
-    for name, _ in (of_one + of_several).most_common():
-        if of_one[name] >= many > 0 and of_several[name] >= many_pairs > 0:
+    """The name of the size that is 1 for most samples, and adds up in most pairs."""
+    alone = [seen.counts for seen in probe.alone if seen.counts]
+    pairs = [(pair, seen.counts) for pair, seen in probe.together.items() if seen.counts]
+    for name in dict.fromkeys(name for counts in alone for name in counts):
+        ones = [counts.get(name) == 1 for counts in alone]
+        sums = []
+        for (first, second), counts in pairs:
+            parts = probe.alone[first].counts.get(name, 0) + probe.alone[second].counts.get(name, 0)
+            sums.append(counts.get(name, 0) == parts > 0)
+        if 2 * sum(ones) >= len(ones) and 2 * sum(sums) >= len(sums) > 0:
             return name
     return None
 

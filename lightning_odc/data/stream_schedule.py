@@ -14,7 +14,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, islice
 from typing import Any
@@ -131,7 +130,8 @@ class StreamSchedule(IterableDataset[Minibatch]):
 
     def _windows(self, size: int) -> Iterator[list[Any]]:
         """The samples of one window after another, of all ranks."""
-        with self._seeded():
+        with isolated_rng():
+            seed_rng(self._options.seed, self._epoch)
             source = iter(self._dataset)
             rng = RandomState()
         for number in count():
@@ -144,12 +144,6 @@ class StreamSchedule(IterableDataset[Minibatch]):
                 yield window
             if len(window) < size:
                 return
-
-    @contextmanager
-    def _seeded(self) -> Iterator[None]:
-        with isolated_rng():
-            seed_rng(self._options.seed, self._epoch)
-            yield
 
     def _look(self, samples: list[Any], lengths: Ints) -> Recipe:
         """Find out what the ``collate_fn`` makes of the samples of a window."""

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_odc.data.packing import IGNORE_INDEX, PackingCollator, pack_samples, unpack_tokens
+from lightning_odc.data.packing import IGNORE_INDEX, PackingCollator, pack_samples
 from tests.support.refusals import assert_refused
 
 
@@ -47,7 +47,7 @@ def test_two_samples_in_one_row() -> None:
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), min_size=1, max_size=6))
 def test_unpacking_undoes_packing(samples: list[list[int]]) -> None:
     batch = pack_samples(samples)
-    pieces = unpack_tokens(batch["input_ids"], batch["cu_seqlens"])
+    pieces = batch["input_ids"][0].split(batch["cu_seqlens"].diff().tolist())
     found = [piece.tolist() for piece in pieces]
     assert found == samples
     expected = sum(len(sample) - 1 for sample in samples)
@@ -65,8 +65,6 @@ def test_bad_samples_are_named() -> None:
         ([{"input_ids": [1, 2], "labels": [1]}], "sample 0 has 2 tokens but 1 labels"),
     ]
     assert_refused(pack_samples, cases)
-    with pytest.raises(ValueError, match=r"one row of 3 packed tokens"):
-        unpack_tokens(torch.zeros(1, 4, 2), torch.tensor([0, 1, 3]))
 
 
 def padding(samples: list[dict[str, list[int]]], width: int = 6) -> dict[str, torch.Tensor]:
@@ -121,7 +119,6 @@ def test_what_cannot_be_packed_is_named() -> None:
             r"no place for 'text' of sample 1.*remove_columns\(\['text'",
         ),
         ((None, [{"text": "a"}]), r"sample 0 has no 'input_ids', only \['text'\]"),
-        ((None, [{"input_ids": [1, 2], "attention_mask": [1]}]), "sample 0 has 2 input_ids but 1 entries"),
         ((None, [{"input_ids": [1, 2], "attention_mask": [0, 0]}]), "input_ids of sample 0 is empty"),
         ((None, []), "nothing to pack"),
         ((len, [[1, 2]]), "of sample 0 it made a int: do not pack"),
