@@ -36,9 +36,7 @@ PACKAGES = {
     },
 }
 MODULES = {
-    "lightning_odc.data.packing": {
-        *("IGNORE_INDEX", "PackedBatch", "PackingCollator", "pack_samples")
-    },
+    "lightning_odc.data.packing": {*("IGNORE_INDEX", "PackedBatch", "PackingCollator", "pack_samples")},
     "lightning_odc.errors": {
         *("DisagreementError", "ODCError", "PeerFailedError", "StaleShardError"),
         *("WaitTimeoutError", "WindowError"),

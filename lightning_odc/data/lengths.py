@@ -57,10 +57,6 @@ class Lengths:
     def __len__(self) -> int:
         return len(self.values)
 
-    def of(self, indices: list[int]) -> list[int]:
-        """The lengths of some samples."""
-        return self.values[indices].tolist()
-
     @cached_property
     def digest(self) -> str:
         """Short text that differs when a length does."""

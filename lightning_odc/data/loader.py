@@ -44,7 +44,7 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.plan import BatchOptions, MinibatchPlan, Recipe, RunInfo, Weighting, World
 from lightning_odc.data.position import Position, Progress
 from lightning_odc.data.probe import Collate, Probe, look
-from lightning_odc.data.ran import Ran, ran_of
+from lightning_odc.data.ran import Ran, ran_of, warn_of_others
 from lightning_odc.data.reader import (
     SampleReader,
     WorkerOptions,
@@ -163,6 +163,7 @@ class BalancedDataLoader:
         self._resumed: dict[str, Any] = {}  # what had been learnt, until the next pass begins
         self._iterator: Iterator[Minibatch] | None = None
         self._instead: Any = None  # another loader, whose batches are yielded
+        self._has_warned = False  # of microbatches that hold other numbers of samples than planned
         self._before_pass: Callable[[], None] | None = None  # what a strategy then finds out
         check_world(num_replicas, rank)
         check_workers(workers)
@@ -356,7 +357,14 @@ class BalancedDataLoader:
         arriving = self._iterator = iter(schedule.loader(start.epoch, start.minibatches, options, alive))
         try:
             for done, arrived in enumerate(named_deaths(arriving), start.minibatches):
-                minibatch = schedule.completed(arrived, done)
+                minibatch = arrived
+                if isinstance(schedule, MapSchedule):
+                    minibatch = schedule.completed(arrived, done)
+                origin = minibatch.origin
+                assert origin is not None
+                origin.number = schedule.learning.begin_minibatch()
+                origin.learning = schedule.learning
+                self._has_warned = self._has_warned or warn_of_others(origin)
                 after = Position(start.epoch, done + 1)
                 self.progress.yields(after)
                 yield minibatch
@@ -389,8 +397,7 @@ class BalancedDataLoader:
             recipe = Recipe(self.options, info)
             return StreamSchedule(self._samples, collate_fn, self._length_fn, recipe, world)
         info = replace(info, collation=self.collation_under(info) or PACKED)
-        reader = SampleReader(self._samples, collate_fn, self.options.seed)
-        reader.length_of = self.lengths.length_of
+        reader = SampleReader(self._samples, collate_fn, self.options.seed, self.lengths)
         recipe = Recipe(self.options, info)
         ran = Ran()
         if not recipe.counts_alike:

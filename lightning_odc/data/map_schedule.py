@@ -8,20 +8,19 @@ adds what only the plan knows.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property, partial
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from lightning_odc.balance import Cost
-from lightning_odc.balance.arrays import Floats
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Rereader, StealableWork, Task
 from lightning_odc.data.plan import EpochPlan, MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
-from lightning_odc.data.ran import Ran, warn_of_others
+from lightning_odc.data.ran import Ran
 from lightning_odc.data.reader import Assignment, SampleReader, WorkerOptions, torch_loader
 from lightning_odc.data.rng import isolated_rng
 
@@ -61,7 +60,6 @@ class MapSchedule:
         # By number: the minibatches that were handed out to be read and have not arrived.
         self._under_way: dict[int, tuple[MinibatchPlan, Cost | None]] = {}
         self._with_workers: DataLoader[Minibatch] | None = None  # where they are kept from pass to pass
-        self._has_warned = False  # of microbatches that hold other numbers of samples than planned
 
     def __len__(self) -> int:
         """Minibatches per epoch."""
@@ -74,10 +72,8 @@ class MapSchedule:
 
     def plan_now(self, epoch: int, step: int) -> MinibatchPlan:
         """The plan of a minibatch by what has been learnt until now."""
-        learnt = None
-        if self.learning.cost is not None:
-            learnt = self.learning.cost.found
-        return self.epochs.plan(epoch, step, learnt, self.max_tokens)
+        _, known = self.learning.known[-1]
+        return self.epochs.plan(epoch, step, *known)
 
     def loader(
         self, epoch: int, first: int, options: WorkerOptions, reuse_workers: bool
@@ -102,55 +98,36 @@ class MapSchedule:
             learnt, cap = self.learning.at(number)
             plan = self.epochs.plan(epoch, step, learnt, cap)
             self._under_way[step] = (plan, learnt)
-            own = plan.microbatches[self._rank]
-            lengths = [self._lengths.of(indices) for indices in own]
-            yield Assignment(epoch, own, plan.weights[self._rank], plan.text, lengths)
+            yield Assignment(epoch, plan.microbatches[self._rank])
 
     def completed(self, minibatch: Minibatch, step: int) -> Minibatch:
         """A minibatch that has arrived, with what only its plan knows; under ``balance="steal"`` about all ranks."""
         epoch = self._epoch
         plan, learnt = self._under_way.pop(step)
-        own = plan.microbatches[self._rank]
-        read = zip(own, minibatch.weighted(), strict=True)
-        counted = [self.counted(epoch, indices, *weighted) for indices, weighted in read]
-        minibatch = self._recipe.minibatch(counted, plan.text)
-        minibatch.hand_out(self.learning)
-        self._has_warned = self._has_warned or warn_of_others(minibatch)
+        read = zip(plan.microbatches[self._rank], minibatch, plan.weights[self._rank], strict=True)
+        minibatch = self._recipe.minibatch([self._task(epoch, *one) for one in read], plan.text)
         if self._recipe.policy == "steal" and self.epochs.num_replicas > 1:
-            by_rank = list(map(list, plan.weights))
-            by_rank[self._rank] = [task.weight for task in counted]
 
-            def fetch(rank: int, number: int) -> Any:
+            def task(rank: int, number: int) -> Task:
                 indices = plan.microbatches[rank][number]
-                planned = plan.weights[rank][number]
-                task = self.counted(epoch, indices, self.read(epoch, indices), planned)
-                by_rank[rank][number] = task.weight  # is looked up when the microbatch is there
-                return task.microbatch
+                return self._task(epoch, indices, self._read(epoch, indices), plan.weights[rank][number])
 
-            of_all = [[self._detail(epoch, indices) for indices in own] for own in plan.microbatches]
-            costs = self.epochs.costs(plan, learnt)
-            minibatch.all_ranks = StealableWork(self._rank, costs, by_rank, fetch, of_all)
+            minibatch.all_ranks = StealableWork(self._rank, self.epochs.costs(plan, learnt), task)
         return minibatch
 
-    def counted(self, epoch: int, indices: list[int], batch: Any, weight: float) -> Task:
+    def _task(self, epoch: int, indices: list[int], batch: Any, weight: float) -> Task:
         """A microbatch that was read, and what it counts: Note [What ran counts]."""
+        recipe = self._recipe
+        samples = None
+        if not recipe.counts_alike:  # else nothing may cut it
+            samples = Rereader(indices, partial(self._read_again, epoch), self._typical)
+        lengths = self._lengths.values[indices]
+        rows = self.epochs.planner.collation.rows(lengths.tolist())
+        detail = MicrobatchFacts(rows, (recipe.options.seed, epoch, indices[0], 1), samples)
         planned = None
-        if self._recipe.counts_as_planned:
-            planned = self._planned(indices)
-        task = Task(batch, weight, self._detail(epoch, indices))
-        return self._ran.counted(task, indices, planned, partial(self.read, epoch))
-
-    def _planned(self, indices: list[int]) -> Floats:
-        """What samples are planned to count."""
-        return self._recipe.sample_weights(self._lengths.values[indices])
-
-    def _detail(self, epoch: int, indices: list[int]) -> MicrobatchFacts:
-        lengths = self.epochs.planner.collation.rows(self._lengths.of(indices))
-        seed = self._recipe.options.seed, epoch, indices[0], 1
-        if self._recipe.counts_alike:  # nothing may cut it
-            return MicrobatchFacts(lengths, seed)
-        samples = Rereader(indices, partial(self._part, epoch, indices), self._typical)
-        return MicrobatchFacts(lengths, seed, samples)
+        if recipe.counts_as_planned:
+            planned = recipe.sample_weights(lengths)
+        return self._ran.counted(Task(batch, weight, detail), indices, planned, partial(self._read, epoch))
 
     @cached_property
     def _typical(self) -> tuple[int, int]:
@@ -159,15 +136,11 @@ class MapSchedule:
         index = int(tokens.argpartition(middle)[middle])
         return index, int(tokens[index])
 
-    def _part(self, epoch: int, whole: list[int], indices: list[int]) -> Task:
-        """Some samples of a microbatch, with their part of its weight; or any others."""
-        if not set(indices) <= set(whole):
-            whole = indices
-        weights = self._planned(whole)
-        weight = float(weights[[whole.index(index) for index in indices]].sum())
-        return self.counted(epoch, indices, self.read(epoch, indices), weight)
+    def _read_again(self, epoch: int, indices: list[int]) -> Task:
+        """A microbatch of any samples, which counts what they do."""
+        weight = float(self._recipe.sample_weights(self._lengths.values[indices]).sum())
+        return self._task(epoch, indices, self._read(epoch, indices), weight)
 
-    def read(self, epoch: int, microbatch: Sequence[int]) -> Any:
-        """Any microbatch, from the indices of its samples."""
+    def _read(self, epoch: int, indices: list[int]) -> Any:
         with isolated_rng():
-            return self._reader.read(epoch, list(microbatch))
+            return self._reader.read(epoch, indices)

@@ -97,35 +97,19 @@ class StealableWork:
     """What all ranks are planned to do in one minibatch, so that they can help each other."""
 
     # No dataclass: Lightning's collection helpers would look for tensors inside.
-    def __init__(
-        self,
-        place: int,
-        costs: list[list[float]],
-        weights: list[list[float]],
-        fetch: Callable[[int, int], Any],
-        details: list[list[MicrobatchFacts]] | None = None,
-    ) -> None:
+    def __init__(self, place: int, costs: list[list[float]], task: Callable[[int, int], Task]) -> None:
         self.place = place  # of this rank among those that share the work
         self.costs = costs  # by rank, in any unit
-        self.weights = weights  # by rank
-        self.fetch = fetch  # makes a microbatch of a rank, by its number
-        self.details = details  # by rank
-
-    def task(self, rank: int, number: int) -> Task:
-        """A microbatch of a rank, which is fetched now."""
-        microbatch = self.fetch(rank, number)
-        detail = None
-        if self.details is not None:
-            detail = self.details[rank][number]
-        return Task(microbatch, self.weights[rank][number], detail)
+        self.task = task  # makes a microbatch of a rank, by its number
 
     def map(self, function: Callable[[Any], Any]) -> StealableWork:
-        """The same, with ``function`` applied to every microbatch that is fetched."""
+        """The same, with ``function`` applied to every microbatch that is made."""
 
-        def fetch(rank: int, number: int) -> Any:
-            return function(self.fetch(rank, number))
+        def task(rank: int, number: int) -> Task:
+            made = self.task(rank, number)
+            return made._replace(microbatch=function(made.microbatch))
 
-        return StealableWork(self.place, self.costs, self.weights, fetch, self.details)
+        return StealableWork(self.place, self.costs, task)
 
 
 @checked
@@ -212,12 +196,6 @@ class Minibatch:
     def weighted(self) -> Iterator[tuple[Any, float]]:
         """Pairs of microbatch and weight."""
         return zip(self.microbatches, self.weights or [1.0] * len(self), strict=True)
-
-    def hand_out(self, learning: Learning) -> None:
-        """Number the minibatch of a loader, which is handed out now, and keep what learns from it."""
-        assert self.origin is not None
-        self.origin.number = learning.begin_minibatch()
-        self.origin.learning = learning
 
     def tasks(self) -> Iterator[Task]:
         """The microbatches with all that is known about them."""

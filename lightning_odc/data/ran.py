@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_odc.balance.arrays import Floats
-from lightning_odc.data.minibatch import Minibatch, Task
+from lightning_odc.data.minibatch import LoaderFacts, Task
 from lightning_odc.data.probe import Probe, counts_in
 
 Read = Callable[[list[int]], Any]
@@ -108,10 +108,9 @@ def _rows(probe: Probe) -> Hashable:
     return None
 
 
-def warn_of_others(minibatch: Minibatch) -> bool:
+def warn_of_others(origin: LoaderFacts) -> bool:
     """Say which microbatch holds fewer or more samples than planned; returns whether there is one."""
-    assert minibatch.origin is not None
-    for detail in minibatch.origin.details:
+    for detail in origin.details:
         planned = len(detail.lengths)
         if detail.ran not in (None, planned):
             warnings.warn(

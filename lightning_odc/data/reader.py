@@ -16,16 +16,15 @@ got on rank 0, seed, epoch, index of the first sample, 1), so that another seed 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, TypedDict
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_odc import host_memory
 from lightning_odc.arguments import Count, Index, Like
-from lightning_odc.data.lengths import LengthFunction
+from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.probe import Collate
 from lightning_odc.data.rng import isolated_rng, seed_rng
@@ -38,15 +37,11 @@ def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
-@dataclass(frozen=True)
-class Assignment:
+class Assignment(NamedTuple):
     """One rank's part of a minibatch, before its samples are read."""
 
     epoch: int  # the epoch it belongs to
     microbatches: list[list[int]]  # lists of sample indices
-    weights: list[float]  # one per microbatch
-    plan: str  # text that is equal on all ranks
-    lengths: list[list[Any]]  # those of the samples, in the same form
 
 
 class SampleReader:
@@ -54,35 +49,30 @@ class SampleReader:
 
     # A worker has a copy of it, and nothing else. With ``persistent_workers`` that lives for all passes, so nothing
     # changes here between passes.
-    def __init__(
-        self, dataset: Any, collate_fn: Collate, seed: int, length_of: LengthFunction | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, collate_fn: Collate, seed: int, lengths: Lengths | None = None) -> None:
         self._dataset = dataset
         self._collate = collate_fn
         self._seed = seed
-        self.length_of = length_of  # where samples are compared with their assigned lengths
+        self._lengths = lengths  # with which samples are compared
 
     def __getitem__(self, assignment: Assignment) -> Minibatch:
         """Read an assignment."""
-        microbatches = []
         with isolated_rng():
-            for indices, lengths in zip(assignment.microbatches, assignment.lengths, strict=True):
-                microbatches.append(self.read(assignment.epoch, indices, lengths))
-        return Minibatch(microbatches, assignment.weights, assignment.plan)
+            return Minibatch([self.read(assignment.epoch, indices) for indices in assignment.microbatches])
 
-    def read(self, epoch: int, indices: list[int], lengths: Sequence[Any] = ()) -> Any:
-        """Read one microbatch; it seeds the global generators. Lengths, if known, are compared with those found."""
+    def read(self, epoch: int, indices: list[int]) -> Any:
+        """Read one microbatch; it seeds the global generators."""
         samples = self.samples(epoch, indices)
-        for index, sample, length in zip(indices, samples, lengths, strict=len(lengths) > 0):
-            if self.length_of is None:
-                break
-            found = self.length_of(sample)
-            if found != length:
-                raise ValueError(
-                    f"Sample {index} has length {found}, but had {length} when the lengths were looked up. If samples "
-                    "differ in length from epoch to epoch, say what to plan with: BalancedDataLoader(dataset, "
-                    "lengths=[...])."
-                )
+        if self._lengths is not None and self._lengths.length_of is not None:
+            for index, sample in zip(indices, samples, strict=True):
+                found = self._lengths.length_of(sample)
+                length = self._lengths.values[index]
+                if found != length:
+                    raise ValueError(
+                        f"Sample {index} has length {found}, but had {length} when the lengths were looked up. If "
+                        "samples differ in length from epoch to epoch, say what to plan with: "
+                        "BalancedDataLoader(dataset, lengths=[...])."
+                    )
         seed_rng(self._seed, epoch, indices[0])
         return collate(self._collate, samples)
 

@@ -58,6 +58,6 @@ def _read_again(weight: float, tokens: Sequence[int], samples: Rereader) -> list
     full = [part.detail for part in parts if part.detail is None or part.detail.ran != 0]
     if len(full) == 1 and full[0] is not None and full[0].samples is not None:
         return _read_again(weight, full[0].lengths, full[0].samples)
-    # A user's function may give other weights to fewer samples.
+    # What ran may count less than was planned.
     planned = sum(part.weight for part in parts) or 1.0
     return [part._replace(weight=weight * part.weight / planned) for part in parts]

@@ -31,7 +31,7 @@ from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Task
 from lightning_odc.data.plan import MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
 from lightning_odc.data.probe import Collate, look
-from lightning_odc.data.ran import Ran, ran_of, warn_of_others
+from lightning_odc.data.ran import Ran, ran_of
 from lightning_odc.data.reader import WorkerOptions, collate, torch_loader
 from lightning_odc.data.rng import RandomState, isolated_rng, seed_rng
 
@@ -68,7 +68,6 @@ class StreamSchedule(IterableDataset[Minibatch]):
         self._first = 0  # minibatch to yield; those before it are read and dropped
         self._ran = Ran()  # found out with the first window
         self._stand_in: list[Any] = []  # a sample that is not left out
-        self._has_warned = False  # of microbatches that hold other numbers of samples than planned
 
     def __len__(self) -> int:
         """Minibatches per epoch, if the data set has a length; else ``TypeError``."""
@@ -90,12 +89,6 @@ class StreamSchedule(IterableDataset[Minibatch]):
         one_pass._epoch = epoch
         one_pass._first = first
         return torch_loader(one_pass, self._options.seed + epoch, options)
-
-    def completed(self, minibatch: Minibatch, step: int) -> Minibatch:
-        """A minibatch that has arrived, counted."""
-        minibatch.hand_out(self.learning)
-        self._has_warned = self._has_warned or warn_of_others(minibatch)
-        return minibatch
 
     def __iter__(self) -> Iterator[Minibatch]:
         """Read a window, cut it into minibatches of all ranks, and yield this rank's part of each."""

@@ -269,11 +269,11 @@ def test_stealing_comes_with_everybodys_work_and_any_microbatch_can_be_read_agai
                 for costs in everybody.costs:
                     for cost in costs:
                         assert cost > 0
-                expected = [other.weights for other in shares]
-                assert everybody.weights == expected
                 for rank, other in enumerate(shares):
-                    for number, microbatch in enumerate(other):
-                        for a, b in zip(microbatch, everybody.fetch(rank, number), strict=True):
+                    for number, (microbatch, weight) in enumerate(other.weighted()):
+                        task = everybody.task(rank, number)
+                        assert task.weight == weight
+                        for a, b in zip(microbatch, task.microbatch, strict=True):
                             assert torch.equal(a, b)
     assert all(share.all_ranks is None for share in loader())
     assert all(share.all_ranks is None for share in loader(balance="steal", num_replicas=1))

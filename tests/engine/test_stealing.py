@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from lightning_odc import Minibatch
-from lightning_odc.data.minibatch import StealableWork
+from lightning_odc.data.minibatch import StealableWork, Task
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.stealing import WorkQueues, microbatches
 from lightning_odc.engine.transports.base import Lock
@@ -116,8 +116,11 @@ def shares(rank: int, counts: tuple[int, ...]) -> list[Minibatch]:
     for step, share in enumerate(everybody[rank]):
         by_rank = [list(own[step]) for own in everybody]
         costs = [[float(batch.numel()) for batch in own] for own in by_rank]
-        weights = [[float(batch.numel() - 1) for batch in own] for own in by_rank]
-        share.all_ranks = StealableWork(rank, costs, weights, lambda r, i, by_rank=by_rank: by_rank[r][i])
+
+        def task(r: int, i: int, by_rank: Any = by_rank) -> Task:
+            return Task(by_rank[r][i], float(by_rank[r][i].numel() - 1), None)
+
+        share.all_ranks = StealableWork(rank, costs, task)
     return everybody[rank]
 
 
