@@ -1,10 +1,6 @@
-"""The lines that describe balanced training before it begins, and one more after the first epoch."""
+"""The lines that describe balanced training before it begins."""
 
 from __future__ import annotations
-
-import time
-from collections.abc import Mapping
-from typing import Any, Protocol
 
 from lightning_odc.balance.arrays import Ints
 from lightning_odc.data.loader import BalancedDataLoader
@@ -78,34 +74,3 @@ def _expectation(loader: BalancedDataLoader) -> str:
     if gain is None:
         return "Expected: not known before the stream is read; DeviceIdleMonitor measures it."
     return gain.described(loader.options.minibatch_size)
-
-
-class Ranks(Protocol):
-    """What it needs of an engine."""
-
-    @property
-    def waits(self) -> Mapping[str, float]: ...
-    def exchange(self, kind: str, item: Any) -> list[Any]: ...
-
-
-class Epoch:
-    """An epoch, which is measured from now on.
-
-    Attributes:
-        idle: The part of it in which ranks have waited for each other, on average over ranks; once it has ended.
-    """
-
-    idle = 0.0
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-        self._begun = time.monotonic()
-        self._waited = sum(ranks.waits.values())  # until now
-
-    def end(self) -> str:
-        """What to say of the first one. All ranks together."""
-        seconds = time.monotonic() - self._begun
-        waited = sum(self._ranks.waits.values()) - self._waited
-        by_rank = self._ranks.exchange("measured in an epoch", waited / seconds)
-        self.idle = sum(by_rank) / len(by_rank)
-        return f"Measured: the first epoch took {seconds:.1f} s, and ranks waited for each other {self.idle:.0%} of it."

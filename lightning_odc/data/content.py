@@ -193,13 +193,12 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
         if isinstance(value, Tensor):
             value = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         yield value.tobytes()
-    elif depth and isinstance(value, Sequence | np.ndarray):
-        for part in value:
-            yield from _pieces(part, depth - 1)
     elif depth:
-        attributes = value
-        if not isinstance(value, Mapping):
-            attributes = getattr(value, "__dict__", {})
-        for name in sorted(attributes, key=str):
+        parts = value
+        if isinstance(value, Sequence | np.ndarray):
+            parts = dict(enumerate(value))
+        elif not isinstance(value, Mapping):
+            parts = getattr(value, "__dict__", {})
+        for name in sorted(parts, key=str):
             yield from _pieces(str(name), depth - 1)
-            yield from _pieces(attributes[name], depth - 1)
+            yield from _pieces(parts[name], depth - 1)

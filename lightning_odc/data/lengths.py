@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lightning_odc.arguments import Like
-from lightning_odc.balance.arrays import Ints, as_cap, as_lengths
+from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.data.probe import seen, shapes_of
 from lightning_odc.data.rng import isolated_rng
 from lightning_odc.data.shapes import ShownLength, sequences_in
@@ -140,10 +140,8 @@ def measure(sample: Any) -> int:
     if length is not None:
         return length
     kind = f"a {type(sample).__name__}"
-    if isinstance(sample, Tensor | np.ndarray):
-        kind = f"{type(sample).__name__} of shape {list(sample.shape)}"
-    elif isinstance(sample, Mapping):
-        kind = f"{type(sample).__name__} with keys {list(sample.keys())[:10]}"
+    if isinstance(sample, Mapping):
+        kind += f" with keys {list(sample.keys())[:10]}"
     raise LengthsUnknownError(f"The length of a sample that is {kind} is not known. {_TEACH}")
 
 
@@ -166,12 +164,6 @@ def _length(sample: Any) -> int | None:
     if isinstance(sample, tuple):
         return _length(sample[0])
     return None
-
-
-def check_longest(lengths: Ints, max_tokens: int | None) -> None:
-    """Refuse a sample that fits no microbatch."""
-    if len(lengths):
-        as_cap(lengths, lengths, max_tokens)
 
 
 def _known(dataset: Any) -> Ints | None:

@@ -34,7 +34,6 @@ from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.lengths import (
     LengthFunction,
     Lengths,
-    check_longest,
     find_lengths,
     length_function,
 )
@@ -48,7 +47,6 @@ from lightning_odc.data.ran import Ran, ran_of, warn_of_others
 from lightning_odc.data.reader import (
     SampleReader,
     WorkerOptions,
-    check_workers,
     is_stream,
     named_deaths,
 )
@@ -166,7 +164,6 @@ class BalancedDataLoader:
         self._has_warned = False  # of microbatches that hold other numbers of samples than planned
         self._before_pass: Callable[[], None] | None = None  # what a strategy then finds out
         check_world(num_replicas, rank)
-        check_workers(workers)
         if self.is_stream:
             check_stream(window, lengths, self.options)
         elif window is not None and not regroup:
@@ -224,10 +221,9 @@ class BalancedDataLoader:
         dataset = with_own_rng(self._samples)
         with isolated_rng():
             seed_rng(self.options.seed)
-            stream = iter(dataset)
-            if stream is dataset or stream is iter(dataset):
+            if iter(dataset) is iter(dataset):
                 raise ValueError("the stream can be read only once")
-            first = list(islice(stream, self.options.minibatch_size * 2))
+            first = list(islice(dataset, self.options.minibatch_size * 2))
             if self._length_fn is None:  # plans are made by the same
                 self._length_fn = length_function(first.__getitem__, len(first), self._unpacked)
             lengths = as_lengths([self._length_fn(sample) for sample in first])
@@ -295,14 +291,7 @@ class BalancedDataLoader:
     def lengths(self) -> Lengths:
         """The length of every sample of a map-style data set; found out at the first use."""
         dataset = with_own_rng(self._samples)
-        found = find_lengths(dataset, self._given, self._length_fn, self._unpacked)
-        try:
-            check_longest(found.values, self.options.max_tokens)
-        except ValueError:  # may be cut by the collate_fn; what its rows are is checked with the first plan
-            collation = self._find_collation(found, self._packs(self.info))
-            if collation is None or collation.fixed is None:
-                raise
-        return found
+        return find_lengths(dataset, self._given, self._length_fn, self._unpacked)
 
     def plan(self, step: int, epoch: int | None = None) -> MinibatchPlan:
         """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way.

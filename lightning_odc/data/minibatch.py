@@ -156,10 +156,6 @@ class Minibatch:
         self.plan = plan
         self.all_ranks = None
         self.origin = None
-        if any(isinstance(microbatch, Minibatch) for microbatch in self.microbatches):
-            raise TypeError(
-                "A microbatch cannot be a Minibatch itself: Minibatch([a, b]), not Minibatch([Minibatch(...)])."
-            )
         if self.weights is not None and len(self.weights) != len(self.microbatches):
             raise ValueError(
                 f"Minibatch(...) got {len(self.microbatches)} microbatches but {len(self.weights)} weights; give one "
@@ -189,8 +185,6 @@ class Minibatch:
             raise AttributeError(f"A Minibatch has no attribute {name!r}. {_WHOLE}")
 
     def __repr__(self) -> str:
-        if self.weights is None:
-            return f"Minibatch({len(self)} microbatches)"
         return f"Minibatch({len(self)} microbatches, weights={self.weights})"
 
     def weighted(self) -> Iterator[tuple[Any, float]]:

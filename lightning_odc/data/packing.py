@@ -167,12 +167,9 @@ class PackingCollator:
 def _first_row(batch: Any, index: int) -> Mapping[str, Any]:
     """What a collator made of one sample, without the dimension of samples: ``[1, L]`` becomes ``[L]``."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        made = f"a {type(batch).__name__}"
-        if isinstance(batch, Mapping):
-            made = f"only {sorted(batch)}"
         raise ValueError(
             f'Packing needs a collate_fn that returns {{"input_ids": ..., "labels": ...}}, and of sample {index} it '
-            f"made {made}: do not pack (packing=False), or change the collate_fn."
+            f"made {batch!r:.80}: do not pack (packing=False), or change the collate_fn."
         )
     row = {name: value for name, value in batch.items() if value is not None}
     for name in _READ & set(row):
@@ -183,16 +180,9 @@ def _first_row(batch: Any, index: int) -> Mapping[str, Any]:
     return row
 
 
-def packs(collate_fn: Any) -> bool:
-    """Whether this collator is one of those here, so that the first token of every sample is not predicted."""
-    return collate_fn is pack_samples or isinstance(collate_fn, PackingCollator)
-
-
 def _tokens_and_labels(sample: Sample, index: int) -> tuple[Tensor, Tensor]:
     """Token ids and labels of one sample, checked, the first label ignored."""
     if isinstance(sample, Mapping):
-        if "input_ids" not in sample:
-            raise ValueError(f"sample {index} has no 'input_ids', only {sorted(sample)}")
         tokens = _row(sample["input_ids"], "input_ids", index)
         labels = _row(sample.get("labels", tokens), "labels", index).clone()
     else:

@@ -15,7 +15,6 @@ got on rank 0, seed, epoch, index of the first sample, 1), so that another seed 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple, TypedDict
 
@@ -114,14 +113,6 @@ class WorkerOptions(TypedDict, total=False):
     timeout: Seconds
     worker_init_fn: Callable[[int], None] | None
     multiprocessing_context: Any
-
-
-def check_workers(options: WorkerOptions) -> None:
-    """Let torch refuse options that do not go together, before anything is read."""
-    nothing: Any = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns again when the loader is really made
-        DataLoader[Any](nothing, **options)
 
 
 def torch_loader(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from lightning_odc.data.content import sizes_of, some_of
-from lightning_odc.data.minibatch import MicrobatchFacts, Rereader, Task
+from lightning_odc.data.minibatch import MicrobatchFacts, Task
 from lightning_odc.data.weighting import Rule, planned_count
 
 
@@ -21,7 +21,14 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
     """The two parts of a microbatch; empty if it cannot be cut."""
     detail = task.detail
     if detail is not None and detail.samples is not None:
-        return _read_again(task.weight, detail.lengths, detail.samples)
+        indices = detail.samples.indices
+        if len(indices) < 2:
+            return []
+        at = middle(detail.lengths)
+        read = [detail.samples.read(indices[:at]), detail.samples.read(indices[at:])]
+        # What ran may count less than was planned.
+        planned = sum(part.weight for part in read) or 1.0
+        return [part._replace(weight=task.weight * part.weight / planned) for part in read]
     sizes = sizes_of(task.microbatch)
     if not sizes:
         return []
@@ -47,17 +54,3 @@ def _counted(rule: Rule, part: object) -> float:
     if rule.counter is None:
         return 0.0
     return float(rule.counter.of(part) or 0.0)
-
-
-def _read_again(weight: float, tokens: Sequence[int], samples: Rereader) -> list[Task]:
-    """The parts of a microbatch whose samples can be read again."""
-    if len(samples.indices) < 2:
-        return []
-    at = middle(tokens)
-    parts = [samples.read(samples.indices[:at]), samples.read(samples.indices[at:])]
-    full = [part.detail for part in parts if part.detail is None or part.detail.ran != 0]
-    if len(full) == 1 and full[0] is not None and full[0].samples is not None:
-        return _read_again(weight, full[0].lengths, full[0].samples)
-    # What ran may count less than was planned.
-    planned = sum(part.weight for part in parts) or 1.0
-    return [part._replace(weight=weight * part.weight / planned) for part in parts]

@@ -26,7 +26,7 @@ from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.balance.collation import PACKED
 from lightning_odc.data.collation import collation_of
 from lightning_odc.data.learning import Learning
-from lightning_odc.data.lengths import LengthFunction, Lengths, check_longest, length_function
+from lightning_odc.data.lengths import LengthFunction, Lengths, length_function
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Task
 from lightning_odc.data.plan import MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
@@ -99,21 +99,13 @@ class StreamSchedule(IterableDataset[Minibatch]):
         recipe = self._recipe
         step = 0
         for samples in self._windows(options.window * self._size):
-            try:
-                if self._length_fn is None:
-                    self._length_fn = length_function(samples.__getitem__, len(samples), self._collate)
-                found = [self._length_fn(sample) for sample in samples]
-                lengths = as_lengths(found, "the stream's samples")
-                # again if nothing was left of the windows before
-                if step == 0 or (self._ran.stand_in is None and not recipe.counts_alike):
-                    recipe = self._look(samples, lengths)
-                if recipe.info.collation.fixed is None:  # else the collate_fn cuts what is longer
-                    check_longest(lengths, options.max_tokens)
-            except ValueError as error:
-                error.add_note(
-                    f"Samples are counted from minibatch {step} of the stream, where a window begins."
-                )
-                raise
+            if self._length_fn is None:
+                self._length_fn = length_function(samples.__getitem__, len(samples), self._collate)
+            found = [self._length_fn(sample) for sample in samples]
+            lengths = as_lengths(found, f"the stream's samples from minibatch {step} on")
+            # again if nothing was left of the windows before
+            if step == 0 or (self._ran.stand_in is None and not recipe.counts_alike):
+                recipe = self._look(samples, lengths)
             for group in options.minibatches(lengths, self._num_replicas):
                 used = group[: options.count_samples(len(group), self._num_replicas)]
                 if len(used) and step >= self._first:

@@ -14,13 +14,14 @@ user says what counts. ::
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, Protocol
 
 from lightning_odc.balance.planner import Policy
-from lightning_odc.data.announcement import Epoch, brief
+from lightning_odc.data.announcement import brief
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import ModelCost
 from lightning_odc.data.plan import NOTHING_KNOWN, RunInfo, Whole
@@ -94,7 +95,7 @@ class Session:
         self._is_decided = False  # whether all but the rule is
         self._has_announced = False
         self._has_measured = False
-        self._epoch: Epoch | None = None  # under way
+        self._epoch: tuple[float, float] | None = None  # when it began, and the seconds of waits until then
 
     @property
     def rule(self) -> Rule | None:
@@ -293,17 +294,23 @@ class Session:
     def begin_epoch(self) -> None:
         """Measure how long ranks wait from now on. Collectives do not say it."""
         if self.host.communication == "on_demand":
-            self._epoch = Epoch(self.host.engine)
+            self._epoch = (time.monotonic(), sum(self.host.engine.waits.values()))
 
     def end_epoch(self) -> float | None:
         """The part of the epoch in which ranks have waited for each other; says so of the first. All together."""
         if self._epoch is None:
             return None
-        text = self._epoch.end()
-        idle = self._epoch.idle
+        engine = self.host.engine
+        begun, waited = self._epoch
         self._epoch = None
+        seconds = time.monotonic() - begun
+        waited = sum(engine.waits.values()) - waited
+        by_rank = engine.exchange("measured in an epoch", waited / seconds)
+        idle = sum(by_rank) / len(by_rank)
         if not self._has_measured:
-            self.host.say(text)
+            self.host.say(
+                f"Measured: the first epoch took {seconds:.1f} s, and ranks waited for each other {idle:.0%} of it."
+            )
         self._has_measured = True
         return idle
 

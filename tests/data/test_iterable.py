@@ -177,11 +177,8 @@ def test_what_a_stream_cannot_do_is_refused_at_once():
 
 
 def test_samples_are_checked_as_they_come():
-    with pytest.raises(ValueError, match="more than max_tokens=5") as caught:
+    with pytest.raises(ValueError, match="more than max_tokens=5"):
         list(loader(Sized([5, 5, 5, 5, 5, 6]), max_tokens=5, window=1))
-    assert caught.value.__notes__ == [
-        "Samples are counted from minibatch 1 of the stream, where a window begins."
-    ]
     with pytest.raises(ValueError, match="sample 1 has length 0"):
         list(loader(Sized([5, 0])))
     with pytest.raises(LengthsUnknownError):

@@ -285,7 +285,6 @@ def test_what_cannot_be_is_refused_at_once():
         ({"rank": 2}, "num_replicas=2 and rank=2 cannot be"),
         ({"rank": None}, "num_replicas=2 and rank=None cannot be"),
         ({"window": 8}, "window=... is for an IterableDataset"),
-        ({"prefetch_factor": 2}, "prefetch_factor"),
         ({"batch_size": 2}, "does not know batch_size=: did you mean minibatch_size=?"),
         ({"balnce": "lb_mini"}, "does not know balnce=: did you mean balance=?"),
         ({"colour": 1}, "does not know colour=. Its arguments are dataset, minibatch_size, .*timeout"),

@@ -59,7 +59,6 @@ def test_bad_arguments():
         (([1], [-1]), "weight of microbatch 0 is -1.0"),
         (([1], [float("nan")]), "weight of microbatch 0 is nan"),
         (([1], [float("inf")]), "must be finite"),
-        (([Minibatch([])],), "cannot be a Minibatch itself"),
     ]
     assert_refused(lambda arguments: Minibatch(*arguments), cases, (ValueError, TypeError))
 
