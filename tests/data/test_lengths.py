@@ -283,7 +283,7 @@ def test_columns_of_a_hugging_face_data_set(monkeypatch):
         assert found.length_of is None, "no sample was read"
     transforms = HuggingFace({"input_ids": ROWS}, form="custom")
     assert find_lengths(transforms).length_of is not None
-    input_ids = [torch.ones(1, 3), torch.ones(1, 2)]
+    input_ids = [torch.ones(1, size, dtype=torch.long) for size in (3, 2)]
     nested = HuggingFace({"input_ids": input_ids}, form=None)
     assert find_lengths(nested).values.tolist() == [3, 2]
 

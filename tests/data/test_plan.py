@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_odc.balance import POLICIES, with_speeds
+from lightning_odc.balance import COLLECTIVE_SAFE, POLICIES, with_speeds
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.plan import BatchOptions, EpochPlan, MinibatchPlan, Recipe
 from tests.support.refusals import assert_refused
@@ -66,7 +66,7 @@ def test_every_sample_is_in_one_microbatch_of_its_minibatch(
                 for m in rank:
                     found = sum(lengths[i] for i in m)
                     assert found <= 40
-        if made.recipe.equal_counts:
+        if made.recipe.policy in COLLECTIVE_SAFE:
             found = len({len(rank) for rank in plan.microbatches})
             assert found == 1
         elif len(own) >= num_replicas:
@@ -159,7 +159,7 @@ def test_a_last_minibatch_of_fewer_samples_than_ranks_alone_has_weightless_micro
         made = schedule([9, 8, 7, 6, 5, 4, 3], policy=policy)
         plan = made.plan(0, 1)
         assert samples(plan) == [6]
-        if made.recipe.equal_counts:
+        if made.recipe.policy in COLLECTIVE_SAFE:
             found = [weight for weights in plan.weights for weight in weights].count(0.0)
             assert found == 2
             assert plan.microbatches == [[[6]]] * 3
