@@ -167,7 +167,7 @@ def stepping_by_hand(module: Any) -> Any:
     """The module over a planned loader under DDP, as the documentation has it: it steps once per minibatch."""
     step = module.training_step
 
-    def training_step(minibatch: Minibatch) -> None:
+    def training_step(minibatch: Any) -> None:
         total = module.all_gather(sum(minibatch.weights)).sum()
         scale = module.trainer.world_size / total
         for number, (batch, weight) in enumerate(minibatch.weighted(), 1):
