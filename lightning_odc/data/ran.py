@@ -81,29 +81,26 @@ class Ran:
 
 def ran_of(probe: Probe) -> Ran:
     """What batches show, as a look at a few of them says."""
-    rows = _rows(probe)
-    shown = [seen.counts.get(rows) for seen in probe.alone if seen.counts]
-    made = [tokens for tokens, seen in zip(probe.tokens.tolist(), probe.alone, strict=True) if seen.counts]
-    if shown == made and max(made, default=1) > 1:
-        rows = None  # it may be the tokens of a row
-    kept = (place for place in probe.kept if probe.alone[place].counts.get(rows) != 0)
-    stand_in = next(kept, None)
-    if stand_in is None:
-        return Ran(rows)
-    return Ran(rows, probe.indices[stand_in])
+    stand_in = None
+    if probe.kept:
+        stand_in = probe.indices[probe.kept[0]]
+    return Ran(_rows(probe), stand_in)
 
 
 def _rows(probe: Probe) -> Hashable:
     """The name of the size that is 1 for most samples, and adds up in most pairs."""
-    alone = [seen.counts for seen in probe.alone if seen.counts]
+    alone = [seen.counts for seen in probe.alone]
+    shown = [(counts, tokens) for counts, tokens in zip(alone, probe.tokens.tolist(), strict=True) if counts]
     pairs = [(pair, seen.counts) for pair, seen in probe.together.items() if seen.counts]
     for name in dict.fromkeys(name for counts in alone for name in counts):
-        ones = [counts.get(name) == 1 for counts in alone]
+        sizes = [counts.get(name) for counts, _ in shown]
+        if sizes == [tokens for _, tokens in shown] and {*sizes} != {1}:
+            continue  # it may be the tokens of a row
         sums = []
         for (first, second), counts in pairs:
-            parts = probe.alone[first].counts.get(name, 0) + probe.alone[second].counts.get(name, 0)
+            parts = alone[first].get(name, 0) + alone[second].get(name, 0)
             sums.append(counts.get(name, 0) == parts > 0)
-        if 2 * sum(ones) >= len(ones) and 2 * sum(sums) >= len(sums) > 0:
+        if 2 * sizes.count(1) >= len(sizes) and 2 * sum(sums) >= len(sums) > 0:
             return name
     return None
 

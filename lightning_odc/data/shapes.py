@@ -54,15 +54,9 @@ def sequences_in(shapes: Sequence[Shapes]) -> Sequences:
             continue
         places = [(path, axis) for axis, sizes in enumerate(zip(*having, strict=True)) if len({*sizes}) > 1]
         if places:
-            key = tuple(_differences(shapes, place) for place in places)
+            # Less the smallest one, sizes are equal where two sequences differ by a constant, as by an end of text.
+            sizes = [[one[path][axis] if path in one else 0 for one in shapes] for _, axis in places]
+            key = tuple(tuple(size - min(along) for size in along) for along in sizes)
             found.setdefault(key, tuple(places))
     rows = {key[0] for key in found if len(key) == 1}
     return tuple(places for key, places in found.items() if len(key) == 1 or not rows.issuperset(key))
-
-
-def _differences(shapes: Sequence[Shapes], place: Place) -> Shape:
-    """Sizes less the smallest one: equal where two sequences differ by a constant, as by an end of text."""
-    path, axis = place
-    sizes = [one[path][axis] if path in one else 0 for one in shapes]
-    least = min(sizes)
-    return tuple(size - least for size in sizes)
