@@ -234,7 +234,7 @@ def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
     with pytest.raises(ValueError, match="cut to 12, more than max_tokens=11"):
         loader(LONG, **cutting, max_tokens=11).plan(0)
     with pytest.raises(ValueError, match="sample 4 has 40 tokens, more than max_tokens=24"):
-        loader(LONG, minibatch_size=4, max_tokens=24)
+        loader(LONG, minibatch_size=4, max_tokens=24).plan(0)
     packed = decided_for(loader(LONG, **cutting, max_tokens=24, packing="auto"), dense=False)
     assert not packed, "packed, nothing would cut them"
 
