@@ -22,10 +22,8 @@ def check_world(num_replicas: int | None, rank: int | None) -> None:
 
 def did_you_mean(owner: str, name: str, known: Sequence[str]) -> str:
     """What to say about an argument that is not one of the known ones."""
-    close = next(iter(difflib.get_close_matches(name, known, n=1)), None)
-    if close:
-        return f"{owner} does not know {name}=: did you mean {close}=?"
-    return f"{owner} does not know {name}=. Its arguments are {', '.join(known)}."
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"{owner} does not know {name}=." + "".join(f" Did you mean {other}=?" for other in close)
 
 
 def check_stream(window: int | None, lengths: Any, options: BatchOptions) -> None:

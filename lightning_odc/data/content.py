@@ -128,18 +128,13 @@ def given_bounds(batch: Mapping[str, Any]) -> list[int]:
         bounds = batch.get(name)
         if isinstance(bounds, Tensor):
             return [int(bound) for bound in bounds.tolist()]
-    for name in ("position_ids", "seq_idx"):
-        row = batch.get(name)
-        if not isinstance(row, Tensor) or row.shape[:-1] != (1,):
-            continue
-        begins = row[0] == 0
-        if name == "seq_idx":
-            begins = row[0].diff(prepend=row[0, :1] - 1) != 0
-        starts = begins.nonzero().flatten().tolist()
-        if starts[:1] != [0]:
-            return []
-        return [*starts, row.size(1)]
-    return []
+    row = batch.get("position_ids")
+    if not isinstance(row, Tensor) or row.shape[:-1] != (1,):
+        return []
+    starts = (row[0] == 0).nonzero().flatten().tolist()
+    if starts[:1] != [0]:
+        return []
+    return [*starts, row.size(1)]
 
 
 def _token_axis(tensor: Tensor, tokens: int) -> int | None:

@@ -69,21 +69,13 @@ def pack_samples(samples: Sequence[Sample]) -> PackedBatch:
     """
     if not len(samples):
         raise ValueError("there is nothing to pack: leave a microbatch without samples out of the minibatch")
-    all_tokens = []
-    all_labels = []
-    positions = []
-    lengths = []
-    for index, sample in enumerate(samples):
-        tokens, labels = _tokens_and_labels(sample, index)
-        all_tokens.append(tokens)
-        all_labels.append(labels)
-        positions.append(torch.arange(len(tokens)))
-        lengths.append(len(tokens))
+    rows = [_tokens_and_labels(sample, index) for index, sample in enumerate(samples)]
+    lengths = [len(tokens) for tokens, _ in rows]
     ends = torch.tensor(lengths).cumsum(0)
     return PackedBatch(
-        input_ids=torch.cat(all_tokens)[None],
-        labels=torch.cat(all_labels)[None],
-        position_ids=torch.cat(positions)[None],
+        input_ids=torch.cat([tokens for tokens, _ in rows])[None],
+        labels=torch.cat([labels for _, labels in rows])[None],
+        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
         cu_seqlens=torch.nn.functional.pad(ends, (1, 0)).to(torch.int32),
     )
 
@@ -148,36 +140,26 @@ class PackingCollator:
     def _unpadded(self, sample: Any, index: int) -> Sample:
         """Token ids and labels of one sample, without padding."""
         if self.collate_fn is not None:
-            sample = _first_row(self.collate_fn([sample]), index)
+            sample = self.collate_fn([sample])
+            if not isinstance(sample, Mapping) or "input_ids" not in sample:
+                raise ValueError(
+                    'Packing needs a collate_fn that returns {"input_ids": ..., "labels": ...}, and of sample '
+                    f"{index} it made {sample!r:.80}: do not pack (packing=False), or change the collate_fn."
+                )
         if not isinstance(sample, Mapping) or "input_ids" not in sample:
             return sample
-        strange = sorted(set(sample) - _READ - _WRITTEN)
+        given = {name: value for name, value in sample.items() if value is not None}
+        strange = sorted(set(given) - _READ - _WRITTEN)
         if strange:
             raise ValueError(
                 f"A packed row has no place for {', '.join(map(repr, strange))} of sample {index}: leave it out of the "
                 f"data set (dataset.remove_columns({strange})), or do not pack: packing=False."
             )
-        row = {name: sample[name] for name in ("input_ids", "labels") if sample.get(name) is not None}
-        if sample.get("attention_mask") is None:
+        row = {name: _row(given[name], name, index) for name in ("input_ids", "labels") if name in given}
+        if "attention_mask" not in given:
             return row
-        kept = _row(sample["attention_mask"], "attention_mask", index).bool()
-        return {name: _row(ids, name, index)[kept] for name, ids in row.items()}
-
-
-def _first_row(batch: Any, index: int) -> Mapping[str, Any]:
-    """What a collator made of one sample, without the dimension of samples: ``[1, L]`` becomes ``[L]``."""
-    if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        raise ValueError(
-            f'Packing needs a collate_fn that returns {{"input_ids": ..., "labels": ...}}, and of sample {index} it '
-            f"made {batch!r:.80}: do not pack (packing=False), or change the collate_fn."
-        )
-    row = {name: value for name, value in batch.items() if value is not None}
-    for name in _READ & set(row):
-        ids = torch.as_tensor(row[name])
-        if ids.dim() == 2 and len(ids) == 1:
-            ids = ids[0]
-        row[name] = ids
-    return row
+        kept = _row(given["attention_mask"], "attention_mask", index).bool()
+        return {name: ids[kept] for name, ids in row.items()}
 
 
 def _tokens_and_labels(sample: Sample, index: int) -> tuple[Tensor, Tensor]:
@@ -195,8 +177,10 @@ def _tokens_and_labels(sample: Sample, index: int) -> tuple[Tensor, Tensor]:
 
 
 def _row(ids: TokenIds, name: str, index: int) -> Tensor:
-    """``ids`` as a one-dimensional int64 tensor with at least one entry."""
+    """``ids``, also those of a table with one row, as a one-dimensional int64 tensor with at least one entry."""
     row = torch.as_tensor(ids)
+    if row.dim() == 2 and len(row) == 1:
+        row = row[0]
     if row.dim() == 1 and not len(row):
         raise ValueError(f"{name} of sample {index} is empty: leave the sample out")
     if row.dim() != 1 or row.is_floating_point():

@@ -285,9 +285,9 @@ def test_what_cannot_be_is_refused_at_once():
         ({"rank": 2}, "num_replicas=2 and rank=2 cannot be"),
         ({"rank": None}, "num_replicas=2 and rank=None cannot be"),
         ({"window": 8}, "window=... is for an IterableDataset"),
-        ({"batch_size": 2}, "does not know batch_size=: did you mean minibatch_size=?"),
-        ({"balnce": "lb_mini"}, "does not know balnce=: did you mean balance=?"),
-        ({"colour": 1}, "does not know colour=. Its arguments are dataset, minibatch_size, .*timeout"),
+        ({"batch_size": 2}, r"does not know batch_size=\. Did you mean minibatch_size=\?"),
+        ({"balnce": "lb_mini"}, r"does not know balnce=\. Did you mean balance=\?"),
+        ({"colour": 1}, r"does not know colour=\.$"),
     ]
     assert_refused(lambda options: loader(**options), cases, (ValueError, TypeError))
     with pytest.raises(ValueError, match="more than max_tokens=5"):

@@ -47,7 +47,7 @@ def test_packed_rows_are_cut_down_to_their_samples(lengths: list[int], weight: f
         assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_rows_are_also_found_by_positions_and_by_numbers_of_samples() -> None:
+def test_rows_are_also_found_by_positions() -> None:
     row = {name: value for name, value in pack_samples([[1, 2, 3], [4, 5]]).items() if name != "cu_seqlens"}
     task = Task(row, 1.0, None)
     parts = parts_of(task, Rule("token"))
@@ -56,12 +56,6 @@ def test_rows_are_also_found_by_positions_and_by_numbers_of_samples() -> None:
     assert found == [[1, 2, 3]]
     found = second["position_ids"].tolist()
     assert found == [[0, 1]]
-    seq_idx = torch.tensor([[0, 0, 1, 1, 1]])
-    numbered = {"x": torch.arange(5.0)[None, :, None], "seq_idx": seq_idx}
-    first, second = parts_of(Task(numbered, 1.0, None), Rule("token"))
-    assert first.microbatch["x"].shape == (1, 2, 1)
-    expected = pytest.approx((0.4, 0.6))
-    assert (first.weight, second.weight) == expected
 
 
 class Pair(NamedTuple):
