@@ -37,9 +37,9 @@ from lightning_odc.data.lengths import (
     find_lengths,
     length_function,
 )
-from lightning_odc.data.looks import Looks
 from lightning_odc.data.map_schedule import MapSchedule
 from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.packing import PackingCollator
 from lightning_odc.data.plan import BatchOptions, MinibatchPlan, Recipe, RunInfo, Weighting, World
 from lightning_odc.data.position import Position, Progress
 from lightning_odc.data.probe import Collate, Probe, look
@@ -153,7 +153,7 @@ class BalancedDataLoader:
         self._given = lengths
         self._length_fn = length_fn
         self._unpacked = collate_fn or default_collate
-        self._looks = Looks(dataset, self._unpacked, seed)
+        self._probes: dict[bool, Probe] = {}  # of batches that are packed, and of others
         self._world = num_replicas, rank
         self._workers = workers
         self.progress = Progress()
@@ -203,7 +203,7 @@ class BalancedDataLoader:
         assert isinstance(schedule, MapSchedule)
         size = self.options.samples_per_batch
         in_order = self.lengths.values[schedule.epochs.order(0)]
-        as_they_come = self._find_collation(self.lengths, packs=False) or PACKED
+        as_they_come = self._find_collation(packs=False) or PACKED
         return planned_gain(in_order, size, self.options.batches, schedule.epochs.planner, as_they_come)
 
     def stand_aside(self, loader: Any) -> None:
@@ -217,7 +217,7 @@ class BalancedDataLoader:
         Of a stream, the samples are those of the first minibatches; one that can be read only once is refused.
         """
         if not self.is_stream:
-            return self._looks.probe(self.lengths.values, self._packs(self.info), with_samples=True)
+            return self._probe(self._packs(self.info), with_samples=True)
         dataset = with_own_rng(self._samples)
         with isolated_rng():
             seed_rng(self.options.seed)
@@ -242,16 +242,6 @@ class BalancedDataLoader:
         return self._prepare().learning.cost is not None
 
     @property
-    def cost(self) -> Any:
-        """What plans are made by: as given, or for ``"auto"`` what is known now."""
-        if not self.options.is_auto:
-            return self.options.cost
-        learnt = self._prepare().learning.cost
-        if learnt is None:
-            return self.info.first_cost
-        return learnt.found or learnt.prior
-
-    @property
     def memory_values(self) -> dict[str, float]:
         """What `DeviceIdleMonitor` logs of the memory of microbatches, by name."""
         return {} if self._schedule is None else self._schedule.learning.values()
@@ -264,7 +254,7 @@ class BalancedDataLoader:
     @property
     def collate(self) -> Collate:
         """What makes a microbatch of samples."""
-        return self._looks.collate(self._packs(self.info))
+        return self._collate_fn(self._packs(self.info))
 
     @property
     def collation(self) -> Collation | None:
@@ -275,17 +265,31 @@ class BalancedDataLoader:
         """The same in a run like this."""
         if self.is_stream:
             return None
-        return self._find_collation(self.lengths, self._packs(info))
+        return self._find_collation(self._packs(info))
 
     def _packs(self, info: RunInfo) -> bool:
         if info.packs is None:
             return self.packing is True
         return info.packs
 
-    def _find_collation(self, lengths: Lengths, packs: bool) -> Collation | None:
+    def _collate_fn(self, packs: bool) -> Collate:
+        return PackingCollator(self._unpacked) if packs else self._unpacked
+
+    def _find_collation(self, packs: bool) -> Collation | None:
         with suppress(Exception):  # where only workers can read samples; this look was not asked for
-            return collation_of(self._looks.probe(lengths.values, packs))
+            return collation_of(self._probe(packs))
         return None
+
+    def _probe(self, packs: bool, with_samples: bool = False) -> Probe:
+        """A look at a few samples of a map-style data set, which stays as it is; and the samples if they are needed."""
+        known = self._probes.get(packs)
+        if known is not None and (known.samples or not with_samples):
+            return known
+        collate_fn = self._collate_fn(packs)
+        reader = SampleReader(with_own_rng(self._samples), collate_fn, self.options.seed)
+        found = look(lambda index: reader.samples(0, [index])[0], self.lengths.values, collate_fn)
+        self._probes.setdefault(packs, found)
+        return found
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -334,7 +338,8 @@ class BalancedDataLoader:
         """What one schedule yields; returns where the next one begins, or the next epoch."""
         schedule = self._prepare()
         self._resumed = {}
-        self._looks.drop_samples()
+        for packs, probe in self._probes.items():
+            self._probes[packs] = replace(probe, samples=[])
         # Minibatches that are planned before the current one has run. In a stream, Lightning may look one ahead.
         ahead = 1
         if not self.is_stream:
@@ -379,7 +384,7 @@ class BalancedDataLoader:
     def _new_schedule(self, info: RunInfo) -> Schedule:
         """Minibatches in a run like this."""
         world = self._current_world(info)
-        collate_fn = self._looks.collate(self._packs(info))
+        collate_fn = self._collate_fn(self._packs(info))
         if self.is_stream:
             # A worker that plans is not told how long microbatches took.
             info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
@@ -391,7 +396,7 @@ class BalancedDataLoader:
         ran = Ran()
         if not recipe.counts_alike:
             with suppress(Exception):  # as above
-                ran = ran_of(self._looks.probe(self.lengths.values, self._packs(info)))
+                ran = ran_of(self._probe(self._packs(info)))
         return MapSchedule(reader, ran, self.lengths, recipe, world)
 
     def find_place(self) -> Position:

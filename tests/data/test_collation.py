@@ -284,9 +284,7 @@ def test_a_few_samples_are_read_and_collated_once() -> None:
     assert sorted(read) == [0, 1, 2, 3], "as training reads them"
     assert own.collation == PADDED
     assert sorted(read) == [0, 1, 2, 3]
-    kept = own._looks.probe(own.lengths.values, packs=False)
-    assert kept is not None
-    assert kept.samples == []
+    assert own._probe(packs=False).samples == []
 
 
 def undecided(**options: Any) -> BalancedDataLoader:

@@ -134,7 +134,9 @@ def test_ranks_plan_alike_and_the_slow_one_gets_less(workers, accumulate):
         balanced.load_state_dict(json.loads(json.dumps(done.state_dict())))
     found = len(resumed.go(3))
     assert found == len(texts) - 2
-    cost = whole.loaders[0].cost
+    learnt = whole.loaders[0]._prepare().learning.cost
+    assert learnt is not None
+    cost = learnt.found
     assert isinstance(cost, SpeedCost)
     found = cost.speeds[0]
     assert found > 2 * cost.speeds[1]

@@ -75,8 +75,9 @@ def test_the_slow_rank_gets_less(rank):
     module, balanced = fit_lame(rank, max_epochs=10)
     fast, slow = map(sum, of_all_ranks(module.tokens))
     assert slow < 0.65 * fast
-    assert isinstance(balanced.cost, SpeedCost)
-    assert 2 < balanced.cost.speeds[0] / balanced.cost.speeds[1] < 4
+    cost = balanced._prepare().learning.cost.found
+    assert isinstance(cost, SpeedCost)
+    assert 2 < cost.speeds[0] / cost.speeds[1] < 4
 
 
 @on_ranks(2)
