@@ -24,7 +24,7 @@ NODES = {
     "": 9418,
     "balance": 8727,
     "callbacks": 9970,
-    "data": 17377,
+    "data": 14836,
     "engine": 29029,
     "huggingface": 2431,
     "rl": 2660,
