@@ -167,8 +167,7 @@ def stepping_by_hand(module: Any) -> Any:
     step = module.training_step
 
     def training_step(minibatch: Any) -> None:
-        total = module.all_gather(sum(minibatch.weights)).sum()
-        scale = module.trainer.world_size / total
+        scale = module.trainer.world_size / module.all_gather(sum(minibatch.weights)).sum()
         for number, (batch, weight) in enumerate(minibatch.weighted(), 1):
             is_last = number == len(minibatch)
             alone = module.trainer.strategy.block_backward_sync
