@@ -1,8 +1,8 @@
 """Tensor-parallel groups of ranks: what on demand between them saves.
 
 ``python -m benchmarks.groups`` trains one Llama on 4 CPU ranks as 2 groups of 2, in turns: with Lightning's
-``ModelParallelStrategy``, this package's batches under collectives, and ``ODCStrategy(tensor_parallel_size=2)``, with a
-monitor and without. Waits are the evidence, since 4 ranks share the cores: how long a rank waits for the other group.
+``ModelParallelStrategy``, this package's batches under collectives, and ``ODCStrategy(tensor_parallel_size=2)``. Waits
+are the evidence, since 4 ranks share the cores: how long a rank waits for the other group.
 """
 
 from __future__ import annotations
@@ -30,14 +30,12 @@ from benchmarks.projects import LanguageModel, Texts, pad
 from benchmarks.tables import spread
 from lightning_odc import ODCStrategy
 from lightning_odc._compat import comms_of
-from lightning_odc.callbacks import DeviceIdleMonitor
 from lightning_odc.callbacks.idle.sources import TimedComm
 from lightning_odc.callbacks.timeline.spans import Passage
 
 GROUPS = 2
 SIZE = 2
 EACH = 8
-WITHIN = "idle/within_group_fraction_epoch"
 PLAN: dict[str, ParallelStyle] = {
     **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
     "self_attn.o_proj": RowwiseParallel(),
@@ -47,10 +45,9 @@ PLAN: dict[str, ParallelStyle] = {
 STRATEGIES: dict[str, Any] = {
     "`ModelParallelStrategy(2, 2)`": None,
     '`ODCStrategy(tensor_parallel_size=2, communication="collective")`': {"communication": "collective"},
-    "the last row, and `DeviceIdleMonitor`": {},
     "`ODCStrategy(tensor_parallel_size=2)`": {},
 }
-*_, MONITORED, ODC = STRATEGIES
+*_, ODC = STRATEGIES
 
 
 class DividedModel(LanguageModel):
@@ -93,9 +90,9 @@ def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
         strategy = ODCStrategy(tensor_parallel_size=SIZE, hang_report_after=None, **options)
     watch = Watch()
     passages = Passages()
-    monitor = DeviceIdleMonitor(per_rank=False)
-    more: dict[str, list[pl.Callback]] = {ODC: [], MONITORED: [monitor]}
-    callbacks = [watch, *more.get(name, [passages])]
+    callbacks: list[pl.Callback] = [watch]
+    if name != ODC:
+        callbacks.append(passages)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -106,16 +103,15 @@ def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
     )
     waits: list[float] = []
     module = DividedModel()
-    if name in more:
+    if name == ODC:
         module.on_train_epoch_start = lambda: waits.append(sum(strategy.engine.waits.values()))  # type: ignore[method-assign]
         module.on_train_end = module.on_train_epoch_start  # type: ignore[method-assign]
     trainer.fit(module, DataLoader(Texts(), EACH, shuffle=True, collate_fn=pad))
     waited = None
-    if name in more:
+    if name == ODC:
         waited = waits[-1] - waits[1]
     result = SimpleNamespace(seconds=watch.seconds[1:], tokens=watch.tokens, waited=waited)
     result.passages = passages.found
-    result.within = monitor.last_epoch.get(WITHIN)
     return result
 
 
@@ -134,11 +130,10 @@ def waited(results: list[SimpleNamespace]) -> list[float]:
 
 
 def measure(rounds: int, epochs: int) -> None:
-    """Print the table of the ways, and what the monitor saw within groups."""
+    """Print the table of the ways."""
     seconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     idle: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     tokens: dict[str, int] = {}
-    within: list[float] = []
     with RankProcesses(GROUPS * SIZE, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(rounds):
             for name in STRATEGIES:
@@ -147,8 +142,6 @@ def measure(rounds: int, epochs: int) -> None:
                 seconds[name] += map(max, zip(*by_rank, strict=True))
                 waiting = statistics.mean(waited(results))
                 idle[name].append(waiting / sum(by_rank[0]))
-                if name == MONITORED:
-                    within.append(results[0].within)
                 tokens[name] = sum(result.tokens for result in results[::SIZE])
     rows = []
     for name in STRATEGIES:
@@ -160,8 +153,6 @@ def measure(rounds: int, epochs: int) -> None:
             ("strategy", "waiting for the other group", "time over the last row's", "computed tokens"), rows
         )
     )
-
-    print(f"Within groups, ranks wait {_percents(within)}.")
 
 
 def _percents(shares: Sequence[float]) -> str:

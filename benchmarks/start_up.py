@@ -1,6 +1,6 @@
-"""How long a fit takes to begin: import, lengths of a million samples, and every phase up to the first step.
+"""How long a fit takes to begin: import, and every phase up to the first step.
 
-``python -m benchmarks.start_up`` prints two Markdown tables. ``--width 2048 --layers 24`` has a billion parameters.
+``python -m benchmarks.start_up`` prints a Markdown table. ``--width 2048 --layers 24`` has a billion parameters.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +21,6 @@ from benchmarks.command import QUIET, markdown, parser_of
 from benchmarks.harness.processes import run_ranks
 from benchmarks.projects import pad
 from lightning_odc import ODCStrategy
-from lightning_odc.data.lengths import find_lengths
 
 RANKS = 2
 #: Hooks in the order of Lightning, and what has ended when each is called.
@@ -39,15 +37,14 @@ PHASES = {
 class Made(Dataset[Any]):
     """Samples of 5 to 94 tokens, made when they are read."""
 
-    def __init__(self, count: int, of_tokens: Callable[[list[int]], Any]) -> None:
+    def __init__(self, count: int) -> None:
         self.count = count
-        self.of_tokens = of_tokens
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Any:
-        return self.of_tokens(list(range(1, 6 + index % 90)))
+        return {"input_ids": list(range(1, 6 + index % 90))}
 
 
 class Large(pl.LightningModule):
@@ -96,43 +93,15 @@ def fit(
         **QUIET,
     )
     begin = time.monotonic()
-    data = Made(texts, lambda tokens: {"input_ids": tokens})
-    trainer.fit(module, DataLoader(data, texts // 8, collate_fn=pad))
+    trainer.fit(module, DataLoader(Made(texts), texts // 8, collate_fn=pad))
     times = [begin, *(phases.times[name] for name in PHASES)]
     count = sum(parameter.numel() for parameter in module.parameters())
     return count, [after - before for before, after in pairwise(times)]
 
 
-def seconds_of_lengths(count: int) -> list[list[str]]:
-    """A row for every kind of sample."""
-    kinds: dict[str, Callable[[list[int]], Any]] = {
-        "lists of tokens": lambda tokens: tokens,
-        "dicts with `input_ids`": lambda tokens: {"input_ids": tokens, "labels": tokens},
-        "pairs of lists": lambda tokens: (tokens, tokens[3:]),
-        "dicts of two lists": lambda tokens: {"chosen": tokens, "rejected": tokens[len(tokens) // 3 :]},
-    }
-
-    def collate(samples: list[Any]) -> Any:
-        return {name: [torch.tensor(sample[name]) for sample in samples] for name in samples[0]}
-
-    rows = []
-    for kind, of_tokens in kinds.items():
-        data = Made(count, of_tokens)
-        begin = time.monotonic()
-        for index in range(count):
-            data[index]
-        reading = time.monotonic() - begin
-        find_lengths(data, collate_fn=collate if kind == "dicts of two lists" else list)
-        rest = time.monotonic() - begin - 2 * reading
-        row = [kind, f"{reading:.1f}", f"{rest:.1f}"]
-        rows.append(row)
-    return rows
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.start_up``."""
     parser = parser_of("start_up", __doc__)
-    parser.add_argument("--samples", type=int, metavar="N", default=1_000_000, help="to look at")
     parser.add_argument("--width", type=int, metavar="N", default=128, help="width of the model")
     parser.add_argument("--layers", type=int, metavar="N", default=6, help="its layers")
     parser.add_argument("--texts", type=int, metavar="N", default=64, help="of the fit; a step has a quarter")
@@ -150,8 +119,6 @@ def main(arguments: list[str] | None = None) -> None:
         rows.append([text, f"{taken:.2f}"])
     print(f"{count / 1e6:,.1f} million parameters, rank 0 of {RANKS}\n")
     print(markdown(["phase", "s"], rows))
-    print(f"\n{given.samples:,} samples\n")
-    print(markdown(["samples", "reading them, s", "lengths besides, s"], seconds_of_lengths(given.samples)))
 
 
 if __name__ == "__main__":

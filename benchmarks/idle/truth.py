@@ -19,6 +19,7 @@ from benchmarks.harness.processes import run_ranks
 from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.callbacks import DeviceIdleMonitor
 
+RANKS = (2, 4)
 MODES = ("on_demand", "collective", "ddp", "model_parallel")
 EVEN = [[2.0, 1.0]] * 4
 UNEVEN = [[3.0, 1.0], [1.0, 2.0], [2.0, 2.0], [1.0, 1.0]]
@@ -163,20 +164,20 @@ def _is_wait(key: str) -> bool:
     return key.startswith("idle/") and key.endswith("_seconds") and key != "idle/data_seconds"
 
 
-def run(ranks: list[int], modes: list[str], sleep: float, steps: int) -> list[dict[str, Any]]:
+def run(sleep: float, steps: int) -> list[dict[str, Any]]:
     """All rows."""
     rows = []
-    for world_size in ranks:
-        cases = list(_cases(modes, world_size, sleep))
+    for world_size in RANKS:
+        cases = list(_cases(world_size, sleep))
         measured = run_ranks(_measure_all, world_size, cases, WARM_UP + steps)[0]
         for case, of_case in zip(cases, measured, strict=True):
             rows.append(compare(*case, steps=of_case))
     return rows
 
 
-def _cases(modes: list[str], world_size: int, sleep: float) -> Iterator[tuple[str, str, list[list[float]]]]:
+def _cases(world_size: int, sleep: float) -> Iterator[tuple[str, str, list[list[float]]]]:
     """Mode, name of the script, and seconds by rank and microbatch."""
-    for mode in modes:
+    for mode in MODES:
         scripts = {"even": EVEN, "uneven": UNEVEN}
         if mode == "on_demand":
             scripts["unequal counts"] = UNEQUAL_COUNTS

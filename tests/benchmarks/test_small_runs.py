@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 
-from benchmarks import rl, start_up, traffic
+from benchmarks import rl, traffic
 from benchmarks.command import OptionError
 from benchmarks.hero import minibatches
 from benchmarks.hosts import why_no_limit, why_not
@@ -202,12 +202,3 @@ def test_many_leaders_meet_through_one_store(capsys: Any) -> None:
     for number in row.split("|")[2:5]:
         assert float(number) > 0
     assert requests.startswith("| requests per second |")
-
-
-def test_start_up_looks_at_samples_of_every_kind():
-    rows = start_up.seconds_of_lengths(40)
-    found = [kind for kind, *_ in rows][-1]
-    assert found == "dicts of two lists"
-    for _, *numbers in rows:
-        for number in numbers:
-            assert float(number) < 60
