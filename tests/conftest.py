@@ -85,9 +85,9 @@ def _nothing_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     assert not left, f"temporary files left: {left}"
 
 
-@pytest.fixture(scope="module")
-def teams() -> Iterator[Any]:
-    """The ranks of a file's tests that are marked `on_ranks`."""
+@pytest.fixture(scope="session")
+def teams(_nothing_is_left: None) -> Iterator[Any]:
+    """The ranks of tests that are marked `on_ranks`."""
     from tests.support.ranks import Teams
 
     started = Teams()

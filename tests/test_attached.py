@@ -112,24 +112,29 @@ def train(
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("counts", "clip"), [((4, 1), None), ((5, 0), 0.1)])
-def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip):
-    check_training(rank, counts, clip)
-
-
-@on_ranks(4)
-def test_the_gradient_in_a_fixed_order_of_sums(rank):
-    check_training(rank, (0, 0, 2, 3), 0.1, deterministic=True)
+@pytest.mark.parametrize(
+    ("counts", "clip", "options"),
+    [((4, 1), None, {}), ((5, 0), 0.1, {}), ((2, 3), 0.1, {"deterministic": True})],
+)
+def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip, options):
+    result = train(rank, counts, clip, **options)
+    parameters, norms = one_process(clip or math.inf)
+    assert_same(result["parameters"], parameters)
+    wanted = []
+    if clip:
+        wanted = norms
+    expected = pytest.approx(wanted, rel=1e-5)
+    assert result["norms"] == expected
+    assert result["reads"] > 0 or not counts[rank]
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("case", ["memory", "proof"])
-def test_where_it_cannot_run_every_rank_reads_the_line_that_trains_by_collectives(rank, case):
-    refuses, says = REFUSED[case]
+def test_where_it_cannot_run_every_rank_reads_the_line_that_trains_by_collectives(rank):
+    """`tests/run/test_doors.py` trains so."""
+    refuses, says = REFUSED["memory"]
     init_gloo(rank)
-    model = sharded(new_model())
     with refuses(rank), pytest.raises(WindowError) as caught:
-        attach(model)
+        attach(sharded(new_model()))
     text = str(caught.value)
     assert of_all_ranks(text) == [text] * 2
     assert says in text
@@ -138,19 +143,6 @@ def test_where_it_cannot_run_every_rank_reads_the_line_that_trains_by_collective
         'attach(model, communication="collective").'
     )
     assert "ODCStrategy(" not in text
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    with attach(model, communication="collective") as odc:
-        for batches in step_by_step():
-            for batch in batches[2 * rank : 2 * rank + 2]:
-                loss = summed_loss(model, batch)
-                with odc.backward(weight=batch.numel() - 1):
-                    loss.backward()
-            odc.step(optimizer, max_norm=0.1)
-            optimizer.zero_grad()
-    token_module = TokenModule("items", lr=0.01)
-    parameters = fits.one_process(token_module, [b[:4] for b in step_by_step()], 0.1)
-    expected = {name.removeprefix("net."): value for name, value in parameters.items()}
-    assert_same(full_parameters(model), expected)
 
 
 def _unlike(rank: int) -> None:
@@ -424,15 +416,3 @@ def test_from_pretrained_reads_what_one_rank_wrote(rank, tied, tmp_path):
     read = AutoModelForCausalLM.from_pretrained(tmp_path)
     for name, value in full_parameters(read).items():
         assert torch.equal(value, trained[name])
-
-
-def check_training(rank: int, counts: tuple[int, ...], clip: float | None, **options: Any) -> None:
-    result = train(rank, counts, clip, **options)
-    parameters, norms = one_process(clip or math.inf)
-    assert_same(result["parameters"], parameters)
-    wanted = []
-    if clip:
-        wanted = norms
-    expected = pytest.approx(wanted, rel=1e-5)
-    assert result["norms"] == expected
-    assert result["reads"] > 0 or not counts[rank]

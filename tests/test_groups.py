@@ -155,7 +155,7 @@ def test_one_group_has_none_to_read_from(rank, way):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@on_ranks(8)
+@on_ranks(8, alone=True)
 def test_four_groups_of_two(rank, way):
     init_gloo(rank)
     trains(way, [1, 0, 1, 2])

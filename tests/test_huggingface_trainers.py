@@ -429,6 +429,7 @@ QUANTISED = {
 }
 if find_spec("trl") is not None:
     CASES |= TRL
+    FAST += ("TRL SFT",)
     if find_spec("bitsandbytes") is not None:
         CASES |= QUANTISED
 

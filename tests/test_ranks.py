@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +42,22 @@ def test_every_end_is_told():
     assert dead.error == "ended without a result"
     assert failed.exitcode == 1
     assert "ValueError: no" in failed.error
+
+
+def _crashes(rank: int) -> None:
+    if rank == 0:
+        faulthandler._sigsegv()  # type: ignore[attr-defined]
+
+
+def test_the_native_stack_of_a_rank_that_crashes_is_told():
+    crashed, other = try_ranks(_crashes)
+    assert crashed.exitcode == -signal.SIGSEGV
+    assert "ended without a result SIGSEGV" in crashed.error
+    assert "flags" in crashed.error
+    assert other.exitcode == 0
+    has_core = Path("/proc/sys/kernel/core_pattern").read_text().startswith("core")
+    if has_core and shutil.which("gdb"):
+        assert re.search(r"#\d+ .*faulthandler_sigsegv", crashed.error), crashed.error
 
 
 def _sleeps(rank: int, seconds: float) -> None:

@@ -159,34 +159,34 @@ def _read(rank: int, world_size: int, directory: str, how: str, what: str) -> di
     return {name.replace("_orig_mod.", ""): value for name, value in full_parameters(module).items()}
 
 
-def _write_and_read(rank: int, directory: str) -> Any:
+def _write(rank: int, directory: str, names: tuple[str, ...] = tuple(WRITERS)) -> dict[str, Tensor]:
+    """A checkpoint of each name, the sharded ones consolidated, too; the parameters without any."""
     model = _fit(rank, 2, 2)[0]
     straight = full_parameters(model)
-    for name, options in WRITERS.items():
-        _, t = _fit(rank, 2, 1, **dict(options))
+    for name in names:
+        _, t = _fit(rank, 2, 1, **WRITERS[name])
         t.save_checkpoint(f"{directory}/{name}")
     if rank == 0:
-        for end in ("", " one group"):
-            argv = ["", f"{directory}/odc sharded{end}", "--output_file", f"{directory}/consolidated{end}"]
+        for name in {"odc sharded", "odc sharded one group"} & {*names}:
+            output = name.replace("odc sharded", "consolidated")
+            argv = ["", f"{directory}/{name}", "--output_file", f"{directory}/{output}"]
             with mock.patch.object(sys, "argv", argv):
                 runpy.run_module(CONSOLIDATE, run_name="__main__")
     dist.barrier()
-    return straight, {route: _read(rank, 2, directory, *route) for route in ROUTES}
+    return straight
 
 
-def _read_alone(rank: int, directory: str) -> Any:
-    return {route: _read(rank, 1, directory, *route) for route in ALONE}
+def _read_all(rank: int, directory: str, world_size: int) -> Any:
+    routes = {1: ALONE, 2: ROUTES}[world_size]
+    return {route: _read(rank, world_size, directory, *route) for route in routes}
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a full checkpoint, a sharded one, and what Lightning's tool makes of that."""
     directory = tmp_path_factory.mktemp("checkpoints")
-    return directory, run_ranks(_write_and_read, str(directory))[0]
-
-
-@pytest.fixture(scope="module")
-def folder(written: tuple[Path, Any]) -> Path:
-    return written[0]
+    run_ranks(_write, str(directory), ("odc full", "odc sharded"))
+    return directory
 
 
 def _assert_same(found: dict[str, Tensor], straight: dict[str, Tensor], how: str) -> None:
@@ -199,9 +199,10 @@ def _assert_same(found: dict[str, Tensor], straight: dict[str, Tensor], how: str
 
 
 @pytest.mark.slow
-def test_training_goes_on_as_if_never_interrupted(written):
-    directory, (straight, found) = written
-    (alone,) = run_ranks(_read_alone, str(directory), world_size=1)
+def test_training_goes_on_as_if_never_interrupted(tmp_path):
+    straight = run_ranks(_write, str(tmp_path))[0]
+    found = run_ranks(_read_all, str(tmp_path), 2)[0]
+    (alone,) = run_ranks(_read_all, str(tmp_path), 1, world_size=1)
     assert list(found) == ROUTES
     assert list(alone) == ALONE
     for how, parameters in [*found.items(), *alone.items()]:
@@ -236,19 +237,18 @@ def test_three_ranks_load_what_two_wrote_bit_by_bit(rank, folder):
         torch.testing.assert_close(value, loaded[key], rtol=1e-4, atol=1e-5)
 
 
-def test_load_from_checkpoint(written):
-    directory, _ = written
-    expected = torch.load(directory / "odc full", weights_only=True)["state_dict"]
+def test_load_from_checkpoint(folder):
+    expected = torch.load(folder / "odc full", weights_only=True)["state_dict"]
     for name, tolerance in (("odc full", 0.0), ("consolidated", 1e-5)):
-        from_checkpoint = Adam.load_from_checkpoint(directory / name, map_location="cpu")
+        from_checkpoint = Adam.load_from_checkpoint(folder / name, map_location="cpu")
         found = from_checkpoint.state_dict()
         assert found.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(found[key], value, rtol=tolerance, atol=tolerance)
 
 
-def test_what_a_sharded_checkpoint_is_made_of(written):
-    path = written[0] / "odc sharded"
+def test_what_a_sharded_checkpoint_is_made_of(folder):
+    path = folder / "odc sharded"
     found = set(os.listdir(path))
     assert found == {".metadata", "__0_0.distcp", "__1_0.distcp", "meta.pt"}
     rest = torch.load(path / "meta.pt", weights_only=True)

@@ -142,11 +142,9 @@ def foreign(_: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
 
 
-@on_ranks(2)
+@on_ranks(2, alone=True)
 def test_options_reach_what_they_are_for(rank):
     module = doing(Sgd(), configure_optimizers=foreign)
-    if dist.is_initialized():  # by another test of this file
-        dist.destroy_process_group()
     with mock.patch("torch.distributed.init_process_group", wraps=dist.init_process_group) as init:
         unchanged = fitted(module, _batches(rank), timeout=timedelta(seconds=77))
     found = init.call_args.kwargs["timeout"]

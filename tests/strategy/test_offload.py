@@ -30,7 +30,7 @@ def _offloaded(local: Tensor, mesh: DeviceMesh) -> DTensor:
     return cast(Any, DTensor)(local, alike._spec, requires_grad=False)
 
 
-@on_ranks(2)
+@on_ranks(2, alone=True)
 @pytest.mark.parametrize("backend", [LIKE_THE_DEFAULT, "cuda:gloo"])
 def test_clipping_and_saving_are_collectives_in_host_memory(rank, backend):
     dist.init_process_group(backend)
@@ -90,7 +90,7 @@ def test_the_process_group_is_chosen_where_shards_are_offloaded(monkeypatch):
     assert callable(_compat_lightning._lightning_distributed._destroy_dist_connection)
 
 
-@on_ranks(1)
+@on_ranks(1, alone=True)
 @pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
 def test_a_process_group_that_is_there_already_is_looked_at(rank, backend):
     dist.init_process_group(backend)

@@ -25,6 +25,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from tests.support.crashes import keep_core, native_stack
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 #: What ranks need; what is not installed is passed over. A module less costs every rank of the suite its import.
 PRELOADED = [
@@ -62,16 +64,21 @@ class Outcome:
     seconds: float
 
 
-def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(world_size: int, alone: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test whose body runs on every rank, as ``test(rank, ...)``. What fails on any rank fails the test.
 
-    The tests of a file share their ranks. One that kills, hangs or must fail uses `try_ranks`.
+    Tests share their ranks, and the process group of all ranks, but for one that is ``alone`` on new ones. A test that
+    kills, hangs or must fail uses `try_ranks`.
     """
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def start(teams: Teams, **arguments: Any) -> None:
+            if alone:
+                teams = Teams()
             teams.run(world_size, test, arguments)
+            if alone:
+                teams.end()
 
         first, *others = inspect.signature(test).parameters.values()
         assert first.name == "rank"
@@ -89,15 +96,26 @@ def of_all_ranks(value: Any) -> list[Any]:
     return values
 
 
+#: Tests that ranks run before others take their place: process groups and caches of torch's stay until a rank ends.
+MOST_TESTS = 60
+
+
 class Teams:
-    """The ranks that the tests of a file share, by their number. They start with the first test that needs them."""
+    """The ranks that tests share, by their number. They start with the first test that needs them.
+
+    A new rank imports what a test imports, and PyTorch prepares the first sharding of each operation: seconds.
+    """
 
     def __init__(self) -> None:
         self.teams: dict[int, Team] = {}
 
     def run(self, world_size: int, test: Callable[..., None], arguments: dict[str, Any]) -> None:
         order = pickle.dumps((test.__module__, test.__name__, arguments))
-        team = self.teams.pop(world_size, None) or Team(world_size)
+        team = self.teams.pop(world_size, None)
+        if team is not None and team.count == MOST_TESTS:
+            team.end()
+            team = None
+        team = team or Team(world_size)
         errors = team.run(order)
         if errors:  # its ranks may be at different places now: the next test has new ones
             team.kill()
@@ -105,10 +123,8 @@ class Teams:
         self.teams[world_size] = team
 
     def end(self) -> None:
-        codes = [team.end() for team in self.teams.values()]
-        for one in codes:
-            for code in one:
-                assert code == 0, f"exit codes of ranks: {codes}"
+        for team in self.teams.values():
+            team.end()
 
 
 class Team:
@@ -116,6 +132,7 @@ class Team:
 
     def __init__(self, world_size: int) -> None:
         start_server()
+        self.count = 0  # of tests
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pairs = [_CONTEXT.Pipe() for _ in range(world_size)]
         self.connections = [ours for ours, _ in pairs]
@@ -128,6 +145,7 @@ class Team:
 
     def run(self, order: bytes, timeout: float = 150) -> list[str]:
         """What failed, by rank. When one has failed, the others have ten seconds to say what they make of it."""
+        self.count += 1
         for connection in self.connections:
             connection.send_bytes(order)
         errors = []
@@ -136,23 +154,25 @@ class Team:
         while waiting and (ready := wait(waiting, max(deadline - time.monotonic(), 0))):
             for connection in (one for one in waiting[:] if one in ready):
                 waiting.remove(connection)
+                rank = self.connections.index(connection)
                 try:
                     error = connection.recv()
                 except EOFError:
-                    error = "ended without a word"
+                    self.ranks[rank][0].join(30)
+                    error = f"ended without a word {native_stack(self.ranks[rank][0])}"
                 if error:
-                    errors.append(f"rank {self.connections.index(connection)}: {error}")
+                    errors.append(f"rank {rank}: {error}")
                     deadline = min(deadline, time.monotonic() + 10)
         return errors + [f"rank {self.connections.index(late)} did not end" for late in waiting]
 
-    def end(self) -> list[int | None]:
+    def end(self) -> None:
         for connection in self.connections:
             connection.send_bytes(pickle.dumps(None))
         for process, _ in self.ranks:
             process.join(60)
         codes = [process.exitcode for process, _ in self.ranks]
         self.kill()
-        return codes
+        assert codes == [0] * len(codes), f"exit codes of ranks: {codes}"
 
     def kill(self) -> None:
         for process, receiver in self.ranks:
@@ -164,8 +184,11 @@ class Team:
 
 
 def _serve(rank: int, orders: Connection) -> None:
+    environment = dict(os.environ)
     while (order := pickle.loads(orders.recv_bytes())) is not None:
         module, name, arguments = order
+        os.environ.clear()
+        os.environ.update(environment)
         report_crashes()
         try:
             getattr(importlib.import_module(module), name).__wrapped__(rank, **arguments)
@@ -222,7 +245,7 @@ def try_ranks(
             result, error = payload
         else:
             result = None
-            error = "ended without a result"
+            error = f"ended without a result {native_stack(process)}".strip()
         seconds = time.monotonic() - begin
         outcomes.append(Outcome(rank, result, error, process.exitcode, seconds))
     assert not late, f"ranks {late} did not end within {timeout} s: {[o.error for o in outcomes]}"
@@ -297,7 +320,8 @@ def _child(
 
 
 def report_crashes() -> None:
-    """Print the stack of a process that crashes. Lightning's `fit` takes the handlers away at its end."""
+    """Print the stack of a process that crashes, and dump it. Lightning's `fit` takes the handlers away at its end."""
+    keep_core()
     faulthandler.disable()
     faulthandler.enable(sys.__stderr__)
 

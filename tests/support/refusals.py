@@ -23,20 +23,3 @@ def assert_refused(
         else:
             wrong.append(f"{argument!r} is taken, and not refused with {message!r}")
     assert not wrong, "\n".join(wrong)
-
-
-def assert_one_line(
-    capsys: Any, command: Callable[[list[str]], Any], cases: Iterable[tuple[str, str]]
-) -> None:
-    """Every line of arguments ends with code 2 and one line that says what is wrong. Names all offenders."""
-    wrong = []
-    for line, message in cases:
-        try:
-            code = command(line.split())
-        except SystemExit as stop:  # what argparse itself refuses
-            code = stop.code
-        out, err = capsys.readouterr()
-        is_one_line = err.startswith("lightning-odc: ") and err.count("\n") == 1
-        if (code, out) != (2, "") or not is_one_line or message not in err:
-            wrong.append(f"{line}: {code}, {out}{err}\n  not {message!r}")
-    assert not wrong, "\n".join(wrong)
