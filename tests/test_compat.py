@@ -127,7 +127,8 @@ import lightning_utilities.core.rank_zero
 log = lightning_utilities.core.rank_zero.log
 import lightning_odc
 assert lightning_utilities.core.rank_zero.log is log
-heavy = {"transformers", "matplotlib", "rich", "ortools", "triton", "IPython"} & (sys.modules.keys() - modules.keys())
+heavy = {"transformers", "matplotlib", "rich", "ortools", "triton", "IPython", "pytorch_lightning"}
+heavy &= sys.modules.keys() - modules.keys()
 assert not heavy, heavy
 changed = [f"{name}.{key}" for name, old in ours.items() for key, value in old.items()
            if callable(value) and vars(modules[name]).get(key) is not value]

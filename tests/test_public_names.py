@@ -109,16 +109,3 @@ def test_what_documentation_and_notebooks_name_exists() -> None:
     assert len(named) > 30
     found = [f"{name} in {page}" for name, page in named.items() if not _exists(name)]
     assert found == []
-
-
-def test_the_old_name_of_the_strategy_is_in_the_changelog_alone() -> None:
-    kinds = {".py", ".md", ".ipynb", ".json", ".txt", ".svg"}
-    folders = ("docs", "notebooks", "lightning_odc", "benchmarks", "tests")
-    files = [path for name in folders for path in (ROOT / name).rglob("*") if path.suffix in kinds]
-    name = "odc_" + "balanced"
-    named = {
-        path.relative_to(ROOT).as_posix() for path in [*files, ROOT / "README.md"] if name in path.read_text()
-    }
-    assert named == set()
-    text = (ROOT / "CHANGELOG.md").read_text()
-    assert text.count(name) == 1

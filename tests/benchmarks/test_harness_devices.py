@@ -14,13 +14,11 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("rich")
 
 from benchmarks.command import OptionError
-from benchmarks.harness import training
-from benchmarks.harness.options import Combination, TrainOptions
+from benchmarks.harness.options import TrainOptions
 from benchmarks.harness.processes import Placement, RankProcesses, place
 from benchmarks.harness.report import Outcome
 from benchmarks.harness.results import MinibatchRecord, Run, Totals
 from benchmarks.harness.workload import Workload
-from lightning_odc import ODCStrategy
 from lightning_odc.engine.transports.preflight import OVERLAP_VARIABLE
 
 CAPTION = "2 ranks on one GPU: shows that it works, not how fast"
@@ -89,22 +87,6 @@ def test_ranks_that_share_a_gpu_are_told_in_their_own_processes(monkeypatch: pyt
         found = ranks.call(_found)
     assert found == [("1", "cuda:0", "cpu:gloo,cuda:gloo")] * 2
     assert OVERLAP_VARIABLE not in os.environ
-
-
-def test_the_trainer_gets_these_devices(gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(training, "Trainer", lambda **options: given.update(options))
-    for communication, there_are, number in (("on_demand", 2, 1), ("collective", 1, 0)):
-        gpus(there_are)
-        combination = Combination(communication, "lb_micro")
-        workload = Workload(TrainOptions(device="cuda"))
-        training.make_trainer(workload, combination, place("cuda", 2), [])
-        strategy = given["strategy"]
-        assert given["accelerator"] == "gpu"
-        assert "devices" not in given  # or Lightning would count GPUs
-        expected = [torch.device("cuda", 0), torch.device("cuda", number)]
-        assert strategy.parallel_devices == expected
-        assert isinstance(strategy, ODCStrategy)
 
 
 def measured(options: TrainOptions, sees_waits: bool = True) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from benchmarks.harness.results import (
     summarize,
 )
 from benchmarks.harness.workload import Workload
-from lightning_odc.callbacks.timeline.spans import Passage
 
 COLLECTIVE = Combination("collective", "lb_micro")
 LOCKSTEP = Combination("lockstep", "lb_micro")
@@ -147,19 +145,6 @@ def test_only_minibatches_that_both_have_are_compared() -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("ahead", [0, 5_000_000_000])
-def test_waits_in_collectives_are_known_when_all_ranks_have_told(ahead: int) -> None:
-    """Of clocks that differ, durations alone are compared."""
-    one = run(COLLECTIVE, [1.0])
-    one.common_clock = not ahead
-    for rank, came in enumerate((0, 300_000_000)):
-        passage = Passage(came + ahead * rank, 400_000_000 + ahead * rank)
-        one.ranks[rank][1].meetings = [passage]
-    one.resolve(1)
-    found = [rank[1].waits["collective"] for rank in one.ranks]
-    assert found == [pytest.approx(0.3), 0.0]
-
-
 def test_losses_are_compared_minibatch_by_minibatch() -> None:
     other = run(BALANCED, [1.0, 1.0])
     found = loss_difference([run(COLLECTIVE, [1.0, 1.0]), other])
@@ -184,14 +169,3 @@ def test_named_lengths_have_the_published_mean_and_shrink_in_proportion() -> Non
         short = draw(name, 4096, longest=longest)
         largest = np.abs(short - lengths / 16).max()
         assert largest <= 1
-
-
-def test_samples_are_dealt_in_turns(tmp_path: Path) -> None:
-    (tmp_path / "lengths.txt").write_text("3 9 5 1 4 2")
-    lengths = str(tmp_path / "lengths.txt")
-    options = TrainOptions(lengths=lengths, model="tiny")
-    for policy, plan in (("local_sort", [[2], [4], [0]]), ("shuffled", [[0], [2], [4]])):
-        loader = Workload(options).loader(Combination("collective", policy), 0)
-        planner = loader.options.planner(2, 9)
-        found = planner.plan(np.array([3, 9, 5, 1, 4, 2]))[0]
-        assert found == plan

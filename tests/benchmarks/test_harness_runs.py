@@ -21,7 +21,6 @@ pytest.importorskip("matplotlib")
 
 from benchmarks.harness import __main__ as harness
 from benchmarks.harness.processes import RankFailedError, RankProcesses
-from benchmarks.harness.results import MinibatchRecord
 from lightning_odc import host_memory
 
 ROOT = Path(__file__).parents[2]
@@ -185,38 +184,6 @@ def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, 
     minibatches = found["rows"][0]["minibatches"]
     assert minibatches == 10
     assert found["cut_short"]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyboardInterrupt(),
-        pytest.param(RankFailedError("rank 1 failed", "the traceback\n")),
-    ],
-)
-def test_nothing_measured_leaves_earlier_results(error, tmp_path, monkeypatch, capsys):
-    def call(*_: Any, heard: Callable[[int, Any], None] | None = None) -> None:
-        if heard:  # the warm-up, which does not count
-            for rank in (0, 1):
-                heard(rank, MinibatchRecord(1.0, {}, 1.0, 1))
-        raise error
-
-    monkeypatch.setattr(RankProcesses, "__init__", lambda self, *_: setattr(self, "world_size", 2))
-    monkeypatch.setattr(RankProcesses, "__enter__", lambda self: self)
-    monkeypatch.setattr(RankProcesses, "__exit__", lambda *_: None)
-    monkeypatch.setattr(RankProcesses, "call", call)
-    names = ["bench.json", "bench.md"]
-    for name in names:
-        (tmp_path / name).write_text("earlier")
-    failed = isinstance(error, RankFailedError)
-    expected = 130
-    if failed:
-        expected = 1
-    found = harness.main([*TINY.split(), "--output", str(tmp_path)])
-    assert found == expected
-    found = [(tmp_path / name).read_text() for name in names]
-    assert found == ["earlier"] * len(names)
-    assert ("the traceback\nlightning-odc: rank 1 failed; " in capsys.readouterr().err) == failed
 
 
 WRONG = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from benchmarks.simulate.memory import kept_fraction
 from benchmarks.simulate.simulation import with_one_meeting
 from benchmarks.simulate.transfers import RECORD_BYTES, Transfers
 from benchmarks.simulate.work import work_of
-from lightning_odc.balance import PolynomialCost, microbatch_costs, plan_minibatch, transformer
+from lightning_odc.balance import PolynomialCost, transformer
 from tests.support.refusals import assert_refused
 
 ROOT = Path(__file__).parent.parent.parent
@@ -136,33 +135,6 @@ def test_what_fits_stays_gathered() -> None:
     found = kept(8, 40)
     expected = pytest.approx(0.9 * (40 - beside) / 14)
     assert found == expected
-
-
-def test_several_nodes_have_a_window_of_their_own() -> None:
-    """4 nodes of 8: per rank 8.8 GB with full sharding, 19.3 GB with hybrid sharding, 4.8 GB without copies."""
-    cluster = Cluster(32, 8)
-    assert cluster.nodes == 4
-    for sharding, expected in (("full", 8.75), ("hybrid", 19.25), ("flat", 4.8125)):
-        # Half of the unit fits beside what is there, and the unit in use.
-        memory = (expected + 14 + 7 / 0.9) * BILLION
-        changed = cluster.but(memory=memory)
-        found = kept_fraction(LARGE, changed, sharding, 0)
-        assert found == pytest.approx(0.5)
-
-
-def test_seconds_are_those_of_the_balance_package() -> None:
-    cost = PolynomialCost(0.25, 1.0, 3.0)
-    lengths = np.random.default_rng(0).integers(1, 40, 24)
-    plan = plan_minibatch(lengths, 3, 120, cost=cost)
-    model = replace(model_of(), cost=cost)
-    work = work_of([(plan, lengths)], model)
-    for device, costs in enumerate(microbatch_costs(plan, lengths, cost)):
-        found = work.seconds[0, : len(costs), device].tolist()
-        assert found == costs
-        found = work.exists[0, :, device].sum()
-        assert found == len(costs)
-    expected = max(sum(lengths[one].tolist()) for rank in plan for one in rank)
-    assert work.most_tokens == expected
 
 
 FOUR = {"plan": [[[0]], [[1]], [[2]], [[3]]], "lengths": [12] * 4}

@@ -1,7 +1,6 @@
 """What the notebooks use besides the package does what they say it does."""
 
 import json
-import math
 import shutil
 import subprocess
 
@@ -11,7 +10,6 @@ from hypothesis import strategies as st
 
 from notebooks.support import sliders, strokes
 from notebooks.support.dealing import deal_minibatches
-from notebooks.support.display import mean_of_log, read_log
 from notebooks.support.interleavings import PROTOCOL, WITH_LOCKS, explore, microbatches, swapped, without
 from notebooks.support.replay import duration, idle_fraction, layered, replay
 
@@ -122,17 +120,6 @@ def test_the_model_learns_from_right_answers_and_guesses_have_their_form():
     assert found == 1
 
 
-def test_logs_are_read(tmp_path):
-    (tmp_path / "metrics.csv").write_text("loss,step,idle/fraction\n3.0,0,\n,0,0.5\n1.0,1,\n2.0,2,\n")
-    found = read_log(tmp_path, "loss")
-    assert found == [3.0, 1.0, 2.0]
-    assert mean_of_log(tmp_path, "loss", skip=1) == 1.5
-    assert read_log(tmp_path, "idle/fraction") == [0.5]
-    with pytest.raises(KeyError, match="'other' was not logged"):
-        read_log(tmp_path, "other")
-    assert math.isnan(mean_of_log(tmp_path, "other"))
-
-
 @settings(max_examples=50, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 99), min_size=12, max_size=40),
@@ -157,16 +144,3 @@ def test_plans_deal_every_sample_once_and_sort_each_share(
             expected = sorted((lengths[i] for i in share), reverse=True)
             found = [lengths[index] for index in share]
             assert found == expected
-
-
-def test_order_changes_the_order_alone_and_the_seed_everything():
-    def deal(seed=0, **how):
-        return deal_minibatches(range(1, 50), ranks=2, samples_per_rank=8, minibatches=3, seed=seed, **how)
-
-    def as_sets(plan):
-        return [[set(share) for share in minibatch] for minibatch in plan]
-
-    assert deal() == deal() != deal(longest_first=False)
-    assert as_sets(deal()) == as_sets(deal(longest_first=False)) != as_sets(deal(seed=1))
-    with pytest.raises(ValueError, match="2 ranks x 3 samples is more than the 5"):
-        deal_minibatches([1] * 5, ranks=2, samples_per_rank=3, minibatches=1, seed=0)

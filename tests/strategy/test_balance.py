@@ -228,54 +228,6 @@ def test_one_loader_in_a_dict_or_list_is_balanced_and_the_step_gets_its_batches_
         assert not balanced.info.whole, "the loss was tried with batches in a dict or list, too"
 
 
-SPEECH = [
-    {"speech": torch.randn(size, 3, generator=torch.Generator().manual_seed(size)), "word": size % 5}
-    for size in range(2, 26)
-]
-
-
-def pad_speech(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    rows = [sample["speech"] for sample in samples]
-    sizes = torch.tensor([len(row) for row in rows])
-    word = torch.tensor([sample["word"] for sample in samples])
-    speech = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return {"speech": speech, "sizes": sizes, "word": word}
-
-
-class Hears(pl.LightningModule):
-    """A mean over samples, each a dict with a series and a class."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 5))
-        self.rows: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.rows.append(len(batch["word"]))
-        inside = torch.arange(batch["speech"].shape[1]) < batch["sizes"][:, None]
-        output = self.layers(batch["speech"])
-        total = (output * inside[..., None]).sum(1)
-        scores = total / batch["sizes"][:, None]
-        return nn.functional.cross_entropy(scores, batch["word"])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-@on_ranks(2)
-def test_a_series_in_a_dict_tells_its_length_and_is_balanced(rank):
-    module = Hears()
-    loader_of_all = DataLoader(SPEECH, batch_size=4, collate_fn=pad_speech)  # type: ignore[arg-type]
-    t = fit(module, loader_of_all, balance="auto", cost="tokens")
-    assert isinstance(t.train_dataloader, BalancedDataLoader)
-    assert not t.train_dataloader.info.whole
-    assert len(module.rows) > t.global_step == 3, "batches are cut"
-    starts = range(0, len(SPEECH), 8)
-    steps = [[pad_speech([sample]) for sample in SPEECH[start : start + 8]] for start in starts]
-    assert_same(full_parameters(module), one_process(Hears(), steps))
-
-
 def ids(size: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, 11, (size,), generator=generator)
