@@ -335,12 +335,12 @@ def _break_off(rank: int, how: str) -> None:
     model, optimizer = made(rank)
     seconds = 20
     if how == "hung":
-        seconds = 6
+        seconds = 3
     with attach(model, timeout=timedelta(seconds=seconds)) as odc:
         odc.step(optimizer)
         if rank == 1:
             if how == "hung":
-                time.sleep(8)
+                time.sleep(4)
             raise RuntimeError("bad sample")
         odc.step(optimizer)
 

@@ -490,19 +490,19 @@ def train(rank: int, name: str, how: str, folder: str) -> Trained:
     return trained(made, start, counts)
 
 
-def compare(name: str, folder: str) -> tuple[list[Trained], Trained]:
-    """What both ranks have trained, and the reference."""
+def compare(run: Callable[..., list[Trained]], name: str, folder: str) -> tuple[list[Trained], Trained]:
+    """What both ranks have trained, and the reference; ``run`` calls a function on ranks."""
     how = "alone"
     if CASES[name].whole:
         how = "stock"
     world_size = 1 + CASES[name].whole
-    [reference, *_] = run_ranks(train, name, how, folder, world_size=world_size)
-    return run_ranks(train, name, "odc", folder), reference
+    [reference, *_] = run(train, name, how, folder, world_size=world_size)
+    return run(train, name, "odc", folder), reference
 
 
 @pytest.mark.parametrize("name", fast(CASES, *FAST))
-def test_a_trainer_ends_in_the_parameters_and_losses_that_it_has_without_the_mix_in(name, tmp_path):
-    found, reference = compare(name, str(tmp_path))
+def test_a_trainer_ends_in_the_parameters_and_losses_that_it_has_without_the_mix_in(teams, name, tmp_path):
+    found, reference = compare(teams.run, name, str(tmp_path))
     bound = BOUND
     if CASES[name].rounded:
         bound = BOUND_OF_16_BITS
@@ -521,7 +521,7 @@ def test_a_trainer_ends_in_the_parameters_and_losses_that_it_has_without_the_mix
 def main() -> None:
     for name in sys.argv[1:] or CASES:
         with tempfile.TemporaryDirectory() as folder:
-            found, reference = compare(name, folder)
+            found, reference = compare(run_ranks, name, folder)
         distance = max(one.distance(reference) for one in found)
         how = "one process"
         if CASES[name].whole:

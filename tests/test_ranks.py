@@ -114,11 +114,11 @@ def test_a_body_on_ranks(rank, number):
 def test_ranks_that_a_test_has_failed_on_are_not_used_again():
     teams = Teams()
     halves = test_a_body_on_ranks.__wrapped__
-    teams.run(2, halves, {"number": 2})
+    teams.run(halves, number=2)
     first = teams.teams[2]
     with pytest.raises(AssertionError, match=r"(?s)rank 1: .*ValueError: odd.*number = 3"):
-        teams.run(2, halves, {"number": 3})
+        teams.run(halves, number=3)
     for process, _ in first.ranks:
         assert process.exitcode is not None
-    teams.run(2, halves, {"number": 4})
+    assert teams.run(_returns_much) == [bytes(MORE_THAN_A_PIPE_HOLDS)] * 2
     teams.end()

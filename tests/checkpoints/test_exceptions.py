@@ -234,25 +234,21 @@ ALONE = {
 @pytest.mark.parametrize(
     ("hook", "who"), fast([(hook, number % 2) for number, hook in enumerate(ALONE)], ("training_step", 0))
 )
-def test_where_one_rank_raises_all_save_one_model_that_goes_on_bit_by_bit(hook, who, tmp_path):
+def test_where_one_rank_raises_all_save_one_model_that_goes_on_bit_by_bit(teams, hook, who, tmp_path):
     outcomes = try_ranks(_one_raises, "plain", hook, "before", who, tmp_path, timeout=60)
     assert "BoomError" in outcomes[who].error
     error = outcomes[1 - who].error
     assert f"PeerFailedError: Rank {who} failed" in error
-    for outcome in try_ranks(_all_go_on, "plain", tmp_path, timeout=60):
-        assert outcome.exitcode == 0
-        assert outcome.error == ""
+    teams.run(_all_go_on, "plain", tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["accumulation", "stream", "sharded"])
 @pytest.mark.parametrize("hook", HOOKS)
-def test_where_one_rank_raises_in_any_hook(hook, name, tmp_path):
+def test_where_one_rank_raises_in_any_hook(teams, hook, name, tmp_path):
     """Not under collectives: a rank that waits inside of one cannot be told, so nothing is saved there."""
     try_ranks(_one_raises, name, hook, "before", 1, tmp_path, timeout=60)
-    for outcome in try_ranks(_all_go_on, name, tmp_path, timeout=60):
-        assert outcome.exitcode == 0
-        assert outcome.error == ""
+    teams.run(_all_go_on, name, tmp_path)
 
 
 class Breaks(Raises):
@@ -368,10 +364,10 @@ def _goes_on_on_three(rank: int, folder: Path) -> tuple[list[int], int, list[str
     return [n for own in module.sizes for n in own], module.trainer.global_step, messages
 
 
-def test_three_ranks_go_on_with_what_two_have_begun(tmp_path):
+def test_three_ranks_go_on_with_what_two_have_begun(teams, tmp_path):
     """Eight samples are done. Four minibatches of six make an epoch: two are left of it, and the next one is whole."""
-    run_ranks(_fails_on_two, tmp_path, timeout=60)
-    by_rank = run_ranks(_goes_on_on_three, tmp_path, world_size=3, timeout=90)
+    teams.run(_fails_on_two, tmp_path)
+    by_rank = teams.run(_goes_on_on_three, tmp_path, world_size=3)
     found = len([n for sizes, _, _ in by_rank for n in sizes])
     assert found == 12 + len(SAMPLES)
     for _, steps, messages in by_rank:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.strategy.test_optimizers import OnRows
 from tests.support.modules import full_parameters, loader, token_batches, trainer
-from tests.support.ranks import on_ranks, run_ranks
+from tests.support.ranks import Teams, on_ranks
 
 BATCHES = [[batch[:, :4] for batch in token_batches([4] * 3, seed=rank)] for rank in range(2)]
 CONSOLIDATE = "lightning.pytorch.utilities.consolidate_checkpoint"
@@ -176,16 +176,15 @@ def _write(rank: int, directory: str, names: tuple[str, ...] = tuple(WRITERS)) -
     return straight
 
 
-def _read_all(rank: int, directory: str, world_size: int) -> Any:
-    routes = {1: ALONE, 2: ROUTES}[world_size]
-    return {route: _read(rank, world_size, directory, *route) for route in routes}
+def _read_all(rank: int, directory: str, routes: list[tuple[str, str]]) -> Any:
+    return {route: _read(rank, dist.get_world_size(), directory, *route) for route in routes}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(teams: Teams, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a full checkpoint, a sharded one, and what Lightning's tool makes of that."""
     directory = tmp_path_factory.mktemp("checkpoints")
-    run_ranks(_write, str(directory), ("odc full", "odc sharded"))
+    teams.run(_write, str(directory), ("odc full", "odc sharded"))
     return directory
 
 
@@ -199,10 +198,10 @@ def _assert_same(found: dict[str, Tensor], straight: dict[str, Tensor], how: str
 
 
 @pytest.mark.slow
-def test_training_goes_on_as_if_never_interrupted(tmp_path):
-    straight = run_ranks(_write, str(tmp_path))[0]
-    found = run_ranks(_read_all, str(tmp_path), 2)[0]
-    (alone,) = run_ranks(_read_all, str(tmp_path), 1, world_size=1)
+def test_training_goes_on_as_if_never_interrupted(teams, tmp_path):
+    straight = teams.run(_write, str(tmp_path))[0]
+    found = teams.run(_read_all, str(tmp_path), ROUTES)[0]
+    (alone,) = teams.run(_read_all, str(tmp_path), ALONE, world_size=1)
     assert list(found) == ROUTES
     assert list(alone) == ALONE
     for how, parameters in [*found.items(), *alone.items()]:

@@ -76,7 +76,7 @@ def on_ranks(world_size: int, alone: bool = False) -> Callable[[Callable[..., No
         def start(teams: Teams, **arguments: Any) -> None:
             if alone:
                 teams = Teams()
-            teams.run(world_size, test, arguments)
+            teams.run(test, world_size=world_size, **arguments)
             if alone:
                 teams.end()
 
@@ -109,18 +109,21 @@ class Teams:
     def __init__(self) -> None:
         self.teams: dict[int, Team] = {}
 
-    def run(self, world_size: int, test: Callable[..., None], arguments: dict[str, Any]) -> None:
-        order = pickle.dumps((test.__module__, test.__name__, arguments))
+    def run(self, function: Callable[..., Any], *args: Any, world_size: int = 2, **options: Any) -> list[Any]:
+        """Call ``function(rank, *args, **options)`` on every rank; returns the results by rank."""
+        order = pickle.dumps((function.__module__, function.__name__, args, options))
         team = self.teams.pop(world_size, None)
         if team is not None and team.count == MOST_TESTS:
             team.end()
             team = None
         team = team or Team(world_size)
-        errors = team.run(order)
-        if errors:  # its ranks may be at different places now: the next test has new ones
+        try:
+            results = team.run(order)
+        except AssertionError:  # its ranks may be at different places now: the next test has new ones
             team.kill()
-            raise AssertionError("\n".join(errors))
+            raise
         self.teams[world_size] = team
+        return results
 
     def end(self) -> None:
         for team in self.teams.values():
@@ -143,9 +146,10 @@ class Team:
         for _, theirs in pairs:
             theirs.close()
 
-    def run(self, order: bytes, timeout: float = 150) -> list[str]:
-        """What failed, by rank. When one has failed, the others have ten seconds to say what they make of it."""
+    def run(self, order: bytes, timeout: float = 150) -> list[Any]:
+        """The results by rank. When one has failed, the others have ten seconds to say what they make of it."""
         self.count += 1
+        results: list[Any] = [None] * len(self.ranks)
         for connection in self.connections:
             connection.send_bytes(order)
         errors = []
@@ -156,14 +160,16 @@ class Team:
                 waiting.remove(connection)
                 rank = self.connections.index(connection)
                 try:
-                    error = connection.recv()
+                    error, results[rank] = connection.recv()
                 except EOFError:
                     self.ranks[rank][0].join(30)
                     error = f"ended without a word {native_stack(self.ranks[rank][0])}"
                 if error:
                     errors.append(f"rank {rank}: {error}")
                     deadline = min(deadline, time.monotonic() + 10)
-        return errors + [f"rank {self.connections.index(late)} did not end" for late in waiting]
+        errors += [f"rank {self.connections.index(late)} did not end" for late in waiting]
+        assert not errors, "\n".join(errors)
+        return results
 
     def end(self) -> None:
         for connection in self.connections:
@@ -186,16 +192,17 @@ class Team:
 def _serve(rank: int, orders: Connection) -> None:
     environment = dict(os.environ)
     while (order := pickle.loads(orders.recv_bytes())) is not None:
-        module, name, arguments = order
+        module, name, args, options = order
         os.environ.clear()
         os.environ.update(environment)
         report_crashes()
         try:
-            getattr(importlib.import_module(module), name).__wrapped__(rank, **arguments)
+            function = getattr(importlib.import_module(module), name)
+            result = getattr(function, "__wrapped__", function)(rank, *args, **options)
         except BaseException as error:
-            orders.send(_report(error, name))
+            orders.send((_report(error, name), None))
             raise
-        orders.send("")
+        orders.send_bytes(pickle.dumps(("", result)))
 
 
 def _report(error: BaseException, test: str) -> str:
