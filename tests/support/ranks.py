@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
@@ -202,6 +203,10 @@ def _serve(rank: int, orders: Connection) -> None:
         except BaseException as error:
             orders.send((_report(error, name), None))
             raise
+        finally:
+            for fixture in options.values():
+                if isinstance(fixture, pytest.MonkeyPatch):  # pytest undoes that of its own process
+                    fixture.undo()
         orders.send_bytes(pickle.dumps(("", result)))
 
 
