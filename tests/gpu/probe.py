@@ -160,7 +160,10 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"ranks ended with {codes} (None: after {LIMIT} s it was killed)")
     if any(code != 0 for code in codes):
         raise SystemExit("THE PROBE FAILED: see the lines above.")
-    print("The probe passed.")
+    if torch.cuda.is_available():
+        print("The probe passed.")
+    else:
+        print("The probe itself works. Without a GPU it says nothing about one.")
 
 
 if __name__ == "__main__":

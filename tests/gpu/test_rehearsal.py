@@ -80,7 +80,8 @@ def test_the_probe_as_a_program():
     environment = os.environ | {"PATH": ""}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=probe.LIMIT + 30)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "The probe passed." in done.stdout
+    assert ("The probe passed." in done.stdout) == HAS_GPU
+    assert ("Without a GPU it says nothing about one." in done.stdout) != HAS_GPU
     assert "ranks ended with [0, 0]" in done.stdout
     for step in ("open windows", "add to all accumulators at once", "look at the sums", "close"):
         for rank in range(2):
