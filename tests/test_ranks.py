@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.models import init_gloo
 from tests.support.ranks import Teams, on_ranks, run_ranks, try_ranks
@@ -49,15 +47,13 @@ def _crashes(rank: int) -> None:
         faulthandler._sigsegv()  # type: ignore[attr-defined]
 
 
-def test_the_native_stack_of_a_rank_that_crashes_is_told():
+def test_the_stacks_of_a_rank_that_crashes_are_told():
     crashed, other = try_ranks(_crashes)
-    assert crashed.exitcode == -signal.SIGSEGV
-    assert "ended without a result SIGSEGV" in crashed.error
-    assert "flags" in crashed.error
     assert other.exitcode == 0
-    has_core = Path("/proc/sys/kernel/core_pattern").read_text().startswith("core")
-    if has_core and shutil.which("gdb"):
-        assert re.search(r"#\d+ .*faulthandler_sigsegv", crashed.error), crashed.error
+    assert crashed.exitcode == -signal.SIGSEGV
+    assert crashed.error.startswith(
+        f"ended without a result by SIGSEGV, see stderr. torch {torch.__version__}"
+    )
 
 
 def _sleeps(rank: int, seconds: float) -> None:

@@ -10,6 +10,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import platform
 import signal
 import sys
 import time
@@ -20,13 +21,13 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
-
-from tests.support.crashes import keep_core, native_stack
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 #: What ranks need; what is not installed is passed over. A module less costs every rank of the suite its import.
@@ -164,7 +165,7 @@ class Team:
                     error, results[rank] = connection.recv()
                 except EOFError:
                     self.ranks[rank][0].join(30)
-                    error = f"ended without a word {native_stack(self.ranks[rank][0])}"
+                    error = f"ended without a word{_crash(self.ranks[rank][0])}"
                 if error:
                     errors.append(f"rank {rank}: {error}")
                     deadline = min(deadline, time.monotonic() + 10)
@@ -257,7 +258,7 @@ def try_ranks(
             result, error = payload
         else:
             result = None
-            error = f"ended without a result {native_stack(process)}".strip()
+            error = f"ended without a result{_crash(process)}"
         seconds = time.monotonic() - begin
         outcomes.append(Outcome(rank, result, error, process.exitcode, seconds))
     assert not late, f"ranks {late} did not end within {timeout} s: {[o.error for o in outcomes]}"
@@ -306,8 +307,6 @@ def _child(
     world_size: int,
     port: int,
 ) -> None:
-    import torch
-
     gc.freeze()  # a full collection would copy the memory that all processes share: 0.4 s
     report_crashes()
     # A daemon, so that it does not outlive the tests; but daemons may not start processes that load data.
@@ -332,10 +331,24 @@ def _child(
 
 
 def report_crashes() -> None:
-    """Print the stack of a process that crashes, and dump it. Lightning's `fit` takes the handlers away at its end."""
-    keep_core()
+    """Print the stacks of a process that crashes: torch those of all threads in C, then Python its own.
+
+    Lightning's `fit` takes the handlers away at its end.
+    """
+    torch._C._set_print_stack_traces_on_fatal_signal(False)
     faulthandler.disable()
     faulthandler.enable(sys.__stderr__)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
+
+
+def _crash(process: ForkServerProcess) -> str:
+    """The signal that has ended a process, and the processor, whose flags decide which kernels ran; or nothing."""
+    code = process.exitcode or 0
+    if -code not in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+        return ""
+    flags = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")]
+    versions = f"torch {torch.__version__}, {' '.join(platform.libc_ver())}, {platform.platform()}"
+    return f" by {signal.Signals(-code).name}, see stderr. {versions}, {flags[:1]}"
 
 
 def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
