@@ -16,7 +16,6 @@ from benchmarks.harness.report import Outcome
 from benchmarks.harness.results import (
     MinibatchRecord,
     Run,
-    baseline_of,
     doubt,
     loss_difference,
     splits,
@@ -98,28 +97,6 @@ def test_a_speed_up_that_means_nothing_is_not_printed(slow, fast, reason):
     assert ("not measurable" in printed) == bool(reason)
     assert row.speed_up is not None
     assert (f"x{row.speed_up[1]:.3f}" in printed) != bool(reason)
-
-
-def test_runs_are_told_by_their_costs_too() -> None:
-    tokens = Combination.parse("on_demand+lb_mini+tokens")
-    found = (tokens, str(tokens), str(BALANCED))
-    expected = (BALANCED._replace(cost="tokens"), "on_demand+lb_mini+tokens", "on_demand+lb_mini")
-    assert found == expected
-    quadratic = [one._replace(cost="quadratic") for one in (ON_DEMAND, COLLECTIVE)]
-    baseline = baseline_of([LOCKSTEP, *quadratic])
-    assert baseline == quadratic[1]
-    runs = [run(COLLECTIVE, [8.0]), run(quadratic[1], [9.0]), run(ON_DEMAND, [4.0]), run(tokens, [2.0])]
-    last = splits(runs)[-1]
-    assert last.slow == COLLECTIVE
-    assert last.fast == tokens
-    found = [(name, factor[1]) for name, factor in last.factors]
-    assert found == [("communication", 2.0), ("balancing", 2.0)]
-    lines = outcome_of(runs).text.splitlines()[:6]
-    assert lines[0].startswith("| communication | policy | cost | s/minibatch")
-    found = [line.split(" | ")[2] for line in lines[2:]]
-    assert found == ["model", "quadratic", "model", "tokens"]
-    outcome = outcome_of(runs[:1])
-    assert " cost " not in outcome.text
 
 
 def test_only_minibatches_that_both_have_are_compared() -> None:

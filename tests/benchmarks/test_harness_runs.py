@@ -189,27 +189,18 @@ def test_what_was_measured_is_kept_and_no_process_is(how, code, says, tmp_path, 
 WRONG = [
     ("--runs on_demand+fast", "is unknown: write communication+policy"),
     ("--runs collective+lb_mini", "collective would hang; use on_demand+lb_mini or collective+lb_micro"),
-    ("--runs collective+auto", "would hang; use on_demand+auto or collective+lb_micro"),
     ("--runs on_demand+steal on_demand+steal", "names a combination twice"),
     ("--ranks 1000", "--ranks 1000 is too many for"),
     ("--model big", "--model 'big' is unknown: write tiny, demo, small, wide, 1.5b"),
     ("--model t5", "t5 is not a causal language model"),
-    ("--model bert", "bert is not a causal language model"),
     ("--model gpt2 --max-length 2048", "is more than the 1024 positions of --model gpt2"),
-    ("--model {heads}", "The hidden size (30) is not a multiple of the number of attention heads (4)"),
     ("--model {width}", "Field 'hidden_size' expected int, got str (value: 'x')"),
-    ("--model {none}", "transformers cannot make it: integer division or modulo by zero"),
-    ("--model {activation}", "no model can be made of it: KeyError: 'nope'"),
     ("--model {bytes}", 'knows 257 tokens, and the samples have 258: write "vocab_size": 258 or more'),
-    ("--model {nothing}", 'it has no "model_type"'),
     ("--model {words}", "not a configuration"),
     ("--model {huge}", "or use fewer ranks, a smaller --model"),
     ("--lengths stdlibs", "nor a file (.txt with one per line, .json): did you mean stdlib?"),
     ("--lengths {words}", "could not convert string to float"),
     ("--lengths {negative}", "expected whole numbers of at least 1"),
-    ("--lengths {endless}", "no sample can have 1e+21 tokens, lengths are below 2**40"),
-    ("--lengths {empty}", "expected whole numbers of at least 1, one per sample"),
-    ("--lengths {long}", "no sample has at most --max-length 2048 tokens"),
     ("--minibatches 0", "--minibatches 0: use 1 or more"),
     ("--output {words}", "File exists"),
 ]
@@ -217,8 +208,7 @@ WRONG = [
 
 def test_bad_options_get_one_line(tmp_path, capsys, monkeypatch):
     # On a machine with more, some of these would run.
-    size = 16 * 2**30
-    room = host_memory.Room(size, "a test", "allow more")
+    room = host_memory.Room(16 * 2**30, "a test", "allow more")
     monkeypatch.setattr(host_memory, "rooms", lambda: [room])
 
     def llama(**values: Any) -> str:
@@ -226,17 +216,10 @@ def test_bad_options_get_one_line(tmp_path, capsys, monkeypatch):
 
     huge = {"hidden_size": 131072, "num_hidden_layers": 2, "num_attention_heads": 1024, "vocab_size": 1000}
     files = {
-        "nothing": "{}",
         "words": "these are words",
         "negative": "3 -4",
-        "empty": " ",
-        "endless": "3 1e21",
-        "long": "5000 6000",
         "huge": llama(**huge),
-        "heads": llama(hidden_size=30, num_attention_heads=4),
         "width": llama(hidden_size="x"),
-        "none": llama(num_attention_heads=0),
-        "activation": llama(hidden_act="nope"),
         "bytes": llama(vocab_size=257),
     }
     paths = {name: tmp_path / (f"{name}.json" if text[0] in "[{" else name) for name, text in files.items()}
@@ -246,5 +229,4 @@ def test_bad_options_get_one_line(tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit, match=r"^2$"):
             harness.main(line.format(**paths).split())
         lines = capsys.readouterr().err.splitlines()
-        found = lines[-1]
-        assert message in found, line
+        assert message in lines[-1], line

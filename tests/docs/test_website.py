@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from benchmarks.pictures.__main__ import DOCS, FOLDER, PICTURES, files, load
-from docs.website import address, card, redirects, tooltips
+from docs.website import address, redirects, tooltips
 from docs.website.address import Address
 from docs.website.pictures import in_both_colours
 from tests.docs.site_check import main, problems
@@ -152,20 +151,6 @@ def test_every_entry_of_the_glossary_is_read() -> None:
     assert not [
         term for term, said in terms.items() if not said.endswith(".") or re.search(r"[*`\[\]]", said)
     ]
-
-
-def test_the_social_card_is_drawn_in_the_size_that_sites_ask_for(tmp_path: Path) -> None:
-    samples = ((1.0, 3.0), (2.0, 1.0))
-    expected = [[(0, 1), (2, 5)], [(0, 2), (2, 3)]]
-    assert card.collectives(samples) == expected
-    expected = [[(0, 1), (1, 4)], [(0, 2), (2, 3)]]
-    assert card.on_demand(samples) == expected
-    card.draw(tmp_path / "card.png")
-    for path in (tmp_path / "card.png", card.CARD):
-        png = path.read_bytes()
-        found = struct.unpack(">II", png[16:24])
-        assert found == (1200, 630)
-        assert len(png) < 100_000
 
 
 GOOD = """<html lang="en"><head><title>{title}</title><meta name="description" content="d">

@@ -144,13 +144,6 @@ def test_the_learning_rate_finder_works_and_leaves_the_weights_alone(rank, tmp_p
     assert are_equal(full_parameters(module), full_parameters(Module()))
 
 
-@on_ranks(2)
-def test_the_batch_size_finder_is_refused(rank):
-    """It trains until memory runs out, which ranks that do not wait for each other would not survive."""
-    with pytest.raises(ValueError, match="not supported with distributed strategies"):
-        Tuner(trainer(2)).scale_batch_size(Module())
-
-
 YAML = """
 trainer:
   strategy:
