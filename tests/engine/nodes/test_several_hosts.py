@@ -1,7 +1,6 @@
 """Two hosts: network namespaces with own addresses and names, each with two forked ranks.
 
-See ``benchmarks.hosts``. All runs that end well follow one after the other in one launch; every test looks at the part
-that it is about.
+See ``benchmarks.hosts``.
 """
 
 from __future__ import annotations
@@ -91,23 +90,20 @@ def run(rank: int, counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
     return {"host": socket.gethostname(), "bytes_sent": sent, **own.found}
 
 
-def _train(rank: int, hosts: Hosts, limits: bool) -> dict[str, list[dict[str, Any]]]:
+def _train(rank: int, hosts: Hosts) -> list[dict[str, Any]]:
     start_on(hosts, rank)
-    found = {"whole": [run(rank, counts) for counts in RUNS]}
-    if limits:
-        dist.barrier()
-        if rank == 0:
-            hosts.limit(50, queue="10kb")
-        found["lossy"] = [run(rank) | {"lost": hosts.packets_lost()}]
-        dist.barrier()
-        if rank == 0:
-            hosts.limit(None)
+    return [run(rank, counts) for counts in RUNS]
+
+
+def _train_on_lossy_links(rank: int, hosts: Hosts) -> dict[str, Any]:
+    start_on(hosts, rank)
+    if rank == 0:
+        hosts.limit(50, queue="10kb")
+    found = run(rank) | {"lost": hosts.packets_lost()}
+    dist.barrier()
+    if rank == 0:
+        hosts.limit(None)
     return found
-
-
-@pytest.fixture(scope="module")
-def ranks(hosts: Hosts) -> list[dict[str, list[dict[str, Any]]]]:
-    return run_ranks(_train, hosts, not NO_LIMIT, world_size=4, timeout=170)
 
 
 @pytest.fixture(scope="module")
@@ -116,8 +112,9 @@ def alone() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(ranks, alone):
-    first = [found["whole"][0] for found in ranks]
+def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(hosts, alone):
+    ranks = run_ranks(_train, hosts, world_size=4, timeout=170)
+    first = [found[0] for found in ranks]
     assert [one["host"] for one in first] == ["host0", "host0", "host1", "host1"]
     for one, count in zip(first, COUNTS, strict=True):
         assert_same(one["parameters"], alone)
@@ -128,17 +125,18 @@ def test_two_hosts_end_as_one_process_and_send_a_gradient_per_minibatch(ranks, a
     # number of microbatches does not matter.
     total = sum(parameter.numel() for parameter in alone.values())
     gradient = 4 * total
-    for seen in (one for rank in (0, 2) for one in ranks[rank]["whole"]):
+    for seen in (one for rank in (0, 2) for one in ranks[rank]):
         sent = seen["bytes_sent"]
         per_minibatch = (sent[-1] - sent[0]) / (STEPS - 1)
         assert 1.0 < per_minibatch / gradient < 1.1, f"{per_minibatch} bytes of {gradient}"
 
 
 @can_limit
-def test_a_link_that_loses_packets_changes_nothing(ranks, alone):
-    assert ranks[0]["lossy"][0]["lost"] > 0
+def test_a_link_that_loses_packets_changes_nothing(hosts, alone):
+    ranks = run_ranks(_train_on_lossy_links, hosts, world_size=4, timeout=170)
+    assert ranks[0]["lost"] > 0
     for found in ranks:
-        assert_same(found["lossy"][0]["parameters"], alone)
+        assert_same(found["parameters"], alone)
 
 
 def _train_until_rank_0_is_killed(rank: int, hosts: Hosts) -> None:
