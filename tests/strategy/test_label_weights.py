@@ -269,7 +269,11 @@ def prepare(worker: int) -> None:
 def fit_plain(data: list[Sample], batch_size: int, accumulate: int, workers: int = 0, **options: Any) -> Any:
     """Parameters, steps, the loader, and what was said."""
     module = Tuned()
-    shape = {"batch_size": batch_size, "collate_fn": padded, "num_workers": workers}
+    shape: dict[str, Any] = {"batch_size": batch_size, "collate_fn": padded, "num_workers": workers}
+    if (
+        workers
+    ):  # by default, a rank of these tests starts them from a server of their own, which imports everything
+        shape["multiprocessing_context"] = "fork"
     loader = DataLoader(data, worker_init_fn=prepare, **shape)
     with said() as text:
         t = fits.fit(module, loader, accumulate_grad_batches=accumulate, **{"balance": "auto", **options})
