@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import random
 import re
 from types import SimpleNamespace
@@ -219,7 +218,6 @@ ROWS = [[3, 4, 5], [6, 7]]
     [(True, "on_demand", ""), (False, "collective", ""), (False, "on_demand", "LeakyForCausalLM")],
 )
 def test_sharded_models_are_checked_on_all_ranks_together(rank, sets_up_early, communication, leaks):
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     strategy = Checks(communication=communication, hang_report_after=None)
     if leaks:
         inner = leaky()

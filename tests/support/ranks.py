@@ -197,6 +197,7 @@ def _serve(rank: int, orders: Connection) -> None:
         module, name, args, options = order
         os.environ.clear()
         os.environ.update(environment)
+        torch.set_num_threads(1)
         report_crashes()
         try:
             function = getattr(importlib.import_module(module), name)
