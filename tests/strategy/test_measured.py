@@ -6,6 +6,7 @@ import time
 import warnings
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,14 +32,15 @@ def fit_lame(rank: int, world: int = 2, own: bool = False, **options: Any) -> tu
     """
     module: Any = Padded(counted=True)
     before_step(module, lambda own, batch: own.tokens.append(int((batch >= 0).sum()))).tokens = []
-    Measurements._now = lambda _: 1e-3 * sum(module.tokens) * (3 if rank == world - 1 else 1)
+    now = lambda _: 1e-3 * sum(module.tokens) * (3 if rank == world - 1 else 1)  # noqa: E731
     explicit = {"minibatch_size": 4, "weighting": "next_token", "collate_fn": pad}
     if own:
         data = BalancedDataLoader(SAMPLES, **explicit)
     else:
         data = plain()
     options = {"balance": "lb_mini", "weighting": "next_token", **options}
-    balanced = fit(module, data, world, **options).train_dataloader
+    with patch.object(Measurements, "_now", now):
+        balanced = fit(module, data, world, **options).train_dataloader
     assert isinstance(balanced, BalancedDataLoader)
     return module, balanced
 
