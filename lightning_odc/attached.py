@@ -77,7 +77,6 @@ def attach(
     any number of microbatches in an optimizer step, even zero.
 
     On several nodes under ``torchrun``, a model sharded over all ranks gets a copy of its published shards per node.
-    One that is sharded over the ranks of a node, ``fully_shard(block, mesh=mesh["shard"])``, has a model per node.
 
     On one node, the model may be tensor-parallel within ``fully_shard(block, mesh=mesh["data_parallel"])``. The ranks
     of a tensor-parallel group then run the same microbatches, and groups run any number of them.

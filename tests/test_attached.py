@@ -380,9 +380,9 @@ def test_what_cannot_be_attached_is_refused_with_the_line_to_write(rank):
             "fully_shard(model)": new_model(),
             "FSDP1": FullyShardedDataParallel(new_model(), device_id=torch.device("cpu")),
             "same `mesh=`": two_meshes,
-            "a mesh of 2 dimensions": sharded(new_model(), mesh=halves),
+            "over the ranks [[0], [1]], and there are 2. For `attach`": sharded(new_model(), mesh=halves),
             "is attached already": attached,
-            "Shard it over all ranks": sharded(new_model(), mesh=halves["shard"]),
+            "shard it over all of them": sharded(new_model(), mesh=halves["shard"]),
         }.items():
             with pytest.raises((ValueError, TypeError), match=re.escape(words)):
                 attach(model)

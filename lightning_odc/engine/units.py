@@ -35,6 +35,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import _compat
+from lightning_odc._version import __version__
 from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec, joined, packed
 from lightning_odc.errors import DisagreementError
 
@@ -324,7 +325,7 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 def compare_models(units: Sequence[Unit], rendezvous: Rendezvous) -> None:
     """Raise on every rank, naming the first difference, if the ranks sharded different models."""
-    lines = []
+    lines = [f"lightning-odc {__version__}"]
     for unit in units:
         lines.append(f"unit {unit.name}")
         for slot in unit.slots:
@@ -339,7 +340,7 @@ def compare_models(units: Sequence[Unit], rendezvous: Rendezvous) -> None:
     if difference:
         raise DisagreementError(
             f"The ranks built different models. The first difference: {difference}\nBuild the same modules in the "
-            "same order on every rank."
+            "same order on every rank, with the same version of lightning-odc."
         )
 
 

@@ -6,7 +6,6 @@ which every rank writes and reads its part.
 
 from __future__ import annotations
 
-import inspect
 import io
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -32,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
@@ -208,11 +207,9 @@ def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool | No
     """A full checkpoint. A local file is mapped and not read as a whole, unless it is in a format of the user's."""
     if type(checkpoint_io) not in (WholeCheckpointIO, AsyncCheckpointIO):
         load_checkpoint: Callable[..., Any] = checkpoint_io.load_checkpoint
-        parameters = inspect.signature(load_checkpoint).parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        if takes_any or "weights_only" in parameters:
-            return load_checkpoint(path, weights_only=weights_only)
-        return load_checkpoint(path)  # written for Lightning 2.5
+        if weights_only is None:  # what was written for Lightning 2.5 does not take it
+            return load_checkpoint(path)
+        return load_checkpoint(path, weights_only=weights_only)
     if isinstance(path, Path):
         return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
     with get_filesystem(path).open(path, "rb") as file:
@@ -446,14 +443,7 @@ def cut(checkpoint: dict[str, Any], model: nn.Module) -> None:
     for key in ("state_dict", "current_model_state"):
         if key not in checkpoint:
             continue
-        parts: dict[str, Tensor] = {}
+        parts: dict[str, object] = {}
         for name, value in checkpoint[key].items():
-            parts[name] = _cut_as(shards.get(name), value)
+            parts[name] = part_of(value, shards.get(name), _ADVICE)
         checkpoint[key] = parts
-
-
-def _cut_as(shard: object, value: Tensor) -> Tensor:
-    if not isinstance(shard, DTensor):
-        return value
-    mesh = shard.device_mesh
-    return distribute_tensor(value.to(mesh.device_type), mesh, shard.placements, src_data_rank=None)

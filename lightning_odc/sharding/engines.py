@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,16 +26,15 @@ from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.transports import make_transport
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.waiting import HangReport
-from lightning_odc.sharding.nodes import check_hosts, mesh_of
+from lightning_odc.sharding.nodes import mesh_of
 
 Timeout = Annotated[timedelta, Like("datetime.timedelta(minutes=30)", lambda value: value > timedelta(0))]
 FloatDtype = Annotated[torch.dtype, Like("torch.float32", lambda dtype: dtype.is_floating_point)]
-_MEMORY = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 MemorySize = Annotated[
-    int | str,
+    int | Literal["auto"],
     Like(
-        '"auto", 0 (to keep nothing) or "4GiB" (the most that a rank may keep)',
-        lambda value: value == "auto" or _MEMORY.fullmatch(str(value)) is not None,
+        '"auto", 0 (to keep nothing) or 4 * 2**30 (the most bytes that a rank may keep)',
+        lambda value: value == "auto" or value >= 0,
     ),
 ]
 #: The longest wait for another rank, as in every strategy of Lightning.
@@ -56,7 +55,6 @@ class Place:
     rank: int
     world_size: int
     on_node: int  # ranks on this node
-    main_address: str
     layout: Layout | None = None  # which ranks are on which node, if there are several
     data_parallel: DeviceMesh | None = None  # of ranks that have the same part of a tensor-parallel model
     sample_group: SampleGroup | None = None  # of this rank, if several compute one sample together
@@ -80,7 +78,7 @@ def make_engine(
     place: Place,
     *,
     communication: str = "on_demand",
-    keep_gathered: int | str = "auto",
+    keep_gathered: int | Literal["auto"] = "auto",
     deterministic: bool = False,
     accumulator_dtype: torch.dtype | None = None,
     timeout: timedelta = DEFAULT_TIMEOUT,
@@ -93,7 +91,7 @@ def make_engine(
     rendezvous = process_group_rendezvous(place.group)
     if communication == "collective":
         return CollectiveEngine(len(ranks), rendezvous)
-    cache = GatherCache(memory_size(keep_gathered), _memory(place, rendezvous))
+    cache = GatherCache(keep_gathered, _memory(place, rendezvous))
     options: dict[str, Any] = {
         "gather_cache": cache,
         "timeout": timeout.total_seconds(),
@@ -122,7 +120,6 @@ def _memory(place: Place, rendezvous: Rendezvous) -> Memory:
 def _make_copies_engine(
     place: Place, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]
 ) -> OnDemandEngine:
-    check_hosts(layout, rendezvous)
     group = mesh_of(layout, place.device.type)["shard"].get_group()
     within = process_group_rendezvous(group)
     row = layout.row_of(layout.node)
@@ -131,6 +128,7 @@ def _make_copies_engine(
     silence = min(SILENCE, timeout / 4)
     stall = timedelta(seconds=min(STALL, timeout / 2))
     store = _compat.default_store()
+    main_address = os.environ.get("MASTER_ADDR", "localhost")
 
     def agree(reason: str) -> list[str]:
         """Let all nodes come to one answer about the windows, with the node where they were refused."""
@@ -142,20 +140,6 @@ def _make_copies_engine(
         CopiesProtocol,
         layout=layout,
         column=ColumnGroup(layout, place.device, stall),
-        make_leaders=partial(Leaders, layout, rendezvous, store, place.main_address, silence),
+        make_leaders=partial(Leaders, layout, rendezvous, store, main_address, silence),
     )
     return OnDemandEngine(transport, rendezvous, agree=agree, make_protocol=protocol, **options)
-
-
-def memory_size(value: int | str) -> int | Literal["auto"]:
-    """Bytes, of a number or of text such as ``"4GiB"`` and ``"500 MB"``; ``"auto"`` stays what it is."""
-    if value == "auto":
-        return "auto"
-    found = _MEMORY.fullmatch(str(value))
-    assert found is not None, "`MemorySize` was checked"
-    number, prefix, is_binary = found.groups()
-    base = 1000
-    if is_binary:
-        base = 1024
-    power = " KMGT".index(prefix.upper() or " ")
-    return int(float(number) * base**power)

@@ -36,38 +36,26 @@ def meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
             f"{second.mesh.tolist()}. Pass the same `mesh=` to every `fully_shard`."
         )
     mesh = next(iter(meshes))
-    ranks = mesh.mesh.tolist()
-    if mesh.ndim > 1:
+    of_groups = next(iter(groups), None)
+    ranks = (of_groups or mesh).mesh
+    if mesh.ndim > 1 or len(groups) > 1 or ranks.numel() != dist.get_world_size():
         raise ValueError(
-            f"The model is sharded with a mesh of {mesh.ndim} dimensions, {ranks}. Shard it over all ranks, "
-            '`fully_shard(block)`; or with tensor parallelism over `mesh["data_parallel"]` of ("data_parallel", '
-            '"tensor_parallel").'
+            f"The model is sharded over the ranks {ranks.tolist()}, and there are {dist.get_world_size()}. For "
+            "`attach`, shard it over all of them, `fully_shard(block)`: on several nodes, each then keeps a copy of "
+            'what is published. With tensor parallelism, shard it over `mesh["data_parallel"]` of one mesh '
+            '("data_parallel", "tensor_parallel").'
         )
-    sizes = [group.size() for group in groups]
-    if groups and sizes != [dist.get_world_size()]:
-        divided = [group.mesh.tolist() for group in groups]
-        raise ValueError(
-            f"The model is sharded over the ranks {ranks}, and tensor-parallel over {divided}. `attach` "
-            "takes one mesh of two dimensions, over all ranks."
-        )
-    return mesh, next(iter(groups), None)
+    return mesh, of_groups
 
 
 def place_on(mesh: DeviceMesh, sample_group: SampleGroup | None, communication: str) -> Place:
     """Where this rank is, as ``torchrun`` and the mesh say it."""
     world_size = dist.get_world_size()
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    main_address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     device = torch.device("cpu")
     if mesh.device_type != "cpu":
         device = torch.device(mesh.device_type, torch.cuda.current_device())
-    place = Place(
-        device=device,
-        rank=dist.get_rank(),
-        world_size=world_size,
-        on_node=on_node,
-        main_address=main_address,
-    )
+    place = Place(device=device, rank=dist.get_rank(), world_size=world_size, on_node=on_node)
     if sample_group is not None:
         if on_node < world_size:
             raise ValueError(
@@ -75,12 +63,6 @@ def place_on(mesh: DeviceMesh, sample_group: SampleGroup | None, communication: 
                 "`fully_shard`, without `attach`."
             )
         return replace(place, data_parallel=mesh, sample_group=sample_group)
-    if mesh.size() < world_size:
-        raise ValueError(
-            f"The model is sharded over the ranks {mesh.mesh.tolist()}, and there are {world_size}. Shard it over all "
-            "ranks, `fully_shard(block)`: every node then keeps a copy of what is published. Or train it without "
-            "`attach`."
-        )
     if on_node == world_size:
         return place
     nodes = world_size // on_node

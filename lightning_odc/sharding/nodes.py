@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lightning_odc._version import __version__
 from lightning_odc.engine.nodes.column import Layout
-from lightning_odc.engine.transports.base import Rendezvous
-from lightning_odc.engine.transports.host import boot_id
-from lightning_odc.errors import DisagreementError
-
-Fact = TypeVar("Fact", bound=Hashable)
 
 #: What ways to shard over nodes are on demand. By collectives, ``fully_shard`` replicates the model as they say.
 ON_DEMAND = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
@@ -32,21 +23,19 @@ def layout_of(
             f"{world_size} ranks on {num_nodes} nodes: every node needs as many ranks as the others. Start equally "
             'many on each, Trainer(devices=..., num_nodes=...), or use ODCStrategy(communication="collective").'
         )
-    nodes = num_nodes
-    on_node = world_size // num_nodes
+    default = (num_nodes, world_size // num_nodes)
+    nodes, on_node = default
+    in_order = True
     if isinstance(device_mesh, DeviceMesh):
         nodes, on_node = device_mesh.shape
-        if device_mesh.mesh.flatten().tolist() != list(range(world_size)):
-            raise ValueError(
-                f"device_mesh={device_mesh!r} must have all {world_size} ranks in ascending order: a row is a node."
-            )
+        in_order = device_mesh.mesh.flatten().tolist() == list(range(world_size))
     elif device_mesh is not None:
         nodes, on_node = device_mesh
-        if nodes * on_node != world_size:
-            raise ValueError(
-                f"device_mesh={device_mesh!r} arranges {nodes * on_node} ranks, but there are {world_size}: write "
-                f"device_mesh=({num_nodes}, {world_size // num_nodes}), nodes times ranks per node, or leave it out."
-            )
+    if nodes * on_node != world_size or not in_order:
+        raise ValueError(
+            f"device_mesh={device_mesh!r} must have all {world_size} ranks in ascending order, a row for each node: "
+            f"write device_mesh={default}, nodes times ranks per node, or leave it out."
+        )
     return Layout(nodes, on_node, rank)
 
 
@@ -84,61 +73,8 @@ def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
 def mesh_for_modules(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh with the dimensions that modules for ``ModelParallelStrategy`` ask for. All ranks together."""
     # "data_parallel" is ``mesh``, or under hybrid sharding its last dimension; "tensor_parallel" is one rank.
-    alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-    groups = [*mesh.get_all_groups(), alone]
-    ranks = mesh.mesh.unsqueeze(-1)
-    names = ["data_parallel", "tensor_parallel"]
-    if mesh.ndim == 2:
-        names.insert(0, "replicate")
-    return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=tuple(names))
-
-
-def check_hosts(layout: Layout, rendezvous: Rendezvous) -> None:
-    """Refuse nodes with different versions, and rows of ranks on several hosts. All ranks together."""
-    facts = rendezvous([__version__, socket.gethostname(), boot_id()])
-    versions, names, hosts = zip(*facts, strict=True)
-    places: list[str] = []  # which ranks are where
-    if len(set(versions)) > 1:
-        where = list(zip(versions, names, strict=True))
-        installed = _ranks_of(where)
-        for (version, name), ranks in installed.items():
-            places.append(f"{version} on {name} ({_said(ranks)})")
-        raise DisagreementError(
-            f"The nodes run different versions of lightning-odc: {'; '.join(places)}. Install the same one on all of "
-            f"them, for example: pip install lightning-odc=={versions[0]}"
-        )
-    hosts_of = [{hosts[rank] for rank in layout.row_of(node)} for node in range(layout.nodes)]
-    if all(len(of_node) == 1 for of_node in hosts_of):
-        return
-    by_host = list(_ranks_of(hosts).values())
-    for ranks in by_host:
-        name = names[ranks[0]]
-        places.append(f"{name} has {_said(ranks)}")
-    sizes = {len(ranks) for ranks in by_host}
-    if len(sizes) > 1:
-        advice = "Every node needs as many ranks as the others: start equally many on each"
-    elif len(by_host) != layout.nodes:
-        (on_host,) = sizes
-        advice = f"Write Trainer(num_nodes={len(by_host)}, devices={on_host})"
-    else:
-        advice = "Ranks of a node need neighbouring numbers (SLURM: --distribution=block)"
-    raise ValueError(
-        f"Ranks of a node share memory, so they must be on one host; but {'; '.join(places)}. {advice}, or use "
-        'ODCStrategy(communication="collective").'
-    )
-
-
-def _ranks_of(facts: Sequence[Fact]) -> dict[Fact, list[int]]:
-    """Ranks by what is true of them."""
-    ranks: dict[Fact, list[int]] = {}
-    for rank, fact in enumerate(facts):
-        ranks.setdefault(fact, []).append(rank)
-    return ranks
-
-
-def _said(ranks: Iterable[int]) -> str:
-    listed = ", ".join(map(str, ranks))
-    return f"ranks {listed}"
+    names = ("replicate", "data_parallel", "tensor_parallel")
+    return init_device_mesh(mesh.device_type, (*mesh.shape, 1), mesh_dim_names=names[-mesh.ndim - 1 :])
 
 
 def check_shards(model: nn.Module, mesh: DeviceMesh, groups: DeviceMesh | None = None) -> None:

@@ -82,7 +82,7 @@ class ParameterNames:
         return shard
 
 
-def part_of(value: object, parameter: Tensor, advice: str) -> object:
+def part_of(value: object, parameter: object, advice: str) -> object:
     """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are."""
     if not isinstance(parameter, DTensor):
         return value

@@ -71,12 +71,12 @@ def shard_model(
     named = partial(model.named_parameters, remove_duplicate=False)
     hooked = {name: parameter for name, parameter in named() if _compat.gradient_hooks_of(parameter)}
     options = _options(mesh, how)
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        _refuse_mixed_units(model)  # the user's own `fully_shard`: the units stay
-    else:
+    if not any(
+        isinstance(module, FSDPModule) for module in model.modules()
+    ):  # else the user has chosen the units
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
         if announce:
-            _announce(model, wrap_policy, targets)
+            _announce(wrap_policy, targets)
         units = with_dtype_units(model, targets)
         _refuse_ties(model, units)
         for module in units:
@@ -138,19 +138,17 @@ def wrap_targets(model: nn.Module, policy: WrapPolicy | None = None) -> list[nn.
     else:
         targets = _compat.selected_by(policy, model)
     # Of activation checkpointing the wrapper is the unit, not the module inside it, so that recomputation is inside.
-    outer: dict[int, nn.Module] = {}
+    outer: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         if isinstance(module, _compat.CheckpointWrapper):
-            for child in module.children():
-                outer[id(child)] = module
-    return [outer.get(id(module), module) for module in _innermost_first(model, targets)]
+            outer |= dict.fromkeys(module.children(), module)
+    return [outer.get(module, module) for module in _innermost_first(model, {*targets})]
 
 
-def _innermost_first(model: nn.Module, chosen: Iterable[nn.Module]) -> list[nn.Module]:
-    ids = {id(module) for module in chosen}
-    modules = list(model.modules())
+def _innermost_first(model: nn.Module, chosen: Container[nn.Module]) -> list[nn.Module]:
+    modules = [module for module in model.modules() if module in chosen]
     modules.reverse()
-    return [module for module in modules if id(module) in ids]
+    return modules
 
 
 def default_units(model: nn.Module) -> list[nn.Module]:
@@ -225,7 +223,7 @@ def _elements_of(module: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
             yield element
 
 
-def _announce(model: nn.Module, policy: WrapPolicy | None, chosen: list[nn.Module]) -> None:
+def _announce(policy: WrapPolicy | None, chosen: list[nn.Module]) -> None:
     """Say what the default policy has chosen, and that the user's has chosen nothing."""
     if policy is None and chosen:
         kinds = Counter(type(module).__name__ for module in chosen)
@@ -235,13 +233,9 @@ def _announce(model: nn.Module, policy: WrapPolicy | None, chosen: list[nn.Modul
             f"name the classes: ODCStrategy(auto_wrap_policy={class_names(chosen)})."
         )
     elif policy is None:
-        layers = [layer for part in model.children() for layer in _layers(part, set())]
-        advice = ""
-        if layers:
-            advice = f" To read it layer by layer, name classes: ODCStrategy(auto_wrap_policy={class_names(layers)})."
         rank_zero_info(
-            "ODCStrategy found no repeated blocks: the whole model is one unit, which every rank reads at once."
-            + advice
+            "ODCStrategy found no repeated blocks: the whole model is one unit, which every rank reads at once. To "
+            "read it layer by layer, name their classes: ODCStrategy(auto_wrap_policy={nn.Linear})."
         )
     elif not chosen:
         rank_zero_warn(
@@ -356,43 +350,27 @@ def _refuse_fsdp1(model: nn.Module) -> None:
             )
 
 
-def _refuse_mixed_units(model: nn.Module) -> None:
-    """Refuse units of several dtypes in a model that the user has sharded."""
-    for name, unit in model.named_modules():
-        dtypes = [*_elements(unit)]
-        is_unit = isinstance(unit, FSDPModule) or unit is model
-        if is_unit and len(dtypes) > 1:
-            listed = " and ".join(map(str, dtypes))
-            raise ValueError(
-                f"Unit {name or '(root)'!r} has trainable parameters in {listed}, which "
-                "`fully_shard` cannot reduce together. Before `fully_shard(block)`, call "
-                f"`fully_shard(block.part)` for each part of it that holds those in {dtypes[-1]}."
-            )
-
-
 def _refuse_ties(model: nn.Module, targets: list[nn.Module]) -> None:
     """A parameter shared by modules of two units would be gathered for one and missing in the other."""
-    first: dict[int, tuple[int, str]] = {}  # the unit and the name with which a parameter was found
-    chosen = {id(module) for module in targets}
+    first: dict[nn.Parameter, tuple[nn.Module, str]] = {}  # the unit and the name with which it was found
 
-    def visit(module: nn.Module, unit: int, prefix: str) -> None:
-        if id(module) in chosen:
-            unit = id(module)
-        for name, parameter in module.named_parameters(recurse=False):
+    def visit(module: nn.Module, unit: nn.Module, prefix: str) -> None:
+        if module in targets:
+            unit = module
+        for name, parameter in module.named_parameters(prefix, recurse=False):
             if not parameter.dim():
                 continue  # every rank has it whole
-            here = (unit, prefix + name)
-            first_unit, first_name = first.setdefault(id(parameter), here)
-            if first_unit != unit:
+            first_unit, first_name = first.setdefault(parameter, (unit, name))
+            if first_unit is not unit:
                 raise ValueError(
-                    f"{first_name!r} and {here[1]!r} are one tied parameter in two units. Keep both "
+                    f"{first_name!r} and {name!r} are one tied parameter in two units. Keep both "
                     "modules out of units of their own: leave them out of `auto_wrap_policy`, so that they share "
                     "the root unit."
                 )
         for name, child in module.named_children():
-            visit(child, unit, f"{prefix}{name}.")
+            visit(child, unit, f"{prefix}.{name}".removeprefix("."))
 
-    visit(model, id(model), "")
+    visit(model, model, "")
 
 
 def refuse_layers(model: nn.Module, sync_batchnorm: bool) -> None:

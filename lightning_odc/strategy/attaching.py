@@ -23,7 +23,7 @@ from lightning_odc.sharding.engines import make_engine
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.options import WORDING, Options
-from lightning_odc.strategy.starting import gloo_checked, part_of_the_cores, store_on_loopback
+from lightning_odc.strategy.starting import let_nodes_reach_gloo, part_of_the_cores, store_on_loopback
 
 
 class AttachingStrategy:
@@ -60,7 +60,8 @@ class AttachingStrategy:
             except WindowError as error:
                 self._go_without(error)
         self._on_teardown.enter_context(part_of_the_cores(device_type, strategy.num_processes))
-        with store_on_loopback(strategy), gloo_checked(strategy, self.timeout):
+        let_nodes_reach_gloo(strategy)
+        with store_on_loopback(strategy):
             yield
         try:
             self._groups.check_rows()

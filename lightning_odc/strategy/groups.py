@@ -113,15 +113,11 @@ class Groups:
         sample_group = None
         if self.mesh is not None:
             sample_group = SampleGroup(self.mesh, timeout, self.divides_layers)
-        address = ""
-        if strategy.cluster_environment is not None:
-            address = strategy.cluster_environment.main_address
         return Place(
             device=strategy.root_device,
             rank=strategy.global_rank,
             world_size=strategy.world_size,
             on_node=strategy.num_processes,
-            main_address=address,
             layout=self.layout,
             data_parallel=self.data_parallel,
             sample_group=sample_group,

@@ -96,7 +96,7 @@ class ODCStrategy(ReducingStrategy):
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The memory per rank for what then moves once per minibatch, parameters that stay gathered and
-            sums of gradients: bytes, or text such as ``"4GiB"``. With 0 they move in every microbatch, as under FSDP;
+            sums of gradients, in bytes: ``4 * 2**30``. With 0 they move in every microbatch, as under FSDP;
             ``"auto"`` uses what training leaves free.
         balance: ``"auto"``, or the name of a policy: ``"lb_mini"``, ``"lb_micro"``, ``"local_sort"``, ``"steal"``;
             ``None`` leaves the loader alone. Turns the training ``DataLoader`` into a

@@ -85,7 +85,7 @@ class Options:
     communication: Communication = "auto"
     deterministic: bool = False
     accumulator_dtype: torch.dtype | None = None
-    keep_gathered: int | str = "auto"
+    keep_gathered: int | Literal["auto"] = "auto"
     balance: Balance = "auto"
     max_tokens: Cap = None
     cost: Any = "auto"

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import ipaddress
-import json
+import fcntl
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
-from torch.distributed.rendezvous import rendezvous
-
-from lightning_odc.engine.transports.host import boot_id
 
 #: For ``Trainer`` and for ``Fabric``. Both know their ranks by the same names.
 LightningStrategy = FSDPStrategy | ModelParallelStrategy
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
+_ADDRESS = slice(20, 24)  # of a ``struct ifreq``
 
 
 @contextmanager
@@ -74,47 +72,37 @@ def store_on_loopback(strategy: LightningStrategy) -> Iterator[None]:
             del os.environ["MASTER_ADDR"]
 
 
-@contextmanager
-def gloo_checked(strategy: LightningStrategy, timeout: timedelta) -> Iterator[None]:
-    """Make the process group in this context: before, all nodes tell whether others can reach gloo there."""
-    backend = strategy.process_group_backend or ""
-    is_gloo = strategy.root_device.type == "cpu" or "gloo" in backend
-    if strategy.num_nodes == 1 or not is_gloo or dist.is_initialized():
-        yield
-        return
+def let_nodes_reach_gloo(strategy: LightningStrategy) -> None:
+    """Name the interface on which gloo is to listen, where other nodes would not reach it. Before the process group."""
+    # gloo takes the address that the name of the host has here, and else the loopback interface. Then other nodes wait
+    # for the whole timeout. The interface that leads to the main address is one that others can reach.
     environment = strategy.cluster_environment
-    assert environment is not None
-    os.environ["MASTER_ADDR"] = environment.main_address
-    os.environ["MASTER_PORT"] = str(environment.main_port)
-    node = strategy.node_rank
-    rank = node * strategy.num_processes + strategy.local_rank
-    store, _, _ = next(rendezvous("env://", rank, strategy.world_size, timeout=timeout))
-    # gloo takes the address that the name of the host has. If that is the loopback interface, other hosts do not get
-    # through: one end waits for the whole timeout, and the other fails without the reason.
-    name = socket.gethostname()
-    is_lost = "GLOO_SOCKET_IFNAME" not in os.environ and _is_on_loopback(name)
-    store.set(f"odc/host/{node}", json.dumps([name, boot_id(), is_lost]))
-    nodes = [json.loads(store.get(f"odc/host/{number}")) for number in range(strategy.num_nodes)]
-    lost = sorted({name for name, _, is_lost in nodes if is_lost})
-    hosts = {(name, boot) for name, boot, _ in nodes}
-    if lost and len(hosts) > 1:
-        if store.add("odc/told", 1) == strategy.world_size:
-            store.set("odc/all told", "")
-        if rank == 0:  # whose end is that of the store
-            store.wait(["odc/all told"])
+    if environment is None or strategy.num_nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind((socket.gethostname(), 0))
+        if not probe.getsockname()[0].startswith("127."):
+            return
+    address = environment.main_address
+    name = interface_to(address)
+    if name == "lo" and address not in ("127.0.0.1", "localhost"):
         raise ValueError(
-            f"The name of {', '.join(lost)} is that of the loopback interface, or of none, so the other nodes cannot "
-            "reach gloo there. On every node, name the interface that the nodes see each other by (`ip -brief address` "
-            "lists them):\n    export GLOO_SOCKET_IFNAME=eth0"
+            f"On this host, {address} is the loopback interface, so the other nodes cannot reach gloo there. Name the "
+            "interface that the nodes see each other by (`ip -brief address` lists them):\n"
+            "    export GLOO_SOCKET_IFNAME=eth0"
         )
-    yield  # the process group takes the same store: rank 0 must not have closed it
+    os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def _is_on_loopback(name: str) -> bool:
-    """Whether gloo takes the loopback interface for a name: the first of its addresses that is here, or else that."""
-    with suppress(OSError):
-        for family, kind, _, _, address in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
-            with suppress(OSError), socket.socket(family, kind) as probe:
-                probe.bind(address)
-                return ipaddress.ip_address(address[0]).is_loopback
-    return True
+def interface_to(address: str) -> str:
+    """The name of the interface by which this host reaches an IPv4 address. Sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        own, _ = probe.getsockname()
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address
+                request = struct.pack("256s", name.encode())
+                found = fcntl.ioctl(probe, _GET_ADDRESS, request)
+                if socket.inet_ntoa(found[_ADDRESS]) == own:
+                    return name
+    raise OSError(f"no interface has the address {own}")

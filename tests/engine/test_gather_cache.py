@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_odc import attach, host_memory
+from lightning_odc import host_memory
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory
 from lightning_odc.errors import StaleShardError
-from lightning_odc.sharding.engines import Place, _memory, memory_size
+from lightning_odc.sharding.engines import Place, _memory
 from tests.engine.test_on_demand import attached
 from tests.strategy.test_parity import STEPS, assert_same, one_process, train
 from tests.support import fits
@@ -160,17 +160,6 @@ def test_what_is_kept_is_given_back_in_the_middle_of_a_minibatch_when_memory_get
         smallest = min(reads[:3])
         assert smallest > reads[3], "what was given back is read again"
         assert reads == sorted(reads, reverse=True), "the earlier memory is tight, the more"
-
-
-def test_an_amount_of_memory():
-    for given in ("auto", 0, 10**9):
-        assert memory_size(given) == given
-    assert memory_size("4GiB") == 4 * 2**30
-    assert memory_size("1.5 MB") == 1_500_000
-    assert memory_size("64kib") == 65_536
-    for wrong in ("lots", -1, "4 gigs", True, None):
-        with pytest.raises(ValueError, match=r'Write keep_gathered="auto", 0 .* or "4GiB"'):
-            attach(nn.Module(), keep_gathered=wrong)  # type: ignore[arg-type]
 
 
 def test_ranks_that_share_a_gpu_share_what_is_free(monkeypatch):

@@ -86,7 +86,7 @@ def assert_steps(module: Short, told: list[Any], left_out: dict[int, int] | None
     ("returns", "strategy"),
     [
         pytest.param("mean", {"deterministic": True}, id="mean"),
-        pytest.param("items", {"keep_gathered": "1GiB"}, id="items", marks=pytest.mark.slow),
+        pytest.param("items", {"keep_gathered": 2**30}, id="items", marks=pytest.mark.slow),
     ],
 )
 def test_every_unit_in_both_passes_of_every_microbatch(rank, returns, strategy):

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from lightning_odc.fabric import ODCFabricStrategy
+from lightning_odc.strategy.starting import let_nodes_reach_gloo
 from tests.support.fits import doing, fit
 from tests.support.modules import TokenModule, token_batches
 from tests.support.ranks import run_ranks
@@ -59,3 +61,20 @@ def test_the_store_of_a_job_on_one_machine_listens_on_the_loopback_alone(kind):
         assert listening(port) == {"127.0.0.1"}, "what this test looks at"
     expected = [[{"127.0.0.1"}]] * 2
     assert run_ranks(started_by_lightning, port, kind) == expected
+
+
+def test_gloo_gets_an_interface_where_the_name_of_a_host_is_on_loopback(monkeypatch):
+    def interface(main_address: str) -> str | None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+        environment = SimpleNamespace(main_address=main_address)
+        strategy: Any = SimpleNamespace(num_nodes=2, cluster_environment=environment)
+        let_nodes_reach_gloo(strategy)
+        return os.environ.get("GLOO_SOCKET_IFNAME")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "0.0.0.0")
+    assert interface("127.0.0.1") is None, "it is reached by its name"
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert interface("127.0.0.1") == "lo", "all nodes are on one machine"
+    with pytest.raises(ValueError, match="export GLOO_SOCKET_IFNAME=eth0"):
+        interface("127.0.1.1")

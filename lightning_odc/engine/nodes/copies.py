@@ -43,8 +43,8 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -74,19 +74,20 @@ class Sharing:
         self._gives_up = False
         self._waiter = Waiter(math.inf, self._check, str)
         self._thread: threading.Thread | None = None
-        self._windows: Sequence[UnitWindow] = ()
 
-    def start(self, windows: Sequence[UnitWindow]) -> None:
+    def start(self) -> None:
         """Start the thread."""
-        self._windows = windows
         self._thread = threading.Thread(target=self._run, name="lightning-odc sharing", daemon=True)
         self._thread.start()
 
-    def begin(self, version: int, edited: bool) -> None:
+    def begin(self, windows: Sequence[UnitWindow], version: int, edited: bool) -> None:
         """This rank's own shards are written, or will be on the current stream: share and announce them."""
         # ``edited``: more than what is trained may have changed.
         self._state.transport.store(Word.WRITTEN, 2 * version + edited)
-        self._jobs.put(partial(self._share, version, _after_this(self._column.device)))
+        stream = None
+        if self._column.device.type == "cuda":
+            stream = torch.cuda.current_stream(self._column.device)
+        self._jobs.put(partial(self._share, windows, version, stream))
 
     def stop(self) -> None:
         """Share what is left, and end. A column that hangs is not waited for any longer than 10 s. Idempotent."""
@@ -96,7 +97,6 @@ class Sharing:
             thread.join(_PATIENCE)
             self._gives_up = True
             thread.join(2 * CHECK_EVERY)
-        self._windows = ()  # they hold views of the window
 
     # -- in the thread ------------------------------------------------------------------------------------
 
@@ -109,7 +109,7 @@ class Sharing:
         except BaseException as error:  # of a backend or of a device: raised where the shards are awaited
             self.trouble = self._column.blame("Sharing of parameters", error)
 
-    def _share(self, version: int, after: Callable[[], AbstractContextManager[Any]]) -> None:
+    def _share(self, windows: Sequence[UnitWindow], version: int, stream: torch.cuda.Stream | None) -> None:
         # Ranks come out of the optimizer step at different times. So this waits until all have published, and can give
         # up before collectives begin.
         transport = self._state.transport
@@ -119,8 +119,8 @@ class Sharing:
             heard = self._leaders.meet(b"edited" if edited else b"trained", self._until)
             transport.store(Word.SHARED, 2 * version + (b"edited" in heard))
         (shared,) = self._awaited(Word.SHARED, version, [0])
-        begins = (partial(self._begin, window, version, bool(shared % 2)) for window in self._windows)
-        with after():  # the device has written all that is shared
+        begins = (partial(self._begin, window, version, bool(shared % 2)) for window in windows)
+        with torch.cuda.stream(stream), transport.on_another_stream():  # behind what writes the shards
             for _ in in_turn(begins):
                 self._check()
 
@@ -166,22 +166,6 @@ class Sharing:
         return end
 
 
-def _after_this(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
-    """A context for another thread, in which the device works after everything that was asked of it so far."""
-    if device.type != "cuda":
-        return nullcontext
-    asked = torch.cuda.current_stream(device).record_event()
-
-    @contextmanager
-    def after() -> Iterator[None]:
-        stream = torch.cuda.Stream(device)
-        stream.wait_event(asked)
-        with torch.cuda.stream(stream):
-            yield
-
-    return after
-
-
 class CopiesProtocol(Protocol):
     """`Protocol` within a node, over a model that is sharded over all ranks of all nodes.
 
@@ -211,7 +195,7 @@ class CopiesProtocol(Protocol):
         self._column.open()
         super().open()
         self._leaders.of_node = self.peers.trouble_here
-        self._sharing.start(self.windows)
+        self._sharing.start()
 
     def close(self) -> None:
         self._sharing.stop()
@@ -222,7 +206,8 @@ class CopiesProtocol(Protocol):
 
     def fail(self, message: str) -> None:
         super().fail(message)
-        self._leaders.fail(message)
+        if self._layout.rank == 0:  # it may keep the store: others hear of it before that ends
+            time.sleep(4 * self._leaders.look_every)
 
     @property
     def _ranks(self) -> Sequence[int]:
@@ -231,21 +216,20 @@ class CopiesProtocol(Protocol):
     def publish(self, window: UnitWindow, edited: bool) -> None:
         self._edited |= edited
         if window is self.windows[-1]:  # so all own shards are written
-            self._sharing.begin(self.version, self._edited)
+            self._sharing.begin(self.windows, self.version, self._edited)
             self._edited = False
 
     def meet(self, kind: str, item: Any = None) -> list[Any]:
         # A rank comes with the shards of its column, so that collectives of one version never meet those of another,
         # nor meetings of leaders. The last unit is announced last.
-        last = len(self._units) - 1
-        version = self.transport.watch(self.transport.rank, Word.COUNT + last)
-        if version() != self.version:
-            self.peers.begin(Activity.NETWORK, last)
-            self.waiter.until(
-                lambda: version() == self.version,
-                Cause.NETWORK,
-                lambda: f"waiting for the parameters of other nodes (version {self.version})",
-            )
+        last = self.windows[-1]
+        version = self.transport.watch(self.transport.rank, last.word)
+        self.peers.begin(Activity.NETWORK, last.index)
+        self.waiter.until(
+            lambda: version() == self.version,
+            Cause.NETWORK,
+            lambda: f"waiting for the parameters of other nodes (version {self.version})",
+        )
         return super().meet(kind, item)
 
     def _exchange(self, kind: str, record: Any) -> list[Any]:

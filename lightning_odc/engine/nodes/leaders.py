@@ -2,20 +2,21 @@
 
 Note [News between nodes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
-The first rank of every node *leads* it. Leaders meet: each sets its own key, and reads those of the others when all of
-them are there. Keys of an earlier meeting are deleted, since who came to this one has read them::
+The first rank of every node *leads* it. Leaders meet: each sets its own key, counts itself, and reads the keys of all
+when all are there. Keys of an earlier meeting are deleted, since who came to this one has read them. Meeting 7 of two
+nodes::
 
-    leader of node 0                                leader of node 1
-    set    7/0                                      set    7/1
-    check  7/0, 7/1: not yet, look again later      check  7/0, 7/1: all are there
-    check  7/0, 7/1: all are there                  get    7/0, 7/1; delete 6/1
-    get    7/0, 7/1; delete 6/0
+    leader of node 0                            leader of node 1
+    set 7/0; add 1 to come: 13
+    add 0 to come: 13, look again later         set 7/1; add 1 to come: 14
+    add 0 to come: 14, so all are there         get 7/0, 7/1; delete 6/1
+    get 7/0, 7/1; delete 6/0
 
 Every rank has a thread for that, which also brings the news. A store may stop to answer, and then a request never
 comes back. So no request is made in the thread that trains.
 
-- *A process ends, or raises.* Others of its node see that in their windows. They put it under the key ``trouble``,
-  for which all ranks look.
+- *A process ends, or raises.* Others of its node see that in their windows, and put it under the key ``trouble``, at
+  which all ranks look.
 - *A host is silent.* The ranks of a node count up its key of life. The leader of the node before it looks whether it
   changes. It may stay the same for a number of looks, not for a time: so no host is blamed while all of them sleep.
 - *The store is silent, or has ended.* Every rank sees that for itself.
@@ -42,12 +43,12 @@ from lightning_odc.errors import PeerFailedError
 
 #: Bytes of one message. A store refuses more than 8 MiB.
 MOST_BYTES = 4 * 2**20
-_LOOK_EVERY = 0.5
-#: Requests per second of all ranks together, which a store answers without effort. A rank makes three when it looks.
+_LOOK_EVERY = 0.25
+#: Requests per second of all leaders that wait, which a store answers without effort; and half of it of all ranks that
+#: look, with three requests each.
 _REQUESTS = 10_000
-_FIRST_PAUSE = 50e-6
 _LONGEST_PAUSE = 2e-3
-_PAUSE_GROWS = 1.03
+_PAUSE_FRACTION = 1 / 16  # of the time that was waited already
 _FAREWELL = 0.5
 
 
@@ -64,12 +65,12 @@ class Leaders:
     ) -> None:
         self.of_node: Callable[[], str] = str  # what has happened to this rank's node; empty if all is well
         self.missing = ""  # for whom it waits at a meeting, for messages
+        self.look_every = max(min(_LOOK_EVERY, silence / 8), 6 * layout.world_size / _REQUESTS)
         self._layout = layout
         self._rendezvous = rendezvous
         self._store = store
         self._main_address = main_address
         self._silence = silence
-        self._look_every = max(min(_LOOK_EVERY, silence / 8), 3 * layout.world_size / _REQUESTS)
         self._longest_pause = max(_LONGEST_PAUSE, layout.nodes / _REQUESTS)
         self._addresses: list[str] = []
         self._trouble = ""
@@ -111,23 +112,13 @@ class Leaders:
         """Who failed on other nodes, or cannot be reached, and why; empty if all is well."""
         looked = self._looked
         if self._thread is not None and not self._trouble and time.monotonic() - looked > self._silence:
-            time.sleep(self._look_every)  # it may be this process that was asleep
+            time.sleep(self.look_every)  # it may be this process that was asleep
             if self._looked == looked:
                 self._trouble = (
                     "There has been no sign of the store by which ranks find each other, on "
                     f"{self._main_address}, for {self._silence:g} s: its host is down or cut off."
                 )
         return self._trouble
-
-    def fail(self, message: str) -> None:
-        """Tell all ranks that this one has failed, and why."""
-        if self._thread is None:
-            return
-        layout = self._layout
-        who = f"Rank {layout.rank} ({self._addresses[layout.node]}) failed, so all ranks stop"
-        self._jobs.put(partial(self._tell, f"{who}. Its error was:\n{message[: MOST_BYTES // 4]}"))
-        if layout.rank == 0:  # it may keep the store: others hear it before it ends
-            time.sleep(2 * self._look_every)
 
     def close(self) -> None:
         """Leave for good. Idempotent."""
@@ -139,14 +130,10 @@ class Leaders:
 
     def _address(self) -> str:
         """The address of this host that the main host sees. Sends nothing."""
-        if self._layout.node == 0:
-            return self._main_address
-        with suppress(OSError):
-            family, kind, _, _, target = socket.getaddrinfo(self._main_address, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(target)
-                return str(probe.getsockname()[0])
-        return socket.gethostname()
+        family, kind, _, _, target = socket.getaddrinfo(self._main_address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
 
     def _ranks_of(self, node: int) -> str:
         row = self._layout.row_of(node)
@@ -157,9 +144,11 @@ class Leaders:
     def _run(self) -> None:
         try:
             while not self._ended.is_set():
-                self._look()
+                if self._is_time():
+                    self._look()
                 with suppress(queue.Empty):
-                    self._jobs.get(timeout=self._look_every)()
+                    self._jobs.get(timeout=self.look_every)()
+            self._look()  # others of the node may have failed just now
             if self._layout.leads and not self._trouble:
                 self._come(b"")
         except Exception as error:
@@ -168,61 +157,66 @@ class Leaders:
                 f"of its launcher, was killed or has crashed.\n{error}"
             )
 
-    def _come(self, message: bytes) -> list[str]:
-        """Come to the next meeting; returns the keys of all nodes."""
+    def _come(self, message: bytes) -> int:
+        """Come to the next meeting; returns how often leaders have come to meetings by now."""
         self._meetings += 1
-        keys = [f"{self._meetings}/{node}" for node in range(self._layout.nodes)]
-        self._store.set(keys[self._layout.node], message)
-        return keys
+        self._store.set(self._key(self._layout.node), message)
+        return int(self._store.add("come", 1))
+
+    def _key(self, node: int) -> str:
+        """Where the message of a node to this meeting is."""
+        return f"{self._meetings}/{node}"
 
     def _meet(self, message: bytes, heard: list[bytes]) -> None:
-        keys = self._come(message)
-        pause = _FIRST_PAUSE
-        while not self._store.check(keys):
+        nodes = self._layout.nodes
+        come = self._come(message)
+        begin = time.monotonic()
+        while come < self._meetings * nodes:
             if not self._jobs.empty():
                 return  # to the meeting, no rank comes any more
-            time.sleep(pause)
-            pause = min(pause * _PAUSE_GROWS, self._longest_pause)
-            if self._look():
-                come = bisect_left(
-                    keys, True, key=lambda key: not self._store.check(keys[: keys.index(key) + 1])
-                )
-                self.missing = self._ranks_of(min(come, len(keys) - 1))
-        heard += self._store.multi_get(keys)
+            waited = time.monotonic() - begin
+            time.sleep(min(waited * _PAUSE_FRACTION, self._longest_pause))
+            if self._is_time():
+                self._look()
+                self.missing = self._ranks_of(self._first_missing())
+            come = self._store.add("come", 0)
+        heard += self._store.multi_get([self._key(node) for node in range(nodes)])
         self._store.delete_key(f"{self._meetings - 1}/{self._layout.node}")
 
-    def _look(self) -> bool:
-        """Tell what has happened on this node, and hear what has happened on others, if it is time for that."""
-        now = time.monotonic()
-        if self._trouble or now - self._looked < self._look_every:
-            return False
-        self._looked = now
-        node = self._layout.node
-        if happened := self.of_node():
-            self._tell(f"On {self._addresses[node]}: {happened}")
-        self._store.add(f"life/{node}", 1)
-        if self._layout.leads:
-            self._look_after((node + 1) % self._layout.nodes)
-        if self._store.check(["trouble"]):
-            self._hear()
-        return True
+    def _first_missing(self) -> int:
+        """The first node that has not come to this meeting; in a moment it may be there."""
+        keys = [self._key(node) for node in range(self._layout.nodes)]
 
-    def _look_after(self, node: int) -> None:
+        def lacks(node: int) -> bool:
+            """Whether a node up to this one has not come."""
+            return not self._store.check(keys[: node + 1])
+
+        return bisect_left(range(len(keys) - 1), True, key=lacks)
+
+    def _is_time(self) -> bool:
+        return not self._trouble and time.monotonic() - self._looked >= self.look_every
+
+    def _look(self) -> None:
+        """Tell what has happened on this node, and hear what has happened on others."""
+        self._looked = time.monotonic()
+        node = self._layout.node
+        trouble = self.of_node()
+        if trouble:
+            trouble = f"On {self._addresses[node]}: {trouble}"
+        self._store.add(f"life/{node}", 1)
+        if self._layout.leads and not trouble:
+            trouble = self._look_after((node + 1) % self._layout.nodes)
+        # Nothing is changed if something was told before: what came first is the reason of the rest.
+        self._trouble = self._store.compare_set("trouble", "", trouble).decode(errors="replace")
+
+    def _look_after(self, node: int) -> str:
+        """What is to be told of a node of which there has been no sign for long."""
         life = self._store.add(f"life/{node}", 0)
         self._unchanged += 1
         if life != self._life:
             self._unchanged = 0
         self._life = life
-        if self._unchanged * self._look_every > self._silence:
-            self._tell(
-                f"There has been no sign of {self._ranks_of(node)} for {self._silence:g} s: their host is down or cut "
-                "off."
-            )
-
-    def _tell(self, trouble: str) -> None:
-        if not self._store.check(["trouble"]):  # what came first is the reason of the rest
-            self._store.set("trouble", trouble)
-        self._hear()
-
-    def _hear(self) -> None:
-        self._trouble = self._store.get("trouble").decode(errors="replace")
+        if self._unchanged * self.look_every <= self._silence:
+            return ""
+        ranks = self._ranks_of(node)
+        return f"There has been no sign of {ranks} for {self._silence:g} s: their host is down or cut off."
