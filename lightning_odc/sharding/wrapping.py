@@ -35,8 +35,6 @@ WrapPolicy = Annotated[
     Like("{Block} (a set of classes), a function, ModuleWrapPolicy({Block})"),
 ]
 
-Named = tuple[str, nn.Parameter]
-
 #: Modules that hold parameters for the module around them, and are never called.
 _CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 
@@ -274,11 +272,11 @@ def with_dtype_units(model: nn.Module, targets: Sequence[nn.Module]) -> list[nn.
     chosen = {*targets}
     seen: set[nn.Module] = set()
 
-    def visit(module: nn.Module, dtype: torch.dtype | None, name: str) -> None:
+    def visit(module: nn.Module, dtype: torch.dtype | None) -> None:
         if module in seen:
             return
         seen.add(module)
-        own_dtype = _own_dtype(module, name)
+        own_dtype = next((parameter.dtype for parameter in _own_parameters(module)), None)
         if module in chosen or module is model:
             elements = _elements(module, chosen)
             dtype = own_dtype
@@ -287,41 +285,24 @@ def with_dtype_units(model: nn.Module, targets: Sequence[nn.Module]) -> list[nn.
         elif own_dtype is not None and own_dtype != dtype:
             chosen.add(module)
             dtype = own_dtype
-        for child_name, child in module.named_children():
-            visit(child, dtype, f"{name}.{child_name}".removeprefix("."))
+        for child in module.children():
+            visit(child, dtype)
 
-    visit(model, None, "")
+    visit(model, None)
     return _innermost_first(model, chosen)
 
 
-def _own_dtype(module: nn.Module, name: str) -> torch.dtype | None:
-    """The dtype of the trainable parameters that this module is to have gathered before its ``forward``."""
-    dtypes = {parameter.dtype: path for path, parameter in _own_parameters(module)}
-    if len(dtypes) > 1:
-        held = " and ".join(f"{path!r} in {dtype}" for dtype, path in dtypes.items())
-        kind = type(module).__name__
-        raise ValueError(
-            f"{name or 'The model'} ({kind}) holds trainable parameters of several dtypes: {held}. "
-            "`fully_shard` gathers what a module holds as one unit, which it can reduce in one dtype only. Move the "
-            "parameters of one dtype into a module of their own, whose `forward` uses them."
-        )
-    return next(iter(dtypes), None)
-
-
-def _own_parameters(module: nn.Module) -> Iterator[Named]:
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """What this module is to have gathered before its ``forward``, and whose gradients ``fully_shard`` reduces."""
     if isinstance(module, _CONTAINERS):
         return  # never called: its parameters belong to the module that holds it
-    for name, child in module.named_children():
+    held = [*module.parameters(recurse=False)]
+    for child in module.children():
         if isinstance(child, _CONTAINERS):
-            yield from _reduced(child.named_parameters(prefix=name))
-    yield from _reduced(module.named_parameters(recurse=False))
-
-
-def _reduced(named: Iterable[Named]) -> Iterator[Named]:
-    """Those whose gradients ``fully_shard`` reduces: they train, and are no scalars."""
-    for name, parameter in named:
+            held += child.parameters()
+    for parameter in held:
         if parameter.requires_grad and parameter.dim() > 0:
-            yield name, parameter
+            yield parameter
 
 
 def _elements(unit: nn.Module, others: Container[nn.Module] = ()) -> Counter[torch.dtype]:
@@ -329,7 +310,7 @@ def _elements(unit: nn.Module, others: Container[nn.Module] = ()) -> Counter[tor
     elements: Counter[torch.dtype] = Counter()
 
     def visit(module: nn.Module) -> None:
-        for _, parameter in _own_parameters(module):
+        for parameter in _own_parameters(module):
             elements[parameter.dtype] += parameter.numel()
         for child in module.children():
             if child not in others and not isinstance(child, FSDPModule):

@@ -184,19 +184,6 @@ def test_nested_targets_come_innermost_first():
         assert found < positions[id(block)]
 
 
-class Several(nn.Module):
-    """Holds parameters of two dtypes, one of them in a container that is never called."""
-
-    def __init__(self, container: bool = False) -> None:
-        super().__init__()
-        self.real = nn.Parameter(torch.ones(3))
-        phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-        if container:
-            self.phase = nn.ParameterList([phase])
-        else:
-            self.phase = phase
-
-
 def test_other_dtypes_become_units_of_their_own():
     model = Net()
     model.blocks[0].up.double()
@@ -210,15 +197,6 @@ def test_other_dtypes_become_units_of_their_own():
     wide = Net().double()
     wide.blocks[0] = nn.Sequential(Block())  # of fp32 in fp64
     assert names(wide, with_dtype_units(wide, [])) == ["blocks.0.0.down", "blocks.0.0.norm", "blocks.0.0.up"]
-
-
-def test_a_module_that_holds_several_dtypes_is_refused():
-    for container in (False, True):
-        model = nn.Sequential(Several(container))
-        with pytest.raises(ValueError, match=r"^0 \(Several\) holds .*'phase(\.0)?' in torch\.complex64"):
-            with_dtype_units(model, [])
-        model[0].real.requires_grad_(False)  # type: ignore[union-attr, operator]
-        assert with_dtype_units(model, []) == []
 
 
 def test_a_checkpointed_block_is_sharded_with_its_wrapper():
