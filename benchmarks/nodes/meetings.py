@@ -46,10 +46,14 @@ def lead(port: int, nodes: int, own: range, meetings: int, size: int) -> list[fl
     for node in own:
         everybody = lambda _: [("", _HOST)] * nodes  # noqa: E731  # as if all had answered
         one = Leaders(Layout(nodes, 1, node), everybody, PrefixStore(f"{nodes}", store), _HOST, 3600.0)
+        look_every = one.look_every
+        one.look_every = 3600.0  # nobody looks before all are there
         one.open()
         leaders.append(one)
+    for one in leaders:
+        one.look_every = look_every
     ends = []
-    for _ in range(2 + meetings):
+    for _ in range(1 + meetings):
         heard: list[list[bytes]] = [[] for _ in leaders]
         for one, messages in zip(leaders, heard, strict=True):
             one._jobs.put(partial(one._meet, b"x" * size, messages))
@@ -60,7 +64,7 @@ def lead(port: int, nodes: int, own: range, meetings: int, size: int) -> list[fl
     _meet_at(store, f"{nodes}, end", len(own), nodes)
     for one in leaders:
         one.close()
-    return _between(ends[1:])
+    return _between(ends)
 
 
 def _between(ends: list[float]) -> list[float]:
@@ -84,10 +88,10 @@ def gather(port: int, nodes: int, own: range, meetings: int, size: int) -> list[
         message = torch.zeros(size, dtype=torch.uint8)
         heard = [torch.empty_like(message) for _ in range(nodes)]
         ends = []
-        for _ in range(2 + meetings):
+        for _ in range(1 + meetings):
             group.allgather([heard], [message]).wait()
             ends.append(time.perf_counter())
-        return _between(ends[1:])
+        return _between(ends)
 
     with ThreadPoolExecutor(len(own)) as pool:
         by_leader = list(pool.map(play, own))
