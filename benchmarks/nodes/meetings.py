@@ -29,6 +29,8 @@ from lightning_odc.files import write_json
 
 BACK_ENDS = {"libuv": True, "threads": False}
 _PATIENCE = timedelta(minutes=10)
+#: Connections that a process begins side by side: where a name server is slow, some take seconds.
+_AT_ONCE = 32
 #: Times that leaders come to meetings, all together.
 _MOST_VISITS = 1000
 _HOST = "127.0.0.1"
@@ -42,16 +44,15 @@ def connect(port: int) -> TCPStore:
 def lead(port: int, nodes: int, own: range, meetings: int, size: int) -> list[float]:
     """Play some leaders: seconds of every meeting."""
     store = connect(port)
-    leaders = []
-    for node in own:
+
+    def opened(node: int) -> Leaders:
         everybody = lambda _: [("", _HOST)] * nodes  # noqa: E731  # as if all had answered
         one = Leaders(Layout(nodes, 1, node), everybody, PrefixStore(f"{nodes}", store), _HOST, 3600.0)
-        look_every = one.look_every
-        one.look_every = 3600.0  # nobody looks before all are there
         one.open()
-        leaders.append(one)
-    for one in leaders:
-        one.look_every = look_every
+        return one
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        leaders = list(pool.map(opened, own))
     ends = []
     for _ in range(1 + meetings):
         heard: list[list[bytes]] = [[] for _ in leaders]
