@@ -29,7 +29,7 @@ NODES = {
     "huggingface": 2431,
     "rl": 2660,
     "run": 5485,
-    "sharding": 7663,
+    "sharding": 6_880,
     "strategy": 15840,
     "trial": 4680,
 }
