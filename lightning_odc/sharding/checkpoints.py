@@ -7,6 +7,7 @@ which every rank writes and reads its part.
 from __future__ import annotations
 
 import io
+import pickle
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -430,6 +431,46 @@ def check_kept_whole(found: list[nn.Module], full: bool) -> None:
             "WeightAveraging callbacks put two models into a checkpoint, and a sharded one has room for one. Use "
             'ODCStrategy(state_dict_type="full") with them.'
         )
+
+
+# -- hyperparameters ---------------------------------------------------------------------------------------
+
+
+class _Looks(pickle.Pickler):
+    """Finds out whether something can be pickled, without looking into tensors."""
+
+    def persistent_id(self, value: object) -> str | None:
+        if isinstance(value, DTensor):
+            raise TypeError("a shard, which no file holds")
+        if isinstance(value, Tensor):
+            return "a tensor"
+        return None
+
+
+def keep_savable(checkpoint: dict[str, Any], owners: Sequence[Any]) -> list[str]:
+    """Take out hyperparameters that cannot be saved; modules become what they were when they were given.
+
+    Args:
+        checkpoint: What Lightning has put together; changed in place.
+        owners: The modules and data modules that may have called ``save_hyperparameters``.
+
+    Returns:
+        The names that were taken out.
+    """
+    left_out: list[str] = []
+    for owner in owners:
+        saved = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY)
+        if not isinstance(saved, dict):
+            continue
+        for name, value in [*saved.items()]:
+            try:
+                if isinstance(value, nn.Module):  # which is sharded by now, if it is a part of the model
+                    saved[name] = owner.hparams_initial[name]
+                _Looks(io.BytesIO()).dump(saved[name])
+            except Exception:  # whatever a class raises
+                del saved[name]
+                left_out.append(name)
+    return left_out
 
 
 def assembled(state: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -268,14 +269,30 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         if storage_options is not None and not self._full:
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
         path = checkpoints.location(self.broadcast(filepath))
+        checkpoints.keep_savable(checkpoint, self._owners)
         if self._full:
             checkpoint = checkpoints.assembled(checkpoint)
         checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
-        if not self._full:
-            assert isinstance(path, Path), "`make_room` has refused URLs"
-            checkpoints.save_shards(checkpoint, path, self.global_rank, self.barrier)
-        elif self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        failure: Exception | None = None
+        try:
+            if not self._full:
+                assert isinstance(path, Path), "`make_room` has refused URLs"
+                checkpoints.save_shards(checkpoint, path, self.global_rank, self.barrier)
+            elif self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        except Exception as error:
+            failure = error
+        reason = self.broadcast(repr(failure))  # what rank 0 alone has met ends all ranks
+        if failure is not None:
+            raise failure
+        if reason != repr(None):
+            raise RuntimeError(f"Rank 0 could not write the checkpoint {path}: {reason}")
+
+    @property
+    def _owners(self) -> list[Any]:
+        """Who may have hyperparameters."""
+        assert self.lightning_module is not None
+        return list(filter(None, (self.lightning_module, self.lightning_module.trainer.datamodule)))
 
     @property
     def lightning_restore_optimizer(self) -> bool:
@@ -321,6 +338,14 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def on_train_start(self) -> None:
         self._is_training = True
         assert self.lightning_module is not None
+        owners = self._owners
+        hyperparameters = {owner.CHECKPOINT_HYPER_PARAMS_KEY: dict(owner.hparams) for owner in owners}
+        left_out = checkpoints.keep_savable(hyperparameters, owners)
+        if left_out:
+            rank_zero_warn(
+                f"Checkpoints will not hold the hyperparameters {left_out}, which cannot be pickled. Give them to "
+                f"`load_from_checkpoint`, and write `self.save_hyperparameters(ignore={left_out})`."
+            )
         loop = self.lightning_module.trainer.fit_loop
         epochs: Any = loop.epoch_progress.current
         if epochs.ready == epochs.processed:
