@@ -292,7 +292,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def _owners(self) -> list[Any]:
         """Who may have hyperparameters."""
         assert self.lightning_module is not None
-        return list(filter(None, (self.lightning_module, self.lightning_module.trainer.datamodule)))
+        trainer: Any = self.lightning_module.trainer
+        return list(filter(None, (self.lightning_module, trainer.datamodule)))
 
     @property
     def lightning_restore_optimizer(self) -> bool:
