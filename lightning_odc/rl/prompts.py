@@ -58,9 +58,8 @@ def claim_prompts(
 
     Args:
         where: The `LightningModule` that trains (``self``), its trainer, or a ``Fabric``.
-        prompts: This rank's prompts, 0 to 4095 of them: numbers, text and tensors, which come back on the rank's
-            device, and lists, tuples and dictionaries of them. An item may be a batch of prompts, which is then
-            sampled by one rank.
+        prompts: This rank's prompts, 0 to 4095 of them, which are pickled. Tensors come back on the rank's device. An
+            item may be a batch of prompts, which is then sampled by one rank.
         expected: The length that each response is expected to have, in any unit. The longest ones are sampled first,
             so that what is left to the end, and to other ranks, is short. By default all are equal.
 
@@ -68,14 +67,25 @@ def claim_prompts(
         The index of the prompt among those of all ranks, rank 0's first, and the prompt.
 
     Raises:
-        TypeError: a prompt cannot be sent to another rank, or another strategy than those of this package.
+        TypeError: ``prompts`` is a single prompt or batch, or another strategy than those of this package.
         ValueError: there is not one finite positive length for every prompt, or ranks that meet at every unit have
             different numbers of prompts.
         PeerFailedError: another rank has failed or died.
     """
     strategy, ranks = ranks_of(where, "rl.claim_prompts(self, prompts)")
-    own = _share(prompts, expected)
-    shares = [_Share(*fields) for fields in ranks.gather("claim prompts", own)]
+    if isinstance(prompts, str | Mapping):
+        raise TypeError("claim_prompts needs a list of prompts, or of batches: claim_prompts(self, [batch]).")
+    own = list(prompts)
+    costs = [1.0] * len(own)
+    if expected is not None:
+        costs = [float(cost) for cost in expected]
+    if len(costs) != len(own) or not all(0 < cost < math.inf for cost in costs):
+        raise ValueError(
+            f"claim_prompts got {len(own)} prompts and the lengths {costs}. Give one finite positive number per "
+            "prompt: claim_prompts(self, [a, b], expected=[100, 2000])."
+        )
+    seed = int(torch.randint(_SEEDS, ()))
+    shares = ranks.gather("claim prompts", _Share(own, costs, seed))
     counts = [len(share.prompts) for share in shares]
     # All ranks make each call of ``generate`` together.
     if ranks.meets and len(set(counts)) > 1:
@@ -87,27 +97,6 @@ def claim_prompts(
     in_order = [sorted(share.costs, reverse=True) for share in shares]
     claimed = strategy.engine.claims(strategy.global_rank, in_order)
     return _sampled(strategy, shares, claimed)
-
-
-def _share(prompts: Iterable[Any], expected: Iterable[float] | None) -> _Share:
-    """The message of this rank to the others."""
-    if isinstance(prompts, str | Mapping):
-        raise TypeError(
-            f"claim_prompts(module, prompts) got a {type(prompts).__name__}, but needs a list. "
-            "Pass a list of prompts, or of batches: claim_prompts(module, [batch])."
-        )
-    own = list(prompts)
-    costs = [1.0] * len(own)
-    if expected is not None:
-        costs = [float(cost) for cost in expected]
-    are_lengths = all(0 < cost < math.inf for cost in costs)
-    if len(costs) != len(own) or not are_lengths:
-        raise ValueError(
-            f"claim_prompts(module, prompts, expected) got {len(own)} prompts and the lengths {costs}. Give one "
-            "finite positive number per prompt: claim_prompts(module, [a, b], expected=[100, 2000])."
-        )
-    seed = int(torch.randint(_SEEDS, ()))
-    return _Share(own, costs, seed)
 
 
 def _sampled(

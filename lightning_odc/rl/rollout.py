@@ -47,12 +47,10 @@ class Rollout:
         logprobs: The log-probabilities of the response's tokens under the policy that sampled them, ``[R]``; kept as
             fp32 on the CPU.
         ref_logprobs: The same under the reference model.
-        metadata: Anything else that travels between ranks, such as the text of the answer: numbers, text, tensors, and
-            lists, tuples and dictionaries of them.
+        metadata: Anything else that travels between ranks, such as the text of the answer. It is pickled.
 
     Raises:
-        ValueError: tokens that are not one row of integers, a prompt longer than the tokens, or log-probabilities that
-            are not as many as the response has tokens.
+        ValueError: tokens that are not one row of integers, or a prompt longer than the tokens.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Rollout:
         tokens: Annotated[Tensor | Sequence[int], Like("output[0, :length] (one row of integers)")],
         prompt_length: int | Tensor,
         reward: float | bool | Tensor = 0.0,
-        group: Annotated[int | str | Tensor, Like("int(index_of_the_prompt)")] = 0,
+        group: Annotated[int | str, Like("int(index_of_the_prompt)")] = 0,
         *,
         advantage: float | Tensor | None = None,
         logprobs: Tensor | Sequence[float] | None = None,
@@ -68,45 +66,20 @@ class Rollout:
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         ids = torch.as_tensor(tokens)
-        if ids.dim() != 1 or ids.is_floating_point() or not len(ids):
+        if ids.dim() != 1 or ids.is_floating_point() or not 1 <= prompt_length <= len(ids):
             raise ValueError(
-                f"tokens of a roll-out have shape {list(ids.shape)} and dtype {ids.dtype}; write one row of integers, "
-                "prompt and response: Rollout(output[0, :length], prompt_length)."
-            )
-        if not 1 <= prompt_length <= len(ids):
-            raise ValueError(
-                f"prompt_length={prompt_length} of {len(ids)} tokens: a prompt has at least one token, since the first "
-                "token of a response is predicted from it, and its tokens are among the roll-out's: "
-                "Rollout(prompt + response, len(prompt))."
+                f"A roll-out has tokens of shape {list(ids.shape)} and dtype {ids.dtype}, and prompt_length="
+                f"{prompt_length}. Write one row of integers that begins with a prompt of at least one token: "
+                "Rollout(output[0, :length], prompt_length)."
             )
         self.tokens = ids.detach().to("cpu", torch.int64)
         self.prompt_length = int(prompt_length)
         self.reward = float(reward)
-        number: Any = group
-        if hasattr(group, "item"):  # of torch or of numpy
-            number = group.item()
-        self.group: int | str = number
+        self.group = group
         self.advantage = advantage
-        if advantage is not None:
-            self.advantage = float(advantage)
-        self.logprobs = self._scores("logprobs", logprobs)
-        self.ref_logprobs = self._scores("ref_logprobs", ref_logprobs)
+        self.logprobs = _kept(logprobs)
+        self.ref_logprobs = _kept(ref_logprobs)
         self.metadata = dict(metadata or {})
-
-    def _scores(self, name: str, values: Tensor | Sequence[float] | None) -> Tensor | None:
-        if values is None:
-            return None
-        scores = torch.as_tensor(values).detach().to("cpu", torch.float32)
-        if scores.shape != (self.response_length,):
-            raise ValueError(
-                f"{name} of a roll-out has shape {list(scores.shape)}, and its response has {self.response_length} "
-                f"tokens: {name}=scores[prompt_length:], one number per token of the response."
-            )
-        return scores
-
-    def __repr__(self) -> str:
-        lengths = f"{self.prompt_length} + {self.response_length} tokens"
-        return f"Rollout({lengths}, reward={self.reward}, group={self.group!r}, advantage={self.advantage})"
 
     @property
     def response(self) -> Tensor:
@@ -120,6 +93,12 @@ class Rollout:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+
+def _kept(logprobs: Tensor | Sequence[float] | None) -> Tensor | None:
+    if logprobs is None:
+        return None
+    return torch.as_tensor(logprobs).detach().to("cpu", torch.float32)
 
 
 class Whole(NamedTuple):
@@ -174,40 +153,24 @@ class Microbatch:
 
     @cached_property
     def advantages(self) -> Tensor:
-        """Advantages of the roll-outs, ``[S]`` fp32.
-
-        Raises:
-            ValueError: a roll-out has none.
-        """
-        values = [rollout.advantage for rollout in self.rollouts]
-        if None in values:
-            raise ValueError(
-                "A roll-out has no advantage: write rollouts[i].advantage = ... for all of them, on all ranks."
-            )
+        """Advantages of the roll-outs, which all must have one, ``[S]`` fp32."""
+        values: list[Any] = [rollout.advantage for rollout in self.rollouts]
         return torch.tensor(values, dtype=torch.float32, device=self.device)
 
     @cached_property
     def logprobs(self) -> Tensor | None:
         """Log-probabilities under the policy that sampled, ``[N]`` fp32; ``None`` if it was not scored."""
-        return self._scores("logprobs")
+        return self._flat([rollout.logprobs for rollout in self.rollouts])
 
     @cached_property
     def ref_logprobs(self) -> Tensor | None:
         """Log-probabilities under the reference model, ``[N]`` fp32; ``None`` if it was not scored."""
-        return self._scores("ref_logprobs")
+        return self._flat([rollout.ref_logprobs for rollout in self.rollouts])
 
-    def _scores(self, name: str) -> Tensor | None:
-        values = [getattr(rollout, name) for rollout in self.rollouts if rollout.response_length]
-        found = [value for value in values if value is not None]
-        missing = len(values) - len(found)
-        if missing and found:
-            raise ValueError(
-                f"{missing} of {len(values)} roll-outs have no {name}: score all of them, "
-                f'rl.score(model, rollouts, into="{name}"), or none.'
-            )
-        if missing:
+    def _flat(self, scores: list[Any]) -> Tensor | None:
+        if all(values is None for values in scores):
             return None
-        return torch.cat([torch.empty(0), *found]).to(self.device)
+        return torch.cat(scores).to(self.device)
 
     def logits(self, model: nn.Module) -> Tensor:
         """The logits that predict `targets`, ``[N, vocabulary]``, in one call of the model.

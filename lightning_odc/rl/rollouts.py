@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,15 +10,11 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.arguments import Count, checked
-from lightning_odc.balance import Collation, Plan, Policy, epoch_order, on_demand_cost, plan_minibatch
+from lightning_odc.balance import Collation, Plan, Policy, epoch_order, plan_minibatch
 from lightning_odc.data.model_cost import causal_model, cost_of_model
 from lightning_odc.rl.ranks import Ranks, ranks_of
 from lightning_odc.rl.rollout import Microbatch, Rollout, Whole
 from lightning_odc.strategy.model_facts import separates_samples
-
-_PADDED = Collation("padded")
-_PACKED = Collation()
-_CLEARLY = 1 - 1e-6  # so that rounding, which differs between processors, decides nothing
 
 
 @checked
@@ -34,8 +29,7 @@ class Rollouts(Sequence[Rollout]):
         max_tokens: The most tokens in a microbatch, padding included. By default, and at least, those of the longest
             roll-out, which has to fit anyway.
         cost: The cost of a roll-out, as in `lightning_odc.balance.plan_minibatch`.
-        keeps_apart: Whether the model keeps samples in a packed row apart. Then rows are packed where that takes less
-            time by the cost, and padded elsewhere.
+        keeps_apart: Whether the model keeps samples in a packed row apart. Then rows are packed, and padded otherwise.
     """
 
     def __init__(
@@ -50,9 +44,11 @@ class Rollouts(Sequence[Rollout]):
         self.ranks = ranks or Ranks()
         self._rollouts = list(rollouts)
         self._lengths = [len(rollout) for rollout in rollouts]
-        self._max_tokens = max([max_tokens or 0, *self._lengths])
+        self._max_tokens = max([max_tokens or 1, *self._lengths])
         self._cost = cost
-        self._keeps_apart = keeps_apart
+        self._collation = Collation("padded")
+        if keeps_apart:
+            self._collation = Collation("packed")
 
     def __getitem__(self, index: Any) -> Any:
         return self._rollouts[index]
@@ -63,28 +59,12 @@ class Rollouts(Sequence[Rollout]):
     @cached_property
     def plan(self) -> Plan:
         """``plan[rank][microbatch]`` lists indices of roll-outs: for scoring, and for updates over all of them."""
-        return self._planned(range(len(self)), self._collation)
+        return self._planned(range(len(self)))
 
-    @cached_property
-    def _collation(self) -> Collation:
-        """How rows are made: packed if the model allows it and the plan takes less time so."""
-        if not self._keeps_apart or not self._rollouts:
-            return _PADDED
-        costs = []
-        for collation in (_PACKED, _PADDED):
-            plan = self._planned(range(len(self)), collation)
-            cost = on_demand_cost(plan, self._lengths, self._cost, collation=collation)
-            costs.append(cost)
-        packed, padded = costs
-        if packed < padded * _CLEARLY:
-            return _PACKED
-        return _PADDED
-
-    def _planned(self, indices: Sequence[int], collation: Collation) -> Plan:
+    def _planned(self, indices: Sequence[int]) -> Plan:
         """Plan which rank runs which roll-outs."""
-        plan: Plan = [[] for _ in range(self.ranks.count)]
         if not indices:
-            return plan
+            return [[] for _ in range(self.ranks.count)]
         policy: Policy = "lb_mini"
         if self.ranks.meets:
             policy = "lb_micro"
@@ -95,12 +75,9 @@ class Rollouts(Sequence[Rollout]):
             policy=policy,
             cost=self._cost,
             allow_empty=True,
-            collation=collation,
+            collation=self._collation,
         )
-        for own, microbatches in zip(plan, planned, strict=True):
-            for places in microbatches:
-                own.append([indices[place] for place in places])
-        return plan
+        return [[[indices[place] for place in places] for places in microbatches] for microbatches in planned]
 
     def microbatches(self) -> list[Microbatch]:
         """This rank's part of `plan`."""
@@ -126,9 +103,7 @@ class Rollouts(Sequence[Rollout]):
             parts = np.array_split(order, min(minibatches, len(self)))
             for number, part in enumerate(parts):
                 indices = sorted(part.tolist())
-                plan = self.plan
-                if len(parts) > 1:
-                    plan = self._planned(indices, self._collation)
+                plan = self._planned(indices)
                 # Ranks compare their plans when they meet at the optimizer step.
                 if self.ranks.engine is not None:
                     name = f"roll-outs, epoch {epoch}, minibatch {number}, plan {fingerprint(plan)}"
@@ -139,7 +114,7 @@ class Rollouts(Sequence[Rollout]):
         """This rank's part of a plan over these roll-outs."""
         tokens = sum(self[index].response_length for index in indices)
         whole = Whole(len(indices), tokens, self.ranks.count)
-        packs = self._collation == _PACKED
+        packs = self._collation.kind == "packed"
         microbatches = []
         for places in plan[self.ranks.rank]:
             rollouts = [self[index] for index in places]
@@ -147,7 +122,8 @@ class Rollouts(Sequence[Rollout]):
             if not rollouts:
                 shortest = min(self._rollouts, key=lambda rollout: rollout.prompt_length)
                 length = shortest.prompt_length
-                rollouts = [Rollout(shortest.tokens[:length], length, advantage=0.0)]
+                tokens_of_it = shortest.tokens[:length]
+                rollouts = [Rollout(tokens_of_it, length, advantage=0.0, logprobs=[], ref_logprobs=[])]
             microbatches.append(Microbatch(rollouts, places, whole, packs, self.ranks.device))
         return microbatches
 
@@ -159,40 +135,32 @@ def fingerprint(plan: Plan) -> str:
 
 
 @checked
-def exchange(
-    where: Any, own: Sequence[Rollout], *, max_tokens: Count | None = None, cost: Any = "auto"
-) -> Rollouts:
+def exchange(where: Any, own: Sequence[Rollout], *, max_tokens: Count | None = None) -> Rollouts:
     """The roll-outs of all ranks. All ranks together, inside a step of the module.
 
-    They come in the order of their groups: numbers rise, then texts. Within a group they are in rank order. So the
-    order does not depend on who sampled which group.
+    They come in the order of their groups, which rises. Within a group they are in rank order. So the order does not
+    depend on who sampled which group.
 
     Args:
         where: The `LightningModule` that trains (``self``), its trainer, or a ``Fabric``.
         own: The roll-outs that this rank has sampled; an empty list if it had no prompts.
         max_tokens: The most tokens in a microbatch, padding included. By default, and at least, those of the longest
             roll-out, which has to fit anyway.
-        cost: The cost of a roll-out, as in `lightning_odc.balance.plan_minibatch`; ``"auto"``: what the model says.
 
     Returns:
-        The same roll-outs in the same order on every rank, with a plan.
+        The same roll-outs in the same order on every rank, with a plan that levels what they cost this model.
 
     Raises:
-        TypeError: A strategy of another package, or metadata that cannot be sent to other ranks.
+        TypeError: A strategy of another package.
         ValueError: An item of ``own`` that is not a `Rollout`.
         PeerFailedError: another rank has failed, for example in its reward function. It names the rank and shows the
             error.
     """
     strategy, ranks = ranks_of(where, "rl.exchange(self, rollouts)")
+    by_rank = ranks.gather("exchange of roll-outs", [vars(rollout) for rollout in own])
+    rollouts = [Rollout(**fields) for share in by_rank for fields in share]
+    rollouts.sort(key=lambda rollout: rollout.group)
+    cost = cost_of_model(strategy.model, ranks.device.type).cost
     model = causal_model(strategy.model)
-    packs = model is not None and separates_samples(model, ranks.device)
-    message = [packs, [vars(rollout) for rollout in own]]
-    by_rank = ranks.gather("exchange of roll-outs", message)
-    if isinstance(cost, str) and cost == "auto":
-        cost = cost_of_model(strategy.model, ranks.device.type).cost
-    # Every rank reads its own roll-outs from what it sent, too, so that they are the same on all.
-    fields = itertools.chain.from_iterable(share for _, share in by_rank)
-    rollouts = [Rollout(**one) for one in fields]
-    rollouts.sort(key=lambda rollout: (isinstance(rollout.group, str), rollout.group))  # numbers before texts
-    keeps_apart = all(packs for packs, _ in by_rank)
+    keeps_apart = model is not None and separates_samples(model, ranks.device)
     return Rollouts(rollouts, ranks, max_tokens=max_tokens, cost=cost, keeps_apart=keeps_apart)

@@ -182,9 +182,10 @@ class Adapts(LightningModule):
         rollouts = rl.exchange(self, own)
         set_advantages(rollouts)
         with self.policy.disable_adapter():
-            reference = rl.score(self.policy, rollouts, into="ref_logprobs")
-        policy = rl.score(self.policy, rollouts)
-        self.found.append([torch.cat(reference).tolist(), torch.cat(policy).tolist()])
+            rl.score(self.policy, rollouts, into="ref_logprobs")
+        rl.score(self.policy, rollouts, into="logprobs")
+        found = [[one.ref_logprobs for one in rollouts], [one.logprobs for one in rollouts]]
+        self.found.append([torch.cat(scores).tolist() for scores in found])
         learn(self.policy, rollouts.updates(), self.optimizers(), self.manual_backward, [], "dapo", CLIP)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

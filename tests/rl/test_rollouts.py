@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,9 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_odc import rl
-from lightning_odc.balance import quadratic
 from lightning_odc.engine.base import Ledger
-from lightning_odc.errors import DisagreementError
 from lightning_odc.rl import Rollout
 from lightning_odc.rl.ranks import Ranks
 from tests.rl.sampled import VOCAB, logprobs_alone, rolled_out
@@ -80,7 +76,7 @@ def test_passes_and_seeds_shuffle_and_one_minibatch_is_scored_as_it_is_learnt_fr
         assert [one.indices for one in run] == expected
 
 
-def test_ranks_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compare_their_plans() -> None:
     def noted(max_tokens: int | None) -> list[str]:
         engine: Any = SimpleNamespace(ledger=Ledger())
         lengths = [(1, 9)] * 6
@@ -92,9 +88,6 @@ def test_ranks_compare_their_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(noted(None)) == 2
     assert noted(None) == noted(None)
     assert not {*noted(None)} & {*noted(60)}
-    monkeypatch.setattr(Ranks, "gather", lambda _, kind, own: [own, own, ["other", own[1]]])
-    with pytest.raises(DisagreementError, match="Rank 2 planned"):
-        rl.score(nn.Embedding(VOCAB, VOCAB), rl.Rollouts(rolled_out([(1, 9)]), Ranks(count=3)))
 
 
 def padded_tokens(microbatch: rl.Microbatch) -> int:
@@ -102,24 +95,12 @@ def padded_tokens(microbatch: rl.Microbatch) -> int:
     return largest * len(microbatch.rollouts)
 
 
-def test_the_most_tokens_of_a_microbatch_and_rows_are_packed_where_that_takes_less_time() -> None:
+def test_the_most_tokens_of_a_microbatch() -> None:
     for options in ({}, {"max_tokens": 20}, {"max_tokens": 1000, "cost": "tokens"}):
         # As many as the longest one, which has to fit anyway; padding all of them would cost 120.
         rollouts = on_rank(0, 1, [(2, 8), (2, 8), (2, 8), (2, 28)], **options)
         found = [padded_tokens(one) for one in rollouts.microbatches()]
         assert found == [30, 30]
-    lengths = [(1, 99), *[(1, 9)] * 10]
-    for cost, keeps_apart, packs in (
-        (quadratic(constant=100), True, True),
-        (quadratic(constant=100), False, False),
-        (
-            quadratic(constant=0, dense=True),
-            True,
-            False,
-        ),  # attention over all of a row costs more than padding
-    ):
-        rollouts = on_rank(0, 1, lengths, keeps_apart=keeps_apart, cost=cost, max_tokens=200)
-        assert rollouts.microbatches()[0].packs == packs
 
 
 def test_rollouts_are_a_sequence_which_may_be_empty() -> None:
@@ -128,8 +109,7 @@ def test_rollouts_are_a_sequence_which_may_be_empty() -> None:
     assert rollouts.plan == [[], [], []]
     updates = list(rollouts.updates(3, 4))
     assert updates == []
-    found = rl.score(nn.Identity(), on_rank(0, 1, []))
-    assert found == []
+    rl.score(nn.Identity(), on_rank(0, 1, []), into="logprobs")
     rollouts = on_rank(0, 1, [(1, 1), (1, 2), (1, 3)])
     found = [one.response_length for one in rollouts[1:]]
     assert found == [2, 3]
@@ -156,17 +136,15 @@ SCORED: list[tuple[Any, bool]] = [
 @pytest.mark.parametrize(("make", "packs"), SCORED)
 def test_scores_are_those_of_each_roll_out_alone(make: Any, packs: bool) -> None:
     model = make().train()
-    rollouts = rl.Rollouts(
-        rolled_out(SEVERAL), max_tokens=40, keeps_apart=packs, cost=quadratic(constant=1e6)
-    )
+    rollouts = rl.Rollouts(rolled_out(SEVERAL), max_tokens=40, keeps_apart=packs)
     assert rollouts.microbatches()[0].packs == packs
-    scores = rl.score(model, rollouts, temperature=1.0, into="logprobs")
+    rl.score(model, rollouts, temperature=1.0, into="logprobs")
     assert model.training
     with torch.no_grad():
-        for one, values in zip(rollouts, scores, strict=True):
+        for one in rollouts:
+            values = one.logprobs
+            assert values is not None
             assert values.shape == (one.response_length,)
-            assert one.logprobs is not None
-            assert torch.equal(one.logprobs, values)
             # Logits of size 1 through two layers in fp32.
             expected = logprobs_alone(model.eval(), one)
             torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
@@ -175,86 +153,27 @@ def test_scores_are_those_of_each_roll_out_alone(make: Any, packs: bool) -> None
 def test_temperature() -> None:
     model = own_model()
     rollouts = rl.Rollouts(rolled_out(SEVERAL))
-    cold = rl.score(model, rollouts, temperature=0.5)
+    rl.score(model, rollouts, temperature=0.5, into="logprobs")
     with torch.no_grad():
         one = rollouts[0]
         output = model(one.tokens[None])
         logits = output[0] / 0.5
         expected = logits.log_softmax(-1)[one.prompt_length - 1 : -1].gather(1, one.response[:, None])[:, 0]
-    torch.testing.assert_close(cold[0], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(one.logprobs, expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="temperature=0"):
-        rl.score(model, rollouts, temperature=0)
+        rl.score(model, rollouts, temperature=0, into="logprobs")
 
 
 def test_a_reference_model_must_be_frozen() -> None:
     model = own_model()
     rollouts = rl.Rollouts(rolled_out(SEVERAL))
-    with pytest.raises(ValueError, match=r"'embed.weight' of this one trains.*requires_grad_\(False\)"):
+    with pytest.raises(ValueError, match=r"this one trains.*requires_grad_\(False\)"):
         rl.score(model, rollouts, into="ref_logprobs")
     with pytest.raises(ValueError, match="into='reference'"):
         rl.score(model, rollouts, into="reference")  # type: ignore[arg-type]
     rl.score(model.requires_grad_(False), rollouts, into="ref_logprobs")
     for one in rollouts:
         assert one.ref_logprobs is not None
-
-
-NUMBERS = st.floats(allow_nan=False, width=32)
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.tuples(inner, inner)
-        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
-
-
-@st.composite
-def some_rollouts(draw: st.DrawFn) -> Rollout:
-    prompt = draw(st.integers(1, 4))
-    response = draw(st.integers(0, 5))
-    scores = st.none() | st.lists(NUMBERS, min_size=response, max_size=response)
-    tokens = draw(
-        st.lists(st.integers(0, 2**40), min_size=prompt + response, max_size=prompt + response),
-    )
-    reward = draw(st.floats(allow_nan=False))
-    group = draw(st.integers() | st.text(max_size=4))
-    advantage = draw(st.none() | st.floats(allow_nan=False))
-    return Rollout(
-        tokens,
-        prompt,
-        reward,
-        group,
-        advantage=advantage,
-        logprobs=draw(scores),
-        ref_logprobs=draw(scores),
-        metadata=draw(st.dictionaries(st.text(max_size=3), PLAIN, max_size=3)),
-    )
-
-
-def same(one: Rollout, other: Rollout) -> bool:
-    plain = ("prompt_length", "reward", "group", "advantage", "metadata")
-    for name in ("tokens", "logprobs", "ref_logprobs"):
-        a = getattr(one, name)
-        b = getattr(other, name)
-        if (a is None) != (b is None) or (a is not None and not (a.dtype == b.dtype and torch.equal(a, b))):
-            return False
-    return all(getattr(one, name) == getattr(other, name) for name in plain)
-
-
-def sent(rollouts: list[Rollout]) -> list[Rollout]:
-    """What a rank has of its own roll-outs after the exchange."""
-    (share,) = Ranks().gather("exchange", [vars(one) for one in rollouts])
-    return [Rollout(**fields) for fields in share]
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(some_rollouts(), max_size=4))
-def test_rollouts_are_what_they_were_after_the_way(rollouts: list[Rollout]) -> None:
-    there = sent(rollouts)
-    assert len(there) == len(rollouts)
-    assert all(map(same, rollouts, there))
 
 
 def test_what_a_rollout_holds() -> None:
@@ -265,7 +184,7 @@ def test_what_a_rollout_holds() -> None:
         tokens,
         1,
         reward,
-        np.int64(7),  # type: ignore[arg-type]
+        7,
         logprobs=logprobs,
     )
     assert one.tokens.dtype == torch.int64
@@ -273,38 +192,28 @@ def test_what_a_rollout_holds() -> None:
     assert one.response_length == 2
     assert len(one) == 3
     assert type(one.reward) is float
-    assert type(one.group) is int
     assert one.logprobs is not None
     assert one.logprobs.dtype == torch.float32
     assert not one.logprobs.requires_grad
-    assert repr(one) == "Rollout(1 + 2 tokens, reward=2.0, group=7, advantage=None)"
     rollout = Rollout([1, 2], 2)
     assert rollout.response_length == 0
 
 
-def test_rewards_that_are_not_finite_travel_and_what_is_wrong_is_said() -> None:
-    rollouts = [Rollout([1], 1, math.inf), Rollout([1], 1, math.nan)]
-    there = sent(rollouts)
-    assert there[0].reward == math.inf
-    assert math.isnan(there[1].reward)
+def test_what_no_rollout_can_be() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tokens": [[1, 2]]}, r"output\[0, :length\] \(one row of integers"),
         ({"tokens": [0.5, 1.0]}, "one row of integers"),
-        ({"prompt_length": 0}, "at least one token"),
-        ({"prompt_length": 4}, "prompt_length=4 of 3 tokens"),
-        ({"logprobs": [0.0, 0.0, 0.0]}, r"logprobs .* shape \[3\], and its response has 2"),
+        ({"prompt_length": 0}, "prompt of at least one token"),
+        ({"prompt_length": 4}, r"shape \[3\] .* prompt_length=4"),
         ({"group": (1, 2)}, "group=int"),
     ]
     usual: dict[str, Any] = {"tokens": [1, 2, 3], "prompt_length": 1}
     assert_refused(lambda wrong: Rollout(**usual | wrong), cases, (ValueError, TypeError))
-    with pytest.raises(TypeError, match=r"`object` cannot be sent to other ranks\. Use numbers, text"):
-        sent([Rollout([1], 1, metadata={"own": [object()]})])
 
 
 def test_a_view_is_sent_without_the_rest_of_its_tensor() -> None:
     many = torch.zeros(1000, 1000)
     row = many[3, :4]
-    (there,) = Ranks().gather("exchange", {"row": row, "number": np.float64(0.5)})
+    (there,) = Ranks().gather("exchange", {"row": row})
     found = there["row"].untyped_storage().nbytes()
     assert found == 16
-    assert type(there["number"]) is float
