@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
             max_length=chosen.max_length,
             repetitions=1,
         )
-        steps = (WARM_UP, WARM_UP + chosen.minibatches - 1)
+        steps = range(WARM_UP, WARM_UP + chosen.minibatches)
         outcome = Outcome(Workload(options))
 
         def recorders(run: Combination, _: int) -> list[TimelineRecorder]:

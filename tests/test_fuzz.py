@@ -2,66 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from pathlib import Path
-from typing import Any
 
-import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_odc.callbacks.timeline.chrome_trace import FORMAT, decode, encode
-from lightning_odc.callbacks.timeline.spans import RankTimeline, Span, Timeline
 from lightning_odc.engine.transports.base import UnitSpec, WindowSpec
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
-    max_leaves=8,
-)
-
-TRACE = json.loads(encode(Timeline([RankTimeline(0, "host", [Span("read", 1, 2, {"unit": "a"})])], 1, "odc")))
-
-
-def paths(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something stands in a JSON value."""
-    if isinstance(value, dict):
-        inner = value.items()
-    elif isinstance(value, list):
-        inner = enumerate(value)
-    else:
-        inner = ()
-    return [before, *(path for key, one in inner for path in paths(one, (*before, key)))]
-
-
-def with_other(value: Any, path: tuple[Any, ...], other: Any) -> Any:
-    """A copy with something else at one place."""
-    if not path:
-        return other
-    if isinstance(value, dict):
-        copy = dict(value)
-    else:
-        copy = list(value)
-    copy[path[0]] = with_other(value[path[0]], path[1:], other)
-    return copy
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.sampled_from(paths(TRACE)), JSON)
-def test_a_trace_with_anything_anywhere(path, other):
-    content = json.dumps(with_other(TRACE, path, other)).encode()
-    with contextlib.suppress(ValueError):
-        assert isinstance(decode(content), Timeline)
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"[" * 100_000, b"\xff\xfe", b'{"otherData": {"format": "%s"}}' % FORMAT.encode()]
-)
-def test_a_trace_that_is_none(content):
-    with pytest.raises(ValueError):  # noqa: PT011 - JSON's own, or ours
-        decode(content)
 
 
 @given(

@@ -349,10 +349,10 @@ def fit(name, steps, communication="on_demand", callbacks=()):
 STEPS = 3
 timelines, rows = {}, []
 for communication in ("collective", "on_demand"):
-    recorder = TimelineRecorder(f"runs/{communication}/timeline", steps=(4, 5))
+    recorder = TimelineRecorder(f"runs/{communication}/timeline", steps=range(4, 6))
     fit(communication, STEPS, communication, [recorder])
     title = communication.replace("_", " ")
-    timelines[title] = load_timeline(recorder.trace_path)
+    timelines[title] = load_timeline(recorder.dirpath / "timeline.json")
 
     def logged(name):
         return read_log(f"runs/{communication}/log", name)

@@ -72,7 +72,7 @@ class Recorded:
     def __init__(self, ranks: Sequence[Protocol]) -> None:
         self._ranks = ranks
         self._tracers = [Tracer() for _ in ranks]
-        self.timeline = Timeline([], len(ranks))
+        self.timeline = Timeline([])
 
     def __enter__(self) -> Recorded:
         self._began = time.monotonic_ns()
@@ -86,4 +86,4 @@ class Recorded:
             rank.listen(None)
             spans = [Span(kind, a - self._began, b - self._began, more) for kind, a, b, more in tracer.spans]
             timelines.append(RankTimeline(number, "", spans))
-        self.timeline = Timeline(timelines, len(self._ranks))
+        self.timeline = Timeline(timelines)

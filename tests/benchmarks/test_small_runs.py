@@ -134,7 +134,7 @@ def test_a_step_begins_with_its_first_rank_and_idle_is_a_share_of_all_ranks() ->
     )
     moved = spans("read", (25, 30)) + spans("add", (31, 40))
     busy = RankTimeline(1, "here", spans("minibatch", (20, 110)) + spans("forward", (20, 50)) + moved)
-    timeline = Timeline([waiting, busy], 2)
+    timeline = Timeline([waiting, busy])
     (step,) = minibatches(timeline)
     assert step["seconds"] == pytest.approx(0.1)
     assert step["idle"] == pytest.approx((10 + 9 + 10) / 200)

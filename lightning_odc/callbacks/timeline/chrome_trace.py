@@ -14,22 +14,18 @@ from typing import Any
 from lightning_odc.callbacks.timeline.spans import COLLECTIVES, RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
 
-FORMAT = "lightning-odc timeline 2"
+FORMAT = "lightning-odc timeline 3"
 
-# Attributes that are facts in the file.
-_RUN = ("strategy", "world_size", "waiting_seen")
-_RANK = ("rank", "host", "dropped")
 _THREADS = ("computing", "communicating", "waiting")
 _COMMUNICATIONS = COLLECTIVES | {"read", "add", "settle", "publish"}
 
 
 def encode(timeline: Timeline) -> bytes:
     """The content of a trace file."""
-    ranks = [{name: getattr(rank, name) for name in _RANK} for rank in timeline.ranks]
-    about = {name: getattr(timeline, name) for name in _RUN}
+    ranks = [{"rank": rank.rank, "host": rank.host} for rank in timeline.ranks]
     trace = {
         "displayTimeUnit": "ms",
-        "otherData": {"format": FORMAT, **about, "ranks": ranks},
+        "otherData": {"format": FORMAT, "waiting_seen": timeline.waiting_seen, "ranks": ranks},
         "traceEvents": [event for rank in timeline.ranks for event in _events(rank)],
     }
     return json.dumps(trace, separators=(",", ":"), default=str).encode()
@@ -58,30 +54,22 @@ def _events(rank: RankTimeline) -> Iterator[dict[str, Any]]:
         }
 
 
-def decode(content: bytes) -> Timeline:
-    """The timeline in a trace file."""
-    try:
-        trace = json.loads(content)
-        about = trace.get("otherData")
-        if not isinstance(about, dict) or about.get("format") != FORMAT:
-            raise ValueError(f"this is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
-        spans: dict[int, list[Span]] = {one["rank"]: [] for one in about["ranks"]}
-        for event in trace["traceEvents"]:
-            if event["ph"] == "X":
-                begin = round(event["ts"] * 1000)
-                end = begin + round(event["dur"] * 1000)
-                spans[event["pid"]].append(Span(event["name"], begin, end, event["args"]))
-        ranks = [RankTimeline(spans=spans[one["rank"]], **one) for one in about["ranks"]]
-        return Timeline(ranks, **{name: about[name] for name in _RUN})
-    except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"this trace is damaged: {type(error).__name__}: {error}") from error
-
-
 def load_timeline(path: str | Path) -> Timeline:
     """Read a trace file that `TimelineRecorder` wrote.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it was written by something else.
+        ValueError: it was written by something else, or by another version.
     """
-    return decode(Path(path).read_bytes())
+    trace = json.loads(Path(path).read_bytes())
+    about = trace.get("otherData", {})
+    if about.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a trace that TimelineRecorder wrote: its format is not {FORMAT!r}")
+    spans: dict[int, list[Span]] = {one["rank"]: [] for one in about["ranks"]}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            begin = round(event["ts"] * 1000)
+            end = begin + round(event["dur"] * 1000)
+            spans[event["pid"]].append(Span(event["name"], begin, end, event["args"]))
+    ranks = [RankTimeline(one["rank"], one["host"], spans[one["rank"]]) for one in about["ranks"]]
+    return Timeline(ranks, about["waiting_seen"])

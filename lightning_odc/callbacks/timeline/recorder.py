@@ -6,7 +6,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import lightning.pytorch as pl
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import files
-from lightning_odc.arguments import Count, Like, checked
+from lightning_odc.arguments import Like, checked
 from lightning_odc.callbacks.timeline.chrome_trace import encode
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline, machine, with_collective_waits
 from lightning_odc.data.minibatch import token_count
@@ -25,18 +25,7 @@ from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.strategy.odc import ODCStrategy
 
-Steps = Annotated[
-    range | tuple[int, int],
-    Like("range(10, 13), or (10, 12) for the same", lambda steps: min(_as_range(steps), default=-1) >= 0),
-]
-T = TypeVar("T")
-
-
-def _as_range(steps: range | tuple[int, int]) -> range:
-    if isinstance(steps, range):
-        return steps
-    first, last = steps
-    return range(first, last + 1)
+Steps = Annotated[range, Like("range(10, 13)", lambda steps: min(steps, default=-1) >= 0)]
 
 
 @checked
@@ -53,60 +42,39 @@ class TimelineRecorder(Callback):
     the first and the last step, recording sends no message between ranks.
 
     Args:
-        dirpath: Where to write; made if it does not exist. Use one directory per run. If a rank cannot write to it, a
-            warning says so when the fit begins, and nothing is recorded.
-        steps: Optimizer steps to record, counted from 0 like ``trainer.global_step``: a ``range``, or
-            ``(first, last)``, both included. By default all, until ``capacity`` is reached.
-        capacity: The most spans that a rank keeps, of about 400 bytes each; later ones are counted and dropped.
+        dirpath: Where to write; made if it does not exist. Use one directory per run.
+        steps: Optimizer steps to record, counted from 0 like ``trainer.global_step``. By default all, until a rank has
+            100,000 spans of about 400 bytes; later ones are dropped.
 
     Attributes:
         timeline: The recording, on rank 0 after the fit.
 
     Raises:
-        ValueError: Invalid steps, or an invalid capacity.
+        ValueError: Invalid steps.
+        OSError: The directory cannot be made, when the fit begins.
     """
 
-    def __init__(self, dirpath: str | Path, steps: Steps | None = None, *, capacity: Count = 100_000) -> None:
+    def __init__(self, dirpath: str | Path, steps: Steps | None = None) -> None:
         self.dirpath = Path(dirpath)
-        self.steps: range | None = None
-        if steps is not None:
-            self.steps = _as_range(steps)
-        self.capacity = capacity
+        self.steps = steps
         self.timeline: Timeline | None = None
         self._recording: Recording | None = None
 
-    @property
-    def trace_path(self) -> Path:
-        """Where the merged trace is written."""
-        return self.dirpath / "timeline.json"
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.timeline = None
-        for rank, problem in enumerate(_exchange(files.check_directory(self.dirpath))):
-            if problem:
-                rank_zero_warn(
-                    f"TimelineRecorder cannot write to {str(self.dirpath)!r} on rank {rank}, so nothing is recorded: "
-                    f'{problem}. Name a directory that every rank may write to: TimelineRecorder("timelines").'
-                )
-                return
-        # Ranks have just left the exchange above, at nearly the same moment: that is the beginning. Those of a machine
-        # share its clock.
-        here = machine()
-        origin = next(moment for place, moment in _exchange((here, time.monotonic_ns())) if place == here)
+        self.dirpath.mkdir(parents=True, exist_ok=True)
         self._rank_path(trainer).unlink(missing_ok=True)
         strategy = trainer.strategy
-        title = type(strategy).__name__
         waiting_seen = trainer.world_size == 1
         engine = None
         called: nn.Module = pl_module  # its call is a microbatch
         if isinstance(strategy, ODCStrategy):
             assert strategy.model is not None
-            title += f", {strategy.communication}"
             waiting_seen |= strategy.communication != "collective"
             engine = strategy.engine
             called = strategy.model
-        run = Timeline([], trainer.world_size, title, waiting_seen)
-        self._recording = Recording(run, origin, self.capacity, engine, called)
+        run = Timeline([], waiting_seen)
+        self._recording = Recording(run, _beginning(trainer.world_size), engine, called)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recording is not None:
@@ -146,7 +114,12 @@ class TimelineRecorder(Callback):
         if recording is None:
             return
         recording.release()
-        ranks = _exchange(recording.of_rank(trainer.global_rank), to_all=False)
+        ranks = [recording.of_rank(trainer.global_rank)] * trainer.world_size
+        if trainer.world_size > 1:
+            of_all = None
+            if trainer.is_global_zero:
+                of_all = ranks
+            dist.gather_object(ranks[0], of_all)
         if not trainer.is_global_zero:
             return
         timeline = with_collective_waits(replace(recording.run, ranks=ranks))
@@ -157,7 +130,7 @@ class TimelineRecorder(Callback):
             )
             return
         self.timeline = timeline
-        self._write(self.trace_path, timeline)
+        self._write(self.dirpath / "timeline.json", timeline)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -190,12 +163,11 @@ class Recording(Tracer):
     def __init__(
         self,
         run: Timeline,  # without ranks
-        origin_ns: int,  # the beginning by this rank's clock
-        capacity: int,
+        beginning: int,  # nanoseconds of this rank's clock
         engine: Engine | None,
         module: nn.Module,
     ) -> None:
-        super().__init__(capacity)
+        super().__init__()
         self.run = run
         self.step: int | None = None  # the optimizer step that is being recorded, if one is
         self._engine = engine  # which traces what it does; ``None`` to go by Lightning's hooks alone
@@ -206,7 +178,7 @@ class Recording(Tracer):
         self._phase = ""  # by the hooks, without an engine
         self._phase_began = 0
         self._hook: RemovableHandle | None = None
-        self._shift = origin_ns
+        self._beginning = beginning
         self._step_began = 0
         self.gap_began = time.monotonic_ns()  # since when the next batch is loaded, or validation runs
 
@@ -284,9 +256,9 @@ class Recording(Tracer):
 
     def of_rank(self, rank: int) -> RankTimeline:
         """This rank's timeline so far."""
-        shift = self._shift
+        shift = self._beginning
         spans = [span._replace(begin=span.begin - shift, end=span.end - shift) for span in self.spans]
-        return RankTimeline(rank, socket.gethostname(), spans, self.dropped)
+        return RankTimeline(rank, socket.gethostname(), spans)
 
     def _see_input(self, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         """What the next forward pass gets; what modules inside it get is not counted."""
@@ -294,15 +266,11 @@ class Recording(Tracer):
             self._tokens = token_count(inputs[0])
 
 
-def _exchange(item: T, to_all: bool = True) -> list[T]:
-    """Every rank's item, in rank order, on all ranks or on rank 0; this rank's alone without a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [item]
-    items = [item] * dist.get_world_size()
-    if to_all:
-        dist.all_gather_object(items, item)
-    elif dist.get_rank() == 0:
-        dist.gather_object(item, items)
-    else:
-        dist.gather_object(item)
-    return items
+def _beginning(world_size: int) -> int:
+    """When the fit began, by this rank's clock, which ranks of a machine share. All ranks together."""
+    here = machine()
+    now = (here, time.monotonic_ns())
+    moments = [now] * world_size
+    if world_size > 1:  # all have the message at nearly the same moment: that is the beginning
+        dist.all_gather_object(moments, now)
+    return next(moment for place, moment in moments if place == here)

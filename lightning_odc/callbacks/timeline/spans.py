@@ -31,13 +31,11 @@ class RankTimeline:
         rank: its number.
         host: the machine it ran on.
         spans: Spans in nanoseconds since the beginning of the run.
-        dropped: spans that found no place.
     """
 
     rank: int
     host: str
     spans: list[Span]
-    dropped: int = 0
 
     def of(self, *kinds: str) -> list[Span]:
         """The spans of these kinds."""
@@ -67,15 +65,11 @@ class Timeline:
     """What the ranks of one run did when.
 
     Attributes:
-        ranks: Ranks in order; some are missing if they died before they wrote anything.
-        world_size: how many ranks there were.
-        strategy: how they trained, for people.
+        ranks: Ranks in order. What a rank writes after an error has itself alone.
         waiting_seen: whether waits for other ranks are among the spans.
     """
 
     ranks: list[RankTimeline]
-    world_size: int
-    strategy: str = ""
     waiting_seen: bool = True
 
     @property
