@@ -168,7 +168,7 @@ class MinibatchRecorder(Callback):
         before = self._before
         done = _spent(trainer, now)
         meetings = self._watch.take_meetings()
-        done.meetings = self._watch.read(meetings, wait=True) or []
+        done.meetings = self._watch.read(meetings)
         if before is None:
             return
         done.loss_sum, done.tokens = self._loss

@@ -122,8 +122,12 @@ class MapSchedule:
         if not recipe.counts_alike:  # else nothing may cut it
             samples = Rereader(indices, partial(self._read_again, epoch), self._typical)
         lengths = self._lengths.values[indices]
-        rows = self.epochs.planner.collation.rows(lengths.tolist())
-        detail = MicrobatchFacts(rows, (recipe.options.seed, epoch, indices[0], 1), samples)
+        collation = self.epochs.planner.collation
+        tokens = None  # where rows are equally long anyway, nothing shows that lengths count tokens
+        if collation.fixed is None:
+            tokens = int(lengths.sum())
+        seed = (recipe.options.seed, epoch, indices[0], 1)
+        detail = MicrobatchFacts(collation.rows(lengths), seed, samples, tokens=tokens)
         planned = None
         if recipe.counts_as_planned:
             planned = recipe.sample_weights(lengths)

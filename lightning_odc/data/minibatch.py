@@ -50,6 +50,7 @@ class MicrobatchFacts(NamedTuple):
     samples: Rereader | None = None  # the samples, where they can be read again
     # How many samples ``collate_fn`` has made; `None`: as many as planned, as far as is known.
     ran: int | None = None
+    tokens: int | None = None  # the sum of the lengths of its samples, without padding
 
     @property
     def sample_count(self) -> int:
@@ -241,11 +242,12 @@ def token_count(batch: Any) -> int | None:
     return _sum_over(batch, count)
 
 
-def real_token_count(batch: Any) -> Tensor | int | None:
+def real_token_count(batch: Any, facts: MicrobatchFacts | None = None) -> Tensor | int | None:
     """Tokens of a batch without padding; a tensor on its device where it counts them there.
 
     Unknown where nothing tells which tokens are padding. An ``attention_mask`` tells it, and so do the bounds of a
-    packed row. With ``labels`` alone, padding is what stands behind the last label that counts. One row has none.
+    packed row, and the lengths of a loader's plan if they explain how many tokens the batch has. With ``labels``
+    alone, padding is what stands behind the last label that counts. One row has none.
     """
 
     def count(microbatch: Any) -> Tensor | int | None:
@@ -255,6 +257,8 @@ def real_token_count(batch: Any) -> Tensor | int | None:
         mask = named(microbatch, "attention_mask")
         if mask is not None and mask.numel() == cells:
             return mask.sum()
+        if facts is not None and facts.tokens is not None and sum(facts.lengths) == cells:
+            return facts.tokens
         labels = named(microbatch, "labels")
         if labels is not None and labels.dim() == 2 and labels.numel() == cells:
             counts = labels != IGNORE_INDEX

@@ -167,7 +167,11 @@ class StreamSchedule(IterableDataset[Minibatch]):
             for number, indices in enumerate(plan.microbatches[self._rank]):
                 seed = options.seed, self._epoch, step, indices[0]
                 seed_rng(*seed)
-                detail = MicrobatchFacts(recipe.info.collation.rows(lengths[indices]), (*seed, 1))
+                rows = recipe.info.collation.rows(lengths[indices])
+                total = None
+                if recipe.info.collation.fixed is None:
+                    total = int(lengths[indices].sum())
+                detail = MicrobatchFacts(rows, (*seed, 1), tokens=total)
                 planned = None
                 if recipe.counts_as_planned:
                     planned = recipe.sample_weights(lengths[indices])

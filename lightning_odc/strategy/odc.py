@@ -26,7 +26,7 @@ from lightning_odc.balance.arrays import Cap
 from lightning_odc.data.convert import check_single, is_minibatch, only, placed_as
 from lightning_odc.data.lengths import LengthFunction
 from lightning_odc.data.loader import BalancedDataLoader, Packing
-from lightning_odc.data.minibatch import INSIDE, Minibatch, NotUnrolledError
+from lightning_odc.data.minibatch import INSIDE, MicrobatchFacts, Minibatch, NotUnrolledError
 from lightning_odc.data.plan import Weighting
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import advise, refuse_optimizers
@@ -310,6 +310,11 @@ class ODCStrategy(ReducingStrategy):
         if args and isinstance(args[0], Minibatch):
             self._hold_signals(meeting=True)
         return self._training.step(*args, **kwargs)
+
+    def facts_of(self, batch: object) -> MicrobatchFacts | None:
+        """What a loader knows about the microbatch that runs in ``training_step``, if it is this one."""
+        assert self._training is not None
+        return self._training.facts_of(batch)
 
     def optimizer_step(
         self,

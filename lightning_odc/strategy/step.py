@@ -38,7 +38,7 @@ from torch import Tensor
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.data.content import digest_of
 from lightning_odc.data.convert import check_samplers
-from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch
 from lightning_odc.data.model_cost import causal_model, cost_of_model
 from lightning_odc.data.weighting import LabelCounter, Rule
 from lightning_odc.errors import ODCError
@@ -188,6 +188,13 @@ class Training(Door):
         totals = self._logbook.take()
         flush((total for total in totals if total.name not in self._logged.names), self._module)
         return self._runner.batch.output()
+
+    def facts_of(self, batch: object) -> MicrobatchFacts | None:
+        """What a loader knows about the microbatch that runs, if it is this one."""
+        attempt = self._runner.batch.attempt
+        if attempt is None or attempt.batch is not batch:
+            return None
+        return attempt.task.detail
 
     def run_backward(self, loss: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
         """Every backward pass, which ``run`` runs; see Note [The last backward belongs to Lightning]."""

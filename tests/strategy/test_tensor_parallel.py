@@ -152,7 +152,7 @@ def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
     found = (reduced + 1).tolist()
     assert found == [3.0] * 3
     dist.all_reduce(torch.ones(3), group=group)
-    later, at_once = watch.read(watch.take_meetings(), True)
+    later, at_once = watch.read(watch.take_meetings())
     assert later.ahead >= 1e8 > at_once.ahead == 0
     assert watch.complete
     torch.compile(torch.sin, backend=lambda graph, _: (compiled.append(graph), graph.forward)[1])(
@@ -161,7 +161,7 @@ def test_a_rank_waits_in_a_collective_from_when_it_needs_the_result(rank):
     assert compiled, "watching keeps modules from being compiled"
     dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
     assert not watch.complete
-    assert not watch.read(watch.take_meetings(), True)
+    assert not watch.read(watch.take_meetings())
     watch.begin_batch()  # the one before it was left out, and had no end
     watch.interrupt()
     dist.all_reduce(torch.ones(3), group=group)  # not in training

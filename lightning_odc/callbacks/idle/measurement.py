@@ -5,18 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeGuard, cast
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_odc.callbacks.idle.channels import Channel, Round
+from lightning_odc.callbacks.idle.channels import Channel
 from lightning_odc.callbacks.idle.sampling import CudaProfile, SampledWatch
 from lightning_odc.callbacks.idle.sources import (
     CollectiveWatch,
@@ -24,6 +26,7 @@ from lightning_odc.callbacks.idle.sources import (
     GradientWatch,
     GroupWatch,
     ShardedWatch,
+    StreamWait,
     StreamWaits,
     StreamWatch,
     Watch,
@@ -38,12 +41,14 @@ from lightning_odc.callbacks.idle.summary import (
     resolve,
 )
 from lightning_odc.callbacks.timeline.spans import Passage, machine
-from lightning_odc.data.minibatch import microbatches_of, real_token_count, sample_count, token_count
+from lightning_odc.data.minibatch import (
+    MicrobatchFacts,
+    microbatches_of,
+    real_token_count,
+    sample_count,
+    token_count,
+)
 from lightning_odc.strategy.odc import ODCStrategy
-
-_FEW = 64  # numbers that a rank can send per step
-_MANY = 12288  # the same, where every single collective is sent
-_PER_BATCH = 3  # more of them for every batch of a step: Lightning's broadcast before it
 
 
 def watch_for(
@@ -73,8 +78,9 @@ def watch_for(
     # Collectives of gloo are copies and waits of the host, not kernels.
     comparable = _meets_all(strategy) and "cuda:nccl" in dist.get_backend_config()
     assert channel is not None
-    profile = CudaProfile(strategy.root_device, waits.stream.mark)
-    return SampledWatch(waits, profile, channel.agree, comparable)
+    mark = waits.stream.mark
+    profile = CudaProfile(strategy.root_device, mark)
+    return SampledWatch(mark, profile, channel.agree, comparable)
 
 
 def _watch_on_demand(strategy: ODCStrategy, waits: StreamWaits | None) -> Watch:
@@ -115,19 +121,6 @@ def _meets_all(strategy: Strategy) -> bool:
     return _group_size(strategy) == 1
 
 
-def _channel_for(trainer: pl.Trainer) -> Channel:
-    strategy = trainer.strategy
-    most_batches = trainer.accumulate_grad_batches
-    for callback in cast(Any, trainer).callbacks:
-        if isinstance(callback, GradientAccumulationScheduler):
-            most_batches = max([most_batches, *callback.scheduling.values()])
-    capacity = _FEW
-    # On CPUs, these two have a watch that reports every collective.
-    if _on_cpu(strategy) and isinstance(strategy, ODCStrategy | ModelParallelStrategy):
-        capacity = _MANY
-    return Channel(trainer.world_size, capacity + _PER_BATCH * most_batches)
-
-
 class StepMeter:
     """Measures from one optimizer step to the next by the monotonic clock. Stands still at first."""
 
@@ -155,13 +148,13 @@ class StepMeter:
             }
             add_seconds(self._step.waits, since)
 
-    def count(self, batch: Any) -> None:
+    def count(self, batch: Any, facts: MicrobatchFacts | None = None) -> None:
         """A microbatch begins, or all of a rank's minibatch at once; ``None`` is no batch."""
         if self.running and batch is not None:
             self._step.microbatches += len(microbatches_of(batch))
             self._step.samples += _or_unknown(sample_count(batch))
             self._step.tokens += _or_unknown(token_count(batch))
-            self._step.real_tokens += _or_unknown(real_token_count(batch))
+            self._step.real_tokens += _or_unknown(real_token_count(batch, facts))
 
     def end_step(self) -> StepNumbers:
         """The numbers of the step that ends now; the next one begins."""
@@ -201,21 +194,19 @@ def on_outermost_calls(module: nn.Module, seen: Callable[[Any], None]) -> list[R
 
 @dataclass
 class _Step:
-    """An optimizer step of this rank that not all ranks are known to have measured."""
+    """An optimizer step of this rank, of which its device may still have to do a part."""
 
-    number: int
     numbers: StepNumbers
-    meetings: list[Any]  # those of its watch, which a device may not have passed yet
-    counted: Any = None  # the event by which a device has counted its tokens
-    sent: Round | None = None  # its numbers, on their way between the ranks
+    waits: list[StreamWait]  # of its host, on the stream of the device
+    passed: torch.cuda.Event | None  # the end of the step on that stream
 
 
 class IdleMeasurement:
     """Measures steps on this rank and learns every other rank's. Begin it on all ranks together."""
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, interval: int) -> None:
         strategy = trainer.strategy
-        self._channel = _channel_for(trainer)
+        self._channel = Channel(trainer.world_size)
         self._stream_waits: StreamWaits | None = None
         stream = compute_stream(strategy.root_device)
         if stream is not None:
@@ -226,7 +217,10 @@ class IdleMeasurement:
         self._group_size = _group_size(strategy)
         self._comparable = True
         self._global_step = trainer.global_step
-        self._steps: deque[_Step] = deque()  # whose numbers have not come from all ranks
+        self._interval = interval  # steps in a message
+        self._due = interval  # steps until the next one
+        self._steps: list[_Step] = []  # of the next one
+        self._sent: deque[Future[list[list[StepNumbers]]]] = deque()
         self._broadcasts: list[Passage] = []
         self._in_batch = False
         self._meter = StepMeter(self._waits)
@@ -241,7 +235,9 @@ class IdleMeasurement:
         self._calls: list[RemovableHandle] = []  # without them, a Lightning batch is a microbatch
         if isinstance(strategy, ODCStrategy):
             assert strategy.model is not None
-            self._calls = on_outermost_calls(strategy.model, self._meter.count)
+            self._calls = on_outermost_calls(
+                strategy.model, lambda batch: self._meter.count(batch, strategy.facts_of(batch))
+            )
         clock: str | None = None
         if _on_cpu(strategy):
             clock = machine()
@@ -271,19 +267,21 @@ class IdleMeasurement:
             return False
         self._global_step = global_step
         numbers = self._meter.end_step()
-        numbers.seen = not self.watch.samples
+        numbers.number = global_step - 1
+        numbers.meetings = self.watch.take_meetings()
         numbers.broadcasts, self._broadcasts = self._broadcasts, []
-        if self._stream_waits is not None:
-            numbers.waits |= self._stream_waits.take()
-        step = _Step(global_step - 1, numbers, self.watch.take_meetings())
-        self._steps.append(step)
-        if isinstance(numbers.real_tokens, Tensor) and self._stream_waits is not None:
-            numbers.real_tokens = numbers.real_tokens.to("cpu", non_blocking=True)
-            step.counted = self._stream_waits.stream.mark()
+        numbers.seen = not self.watch.samples
         if self.watch.samples:  # all ranks together; this takes time, which counts in no step
             self._meter.pause()
             self.watch.end_step(numbers)
             self._meter.resume()
+        step = _Step(numbers, [], None)
+        if self._stream_waits is not None:
+            step.waits = self._stream_waits.take()
+            step.passed = self._stream_waits.stream.mark()
+            numbers.waits |= dict.fromkeys(self._stream_waits.causes, 0.0)
+        self._steps.append(step)
+        self._due -= 1
         return True
 
     def pause(self) -> None:
@@ -293,22 +291,24 @@ class IdleMeasurement:
         self.watch.interrupt()
 
     def receive(self, wait: bool = False) -> Iterator[int]:
-        """Send what there is; yields the number of each step that is known of all ranks now.
+        """Send what is due; yields the number of each step that is known of all ranks now.
 
         With ``wait`` these are all steps. All ranks together.
         """
-        for step in self._steps:
-            if step.sent is None and not self._send(step, wait):
-                break
-        while self._steps:
-            sent = self._steps[0].sent
-            if sent is None or not (wait or sent.has_come):
-                break
-            ranks = sent.by_rank()
-            self._comparable = resolve(ranks, self._common_clock, self._group_size) and self._comparable
-            self.recent.add(ranks)
-            self.epoch.add(ranks)
-            yield self._steps.popleft().number
+        if self._steps and (wait or self._due <= 0):
+            finished = partial(self._finished, self._steps)
+            self._sent.append(self._channel.send(finished))
+            self._steps = []
+            if self._due <= 0:
+                self._due = self._interval
+        while self._sent and (wait or self._sent[0].done()):
+            by_rank = self._sent.popleft().result()
+            for ranks in zip(*by_rank, strict=True):
+                possible = resolve(ranks, self._common_clock, self._group_size)
+                self._comparable = self._comparable and possible
+                self.recent.add(ranks)
+                self.epoch.add(ranks)
+                yield ranks[0].number
 
     def release(self, trainer: pl.Trainer) -> None:
         """Leave everything as it was found."""
@@ -322,20 +322,17 @@ class IdleMeasurement:
         """What `recent` or `epoch` amounts to."""
         return summary.values(self.complete, per_rank, self._group_size)
 
-    def _send(self, step: _Step, wait: bool) -> bool:
-        """Send the numbers of a step, if its device has passed it."""
-        if step.counted is not None and not wait and not step.counted.query():
-            return False
-        meetings = self.watch.read(step.meetings, wait)
-        if meetings is None:
-            return False
-        step.numbers.meetings = meetings
-        if len(step.numbers.to_floats()) > self._channel.capacity:
-            step.numbers.meetings = []
-            step.numbers.broadcasts = []
-            self._comparable = False
-        step.sent = self._channel.send(step.numbers)
-        return True
+    def _finished(self, steps: list[_Step]) -> list[StepNumbers]:
+        """Their numbers, when the device has passed them. The thread of the channel calls this."""
+        for step in steps:
+            numbers = step.numbers
+            if step.passed is not None:
+                step.passed.synchronize()
+            for cause, begin, end in step.waits:
+                numbers.waits[cause] += begin.elapsed_time(end) / 1e3
+            numbers.meetings = self.watch.read(numbers.meetings)
+            numbers.real_tokens = float(numbers.real_tokens)
+        return [step.numbers for step in steps]
 
     def _see_gap(self, gap: Passage) -> None:
         """The next batch is fetched. Between two batches is Lightning's broadcast: see `DataClock`."""

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import lightning.pytorch as pl
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
@@ -42,8 +41,8 @@ class DeviceIdleMonitor(Callback):
       ``memory/ran_out``, microbatches so far that ran out of memory.
 
     The strategy decides which of them can be measured. The others are left out, never guessed. The page *Idle time* of
-    the documentation has the list. No rank waits in a step for a message of the monitor: the values of a step are
-    logged when those of all ranks have come, usually one step later, under its own number.
+    the documentation has the list. No rank waits in a step for a message of the monitor: ranks send one per row that is
+    logged, in a thread. The row is logged when all have come, usually one step later, under the number of its own step.
 
     Args:
         every_n_steps: Number of optimizer steps whose mean is logged; by default ``Trainer(log_every_n_steps=...)``.
@@ -71,14 +70,12 @@ class DeviceIdleMonitor(Callback):
         self.last_step: dict[str, float] = {}
         self.last_epoch: dict[str, float] = {}
         self._measurement: IdleMeasurement | None = None
-        self._refusing: list[Logger] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.last_step = {}
         self.last_epoch = {}
-        self._refusing = []
         with self._harmless(trainer):
-            self._measurement = IdleMeasurement(trainer, pl_module)
+            self._measurement = IdleMeasurement(trainer, pl_module, self._interval(trainer))
         self.communication = getattr(trainer.strategy, "communication", "")
         self.complete = True
         self._look_for_gaps(trainer)
@@ -153,9 +150,13 @@ class DeviceIdleMonitor(Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._release(trainer)
 
+    def _interval(self, trainer: pl.Trainer) -> int:
+        """Optimizer steps in a row that is logged; 0 for no rows."""
+        return self.every_n_steps or cast(Any, trainer).log_every_n_steps
+
     def _log_steps(self, trainer: pl.Trainer, measurement: IdleMeasurement, steps: Iterator[int]) -> bool:
         """Log whenever enough steps have come together; returns whether they ever had."""
-        interval = self.every_n_steps or cast(Any, trainer).log_every_n_steps
+        interval = self._interval(trainer)
         logged = False
         for step in steps:
             if interval and measurement.recent.steps >= interval:
@@ -167,18 +168,15 @@ class DeviceIdleMonitor(Callback):
         return logged
 
     def _write(self, trainer: pl.Trainer, values: dict[str, float], step: int) -> None:
-        """Hand the values to every logger; one that fails is reported once and gets no more."""
+        """Hand the values to every logger. One that fails does not end the training."""
         if not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            if logger in self._refusing:
-                continue
             try:
                 logger.log_metrics(dict(values), step=step)
             except Exception as error:
-                self._refusing.append(logger)
                 rank_zero_warn(
-                    f"{type(logger).__name__} cannot log what DeviceIdleMonitor measures, so it gets no more of it: "
+                    f"{type(logger).__name__} cannot log what DeviceIdleMonitor measures: "
                     f"{type(error).__name__}: {error}"
                 )
 

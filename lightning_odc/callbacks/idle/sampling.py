@@ -36,8 +36,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from lightning_odc._compat import profiler_is_running
-from lightning_odc.callbacks.idle.sources import StreamWaits, Watch
-from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, StepNumbers, add_seconds
+from lightning_odc.callbacks.idle.sources import Watch
+from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, StepNumbers
 from lightning_odc.callbacks.timeline.spans import covered
 
 _COST = 0.01  # of the time, for samples
@@ -182,15 +182,14 @@ class SampledWatch(Watch):
 
     def __init__(
         self,
-        waits: StreamWaits,
+        mark: Callable[[], torch.cuda.Event],  # the moment at which the device has done all work so far
         profile: CudaProfile,
         agree: Callable[[Any], list[Any]],  # returns every rank's item, in rank order
         comparable: bool = True,  # every collective is one of all ranks
     ) -> None:
         # It stays complete while all ranks run the same collectives, and their profilers work: ``why`` not.
         super().__init__(complete=comparable)
-        self._waits = waits
-        self._mark = waits.stream.mark
+        self._mark = mark
         self._profile = profile
         self._agree = agree
         self._steps = 0  # that have ended
@@ -211,13 +210,10 @@ class SampledWatch(Watch):
             self._finish(numbers, self._begin)
         elif self._running:
             self._begin = self._mark()
-            self._waits.forget()  # those of the steps before, which the device has not passed yet
         elif not self.why and self._steps >= self._due:
             began = time.monotonic()
             self._together(self._start)
             self._cost = time.monotonic() - began
-        if numbers.seen:  # the device has passed all of them
-            add_seconds(numbers.waits, self._waits.take())
 
     def interrupt(self) -> None:
         """The steps that are profiled now are not like others. Later ones are looked at, each time later."""

@@ -11,17 +11,16 @@ but not before the host has recorded it. So from A to B the stream had nothing t
     device   |kernels ..................|. nothing to do .....|kernels
                                         A                     B        5 ms idle, while the host waited for 7
 
-Recording the events does not wait. They are read when they have passed, sometimes a step later.
+Recording the events does not wait. A thread reads them when the device has passed the step.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -64,15 +63,23 @@ def compute_stream(device: torch.device) -> ComputeStream | None:
     return ComputeStream(device)
 
 
+class StreamWait(NamedTuple):
+    """A wait of the host: between these events the stream had nothing to do."""
+
+    cause: IdleCause
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+
 class StreamWaits:
-    """Seconds in which a stream had nothing to do because its host waited. See Note [Idle on a stream]."""
+    """Notes when a stream had nothing to do because its host waited. See Note [Idle on a stream]."""
 
     def __init__(self, stream: ComputeStream) -> None:
         self.stream = stream
         self.counting = False  # whether waits that begin now count
         self.causes: set[IdleCause] = set()  # what can be waited for: without a wait it is zero, not unknown
         self._begun: list[tuple[IdleCause, torch.cuda.Event] | None] = []
-        self._ended: deque[tuple[IdleCause, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._ended: list[StreamWait] = []
 
     def enter(self, cause: IdleCause) -> None:
         """The host begins to wait. Waits may nest."""
@@ -87,24 +94,12 @@ class StreamWaits:
             return
         begun = self._begun.pop()
         if begun is not None:
-            cause, begin = begun
-            self._ended.append((cause, begin, self.stream.mark()))
+            self._ended.append(StreamWait(*begun, self.stream.mark()))
 
-    def take(self) -> dict[IdleCause, float]:
-        """Seconds by cause of the waits that the stream has passed since the last call. Does not wait."""
-        # What it has not passed yet counts in the step after: every step of every rank has its numbers at once.
-        seconds = dict.fromkeys(self.causes, 0.0)
-        while self._ended:
-            cause, begin, end = self._ended[0]
-            if not end.query():
-                break
-            self._ended.popleft()
-            seconds[cause] = seconds.get(cause, 0.0) + begin.elapsed_time(end) / 1e3
-        return seconds
-
-    def forget(self) -> None:
-        """Waits that have ended so far count no more."""
-        self._ended.clear()
+    def take(self) -> list[StreamWait]:
+        """The waits that have ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
 
 class Watch:
@@ -143,9 +138,8 @@ class Watch:
         meetings, self._meetings = self._meetings, []
         return meetings
 
-    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
-        """When this rank entered and left these collectives, in order."""
-        # Without ``wait`` the answer may be ``None``: the device has not come so far.
+    def read(self, taken: list[Any]) -> list[Passage]:
+        """When this rank entered and left these collectives, in order. The device has passed them."""
         return taken
 
     def end_step(self, numbers: StepNumbers) -> None:
@@ -189,16 +183,10 @@ class GradientWatch(Watch):
     def after_backward(self) -> None:
         self._meetings.append((self._entered, self._moment()))
 
-    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
+    def read(self, taken: list[Any]) -> list[Passage]:
         if self._stream is None:
             return [Passage(*moments) for moments in taken]
-        # Events are read when they have passed, without waiting for them. Those of different devices have no common
-        # clock, so a meeting is given by its duration alone.
-        for _, left in taken:
-            if wait:
-                left.synchronize()
-            elif not left.query():
-                return None
+        # Events of different devices have no common clock, so a meeting is given by its duration alone.
         return [Passage(-round(entered.elapsed_time(left) * 1e6), 0) for entered, left in taken]
 
     def release(self) -> None:
@@ -291,7 +279,7 @@ class GroupWatch(Watch, _compat.TorchDispatchMode):  # type: ignore[misc]
 
     interrupt = release = end_batch  # a batch that is left out has no end
 
-    def read(self, taken: list[Any], wait: bool) -> list[Passage] | None:
+    def read(self, taken: list[Any]) -> list[Passage]:
         if not self.complete:
             return []
         return [Passage(met.entered, met.left, met.entered - met.begun) for met in taken]

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -51,10 +51,13 @@ class StepNumbers:
     samples: float = 0  # samples in these microbatches
     tokens: float = 0  # tokens in these microbatches, padding included
     real_tokens: float | Tensor = 0  # without padding; a device may still count them
-    meetings: list[Passage] = field(default_factory=list)  # this rank's collectives, in order
+    meetings: list[Any] = field(
+        default_factory=list
+    )  # this rank's collectives, in order; `Passage` once read
     broadcasts: list[Passage] = field(default_factory=list)  # this rank's broadcasts from rank 0, in order
     seen: bool = True  # waiting was measured in this step; only in some, where single steps are looked at
     parts: dict[DevicePart, float] = field(default_factory=dict)  # seconds by what the device did, if known
+    number: int = 0  # of the step, from the beginning of training
 
     @property
     def idle(self) -> float:
@@ -72,32 +75,6 @@ class StepNumbers:
         if not self.seconds:
             return 0.0
         return idle_fraction(self.busy, self.idle)
-
-    def to_floats(self) -> list[float]:
-        """Convert to numbers to send; `from_floats` is the inverse."""
-        head = [self.seconds, self.microbatches, self.samples, self.tokens]
-        head += [float(self.real_tokens), float(self.seen)]
-        counts = [len(self.meetings), len(self.broadcasts)]
-        waits = [self.waits.get(cause, UNKNOWN) for cause in IdleCause]
-        parts = [self.parts.get(part, UNKNOWN) for part in DevicePart]
-        moments = [float(moment) for passage in self.meetings + self.broadcasts for moment in passage]
-        return [*head, *counts, *waits, *parts, *moments]
-
-    @classmethod
-    def from_floats(cls, numbers: Sequence[float]) -> StepNumbers:
-        """The step that was sent. A channel may have added zeros at the end."""
-        seconds, microbatches, samples, tokens, real_tokens, seen, met, heard, *rest = numbers
-        waits = _known(zip(IdleCause, rest, strict=False))
-        del rest[: len(IdleCause)]
-        parts = _known(zip(DevicePart, rest, strict=False))
-        del rest[: len(DevicePart)]
-        moments = [int(moment) for moment in rest]
-        passages = list(map(Passage, moments[::3], moments[1::3], moments[2::3]))
-        last = int(met)
-        meetings = passages[:last]
-        broadcasts = passages[last : last + int(heard)]
-        counts = (microbatches, samples, tokens, real_tokens)
-        return cls(seconds, waits, *counts, meetings, broadcasts, seen=bool(seen), parts=parts)
 
 
 def waits_in_meetings(by_rank: Sequence[Sequence[Passage]], common_clock: bool) -> list[float] | None:
