@@ -496,7 +496,8 @@ print_table(["per minibatch", "predicted", "measured", "off by"], rows)
 # - Sharded training meets at every layer, and at each meeting all ranks wait for the slowest.
 # - That idle time has two sources: *when* ranks meet, and *how much* each of them has to do. On-demand
 #   communication removes the first. Balancing removes as much of the second as can be removed.
-# - You can measure it. `DeviceIdleMonitor` logs it under DDP and FSDP2, too: see [Idle time](../docs/idle.md).
+# - You can measure it. `DeviceIdleMonitor` logs it under DDP and FSDP2, too: see [Idle time](../docs/idle.md). It also
+#   counts padding, of which our packed rows have none. [Notebook 2](02_your_first_odc_run.ipynb) pads, and shows it.
 #   `TimelineRecorder` draws it: see [Timelines](../docs/idle.md#timelines-and-idle-time).
 # - You can predict it: the maximum over ranks, at every meeting.
 #

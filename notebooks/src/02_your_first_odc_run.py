@@ -6,7 +6,8 @@
 # - how to switch a Lightning training from `"ddp"` or `"fsdp"` to `"odc"`: one line;
 # - that the losses stay the same;
 # - what DDP, FSDP and ODC do differently, as timelines of your own machine;
-# - what balancing adds: ranks have different numbers of texts, and equal work.
+# - what balancing adds: ranks have different numbers of texts, and equal work;
+# - how much time goes into waiting, and how many tokens are padding.
 #
 # **It needs** Linux, two CPU cores and one to two minutes. No GPU, no network. In a clone of the repository,
 # `make lab` installs everything and opens the notebooks. (With a GPU for each of two ranks, write `accelerator="gpu"`.)
@@ -37,6 +38,7 @@ quiet()
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -91,9 +93,9 @@ class Reader(LightningModule):
 texts = [encode(sample) for sample in read_corpus(max_length=2048).samples]
 
 
-def loader(batch_size=1):
+def loader(batch_size=1, collate_fn=pack_samples):
     return DataLoader(
-        texts, batch_size=batch_size, shuffle=True, collate_fn=pack_samples
+        texts, batch_size=batch_size, shuffle=True, collate_fn=collate_fn
     )
 
 
@@ -106,7 +108,7 @@ def loader(batch_size=1):
 
 
 # %%
-def fit(name, strategy, batch_size=1, accumulate=4):
+def fit(name, strategy, batch_size=1, accumulate=4, collate_fn=pack_samples):
     model = Reader()
     trainer = Trainer(
         strategy=strategy,
@@ -124,7 +126,7 @@ def fit(name, strategy, batch_size=1, accumulate=4):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, loader(batch_size))
+    trainer.fit(model, loader(batch_size, collate_fn))
     return model
 
 
@@ -233,14 +235,43 @@ display(
 # - **Balanced**: now the planner levels the work itself. That is possible *because* ranks no longer meet inside a
 #   step, so they may have different numbers of microbatches. With collectives that would hang.
 #
-# Here are the numbers that `DeviceIdleMonitor` has logged, with DDP beside them:
+# ## Waiting and padding, in numbers
+#
+# `DeviceIdleMonitor` has logged the waiting. It also counts *padding*. The texts of our batches lie one after another
+# in a row, so there is none. Most scripts pad: in a batch of four texts, every row becomes as long as the longest one.
+# Let us run DDP once more, with such batches.
 
-# %% Print idle time tags=["hide-input"]
+
+# %%
+def pad_samples(samples):
+    ids = pad_sequence(samples, batch_first=True)
+    return {
+        "input_ids": ids,
+        "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
+        "labels": pad_sequence(samples, batch_first=True, padding_value=-100),
+    }
+
+
+fit(
+    "ddp, padded",
+    strategy="ddp_notebook",
+    batch_size=4,
+    accumulate=1,
+    collate_fn=pad_samples,
+)
+
+# %% Print idle time and padding tags=["hide-input"]
 rows = []
-for name in ("ddp", *runs):
-    idle, seconds, speed = (
+for name in ("ddp, padded", "ddp", *runs):
+    idle, seconds, padding, computed, speed = (
         mean_of_log(f"runs/{name}/log", value, skip=1)
-        for value in ("idle/fraction", "step_seconds", "tokens_per_second")
+        for value in (
+            "idle/fraction",
+            "step_seconds",
+            "padding/fraction",
+            "computed_tokens_per_second",
+            "tokens_per_second",
+        )
     )
     rows.append(
         [
@@ -248,12 +279,28 @@ for name in ("ddp", *runs):
             f"{idle * seconds:.2f} s",
             f"{seconds:.2f} s",
             f"{idle:.0%}",
+            f"{padding:.0%}",
+            f"{computed:,.0f}",
             f"{speed:,.0f}",
         ]
     )
-print_table(["per step", "idle", "of", "idle part", "tokens/s"], rows)
+print_table(
+    [
+        "per step",
+        "idle",
+        "of",
+        "idle part",
+        "padding",
+        "computed tokens/s",
+        "real tokens/s",
+    ],
+    rows,
+)
 
 # %% [markdown]
+# Look at the first row. Its ranks compute many tokens per second, and a large part of them is padding. The last column
+# is what training gets. `"odc"` pads less where it must pad, because it puts texts of similar length together.
+#
 # Idle time is measured, not estimated: the seconds of a step in which a rank waited for the other one, for data, or
 # for that small message. These are numbers of one short run on one machine. On a laptop that runs other programs
 # they vary, the seconds more than the idle part. Run it again before you believe them.
