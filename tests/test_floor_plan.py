@@ -23,11 +23,11 @@ FILES = {
 NODES = {
     "": 9418,
     "balance": 8727,
-    "callbacks": 9970,
+    "callbacks": 9250,
     "data": 14836,
     "engine": 29029,
     "huggingface": 2431,
-    "rl": 2660,
+    "rl": 1994,
     "run": 5485,
     "sharding": 6_880,
     "strategy": 15840,

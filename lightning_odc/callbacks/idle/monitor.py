@@ -17,6 +17,7 @@ from lightning_odc.callbacks.idle.summary import IdleSummary
 from lightning_odc.data.convert import only
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.errors import ODCError
+from lightning_odc.strategy.odc import ODCStrategy
 
 
 @checked
@@ -52,7 +53,6 @@ class DeviceIdleMonitor(Callback):
     Attributes:
         last_step: The values that were last logged for steps, even without a logger.
         last_epoch: The values of the last epoch.
-        communication: What ran under `ODCStrategy`: ``"on_demand"`` or ``"collective"``.
         complete: Whether all waiting for other ranks is measured under this strategy.
 
     Raises:
@@ -65,7 +65,6 @@ class DeviceIdleMonitor(Callback):
         self.every_n_steps = every_n_steps
         self.per_rank = per_rank
         self.progress_bar = progress_bar
-        self.communication = ""
         self.complete = False
         self.last_step: dict[str, float] = {}
         self.last_epoch: dict[str, float] = {}
@@ -76,7 +75,6 @@ class DeviceIdleMonitor(Callback):
         self.last_epoch = {}
         with self._harmless(trainer):
             self._measurement = IdleMeasurement(trainer, pl_module, self._interval(trainer))
-        self.communication = getattr(trainer.strategy, "communication", "")
         self.complete = True
         self._look_for_gaps(trainer)
         if self.complete and self._measurement.watch.samples:
@@ -138,8 +136,8 @@ class DeviceIdleMonitor(Callback):
             self.last_epoch = {f"{name}_epoch": value for name, value in values.items()}
             self._write(trainer, {**self.last_epoch, "epoch": trainer.current_epoch}, trainer.global_step - 1)
             where = f"epoch {trainer.current_epoch}"
-            if self.communication:
-                where += f", {self.communication}"
+            if isinstance(trainer.strategy, ODCStrategy):
+                where += f", {trainer.strategy.communication}"
             rank_zero_info(f"DeviceIdleMonitor, {where}: {_in_words(values)}")
 
     def on_exception(
