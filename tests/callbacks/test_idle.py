@@ -36,7 +36,6 @@ from lightning_odc.callbacks.idle.summary import (
     waits_in_meetings,
 )
 from lightning_odc.callbacks.timeline.spans import Passage
-from lightning_odc.data.loader import Microbatch
 from lightning_odc.data.minibatch import MicrobatchFacts, real_token_count, sample_count, token_count
 from lightning_odc.data.packing import PackingCollator, pack_samples
 from lightning_odc.engine.peers import Word
@@ -460,7 +459,6 @@ PACKED = pack_samples([[1, 2], [3], [4, 5, 6]])
 #: Batches, and how many samples and tokens they have.
 COUNTED: list[tuple[Any, int | None, int | None]] = [
     (PACKED, 3, 6),
-    (Microbatch(PACKED, weight=1.0, last=True), 3, 6),
     (PackingCollator()([[1, 2], [3], [4, 5, 6]]), 3, 6),
     ({"mask": torch.ones(2, 9), "input_ids": IDS}, 2, 6),
     ((torch.rand(2), {"input_ids": IDS}), 2, 6),
