@@ -322,13 +322,11 @@ class Attached:
             )
         if self._counts is not None:
             self._counts.settle()
-        ledger = self.engine.ledger
-        ledger.is_idle = not (self._ran or ledger.is_weighted)
         if self._runner is not None:
             records = self._runner.settle()
         else:
             if self.sample_group is not None:
-                weight = float(ledger.weight)
+                weight = float(self.engine.ledger.weight)
                 self.sample_group.check_same("microbatches", f"{self._ran} with the weight {weight:g}")
             records = self.engine.settle(None)
         self._divisor = total_weight(records)

@@ -22,8 +22,9 @@ def test_nothing_in_a_window_overlaps_or_sticks_out(sizes, words, sources):
     parts = [(0, words * 8)]
     parts += [(spec.mailbox_offset(box), spec.mailbox_offset(1) - spec.mailbox_offset(0)) for box in range(3)]
     for index, unit in enumerate(units):
-        parts.append((spec.offsets()[index][0], unit.shard_bytes))
-        starts = [spec.offsets()[index][1] + s * spec.grad_stride(index) for s in range(sources)]
+        shard, sums = (spec.control_bytes + offset for offset in spec.offsets()[index])
+        parts.append((shard, unit.shard_bytes))
+        starts = [sums + s * spec.grad_stride(index) for s in range(sources)]
         parts += [(start, unit.grad_bytes) for start in starts]
     ends = 0
     for start, size in sorted(part for part in parts if part[1]):

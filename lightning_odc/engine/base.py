@@ -32,8 +32,10 @@ from lightning_odc.engine.tracing import Fanout, Traced, Tracer
 from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.errors import DisagreementError, ODCError
 
-_PLAIN = "plain batches"
-_WEIGHTED = "Minibatches or num_items"
+_ONE_KIND = (
+    "so gradients have no common weight. Yield a Minibatch on every rank (an empty one where there is nothing to do), "
+    'or on none. Return {"loss": summed_loss, "num_items": n} from every call of `training_step`, or from none.'
+)
 _NO_RESET = (
     f"torch {torch.__version__} cannot take back a step that broke off: install torch 2.13 or newer, which has "
     "`FSDPModule.reset_iter_state`"
@@ -43,6 +45,7 @@ _NO_RESET = (
 class WeightKind(StrEnum):
     """What the losses of an optimizer step are weighted by."""
 
+    EMPTY = "an empty Minibatch"  # goes with all others but the mean
     MEAN = "plain batches with a mean loss"
     PLANNED = "Minibatch weights"
     LABELS = "counted labels"
@@ -53,14 +56,12 @@ class SettleRecord(NamedTuple):
     """The record that a rank sends to all ranks when it settles an optimizer step."""
 
     # It is sent as JSON: short, and nothing of it is unpickled. A long one takes several meetings.
-    batches: str | None  # the kind that the rank trained on; ``None`` if none counts: any is right then
-    weight_kind: str | None  # what its weights count, a `WeightKind`; ``None`` if it ran no microbatch
+    kind: str | None  # what its weights count, a `WeightKind`; ``None`` if nothing of what it ran counts
     weight: float  # the sum of its weights; 1 for plain batches
     plans: list[str]  # fingerprints of the plans of its minibatches, in the order in which they ran
     is_last: bool  # it has no more batches in this epoch
     logs: Any = None  # what the strategy logs: names and sums
     measured: Any = None  # what the strategy measured: seconds of microbatches, and which ran out of memory
-    note: Any = None  # the rank's `Engine.note`
     used: str = "0x0"  # parameters that received a gradient here, as `flags_to_hex` writes them
     scalars: Sequence[float | None] = ()  # the rank's sums of gradients of its `Scalars`
 
@@ -89,15 +90,13 @@ class Ledger:
     microbatches: int = 0
     plans: list[str] = field(default_factory=list)
     is_last: bool = False
-    is_idle: bool = False  # ran nothing at all, so it goes along with what the others ran
     left_out: float = 0.0  # the part of the plain batches of this step that counts nothing
 
     def add(self, weight: float | Tensor, weight_kind: WeightKind = WeightKind.PLANNED) -> None:
         """One microbatch whose summed or weighted loss counts ``weight`` (see Note [Who divides])."""
         if self.weight_kind not in (None, weight_kind):
             raise ValueError(
-                f"One optimizer step mixes {self.weight_kind} and {weight_kind}, which have no common unit. Return "
-                '{"loss": summed_loss, "num_items": n} from every call of `training_step`, or from none.'
+                f"One optimizer step has {self.weight_kind} and {weight_kind}, {_ONE_KIND}"
                 f"{_hint(self.weight_kind, weight_kind)}"
             )
         self.weight_kind = weight_kind
@@ -117,50 +116,34 @@ class Ledger:
 
     def record(self, **others: Any) -> SettleRecord:
         """The record of a rank with these weights, and with its other fields."""
-        batches: str | None = _PLAIN
+        kind = self.weight_kind
         weight = max(1.0 - self.left_out, 0.0)
         if self.is_weighted:
-            batches = _WEIGHTED
+            kind = kind or WeightKind.EMPTY
             weight = float(self.weight)
-        # If nothing of what this rank ran counts, it goes along with what the others ran.
-        if self.is_idle or (self.weight_kind is None and self.left_out > 0):
-            batches = None
-        return SettleRecord(
-            batches=batches,
-            weight_kind=self.weight_kind,
-            weight=weight,
-            plans=self.plans,
-            is_last=self.is_last,
-            **others,
-        )
+        return SettleRecord(kind, weight, self.plans, self.is_last, **others)
 
 
 def check_records(records: Sequence[SettleRecord]) -> None:
     """Refuse an optimizer step for which ranks ran different kinds of batches, or followed different plans."""
     first = records[0]
-    trained = next((rank for rank, record in enumerate(records) if record.batches is not None), 0)
-    weight_kind = next((record.weight_kind for record in records if record.weight_kind), None)
+    kinds = [record.kind for record in records]
+    known = next((kind for kind in kinds if kind not in (None, WeightKind.EMPTY)), None)
+    allowed = {None, known}
+    if known != WeightKind.MEAN:
+        allowed.add(WeightKind.EMPTY)
+    is_last = [record.is_last for record in records]
+    if len(set(is_last)) > 1:
+        raise DisagreementError(
+            f"Rank {is_last.index(True)} has no more batches in this epoch, rank {is_last.index(False)} has. Every "
+            "rank needs the same number of Lightning batches; unequal work belongs inside a Minibatch (0 to k "
+            "microbatches)."
+        )
     for rank, record in enumerate(records):
-        if record.batches not in (None, records[trained].batches):
+        if record.kind not in allowed:
             raise DisagreementError(
-                f"Rank {trained} trained on {records[trained].batches}, rank {rank} on {record.batches} in the same "
-                "optimizer step, so their gradients have no common weight. Yield a Minibatch on every rank (an empty "
-                "one where there is nothing to do), or on none."
-            )
-        if record.is_last != first.is_last:
-            ends = rank
-            goes_on = 0
-            if first.is_last:
-                ends, goes_on = goes_on, ends
-            raise DisagreementError(
-                f"Rank {ends} has no more batches in this epoch, rank {goes_on} has. Every rank needs the same number "
-                "of Lightning batches; unequal work belongs inside a Minibatch (0 to k microbatches)."
-            )
-        if record.weight_kind not in (None, weight_kind):
-            raise DisagreementError(
-                f"Rank {rank} weighted its losses by {record.weight_kind}, another rank by {weight_kind} in the same "
-                'optimizer step. Return {"loss": summed_loss, "num_items": n} on every rank, or on none.'
-                f"{_hint(record.weight_kind, weight_kind)}"
+                f"In one optimizer step, rank {kinds.index(known)} has {known} and rank {rank} has {record.kind}, "
+                f"{_ONE_KIND}{_hint(known, record.kind)}"
             )
         if record.plans != first.plans:
             raise DisagreementError(
@@ -176,11 +159,10 @@ def check_records(records: Sequence[SettleRecord]) -> None:
 
 def total_weight(records: Sequence[SettleRecord], weight_unit: float = 1.0) -> float:
     """What sums of gradients are divided by: see Note [Who divides]."""
-    is_weighted = any(record.batches == _WEIGHTED for record in records)
     # A rank of which nothing counts goes along with the others: of plain batches it has left out what it has.
-    counted = [record for record in records if not (is_weighted and record.batches is None)]
-    total = float(sum(record.weight for record in counted))
-    if is_weighted:
+    weighted = [record for record in records if record.kind not in (None, WeightKind.MEAN)]
+    total = float(sum(record.weight for record in weighted or records))
+    if weighted:
         total /= weight_unit
     return total or 1.0  # nothing counts anywhere: the sums are zeros
 
@@ -203,8 +185,6 @@ class Engine(Traced, ABC):
         self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
         self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
         self.ran_outside = False  # a backward pass has run outside of `backward` in this optimizer step
-        self.note: Any = None  # JSON-serialisable; told to the other ranks at the next settle
-        self.notes: list[Any] = []  # of all ranks at the last settle; empty where that does not communicate
         self._failed = False
         self._batches = 0
         self._closes_window = True

@@ -171,16 +171,14 @@ class CollectiveEngine(Engine):
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
             scalars = self._scalars.take()
-            record = ledger.record(logs=logs, measured=measured, note=self.note, scalars=scalars)
+            record = ledger.record(logs=logs, measured=measured, scalars=scalars)
             self.settled = True
-            self.notes = []
             records = [record] * self._world_size
             scale = 1.0
             if ledger.is_weighted:
                 heard = self.exchange("optimizer step", [record, sorted(self.signals.raised)])
                 self.signals.agreed.update(*(signals for _, signals in heard))
                 records = [SettleRecord(*fields) for fields, _ in heard]
-                self.notes = [record.note for record in records]
                 # fully_shard has divided by the world size already.
                 check_records(records)
                 scale = self._world_size / total_weight(records, self.weight_unit)

@@ -19,12 +19,13 @@ The first minibatch keeps nothing: it counts visits, and shows how much memory t
 Note [Gathered for a while]
 ~~~~~~~~~~~~~~~~~~~~~~~
 Sampling runs the model once per token, and would read every unit for every token. So `GatherCache.gathered` keeps more
-units meanwhile, in the memory that is free now. It looks again in every pass, because a cache of keys and values grows.
-If memory becomes tight, a unit is no longer kept. Three blocks, 5 tokens, memory tight at the third::
+units meanwhile, in the memory that is free now. It looks again before every pass, because a cache of keys and values
+grows. If memory becomes tight, as few units as possible are no longer kept. Three blocks of equal size, 4 tokens,
+memory tight at the third::
 
-    token          1           2    3           4           5
-    is read        b0 b1 b2    -    -           b0          b0
-    stays          b0 b1 b2    all  b1 b2       b1 b2       b1 b2
+    token          1           2    3           4
+    is read        b0 b1 b2    -    b0          b0
+    stays          b0 b1 b2    all  b1 b2       b1 b2
 
 ``generate`` is such a loop. On demand each rank ends with its own answer, not with the longest of all ranks.
 """
@@ -35,7 +36,7 @@ import math
 import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -66,14 +67,14 @@ class HostMemory:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._asked = -math.inf
-        self._free = 0
+        self._usable = 0
 
     def usable(self) -> int:
         """What this rank could hold in all."""
         if time.monotonic() > self._asked + _SECONDS:  # to ask all control groups takes a millisecond
             self._asked = time.monotonic()
-            self._free = host_memory.available(self._ranks)
-        return self.used() + self._free
+            self._usable = self.used() + host_memory.available(self._ranks)
+        return self._usable
 
     def used(self) -> int:
         """What it holds now."""
@@ -107,7 +108,7 @@ class CudaMemory:
 Memory = HostMemory | CudaMemory
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
     """A unit, and what is retained of it."""
 
@@ -119,7 +120,6 @@ class _Entry:
     reshards: bool = True  # whether ``fully_shard`` frees it then, if it does not stay gathered
     visits: int = 0  # gathers in a minibatch in which it did not stay gathered
     moved: int = 0  # bytes of its gradients in a minibatch, the most so far
-    will_sum: bool = False  # there is room for its sum
     stays_gathered: bool = False
 
     @property
@@ -172,8 +172,8 @@ class _Candidate(NamedTuple):
 class GatherCache:
     """What one rank retains of its peers' shards; see Note [Read once per minibatch]."""
 
-    # It takes only what training leaves: `choose` plans once per version, `relieve` and `_before` take back where
-    # memory becomes tight, and `drop_all` ends it where memory has run out, before a microbatch is made smaller.
+    # It takes only what training leaves: `plan` once per version, `relieve` takes back where memory becomes tight, and
+    # `drop_all` ends it where memory has run out, before a microbatch is made smaller.
 
     def __init__(self, budget: Literal["auto"] | int, memory: Memory) -> None:
         self._budget = budget  # bytes, or ``"auto"``: what is left beside training, with a margin
@@ -182,11 +182,10 @@ class GatherCache:
         self._hooks: list[RemovableHandle] = []
         self._needed = 0  # bytes that training takes by itself
         self._peak = 0  # bytes that were taken at all
-        self._usable = 0
         self._has_measured = False
         self._contexts = 0  # of `gathered`
         self._for_a_while: list[tuple[_Entry, bool]] = []  # of these contexts; was it gathered before?
-        self._asks: _Entry | None = None  # the unit at which the next pass asks for memory
+        self._free: Callable[[Iterable[Unit]], None]  # from `attach` on
 
     @property
     def bytes(self) -> int:
@@ -198,8 +197,10 @@ class GatherCache:
         units: Sequence[Unit],
         comms: Sequence[GatherComm],  # by unit, what gathers it
         sums: Sequence[UnitSum],  # by unit, of its gradients
+        free: Callable[[Iterable[Unit]], None],
     ) -> None:
         """Look after these units."""
+        self._free = free
         self._entries = []
         for unit, comm, total in zip(units, comms, sums, strict=True):
             width = unit.spec().shard_dtype.itemsize * unit.owners
@@ -229,57 +230,48 @@ class GatherCache:
         self._has_measured = True
         self._measure()
 
-    def choose(self, visits: Sequence[int]) -> list[int]:
-        """The units to retain from now on, by number: as many as there is room for, the most worthwhile first."""
-        # The room is shared with sums of gradients.
+    def plan(self, visits: Sequence[int]) -> None:
+        """A version begins: retain what there is room for, the most worthwhile first. ``visits``: in the last one."""
         candidates: list[_Candidate] = []
         for entry, count in zip(self._entries, visits, strict=True):
             entry.learn(count)
             candidates.append(_Candidate(_worth(entry.visits, entry.size), entry.size, entry, False))
-            entry.will_sum = False
             size = entry.sum.size
             times = entry.moved / max(size, 1)  # bf16 gradients move half of what their sum does
             candidates.append(_Candidate(_worth(times, size), size, entry, True))
         candidates.sort(key=lambda candidate: candidate.worth, reverse=True)
         # Greedy: what does not fit is left out, and smaller ones of less worth may still fit.
-        chosen = []
+        gathered = set()
+        summed = set()
         room = self._room()
         for worth, size, entry, is_sum in candidates:
             if worth <= 0 or size > room:
                 continue
             room -= size
-            if is_sum:
-                entry.will_sum = True
-            else:
-                chosen.append(entry.unit.index)
-        return sorted(chosen)
-
-    def retain(self, chosen: Sequence[int]) -> None:
-        """Retain these units, the sums for which `choose` found room, and in the rest what is read of frozen ones."""
-        room = self._room()
+            chosen = summed if is_sum else gathered
+            chosen.add(entry)
         self._for_a_while = []
         for entry in self._entries:
-            entry.stay_gathered(entry.unit.index in chosen)
-            entry.comm.retains_buffer = False  # until there is room for it below
-            if not entry.will_sum:
+            entry.stay_gathered(entry in gathered)
+            if entry not in summed:
                 entry.sum.release()
-            entry.sum.waits = entry.will_sum
-        room -= self.bytes
+            entry.sum.waits = entry in summed
+        # What is left is for what is read of frozen parameters.
         for entry in sorted(self._entries, key=lambda entry: entry.frozen_size):
-            if entry.frozen_size > 0 and entry.size <= room:
+            entry.comm.retains_buffer = entry.frozen_size > 0 and entry.size <= room
+            if entry.comm.retains_buffer:
                 room -= entry.size
-                entry.comm.retains_buffer = True
             else:
                 entry.comm.drop()
         if self._contexts:
             self._retain_for_a_while()
 
-    def relieve(self, free: Callable[[Iterable[Unit]], None]) -> None:
-        """Retain less from now on, where memory has become tight; ``free`` gets the units to free, largest first."""
+    def relieve(self) -> None:
+        """Retain less from now on if memory has become tight, the largest no longer."""
         if self._budget != "auto" or not any(entry.bytes for entry in self._entries):
             return
         freed: list[Unit] = []
-        short = self._memory.used() - int(self._usable * (1 - _TIGHT))
+        short = self._memory.used() - int(self._memory.usable() * (1 - _TIGHT))
         for entry in sorted(self._entries, key=lambda entry: entry.bytes, reverse=True):
             if short <= 0:
                 break
@@ -287,10 +279,10 @@ class GatherCache:
             if entry.stays_gathered:
                 freed.append(entry.unit)
             entry.drop()
-        free(freed)
+        self._free(freed)
 
     @contextmanager
-    def gathered(self, free: Callable[[Iterable[Unit]], None]) -> Iterator[None]:
+    def gathered(self) -> Iterator[None]:
         """A context in which more units stay gathered; see Note [Gathered for a while]. Contexts may be nested."""
         self._contexts += 1
         if self._contexts == 1:
@@ -302,18 +294,16 @@ class GatherCache:
             self._contexts -= 1
             if not self._contexts:
                 self._measure()
-                free(self._end_while())
+                self._end_while()
 
     def _retain_for_a_while(self) -> None:
         """Retain as many units as there is room for now, the small ones first: all are visited equally often."""
         # Nothing is trained meanwhile, so what training needs (`_needed`) does not count, only what is held now.
-        self._asks = None
         if self._budget == "auto":
             waiting = [
                 entry for entry in self._entries if entry.stays_gathered and not entry.unit.is_gathered
             ]
-            self._usable = self._memory.usable()
-            room = int(self._memory.share * (self._usable - self._memory.used()))
+            room = int(self._memory.share * (self._memory.usable() - self._memory.used()))
             room -= sum(entry.size for entry in waiting)  # they will be gathered
         else:
             room = self._budget - self.bytes
@@ -325,8 +315,8 @@ class GatherCache:
             self._for_a_while.append((entry, entry.unit.is_gathered))
             entry.stay_gathered(True)
 
-    def _end_while(self) -> list[Unit]:
-        """Retain no more than before the context; returns the units to free."""
+    def _end_while(self) -> None:
+        """Retain no more than before the context."""
         freed = []
         for entry, was_gathered in self._for_a_while:
             if not entry.stays_gathered:
@@ -335,22 +325,15 @@ class GatherCache:
             if entry.reshards and not was_gathered:  # else it stays for those who gathered it
                 freed.append(entry.unit)
         self._for_a_while = []
-        return freed
+        self._free(freed)
 
     def _before(self, entry: _Entry, *_: Any) -> None:
         """Before a unit runs."""
-        if not entry.stays_gathered:
-            return
-        entry.unit.match_frozen()
-        if torch.compiler.is_compiling() or not self._contexts or self._budget != "auto":
-            return
-        # Once in a pass: if memory is tight, stop retaining the next unit, and check again at the one after it.
-        if self._asks is not None and self._asks is not entry:
-            return
-        self._asks = entry  # also in the next pass, unless it is given up now
-        if self._memory.used() > self._memory.usable() * (1 - _TIGHT):
-            self._asks = None
-            entry.stay_gathered(False)
+        begins = entry is self._entries[0]  # a pass of the model
+        if begins and self._contexts and not torch.compiler.is_compiling():
+            self.relieve()
+        if entry.stays_gathered:
+            entry.unit.match_frozen()
 
     def _measure(self) -> None:
         """Learn how much memory was taken at most, beside what is retained."""
@@ -373,8 +356,7 @@ class GatherCache:
             return 0
         if self._budget != "auto":
             return self._budget
-        self._usable = self._memory.usable()
-        return max(int(self._memory.share * (self._usable - self._needed)), 0)
+        return max(int(self._memory.share * (self._memory.usable() - self._needed)), 0)
 
 
 def _worth(times: float, size: int) -> float:
@@ -387,7 +369,7 @@ def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[N
     """A context in which ``generate`` of every module that has one waits for no rank, and keeps units gathered."""
     # As torch's `register_fsdp_forward_method`, it sets an attribute of the module: other models of its class stay.
     # Looks at classes and at what was set on a module, so that no property runs and no wrapper passes it on.
-    found = []
+    found: list[Any] = []
     for module in model.modules():
         method = vars(module).get("generate", getattr(type(module), "generate", None))
         if callable(method):
@@ -401,16 +383,11 @@ def generating(model: nn.Module, gathered: Callable[[], AbstractContextManager[N
 
         return generate
 
-    replaced = {module: vars(module).get("generate") for module in found}
-    made = {module: within(cast(Any, module).generate) for module in found}
-    with _compat.generating_alone(found):
-        for module, generate in made.items():
-            cast(Any, module).generate = generate
-        try:
-            yield
-        finally:
-            for module, before in replaced.items():
-                if vars(module).get("generate") is made[module]:  # else other code has replaced it
-                    del module.generate
-                    if before is not None:
-                        cast(Any, module).generate = before
+    with _compat.generating_alone(found), ExitStack() as stack:
+        for module in found:
+            if "generate" in vars(module):
+                stack.callback(setattr, module, "generate", module.generate)
+            else:
+                stack.callback(vars(module).pop, "generate", None)
+            module.generate = within(module.generate)
+        yield

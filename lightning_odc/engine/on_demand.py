@@ -128,12 +128,12 @@ class OnDemandEngine(Engine):
         compare_models(self._units, self._rendezvous)
         self._scalars.attach(model, self._rendezvous)
         self._on_close.callback(self._scalars.close)
-        # 3. Windows. Counts are taken over before they open, so that they go on where parameters were unfrozen.
+        # 3. Windows.
         specs = [unit.spec() for unit in self._units]
         protocol = self.make_protocol(self._make_transport(), specs, **self._protocol_options)
-        if self._protocol is not None:
-            protocol.go_on_from(self._protocol)
         open_proven(protocol, self._agree)
+        if self._protocol is not None:  # parameters were unfrozen
+            protocol.go_on_from(self._protocol)
         self._protocol = protocol
         groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
         self._additions = Additions(self._units, partial(ran_forward, model, groups))
@@ -150,7 +150,7 @@ class OnDemandEngine(Engine):
             comms.append(gather)
             set_comms(unit.modules, gather, AccumulateComm(partial(self._accumulate, unit, window)))
         # 5. What looks at passes of the model, with hooks on it, finds everything in its place.
-        self.gather_cache.attach(self._units, comms, self._sums)
+        self.gather_cache.attach(self._units, comms, self._sums, self._free)
         self._on_close.callback(self.gather_cache.release)
         self._on_close.enter_context(generating(model, self.gathered))
 
@@ -260,7 +260,7 @@ class OnDemandEngine(Engine):
 
     def begin_microbatch(self, index: int) -> None:
         self.protocol.begin_microbatch(index)
-        self.gather_cache.relieve(self._free)
+        self.gather_cache.relieve()
 
     @property
     def stolen(self) -> int:
@@ -287,7 +287,7 @@ class OnDemandEngine(Engine):
             unit.match_frozen()
             if not self.gather_cache.retains(unit):  # fully_shard frees it at the end of it
                 self._staleness.before_reshard(unit)
-        self.gather_cache.relieve(self._free)
+        self.gather_cache.relieve()
         self._additions.begin_backward(Pass(True, counts, self._closes_window and not more))
         self.backward_done = False
         for one in self._sums:
@@ -351,10 +351,9 @@ class OnDemandEngine(Engine):
                 unit.reduced_in_step.clear()
             ledger = self._take_ledger()
             scalars = self._scalars.take()
-            own = ledger.record(logs=logs, measured=measured, note=self.note, used=used, scalars=scalars)
+            own = ledger.record(logs=logs, measured=measured, used=used, scalars=scalars)
             heard = self.protocol.end_version("optimizer step", own)
             records = [SettleRecord(*fields) for fields in heard]
-            self.notes = [record.note for record in records]
             emptied = self._placeholders.emptied()  # less, where others had them dropped at this meeting
             self._placeholders.lift()
             self._take_gradients(records, emptied)
@@ -384,8 +383,7 @@ class OnDemandEngine(Engine):
             self.protocol.next_version()
             self._publish_units()
             windows = self.protocol.windows
-            chosen = self.gather_cache.choose([window.gathers for window in windows])
-            self.gather_cache.retain(chosen)  # in this version
+            self.gather_cache.plan([window.gathers for window in windows])
             for window in windows:
                 window.gathers = 0
 
@@ -446,7 +444,7 @@ class OnDemandEngine(Engine):
         self._root.shard()
 
     def gathered(self) -> AbstractContextManager[None]:
-        return self.gather_cache.gathered(self._free)
+        return self.gather_cache.gathered()
 
     def _free(self, units: Iterable[Unit]) -> None:
         for unit in units:

@@ -9,7 +9,6 @@ values: a stale read shows those of the round before, and an addition that is lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -44,18 +43,15 @@ def open_proven(protocol: Protocol, agree: Rendezvous) -> None:
 
 
 def prove(protocol: Protocol) -> None:
-    """Refuse windows in which something is read or added wrongly. All ranks together, before they publish.
+    """Refuse windows in which something is read or added wrongly. All ranks together, before they publish and count.
 
     Raises:
-        WindowError: on all ranks, with what was wrong on which rank: the unit, its owner and the first wrong byte.
+        WindowError: on all ranks, with what was wrong on which rank: the unit and its owner.
         WaitTimeoutError: another rank or the own device has not finished within `PATIENCE` seconds.
     """
     waiter = protocol.waiter
     timeout = waiter.timeout
-    seconds = dict(waiter.seconds)
     first_version = protocol.version
-    traffic = replace(protocol.traffic)
-    device_waits = protocol.device_waits
     waiter.timeout = min(timeout, PATIENCE)
     troubles = []
     try:
@@ -68,10 +64,8 @@ def prove(protocol: Protocol) -> None:
         by_rank = _meet(protocol, "", next(filter(None, troubles), ""))
     finally:
         waiter.timeout = timeout
-        waiter.seconds = seconds
         protocol.version = first_version
-        protocol.traffic = traffic
-        protocol.device_waits = device_waits
+        protocol.count_anew()
     for trouble in filter(None, by_rank):
         raise WindowError(f"What ranks read and add came out wrongly. {trouble}. {OTHERWISE}")
 
@@ -92,48 +86,40 @@ def _round(protocol: Protocol, window: UnitWindow, number: int) -> str:
     """Write, read and add once; returns what was wrong."""
     transport = protocol.transport
     spec = window.spec
+    owners = range(window.owners)
     device = window.own_shard.device
     protocol.version = number
     transport.store(Word.VERSION, number)
-    shards = [_noise(spec.shard_bytes, number, owner) for owner in range(window.owners)]
+    shards = [_noise(spec.shard_bytes, number, owner) for owner in owners]
     of_window = torch.cat(shards[transport.rank :: transport.world_size])
     window.shards.view(-1).view(torch.uint8).copy_(of_window)
     window.announce(number, edited=False)
-    read = torch.zeros(window.owners * spec.shard_numel, dtype=spec.shard_dtype, device=device)
-    read.view(window.owners, -1)[window.own] = window.own_shard
-    rows = [_numbers(spec.grad_numel, number, transport.rank, owner) for owner in range(window.owners)]
+    read = torch.zeros(window.owners, spec.shard_numel, dtype=spec.shard_dtype, device=device)
+    read[window.own] = window.own_shard
+    rows = [_numbers(spec.grad_numel, number, transport.rank, owner) for owner in owners]
     chunks = torch.cat(rows).to(device, spec.chunk_dtype)
     with transport.on_another_stream():
-        window.gather(read)
+        window.gather(read.view(-1))
         if spec.grad_numel:
             for _ in range(_ADDS):
                 window.accumulate(chunks, [Segment(0, 0, spec.grad_numel)])
     _meet(protocol, f" of unit {spec.name!r}, round {number}")
-    rank = transport.job_rank(transport.rank)
-    trouble = _difference(read, torch.cat(shards), spec.shard_bytes)
-    if trouble:
-        byte, owner, values = trouble
-        named = f"rank {transport.job_rank(owner % transport.world_size)}"
-        return (
-            f"rank {rank}: unit {spec.name!r} ({spec.shard_dtype}) was read wrongly in round {number}: byte {byte} of "
-            f"{named}'s shard {values}"
-        )
+    place = f"{transport.describe(transport.rank)}, round {number}: unit {spec.name!r}"
+    for owner, found, expected in zip(owners, read.view(torch.uint8).cpu(), shards, strict=True):
+        if not torch.equal(found, expected):
+            peer = transport.describe(owner % transport.world_size)
+            return f"{place} ({spec.shard_dtype}) was read wrongly from {peer}"
     if not spec.grad_numel:
         return ""
     sums = []
-    for owner in range(transport.rank, window.owners, transport.world_size):
+    for owner in owners[transport.rank :: transport.world_size]:
         of_ranks = [_numbers(spec.grad_numel, number, peer, owner) for peer in range(transport.world_size)]
         sums.append(_ADDS * torch.stack(of_ranks).sum(0))
-    expected = torch.cat(sums).to(spec.grad_dtype)
-    trouble = _difference(window.summed(), expected.view(torch.uint8), spec.grad_bytes)
+    is_right = torch.equal(window.summed().cpu(), torch.cat(sums).to(spec.grad_dtype))
     window.clear()
-    if trouble:
-        byte, _, values = trouble
-        return (
-            f"rank {rank}: gradients of unit {spec.name!r} ({spec.chunk_dtype} in {spec.grad_dtype}) were added "
-            f"wrongly in round {number}: byte {byte} of its own sums {values}"
-        )
-    return ""
+    if is_right:
+        return ""
+    return f"{place}: gradients in {spec.chunk_dtype} were added wrongly in {spec.grad_dtype}"
 
 
 def _meet(protocol: Protocol, part: str, trouble: str = "") -> list[str]:
@@ -144,35 +130,14 @@ def _meet(protocol: Protocol, part: str, trouble: str = "") -> list[str]:
 
 def _noise(size: int, *seeds: int) -> Tensor:
     """So many random bytes, the same on every rank; long ones repeat themselves."""
-    period = min(size, _PERIOD)
-    words = torch.randint(2**62, (period // 8 + 1,), generator=_generator(*seeds))
-    return _repeated(words.view(torch.uint8)[:period], size)
-
-
-def _numbers(count: int, *seeds: int) -> Tensor:
-    """So many of -1, 0 and 1, the same on every rank; long ones repeat themselves."""
-    numbers = torch.randint(-1, 2, (min(count, _PERIOD),), generator=_generator(*seeds))
-    return _repeated(numbers, count)
-
-
-def _generator(*seeds: int) -> torch.Generator:
     seed = 0
     for number in seeds:
         seed = 1009 * seed + number
-    return torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randint(256, (min(size, _PERIOD),), dtype=torch.uint8, generator=generator)
+    return noise.repeat(size // _PERIOD + 1)[:size]
 
 
-def _repeated(values: Tensor, count: int) -> Tensor:
-    if len(values) == count:
-        return values
-    return values.repeat(count // len(values) + 1)[:count]
-
-
-def _difference(found: Tensor, expected: Tensor, size: int) -> tuple[int, int, str] | None:
-    """The first byte that differs, in whose part of ``size`` bytes, and how; ``None`` if none does."""
-    got = found.view(torch.uint8).cpu()
-    if torch.equal(got, expected):
-        return None
-    first = int((got != expected).int().argmax())
-    owner, byte = divmod(first, size)
-    return byte, owner, f"is {int(got[first])} instead of {int(expected[first])}"
+def _numbers(count: int, *seeds: int) -> Tensor:
+    """So many of -1, 0 and 1, the same on every rank."""
+    return _noise(count, *seeds).int() % 3 - 1

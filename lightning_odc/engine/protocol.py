@@ -51,7 +51,7 @@ from torch import Tensor
 from lightning_odc.engine.peers import MAILBOXES, RECORD_BOXES, Activity, Peers, Signals, Word
 from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.transports.base import Transport, UnitSpec, WindowSpec
-from lightning_odc.engine.unit_window import RankState, UnitWindow
+from lightning_odc.engine.unit_window import RankState, Traffic, UnitWindow
 from lightning_odc.engine.waiting import Cause, HangReport, Waiter
 from lightning_odc.errors import DisagreementError
 
@@ -162,8 +162,14 @@ class Protocol(RankState):
         """The gradients of the minibatch for this rank's shard of a unit, 1-D. After `end_version`, unit by unit."""
         return self.windows[unit].summed()
 
+    def count_anew(self) -> None:
+        """Count traffic and waits from 0."""
+        self.traffic = Traffic()
+        self.device_waits = 0
+        self.waiter.seconds = dict.fromkeys(Cause, 0.0)
+
     def go_on_from(self, other: Protocol) -> None:
-        """Take over the counts and the tracer of a protocol that was closed. Call it before `open`."""
+        """Take over the counts and the tracer of a protocol that was closed."""
         self.traffic = other.traffic
         self.device_waits = other.device_waits
         self.waiter.seconds = other.waiter.seconds

@@ -267,7 +267,7 @@ HELD = [
     (FakeMemory(WHOLE), [ONCE, 0, 0, 0]),
     (FakeMemory(6000), [ONCE, 1, 1, 1]),
     (FakeMemory(0), [ONCE, BLOCKS, BLOCKS, BLOCKS]),
-    (FakeMemory(WHOLE, tight_at=4), [ONCE, 0, 0, BLOCKS]),  # in the third pass: all are given back behind it
+    (FakeMemory(WHOLE, tight_at=4), [ONCE, 0, BLOCKS, BLOCKS]),  # before the third pass: all are given back
     (ALL, [ONCE, 0, 0, 0]),
     (0, [ONCE, BLOCKS, BLOCKS, BLOCKS]),
 ]
@@ -276,7 +276,7 @@ HELD = [
 @on_ranks(2)
 @pytest.mark.parametrize(("memory", "expected"), HELD, ids=str)
 def test_units_are_held_for_a_while_where_there_is_room(rank, memory, expected):
-    """``FakeMemory`` is asked what is used when the context begins, and then once in a pass, until it is tight.
+    """``FakeMemory`` is asked what is used when the context begins, and then before a pass, until it is tight.
 
     Rank 0 runs its model once while units are held, rank 1 four times; then both run it twice.
     """

@@ -126,31 +126,15 @@ def outcomes(kind: type[FakeDevice], **options: Any) -> list[BaseException | Non
 @pytest.mark.parametrize(
     ("kind", "options", "says"),
     [
-        (
-            WrongByte,
-            {},
-            r"rank 1: unit 'head' \(torch.float32\) was read wrongly in round 1: byte 17 of rank 2's",
-        ),
-        (
-            StaleRead,
-            {},
-            r"rank 2: unit 'block' \(torch.bfloat16\) was read wrongly in round 2: byte 0 of rank 0's",
-        ),
-        (
-            LostAdd,
-            {},
-            r"rank 0: .* of unit '\w+' \(torch.\w+ in torch.\w+\) were added wrongly in round 1: byte",
-        ),
-        (LostAdd, {"deterministic": True}, r"rank 0: .* were added wrongly in round 1: byte"),
-        (
-            HalfAdds,
-            {},
-            r"unit 'narrow' \(torch.bfloat16 in torch.bfloat16\) were added wrongly in round 1: byte 1",
-        ),
+        (WrongByte, {}, r"rank 1 .*round 1: unit 'head' \(torch.float32\) was read wrongly from rank 2"),
+        (StaleRead, {}, r"rank 2 .*round 2: unit 'block' \(torch.bfloat16\) was read wrongly from rank 0"),
+        (LostAdd, {}, r"rank 0 .*round 1: unit '\w+': gradients in torch.\w+ were added wrongly"),
+        (LostAdd, {"deterministic": True}, r"rank 0 .*round 1: .* were added wrongly"),
+        (HalfAdds, {}, r"unit 'narrow': gradients in torch.bfloat16 were added wrongly in torch.bfloat16"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_fault_on_one_rank_is_told_to_all_with_the_unit_and_the_first_wrong_byte(kind, options, says):
+def test_a_fault_on_one_rank_is_told_to_all_with_the_unit(kind, options, says):
     errors = outcomes(kind, timeout=30, **options)
     assert {type(error) for error in errors} == {WindowError}
     (message,) = {str(error) for error in errors}

@@ -392,7 +392,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
     "FSDP1": (hooked(configure_model=wrap_head), ONE, {}, FSDP1),
     # Ranks that differ:
     "plans": (items, PLANS, {}, r"plan from rank 0: \['seed 1'\] against \['seed 0'\]"),
-    "kinds": (TokenModule, KINDS, {}, "Rank 0 trained on plain batches, rank 1 on Minibatches"),
+    "kinds": (TokenModule, KINDS, {}, "rank 0 has plain batches with a mean loss and rank 1 has"),
     "steps": (items, STEPS, {}, r"have \[2, 3\] training batches per epoch \(by rank\)\."),
     "rank 0 ends": (items, ENDS, {}, "Rank 0 has no more batches in this epoch, rank 1 has"),
     "rank 1 ends": (items, ENDS[::-1], {}, "Rank 1 has no more batches in this epoch, rank 0 has"),

@@ -90,24 +90,26 @@ class WindowSpec:
         """Size of one rank's window."""
         return self.control_bytes + self.data_bytes
 
-    def views(self, memory: Tensor, begin: int = 0) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """The shard of each unit, and its accumulators by source, in bytes of a window from ``begin`` on."""
+    def views(self, data: Tensor) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """The shard of each unit, and its accumulators by source, in the bytes behind the control plane."""
         shards = []
         accumulators = []
         for index, (unit, (shard, first)) in enumerate(zip(self.units, self.offsets(), strict=True)):
-            shards.append(_view(memory, shard - begin, unit.shard_bytes, unit.shard_dtype))
-            stride = self.grad_stride(index)
-            starts = [first - begin + source * stride for source in range(self.sources)]
-            accumulators.append([_view(memory, start, unit.grad_bytes, unit.grad_dtype) for start in starts])
+            shards.append(data[shard : shard + unit.shard_bytes].view(unit.shard_dtype))
+            of_unit = []
+            for source in range(self.sources):
+                begin = first + source * self.grad_stride(index)
+                of_unit.append(data[begin : begin + unit.grad_bytes].view(unit.grad_dtype))
+            accumulators.append(of_unit)
         return shards, accumulators
 
     def _unit_bytes(self, index: int) -> int:
         return _align(self.units[index].shard_bytes) + _align(self.grad_stride(index) * self.sources)
 
     def offsets(self) -> list[tuple[int, int]]:
-        """Where each unit's shard and first accumulator begin; source ``s`` follows ``s`` strides later."""
+        """Where each unit's shard and first accumulator begin in `views`; source ``s`` follows ``s`` strides later."""
         found = []
-        begin = self.control_bytes
+        begin = 0
         for index, unit in enumerate(self.units):
             found.append((begin, begin + _align(unit.shard_bytes)))
             begin += self._unit_bytes(index)
@@ -233,7 +235,7 @@ class Transport(ABC):
 
     @abstractmethod
     def post(self, box: int, message: bytes) -> None:
-        """Put a message into an own mailbox, over the last one (announce it with `store`). Refused if it is longer."""
+        """Put a message that fits into an own mailbox, over the last one. Announce it with `store`."""
 
     @abstractmethod
     def fetch(self, owner: int, box: int) -> bytes:
@@ -255,17 +257,6 @@ class Transport(ABC):
         """How to call a peer in a message."""
         return f"rank {self.job_rank(peer)}"
 
-
-def check_message(spec: WindowSpec, message: bytes) -> None:
-    """Refuse a message that does not fit its mailbox."""
-    if len(message) > spec.mailbox_bytes:
-        raise ValueError(
-            f"A message of {len(message)} bytes does not fit the mailbox of {spec.mailbox_bytes} bytes."
-        )
-
-
-def _view(memory: Tensor, begin: int, size: int, dtype: torch.dtype) -> Tensor:
-    return memory[begin : begin + size].view(dtype)
 
 
 def _align(size: int, to: int = _ALIGNMENT) -> int:

@@ -80,7 +80,7 @@ class CudaTransport(SharedMemoryTransport):
     def open(self, spec: WindowSpec) -> None:
         super().open(replace(spec, units=(), sources=1))
         self._spec = spec
-        self._first_sums = [sums - spec.control_bytes for _, sums in spec.offsets()]
+        self._first_sums = [sums for _, sums in spec.offsets()]
         self._facts = self._together(self._device.facts)
         self._together(lambda: preflight.check(self._facts))
         self._together(lambda: self._explained(lambda: self._device.create(spec.data_bytes)))
@@ -98,9 +98,8 @@ class CudaTransport(SharedMemoryTransport):
     def _attach_on_device(self) -> None:
         windows = self._explained(self._device.attach)
         for owner, window in enumerate(windows):  # without the control plane
-            shards, accumulators = self._spec.views(window, begin=self._spec.control_bytes)
-            self._windows[owner].shards = shards
-            self._windows[owner].accumulators = accumulators
+            mapped = self._windows[owner]
+            mapped.shards, mapped.accumulators = self._spec.views(window)
 
     def close(self) -> None:
         if self._announcer is not None:

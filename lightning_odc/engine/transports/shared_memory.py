@@ -2,7 +2,7 @@
 
 Windows are anonymous memory (``memfd_create``): no name in any file system, no ``/dev/shm`` quota, nothing left
 after ``kill -9``. A peer opens a window through the owner's file-descriptor table in ``/proc``, which the kernel
-allows to the same user only, and checks the job's secret, the size and the seals before it maps anything.
+allows to the same user only, and checks the job's secret before it maps anything.
 Locks are open-file-description byte-range locks. Processes that a rank forks (``DataLoader`` workers) inherit the
 descriptors and with them the locks. The kernel frees the locks of a dead rank when these processes have ended, too. No
 rank waits for that: every wait ends when a peer has died (`Transport.dead_peers`), whatever its workers do.
@@ -28,15 +28,13 @@ from torch import Tensor
 
 from lightning_odc import host_memory
 from lightning_odc.engine.transports import host
-from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec, check_message
+from lightning_odc.engine.transports.base import Rendezvous, Transport, WindowSpec
 from lightning_odc.errors import WindowError
 from lightning_odc.host_memory import gib
 
 #: Bytes before the window's own layout begins.
 HEADER_BYTES = 4096
-_HEADER = struct.Struct("<32sqq")  # secret, rank, total bytes
-#: Looked up by name: other systems, where this module is imported but not used, do not have them.
-_SEALS = sum(getattr(fcntl, name, 0) for name in ("F_SEAL_SHRINK", "F_SEAL_GROW", "F_SEAL_SEAL"))
+_HEADER = struct.Struct("<32sq")  # secret, rank
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: l_type, l_whence, l_start, l_len, l_pid
 _PAGE = 4096
 _SECRET_BYTES = 32
@@ -67,39 +65,31 @@ class MappedWindow:
 
     @classmethod
     def create(cls, size: int) -> MappedWindow:
-        """A zeroed window whose memory is claimed and whose size is final."""
-        fd = os.memfd_create("lightning-odc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """A zeroed window whose memory is claimed."""
+        fd = os.memfd_create("lightning-odc", os.MFD_CLOEXEC)
         try:
-            os.fchmod(fd, 0o600)
-            try:
-                os.posix_fallocate(fd, 0, size)
-            except OSError as error:
-                raise WindowError(_limited(size, "allocated", error)) from error
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd, size)
-        except BaseException:
-            os.close(fd)
-            raise
+            os.posix_fallocate(fd, 0, size)
+        except OSError as error:
+            raise _limited(fd, size, "allocated", error) from error
+        return cls(fd, size)
 
     @classmethod
     def attach(cls, peer: int, address: Address, secret: bytes, size: int) -> MappedWindow:
         """A peer's window, trusting nothing it said until it was checked."""
         fd = _open(peer, address)
-        try:
-            _check(fd, peer, secret, size)
-            return cls(fd, size)
-        except BaseException:
+        if os.pread(fd, _HEADER.size, 0) != _HEADER.pack(secret, peer):
             os.close(fd)
-            raise
+            raise WindowError(f"the window of rank {peer} does not belong to this job")
+        return cls(fd, size)
 
     def write_header(self, secret: bytes, rank: int) -> None:
         """Sign the window: whose it is, in which job."""
-        self.bytes[: _HEADER.size] = _HEADER.pack(secret, rank, len(self.bytes))
+        self.bytes[: _HEADER.size] = _HEADER.pack(secret, rank)
 
     def map_units(self, spec: WindowSpec) -> None:
         """Make the views that ``spec`` lays out."""
         self.words = self.bytes[HEADER_BYTES : HEADER_BYTES + spec.words * 8].cast("q")
-        self.shards, self.accumulators = spec.views(self.memory[HEADER_BYTES:])
+        self.shards, self.accumulators = spec.views(self.memory[HEADER_BYTES + spec.control_bytes :])
 
     def close(self) -> None:
         """Close the descriptor and release the locks and the memory. The last view that dies unmaps it."""
@@ -138,15 +128,16 @@ def _map(fd: int, size: int) -> Tensor:
     try:
         mmap.mmap(fd, size).close()  # where this fails, torch would fail, too, and leave a descriptor open
     except OSError as error:
-        raise WindowError(_limited(size, "mapped", error)) from error
+        raise _limited(fd, size, "mapped", error) from error
     path = f"/proc/self/fd/{fd}"
     memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu")
     memory[::_PAGE].sum()  # map every page now, not in the first step
     return memory
 
 
-def _limited(size: int, what: str, error: OSError) -> str:
-    return (
+def _limited(fd: int, size: int, what: str, error: OSError) -> WindowError:
+    os.close(fd)
+    return WindowError(
         f"a window of {gib(size)} GiB could not be {what}: {error.strerror}. Look at the limits of the process "
         "(`ulimit -a`) and of its container."
     )
@@ -167,15 +158,6 @@ def _open(peer: int, address: Address) -> int:
             "run under one user in one container (one process-id namespace)."
         ) from error
 
-
-def _check(fd: int, peer: int, secret: bytes, size: int) -> None:
-    actual = os.fstat(fd).st_size
-    if actual != size:
-        raise WindowError(f"the window of rank {peer} has {actual} bytes, expected {size}")
-    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise WindowError(f"the window of rank {peer} is not sealed: its size could change under its readers")
-    if os.pread(fd, _HEADER.size, 0) != _HEADER.pack(secret, peer, size):
-        raise WindowError(f"the window of rank {peer} does not belong to this job")
 
 
 class SharedMemoryTransport(Transport):
@@ -293,7 +275,7 @@ class SharedMemoryTransport(Transport):
         self._windows[owner].words[word] = value
 
     def post(self, box: int, message: bytes) -> None:
-        check_message(self._spec, message)
+        assert len(message) <= self._spec.mailbox_bytes
         start = HEADER_BYTES + self._spec.mailbox_offset(box)
         payload = len(message).to_bytes(8, "little") + message
         memory = self._windows[self.rank].bytes
@@ -304,10 +286,6 @@ class SharedMemoryTransport(Transport):
         memory = self._windows[owner].bytes
         begin = start + 8
         length = int.from_bytes(memory[start:begin], "little")
-        if length > self._spec.mailbox_bytes:
-            raise WindowError(
-                f"Rank {self.job_rank(owner)} posted a message of {length} bytes, more than its mailbox holds."
-            )
         return bytes(memory[begin : begin + length])
 
     def dead_peers(self) -> list[int]:
@@ -318,8 +296,6 @@ class SharedMemoryTransport(Transport):
         return sorted(peers[fd] for fd, _ in poll.poll(0))
 
     def how_ended(self, peer: int) -> str:
-        if peer not in self._pidfds:
-            return ""
         return host.how_ended(self._addresses[peer].pid, self._pidfds[peer])
 
     def job_rank(self, peer: int) -> int:

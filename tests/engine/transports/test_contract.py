@@ -131,8 +131,6 @@ def words_and_mailboxes(transport: Transport, meet: Callable[[Any], list[Any]]) 
     encoded = f"from {transport.rank}".encode()
     transport.post(0, encoded)
     transport.post(1, b"")
-    with pytest.raises(ValueError, match="does not fit the mailbox"):
-        transport.post(1, b"x" * 101)
     meet(None)
     return [
         (transport.load(o, 7), transport.load(o, 6), transport.fetch(o, 0), transport.fetch(o, 1))
