@@ -23,12 +23,12 @@ from lightning_odc import _compat
 from lightning_odc.arguments import checked
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.weighting import Rule
-from lightning_odc.engine.advice import refuse_optimizers, text_of
+from lightning_odc.engine.advice import refuse_optimizers
 from lightning_odc.engine.base import Engine, WeightKind, total_weight
 from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.engine.comm import GatherComm, fsdp_modules
 from lightning_odc.engine.peers import FOLLOWED
-from lightning_odc.engine.roll_call import EqualCounts
+from lightning_odc.engine.roll_call import EqualCounts, blamed
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
@@ -50,6 +50,8 @@ from lightning_odc.sharding.stepping import by_lists, clip
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import BatchOf, try_loss
 
+#: Seconds until it is known which peer has broken a connection.
+_PATIENCE = 2.0
 WORDING = Wording(
     name="attach",
     option='attach(model, %s="%s")',
@@ -369,8 +371,7 @@ class Attached:
         begin = time.monotonic_ns()
         with by_lists(*optimizers):
             yield
-        if self.engine.tracer is not None:
-            self.engine.tracer.record("optimizer", begin)
+        self.engine.record("optimizer", begin)
         self.engine.publish()
 
     def publish(self) -> None:
@@ -400,7 +401,8 @@ class Attached:
         text = "".join(traceback.format_exception(error))
         has_followed = isinstance(error, PeerFailedError)
         if not isinstance(error, ODCError):
-            trouble = _peer_trouble(self.engine, error)
+            look = self.engine.peer_trouble
+            trouble = look() or blamed(error, look, _PATIENCE)
             last_line = "".join(traceback.format_exception_only(error)).rstrip()
             is_same_mistake = f"\n{last_line}\n" in f"{trouble}\n"  # on all ranks
             if trouble and not is_same_mistake:
@@ -453,15 +455,3 @@ def warn_on_rank_0(text: str) -> None:
     """Say once what concerns all ranks."""
     if dist.get_rank() == 0:
         warnings.warn(text, stacklevel=3)
-
-
-def _peer_trouble(engine: Engine, exception: BaseException) -> str:
-    """Which peer had failed or died before ``exception``. A broken process group is older than its first sign."""
-    deadline = time.monotonic()
-    if isinstance(exception, dist.DistError) or "/gloo/" in text_of(exception):
-        deadline += 2.0
-    trouble = engine.peer_trouble()
-    while not trouble and time.monotonic() < deadline:
-        time.sleep(0.01)
-        trouble = engine.peer_trouble()
-    return trouble

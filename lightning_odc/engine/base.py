@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc import _compat
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.peers import Signals
-from lightning_odc.engine.tracing import Fanout, Traced, Tracer
+from lightning_odc.engine.tracing import Traced, Tracer
 from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.errors import DisagreementError, ODCError
 
@@ -178,6 +178,7 @@ class Engine(Traced, ABC):
     """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in `attach`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._model: Any = None  # the module, from `attach` on
         self.signals = Signals()  # told when weighted losses settle
         self.ledger = Ledger()  # the weights of the current optimizer step
@@ -188,7 +189,6 @@ class Engine(Traced, ABC):
         self._failed = False
         self._batches = 0
         self._closes_window = True
-        self._listeners: list[Tracer] = []
         self.settling = 0.0  # seconds of own work while settling and publishing, since the start
 
     @property
@@ -305,16 +305,12 @@ class Engine(Traced, ABC):
 
     def listen(self, tracer: Tracer) -> None:
         """Trace what this rank does, beside the tracers that listen already."""
-        self._listeners.append(tracer)
-        self._let_trace()
+        self.tracers.append(tracer)
 
     def unlisten(self, tracer: Tracer) -> None:
         """Let this one trace no longer. Idempotent."""
-        self._listeners = [other for other in self._listeners if other is not tracer]
-        self._let_trace()
-
-    def _let_trace(self) -> None:
-        self.tracer = Fanout(*self._listeners) if self._listeners else None
+        if tracer in self.tracers:
+            self.tracers.remove(tracer)
 
     def peer_trouble(self) -> str:
         """Which peer has failed or died, and why; empty if none has, or it is not known."""

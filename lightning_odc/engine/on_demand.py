@@ -83,6 +83,7 @@ class OnDemandEngine(Engine):
             "deterministic": deterministic,
             "hang_report": hang_report,
             "signals": self.signals,
+            "tracers": self.tracers,
         }
         self._sample_group = sample_group
         self._make_transport = make_transport
@@ -272,9 +273,7 @@ class OnDemandEngine(Engine):
     ) -> Iterator[tuple[int, int]]:
         if self.world_size == 1:
             return super().claims(place, costs, trains=trains)
-        if trains:
-            return stealing.microbatches(self.protocol, costs, self._sample_group)
-        return stealing.claims(self.protocol, costs)
+        return stealing.claims(self.protocol, costs, trains, self._sample_group if trains else None)
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
@@ -399,10 +398,6 @@ class OnDemandEngine(Engine):
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
         return self.protocol.meet(kind, item)
-
-    def _let_trace(self) -> None:
-        super()._let_trace()
-        self.protocol.listen(self.tracer)
 
     def fail(self, message: str) -> None:
         super().fail(message)

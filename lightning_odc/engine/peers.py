@@ -120,31 +120,21 @@ class Peers:
 
     def fail(self, message: bytes) -> None:
         """This rank has failed; ``message`` says why and fits its mailbox."""
-        if self._takes_part:
+        if self._state(self._transport.rank) == State.RUNNING:
             self._transport.post(FAILURE_BOX, message)
             self._transport.store(Word.STATE, State.FAILED)
 
     def leave(self) -> None:
         """This rank is done, unless it had failed."""
-        if self._takes_part:
+        if self._state(self._transport.rank) == State.RUNNING:
             self._transport.store(Word.STATE, State.LEFT)
-
-    @property
-    def _takes_part(self) -> bool:
-        try:
-            return self._state(self._transport.rank) == State.RUNNING
-        except LookupError:  # the window is not open
-            return False
 
     def failures(self) -> dict[int, str]:
         """Messages of the peers that have failed so far. Once this rank has closed its windows, there are none."""
-        try:
-            failed = [peer for peer in self._others if self._state(peer) == State.FAILED]
-        except LookupError:
-            return {}
         messages = {}
-        for peer in failed:
-            messages[peer] = self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace")
+        for peer in self._others:
+            if self._state(peer) == State.FAILED:
+                messages[peer] = self._transport.fetch(peer, FAILURE_BOX).decode(errors="replace")
         return messages
 
     def check(self) -> None:
@@ -165,17 +155,16 @@ class Peers:
             )
 
     def check_not_past(self, *peers: int) -> None:
-        """Find out whether these peers, by default all, can still come to this place. See Note [Who has left]."""
-        peers = peers or tuple(self._others)
+        """Find out whether these peers can still come to this place. See Note [Who has left]."""
         self.check_not_left(*peers)
         ended = self._transport.load(self._transport.rank, Word.ENDS)
-        ahead = [peer for peer in peers if self._transport.load(peer, Word.ENDS) > ended]
-        if ahead:
-            gone, own = self._job_ranks(ahead[0])
-            raise DisagreementError(
-                f"Rank {gone} has ended a batch or an epoch in which rank {own} waits for it. Every rank must call "
-                "the same optimizer steps in the same batches, and leave the loop together with all others."
-            )
+        for peer in peers:
+            if self._transport.load(peer, Word.ENDS) > ended:
+                gone, own = self._job_ranks(peer)
+                raise DisagreementError(
+                    f"Rank {gone} has ended a batch or an epoch in which rank {own} waits for it. Every rank must call "
+                    "the same optimizer steps in the same batches, and leave the loop together with all others."
+                )
 
     def _job_ranks(self, peer: int) -> tuple[int, int]:
         """The ranks of a peer and of this process in the job."""
@@ -196,10 +185,7 @@ class Peers:
             names = ", ".join(self._transport.describe(peer) for peer in dead)
             endings = [self._transport.how_ended(peer) or "unknown" for peer in dead]
             how = f"(killed, out of memory, or crashed). How it ended: {', '.join(endings)}."
-            # See Note [Whom the kernel ended].
-            verdict = ""
-            if "SIGKILL" in endings or "unknown" in endings:
-                verdict = self._kills.verdict()
+            verdict = self._kills.verdict()  # see Note [Whom the kernel ended]
             return f"{names} ended without a word {how} {verdict}".rstrip() + f"\n{self.report()}"
         for peer in [*first, *failures]:
             failed, own = self._job_ranks(peer)
@@ -241,4 +227,7 @@ class Peers:
         return "\n".join(lines)
 
     def _state(self, rank: int) -> int:
-        return self._transport.load(rank, Word.STATE)
+        try:
+            return self._transport.load(rank, Word.STATE)
+        except LookupError:  # windows are not open yet, or not any more
+            return State.LEFT

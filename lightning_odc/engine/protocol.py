@@ -88,11 +88,12 @@ class Protocol(RankState):
         deterministic: bool = False,  # one accumulator per source rank, summed in rank order
         hang_report: HangReport | None = None,
         signals: Signals | None = None,
+        tracers: list[Tracer] | None = None,  # of what this rank does
         nodes: int = 1,  # how many ranks' shards this rank's window holds, one per node
         node: int = 0,  # place of this rank among them
     ) -> None:
         peers = Peers(transport, units)
-        waiter = Waiter(timeout, peers.check, peers.report, hang_report)
+        waiter = Waiter(timeout, peers.check, peers.report, hang_report, tracers)
         super().__init__(transport, _FIRST_VERSION, peers, waiter)
         self.nodes = nodes
         self.node = node
@@ -135,10 +136,6 @@ class Protocol(RankState):
     def _job_rank(self) -> int:
         return self.transport.job_rank(self.transport.rank)
 
-    def listen(self, tracer: Tracer | None) -> None:
-        """Trace what this rank does; ``None`` ends that."""
-        self.tracer = self.waiter.tracer = tracer
-
     def open(self) -> None:
         """Make and attach the windows; all ranks together."""
         self.transport.open(self.spec)
@@ -169,11 +166,10 @@ class Protocol(RankState):
         self.waiter.seconds = dict.fromkeys(Cause, 0.0)
 
     def go_on_from(self, other: Protocol) -> None:
-        """Take over the counts and the tracer of a protocol that was closed."""
+        """Take over the counts of a protocol that was closed."""
         self.traffic = other.traffic
         self.device_waits = other.device_waits
         self.waiter.seconds = other.waiter.seconds
-        self.listen(other.tracer)
 
     def finish(self) -> None:
         if self.finished or not self.transport.runs_ahead:
@@ -245,12 +241,10 @@ class Protocol(RankState):
     def fail(self, message: str) -> None:
         """Tell every peer that this rank has failed, and why. Of a long message, the middle is left out."""
         told = message.encode(errors="backslashreplace")
-        excess = len(told) - _MAILBOX_BYTES
-        if excess > 0:
-            gap = b"\n...\n"
+        if len(told) > _MAILBOX_BYTES:
             # It begins with who is to blame, and ends with what happened.
-            begin = told[: _MAILBOX_BYTES // 8]
-            told = begin + gap + told[len(begin) + len(gap) + excess :]
+            gap = b"\n...\n"
+            told = told[: _MAILBOX_BYTES // 2 - len(gap)] + gap + told[-_MAILBOX_BYTES // 2 :]
         self.peers.fail(told)
 
     def _describe(self) -> str:
@@ -268,12 +262,9 @@ class Protocol(RankState):
         self.peers.begin(Activity.MEET)
         self.transport.post(box, message)
         self.transport.store(Word.MEETING, self._meetings)
-        self._await_all(
-            Word.MEETING,
-            self._meetings,
-            Cause.SETTLE,
-            lambda peer: f"waiting for {peer} at meeting {self._meetings} ({kind})",
-        )
+        place = f"at meeting {self._meetings} ({kind})"
+        everybody = range(self.transport.world_size)
+        self.await_all(Word.MEETING, self._meetings, place, lambda _: self.peers.check_not_past(*everybody))
         messages = [
             message if peer == self.transport.rank else self.transport.fetch(peer, box)
             for peer in range(self.transport.world_size)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +29,16 @@ _COUNT_EVERY = 0.005
 _FOLLOWED = "This followed from something else."
 
 
+def blamed(error: BaseException, look: Callable[[], str], patience: float) -> str:
+    """What ``look`` knows of another rank if a connection broke, as soon as it knows; empty for other errors."""
+    if not isinstance(error, dist.DistError) and "/gloo/" not in text_of(error):
+        return ""
+    deadline = time.monotonic() + patience
+    while not (trouble := look()) and time.monotonic() < deadline:  # it is older than its first sign
+        time.sleep(_LOOK_EVERY)
+    return trouble
+
+
 class RollCall:
     """Ranks write their process and their error into the store by which they have found each other."""
 
@@ -41,14 +52,8 @@ class RollCall:
         """Tell the others that this rank has failed. The error gets a note if another rank is to blame."""
         told = "".join(traceback.format_exception(error))
         has_followed = isinstance(error, PeerFailedError) or _FOLLOWED in told
-        # A broken connection is older than its first sign, and says nothing of who has broken it.
-        if not has_followed and (isinstance(error, dist.DistError) or "/gloo/" in text_of(error)):
-            deadline = time.monotonic() + _PATIENCE
-            trouble = ""
-            while not trouble and time.monotonic() < deadline:
-                time.sleep(_LOOK_EVERY)
-                trouble = self.look()
-            trouble = self.look(guesses=True)
+        if not has_followed:
+            trouble = blamed(error, self.look, _PATIENCE)
             if trouble:
                 error.add_note(f"{_FOLLOWED} {trouble}")
                 has_followed = True
@@ -57,32 +62,24 @@ class RollCall:
         with suppress(dist.DistError):  # it has ended with rank 0, which has told nothing either
             self._say(told)
 
-    def look(self, guesses: bool = False) -> str:
-        """Which rank has failed or ended first, and how; or, if that is unknown, which one of another host may have."""
+    def look(self) -> str:
+        """Which rank has failed or ended first, and how; empty if that is unknown, as on another host."""
         followed = ""
-        unseen = []
         for rank in self.others:
             try:
                 boot, pid, told = json.loads(self._store.get(f"odc/ranks/{rank}"))
             except dist.DistError:
                 return "Rank 0 has ended, and with it the store by which ranks find each other."
             if told.startswith(FOLLOWED):
-                followed = followed or f"Rank {rank} failed, too."
+                followed = f"Rank {rank} failed, too."
             elif told:
                 return f"Rank {rank} failed. Its error was:\n{told}"
-            elif boot != boot_id():
-                unseen.append(rank)
-            else:
+            elif boot == boot_id():
                 how = how_ended(pid)
                 if how or not Path(f"/proc/{pid}").exists():
                     return (
                         f"Rank {rank} (process {pid}) ended without a word. How it ended: {how or 'unknown'}."
                     )
-        if unseen and guesses:
-            return (
-                f"One of the ranks {unseen}, which are on other hosts, has ended without a word, or the network to it "
-                "is broken."
-            )
         return followed
 
     def _say(self, error: str) -> None:

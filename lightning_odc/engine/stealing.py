@@ -26,7 +26,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from lightning_odc.engine.peers import Word
 from lightning_odc.engine.protocol import Protocol
@@ -74,7 +73,10 @@ class WorkQueues:
 
     def steal(self) -> tuple[int, int] | None:
         """Rank and number of a microbatch that is better run here, if there is one."""
-        self._await_all_open()
+        # A peer that has not come so far has a queue yet to show, and there is nothing else to do meanwhile.
+        opened = self._number << (2 * _BITS)
+        check = self._protocol.peers.check_not_past
+        self._protocol.await_all(Word.CLAIM, opened, "to open its queue", check)
         while True:
             victim = self._most_loaded()
             if victim is None:
@@ -163,56 +165,22 @@ class WorkQueues:
         word = self._number << (2 * _BITS) | queue.front << _BITS | queue.back
         self._transport.store(Word.CLAIM, word, owner)
 
-    def _await_all_open(self) -> None:
-        """A peer that has not come so far has a queue yet to show; there is nothing else to do meanwhile."""
-        transport = self._transport
-        for peer in range(len(self._costs)):
-            self._protocol.waiter.until(
-                lambda peer=peer: transport.load(peer, Word.CLAIM) >> (2 * _BITS) >= self._number,  # type: ignore[misc]
-                Cause.SETTLE,
-                lambda peer=peer: f"waiting for {transport.describe(peer)} to open its queue",  # type: ignore[misc]
-                transport.job_rank(peer),
-                partial(self._protocol.peers.check_not_past, peer),
-            )
 
-
-def _next_queues(protocol: Protocol, costs: Sequence[Sequence[float]]) -> WorkQueues:
-    """Open this rank's queue of the next work that ranks share; all of them do it in the same order."""
-    protocol.queues += 1
-    return WorkQueues(protocol, protocol.queues, costs)
-
-
-def _job_ranks(protocol: Protocol) -> list[int]:
-    transport = protocol.transport
-    return [transport.job_rank(peer) for peer in range(transport.world_size)]
-
-
-def claims(protocol: Protocol, costs: Sequence[Sequence[float]]) -> Iterator[tuple[int, int]]:
-    """Rank and number of all items for this rank to do: its own, then those of loaded peers of its node."""
-    ranks = _job_ranks(protocol)
-    # Opened before anything is taken, so that peers can help a rank that takes nothing itself.
-    queues = _next_queues(protocol, [costs[rank] for rank in ranks])
-
-    def taken() -> Iterator[tuple[int, int]]:
-        for peer, number in queues.claims():
-            protocol.peers.check()
-            yield ranks[peer], number
-            protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
-
-    return taken()
-
-
-def microbatches(
-    protocol: Protocol, costs: Sequence[Sequence[float]], sample_group: SampleGroup | None = None
+def claims(
+    protocol: Protocol,
+    costs: Sequence[Sequence[float]],
+    trains: bool = False,  # items are microbatches, from whose time peers learn how fast this rank is
+    sample_group: SampleGroup | None = None,  # whose ranks run the same microbatches
 ) -> Iterator[tuple[int, int]]:
-    """Place and number of the microbatches that this rank runs: its own, then those of loaded peers of its node."""
-    if protocol.deterministic:
+    """Place and number of all items for this rank to do: its own, then those of loaded peers of its node."""
+    if trains and protocol.deterministic:
         raise ValueError(
             "Stealing decides by time who runs a microbatch, and so the order of sums, which deterministic=True "
             'fixes. Use BalancedDataLoader(balance="lb_mini"), the same plan without stealing, or '
             "ODCStrategy(deterministic=False)."
         )
-    places = _job_ranks(protocol)
+    transport = protocol.transport
+    places = [transport.job_rank(peer) for peer in range(transport.world_size)]
     size = 1
     if len(costs) <= len(places):  # else ranks of other nodes have places, too
         size = len(places) // len(costs)
@@ -221,7 +189,9 @@ def microbatches(
     for place in places:
         by_rank.append(costs[place])
         by_rank += [[]] * (size - 1)  # of ranks that compute a sample together, the first has the queue
-    queues = _next_queues(protocol, by_rank)
+    protocol.queues += 1
+    # Opened before anything is taken, so that peers can help a rank that takes nothing itself.
+    queues = WorkQueues(protocol, protocol.queues, by_rank)
     claimed = queues.claims()
     if sample_group is not None:
         claimed = sample_group.follow(claimed)
@@ -230,14 +200,18 @@ def microbatches(
         """Seconds of a clock that stands still while this rank waits."""
         return time.monotonic() - sum(protocol.waiter.seconds.values())
 
-    seconds = cost = 0.0  # own work in this minibatch, and its planned cost
-    for rank, number in claimed:
-        place = places[rank // size]
-        protocol.stolen += rank // size != protocol.transport.rank // size
-        begin = now()
-        yield place, number
-        # The next one is requested: learn from the time until now.
-        protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
-        seconds += now() - begin
-        cost += costs[place][number]
-        queues.report_rate(seconds / cost if cost else 0.0)
+    def taken() -> Iterator[tuple[int, int]]:
+        seconds = cost = 0.0  # own work, and its planned cost
+        for rank, number in claimed:
+            protocol.peers.check()
+            place = places[rank // size]
+            protocol.stolen += rank // size != transport.rank // size
+            begin = now()
+            yield place, number
+            protocol.finish()  # a host that runs ahead would claim all there is before its device has begun
+            seconds += now() - begin
+            cost += costs[place][number]
+            if trains and cost:
+                queues.report_rate(seconds / cost)
+
+    return taken()

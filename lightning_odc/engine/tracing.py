@@ -43,35 +43,24 @@ class Tracer:
         return spans
 
 
-class Fanout(Tracer):
-    """Several tracers at once, each with its own place."""
+class Traced:
+    """Something whose work can be traced. With no tracer, that costs next to nothing."""
 
-    def __init__(self, *tracers: Tracer) -> None:
-        super().__init__(capacity=0)
-        self.tracers = tracers
-
-    def begin_wait(self, cause: str) -> None:
-        for tracer in self.tracers:
-            tracer.begin_wait(cause)
+    def __init__(self, tracers: list[Tracer] | None = None) -> None:
+        self.tracers = (
+            [] if tracers is None else tracers
+        )  # the list itself, so that all parts of an engine share it
 
     def record(self, kind: str, begin: int, **details: Any) -> None:
+        """A span that ends now."""
         for tracer in self.tracers:
             tracer.record(kind, begin, **details)
-
-
-class Traced:
-    """Something whose work can be traced. With no tracer set, tracing costs one comparison."""
-
-    tracer: Tracer | None = None  # the listener, or ``None``
 
     @contextmanager
     def traced(self, kind: str, **details: Any) -> Iterator[None]:
         """Record the enclosed work as one span."""
-        if self.tracer is None:
-            yield
-            return
         begin = time.monotonic_ns()
         try:
             yield
         finally:
-            self.tracer.record(kind, begin, **details)
+            self.record(kind, begin, **details)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -35,6 +36,7 @@ class RankState(Traced):
     """What all units of one rank share: how far it is, how it waits, what it has moved."""
 
     def __init__(self, transport: Transport, version: int, peers: Peers, waiter: Waiter) -> None:
+        super().__init__(waiter.tracers)
         self.transport = transport
         self.version = version
         self.peers = peers
@@ -54,17 +56,17 @@ class RankState(Traced):
         """The own shard in a window is written: let it be read as the current version, now or later."""
         window.announce(self.version, edited)
 
-    def _await_all(self, word: Word, count: int, cause: Cause, what: Callable[[str], str]) -> None:
-        """Wait until a control word of every rank has come so far. The ranks behind this one first."""
+    def await_all(self, word: Word, count: int, what: str, check: Callable[[int], None]) -> None:
+        """Wait until a control word of every rank has come so far; ``check``: whether that of one still can."""
         transport = self.transport
-        for step in range(1, transport.world_size):
+        for step in range(1, transport.world_size):  # the ranks behind this one first
             peer = (transport.rank + step) % transport.world_size
             self.waiter.until(
                 lambda peer=peer: transport.load(peer, word) >= count,  # type: ignore[misc]
-                cause,
-                lambda peer=peer: what(transport.describe(peer)),  # type: ignore[misc]
+                Cause.SETTLE,
+                lambda peer=peer: f"waiting for {transport.describe(peer)} {what}",  # type: ignore[misc]
                 transport.job_rank(peer),
-                self.peers.check_not_past,
+                partial(check, peer),
             )
 
 
@@ -246,8 +248,7 @@ class UnitWindow:
         state = self._state
         state.finished = False
         state.peers.begin(Activity.COMPUTE, self.index)
-        if state.tracer is not None:
-            state.tracer.record(done, begin, unit=self.spec.name)
+        state.record(done, begin, unit=self.spec.name)
 
     def _await_version(self, window: _Published) -> None:
         state = self._state

@@ -8,7 +8,6 @@ for long.
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from enum import StrEnum
 from functools import partial
 from pathlib import Path
 
-from lightning_odc.engine.tracing import Traced
+from lightning_odc.engine.tracing import Traced, Tracer
 from lightning_odc.errors import WaitTimeoutError
 
 _SPINS = 3
@@ -56,7 +55,9 @@ class Waiter(Traced):
         check: Callable[[], None],  # called 20 times a second in every wait; raises if a peer has failed
         report: Callable[[], str],  # where every rank is, for the message of a timeout
         hang_report: HangReport | None = None,  # receives a timeout, too
+        tracers: list[Tracer] | None = None,
     ) -> None:
+        super().__init__(tracers)
         self.timeout = timeout
         self.seconds: dict[Cause, float] = dict.fromkeys(Cause, 0.0)  # of idle time since the start
         self.waiting_for: Callable[[], str] | None = None  # while it waits
@@ -80,8 +81,9 @@ class Waiter(Traced):
     @contextmanager
     def during(self, cause: Cause | None, what: Callable[[], str], peer: int | None = None) -> Iterator[None]:
         """Enter the time inside as a wait, as `until` does; for a rank in a collective, which has its own end."""
-        if cause is not None and self.tracer is not None:
-            self.tracer.begin_wait(str(cause))
+        if cause is not None:
+            for tracer in self.tracers:
+                tracer.begin_wait(str(cause))
         begin = time.monotonic_ns()
         self.waiting_for = what
         try:
@@ -90,8 +92,7 @@ class Waiter(Traced):
             self.waiting_for = None
             if cause is not None:
                 self.seconds[cause] += (time.monotonic_ns() - begin) / 1e9
-            if cause is not None and self.tracer is not None:
-                self.tracer.record("wait", begin, cause=str(cause), peer=peer)
+                self.record("wait", begin, cause=str(cause), peer=peer)
 
     def _sleep_until(
         self, ready: Callable[[], bool], what: Callable[[], str], check: Callable[[], None] | None
@@ -159,16 +160,14 @@ class HangReport:
         if self.path is not None:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                # A pipe without a reader is an error, and not a wait.
-                how = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK
-                with os.fdopen(os.open(self.path, how, 0o666), "a") as file:
+                with self.path.open("a") as file:
                     file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
                     file.flush()
                     # Of all threads: on GPUs backward passes have their own.
                     faulthandler.dump_traceback(file)
                 note = f"Also in {self.path}, with the Python stack."
             except OSError as error:
-                note = f"(It could not be written to {self.path}: {error.strerror or error}.)"
+                note = f"(It could not be written to {self.path}: {error}.)"
                 self.path = None
         sys.stderr.write(f"lightning-odc: {text}\n  {note}\n")
         sys.stderr.flush()

@@ -336,8 +336,8 @@ class ODCStrategy(ReducingStrategy):
 
         with by_lists(optimizer):
             output = super().optimizer_step(optimizer, closure_then_settle, model, **kwargs)
-        if self.engine.tracer is not None and settled:
-            self.engine.tracer.record("optimizer", settled)
+        if settled:
+            self.engine.record("optimizer", settled)
         training.end_step()
         return output
 

@@ -27,7 +27,7 @@ from lightning_odc.callbacks.idle.sampling import (
 )
 from lightning_odc.callbacks.idle.sources import GradientWatch, StreamWait, StreamWaits, StreamWatch, Watch
 from lightning_odc.callbacks.idle.summary import DevicePart, IdleCause, IdleSummary, StepNumbers
-from lightning_odc.engine.tracing import Fanout, Tracer
+from lightning_odc.engine.tracing import Tracer
 from lightning_odc.engine.waiting import Cause, Waiter
 from lightning_odc.errors import WaitTimeoutError
 from tests.callbacks.test_idle import MS, SCALES, SLACK, STEPS, errors_of, fit, one_process
@@ -138,7 +138,7 @@ def test_waits_of_the_engine_are_told_of_and_those_for_its_own_device_are_not():
 
     waiter = Waiter(timeout=60, check=lambda: None, report=str)
     engine: Any = SimpleNamespace(listen=lambda tracer: None)
-    waiter.tracer = Fanout(spans, StreamWatch(engine, waits))
+    waiter.tracers += [spans, StreamWatch(engine, waits)]
     waiter.until(after(0), Cause.READ, str)  # was ready at once
     waiter.until(after(2), None, str)
     assert waits.take() == []

@@ -212,7 +212,7 @@ def test_ranks_that_end_by_an_error_write_what_they_have(tmp_path, how):
 def test_one_device_and_nobody_listens_outside_the_steps(rank, tmp_path):
     seen: list[bool] = []
     spy = LambdaCallback(
-        on_before_zero_grad=lambda trainer, *_: seen.append(trainer.strategy.engine.tracer is not None)
+        on_before_zero_grad=lambda trainer, *_: seen.append(bool(trainer.strategy.engine.tracers))
     )
     recorder = TimelineRecorder(tmp_path, range(1, 2))
     module = TokenModule()

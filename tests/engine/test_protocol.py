@@ -143,7 +143,7 @@ class WithoutVersions(Protocol):
 class WithoutMeeting(Protocol):
     """Takes its sums without waiting for the others to be done."""
 
-    def _await_all(self, *_: Any) -> None:
+    def await_all(self, *_: Any) -> None:
         pass
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_odc import Minibatch
 from lightning_odc.data.minibatch import StealableWork, Task
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.stealing import WorkQueues, microbatches
+from lightning_odc.engine.stealing import WorkQueues, claims
 from lightning_odc.engine.transports.base import Lock
 from notebooks.support.threads import ThreadHub
 from tests.engine.test_protocol import UNITS, opened
@@ -81,7 +81,7 @@ def test_too_many_microbatches_and_a_fixed_order_of_sums_are_refused():
     with pytest.raises(
         ValueError, match=r'Use BalancedDataLoader\(balance="lb_mini"\), the same plan without'
     ):
-        next(microbatches(protocol, [[], []]))
+        claims(protocol, [[], []], trains=True)
 
 
 @pytest.mark.parametrize("seed", range(20))

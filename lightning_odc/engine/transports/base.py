@@ -258,6 +258,5 @@ class Transport(ABC):
         return f"rank {self.job_rank(peer)}"
 
 
-
 def _align(size: int, to: int = _ALIGNMENT) -> int:
     return math.ceil(size / to) * to

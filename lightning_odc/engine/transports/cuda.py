@@ -90,8 +90,6 @@ class CudaTransport(SharedMemoryTransport):
     def _explained(self, stage: Callable[[], _Answer]) -> _Answer:
         try:
             return stage()
-        except WindowError:
-            raise
         except RuntimeError as error:
             raise WindowError(preflight.explain(error, self._facts[self.rank], self._spec)) from error
 
@@ -210,9 +208,8 @@ class SymmetricDevice:
             name=properties.name,
             uuid=str(properties.uuid),
             free=free + cached,
-            stack=_stack(),
-            backend=_compat.symmetric_backend(self._device),
-            is_rocm=torch.version.hip is not None,
+            stack=f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {_compat.cuda_driver_version()}",
+            backend="ROCm" if torch.version.hip else _compat.symmetric_backend(self._device),
             folder=_socket_folder(),
             reaches=reaches,
             atomics=atomics,
@@ -267,13 +264,9 @@ class SymmetricDevice:
                 window = self._handle.get_buffer(peer, (size,), torch.uint8)
             self._windows.append(window)
         if self._has_kernel:
-            addresses = [window.data_ptr() for window in self._windows]
-            for address in addresses:
-                if address % preflight.ALIGNMENT:
-                    raise WindowError(
-                        f"a window begins at byte {address:#x}, and the kernel that adds gradients needs a multiple of "
-                        f"{preflight.ALIGNMENT} ({_stack()}): torch 2.9 to 2.13 place windows so. {preflight.OTHERWISE}"
-                    )
+            addresses = [
+                window.data_ptr() for window in self._windows
+            ]  # the driver maps at multiples of 2 MiB
             self._addresses = torch.tensor(addresses, device=self._own.device)
         return list(self._windows)
 
@@ -333,10 +326,6 @@ class SymmetricDevice:
             owner = (own + step) % world
             place = self._windows[owner][offset:end]
             place.view(dtype).add_(rows[owner])
-
-
-def _stack() -> str:
-    return f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {_compat.cuda_driver_version()}"
 
 
 def _socket_folder() -> str:

@@ -16,8 +16,6 @@ from lightning_odc.host_memory import gib
 
 OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 OTHERWISE = 'Or use ODCStrategy(communication="collective"), which needs none of this.'
-#: Bytes: the kernel adds from such a place on in packets.
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,8 @@ class DeviceFacts:
     uuid: str  # tells devices of one host apart
     free: int = 0  # bytes, for messages
     stack: str = ""  # versions of torch, CUDA and driver, for messages
-    backend: str | None = "CUDA"  # what provides symmetric memory in this torch; ``None`` if nothing does
-    is_rocm: bool = False  # an AMD device under the name of CUDA
+    # What provides symmetric memory in this torch; ``None`` if nothing does, "ROCm" for an AMD device.
+    backend: str | None = "CUDA"
     folder: str = ""  # of the sockets by which torch hands handles over
     # By the uuid of another device that this process sees: whether this one can access its memory, and whether
     # additions to it are atomic.
@@ -46,16 +44,11 @@ def check(devices: Sequence[DeviceFacts]) -> None:
 def _reasons(devices: Sequence[DeviceFacts]) -> Iterator[str]:
     are_several = len({device.uuid for device in devices}) > 1
     for rank, device in enumerate(devices):
-        if device.is_rocm:
-            yield (
-                f"rank {rank} has an AMD GPU ({device.name}). This transport needs an NVIDIA GPU: it was never tried "
-                "on an AMD GPU."
-            )
         if device.backend != "CUDA":
             yield (
-                'this transport needs torch\'s own symmetric memory, "CUDA", and the backend of rank '
-                f"{rank} ({device.stack}) is {device.backend}: install torch 2.9 or newer with CUDA and a driver for "
-                "it, and unset the environment variable TORCH_SYMMMEM."
+                'this transport needs an NVIDIA GPU and torch\'s own symmetric memory, "CUDA". The backend of rank '
+                f"{rank} ({device.name}, {device.stack}) is {device.backend}: install torch 2.9 or newer with CUDA and "
+                "a driver for it, and unset the environment variable TORCH_SYMMMEM."
             )
         if device.folder != devices[0].folder:
             yield (

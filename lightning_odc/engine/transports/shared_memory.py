@@ -159,7 +159,6 @@ def _open(peer: int, address: Address) -> int:
         ) from error
 
 
-
 class SharedMemoryTransport(Transport):
     """One process's view of all windows on this host."""
 

@@ -63,12 +63,12 @@ REFUSED: list[tuple[DeviceFacts, DeviceFacts, str, str]] = [
         "",
         "which is /tmp for rank 0 and /job/7 for rank 1: set TMPDIR to the same folder",
     ),
-    (facts(), other(is_rocm=True, name="AMD MI300X"), "", "rank 1 has an AMD GPU (AMD MI300X)"),
+    (facts(), other(backend="ROCm", name="MI300X"), "", "backend of rank 1 (MI300X, ) is ROCm: install"),
     (
         facts(),
         other(backend=None, stack="torch 2.9.0"),
         "",
-        "and the backend of rank 1 (torch 2.9.0) is None: install torch",
+        "The backend of rank 1 (NVIDIA H200, torch 2.9.0) is None: install torch",
     ),
     (facts(), other(backend="NVSHMEM"), "", "is NVSHMEM: install"),
 ]
