@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc import _compat
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.peers import Signals
-from lightning_odc.engine.tracing import Traced, Tracer
+from lightning_odc.engine.tracing import Traced
 from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.errors import DisagreementError, ODCError
 
@@ -302,15 +302,6 @@ class Engine(Traced, ABC):
     @abstractmethod
     def close(self) -> None:
         """Give the model back to stock communication and release everything. Idempotent."""
-
-    def listen(self, tracer: Tracer) -> None:
-        """Trace what this rank does, beside the tracers that listen already."""
-        self.tracers.append(tracer)
-
-    def unlisten(self, tracer: Tracer) -> None:
-        """Let this one trace no longer. Idempotent."""
-        if tracer in self.tracers:
-            self.tracers.remove(tracer)
 
     def peer_trouble(self) -> str:
         """Which peer has failed or died, and why; empty if none has, or it is not known."""

@@ -51,6 +51,15 @@ class Traced:
             [] if tracers is None else tracers
         )  # the list itself, so that all parts of an engine share it
 
+    def listen(self, tracer: Tracer) -> None:
+        """Let this one trace, too."""
+        self.tracers.append(tracer)
+
+    def unlisten(self, tracer: Tracer) -> None:
+        """Let this one trace no longer. Idempotent."""
+        if tracer in self.tracers:
+            self.tracers.remove(tracer)
+
     def record(self, kind: str, begin: int, **details: Any) -> None:
         """A span that ends now."""
         for tracer in self.tracers:

@@ -230,7 +230,7 @@ def run_rank(number, rank, shard):
             )
             loss.backward()
             time.sleep(float(PAUSES[step, microbatch]))
-            rank.tracer.record("forward", began)
+            rank.record("forward", began)
             unit.accumulate(w.grad, [Segment(0, 0, 2)])
         records = rank.end_version("step", {"items": 5 * len(SHARES[number])})
         shard -= 0.1 * unit.summed() / sum(record["items"] for record in records)

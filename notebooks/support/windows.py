@@ -83,7 +83,7 @@ class Recorded:
     def __exit__(self, *_: object) -> None:
         timelines = []
         for number, (rank, tracer) in enumerate(zip(self._ranks, self._tracers, strict=True)):
-            rank.listen(None)
+            rank.unlisten(tracer)
             spans = [Span(kind, a - self._began, b - self._began, more) for kind, a, b, more in tracer.spans]
             timelines.append(RankTimeline(number, "", spans))
         self.timeline = Timeline(timelines)
