@@ -221,13 +221,10 @@ class RootUnit:
                 make = "Call"
                 if layers:
                     make = f"Make units of layers, auto_wrap_policy={class_names(layers)}, and call"
-                names = ", ".join(repr(slot.name) for slot in left[:3])
-                if len(left) > 3:
-                    names += ", ..."
                 raise ODCError(
                     "With manual optimization a model needs at least two units, and the loss must depend on what one "
                     "besides the root unit returns. This backward pass did not reach any, so gradients were left "
-                    f"behind: {names}. {make} them as modules, `layer(x)`."
+                    f"behind, as of {left[0].name!r}. {make} them as modules, `layer(x)`."
                 )
 
     def release(self) -> None:

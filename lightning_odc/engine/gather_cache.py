@@ -184,7 +184,7 @@ class GatherCache:
         self._peak = 0  # bytes that were taken at all
         self._has_measured = False
         self._contexts = 0  # of `gathered`
-        self._for_a_while: list[tuple[_Entry, bool]] = []  # of these contexts; was it gathered before?
+        self._for_a_while: list[_Entry] = []  # of these contexts
         self._free: Callable[[Iterable[Unit]], None]  # from `attach` on
 
     @property
@@ -241,8 +241,8 @@ class GatherCache:
             candidates.append(_Candidate(_worth(times, size), size, entry, True))
         candidates.sort(key=lambda candidate: candidate.worth, reverse=True)
         # Greedy: what does not fit is left out, and smaller ones of less worth may still fit.
-        gathered = set()
-        summed = set()
+        gathered: set[_Entry] = set()
+        summed: set[_Entry] = set()
         room = self._room()
         for worth, size, entry, is_sum in candidates:
             if worth <= 0 or size > room:
@@ -294,17 +294,21 @@ class GatherCache:
             self._contexts -= 1
             if not self._contexts:
                 self._measure()
-                self._end_while()
+                # Some may have been given up meanwhile.
+                freed = [entry.unit for entry in self._for_a_while if entry.stays_gathered and entry.reshards]
+                for entry in self._for_a_while:
+                    entry.stay_gathered(False)
+                self._for_a_while = []
+                self._free(freed)
 
     def _retain_for_a_while(self) -> None:
         """Retain as many units as there is room for now, the small ones first: all are visited equally often."""
         # Nothing is trained meanwhile, so what training needs (`_needed`) does not count, only what is held now.
         if self._budget == "auto":
-            waiting = [
-                entry for entry in self._entries if entry.stays_gathered and not entry.unit.is_gathered
-            ]
             room = int(self._memory.share * (self._memory.usable() - self._memory.used()))
-            room -= sum(entry.size for entry in waiting)  # they will be gathered
+            for entry in self._entries:
+                if entry.stays_gathered and not entry.unit.is_gathered:
+                    room -= entry.size  # it will be gathered
         else:
             room = self._budget - self.bytes
         for entry in sorted(self._entries, key=lambda entry: entry.size):
@@ -312,20 +316,8 @@ class GatherCache:
             if entry.stays_gathered or entry.unit.name == ROOT or entry.size > room:
                 continue
             room -= entry.size
-            self._for_a_while.append((entry, entry.unit.is_gathered))
+            self._for_a_while.append(entry)
             entry.stay_gathered(True)
-
-    def _end_while(self) -> None:
-        """Retain no more than before the context."""
-        freed = []
-        for entry, was_gathered in self._for_a_while:
-            if not entry.stays_gathered:
-                continue  # given up meanwhile
-            entry.stay_gathered(False)
-            if entry.reshards and not was_gathered:  # else it stays for those who gathered it
-                freed.append(entry.unit)
-        self._for_a_while = []
-        self._free(freed)
 
     def _before(self, entry: _Entry, *_: Any) -> None:
         """Before a unit runs."""

@@ -212,11 +212,8 @@ class Peers:
             if rank == transport.rank:
                 name = f"rank {transport.job_rank(rank)} (this one)"
             state = self._state(rank)
-            if state == State.LEFT:
-                lines.append(f"  {name}: has left")
-                continue
             if state != State.RUNNING:
-                lines.append(f"  {name}: has failed")
+                lines.append(f"  {name}: has {State(state).name.lower()}")
                 continue
             version = transport.load(rank, Word.VERSION)
             microbatch = transport.load(rank, Word.MICROBATCH)

@@ -98,11 +98,10 @@ def _round(protocol: Protocol, window: UnitWindow, number: int) -> str:
     read[window.own] = window.own_shard
     rows = [_numbers(spec.grad_numel, number, transport.rank, owner) for owner in owners]
     chunks = torch.cat(rows).to(device, spec.chunk_dtype)
-    with transport.on_another_stream():
-        window.gather(read.view(-1))
-        if spec.grad_numel:
-            for _ in range(_ADDS):
-                window.accumulate(chunks, [Segment(0, 0, spec.grad_numel)])
+    window.gather(read.view(-1))
+    if spec.grad_numel:
+        for _ in range(_ADDS):
+            window.accumulate(chunks, [Segment(0, 0, spec.grad_numel)])
     _meet(protocol, f" of unit {spec.name!r}, round {number}")
     place = f"{transport.describe(transport.rank)}, round {number}: unit {spec.name!r}"
     for owner, found, expected in zip(owners, read.view(torch.uint8).cpu(), shards, strict=True):

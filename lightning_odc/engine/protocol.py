@@ -195,16 +195,13 @@ class Protocol(RankState):
             self.drop_together(dropped, kind)
             if kind == DISCARD:
                 return items
-        ranks = self._ranks
-        own = self._job_rank
-        for peer, other in zip(ranks, kinds, strict=True):
+        for peer, other in zip(self._ranks, kinds, strict=True):
             if other != kind:
                 raise DisagreementError(
-                    f"Rank {own} is at {kind!r} of meeting {self._meetings}, rank {peer} at {other!r}. Every rank "
+                    f"Rank {self._job_rank} is at {kind!r} of meeting {self._meetings}, rank {peer} at {other!r}. Every rank "
                     "needs the same number of Lightning batches and optimizer steps; unequal work belongs inside a "
                     "Minibatch (0 to k microbatches), and `trainer.should_stop` is set on all ranks."
                 )
-        items[ranks.index(own)] = item
         return items
 
     @property

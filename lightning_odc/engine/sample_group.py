@@ -106,13 +106,10 @@ class SampleGroup:
         except DisagreementError as other:
             raise other from error
         except RuntimeError:
-            error.add_note(
-                f"Of the group {self.ranks}, this rank ran out of memory and others did not. They wait "
-                "in the middle of the microbatch, so it cannot run again in parts."
-            )
-            raise error from None
+            by_rank = [where, None]
         if any(other != by_rank[0] for other in by_rank):
             error.add_note(
-                f"The ranks {self.ranks} are one group, and ran out of memory at different places."
+                f"Of the group {self.ranks}, not all ran out of memory here. The others wait in the middle of the "
+                "microbatch, so it cannot run again in parts."
             )
-            raise error
+            raise error from None

@@ -22,7 +22,6 @@ as ``Segment(target=4, source=0, numel=2)`` if it reached ``b`` alone.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -346,15 +345,12 @@ def compare_models(units: Sequence[Unit], rendezvous: Rendezvous) -> None:
 
 def first_difference(exchange: Callable[[Any], list[Any]], lines: Sequence[str]) -> str:
     """The first line that is another one on another rank than on rank 0; empty if none is. All ranks together."""
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    if len(set(exchange(digest))) == 1:
-        return ""
     by_rank = exchange(lines)
     for rank, other in enumerate(by_rank):
         for first, second in itertools.zip_longest(by_rank[0], other, fillvalue="nothing"):
             if first != second:
                 return f"rank 0 has\n  {first}\nwhere rank {rank} has\n  {second}"
-    raise AssertionError("digests of equal lines are equal")
+    return ""
 
 
 def class_names(modules: Iterable[nn.Module]) -> str:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from lightning_odc.engine.transports.base import Rendezvous, UnitSpec
 from lightning_odc.engine.transports.cuda import CudaTransport
-from lightning_odc.engine.transports.host import boot_id
 from lightning_odc.engine.transports.preflight import DeviceFacts
 from lightning_odc.engine.transports.shared_memory import HEADER_BYTES, Address, MappedWindow, RangeLock
 
@@ -116,12 +115,6 @@ class FakeDevice:
     def stream(self) -> Hashable:
         return self._current
 
-    @contextmanager
-    def on_another_stream(self) -> Iterator[None]:
-        with self.on(2):
-            self.wait_for(0)
-            yield
-
     def wait_for(self, stream: Hashable) -> None:
         assert isinstance(stream, int)
         if stream != self._current:
@@ -195,7 +188,7 @@ class FakeDevice:
         devices = self._rendezvous(self._facts.uuid)
         if len(set(devices)) < len(devices):
             raise RuntimeError("overlapping devices")  # as torch does
-        rendezvous = self._rendezvous(Address(boot_id(), os.getpid(), own.fd))
+        rendezvous = self._rendezvous(Address(os.getpid(), own.fd))
         for peer, address in enumerate(rendezvous):
             if peer != self._rank:
                 self._regions[peer] = MappedWindow.attach(peer, address, _SECRET, len(own.bytes))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -206,10 +205,6 @@ class Transport(ABC):
         """Add row ``r`` to the accumulator of rank ``r``, from element ``start`` on; only where no locks are needed."""
         # ``rows``: ``[world_size, numel]``, each row contiguous.
         raise NotImplementedError("this transport adds under locks")
-
-    def on_another_stream(self) -> AbstractContextManager[None]:
-        """A context in which reads and adds go to another stream than the current one, as those of ``fully_shard``."""
-        return nullcontext()
 
     def drain(self) -> Callable[[], bool]:
         """An object that tells whether all reads, adds and writes that this rank has requested so far are done."""

@@ -6,9 +6,6 @@ A word announces data: its owner writes the data, then the word; a reader reads 
 keeps the order of stores, and that of loads. Weaker processors (Arm, as in NVIDIA's Grace) do not, and a Python lock in
 between does not help. So both sides need a full barrier there: the C function ``atomic_thread_fence``, a few
 nanoseconds long, which libatomic exports.
-
-A reader needs its barrier only when a word differs from the one that the same thread read last: the data of an old
-value was ordered when that value was new. So a rank that waits for a word reads it thousands of times with one barrier.
 """
 
 from __future__ import annotations

@@ -87,12 +87,10 @@ def why_not_atomic(devices: Sequence[DeviceFacts]) -> str:
 def explain(error: Exception, device: DeviceFacts, spec: WindowSpec) -> str:
     """Explain the likely causes of an error of torch or of the driver while windows were made or mapped."""
     first = str(error).strip().split("\n")[0]
-    shards = gib(sum(unit.shard_bytes for unit in spec.units))
-    sums = gib(spec.sources * sum(unit.grad_bytes for unit in spec.units))
     return (
         f"device memory could not be mapped by the peers: {first}. What may be the reason: if it is out of memory, the "
-        f"window takes {gib(spec.data_bytes)} GiB (published shards {shards} GiB, gradient accumulators {sums} GiB, "
-        f"{spec.sources} per shard), and {gib(device.free)} GiB were free: use more GPUs, bf16 (Trainer(precision="
+        f"published shards and gradient accumulators ({spec.sources} per shard) take {gib(spec.data_bytes)} GiB, and "
+        f"{gib(device.free)} GiB were free: use more GPUs, bf16 (Trainer(precision="
         '"bf16-mixed") halves the shards), deterministic=False, or end what else runs on the GPU; if devices overlap, '
         "give every rank a GPU of its own (Trainer(devices=N) with N visible GPUs), and let every process see all GPUs "
         "of the job (the same CUDA_VISIBLE_DEVICES for all; under SLURM --gpus-per-node instead of --gpus-per-task), "

@@ -17,7 +17,6 @@ import secrets
 import select
 import struct
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,9 +43,8 @@ _Answer = TypeVar("_Answer")
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a rank's window, for its peers: the host, the process and the descriptor."""
+    """The address of a rank's window, for its peers: the process and the descriptor."""
 
-    host: str
     pid: int
     fd: int
 
@@ -144,18 +142,12 @@ def _limited(fd: int, size: int, what: str, error: OSError) -> WindowError:
 
 
 def _open(peer: int, address: Address) -> int:
-    if address.host != host.boot_id():
-        raise WindowError(
-            f"rank {peer} runs on another host, and shared memory ends at the host. Ranks of a node need neighbouring "
-            "numbers (SLURM: --distribution=block), and Trainer(num_nodes=...) must be the number of hosts. Or write "
-            'ODCStrategy(communication="collective").'
-        )
     try:
         return os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise WindowError(
-            f"the window of rank {peer} (process {address.pid}) cannot be opened: {error.strerror}. All ranks must "
-            "run under one user in one container (one process-id namespace)."
+            f"the window of rank {peer} (process {address.pid}) cannot be opened: {error.strerror}. All ranks "
+            "of a node must run on one host, under one user, and in one container (one process-id namespace)."
         ) from error
 
 
@@ -174,7 +166,6 @@ class SharedMemoryTransport(Transport):
         self._addresses: list[Address] = []
         self._pidfds: dict[int, int] = {}
         self._fence: host.Fence | None = None  # see Note [What orders memory]
-        self._seen: dict[tuple[int, int, int], int] = {}  # by thread, owner and word: what was read last
 
     def open(self, spec: WindowSpec) -> None:
         self._spec = spec
@@ -222,7 +213,7 @@ class SharedMemoryTransport(Transport):
         own = MappedWindow.create(size)
         self._windows[self.rank] = own
         own.write_header(secret, self.job_rank(self.rank))
-        return Address(host.boot_id(), os.getpid(), own.fd)
+        return Address(os.getpid(), own.fd)
 
     def _attach(self, size: int, secret: bytes) -> None:
         for peer, address in enumerate(self._addresses):
@@ -255,10 +246,7 @@ class SharedMemoryTransport(Transport):
     def load(self, owner: int, word: int) -> int:
         value = self._windows[owner].words[word]
         if self._fence is not None:
-            place = (threading.get_ident(), owner, word)
-            if self._seen.get(place) != value:
-                self._fence()
-                self._seen[place] = value
+            self._fence()
         return value
 
     def watch(self, owner: int, word: int) -> Callable[[], int]:

@@ -101,7 +101,7 @@ def test_what_may_stand_behind_an_error():
     message = preflight.explain(error, facts_of_rank, spec)
     assert "could not be mapped by the peers: CUDA driver error: invalid device context. What" in message
     for hint in (
-        "the window takes 5.00 GiB (published shards 1.00 GiB, gradient accumulators 4.00 GiB, 2 per shard)",
+        "shards and gradient accumulators (2 per shard) take 5.00 GiB",
         "4.00 GiB were free",
         "give every rank a GPU of its own",
         "--gpus-per-node",

@@ -12,7 +12,6 @@ import re
 import resource
 import signal
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -152,7 +151,6 @@ def sabotage(what: str, stack: ExitStack) -> None:
         "RLIMIT_AS": [little_address_space()],
         "signs with another secret": [signs(lambda own, _, rank: header(own, bytes(32), rank))],
         "signs as another rank": [signs(lambda own, secret, _: header(own, secret, 0))],
-        "another host": [patch.object(host, "boot_id", lambda: "another")],
         "another descriptor": [patch.object(SharedMemoryTransport, "_create", nowhere)],
     }
     for context in contexts[what]:
@@ -176,7 +174,6 @@ REFUSED = {
     ],
     "signs with another secret": ["Rank 0 .*: the window of rank 1 does not belong to this job"],
     "signs as another rank": ["Rank 0 .*: the window of rank 1 does not belong to this job"],
-    "another host": ["Rank 0 .*: rank 1 runs on another host"],
     "another descriptor": [r"Rank 0 .*: the window of rank 1 \(process \d+\) cannot be opened: No such file"],
 }
 
@@ -300,20 +297,16 @@ def test_a_fenced_transport_works_and_fences_every_word(rank):
         if rank:
             seen = 399
         assert in_one_process(rank, data_is_there_when_its_word_is) == [seen]
-    # A store of one's own word and a new value of the other's per version, however often a rank looks; and the first
-    # look at each word, and locks.
-    assert 2 * 399 <= len(fences) <= 2 * 399 + 20
+    assert len(fences) >= 2 * 399  # a store of one's own word and a new value of the other's per version
 
 
 def test_stores_are_fenced_before_and_loads_after(monkeypatch):
     events: list[str] = []
 
     class Words:
-        value = 0
-
         def __getitem__(self, word: int) -> int:
             events.append("load")
-            return self.value
+            return 0
 
         def __setitem__(self, word: int, value: int) -> None:
             events.append("store")
@@ -334,12 +327,8 @@ def test_stores_are_fenced_before_and_loads_after(monkeypatch):
     transport._fence = lambda: events.append("fence")
     operations: list[tuple[Callable[[], Any], list[str]]] = [
         (lambda: transport.load(0, 0), ["load", "fence"]),
-        (lambda: transport.load(0, 0), ["load"]),  # what it announces was ordered before
-        (lambda: transport.load(0, 1), ["load", "fence"]),  # another word
-        (lambda: in_another_thread(lambda: transport.load(0, 0)), ["load", "fence"]),
         (lambda: transport.store(0, 1), ["fence", "store"]),
         (lambda: transport.watch(0, 2)(), ["load", "fence"]),
-        (lambda: transport.watch(0, 2)(), ["load"]),
         (lambda: transport.lock(0, 0).take(), ["lock", "fence"]),
         (lambda: transport.lock(0, 0).give(), ["fence", "unlock"]),
     ]
@@ -347,17 +336,6 @@ def test_stores_are_fenced_before_and_loads_after(monkeypatch):
         events.clear()
         operation()
         assert events == expected
-    Words.value = 1
-    for expected in (["load", "fence"], ["load"]):
-        events.clear()
-        transport.load(0, 0)
-        assert events == expected
-
-
-def in_another_thread(function: Callable[[], Any]) -> None:
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
 
 
 def test_which_fence_a_machine_takes(monkeypatch):
