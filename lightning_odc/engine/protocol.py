@@ -198,9 +198,9 @@ class Protocol(RankState):
         for peer, other in zip(self._ranks, kinds, strict=True):
             if other != kind:
                 raise DisagreementError(
-                    f"Rank {self._job_rank} is at {kind!r} of meeting {self._meetings}, rank {peer} at {other!r}. Every "
-                    "rank needs the same number of Lightning batches and optimizer steps; unequal work belongs inside a "
-                    "Minibatch (0 to k microbatches), and `trainer.should_stop` is set on all ranks."
+                    f"Rank {self._job_rank} is at {kind!r} of meeting {self._meetings}, rank {peer} at {other!r}. "
+                    "Every rank needs the same number of Lightning batches and optimizer steps; unequal work belongs "
+                    "inside a Minibatch (0 to k microbatches), and `trainer.should_stop` is set on all ranks."
                 )
         return items
 
