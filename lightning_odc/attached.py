@@ -24,10 +24,11 @@ from lightning_odc.arguments import checked
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.advice import refuse_optimizers
-from lightning_odc.engine.base import Engine, WeightKind, total_weight
+from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.engine.comm import GatherComm, fsdp_modules
 from lightning_odc.engine.peers import FOLLOWED
+from lightning_odc.engine.records import WeightKind, total_weight
 from lightning_odc.engine.roll_call import EqualCounts, blamed
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.transports import check_device

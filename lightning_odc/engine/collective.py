@@ -14,21 +14,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_odc import _compat
 from lightning_odc.engine.additions import Added
-from lightning_odc.engine.base import Engine, SettleRecord, check_records, total_weight
+from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import (
-    RootUnit,
     StockComm,
     all_gather,
     forget_pass,
-    fsdp_modules,
     reduce_scatter,
     reset_units,
     set_comms,
 )
-from lightning_odc.engine.late_gradients import LateHooks, Scalars
+from lightning_odc.engine.records import SettleRecord, check_records, total_weight
 from lightning_odc.engine.transports.base import Rendezvous
-from lightning_odc.engine.unit_calls import UnitCalls
-from lightning_odc.engine.units import Unit, find_units
 
 
 class CollectiveEngine(Engine):
@@ -38,14 +34,8 @@ class CollectiveEngine(Engine):
         super().__init__()
         self._world_size = world_size
         self._rendezvous = rendezvous
-        self._units: list[Unit] = []
-        # From `attach` on:
-        self._root: RootUnit
-        self._calls: UnitCalls
         self._shards: list[nn.Parameter] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
-        self._late_hooks = LateHooks()
-        self._scalars = Scalars()
         self._reduce_scatter = StockComm(reduce_scatter, partial(self.traced, "reduce_scatter"))
         self._is_retry = False  # the next backward pass is of a part of a microbatch
         self._in_place = False  # a backward pass adds to gradients of earlier batches
@@ -56,14 +46,12 @@ class CollectiveEngine(Engine):
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         reset_units(model)
-        self._units = find_units(model)
-        self._root = RootUnit(self._units, model)
-        self._calls = UnitCalls(self._units, model)
-        self._model = model
+        self._adopt(model)
         self._scalars.attach(model, self._rendezvous)
         self._find_shards()
         gather = StockComm(all_gather, partial(self.traced, "all_gather"))
-        set_comms(fsdp_modules(model), gather, self._reduce_scatter)
+        for unit in self._units:
+            set_comms(unit.modules, gather, self._reduce_scatter)
 
     def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         if self._world_size > 1:
@@ -77,16 +65,12 @@ class CollectiveEngine(Engine):
                 dtype = precision.param_dtype or dtype
             yield name, whole.detach().to(dtype, copy=True)
 
-    def drop_emptied(self) -> None:
-        self._scalars.drop_emptied()
-
     def discard(self) -> None:
+        super().discard()
         self._sums.clear()
-        self._scalars.clear()
-        self._take_ledger()
 
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
-        self.ledger.begin_minibatch(plan)
+        super().begin_minibatch(microbatches, plan)
         counts = self.exchange("begin a minibatch", microbatches)
         if len(set(counts)) > 1:
             raise ValueError(
@@ -217,16 +201,9 @@ class CollectiveEngine(Engine):
             return self._rendezvous(item)
 
     def close(self) -> None:
-        if self._model is not None:
-            self._root.release()
-            self._calls.release()
-            reset_units(self._model, self._failed)
-            self._late_hooks.release(self._shards)
-            self._scalars.close()
-            set_comms(fsdp_modules(self._model))
+        super().close()
         self._sums.clear()
         self._shards.clear()
-        self._units = []
         self._model = None
 
     def _find_shards(self) -> None:

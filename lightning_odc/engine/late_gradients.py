@@ -45,8 +45,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
-from lightning_odc.engine.base import any_flags, flags_to_hex
 from lightning_odc.engine.protocol import DISCARD, Protocol
+from lightning_odc.engine.records import any_flags, flags_to_hex
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.engine.units import ParamSlot, Unit

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -18,36 +18,27 @@ from lightning_odc import _compat
 from lightning_odc.engine import stealing
 from lightning_odc.engine.additions import OF_THE_USER, Added, Additions, Pass
 from lightning_odc.engine.advice import refuse_all_reduce_hooks, undivided_gradient, unexpected_gradient
-from lightning_odc.engine.base import (
-    Engine,
-    SettleRecord,
-    any_flags,
-    check_records,
-    flags_to_hex,
-    total_weight,
-)
+from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
-    RootUnit,
     forget_pass,
     probe,
     ran_forward,
-    reset_units,
     set_comms,
 )
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory, generating
-from lightning_odc.engine.late_gradients import LateHooks, Placeholders, Scalars
+from lightning_odc.engine.late_gradients import Placeholders
 from lightning_odc.engine.proof import open_proven
 from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.records import SettleRecord, any_flags, check_records, flags_to_hex, total_weight
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.staleness import StalenessGuard
 from lightning_odc.engine.streaming import stream
 from lightning_odc.engine.transports.base import Rendezvous, Transport
-from lightning_odc.engine.unit_calls import UnitCalls
 from lightning_odc.engine.unit_sum import UnitSum
 from lightning_odc.engine.unit_window import Traffic, UnitWindow
-from lightning_odc.engine.units import ParamSlot, Unit, compare_models, find_units
+from lightning_odc.engine.units import ParamSlot, Unit, compare_models
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError
 
@@ -56,8 +47,6 @@ class OnDemandEngine(Engine):
     """Reads parameter shards from peers when a unit needs them, adds gradients into the owners' accumulators."""
 
     # From `attach` on:
-    _root: RootUnit
-    _calls: UnitCalls
     _additions: Additions
     _placeholders: Placeholders
     _staleness: StalenessGuard
@@ -92,12 +81,8 @@ class OnDemandEngine(Engine):
         self._agree = agree or rendezvous
         self._accumulator_dtype = accumulator_dtype
         self._thread = threading.get_ident()  # that trains
-        self._units: list[Unit] = []
-        self._late_hooks = LateHooks()
-        self._scalars = Scalars()
         self._gradients = True
         self._sums: list[UnitSum] = []
-        self._on_close = ExitStack()
         self._protocol: Protocol | None = None
 
     @property
@@ -111,13 +96,8 @@ class OnDemandEngine(Engine):
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         # 1. The layout of this rank, as `fully_shard` shows it. Windows have sizes that depend on it.
-        self._model = model
         self._gradients = gradients
-        self._units = find_units(model)
-        self._root = RootUnit(self._units, model)
-        self._on_close.callback(self._root.release)
-        self._calls = UnitCalls(self._units, model)
-        self._on_close.callback(self._calls.release)
+        self._adopt(model)
         for unit in self._units:
             if _compat.reshards_after_forward(unit.modules[0]) is None:  # on demand, that is as ``True``
                 unit.modules[0].set_reshard_after_forward(True, recurse=False)
@@ -128,7 +108,6 @@ class OnDemandEngine(Engine):
         refuse_all_reduce_hooks(self._units)
         compare_models(self._units, self._rendezvous)
         self._scalars.attach(model, self._rendezvous)
-        self._on_close.callback(self._scalars.close)
         # 3. Windows.
         specs = [unit.spec() for unit in self._units]
         protocol = self.make_protocol(self._make_transport(), specs, **self._protocol_options)
@@ -156,20 +135,16 @@ class OnDemandEngine(Engine):
         self._on_close.enter_context(generating(model, self.gathered))
 
     def close(self) -> None:
-        self._on_close.close()
-        if self._model is not None:
-            reset_units(self._model, self._failed)
-        if any(unit.is_gathered for unit in self._units):
+        units = self._units
+        super().close()
+        if any(unit.is_gathered for unit in units):
             warnings.warn(
                 "A step failed half-way, and torch before 2.13 cannot reset `fully_shard`: fit a new model.",
                 stacklevel=2,
             )
-        for unit in self._units:
-            self._late_hooks.release(slot.sharded_param for slot in unit.slots)
-            set_comms(unit.modules)
+        for unit in units:
             if unit.divided_by_fully_shard:
                 unit.set_division(True)
-        self._units = []
         self._sums.clear()  # in place, for they hold views of the windows
         if self._protocol is not None:
             self._placeholders.lift()
@@ -244,20 +219,16 @@ class OnDemandEngine(Engine):
     def discard(self) -> None:
         self._additions.end_backward()
         self._placeholders.drop({slot for unit in self._units for slot in unit.grad_slots})
-        self._scalars.clear()
-        self._take_ledger()
+        super().discard()
 
     def drop_emptied(self) -> None:
         self._placeholders.drop_emptied()
-        self._scalars.drop_emptied()
+        super().drop_emptied()
 
     def drop_emptied_anywhere(self) -> None:
         if self._batches:  # of this step
             self._placeholders.drop_emptied_anywhere()
             self._scalars.drop_emptied()
-
-    def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
-        self.ledger.begin_minibatch(plan)
 
     def begin_microbatch(self, index: int) -> None:
         self.protocol.begin_microbatch(index)

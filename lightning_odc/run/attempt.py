@@ -37,7 +37,8 @@ from lightning_odc.data.minibatch import Task, sample_count, token_count
 from lightning_odc.data.rng import RandomState
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.advice import text_of
-from lightning_odc.engine.base import Engine, Ledger
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.records import Ledger
 from lightning_odc.errors import ODCError
 from lightning_odc.run.contribution import Contribution, PendingWeight
 from lightning_odc.run.wording import Wording

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc.data.weighting import LabelCounter
-from lightning_odc.engine.base import WeightKind
+from lightning_odc.engine.records import WeightKind
 from lightning_odc.run.attempt import Attempt
 from lightning_odc.run.contribution import Contribution, detached
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lightning_odc.engine.base import WeightKind
+from lightning_odc.engine.records import WeightKind
 
 
 @dataclass

@@ -16,7 +16,8 @@ from lightning_odc.data.minibatch import Minibatch, Task, sample_count
 from lightning_odc.data.rng import random_numbers_of
 from lightning_odc.data.split import parts_of
 from lightning_odc.data.weighting import LabelCounter, Rule
-from lightning_odc.engine.base import Engine, SettleRecord, WeightKind
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.records import SettleRecord, WeightKind
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.run.attempt import Attempt, Retry, cut_graph, size_of, warn_of_drop
 from lightning_odc.run.batch import Batch, State

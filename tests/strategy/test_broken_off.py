@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc import Minibatch
 from lightning_odc.data.minibatch import Task
 from lightning_odc.data.split import middle
-from lightning_odc.engine.base import Ledger, WeightKind
+from lightning_odc.engine.records import Ledger, WeightKind
 from lightning_odc.run.attempt import Attempt, Retry
 from lightning_odc.run.contribution import Contribution, contribution
 from lightning_odc.strategy.options import WORDING

@@ -23,7 +23,7 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import cost_of_model
 from lightning_odc.data.packing import PackingCollator
 from lightning_odc.data.weighting import LabelCounter
-from lightning_odc.engine.base import Ledger, WeightKind, check_records
+from lightning_odc.engine.records import Ledger, WeightKind, check_records
 from lightning_odc.errors import DisagreementError
 from lightning_odc.run.contribution import contribution
 from tests.strategy.test_balance import Padded, plain
