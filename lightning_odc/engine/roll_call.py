@@ -29,10 +29,10 @@ _COUNT_EVERY = 0.005
 _FOLLOWED = "This followed from something else."
 
 
-def blamed(error: BaseException, look: Callable[[], str], patience: float) -> str:
-    """What ``look`` knows of another rank if a connection broke, as soon as it knows; empty for other errors."""
+def blamed(error: BaseException, look: Callable[[], str], patience: float) -> str | None:
+    """What ``look`` knows of another rank if a connection broke, as soon as it knows; ``None`` for other errors."""
     if not isinstance(error, dist.DistError) and "/gloo/" not in text_of(error):
-        return ""
+        return None
     deadline = time.monotonic() + patience
     while not (trouble := look()) and time.monotonic() < deadline:  # it is older than its first sign
         time.sleep(_LOOK_EVERY)
@@ -54,9 +54,9 @@ class RollCall:
         has_followed = isinstance(error, PeerFailedError) or _FOLLOWED in told
         if not has_followed:
             trouble = blamed(error, self.look, _PATIENCE)
+            has_followed = trouble is not None
             if trouble:
                 error.add_note(f"{_FOLLOWED} {trouble}")
-                has_followed = True
         if has_followed:
             told = FOLLOWED + told
         with suppress(dist.DistError):  # it has ended with rank 0, which has told nothing either

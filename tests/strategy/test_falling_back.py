@@ -71,7 +71,7 @@ UNEVEN = {
 Refusal = Callable[[int], Any]
 REFUSED: dict[str, tuple[Refusal, str]] = {
     "memory": (no_room, "Rank 1 could not share memory with its peers: the windows (2 ranks of"),
-    "proof": (wrong_byte, "What ranks read and add came out wrongly. rank 1: unit "),
+    "proof": (wrong_byte, "What ranks read and add came out wrongly. rank 1 (process "),
     "device": (other_device, "not between mps devices"),
 }
 
