@@ -25,7 +25,7 @@ NODES = {
     "balance": 8727,
     "callbacks": 9250,
     "data": 14836,
-    "engine": 29029,
+    "engine": 27662,
     "huggingface": 2431,
     "rl": 1994,
     "run": 5485,
