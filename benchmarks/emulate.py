@@ -143,7 +143,7 @@ class EmulatedWorkload(Workload):
         lengths = np.array([float(sample[0]) for sample in samples])
         cost = self.cost
         pairs = (lengths.sum() ** 2 - (lengths**2).sum()) / 2
-        total = cost.samples(lengths).sum() + cost.overhead.mean() + pair_of(cost).mean() * pairs
+        total = cost.samples(lengths).sum() + cost.overhead + pair_of(cost) * pairs
         seconds = float(total) * self.options.seconds_per_cost
         return torch.tensor([lengths.sum(), seconds], dtype=torch.float64)
 

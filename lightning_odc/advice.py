@@ -185,7 +185,7 @@ def advise(
         collation = Collation("padded")
     together = padded or 1
     cap = max_tokens or together * int(collation.row_lengths(values).max())
-    planner = Planner(devices, cap, "lb_mini", cost, collation=collation, allow_empty=True)
+    planner = Planner(devices, cap, "lb_mini", cost, collation=collation)
     order = np.random.default_rng(0).permutation(values)
     gain = planned_gain(order, together, math.ceil(minibatch_size / together), planner)
     memory = _MEMORY.get(device, 0.0)

@@ -22,7 +22,7 @@ PACKAGES = {
     "lightning_odc.balance": {
         *("COLLECTIVE_SAFE", "POLICIES", "Collation", "Cost", "FunctionCost"),
         *("Plan", "Planner"),
-        *("Policy", "PolynomialCost", "TransformerCost", "average_costs", "collective_cost", "epoch_order"),
+        *("Policy", "PolynomialCost", "TransformerCost", "collective_cost", "epoch_order"),
         *("least_cost", "microbatch_costs", "on_demand_cost", "permutation"),
         *("plan_minibatch", "quadratic", "regroup", "resolve_cost", "tokens"),
         *("transformer", "with_speeds"),

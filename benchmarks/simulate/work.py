@@ -68,7 +68,7 @@ def plan_work(
             f"{minibatches} minibatches of {size} samples need more than the {len(array)} lengths that were given: "
             f"minibatches={len(array) // size}."
         )
-    planner = Planner(cluster.devices, max_tokens, policy, model.cost, allow_empty=True).capped_for(array)
+    planner = Planner(cluster.devices, max_tokens, policy, model.cost).capped_for(array)
     order = epoch_order(len(array), seed=0, epoch=0)
     drawn = []
     for index in range(minibatches):

@@ -16,7 +16,6 @@ from lightning_odc.balance.costs import (
     with_speeds,
 )
 from lightning_odc.balance.evaluate import (
-    average_costs,
     collective_cost,
     least_cost,
     microbatch_costs,
@@ -45,7 +44,6 @@ __all__ = [
     "Policy",
     "PolynomialCost",
     "TransformerCost",
-    "average_costs",
     "collective_cost",
     "epoch_order",
     "least_cost",

@@ -1,7 +1,7 @@
 """What samples and microbatches cost: tokens, a quadratic, any function, each at any speed per rank.
 
-The planner asks one thing of a cost: a microbatch on rank ``r`` takes the sum of its samples' costs on ``r`` plus
-the overhead of ``r``. The unit is the cost's own (tokens, FLOPs, seconds); only ratios matter to a plan.
+The planner asks one thing of a cost: a microbatch takes the sum of its samples' costs plus an overhead, divided by the
+speed of its rank. The unit is the cost's own (tokens, FLOPs, seconds); only ratios matter to a plan.
 
 Note [Dense attention]
 ~~~~~~~~~~~~~~~~~~~~~~
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -48,21 +48,23 @@ class MinibatchCosts:
     @classmethod
     def of(cls, cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = PACKED) -> MinibatchCosts:
         """The costs of samples of these lengths, each alone in its microbatch, checked."""
-        rows = collation.row_lengths(lengths)
-        samples = _samples(cost, rows, num_ranks)
-        overhead = _per_rank("overhead", cost.overhead, num_ranks)
-        pair = _per_rank("pair", pair_of(cost) * (collation.kind == "packed"), num_ranks)
-        return cls(samples, overhead, pair)
+        speeds = np.ones(1)
+        if isinstance(cost, SpeedCost):
+            speeds = np.array(cost.speeds)
+            if len(speeds) != num_ranks:
+                raise ValueError(
+                    f"the cost has {len(speeds)} speeds, and there are {num_ranks} ranks: one for each."
+                )
+        samples = _samples(cost, collation.row_lengths(lengths))
+        overhead = _constant("overhead", cost.overhead)
+        pair = _constant("pair", pair_of(cost) * (collation.kind == "packed"))
+        by_rank = np.broadcast_to(speeds, (num_ranks,))
+        return cls(samples / speeds[:, None], overhead / by_rank, pair / by_rank)
 
     @property
     def of_equal_ranks(self) -> bool:
         """Whether they are those of any rank."""
         return all((values == values[:1]).all() for values in (self.samples, self.overhead, self.pair))
-
-    def average(self) -> MinibatchCosts:
-        """The mean over ranks, as the costs of one rank."""
-        means = [values.mean(0, keepdims=True) for values in astuple(self)[:3]]
-        return MinibatchCosts(*means)
 
     def whole(self) -> MinibatchCosts:
         """The costs times a power of two, rounded, in one row if ranks are equal: Note [The same plan everywhere]."""
@@ -84,36 +86,26 @@ class MinibatchCosts:
         )
 
 
-def _samples(cost: Cost, lengths: Ints, num_ranks: int) -> Floats:
+def _samples(cost: Cost, lengths: Ints) -> Floats:
     samples = floats(cost.samples(floats(lengths)))
-    if samples.shape not in ((len(lengths),), (1, len(lengths)), (num_ranks, len(lengths))):
+    if samples.shape != lengths.shape:
         raise ValueError(
-            f"the cost gave shape {list(samples.shape)} for {len(lengths)} samples on {num_ranks} ranks; it must give "
-            f"[{len(lengths)}], or [{num_ranks}, {len(lengths)}] for ranks that differ."
+            f"the cost gave shape {list(samples.shape)} for {len(lengths)} samples: one number for each."
         )
-    samples = samples.reshape(-1, len(lengths))
-    good = ((samples > 0) & np.isfinite(samples)).all(0)
+    good = (samples > 0) & np.isfinite(samples)
     if not good.all():
         index = int(np.argmin(good))
         raise ValueError(
-            f"the cost of sample {index} ({lengths[index]} tokens) is {samples[:, index].tolist()}; costs must be "
-            "positive and finite, for example cost=lambda lengths: lengths + 2e-5 * lengths**2."
+            f"the cost of sample {index} ({lengths[index]} tokens) is {samples[index]}; costs must be positive and "
+            "finite, for example cost=lambda lengths: lengths + 2e-5 * lengths**2."
         )
     return samples
 
 
-def _per_rank(name: str, value: Floats, num_ranks: int) -> Floats:
-    array = floats(value)
-    if array.shape not in ((), (1,), (num_ranks,)):
-        raise ValueError(
-            f"the cost has {name} of shape {list(array.shape)} for {num_ranks} ranks; it must be one number, or one "
-            "per rank."
-        )
-    if not (array >= 0).all() or not np.isfinite(array).all():
-        raise ValueError(
-            f"the {name} of a microbatch is {array.tolist()}; it must be finite and not negative."
-        )
-    return np.broadcast_to(array, (num_ranks,))
+def _constant(name: str, value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"the {name} of a microbatch is {value}; it must be finite and not negative.")
+    return value
 
 
 CROSSOVER = 42_166
@@ -142,15 +134,15 @@ class Cost(Protocol):
     """
 
     def samples(self, lengths: Floats) -> Floats:
-        """Cost of each sample: ``[n]`` if all ranks are alike, or ``[num_ranks, n]``; positive and finite.
+        """Cost of each sample, ``[n]``; positive and finite.
 
         Args:
             lengths: ``[n]`` tokens of the samples.
         """
 
     @property
-    def overhead(self) -> Floats:
-        """What a microbatch costs besides its samples: ``[]`` or ``[num_ranks]``; finite, not negative."""
+    def overhead(self) -> float:
+        """What a microbatch costs besides its samples; finite, not negative."""
 
 
 @checked
@@ -180,13 +172,13 @@ class PolynomialCost:
         return (self.quadratic * lengths + self.linear) * lengths
 
     @property
-    def overhead(self) -> Floats:
-        return floats(self.constant)
+    def overhead(self) -> float:
+        return self.constant
 
     @property
-    def pair(self) -> Floats:
+    def pair(self) -> float:
         """What every two tokens of different samples in one microbatch cost."""
-        return floats(2 * self.quadratic * self.dense)
+        return 2 * self.quadratic * self.dense
 
 
 @checked
@@ -195,7 +187,7 @@ class FunctionCost:
     """Any function of the lengths.
 
     Attributes:
-        function: Maps lengths, float64 ``[n]``, to costs, ``[n]`` or ``[num_ranks, n]``.
+        function: Maps lengths, float64 ``[n]``, to costs, ``[n]``.
         constant: cost of a microbatch besides its samples.
     """
 
@@ -206,28 +198,28 @@ class FunctionCost:
         return floats(self.function(lengths))
 
     @property
-    def overhead(self) -> Floats:
-        return floats(self.constant)
+    def overhead(self) -> float:
+        return self.constant
 
 
 @dataclass(frozen=True)
 class SpeedCost:
-    """Another cost on ranks of different speeds."""
+    """Another cost on ranks of different speeds. Its own numbers are those at speed 1."""
 
-    cost: Cost  # at speed 1
+    cost: Cost
     speeds: tuple[float, ...]  # one per rank; a rank of speed 0.5 takes twice as long
 
     def samples(self, lengths: Floats) -> Floats:
-        return self.cost.samples(lengths) / np.array(self.speeds)[:, None]
+        return self.cost.samples(lengths)
 
     @property
-    def overhead(self) -> Floats:
-        return self.cost.overhead / np.array(self.speeds)
+    def overhead(self) -> float:
+        return self.cost.overhead
 
     @property
-    def pair(self) -> Floats:
+    def pair(self) -> float:
         """What every two tokens of different samples in one microbatch cost."""
-        return pair_of(self.cost) / np.array(self.speeds)
+        return pair_of(self.cost)
 
 
 def tokens() -> PolynomialCost:
@@ -295,9 +287,9 @@ def resolve_cost(cost: Any) -> Cost:
     raise ValueError(f"cost={cost!r} is not a cost; write cost='quadratic', or a function of lengths.")
 
 
-def pair_of(cost: Cost) -> Floats:
+def pair_of(cost: Cost) -> float:
     """What every two tokens of different samples in one microbatch cost, see Note [Dense attention]."""
-    return floats(getattr(cost, "pair", 0.0))
+    return float(getattr(cost, "pair", 0.0))
 
 
 def pairs_of_tokens(sizes: Sequence[int]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -33,10 +34,10 @@ def microbatch_costs(
     return found
 
 
-def average_costs(
-    microbatches: Sequence[Ints], cost: Any, num_ranks: int, *, collation: Collation = PACKED
+def relative_costs(
+    microbatches: Sequence[Ints], cost: Any, num_ranks: int = 1, *, collation: Collation = PACKED
 ) -> list[float]:
-    """Cost of each microbatch, overhead included, on average over ranks.
+    """Cost of each microbatch, overhead included, if they all run on the first rank.
 
     Args:
         microbatches: the lengths of each one's samples.
@@ -44,11 +45,11 @@ def average_costs(
         num_ranks: how many ranks there are.
         collation: See `plan_minibatch`.
     """
-    lengths = np.concatenate(list(microbatches))
-    costs = MinibatchCosts.of(resolve_cost(cost), lengths, num_ranks, collation).average()
-    ends = np.cumsum([len(sizes) for sizes in microbatches])
-    members = np.split(np.arange(len(lengths)), ends[:-1])
-    return [_together(costs, 0, own, lengths, collation) for own in members]
+    ends = np.cumsum([0, *map(len, microbatches)]).tolist()
+    members = [list(range(begin, end)) for begin, end in pairwise(ends)]
+    others: Plan = [[]] * (num_ranks - 1)
+    costs = microbatch_costs([members, *others], np.concatenate(microbatches), cost, collation=collation)
+    return costs[0]
 
 
 def _together(costs: MinibatchCosts, rank: int, members: Any, lengths: Ints, collation: Collation) -> float:
@@ -80,11 +81,6 @@ def collective_cost(
         ValueError: ranks have different numbers of microbatches, and collectives would hang.
     """
     costs = microbatch_costs(plan, lengths, cost, collation=collation)
-    counts = [len(row) for row in costs]
-    if len(set(counts)) > 1:
-        raise ValueError(
-            f'ranks have {counts} microbatches, and collectives need equally many: policy="lb_micro".'
-        )
     return sum(max(column) for column in zip(*costs, strict=True))
 
 

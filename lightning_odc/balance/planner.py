@@ -57,10 +57,6 @@ class Planner:
               end of others' lists.
 
         cost: what samples cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
-        allow_empty: Whether ``"local_sort"`` and ``"lb_micro"`` accept numbers of samples that ``num_ranks`` does not
-            divide. Counts of samples then differ by one. A rank with fewer samples than others have microbatches
-            ends with empty ones, which the caller must run with weight zero. ``"lb_micro"`` needs none where ranks
-            with a sample more can put two together.
         collation: what the ``collate_fn`` makes of a microbatch, which decides its tokens and its cost; see
             `Collation`.
 
@@ -73,7 +69,6 @@ class Planner:
     policy: Policy = "lb_mini"
     cost: Any = "quadratic"
     _: KW_ONLY
-    allow_empty: bool = False
     collation: Collation = PACKED
     _cost: Cost = field(init=False, repr=False, compare=False)
 
@@ -88,21 +83,15 @@ class Planner:
 
         Returns:
             For each rank its microbatches in the order to run them, each a list of indices into ``lengths``. Every
-            sample is in exactly one microbatch.
+            sample is in exactly one microbatch. If ``num_ranks`` does not divide the number of samples, ranks may end
+            with empty microbatches under ``"local_sort"`` and ``"lb_micro"``, to be run with weight zero.
 
         Raises:
-            ValueError: lengths that are not positive whole numbers, a sample above ``max_tokens``, costs that are not
-                positive and finite, or a number of samples that a policy with equal counts cannot share.
+            ValueError: lengths that are not positive whole numbers, a sample above ``max_tokens``, or costs that are
+                not positive and finite.
         """
         array = as_lengths(lengths)
         work = microbatches_of(array, self.max_tokens, self._cost, self.num_ranks, self.collation)
-        if not self.allow_empty and self.policy in COLLECTIVE_SAFE and len(array) % self.num_ranks:
-            raise ValueError(
-                f"policy={self.policy!r} gives {self.num_ranks} ranks equally many samples, and {len(array)} cannot be "
-                f"shared so. Write drop_last=True and a minibatch size that is a multiple of {self.num_ranks}, or "
-                'policy="lb_mini" with on-demand communication, or allow_empty=True and run empty microbatches with '
-                "weight zero."
-            )
         if self.policy == "local_sort":
             everything = sorted(range(len(array)), key=array.tolist().__getitem__, reverse=True)
             dealt: Plan = [[] for _ in range(self.num_ranks)]
@@ -133,7 +122,6 @@ def plan_minibatch(
     policy: Policy = "lb_mini",
     cost: Any = "quadratic",
     *,
-    allow_empty: bool = False,
     collation: Collation = PACKED,
 ) -> Plan:
     """The microbatches of every rank for one minibatch; equal inputs give equal plans on any machine.
@@ -144,7 +132,6 @@ def plan_minibatch(
         max_tokens: most tokens of a microbatch, on any rank; by default the longest row.
         policy: ``"local_sort"``, ``"lb_micro"``, ``"lb_mini"`` or ``"steal"``.
         cost: ``"quadratic"``, ``"tokens"``, a function of the lengths, or any `Cost`.
-        allow_empty: allow empty microbatches where a policy needs equal numbers of them.
         collation: what the ``collate_fn`` makes of a microbatch; by default one row of packed samples.
 
     Returns:
@@ -157,15 +144,7 @@ def plan_minibatch(
         >>> plan_minibatch([900, 500, 400, 100], num_ranks=2, cost="tokens")
         [[[0], [3]], [[1, 2]]]
     """
-    planner = Planner(
-        num_ranks,
-        max_tokens,
-        policy,
-        cost,
-        allow_empty=allow_empty,
-        collation=collation,
-    )
-    return planner.plan(lengths)
+    return Planner(num_ranks, max_tokens, policy, cost, collation=collation).plan(lengths)
 
 
 def permutation(plan: Iterable[Iterable[Iterable[int]]]) -> Ints:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lightning_odc.arguments import checked
-from lightning_odc.balance.arrays import Floats, floats
+from lightning_odc.balance.arrays import Floats
 from lightning_odc.balance.costs import MICROBATCH, Term
 
 _FORWARD_AND_BACKWARD = 3  # the backward pass computes two products for each of the forward pass
@@ -60,20 +60,18 @@ class TransformerCost:
         return self.per_token * lengths + self.per_pair * pairs
 
     @property
-    def overhead(self) -> Floats:
-        return floats(self.constant)
+    def overhead(self) -> float:
+        return self.constant
 
     @property
-    def pair(self) -> Floats:
+    def pair(self) -> float:
         """A mask hides the pairs from the result, not from the work: both orders count, in windows, too."""
         layers = self.full_layers + len(self.windows)
-        return floats(2 * self.per_pair * layers * self.dense)
+        return 2 * self.per_pair * layers * self.dense
 
 
 @checked
-def transformer(
-    config: Any, *, gated_mlp: bool | None = None, constant: Term | None = None, dense: bool = False
-) -> TransformerCost:
+def transformer(config: Any, *, constant: Term | None = None, dense: bool = False) -> TransformerCost:
     """The cost of training the dense decoder-only transformer that a configuration describes.
 
     Multi-head, grouped-query and multi-query attention, plain and gated feed-forward layers, full and sliding-window
@@ -83,8 +81,6 @@ def transformer(
         config: a Hugging Face ``PretrainedConfig``, or a mapping with its names: ``hidden_size``,
             ``num_hidden_layers`` and ``num_attention_heads``, and optionally ``num_key_value_heads``, ``head_dim``,
             ``intermediate_size`` (by default 4 times ``hidden_size``) and ``vocab_size``. GPT-2's names work too.
-        gated_mlp: whether feed-forward layers have a gate, that is three matrices instead of two; by default what
-            the model's type or its activation tells.
         constant: cost of a microbatch besides its samples, in FLOPs; by default nothing, or, if ``dense``, that of 64
             tokens.
         dense: attention runs over all tokens of a microbatch, see Note [Dense attention]: on CPUs, and wherever packed
@@ -97,7 +93,7 @@ def transformer(
         >>> transformer({"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}).full_layers
         28
     """
-    shape = shape_of(config, gated_mlp=gated_mlp)
+    shape = shape_of(config)
     weights = shape.layers * shape.layer_weights + shape.head_weights
     per_token = _FORWARD_AND_BACKWARD * 2.0 * weights
     if constant is None:
@@ -126,7 +122,7 @@ class TransformerShape:
     windows: tuple[int, ...]  # of the layers with sliding-window attention, in tokens
 
 
-def shape_of(config: Any, *, gated_mlp: bool | None = None) -> TransformerShape:
+def shape_of(config: Any) -> TransformerShape:
     """The sizes in a configuration; arguments and errors are those of `transformer`."""
     raw = _mapping(config)
     experts = _first(raw, _EXPERTS)
@@ -146,17 +142,16 @@ def shape_of(config: Any, *, gated_mlp: bool | None = None) -> TransformerShape:
     layers = int(sizes["layers"])
     heads = int(sizes["heads"])
     head_dim = int(sizes["head_dim"] or hidden // heads)
-    if gated_mlp is None:
-        activation = _first(raw, ("hidden_act", "hidden_activation", "activation_function"))
-        family = str(raw.get("model_type"))
-        gated_mlp = family.startswith(_GATED_FAMILIES) or activation in _GATED_ACTIVATIONS
+    activation = _first(raw, ("hidden_act", "hidden_activation", "activation_function"))
+    family = str(raw.get("model_type"))
+    has_gate = family.startswith(_GATED_FAMILIES) or activation in _GATED_ACTIVATIONS
     queries = heads * head_dim
     keys = int(sizes["key_value_heads"] or heads) * head_dim  # and as many values
     intermediate = int(sizes["intermediate_size"] or 4 * hidden)
     return TransformerShape(
         layers=layers,
         queries=queries,
-        layer_weights=2 * hidden * (queries + keys) + (2 + gated_mlp) * hidden * intermediate,
+        layer_weights=2 * hidden * (queries + keys) + (2 + has_gate) * hidden * intermediate,
         head_weights=hidden * int(sizes["vocab_size"] or 0),
         tied=bool(raw.get("tie_word_embeddings", True)),
         windows=_windows(raw, layers),

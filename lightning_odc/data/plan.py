@@ -37,7 +37,6 @@ from lightning_odc.balance import (
     Plan,
     Planner,
     Policy,
-    average_costs,
     quadratic,
     regroup,
     resolve_cost,
@@ -45,6 +44,7 @@ from lightning_odc.balance import (
 from lightning_odc.balance.arrays import Cap, Floats, Ints, floats
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import MinibatchCosts
+from lightning_odc.balance.evaluate import relative_costs
 from lightning_odc.balance.learnt import MeasuredCost
 from lightning_odc.balance.search import longest_first
 from lightning_odc.data.lengths import Lengths
@@ -176,7 +176,7 @@ class BatchOptions:
         cost = self.cost
         if self.is_auto:  # what times show is given to each plan: see Note [Plans of what everybody knows]
             cost = info.first_cost
-        return Planner(num_replicas, cap, self.policy, cost, allow_empty=True, collation=info.collation)
+        return Planner(num_replicas, cap, self.policy, cost, collation=info.collation)
 
     def _largest_batch(self, lengths: Ints, num_replicas: int, collation: Collation) -> int:
         """The most tokens in a batch of the user's own loader, which fits."""
@@ -341,7 +341,7 @@ class EpochPlan:
         """Every microbatch's cost by rank, in tokens of this minibatch: comparable even after the cost has learnt."""
         lengths = [self.lengths.values[indices] for of_rank in plan.microbatches for indices in of_rank]
         cost = self.planner.cost if learnt is None else learnt
-        costs = average_costs(lengths, cost, self.num_replicas, collation=self.planner.collation)
+        costs = relative_costs(lengths, cost, self.num_replicas, collation=self.planner.collation)
         tokens = sum(sizes.sum() for sizes in lengths)
         scale = float(tokens) / sum(costs)
         remaining = iter(costs)
@@ -416,7 +416,7 @@ def whole_batches(recipe: Recipe, planner: Planner, lengths: Ints) -> Plan:
         return dealt
     batches = [batch for of_rank in dealt for batch in of_rank]
     sizes = [lengths[batch] for batch in batches]
-    costs = average_costs(sizes, planner.cost, ranks, collation=planner.collation)
+    costs = relative_costs(sizes, planner.cost, ranks, collation=planner.collation)
     # The heaviest batch goes first, each to the rank with the least load that has room:
     #   costs of rank 0, rank 1     9 8 | 2 1     loads 17 and 3
     #   levelled                    9 1 | 8 2     loads 10 and 10

@@ -74,7 +74,6 @@ class Rollouts(Sequence[Rollout]):
             max_tokens=self._max_tokens,
             policy=policy,
             cost=self._cost,
-            allow_empty=True,
             collation=self._collation,
         )
         return [[[indices[place] for place in places] for places in microbatches] for microbatches in planned]

@@ -16,7 +16,6 @@ from benchmarks.planner.rivals import KINDS, draw_lengths
 from lightning_odc.balance import (
     Collation,
     Planner,
-    average_costs,
     collective_cost,
     least_cost,
     microbatch_costs,
@@ -25,6 +24,7 @@ from lightning_odc.balance import (
     quadratic,
     with_speeds,
 )
+from lightning_odc.balance.evaluate import relative_costs
 from tests.balance.test_planner import cost_named
 from tests.support.refusals import assert_refused
 
@@ -45,7 +45,7 @@ def test_a_microbatch_is_empty_only_where_it_must_be(lengths, ranks, room, kind,
     cap = int(room * max(lengths))
     more = len(lengths) % ranks
     collation = Collation(kind)
-    options: dict[str, Any] = {"cost": cost_named(cost, ranks), "allow_empty": True, "collation": collation}
+    options: dict[str, Any] = {"cost": cost_named(cost, ranks), "collation": collation}
     plan = plan_minibatch(lengths, ranks, cap, "lb_micro", **options)
     # Pairing the shortest with the longest of them makes the longest pair as short as it can be.
     short = sorted(lengths)[: 2 * more]
@@ -158,7 +158,7 @@ def test_the_best_plan_in_step_of_few_samples() -> None:
         cap = int(max(lengths) * [1, 1.6, 4][trial % 3])
         overhead = [0.0, 64.0, 3000.0][trial % 5 % 3]
         cost = quadratic(constant=overhead)
-        plan = plan_minibatch(lengths, ranks, cap, "lb_micro", cost, allow_empty=True, collation=PADDED)
+        plan = plan_minibatch(lengths, ranks, cap, "lb_micro", cost, collation=PADDED)
         if all(own for rank in plan for own in rank):
             best = best_in_step(lengths, ranks, cap, overhead)
             found = collective_cost(plan, lengths, cost, collation=PADDED)
@@ -223,9 +223,9 @@ def test_a_padded_microbatch_costs_its_rows() -> None:
     expected = pytest.approx([100 + 100 + 10 + 1 + 7 + 2 * 100 * 10 / 100])
     assert packed[0] == expected
     microbatches = [np.array([100, 10])]
-    average = average_costs(microbatches, quadratic(100, 7.0), 2, collation=Collation("padded", fixed=50))
+    alone = relative_costs(microbatches, quadratic(100, 7.0), collation=Collation("padded", fixed=50))
     expected = [2 * (50 + 50**2 / 100) + 7]
-    assert average == expected
+    assert alone == expected
 
 
 def test_the_default_cap_is_the_longest_row() -> None:
