@@ -9,11 +9,10 @@ from __future__ import annotations
 import faulthandler
 import importlib
 import importlib.util
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -49,9 +48,6 @@ CASTS_INPUTS = "torch.distributed.fsdp._fully_shard._fsdp_common"
 #: The mark that ``fully_shard`` leaves on modules (torch 2.9 to 2.13).
 _MANAGED = "_is_fsdp_managed_module"
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-#: Logs that a function has as many graphs as it may have, in words with this one (torch 2.9 to 2.13).
-COMPILER_LOGGER = "torch._dynamo.convert_frame"
-_LIMIT = "recompile_limit"
 
 
 def default_store() -> Any:
@@ -69,10 +65,7 @@ def reset_of(module: nn.Module) -> Callable[[], None] | None:
     """The method that gives a module's own parameters their first values, if it has one."""
     # Why: most layers of torch call it ``reset_parameters``, but ``MultiheadAttention`` has it with an underscore only.
     public = getattr(module, "reset_parameters", None)
-    method = public or getattr(module, "_reset_parameters", None)
-    if not callable(method):
-        return None
-    return method
+    return public or getattr(module, "_reset_parameters", None)
 
 
 def selected_by(policy: Any, root: nn.Module) -> list[nn.Module]:
@@ -285,33 +278,13 @@ def generating_alone(models: Iterable[nn.Module]) -> Iterator[None]:
             setattr(module, _MANAGED, True)
 
 
-@contextmanager
-def compiled_for_all_shapes() -> Iterator[None]:
-    """Compile what is compiled here for all sizes at once, as ``dynamic=True`` does, and warn at torch's limit."""
+def compiled_for_all_shapes() -> AbstractContextManager[None]:
+    """A context that compiles for all sizes at once, as ``dynamic=True`` does."""
     # Why: microbatches differ in rows and in tokens. torch makes dimensions dynamic one by one, with a graph for each
-    # step on the way, and meets its limit. `torch.compiler.config` has this option in newer versions only, and nothing
-    # public tells of the limit (torch 2.9 to 2.13). Lightning has imported the compiler, which takes a second.
+    # step on the way, and meets its limit. `torch.compiler.config` has this option in newer versions only (torch 2.9 to
+    # 2.13). Lightning has imported the compiler, which takes a second.
     dynamo: Any = importlib.import_module("torch._dynamo")
-
-    def watch(record: logging.LogRecord) -> bool:
-        if _LIMIT in record.getMessage():
-            limit = dynamo.config.recompile_limit
-            warnings.warn(
-                f"torch has compiled a function {limit} times, which is its limit: other kinds of microbatches run "
-                "uncompiled from now on. For fewer kinds, write `model.config.use_cache = False` (a cache of Hugging "
-                "Face makes every layer another kind) and pad with `pad_to_multiple_of=8` (where nothing is padded, "
-                f"there is no mask). Or raise the limit: `torch._dynamo.config.recompile_limit = {4 * limit}`.",
-                stacklevel=2,
-            )
-        return True
-
-    logger = logging.getLogger(COMPILER_LOGGER)
-    logger.addFilter(watch)
-    try:
-        with dynamo.config.patch(assume_static_by_default=False):
-            yield
-    finally:
-        logger.removeFilter(watch)
+    return cast(AbstractContextManager[None], dynamo.config.patch(assume_static_by_default=False))
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -370,15 +343,6 @@ def profiler_is_running() -> bool:
     # Why: a second one raises only after it has prepared the device for itself, which may spoil what the first one
     # records, and torch has no public name to ask before (torch 2.9 to 2.13).
     return bool(torch.autograd.profiler._is_profiler_enabled)
-
-
-def cuda_driver_version() -> str:
-    """Which CUDA the installed driver knows, as in ``12.8``."""
-    # Why: the message for a driver that is too old has to say which one it is.
-    number = 0
-    if hasattr(torch._C, "_cuda_getDriverVersion"):
-        number = int(torch._C._cuda_getDriverVersion())
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _symmetric_memory() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
@@ -50,22 +50,14 @@ class _WhenImported(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Explaining(spec.loader)
+            load = spec.loader.exec_module
+
+            def load_and_explain(module: ModuleType) -> None:
+                load(module)
+                _explain_in(module)
+
+            setattr(spec.loader, "exec_module", load_and_explain)  # noqa: B010 - of this loader alone
         return spec
-
-
-class _Explaining(Loader):
-    """Loads a module as another loader, and explains then."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _explain_in(module)
 
 
 def _explain_in(strategies: Any) -> None:

@@ -130,9 +130,10 @@ class Advice:
             f"                 {gain.balanced_idle:4.0%} balanced\n"
             f"{padding}"
             f"model            {self.model}\n"
-            f"memory per rank  {_gb(self.states)} for parameters, gradients and Adam\n"
-            f"                 {_gb(self.window)} more on demand, for published parameters and sums of gradients\n"
-            f"                 {_gb(self.memory)} in all; the rest is for activations\n"
+            f"memory per rank  {self.states / 1e9:,.4g} GB for parameters, gradients and Adam\n"
+            f"                 {self.window / 1e9:,.4g} GB more on demand, for published parameters and sums of "
+            "gradients\n"
+            f"                 {self.memory / 1e9:,.4g} GB in all; the rest is for activations\n"
             f"devices          {self.devices} x {self.device}; {self.minibatch_size} samples per device and step"
         )
 
@@ -146,7 +147,6 @@ def advise(
     device: Device = "H100",
     minibatch_size: Count = 4,
     padded: Count | None = None,
-    max_tokens: Count | None = None,
 ) -> Advice:
     """Plan with and without balancing, and say what it would gain and which ``Trainer`` to write. Nothing is trained.
 
@@ -159,7 +159,6 @@ def advise(
         device: What they are, for their memory; ``"cpu"`` is this machine.
         minibatch_size: Samples per device and optimizer step.
         padded: Samples of a batch that are padded to the longest of them; by default samples are packed.
-        max_tokens: Most tokens of a microbatch; by default those of a batch of the longest samples.
 
     Returns:
         The advice; ``print`` it. ``advice.line`` is the ``Trainer`` to write, and ``advice.helps`` says whether it
@@ -184,7 +183,7 @@ def advise(
     if padded:
         collation = Collation("padded")
     together = padded or 1
-    cap = max_tokens or together * int(collation.row_lengths(values).max())
+    cap = together * int(values.max())  # those of a batch of the longest samples
     planner = Planner(devices, cap, "lb_mini", cost, collation=collation)
     order = np.random.default_rng(0).permutation(values)
     gain = planned_gain(order, together, math.ceil(minibatch_size / together), planner)
@@ -257,12 +256,6 @@ def _model(given: Any, device: Device) -> tuple[str, Cost, int, int]:
     return name, replace(cost, constant=MICROBATCH * cost.per_token), size, size
 
 
-def _gb(size: float) -> str:
-    if size < 1e8:
-        return f"{size / 1e6:.3g} MB"
-    return f"{size / 1e9:,.4g} GB"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``lightning-odc advise``."""
     add = parser.add_argument
@@ -272,9 +265,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--devices", type=int, default=8, help="number of devices, on one node (8)")
     add("--minibatch-size", type=int, default=4, help="samples per device and optimizer step (4)")
     add("--padded", type=int, help="samples of a batch that are padded (samples are packed)")
-    add(
-        "--max-tokens", type=int, help="most tokens of a microbatch (those of a batch of the longest samples)"
-    )
     add("--quiet", action="store_true", help="print the Trainer to write, and nothing else")
 
 

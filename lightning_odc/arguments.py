@@ -68,13 +68,21 @@ def checked(made: Checked) -> Checked:
     function: Any = made
     if isinstance(made, type):
         function = vars(made)["__init__"]
-    signature = inspect.signature(function)
-    hints = cache(lambda: get_type_hints(function, include_extras=True))
+    names = list(inspect.signature(function).parameters)
+
+    @cache
+    def hints() -> dict[str, Any]:
+        found = get_type_hints(function, include_extras=True)
+        for hint in list(found.values()):
+            if get_origin(hint) is Unpack:  # a ``TypedDict`` behind ``**``
+                found |= get_type_hints(*get_args(hint), include_extras=True)
+        return found
 
     @wraps(function)
     def check_and_call(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind_partial(*args, **kwargs).arguments
-        for name, value, hint in _annotated(given, hints()):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        for name, value in given.items():
+            hint = hints().get(name, Any)
             if not allows(hint, value):
                 shown = f"{value!r:.200}"
                 raise ValueError(
@@ -86,17 +94,6 @@ def checked(made: Checked) -> Checked:
         return cast(Checked, check_and_call)
     setattr(made, "__init__", check_and_call)  # noqa: B010 - mypy knows no class here
     return made
-
-
-def _annotated(given: dict[str, Any], hints: dict[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value and annotation of every argument; those of a ``TypedDict`` behind ``**`` one by one."""
-    for name, value in given.items():
-        hint = hints.get(name, Any)
-        if get_origin(hint) is Unpack:
-            (inner,) = get_args(hint)
-            yield from _annotated(value, get_type_hints(inner, include_extras=True))
-        else:
-            yield name, value, hint
 
 
 def allows(hint: Any, value: Any) -> bool:

@@ -109,13 +109,10 @@ class CausalModel(LightningModule):
 
 def train(mode: str, options: argparse.Namespace, samples: Any) -> tuple[Timeline | None, float]:
     """Train one mode; returns what its ranks did in the timed minibatches, on rank 0, and the mean loss."""
-    arguments = MODES[mode]
-    if options.equal_lengths and mode == "balanced":
-        arguments = {"balance": "lb_mini"}  # "auto" leaves samples of one length as they are
     steps = range(1, options.minibatches + 1)  # step 0 warms up
     recorder = TimelineRecorder(options.output / mode, steps)
     trainer = Trainer(
-        strategy=ODCStrategy(weighting="next_token", **arguments),  # known, so no trial of the loss
+        strategy=ODCStrategy(weighting="next_token", **MODES[mode]),  # known, so no trial of the loss
         accelerator="cpu",
         devices=options.devices,
         max_steps=steps.stop,
@@ -148,7 +145,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-length", type=int, default=2048, help="longest sample in tokens, which are bytes (2048)"
     )
-    parser.add_argument("--equal-lengths", action="store_true", help="the control: texts cut to one length")
     parser.add_argument("--output", type=Path, default=Path("odc-demo"), help="folder for results (odc-demo)")
 
 
@@ -159,11 +155,7 @@ def run(options: argparse.Namespace) -> int:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")  # hints for the reader of a training script
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // options.devices, 1))
-    texts = read_texts(options.max_length)
-    if options.equal_lengths:
-        size = int(statistics.median(map(len, texts)))
-        texts = [text[:size] for text in texts if len(text) >= size]
-    samples = [encode(text) for text in texts]
+    samples = [encode(text) for text in read_texts(options.max_length)]
     runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
     timelines = {}
     for repetition in range(options.repetitions):
@@ -175,25 +167,24 @@ def run(options: argparse.Namespace) -> int:
             minibatches = timeline.ranks[0].of("minibatch")
             seconds = (minibatches[-1].end - minibatches[0].begin) / 1e9 / options.minibatches
             own.append({"seconds": seconds, "idle": timeline.idle_fraction, "loss": loss})
-            own[-1]["speed-up"] = runs["collective"][-1]["seconds"] / seconds
             print(f"{mode} {repetition + 1}: {seconds:.2f} s per minibatch", flush=True)
-            write_json(options.output / "result.json", runs)
     if not timelines:
         return 0
+    write_json(options.output / "result.json", runs)
     draw_timelines(timelines, options.output / "timelines.png")
     return report(runs, options)
 
 
 def report(runs: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> int:
     """Print what was measured; returns 1 if losses differ."""
-    print(f"{'':12}samples/s   idle  speed-up [of each repetition]")
-    losses = []
+    print(f"{'':12}samples/s   idle  speed-up of each repetition")
     for mode, own in runs.items():
-        middle = {name: statistics.median(run[name] for run in own) for name in own[0]}
-        rate = options.devices * SAMPLES_PER_RANK / middle["seconds"]
-        each = ", ".join(f"{run['speed-up']:.2f}" for run in own)
-        print(f"{mode:12}{rate:9.2f}{middle['idle']:7.1%}  x{middle['speed-up']:.2f} [{each}]")
-        losses += [run["loss"] for run in own]
+        rate = options.devices * SAMPLES_PER_RANK / statistics.median(run["seconds"] for run in own)
+        idle = statistics.median(run["idle"] for run in own)
+        pairs = zip(runs["collective"], own, strict=True)
+        speed_ups = ", ".join(f"{stock['seconds'] / run['seconds']:.2f}" for stock, run in pairs)
+        print(f"{mode:12}{rate:9.2f}{idle:7.1%}  {speed_ups}")
+    losses = [run["loss"] for own in runs.values() for run in own]
     difference = max(losses) / min(losses) - 1
     print(f"largest relative difference of a loss: {difference:.1e}")
     print(f"{options.output}/timelines.png shows every rank in the last run of each mode; grey is waiting")

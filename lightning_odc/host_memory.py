@@ -93,28 +93,23 @@ class Kills:
 
     def verdict(self) -> str:
         """A sentence about a killed process; empty if the kernel ended none because memory ran out."""
-        for (name, verb), count in _kills().items():
-            ended = count - self._before.get((name, verb), count)
+        for name, count in _kills().items():
+            ended = count - self._before.get(name, count)
             if ended > 0:
-                processes = f"{ended} processes"
-                if ended == 1:
-                    processes = "1 process"
                 return (
-                    f"The kernel's out-of-memory killer has ended {processes} of {name} since this run began: it "
-                    f"{verb} out of host memory (not of a GPU's). Use fewer data workers, smaller batches or a smaller "
-                    f"model, or {_RAISE_GROUP}."
+                    f"Host memory (not that of a GPU) ran out in {name}: the kernel's out-of-memory killer has ended "
+                    f"processes there since this run began ({ended}). Use fewer data workers, smaller batches or a "
+                    f"smaller model, or {_RAISE_GROUP}."
                 )
         return ""
 
 
-def _kills() -> dict[tuple[str, str], int]:
-    """Processes ended so far, by where they ran and what that says of this run; the closest to this process first."""
+def _kills() -> dict[str, int]:
+    """Processes ended so far, by where they ran; the closest to this process first."""
     ended = {}
-    verb = "ran"
     for name, folder in _control_groups().items():
-        ended[name, verb] = _fields(folder / "memory.events").get("oom_kill", 0)
-        verb = "probably ran"
-    ended["this host", "probably ran"] = _fields(ROOT / "proc/vmstat").get("oom_kill", 0)
+        ended[name] = _fields(folder / "memory.events").get("oom_kill", 0)
+    ended["this host"] = _fields(ROOT / "proc/vmstat").get("oom_kill", 0)
     return ended
 
 

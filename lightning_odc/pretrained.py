@@ -32,7 +32,7 @@ def save_pretrained(
 
     Raises:
         ImportError: safetensors is not installed; it comes with transformers.
-        OSError: a file cannot be written. The index, or the only file, is then still that of the weights before.
+        OSError: a file cannot be written. The index is then still that of the weights before.
     """
     from safetensors.torch import save
 
@@ -71,19 +71,13 @@ def save_pretrained(
 def _finish(directory: Path, written: dict[Path, list[str]], total: int) -> None:
     """Give the files their names, which say how many there are; then the index, which says what is where."""
     count = len(written)
-    final = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
-    if count == 1:
-        final = ["model.safetensors"]
-    for path, name in zip(written, final, strict=True):
-        path.replace(directory / name)
-    if count > 1:
-        weight_map = {}
-        for file, names in zip(final, written.values(), strict=True):
-            weight_map.update(dict.fromkeys(names, file))
-        write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        (directory / "model.safetensors").unlink(missing_ok=True)  # `from_pretrained` would take it first
+    weight_map = {}
+    for number, (path, names) in enumerate(written.items(), 1):
+        final = f"model-{number:05}-of-{count:05}.safetensors"
+        path.replace(directory / final)
+        weight_map.update(dict.fromkeys(names, final))
+    write_json(directory / _INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    (directory / "model.safetensors").unlink(missing_ok=True)  # `from_pretrained` would take it first
     for old in directory.glob("model-*-of-*.safetensors"):
-        if old.name not in final:
+        if old.name not in weight_map.values():
             old.unlink()
-    if count == 1:
-        (directory / _INDEX).unlink(missing_ok=True)

@@ -149,7 +149,6 @@ WRONG = [
     ({"model": {**SMALL, "is_encoder_decoder": True}}, "has experts or an encoder"),
     ({"devices": 0}, r"advise\(devices=0\) cannot work. Write devices=8"),
     ({"device": "B1000"}, 'Write device="A100", "H100", "H200" or "cpu"'),
-    ({"max_tokens": 100}, "more than max_tokens=100"),
 ]
 
 

@@ -48,10 +48,10 @@ MODULES = {
 COMMANDS = {
     "doctor": set(),
     "advise": {
-        *("--device", "--devices", "--lengths", "--max-tokens", "--minibatch-size", "--model", "--padded"),
+        *("--device", "--devices", "--lengths", "--minibatch-size", "--model", "--padded"),
         "--quiet",
     },
-    "demo": {"--devices", "--equal-lengths", "--max-length", "--minibatches", "--output", "--repetitions"},
+    "demo": {"--devices", "--max-length", "--minibatches", "--output", "--repetitions"},
 }
 
 

@@ -39,7 +39,6 @@ PRELOADED = [
     "lightning.pytorch",
     "torch.distributed.tensor.parallel",
     "lightning_odc",
-    "lightning_odc.metrics",
     "benchmarks.harness.training",
     "transformers.models.llama.modeling_llama",
     "peft",

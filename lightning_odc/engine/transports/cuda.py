@@ -204,7 +204,7 @@ class SymmetricDevice:
             name=properties.name,
             uuid=str(properties.uuid),
             free=free + cached,
-            stack=f"torch {torch.__version__}, CUDA {torch.version.cuda}, driver {_compat.cuda_driver_version()}",
+            stack=f"torch {torch.__version__}, CUDA {torch.version.cuda}",
             backend="ROCm" if torch.version.hip else _compat.symmetric_backend(self._device),
             folder=_socket_folder(),
             reaches=reaches,
