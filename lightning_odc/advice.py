@@ -20,7 +20,7 @@ from lightning_odc.balance import Collation, Cost, Planner
 from lightning_odc.balance.arrays import Ints, as_lengths
 from lightning_odc.balance.collation import PACKED
 from lightning_odc.balance.costs import MICROBATCH
-from lightning_odc.balance.transformer import shape_of, transformer
+from lightning_odc.balance.transformer import transformer
 from lightning_odc.data.gain import Gain, planned_gain
 from lightning_odc.data.model_cost import cost_of_model
 
@@ -245,15 +245,13 @@ def _model(given: Any, device: Device) -> tuple[str, Cost, int, int]:
                 config = dict(zip(_SIZES, _KNOWN[name], strict=True))
             else:
                 config = json.loads(Path(given).read_text())
-        shape = shape_of(config)
         cost = transformer(config, dense=device == "cpu")
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"The model {name} cannot be used: {error}. Write {', '.join(_KNOWN)}, or the path of the config.json of a "
             "dense decoder-only model."
         ) from error
-    size = shape.layers * shape.layer_weights + (2 - shape.tied) * shape.head_weights
-    return name, replace(cost, constant=MICROBATCH * cost.per_token), size, size
+    return name, replace(cost, constant=MICROBATCH * cost.per_token), cost.parameters, cost.parameters
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -75,7 +75,8 @@ def checked(made: Checked) -> Checked:
         found = get_type_hints(function, include_extras=True)
         for hint in list(found.values()):
             if get_origin(hint) is Unpack:  # a ``TypedDict`` behind ``**``
-                found |= get_type_hints(*get_args(hint), include_extras=True)
+                (options,) = get_args(hint)
+                found |= get_type_hints(options, include_extras=True)
         return found
 
     @wraps(function)

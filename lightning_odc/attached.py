@@ -221,6 +221,7 @@ class Attached:
         self.engine = engine
         self.sample_group = sample_group  # the ranks that compute the samples of this rank together with it
         self._retry = retry
+        self._loop = Loop(engine, model)  # of `run`
         self._runner: Runner | None = None  # of a `Minibatch`
         self._ran = 0  # backward passes since the last optimizer step
         self._divisor = 1.0  # of the gradients that were settled last
@@ -282,12 +283,8 @@ class Attached:
         Returns:
             The sum of this rank's losses, each times its weight.
         """
-        if self._runner is None:
-            self.run_through(Loop(self.engine, self.model, step))
-        runner = self._runner
-        assert runner is not None
-        if isinstance(runner.door, Loop):
-            runner.door.step = step
+        self._loop.step = step
+        runner = self._runner or self.run_through(self._loop)
         runner.begin_batch()
         runner.minibatch(minibatch)
         return runner.batch.loss
@@ -435,8 +432,9 @@ class Attached:
 class Loop(Door):
     """A loop of the user's own, of which a step is a function."""
 
-    def __init__(self, engine: Engine, model: nn.Module, step: Callable[[Any], Any]) -> None:
-        self.step = step
+    step: Callable[[Any], Any]
+
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine = engine
         self._model = model
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import secrets
 import tempfile
@@ -65,19 +64,5 @@ def why_no_room(folder: Path) -> OSError | None:
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:
     """Write a record as `write_whole` does."""
-    write_whole(path, as_json(record).encode())
-
-
-def as_json(record: Mapping[str, Any]) -> str:
-    """A document. JSON has neither NaN nor infinity, they become ``null``."""
-    return json.dumps(_finite(record), indent=2, allow_nan=False) + "\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    text = json.dumps(record, indent=2)
+    write_whole(path, f"{text}\n".encode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import platform
@@ -29,7 +30,7 @@ from benchmarks.harness.results import (
 )
 from benchmarks.harness.workload import Workload
 from lightning_odc._version import __version__
-from lightning_odc.files import as_json, write_whole
+from lightning_odc.files import write_whole
 
 MIB = 2**20
 LOSS_TOLERANCE = {"32-true": 1e-5, "bf16-mixed": 1e-3}
@@ -190,7 +191,7 @@ class Outcome:
         """The JSON file; empty if nothing was measured."""
         if not self.rows:
             return ""
-        return as_json(self.as_dict())
+        return json.dumps(self.as_dict(), indent=2) + "\n"
 
     def write_files(self) -> None:
         """Write JSON and Markdown into the output folder, if there is one."""

@@ -3,15 +3,15 @@
 Note [One speed per rank]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 The speed of a rank in a microbatch is what the microbatch costs over the seconds that it took. So all microbatches
-count alike, long or short, and a pause hardly counts. The speed of a rank is the mean of these, in which old ones fade.
-If the cost is right, the speeds of a rank differ by noise alone. A cost that knows no model is tried with several
-shares of the quadratic part, and the one by which speeds of the same rank are most alike is right. Example: samples of
-1,000 and 4,000 tokens take 2 and 20 seconds. By ``s + s^2 / 1000``, both speeds are 1,000; by ``s + s^2 / 4000``, they
-are 625 and 400.
+count alike, long or short. The speed of a rank is the mean of these, each weighted by itself, so that a pause hardly
+counts. Older microbatches count like ``_MEMORY`` new ones, however many they are. If the cost is right, the speeds of a
+rank differ by noise alone. A cost that knows no model is tried with several shares of the quadratic part, and the one
+by which speeds of the same rank are most alike is right. Example: samples of 1,000 and 4,000 tokens take 2 and 20
+seconds. By ``s + s^2 / 1000``, both speeds are 1,000; by ``s + s^2 / 4000``, they are 625 and 400.
 
 Ranks are taken for equal unless they differ by more than chance, and the share is taken as given unless another one
-errs clearly less: then all runs have the same plans. If a rank becomes slow, its old speeds fade in about four
-minibatches.
+errs clearly less: then all runs have the same plans. If a rank becomes slow, its old speeds are forgotten after about
+20 microbatches.
 
 All ranks have equal sums, since they send them to each other: Note [Plans of what everybody knows]. From these they
 compute by single operations of floats, which give the same numbers on all processors.
@@ -30,8 +30,8 @@ from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Cost, PolynomialCost, with_speeds
 from lightning_odc.balance.evaluate import relative_costs
 
-_FADED = 0.7  # of old sums, after one more minibatch
-_ENOUGH = 3.0  # microbatches of each rank, for a judgement
+_MEMORY = 8.0  # microbatches, like so many of which older ones count at most
+_ENOUGH = 6.0  # microbatches of each rank, for a judgement
 _SURE = 4.0  # standard errors
 _SLOW = 1.1  # times the fastest rank
 _GAIN = 0.02  # of the relative error, that another share must save
@@ -86,8 +86,9 @@ class MeasuredCost:
     def observe(self, by_rank: Sequence[Sums]) -> None:
         """Take in the sums of all ranks for a minibatch."""
         for rank, fresh in enumerate(by_rank):
+            kept = _MEMORY / (_MEMORY + fresh[0])
             together = zip_longest(self._sums[rank], fresh, fillvalue=0.0)
-            self._sums[rank] = [_FADED * before + value for before, value in together]
+            self._sums[rank] = [kept * before + value for before, value in together]
 
     @property
     def found(self) -> Cost | None:
@@ -110,9 +111,10 @@ class MeasuredCost:
         """The speed of every rank by one of the costs that are tried."""
         speeds = []
         for count, *sums in self._sums:
-            mean = sums[2 * place] / count
-            variance = sums[2 * place + 1] / count - mean * mean
-            speeds.append(_Speed(count, mean, max(variance, 0.0)))
+            total = sums[2 * place]
+            squares = sums[2 * place + 1]
+            variance = squares / count - (total / count) ** 2
+            speeds.append(_Speed(count, squares / total, max(variance, 0.0)))
         return speeds
 
 

@@ -42,6 +42,7 @@ class TransformerCost:
         windows: the window of each layer with sliding-window attention, in tokens.
         constant: cost of a microbatch besides its samples, in FLOPs.
         dense: attention runs over all tokens of a microbatch, see Note [Dense attention].
+        parameters: Number of parameters of all matrices.
     """
 
     per_token: float
@@ -50,6 +51,7 @@ class TransformerCost:
     windows: tuple[int, ...] = ()
     constant: float = 0.0
     dense: bool = False
+    parameters: int = 0
 
     def samples(self, lengths: Floats) -> Floats:
         pairs = self.full_layers * (lengths * (lengths + 1) / 2)
@@ -93,37 +95,6 @@ def transformer(config: Any, *, constant: Term | None = None, dense: bool = Fals
         >>> transformer({"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}).full_layers
         28
     """
-    shape = shape_of(config)
-    weights = shape.layers * shape.layer_weights + shape.head_weights
-    per_token = _FORWARD_AND_BACKWARD * 2.0 * weights
-    if constant is None:
-        constant = 0.0
-        if dense:
-            constant = MICROBATCH * per_token
-    return TransformerCost(
-        per_token=per_token,
-        per_pair=_FORWARD_AND_BACKWARD * 4.0 * shape.queries,  # a product for the scores, one with the values
-        full_layers=shape.layers - len(shape.windows),
-        windows=shape.windows,
-        constant=constant,
-        dense=dense,
-    )
-
-
-@dataclass(frozen=True)
-class TransformerShape:
-    """The sizes of a dense decoder-only transformer."""
-
-    layers: int
-    queries: int  # width of all query heads together
-    layer_weights: int  # parameters of the matrices of one layer
-    head_weights: int  # parameters of the output head; 0 if the configuration does not say
-    tied: bool  # the embedding and the output head are one matrix
-    windows: tuple[int, ...]  # of the layers with sliding-window attention, in tokens
-
-
-def shape_of(config: Any) -> TransformerShape:
-    """The sizes in a configuration; arguments and errors are those of `transformer`."""
     raw = _mapping(config)
     experts = _first(raw, _EXPERTS)
     if (isinstance(experts, int) and experts > 1) or raw.get("is_encoder_decoder"):
@@ -148,13 +119,26 @@ def shape_of(config: Any) -> TransformerShape:
     queries = heads * head_dim
     keys = int(sizes["key_value_heads"] or heads) * head_dim  # and as many values
     intermediate = int(sizes["intermediate_size"] or 4 * hidden)
-    return TransformerShape(
-        layers=layers,
-        queries=queries,
-        layer_weights=2 * hidden * (queries + keys) + (2 + has_gate) * hidden * intermediate,
-        head_weights=hidden * int(sizes["vocab_size"] or 0),
-        tied=bool(raw.get("tie_word_embeddings", True)),
-        windows=_windows(raw, layers),
+    layer_weights = 2 * hidden * (queries + keys) + (2 + has_gate) * hidden * intermediate
+    head_weights = hidden * int(sizes["vocab_size"] or 0)
+    multiplied = layers * layer_weights + head_weights
+    per_token = _FORWARD_AND_BACKWARD * 2.0 * multiplied
+    if constant is None:
+        constant = 0.0
+        if dense:
+            constant = MICROBATCH * per_token
+    embedded = 0
+    if not raw.get("tie_word_embeddings", True):
+        embedded = head_weights
+    windows = _windows(raw, layers)
+    return TransformerCost(
+        per_token=per_token,
+        per_pair=_FORWARD_AND_BACKWARD * 4.0 * queries,  # a product for the scores, one with the values
+        full_layers=layers - len(windows),
+        windows=windows,
+        constant=constant,
+        dense=dense,
+        parameters=multiplied + embedded,
     )
 
 

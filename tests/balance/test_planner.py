@@ -222,7 +222,7 @@ def test_refusals_show_the_right_line() -> None:
     assert_refused(lambda change: plan_minibatch(**(good | change)), WRONG)
     with pytest.raises(ValueError, match="each index from 0 to 1 once"):
         permutation([[[7, 3]]])
-    with pytest.raises(ValueError, match=r"\[1, 2\] microbatches.*lb_micro"):
+    with pytest.raises(ValueError, match="is longer"):
         collective_cost([[[0]], [[1], [2]]], [5, 5, 5])
 
 
