@@ -73,6 +73,7 @@ def attach(
     accumulator_dtype: FloatDtype | None = None,
     on_out_of_memory: OnOutOfMemory = "split",
     timeout: Timeout = DEFAULT_TIMEOUT,
+    wording: Wording = WORDING,
 ) -> Attached:
     """Let a model that was sharded with ``fully_shard`` communicate on demand, in a loop of your own.
 
@@ -94,63 +95,50 @@ def attach(
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         on_out_of_memory: What `Attached.run` does when a microbatch does not fit into memory, as in `ODCStrategy`.
         timeout: The longest wait for another rank.
+        wording: How messages call what the user writes, for packages that attach on their users' behalf.
 
     Raises:
         ValueError: The model is not sharded, over other ranks than those of the job, or attached already.
         TypeError: The model is sharded with ``FullyShardedDataParallel``.
         WindowError: On-demand communication cannot run here, or has not proven itself; on all ranks.
     """
-    return attach_as(
-        WORDING,
-        model,
-        communication=communication,
-        keep_gathered=keep_gathered,
-        deterministic=deterministic,
-        accumulator_dtype=accumulator_dtype,
-        on_out_of_memory=on_out_of_memory,
-        timeout=timeout,
-    )
-
-
-def attach_as(
-    wording: Wording,
-    model: nn.Module,
-    *,
-    communication: str = "auto",
-    on_out_of_memory: OnOutOfMemory = "split",
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    **engine: Any,
-) -> Attached:
-    """As `attach`, in the words of another way to train."""
     _check_sharded(model)
     mesh, groups = meshes_of(model)
     sample_group = None
     if groups is not None:
         sample_group = SampleGroup(groups, timeout)
 
-    insists = communication != "auto"
-    if not insists:
-        communication = "on_demand"
+    how: str = communication
+    if how == "auto":
+        how = "on_demand"
 
     def make() -> Attached:
-        place = place_on(mesh, sample_group, communication)
+        place = place_on(mesh, sample_group, how)
         report = HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank)
-        mover = make_engine(place, communication=communication, timeout=timeout, hang_report=report, **engine)
+        mover = make_engine(
+            place,
+            communication=how,
+            keep_gathered=keep_gathered,
+            deterministic=deterministic,
+            accumulator_dtype=accumulator_dtype,
+            timeout=timeout,
+            hang_report=report,
+        )
         retry = Retry(on_out_of_memory, mover, place.device, model.buffers(), wording)
-        return Attached(model, mover, sample_group, communication, retry)
+        return Attached(model, mover, sample_group, how, retry)
 
     def go_without(error: WindowError) -> None:
-        nonlocal communication
-        if insists:
+        nonlocal how
+        if communication != "auto":
             reason = str(error).replace("ODCStrategy(", "attach(model, ")
             raise WindowError(
                 f"On-demand communication cannot run here: {reason}\nIf your loop runs equally many microbatches on "
                 'every rank, write attach(model, communication="collective").'
             ) from None
-        communication = "collective"
+        how = "collective"
         warn_on_rank_0(wording.without_on_demand(error))
 
-    if communication == "on_demand":
+    if how == "on_demand":
         try:
             check_device(mesh.device_type)
         except WindowError as error:

@@ -23,7 +23,7 @@ PACKAGES = {
         *("COLLECTIVE_SAFE", "POLICIES", "Collation", "Cost", "FunctionCost"),
         *("Plan", "Planner"),
         *("Policy", "PolynomialCost", "TransformerCost", "collective_cost", "epoch_order"),
-        *("least_cost", "microbatch_costs", "on_demand_cost", "permutation"),
+        *("least_cost", "microbatch_costs", "on_demand_cost"),
         *("plan_minibatch", "quadratic", "regroup", "resolve_cost", "tokens"),
         *("transformer", "with_speeds"),
     },

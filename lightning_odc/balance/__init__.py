@@ -27,7 +27,6 @@ from lightning_odc.balance.planner import (
     Planner,
     Policy,
     epoch_order,
-    permutation,
     plan_minibatch,
     regroup,
 )
@@ -49,7 +48,6 @@ __all__ = [
     "least_cost",
     "microbatch_costs",
     "on_demand_cost",
-    "permutation",
     "plan_minibatch",
     "quadratic",
     "regroup",

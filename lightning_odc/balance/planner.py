@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -145,28 +144,6 @@ def plan_minibatch(
         [[[0], [3]], [[1, 2]]]
     """
     return Planner(num_ranks, max_tokens, policy, cost, collation=collation).plan(lengths)
-
-
-def permutation(plan: Iterable[Iterable[Iterable[int]]]) -> Ints:
-    """Where each sample went: position ``permutation(plan)[i]`` of the plan's flat order holds sample ``i``.
-
-    The flat order is rank by rank, microbatch by microbatch. For results in that order, ``results[permutation(plan)]``
-    are the results in sample order.
-
-    Args:
-        plan: A plan with every index from 0 to ``n - 1`` once, as `plan_minibatch` returns it.
-
-    Raises:
-        ValueError: the plan's indices are not those.
-    """
-    flat = np.array([i for rank in plan for microbatch in rank for i in microbatch], dtype=np.int64)
-    back = np.argsort(flat, kind="stable")
-    if not np.array_equal(flat[back], np.arange(len(flat))):
-        raise ValueError(
-            f"the plan does not hold each index from 0 to {len(flat) - 1} once; a streamed plan has indices of the "
-            "whole data set: renumber its samples first."
-        )
-    return back
 
 
 @checked

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from transformers import TrainerCallback
 
 from lightning_odc.arguments import checked
-from lightning_odc.attached import Attached, attach_as
+from lightning_odc.attached import Attached, attach
 from lightning_odc.data.lengths import EXAMPLE, LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import Minibatch
@@ -230,7 +230,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         # TRL's reference model is sharded, too, and runs in every microbatch.
         sharded: list[Any] = [value for value in vars(self).values() if isinstance(value, FSDPModule)]
         for model in dict.fromkeys(sharded):
-            attached = self._until_trained.enter_context(attach_as(self._wording, model, **self._engine))
+            attached = self._until_trained.enter_context(attach(model, **self._engine, wording=self._wording))
             self._engine["communication"] = attached.communication
             if model is self.model:
                 self.odc = attached

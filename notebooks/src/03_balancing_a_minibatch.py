@@ -482,8 +482,7 @@ print_table(
 #
 # 1. Double `MAX_TOKENS`. Which policies gain, and why?
 # 2. In the giant's minibatch, how many copies of the small samples do you need until no rank is idle?
-# 3. `balance.permutation(plan)` undoes a plan: use it to put results that come rank by rank back into the order
-#    of the samples.
+# 3. Results come rank by rank, microbatch by microbatch. Put them back into the order of the samples.
 # 4. Let rank 3 of the simulation become fast again after minibatch 12. How many minibatches does it take to
 #    notice?
 # 5. Write a cost function for a model with a sliding window of 1,000 tokens, and plan with `cost=your_function`.
@@ -523,7 +522,8 @@ print_table(
 # ```python
 # plan = balance.plan_minibatch(minibatch, 4, MAX_TOKENS)
 # results = np.array([minibatch[s] for rank in plan for microbatch in rank for s in microbatch])
-# print(results[balance.permutation(plan)].tolist() == minibatch.tolist())
+# order = np.argsort([s for rank in plan for microbatch in rank for s in microbatch])
+# print(results[order].tolist() == minibatch.tolist())
 # ```
 #
 # </details>
