@@ -218,4 +218,3 @@ def test_symmetric_memory_has_the_names_and_arguments_that_are_used():
     assert isinstance(handle.world_size, property)
     if not torch.backends.cuda.is_built():  # in a build for CPUs nothing is registered
         assert _compat.symmetric_backend(torch.device("cuda", 0)) is None
-    assert re.fullmatch(r"\d+\.\d", _compat.cuda_driver_version())
