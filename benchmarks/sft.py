@@ -7,6 +7,7 @@ all of them. ``--write`` puts the table into ``docs/data/sft.md``.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import tempfile
@@ -147,7 +148,8 @@ def train(rank: int, _: int, row: str, options: SftOptions) -> Trained:
         trainer.remove_callback(PrinterCallback)
         watch.trainer = trainer
         trainer.train()
-    idle = trainer.state.log_history[-1].get("idle/fraction", float("nan"))
+    measured = [row["idle/fraction"] for row in trainer.state.log_history if "idle/fraction" in row]
+    idle = [math.nan, *measured][-1]
     return Trained(watch.start, watch.seconds[1:], watch.tokens, idle)
 
 

@@ -22,8 +22,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import _recursive_wrap
 from torch.distributed.tensor import DTensor
-from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat
 
 #: What ``zero_grad(set_to_none=False)`` may call on gradients.
 ZEROING = (torch.Tensor.zero_, torch._foreach_zero_)
@@ -353,11 +351,6 @@ def wrapped_sampler(sampler: Any) -> Any | None:
     """The user's own sampler inside the distributed one that Lightning has put around it."""
     # Why: an error must name what the user wrote.
     return getattr(getattr(sampler, "dataset", None), "_sampler", None)
-
-
-def concatenated_states(metric: Metric) -> list[str]:
-    """The states of a metric that are concatenated over ranks: lists, until they are."""
-    return [name for name, reduction in metric._reductions.items() if reduction is dim_zero_cat]
 
 
 def set_computed(item: Any, value: Any) -> None:

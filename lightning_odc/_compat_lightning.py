@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from torch import nn
+from torch import Tensor, nn
 
 # Typed as Any: Lightning does not export these names, which is why they are here.
 _lightning_distributed: Any = importlib.import_module("lightning.fabric.utilities.distributed")
@@ -87,24 +87,6 @@ def in_place_of_broadcasts(trainer: Trainer, act: Callable[[Callable[[], None]],
 
 
 @contextmanager
-def after_closures(plugin: Precision, act: Callable[[], None]) -> Iterator[None]:
-    """Call ``act`` when nothing stands before a step but the optimizer's own."""
-    # Why: the last hooks before a step, and clipping, run in a method of the precision plugin. After it there is none.
-    held: Any = plugin
-    call = held._after_closure
-
-    def after_closure(*args: Any) -> None:
-        call(*args)
-        act()
-
-    held._after_closure = after_closure
-    try:
-        yield
-    finally:
-        del held._after_closure
-
-
-@contextmanager
 def before_transfer(
     module: LightningModule, is_left_out: Callable[[Any], bool]
 ) -> Iterator[Callable[[Any, int], Any]]:
@@ -154,6 +136,15 @@ def set_device_mesh(module: LightningModule, mesh: Any) -> None:
     """Set what ``self.device_mesh`` is in ``configure_model``."""
     # Why: the property of Lightning (2.4 to 2.6.6) cannot be set; its ``ModelParallelStrategy`` writes this, too.
     module._device_mesh = mesh
+
+
+def convert(module: nn.Module, of_tensor: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    """Apply a function to all parameters and buffers of a module. What ``self.dtype`` is becomes ``dtype``."""
+    # Why: both happen in ``module.to(dtype)``, which takes no function.
+    module._apply(of_tensor)
+    for part in module.modules():
+        if isinstance(part, LightningModule):
+            part._dtype = dtype
 
 
 def callbacks_of(trainer: Trainer) -> list[Callback]:

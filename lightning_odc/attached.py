@@ -277,13 +277,13 @@ class Attached:
         runner.minibatch(minibatch)
         return runner.batch.loss
 
-    def run_through(self, door: Door, seed: int = 0) -> Runner:
-        """What runs microbatches from now on, with random numbers from this seed."""
+    def run_through(self, door: Door, **options: Any) -> Runner:
+        """What runs microbatches from now on, with options of `Runner`."""
         retry = self._retry
         assert retry is not None
         measurements = Measurements(lambda: sum(self.engine.waits.values()), retry.device, warn_on_rank_0)
         self._runner = Runner(
-            door, self.engine, retry, measurements, sample_group=self.sample_group, seed=seed
+            door, self.engine, retry, measurements, sample_group=self.sample_group, **options
         )
         return self._runner
 

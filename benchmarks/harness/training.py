@@ -29,9 +29,8 @@ from lightning_odc.callbacks.idle.measurement import watch_for
 from lightning_odc.callbacks.idle.sources import Watch
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.host_memory import gib
-from lightning_odc.strategy.decisions import choose_policy
+from lightning_odc.run.session import choose_policy
 from lightning_odc.strategy.odc import ODCStrategy
-from lightning_odc.strategy.options import Options
 from notebooks.support.models import BenchModule
 
 if TYPE_CHECKING:
@@ -207,9 +206,8 @@ def make_trainer(
     if combination.policy == AUTO:
         # What ``strategy="odc"`` chooses, by its name: ``"auto"`` leaves samples of equal length alone, which a
         # control compares.
-        options = Options(communication=communication)
         device_type = placement.devices[0].type
-        choice = choose_policy(options, placement.ranks, indexed=True, device_type=device_type)
+        choice = choose_policy(communication, placement.ranks, device_type, can_read=True, is_fixed=False)
         cost = workload.planned_cost(combination)
         balancing = {"balance": choice, "cost": cost, "max_tokens": workload.max_tokens}
     units: Any = workload.units

@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import islice
 from operator import length_hint
 from types import SimpleNamespace
-from typing import Any, Literal, Unpack
+from typing import Any, Unpack
 
 import torch.distributed as dist
 from torch.utils.data import default_collate
@@ -54,7 +54,6 @@ from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.data.stream_schedule import StreamSchedule
 
 Schedule = MapSchedule | StreamSchedule
-Packing = bool | Literal["auto"]
 
 
 @checked
@@ -80,9 +79,8 @@ class BalancedDataLoader:
             ``ODCStrategy`` tries the loss and finds out; elsewhere labels are counted if a batch has integer ones, and
             tokens otherwise.
         collate_fn: Makes a microbatch of a list of samples; by default torch's ``default_collate``.
-        packing: Put the samples of a microbatch into one row for a Hugging Face causal model, see `PackingCollator`:
-            ``True``, or ``"auto"``, which packs if ``ODCStrategy`` finds that the model keeps them apart and that it is
-            faster.
+        packing: Put the samples of a microbatch into one row for a Hugging Face causal model, see `PackingCollator`.
+            ``ODCStrategy`` checks before that the model keeps them apart.
         shuffle: Whether every epoch has a new order.
         seed: The seed of the order, and of random numbers in the data set; by default ``seed_everything``'s, or 0.
         drop_last: Leave out the samples that do not fill a last minibatch; otherwise it is smaller.
@@ -115,7 +113,7 @@ class BalancedDataLoader:
         cost: Any = "auto",
         weighting: Weighting = "auto",
         collate_fn: Collate | None = None,
-        packing: Packing = False,
+        packing: bool = False,
         shuffle: bool = False,
         seed: Index | None = None,
         drop_last: bool = False,
@@ -148,7 +146,7 @@ class BalancedDataLoader:
         self.is_stream = is_stream(dataset)
         self.yields_minibatches = True
         self.worker_init_fn = workers.pop("worker_init_fn", None)  # Lightning may put one here
-        self.packing: Packing = packing
+        self.packing = packing
         self._samples = dataset
         self._given = lengths
         self._length_fn = length_fn
@@ -269,7 +267,7 @@ class BalancedDataLoader:
 
     def _packs(self, info: RunInfo) -> bool:
         if info.packs is None:
-            return self.packing is True
+            return self.packing
         return info.packs
 
     def _collate_fn(self, packs: bool) -> Collate:

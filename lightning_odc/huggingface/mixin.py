@@ -68,7 +68,6 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         self._until_trained = ExitStack()
         self._session: Session | None = None  # what is decided of the latest training data
         self._runner: Runner | None = None  # runs their microbatches, during `train`
-        self._measured: dict[str, float] = {}  # in the latest epoch, for the next row of the log
         super().__init__(*args, **kwargs)
         sharding.check(self)
         self.add_callback(_Steps(self))
@@ -116,7 +115,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             self._warn("an epoch has another number of them than `per_device_train_batch_size` makes")
             return own
         # Packing is not tried here: it is as the user says.
-        session.follow(balanced, is_converted=True, tries=True, packs=balanced.packing is True)
+        session.follow(balanced, is_converted=True, tries=True, packs=balanced.packing)
         return Batches(session, balanced, own, accumulated).loader()
 
     def _balanced(self, own: DataLoader[Any]) -> BalancedDataLoader:
@@ -217,13 +216,6 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             return sum(map(count, inputs))
         return int(count(inputs))
 
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As before; a row of the training has how long ranks have waited in the latest epoch, ``idle/fraction``."""
-        if "loss" in logs or "train_loss" in logs:
-            logs.update(self._measured)
-            self._measured = {}
-        super().log(logs, *args, **kwargs)
-
     def _begin(self) -> None:
         """Accelerate has sharded the model, and loaded the checkpoint."""
         self._until_trained.callback(setattr, self, "odc", None)
@@ -240,15 +232,15 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         assert session is not None
         repeats = bool(self._engine.get("deterministic"))
         steps = TrainerSteps(self, odc, self._loss_of, self._wording, repeats)
-        self._runner = odc.run_through(steps, self.args.seed)
+        self._runner = odc.run_through(steps, seed=self.args.seed)
         session.begin(steps)
 
     def _end_epoch(self) -> None:
-        """Measure how long ranks have waited in it, and say so after the first one."""
+        """Log how long ranks have waited in it, and say so after the first one."""
         assert self._session is not None
         idle = self._session.end_epoch()
         if idle is not None:
-            self._measured = {"idle/fraction": idle}
+            self.log({"idle/fraction": idle})
 
 
 class _Steps(TrainerCallback):  # type: ignore[misc]

@@ -88,8 +88,3 @@ def check(trainer: Any) -> None:
             "bf16=True casts the elements in which weights of 4 bits are stored, and they are lost: leave "
             "bnb_4bit_quant_storage of BitsAndBytesConfig at torch.uint8."
         )
-    if args.include_num_input_tokens_seen not in (False, "no"):
-        raise ValueError(
-            "include_num_input_tokens_seen counts one batch per call of `training_step`, which has several here: "
-            'leave it at "no".'
-        )

@@ -31,8 +31,6 @@ class Batch:
     """How the microbatches of a batch run, and what they add up to on this rank."""
 
     device: torch.device
-    args: tuple[object, ...] = ()  # that ``training_step`` takes behind the microbatch
-    kwargs: dict[str, object] = field(default_factory=dict)
     counter: LabelCounter | None = None  # what is counted in the microbatch instead of its weight
     is_sum: bool = False  # the loss is a sum, which no weight multiplies
     weight_kind: WeightKind = WeightKind.PLANNED  # what planned weights count

@@ -109,14 +109,10 @@ class Measurements:
         after = learning.max_tokens
         if after == before:
             return
-        # The largest microbatch of a minibatch; of several ranks the last one.
-        largest = [
-            (max(measured.ran_out)[0], rank) for rank, measured in enumerate(by_rank) if measured.ran_out
-        ]
-        tokens, rank = max(largest)
+        ranks = [rank for rank, measured in enumerate(by_rank) if measured.ran_out]
         self._warn(
-            f"max_tokens falls from {before} to {after} for the plans that follow: a microbatch of {tokens or '?'} "
-            f"tokens ran out of memory on rank {rank}. To start with it, write max_tokens={after}."
+            f"max_tokens falls from {before} to {after} for the plans that follow: microbatches ran out of memory on "
+            f"rank {ranks[-1]}. To start with it, write max_tokens={after}."
         )
 
     def _now(self) -> float:

@@ -192,18 +192,12 @@ class Session:
         self._find_rule(loader)
 
     def _decide_packing(self, loader: BalancedDataLoader) -> None:
-        """Pack if the user wants to, the model keeps packed samples apart, and for ``"auto"`` if it pays."""
-        if not loader.packing:
-            self._known = replace(self._known, packs=None)
-        if not loader.packing or self._known.packs is not None:
-            return
-        trouble = self.host.packing_trouble()
-        if trouble and loader.packing is True:
-            raise ValueError(f"packing=True: {trouble}")
-        if trouble:
-            self.host.say(f'packing="auto" packs nothing: {trouble}')
-        packs = loader.packing is True or (not trouble and packing_pays(loader, self._known))
-        self._known = replace(self._known, packs=packs)
+        """Pack if the user wants to. A model that does not keep packed samples apart is refused."""
+        if loader.packing and self._known.packs is None:
+            trouble = self.host.packing_trouble()
+            if trouble:
+                raise ValueError(f"packing=True: {trouble}")
+        self._known = replace(self._known, packs=loader.packing or None)
 
     def _decide_cutting(self, loader: BalancedDataLoader) -> None:
         """Let batches stay whole where balancing would gain next to nothing."""
@@ -353,20 +347,6 @@ def compare(engine: Engine, facts: str) -> None:
             "rank plans alone and must know all samples: make them from a fixed seed, as "
             "lightning.seed_everything(0) does, and leave the division over ranks out of the data set."
         )
-
-
-def packing_pays(loader: BalancedDataLoader, info: RunInfo) -> bool:
-    """Whether balanced minibatches take less time by their cost if samples are packed; not for a stream."""
-    packed = replace(info, packs=True)
-    unpacked = replace(info, packs=False)
-    try:
-        gain = loader.planned_gain(packed)
-    except ValueError:  # a sample that only fits where the user's own collate_fn cuts it
-        gain = None
-    without = loader.planned_gain(unpacked)
-    if gain is None or without is None or loader.collation_under(packed) is None:
-        return False
-    return gain.balanced < without.balanced
 
 
 def choose_policy(

@@ -19,6 +19,7 @@ from lightning_odc.engine.roll_call import RollCall
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WindowError
+from lightning_odc.run.attempt import Retry
 from lightning_odc.sharding.engines import make_engine
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import end_scripts_at_exit
@@ -45,7 +46,11 @@ class AttachingStrategy:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """The division of the data: over ranks, or over groups of neighbouring ranks."""
-        return self._groups.sampler_arguments
+        groups = self._groups
+        return {
+            "num_replicas": groups.count,
+            "rank": groups.strategy.global_rank // self.options.group_size,
+        }
 
     @contextmanager
     def _starting(self, device_type: str) -> Iterator[None]:
@@ -102,8 +107,9 @@ class AttachingStrategy:
             timeout=self.timeout,
             hang_report=hang_report,
         )
+        retry = Retry(self.options.on_out_of_memory, engine, place.device, model.buffers(), self._wording)
         # Before it is attached, so that a failure releases it.
-        self._attached = Attached(model, engine, place.sample_group)
+        self._attached = Attached(model, engine, place.sample_group, self.communication, retry)
         return self._attached
 
     def _go_without(self, error: Exception) -> None:

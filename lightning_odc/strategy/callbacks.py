@@ -26,15 +26,6 @@ from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.sample_group import SampleGroup
 
 
-def saves_when_it_fails(trainer: Trainer) -> bool:
-    """Whether a callback of Lightning's saves a checkpoint when a rank has failed."""
-    for callback in trainer.checkpoint_callbacks:
-        saves = type(callback).on_exception is not Callback.on_exception
-        if getattr(callback, "save_on_exception", saves):
-            return True
-    return False
-
-
 @dataclass(eq=False)
 class FirstCallback(Callback):
     """Runs before all other callbacks, and counts the ends that this rank has come to: see Note [Who has left]."""
@@ -116,11 +107,11 @@ def counted_by_microbatch(callbacks: Iterable[Callback]) -> Iterator[None]:
     with ExitStack() as after:
         for monitor in callbacks:
             if isinstance(monitor, ThroughputMonitor):
-                after.callback(setattr, monitor, "batch_size_fn", monitor.batch_size_fn)
-                monitor.batch_size_fn = partial(_count_all, monitor.batch_size_fn)
-                if monitor.length_fn is not None:
-                    after.callback(setattr, monitor, "length_fn", monitor.length_fn)
-                    monitor.length_fn = partial(_count_all, monitor.length_fn)
+                for name in ("batch_size_fn", "length_fn"):
+                    count = getattr(monitor, name)
+                    if count is not None:
+                        after.callback(setattr, monitor, name, count)
+                        setattr(monitor, name, partial(_count_all, count))
         yield
 
 

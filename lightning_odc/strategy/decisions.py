@@ -1,4 +1,4 @@
-"""What ``balance=`` decides about a loader of Lightning's: by which policy, or why not at all."""
+"""Why ``balance="auto"`` leaves a loader of Lightning's alone."""
 
 from __future__ import annotations
 
@@ -22,29 +22,10 @@ from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.reader import is_stream
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
 from lightning_odc.engine.base import Engine
-from lightning_odc.run import session
 from lightning_odc.strategy.options import Options
 
 _COMPARED = 8  # samples of a stream
 _EQUAL = "all samples are equally long."
-
-
-# -- by which policy --------------------------------------------------------------------------------------
-
-
-def choose_policy(
-    options: Options, world_size: int, indexed: bool, device_type: str, prepared: bool = False
-) -> str:
-    """The policy to plan by; ``"auto"`` is the one that waits least of those that can run here."""
-    if options.balance is not None and options.balance != "auto":
-        return options.balance
-    return session.choose_policy(
-        options.communication,
-        world_size,
-        device_type,
-        can_read=indexed and not prepared,  # the user's workers may be prepared, and this process is not
-        is_fixed=options.deterministic,
-    )
 
 
 def prepares_workers(dataloader: object) -> bool:
@@ -53,9 +34,6 @@ def prepares_workers(dataloader: object) -> bool:
     of_lightning = getattr(function, "func", function) is pl_worker_init_function
     has_workers = bool(getattr(dataloader, "num_workers", 0))
     return has_workers and function is not None and not of_lightning
-
-
-# -- why not ----------------------------------------------------------------------------------------------
 
 
 def yields_minibatches(dataloader: object) -> bool:

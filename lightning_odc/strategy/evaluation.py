@@ -31,7 +31,7 @@ from lightning_odc.data.weighting import LabelCounter, Rule
 from lightning_odc.run.attempt import explained
 from lightning_odc.run.contribution import counted_weight
 from lightning_odc.strategy import logbook
-from lightning_odc.strategy.logbook import METRIC, LogBook, Total, flush, metric_of, ranks_of, replaced_log
+from lightning_odc.strategy.logbook import METRIC, LogBook, Total, flush, metric_of, replaced_log
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.strategy.step import call_step
 
@@ -148,7 +148,7 @@ class Evaluation:
         if not self._always and not any(had_minibatches for had_minibatches, _ in records):
             return
         messages = [message for _, message in records]
-        for total in logbook.merge(messages, self._module.global_rank):
+        for total in logbook.merge(messages):
             mine = logged.get(total.identity)
             if mine is not None and not mine.is_shared:
                 continue
@@ -176,8 +176,9 @@ def totals_in(results: Results) -> Iterator[Total]:
             continue
         options = {name: getattr(meta, name) for name in _OPTIONS}
         options["sync_dist"] = meta.sync.should
+        options["sync_dist_group"] = meta.sync.group
         options["rank_zero_only"] = meta.sync.rank_zero_only
-        total = Total(meta.name, METRIC, options, ranks=ranks_of(meta.sync.group))
+        total = Total(meta.name, METRIC, options)
         total.fx = meta.fx
         if meta.add_dataloader_idx:
             total.fx = meta.fx.removesuffix(f".{meta.dataloader_idx}")
@@ -189,7 +190,6 @@ def totals_in(results: Results) -> Iterator[Total]:
                 total.weight = float(item.cumulated_batch_size)
         else:
             total.metric = item.value
-            total.states = logbook.describe_lists(item.value)
         yield total
 
 

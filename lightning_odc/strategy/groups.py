@@ -70,11 +70,6 @@ class Groups:
         return self.strategy.world_size // self._options.group_size
 
     @property
-    def sampler_arguments(self) -> dict[str, int]:
-        """The division of the data: over ranks, or over groups of neighbouring ranks."""
-        return {"num_replicas": self.count, "rank": self.strategy.global_rank // self._options.group_size}
-
-    @property
     def layout(self) -> Layout | None:
         """Which ranks are on which node; ``None`` if all are on one, or collectives treat them as if."""
         if self._options.group_size > 1:

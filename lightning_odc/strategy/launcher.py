@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,6 +27,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.multiprocessing import (  # type: ignore[attr-defined]  # they are not listed
     ProcessExitedException,
+    ProcessRaisedException,
     start_processes,
 )
 
@@ -39,7 +38,7 @@ from lightning_odc.strategy.starting import LightningStrategy
 
 #: Seconds that ranks have to end by themselves after one has failed, and again after they were told to.
 GRACE = 10.0
-#: Seconds by which a rank ends later that failed since another one had failed or died: that one is to be seen first.
+#: Seconds by which a rank fails later that follows another one: torch tells of the first that has ended.
 _FOLLOWS_AFTER = 1.0
 
 _METRICS = ("callback_metrics", "logged_metrics", "progress_bar_metrics")
@@ -48,14 +47,14 @@ Result = TypeVar("Result")
 
 
 class Outcome(NamedTuple):
-    """What a notebook gets from a rank. The last three are those of a fit."""
+    """What a notebook gets from a rank."""
 
-    state: TrainerState
     result: object
+    state: TrainerState
+    progress: dict[str, object]
     metrics: dict[str, dict[str, object]]  # by the name of the trainer's attribute
-    weights: dict[str, object] | None = None
-    progress: dict[str, object] | None = None
-    callbacks: dict[str, dict[str, Any]] | None = None
+    callbacks: dict[str, dict[str, Any]]
+    weights: dict[str, object]  # that were trained
 
 
 class ForkLauncher(_compat_lightning.Launcher):
@@ -88,7 +87,7 @@ class ForkLauncher(_compat_lightning.Launcher):
                 _ = logger.version
         with tempfile.TemporaryDirectory(prefix="lightning-odc-") as name:
             directory = Path(name)
-            self._run(partial(self._work, directory, trainer, partial(function, *args, **kwargs)), directory)
+            self._run(partial(self._work, directory, trainer, partial(function, *args, **kwargs)))
             outcome = torch.load(directory / "outcome", weights_only=False)
         if trainer is None:
             return outcome
@@ -116,7 +115,7 @@ class ForkLauncher(_compat_lightning.Launcher):
 
     # -- in the notebook's process ------------------------------------------------------------------------
 
-    def _run(self, work: Callable[[int], None], directory: Path) -> None:
+    def _run(self, work: Callable[[int], None]) -> None:
         """Fork every rank from a thread that has never computed; it becomes the main thread of the child."""
         sys.stdout.flush()  # else every rank would print again what waits here
         sys.stderr.flush()
@@ -131,8 +130,9 @@ class ForkLauncher(_compat_lightning.Launcher):
                 self._processes = context.processes
                 while not context.join(grace_period=GRACE):
                     pass
-            except ProcessExitedException as error:
-                failures.append(self._first_error(error, directory))
+            except (ProcessExitedException, ProcessRaisedException) as error:
+                text = f"Rank {error.error_index} failed: {error}. What was trained in this run is lost."
+                failures.append(PeerFailedError(f"{text} {self._kills.verdict()}".rstrip()))
             except OSError as error:  # this host has no more processes or memory
                 failures.append(error)
             finally:
@@ -153,23 +153,9 @@ class ForkLauncher(_compat_lightning.Launcher):
         for failure in failures:
             raise failure
 
-    def _first_error(self, ended: ProcessExitedException, directory: Path) -> PeerFailedError:
-        """The error of the rank that failed first, not of one that failed since another did."""
-        for name in ("error", "followed"):
-            if ended.exit_code == 1 and (directory / name).exists():
-                return PeerFailedError((directory / name).read_text())
-        verdict = ""
-        if ended.exit_code == -signal.SIGKILL:
-            verdict = self._kills.verdict()
-        return PeerFailedError(
-            f"Rank {ended.error_index} died with exit code {ended.exit_code} (a negative one is a signal; -9 often "
-            f"means that memory was used up). What was trained in this run is lost. {verdict}".rstrip()
-        )
-
     # -- on a rank ----------------------------------------------------------------------------------------
 
     def _work(self, directory: Path, trainer: Trainer | None, call: Callable[[], object], rank: int) -> None:
-        threading.Thread(target=_end_with_parent, daemon=True).start()
         os.environ["LOCAL_RANK"] = str(rank)
         try:
             outcome: object
@@ -183,16 +169,9 @@ class ForkLauncher(_compat_lightning.Launcher):
             if dist.is_initialized():
                 dist.barrier()  # a rank that goes early can break what others still send
                 dist.destroy_process_group()
-        except BaseException as error:
-            name = "error"
-            if isinstance(error, PeerFailedError):
-                name = "followed"
-                time.sleep(_FOLLOWS_AFTER)
-            text = "".join(traceback.format_exception(error))
-            # The first one stays.
-            with suppress(FileExistsError), (directory / name).open("x") as file:
-                file.write(f"Rank {rank} failed. Its error was:\n\n{text}")
-            sys.exit(1)
+        except PeerFailedError:
+            time.sleep(_FOLLOWS_AFTER)
+            raise
 
 
 def fork_launcher(strategy: LightningStrategy) -> ForkLauncher | None:
@@ -206,43 +185,35 @@ def fork_launcher(strategy: LightningStrategy) -> ForkLauncher | None:
     return None
 
 
-def _end_with_parent() -> None:
-    """End this rank when its notebook is gone."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
 def _outcome(trainer: Trainer, result: object) -> Outcome:
-    """What a notebook gets from a rank: weights, metrics, callbacks. All ranks together, since weights are sharded."""
-    metrics = {name: dict(getattr(trainer, name)) for name in _METRICS}
-    outcome = Outcome(trainer.state, result, metrics)
+    """What a notebook gets from a rank. All ranks together, since weights are sharded."""
+    weights: dict[str, object] = {}
     if trainer.state.fn == TrainerFn.FITTING:
         assert trainer.lightning_module is not None
-        callbacks = _compat_lightning.callbacks_of(trainer)
-        outcome = outcome._replace(
-            weights=model_state(trainer.lightning_module, full=True),
-            progress=trainer.fit_loop.state_dict(),
-            callbacks={callback.state_key: callback.state_dict() for callback in callbacks},
-        )
+        weights = model_state(trainer.lightning_module, full=True)
+    outcome = Outcome(
+        result,
+        trainer.state,
+        progress=trainer.fit_loop.state_dict(),
+        metrics={name: dict(getattr(trainer, name)) for name in _METRICS},
+        callbacks={
+            callback.state_key: callback.state_dict() for callback in _compat_lightning.callbacks_of(trainer)
+        },
+        weights=weights,
+    )
     return apply_to_collection(outcome, Tensor, lambda tensor: tensor.detach().cpu())
 
 
 def _take_over(trainer: Trainer, outcome: Outcome) -> None:
     """Let a trainer and its module be as after a run in this process."""
     trainer.state = outcome.state
+    trainer.fit_loop.load_state_dict(outcome.progress)
+    trainer.fit_loop.restarting = False  # it has run; it is not to be resumed
     for name, metrics in outcome.metrics.items():
         getattr(trainer, name).clear()
         getattr(trainer, name).update(metrics)
-    if outcome.weights is None or outcome.progress is None or outcome.callbacks is None:
-        return
-    trainer.fit_loop.load_state_dict(outcome.progress)
-    trainer.fit_loop.restarting = False  # it has run; it is not to be resumed
     for callback in _compat_lightning.callbacks_of(trainer):
-        state = outcome.callbacks.get(callback.state_key)
-        if not state:
-            continue
+        state = outcome.callbacks[callback.state_key]
         if isinstance(callback, ModelCheckpoint):
             # Else it takes the state for that of another directory.
             callback.dirpath = state["dirpath"]
@@ -253,9 +224,8 @@ def _take_over(trainer: Trainer, outcome: Outcome) -> None:
     unknown = module.load_state_dict(outcome.weights, strict=False, assign=on_meta).unexpected_keys
     if unknown:
         warnings.warn(
-            f"The trained weights of {unknown[0]!r} and {len(unknown) - 1} more did not come back to the notebook, "
-            "where the model has no such parameters: `configure_model` made them on the ranks. They are in what "
-            "ModelCheckpoint has saved.",
+            f"The model of the notebook has no {unknown[0]!r}, which `configure_model` made on the ranks. What it was "
+            "trained to is in the checkpoints of ModelCheckpoint.",
             stacklevel=3,
         )
 
@@ -279,12 +249,8 @@ def end_scripts(children: list[subprocess.Popen[bytes]], seconds: float) -> None
         with suppress(subprocess.TimeoutExpired):
             child.wait(max(deadline - time.monotonic(), 0))
         child.kill()
-        child.wait()
-    codes = {rank: child.returncode for rank, child in enumerate(children, 1) if child.returncode}
-    if codes and not has_failed:
+    codes = [child.wait() for child in children]
+    if any(codes) and not has_failed:
+        sys.stderr.write(f"The job has failed: the other ranks of this node ended with exit codes {codes}.\n")
         sys.stdout.flush()
-        ends = [f"rank {rank} of this node ended with exit code {code}" for rank, code in codes.items()]
-        told = ", ".join(ends)
-        sys.stderr.write(f"The job has failed: {told} (a negative one is a signal).\n")
-        sys.stderr.flush()
         os._exit(1)  # nothing else changes the exit code here

@@ -1,8 +1,7 @@
 """What a step logs while it runs several microbatches, gathered into the values of the minibatch.
 
 Totals of logged names are exchanged between ranks. A torchmetrics object adds up by itself: it sums or concatenates its
-states over ranks with collectives, one per state. Their shapes must fit together. Sums always fit. Lists have neither
-dtype nor shape while they are empty, so a rank without data must get those of the other ranks' lists.
+states over ranks with collectives, one per state (`gather_state`).
 """
 
 from __future__ import annotations
@@ -13,16 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lightning_odc import _compat
 from lightning_odc.errors import DisagreementError
 
 #: The "reduction" of a torchmetrics object, which adds up by itself.
@@ -51,15 +49,6 @@ REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
 }
 
 
-class ListState(NamedTuple):
-    """What a list that is a state of a torchmetrics object holds. It travels as JSON."""
-
-    path: str  # of the part of the metric
-    name: str  # of the state
-    dtype: str  # such as "float32"
-    shape: list[int]  # after the first dimension
-
-
 @dataclass
 class Total:
     """The values of one name."""
@@ -69,11 +58,8 @@ class Total:
     options: LogOptions
     value: float = 0.0  # of a mean, the sum of values times weights
     weight: float = 0.0  # the sum of weights
-    ranks: Sequence[int] | None = None  # that share the value; all of them if ``None``
     fx: str = ""  # the hook that logged it
     dataloader_idx: int | None = None  # of the loader it belongs to, where there are several
-    dtype: str = ""  # to log it in, such as "float64"; empty for the default
-    states: list[ListState] = field(default_factory=list)  # the lists of a metric that are not empty
     metric: Metric | None = None  # which does not travel between ranks
     # Values and weights of microbatches that are not added up yet.
     pairs: list[tuple[Value, Value]] = field(default_factory=list)
@@ -83,7 +69,8 @@ class Total:
         """Whether it is a value of several ranks and not of this one alone."""
         if self.reduction == METRIC:
             return bool(getattr(self.metric, "sync_on_compute", True))
-        return bool(self.options.get("sync_dist")) and not self.options.get("rank_zero_only")
+        left_to_lightning = self.options.get("rank_zero_only") or self.options.get("sync_dist_group")
+        return bool(self.options.get("sync_dist")) and not left_to_lightning
 
     @property
     def result(self) -> float | None:
@@ -104,7 +91,7 @@ class Total:
 
 
 Message = list[list[Any]]
-"""Shared totals of a rank, as it travels as JSON: the fields of each, up to its lists."""
+"""Shared totals of a rank, as it travels as JSON: the fields of each, up to its loader."""
 
 
 def to_message(totals: Iterable[Total]) -> Message:
@@ -119,40 +106,31 @@ def to_message(totals: Iterable[Total]) -> Message:
             for key, option in total.options.items()
             if key != "reduce_fx" and isinstance(option, bool | int | float | str | None)
         }
-        sums = [total.value, total.weight, total.ranks]
-        place = [total.fx, total.dataloader_idx, total.dtype]
-        message.append([total.name, total.reduction, options, *sums, *place, total.states])
+        sums = [total.value, total.weight]
+        message.append([total.name, total.reduction, options, *sums, total.fx, total.dataloader_idx])
     return message
 
 
-def merge(by_rank: Sequence[Message], rank: int) -> list[Total]:
-    """The totals over all ranks, as far as they concern this rank, in the order of their identity."""
+def merge(by_rank: Sequence[Message]) -> list[Total]:
+    """The totals over all ranks, in the order of their identity."""
     parts: dict[tuple[str, int, str], dict[int, Total]] = {}
-    for peer, message in enumerate(by_rank):
-        for *fields, states in message:
+    for rank, message in enumerate(by_rank):
+        for fields in message:
             total = Total(*fields)
-            total.states = [ListState(*state) for state in states]
-            if total.ranks is None or rank in total.ranks:
-                parts.setdefault(total.identity, {})[peer] = total
+            parts.setdefault(total.identity, {})[rank] = total
     return [_combined(parts[identity]) for identity in sorted(parts)]
 
 
 def _combined(parts: dict[int, Total]) -> Total:
-    def how(total: Total) -> str:
-        if total.reduction == METRIC:
-            return "as a torchmetrics object"
-        return f"as a value with reduce_fx={total.reduction!r}"
-
     first_rank, first = next(iter(parts.items()))
     for rank, part in parts.items():
         if part.reduction != first.reduction:
             raise DisagreementError(
-                f"Rank {first_rank} logged {first.name!r} {how(first)}, rank {rank} {how(part)}. Log a name in the "
-                "same way on every rank, or under two names."
+                f"Rank {first_rank} logged {first.name!r} as {first.reduction!r}, rank {rank} as {part.reduction!r}. "
+                "Log a name with the same reduce_fx on every rank, or under two names."
             )
     if first.reduction == METRIC:
-        states = {(state.path, state.name): state for part in parts.values() for state in part.states}
-        return replace(first, states=list(states.values()))
+        return first
     value = REDUCTIONS[first.reduction]([part.value for part in parts.values()])
     weight = total_of(part.weight for part in parts.values())
     return replace(first, value=value, weight=weight)
@@ -161,21 +139,21 @@ def _combined(parts: dict[int, Total]) -> Total:
 # -- torchmetrics objects ---------------------------------------------------------------------------------
 
 
-def describe_lists(metric: Metric) -> list[ListState]:
-    """Every list that is a state of a metric, and is not empty."""
-    described = []
-    for path, part in metrics_of(metric):
-        for name in _compat.concatenated_states(part):
-            held = getattr(part, name)
-            if held and isinstance(held, list) and all(isinstance(item, Tensor) for item in held):
-                shape = list(held[0].shape[1:])
-                described.append(ListState(path, name, _name_of(held[0].dtype), shape))
-    return described
+def gather_state(state: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
+    """Gather a state of a metric, as torchmetrics does: what its ``dist_sync_fn`` is.
 
-
-def _name_of(dtype: torch.dtype) -> str:
-    """``float32``, say."""
-    return str(dtype).removeprefix("torch.")
+    A list has neither dtype nor shape while it is empty, and one number of a list has no dimension. So a rank without
+    data takes those of the other ranks.
+    """
+    shapes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(shapes, (state.dtype, state.shape), group)
+    if not state.ndim and any(len(shape) for _, shape in shapes):
+        state = state.unsqueeze(0)
+    if not state.numel():
+        for dtype, shape in shapes:
+            if 0 not in shape:
+                state = state.new_empty((0, *shape[1:]), dtype=dtype)
+    return gather_all_tensors(state, group)
 
 
 def metrics_of(module: nn.Module) -> list[tuple[str, Metric]]:
@@ -196,8 +174,6 @@ class LogBook:
         self._posted: list[Total] = []
         # Lightning never accepts other options under the same name
         self._agreed: dict[str, LogOptions] = {}
-        # Where metrics are in the module, by name; looked up once
-        self._attributes: dict[str, tuple[Metric, str | None]] = {}
 
     @contextmanager
     def recording(self, module: LightningModule) -> Iterator[None]:
@@ -234,24 +210,17 @@ class LogBook:
         self.weigh(1.0)
         totals = [total for total in self._totals.values() if total.pairs or total.metric is not None]
         self._totals = {}
-        numbers = iter(_to_floats([number for total in totals for pair in total.pairs for number in pair]))
         for total in totals:
             if total.metric is not None:
-                total.states = describe_lists(total.metric)
                 continue
-            pairs = [(next(numbers), next(numbers)) for _ in total.pairs]
+            pairs = [(float(value), float(weight)) for value, weight in total.pairs]
+            total.pairs = []
             total.weight = total_of(weight for _, weight in pairs)
             values = [value for value, _ in pairs]
             if total.reduction == "mean":
                 # A weight of 0 leaves a value out: without labels it is NaN, and 0 * NaN would be, too.
                 values = [value * weight for value, weight in pairs if weight]
             total.value = REDUCTIONS[total.reduction](values)
-            total.ranks = ranks_of(total.options.get("sync_dist_group"))
-            # Lightning reduces these two dtypes over ranks as they are, and all others in the default one.
-            kept = (torch.float32, torch.float64)
-            dtypes = [value.dtype for value, _ in total.pairs if isinstance(value, Tensor)]
-            total.dtype = next((_name_of(dtype) for dtype in dtypes if dtype in kept), "")
-            total.pairs = []
         return totals
 
     def post(self) -> Message:
@@ -259,12 +228,12 @@ class LogBook:
         self._posted = self.take()
         return to_message(self._posted)
 
-    def merge(self, by_rank: list[Message], rank: int) -> list[Total]:
+    def merge(self, by_rank: list[Message]) -> list[Total]:
         """The values to log on this rank: shared totals over all ranks, then its own totals that it last posted."""
         posted = {total.name: total for total in self._posted}
         self._posted = []
         alone = [total for total in posted.values() if not total.is_shared]
-        merged = merge(by_rank, rank)
+        merged = merge(by_rank)
         for total in merged:
             total.options = self._agreed.setdefault(total.name, total.options)
             if total.reduction == METRIC:
@@ -280,14 +249,14 @@ class LogBook:
         options.pop("enable_graph", None)  # values travel as plain numbers
         if isinstance(value, Metric):
             if options.get("metric_attribute") is None:
-                known = self._attributes.get(name)
-                if known is None or known[0] is not value:
-                    path = next((path for path, part in metrics_of(module) if part is value), None)
-                    known = (value, path)
-                    self._attributes[name] = known
-                options["metric_attribute"] = known[1]
+                paths = (path for path, part in metrics_of(module) if part is value)
+                options["metric_attribute"] = next(paths, None)
             self._totals[name] = Total(name, METRIC, options, metric=value)
             return
+        if options.get("sync_dist_group") is not None:
+            raise ValueError(
+                "self.log(..., sync_dist_group=...) cannot be used inside a Minibatch: leave it out."
+            )
         reduce_fx = options.get("reduce_fx", "mean")
         if isinstance(reduce_fx, str):
             reduction = reduce_fx.lower()
@@ -335,23 +304,15 @@ def flush(logged: Iterable[Total], module: LightningModule) -> None:
         if total.reduction == METRIC:
             module.log(total.name, metric_of(total, module), **total.options)
         elif total.result is not None:
-            value = torch.tensor(total.result, dtype=_dtype_of(total.dtype), device=module.device)
+            value = torch.tensor(total.result, dtype=torch.float64, device=module.device)
             options = {**total.options, "batch_size": total.weight}
             if float(total.weight).is_integer():
                 options["batch_size"] = int(total.weight)
             module.log(total.name, value, **options)
 
 
-def _dtype_of(name: str) -> torch.dtype | None:
-    """``torch.float32`` for its name; ``None`` for none."""
-    if not name:
-        return None
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
 def metric_of(total: Total, module: LightningModule) -> Metric:
-    """The metric object of a total on this rank, ready to synchronise with those of the others."""
+    """The metric object of a total on this rank."""
     metric = total.metric
     if metric is None:  # another rank has logged it
         attribute = total.options["metric_attribute"]
@@ -361,13 +322,6 @@ def metric_of(total: Total, module: LightningModule) -> Metric:
             f"Another rank logged {total.name!r}, a torchmetrics object that is its `self.{attribute}`; this rank has "
             "no such metric, so the ranks cannot synchronise it. Make it in `__init__`, on every rank."
         )
-    parts = dict(metrics_of(metric))
-    for state in total.states:  # let its lists fit, without changing what they amount to
-        held = getattr(parts[state.path], state.name)
-        if not held:
-            held.append(torch.empty(0, *state.shape, dtype=_dtype_of(state.dtype), device=metric.device))
-        elif len(held) == 1 and held[0].ndim == 0:  # torchmetrics would gather it unlike a longer list
-            held[0] = held[0].unsqueeze(0)
     return metric
 
 
@@ -383,35 +337,3 @@ def replaced_log(module: LightningModule, log: Callable[..., None]) -> Iterator[
             del module.log
         else:
             module.log = before  # type: ignore[method-assign]
-
-
-def log_hyperparameter(trainer: Trainer, name: str, value: str) -> None:
-    """Let all loggers have a fact about the run; one that fails is passed over."""
-    if not trainer.is_global_zero:
-        return
-    for logger in trainer.loggers:
-        try:
-            logger.log_hyperparams({name: value})
-        except Exception as error:
-            rank_zero_warn(
-                f"{type(logger).__name__} cannot log {name}={value}: {type(error).__name__}: {error}"
-            )
-
-
-def ranks_of(group: object) -> tuple[int, ...] | None:
-    """The ranks of a ``sync_dist_group``; ``None`` for all."""
-    if group is None:
-        return None
-    if not isinstance(group, dist.ProcessGroup):  # what ranks outside of a new group get for it
-        return (dist.get_rank(),)
-    return tuple(dist.get_process_group_ranks(group))
-
-
-def _to_floats(values: list[Value]) -> list[float]:
-    """Plain numbers, with one synchronisation for all tensors."""
-    tensors = [value.detach().double().reshape(()) for value in values if isinstance(value, Tensor)]
-    if not tensors:
-        return list(map(float, values))
-    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), "cpu")
-    numbers = iter(torch.stack([tensor.to(device) for tensor in tensors]).tolist())
-    return [next(numbers) if isinstance(value, Tensor) else float(value) for value in values]

@@ -20,7 +20,6 @@ their own size in a trained model, and by a fifth of it in a small random one. A
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -32,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat, _compat_lightning
-from lightning_odc.data.model_cost import causal_model, is_causal
+from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.packing import PackingCollator
 from lightning_odc.data.rng import isolated_rng
 from lightning_odc.strategy.sharded import ShardedStrategy
@@ -115,15 +114,11 @@ def _trouble_of(model: nn.Module, device: torch.device) -> str:
     if not bool(leak > 0):  # NaN, too: parameters may have no values yet
         return f"{shown} could not be checked, since its outputs do not depend on its inputs yet: write packing=False."
     if _distance(packed, swapped) > _PART_OF_A_LEAK * leak:
-        # PEFT's outer one takes any argument.
-        inner = [part for part in model.modules() if is_causal(part)][-1]
-        why = (
-            "the outputs of a sample change with its neighbours. Write packing=False, or load the model with another "
-            'attn_implementation, such as "sdpa" or "flash_attention_2"'
+        return (
+            f"{shown} lets packed samples see each other: the outputs of a sample change with its neighbours. Write "
+            "packing=False, or, if the model takes position_ids, load it with another attn_implementation, such as "
+            '"sdpa" or "flash_attention_2".'
         )
-        if "position_ids" not in inspect.signature(inner.forward).parameters:
-            why = "it has no position_ids, by which they are kept apart. Write packing=False"
-        return f"{shown} lets packed samples see each other: {why}."
     if _distance(packed, alone) > _PART_OF_A_LEAK * _distance(leaking, alone):
         return (
             f"{shown} gives packed samples other outputs than single ones: it does not number the tokens of each by "
@@ -138,13 +133,10 @@ def _samples_for(model: nn.Module) -> list[list[int]]:
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     special = [getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
-    tokens = []
     # Twelve. Of a vocabulary of 140: 10, 20, 30 and so on. The first and the last ones are often special.
-    for number in range(1, 3 * _LENGTH + 1):
-        token = int(config.vocab_size) * number // (3 * _LENGTH + 2)
-        if token in special:
-            token += 1
-        tokens.append(token)
+    step = config.vocab_size / (3 * _LENGTH + 2)
+    tokens = [int(step * number) for number in range(1, 3 * _LENGTH + 1)]
+    tokens = [token + (token in special) for token in tokens]
     return [tokens[begin : begin + _LENGTH] for begin in range(0, 3 * _LENGTH, _LENGTH)]
 
 

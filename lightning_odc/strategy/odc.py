@@ -25,7 +25,7 @@ from lightning_odc.arguments import Count, checked
 from lightning_odc.balance.arrays import Cap
 from lightning_odc.data.convert import check_single, is_minibatch, only, placed_as
 from lightning_odc.data.lengths import LengthFunction
-from lightning_odc.data.loader import BalancedDataLoader, Packing
+from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.minibatch import INSIDE, MicrobatchFacts, Minibatch, NotUnrolledError
 from lightning_odc.data.plan import Weighting
 from lightning_odc.data.weighting import Rule
@@ -39,11 +39,10 @@ from lightning_odc.strategy.callbacks import (
     counted_by_microbatch,
     first_and_last,
     meeting_before_batches,
-    saves_when_it_fails,
 )
 from lightning_odc.strategy.comparisons import compare_batches, compare_programs, compare_whole_parameters
 from lightning_odc.strategy.evaluation import Evaluation
-from lightning_odc.strategy.logbook import log_hyperparameter, metrics_of
+from lightning_odc.strategy.logbook import gather_state, metrics_of
 from lightning_odc.strategy.options import (
     Backend,
     Balance,
@@ -113,7 +112,7 @@ class ODCStrategy(ReducingStrategy):
             finds out what counts, or that batches must stay whole. ``num_items`` that ``training_step`` returns
             override it.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, after a check that the
-            model keeps them apart: ``True``, ``False``, or ``"auto"``, which packs if the plan is then faster.
+            model keeps them apart.
         on_out_of_memory: What to do when a microbatch does not fit into memory. ``"split"`` runs it again in parts,
             which keeps the gradient, and raises for a single sample. ``"skip"`` leaves a single sample out of the
             gradient and its weight. ``"raise"`` ends the run at once.
@@ -163,7 +162,7 @@ class ODCStrategy(ReducingStrategy):
         cost: Any = "auto",
         length_fn: LengthFunction | None = None,
         weighting: Weighting = "auto",
-        packing: Packing = False,
+        packing: bool = False,
         on_out_of_memory: OnOutOfMemory = "split",
         on_nonfinite: Literal["skip"] | None = None,
         hang_report_after: Timeout | None = HANG_REPORT_AFTER,
@@ -213,10 +212,7 @@ class ODCStrategy(ReducingStrategy):
         self._signals: PendingSignals | None = None
 
     def __repr__(self) -> str:
-        chosen = ""
-        if self.communication != self.options.communication:
-            chosen = ", by its own choice,"
-        return f"ODCStrategy(communication={self.communication!r}){chosen} for lightning.pytorch.Trainer"
+        return f"ODCStrategy(communication={self.communication!r}) for lightning.pytorch.Trainer"
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -235,8 +231,10 @@ class ODCStrategy(ReducingStrategy):
         )
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting:
-            self._prepare_layers()
+        if fitting and self._groups.on_demand:
+            refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
+        elif fitting and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(self.model)
         computed = (self.precision_plugin.compute_dtype, self.mixed_precision_policy.param_dtype)
         if torch.float16 in computed and self._groups.divides_layers:
             raise ValueError(
@@ -250,9 +248,11 @@ class ODCStrategy(ReducingStrategy):
         if attached.sample_group is not None and self._groups.divides_layers and fitting:
             compare_whole_parameters(attached.sample_group, self.model)
         for _, metric in metrics_of(trainer.lightning_module):
-            if metric.process_group is None and self._group_of_values is not None:
+            if metric.process_group is None and metric.dist_sync_fn is None:
                 metric.process_group = self._group_of_values
+                metric.dist_sync_fn = gather_state
                 self._on_teardown.callback(setattr, metric, "process_group", None)
+                self._on_teardown.callback(setattr, metric, "dist_sync_fn", None)
         if fitting:
             self._setup_averages(trainer)
         callbacks = _compat_lightning.callbacks_of(trainer)
@@ -267,13 +267,6 @@ class ODCStrategy(ReducingStrategy):
             if self._groups.on_demand:
                 refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
-
-    def _prepare_layers(self) -> None:
-        """Refuse layers that wait for all ranks, or make those that the user asked for, where all ranks run alike."""
-        if self._groups.on_demand:
-            refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
-        elif self._layer_sync is not None:
-            self.model = self._layer_sync.apply(self.model)
 
     def teardown(self) -> None:
         self._give_values_back()
@@ -388,8 +381,8 @@ class ODCStrategy(ReducingStrategy):
         if self._owes_schedulers:
             _compat_lightning.step_schedulers(trainer)
         compare_programs(self.engine, trainer, data.accumulation.batches)
-        self._step_together(saves_when_it_fails(trainer))
-        log_hyperparameter(trainer, "odc_communication", self.communication)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"odc_communication": self.communication})
         self.publish_parameters()
         data.begin()
         compare_batches(self.engine, trainer)

@@ -28,7 +28,6 @@ from lightning_odc.balance.arrays import Cap
 from lightning_odc.balance.planner import COLLECTIVE_SAFE, Policy
 from lightning_odc.data.arguments import did_you_mean
 from lightning_odc.data.lengths import LengthFunction
-from lightning_odc.data.loader import Packing
 from lightning_odc.data.plan import BatchOptions, Weighting
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.run.attempt import OnOutOfMemory
@@ -91,7 +90,7 @@ class Options:
     cost: Any = "auto"
     length_fn: LengthFunction | None = None
     weighting: Weighting = "auto"
-    packing: Packing = False
+    packing: bool = False
     on_out_of_memory: OnOutOfMemory = "split"
     on_nonfinite: Literal["skip"] | None = None
     hang_report_after: timedelta | None = HANG_REPORT_AFTER
@@ -109,13 +108,25 @@ class Options:
                 "ODCStrategy(context_parallel_size=..., on_nonfinite=...): a rank sees its part of a loss alone. Leave "
                 "out on_nonfinite."
             )
-        self._check_balance()
-        given = self._given("deterministic", "accumulator_dtype", "keep_gathered")
-        if self.communication == "collective" and given:
-            shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
-            rank_zero_warn(
-                f'ODCStrategy({shown}) has no effect under communication="collective", where PyTorch\'s collectives do '
-                "the work."
+        policy: Policy = "lb_mini"
+        if self.balance is not None and self.balance != "auto":  # which is chosen so that it can run
+            policy = self.balance
+            self.check_policy(policy)
+        # Refuses options that no loader would take.
+        BatchOptions(
+            minibatch_size=1,
+            max_tokens=self.max_tokens,
+            policy=policy,
+            cost=self.cost,
+            weighting=self.weighting,
+        )
+        if self.communication == "collective":
+            self._warn_of_no_effect(
+                'under communication="collective"', "deterministic", "accumulator_dtype", "keep_gathered"
+            )
+        if self.balance is None:
+            self._warn_of_no_effect(
+                "with balance=None. Pass arguments of your own BalancedDataLoader to the loader", *OF_LOADER
             )
 
     @property
@@ -136,34 +147,8 @@ class Options:
 
         return HangReport(self.hang_report_after.total_seconds(), directory, trainer.global_rank, place)
 
-    def _check_balance(self) -> None:
-        if self.balance is not None and self.balance != "auto":  # which is chosen so that it can run
-            self._check_policy(self.balance)
-        # Refuses options that no loader would take.
-        policy: Policy = "lb_mini"
-        if self.balance is not None and self.balance != "auto":
-            policy = self.balance
-        BatchOptions(
-            minibatch_size=1,
-            max_tokens=self.max_tokens,
-            policy=policy,
-            cost=self.cost,
-            weighting=self.weighting,
-        )
-        given = self._given(*OF_LOADER)
-        if self.balance is None and given:
-            names = ", ".join(f"{name}=..." for name in given)
-            rank_zero_warn(
-                f"ODCStrategy(balance=None, {names}) balances nothing, so {names} has no effect: write "
-                f"ODCStrategy({names}). Pass arguments of your own BalancedDataLoader to the loader."
-            )
-
-    def check_loader(self, loader: BatchOptions, world_size: int) -> None:
-        """Refuse a `BalancedDataLoader` with which this strategy could train for a while at best."""
-        if world_size > 1:
-            self._check_policy(loader.policy)
-
-    def _check_policy(self, policy: str) -> None:
+    def check_policy(self, policy: str) -> None:
+        """Refuse a policy with which this strategy could train for a while at best."""
         if self.communication not in ("auto", "on_demand") and policy not in COLLECTIVE_SAFE:
             raise ValueError(
                 f'balance="{policy}" gives ranks different numbers of microbatches, which '
@@ -177,11 +162,11 @@ class Options:
                 "deterministic=True (the same plan without stealing), or drop deterministic=True."
             )
 
-    def _given(self, *names: str) -> dict[str, object]:
-        """The options, of these names, that have other values than the defaults."""
+    def _warn_of_no_effect(self, where: str, *names: str) -> None:
         defaults = {field.name: field.default for field in fields(self)}
-        values = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in values.items() if value != defaults[name]}
+        given = [f"{name}=..." for name in names if getattr(self, name) != defaults[name]]
+        if given:
+            rank_zero_warn(f"ODCStrategy({', '.join(given)}) has no effect {where}.")
 
 
 def offloading_backend(given: str | None) -> str:
@@ -216,22 +201,12 @@ def check_sharding(
 ) -> str:
     """The name of a way of sharding; refuses those that are not here."""
     name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
-    if name == "NO_SHARD":
-        raise ValueError(
-            'ODCStrategy(sharding_strategy="NO_SHARD") has nothing to read on demand: use Trainer(strategy="ddp"), or '
-            'sharding_strategy="FULL_SHARD".'
-        )
     if name not in _SHARDING_STRATEGIES:
         known = ", ".join(f'"{known}"' for known in _SHARDING_STRATEGIES)
-        raise ValueError(f"ODCStrategy(sharding_strategy={name!r}) cannot work. Write one of {known}.")
-    if isinstance(device_mesh, DeviceMesh):
-        names = device_mesh.mesh_dim_names or ()
-        if "tensor_parallel" in names:
-            size = device_mesh.size(names.index("tensor_parallel"))
-            raise ValueError(
-                "ODCStrategy(device_mesh=...) takes a mesh of nodes. For tensor parallelism, write "
-                f"ODCStrategy(tensor_parallel_size={size}): `configure_model` finds the mesh in `self.device_mesh`."
-            )
+        raise ValueError(
+            f"ODCStrategy(sharding_strategy={name!r}) cannot work. Write one of {known}; without sharding, use "
+            'Trainer(strategy="ddp").'
+        )
     if group_size > 1 and (device_mesh is not None or name in nodes.ON_DEMAND):
         raise ValueError(
             "ODCStrategy(tensor_parallel_size=...) and context_parallel_size take no third dimension: leave out "
@@ -239,8 +214,9 @@ def check_sharding(
         )
     if device_mesh is not None and name not in nodes.ON_DEMAND:
         raise ValueError(
-            f'ODCStrategy(sharding_strategy="{name}", device_mesh={device_mesh!r}): a mesh of two dimensions '
-            'is for hybrid sharding. Write sharding_strategy="HYBRID_SHARD", or leave device_mesh out.'
+            f'ODCStrategy(sharding_strategy="{name}", device_mesh={device_mesh!r}): a mesh of nodes is for hybrid '
+            'sharding. Write sharding_strategy="HYBRID_SHARD", or leave device_mesh out. For tensor parallelism, write '
+            "tensor_parallel_size=2: `configure_model` finds the mesh in `self.device_mesh`."
         )
     return name
 
@@ -248,9 +224,8 @@ def check_sharding(
 def check_unknown(kwargs: Mapping[str, object], known: Sequence[str]) -> None:
     """Refuse what FSDP1 knows and this does not, and what neither knows."""
     unknown = sorted(set(kwargs) - _IGNORED)
-    foreign = [name for name in unknown if name not in _FSDP1]
-    if foreign:
-        raise TypeError(" ".join(did_you_mean("ODCStrategy", name, known) for name in foreign))
+    if not _FSDP1.keys() >= set(unknown):
+        raise TypeError(" ".join(did_you_mean("ODCStrategy", name, known) for name in unknown))
     if unknown:
         raise TypeError(
             f"ODCStrategy does not know {', '.join(unknown)}: it shards with `fully_shard`, not with FSDP1. Drop the "

@@ -15,10 +15,9 @@ if it had none. The unit is saved with the loss scale, which depends on it. bf16
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -31,6 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_odc import _compat_lightning
 from lightning_odc.engine.unit_calls import tensors_in
 from lightning_odc.sharding.stepping import clip
 from lightning_odc.sharding.wrapping import precision_policy
@@ -103,18 +103,9 @@ class TrainingSteps(Protocol):
     def settle(self) -> None:
         """Complete the gradients."""
 
-    def meet(self) -> None:
-        """Go on only when all ranks have come this far, if that matters."""
 
-
-_Known = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
-_COMPUTE_DTYPE: dict[str, torch.dtype | None] = {
-    "32-true": None,
-    "bf16-mixed": torch.bfloat16,
-    "bf16-true": torch.bfloat16,
-    "16-mixed": torch.float16,
-    "16-true": torch.float16,
-}
+#: By the first part of a precision. `None`: the dtype of the parameters.
+_COMPUTE_DTYPE = {"32": None, "bf16": torch.bfloat16, "16": torch.float16}
 
 _WEIGHT_UNIT = "odc_weight_unit"
 Data = TypeVar("Data")
@@ -124,12 +115,8 @@ class ODCPrecision(FSDPPrecision):
     """Lightning's ``FSDPPrecision`` for ``fully_shard``: autocast on the right device, clipping by the global norm."""
 
     def __init__(self, precision: str, device_type: str = "cpu") -> None:
-        if precision not in _COMPUTE_DTYPE:
-            raise ValueError(
-                f"ODCStrategy does not support precision={precision!r}; use one of {', '.join(_COMPUTE_DTYPE)}."
-            )
-        super().__init__(cast(_Known, precision))
-        self.compute_dtype = _COMPUTE_DTYPE[precision]  # `None`: that of the parameters
+        super().__init__(cast(Any, precision))
+        self.compute_dtype = _COMPUTE_DTYPE[precision.split("-")[0]]
         # Instead of the one that the base class makes, which is for CUDA and FSDP1.
         self.scaler: LossScaler | None = None  # type: ignore[assignment]
         if precision == "16-mixed":
@@ -153,55 +140,33 @@ class ODCPrecision(FSDPPrecision):
             return None
         return self.compute_dtype
 
-    def _casts(self, dtype: torch.dtype) -> bool:
-        """Whether the precision names what becomes of this dtype."""
+    def _is_named(self, tensor: Tensor) -> bool:
+        """Whether the precision names what becomes of a tensor, and it has another dtype."""
         # 16 and bf16 stand for all real numbers, 32 for those that are narrower: they lose nothing. Digits of
-        # float64 and imaginary parts would be lost without a word.
-        return dtype.is_floating_point and (self._half is not None or dtype.itemsize < torch.float32.itemsize)
+        # float64 and imaginary parts would be lost without a word. The dtype of quantised weights (of bitsandbytes,
+        # say) is how their bits are stored.
+        dtype = tensor.dtype
+        if not dtype.is_floating_point or hasattr(tensor, "quant_state"):
+            return False
+        if self._half is None:
+            return dtype.itemsize < torch.float32.itemsize
+        return dtype != self._half
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        if self._is_named(tensor):
+            return tensor.to(self._half or torch.float32)
+        return tensor
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Cast what the precision names, and nothing else: see `_casts`."""
-        # The dtype of quantised weights (of bitsandbytes, say) is how their bits are stored.
-        stored = {p for p in module.parameters() if hasattr(p, "quant_state")}
-        dtypes = {p.dtype for p in module.parameters() if p not in stored}
-        dtypes |= {buffer.dtype for buffer in module.buffers()}
-        if "mixed" in self.precision or not any(map(self._casts, dtypes)):
-            return module
-
-        def is_kept(dtype: torch.dtype) -> bool:
-            return dtype.is_complex or (dtype.is_floating_point and not self._casts(dtype))
-
-        # `module.to` casts complex tensors, too, and modules may look at what they are cast to. So that is undone.
-        parameters = [(p, p.data) for p in module.parameters() if p in stored or is_kept(p.dtype)]
-        buffers = [
-            (owner, name, buffer)
-            for owner in module.modules()
-            for name, buffer in owner.named_buffers(recurse=False)
-            if is_kept(buffer.dtype)
-        ]
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Casting complex values to real")
-            module = module.to(self._half or torch.float32)
-        for parameter, value in parameters:
-            parameter.data = value
-        for owner, name, buffer in buffers:
-            setattr(owner, name, buffer)
+        """Cast what the precision names, and nothing else. ``module.to`` would cast complex tensors, too."""
+        if "mixed" not in self.precision:
+            _compat_lightning.convert(module, self._converted, self._half or torch.float32)
         return module
 
     def convert_input(self, data: Data) -> Data:
-        target = self._half or torch.float32
-
-        def is_cast(tensor: Tensor) -> bool:
-            return self._casts(tensor.dtype) and tensor.dtype != target
-
-        def convert(tensor: Tensor) -> Tensor:
-            if is_cast(tensor):
-                return tensor.to(target)
-            return tensor
-
-        if not any(map(is_cast, tensors_in(data))):
+        if not any(map(self._is_named, tensors_in(data))):
             return data  # the object itself: a copy of a class of the user's may have lost what is no tensor
-        return cast(Data, apply_to_collection(data, Tensor, convert))
+        return cast(Data, apply_to_collection(data, Tensor, self._converted))
 
     def tensor_init_context(self) -> AbstractContextManager[object]:
         if self._half is None:
@@ -214,9 +179,7 @@ class ODCPrecision(FSDPPrecision):
     def forward_context(self) -> AbstractContextManager[object]:
         if "mixed" in self.precision:
             return torch.autocast(self.device_type, dtype=cast(torch.dtype, self.compute_dtype))
-        if self._half is None:
-            return nullcontext()
-        return super().forward_context()
+        return self.tensor_init_context()
 
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:  # type: ignore[override]
         if self.training is not None:
@@ -257,8 +220,6 @@ class ODCPrecision(FSDPPrecision):
         self, optimizer: Optimizer, clip_val: float = 0.0, *_: object, **__: object
     ) -> None:
         """Clip by the norm over all ranks: sharded gradients know that they are parts of a whole."""
-        if self.training is not None:
-            self.training.meet()  # a rank that has failed does not come to the norm
         self.gradient_norm = clip(cast(Iterable[Tensor], self.main_params(optimizer)), clip_val)
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,7 +229,7 @@ class ODCPrecision(FSDPPrecision):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.weight_unit = state_dict.get(_WEIGHT_UNIT)
-        scaling = {key: value for key, value in state_dict.items() if key != _WEIGHT_UNIT}
+        scaling = dict(state_dict)
+        self.weight_unit = scaling.pop(_WEIGHT_UNIT, None)
         if scaling:  # not after `16-true`, which scales nothing
             super().load_state_dict(scaling)

@@ -1,12 +1,4 @@
-"""What ranks reduce or gather outside of the engine: logged values, decisions, ``self.all_gather``, checkpoints.
-
-Note [All have stepped, or none]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Every rank steps on its own shards. If one raises between the meeting of a step and its optimizer, for example in
-``on_before_optimizer_step``, the others have stepped before they hear of it, and a checkpoint would have shards of two
-steps. So where a callback saves when a rank has failed, ranks meet once more before the optimizer steps. What raises in
-the optimizer itself still leaves such a model, and that is not written.
-"""
+"""What ranks reduce or gather outside of the engine: logged values, decisions, ``self.all_gather``, checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +11,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_odc import _compat_lightning
 from lightning_odc.errors import DisagreementError, PeerFailedError
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.sharded import ShardedStrategy
@@ -107,15 +98,6 @@ class ReducingStrategy(ShardedStrategy):
                 ) from error
         return super().lightning_module_state_dict()
 
-    def _step_together(self, asked: bool) -> None:
-        """See Note [All have stepped, or none]. All ranks together."""
-        training = self._training
-        assert training is not None
-        training.meets = any(self.engine.exchange("whether to save when a rank fails", asked))
-        if training.meets:
-            context = _compat_lightning.after_closures(self.precision_plugin, training.meet)
-            self._on_teardown.enter_context(context)
-
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._failed:  # schedulers may have stepped on some ranks alone; those of rank 0 are saved
             for group in optimizer.param_groups:
@@ -127,11 +109,13 @@ class ReducingStrategy(ShardedStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None
     ) -> None:
         if self._failed and self._training is not None:
+            # A rank that raises between the meeting of a step and the end of its optimizer leaves the others a step
+            # ahead: each of them steps on its own shards.
             steps = [0] * self.world_size
             dist.all_gather_object(steps, self._training.steps)
             if len(set(steps)) > 1:
                 rank_zero_warn(
-                    f"{filepath} is not written: a rank has failed in its optimizer step, and the shards are of "
+                    f"{filepath} is not written: a rank has failed in an optimizer step, and the shards are of "
                     f"different steps (by rank: {steps}). Resume from the checkpoint before."
                 )
                 return

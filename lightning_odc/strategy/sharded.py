@@ -33,7 +33,6 @@ from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, regroup
 from lightning_odc.sharding.wrapping import (
     HowToShard,
-    WrapPolicy,
     mesh_for,
     precision_policy,
     shard_model,
@@ -57,9 +56,6 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         *,
         precision_plugin: Precision | None,
         timeout: timedelta | None,
-        mixed_precision: Any,
-        auto_wrap_policy: WrapPolicy | None,
-        activation_checkpointing_policy: WrapPolicy | None,
         sharding_strategy: str | ShardingStrategy,
         state_dict_type: Literal["full", "sharded"],
         device_mesh: tuple[int, int] | DeviceMesh | None,
@@ -70,10 +66,6 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         super().__init__(
             precision_plugin=None,
             timeout=timeout,
-            mixed_precision=mixed_precision,
-            # Lightning's annotations lack torch's `CustomPolicy`.
-            auto_wrap_policy=auto_wrap_policy,  # type: ignore[arg-type]
-            activation_checkpointing_policy=activation_checkpointing_policy,  # type: ignore[arg-type]
             sharding_strategy=ShardingStrategy[on_demand],
             state_dict_type=state_dict_type,
             **of_fsdp,

@@ -28,10 +28,7 @@ def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
         yield
         return
     before = torch.get_num_threads()
-    cores = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(max(cores // ranks, 1))
+    torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ranks, 1))
     try:
         yield
     finally:

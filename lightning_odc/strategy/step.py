@@ -42,10 +42,9 @@ from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch
 from lightning_odc.data.model_cost import causal_model, cost_of_model
 from lightning_odc.data.weighting import LabelCounter, Rule
 from lightning_odc.errors import ODCError
-from lightning_odc.run.attempt import Attempt, Retry, explained
+from lightning_odc.run.attempt import Attempt, explained
 from lightning_odc.run.batch import State
-from lightning_odc.run.measurements import Measurements
-from lightning_odc.run.minibatch import Arrived, Door, Runner
+from lightning_odc.run.minibatch import Arrived, Door
 from lightning_odc.run.session import Session
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, replaced_log
 from lightning_odc.strategy.loss_trial import try_loss
@@ -91,7 +90,7 @@ class Training(Door):
         self._strategy = strategy
         self._module = strategy.lightning_module
         self._device = strategy.root_device
-        self.engine = engine = strategy.engine
+        self.engine = strategy.engine
         self.communication = strategy.communication
         self.model_cost = cost_of_model(self._module, self._device.type)
         self.places: int = strategy.distributed_sampler_kwargs["num_replicas"]
@@ -105,18 +104,13 @@ class Training(Door):
         self._fp16 = torch.float16 in computed_in
         self._logbook = LogBook()
         self._logged = LoggedNames(self._module)  # by the plain batch at hand
-        self._runner = Runner(
+        self._runner = strategy.attached.run_through(
             self,
-            engine,
-            Retry(options.on_out_of_memory, engine, self._device, self._module.buffers(), WORDING),
-            Measurements(lambda: sum(engine.waits.values()), self._device, rank_zero_warn),
-            sample_group=self._sample_group,
             labels=LabelCounter(skips_first=causal_model(self._module) is not None),
             seed=strategy.broadcast(torch.initial_seed()),  # of the user's `torch.manual_seed`
             skips_nonfinite=options.on_nonfinite == "skip",
         )
         self._has_settled = False
-        self.meets = False  # before an optimizer steps, see Note [All have stepped, or none]
         self.steps = 0  # that optimizers have made
         self._has_gradients = False  # of batches whose optimizer step is to come
         self._step = _OptimizerStep()
@@ -292,17 +286,10 @@ class Training(Door):
             return
         self.loss_divisor()  # the others may ask for this rank's weight, also if it had no backward pass
         records = self._runner.settle(self._logbook.post())
-        self._step.totals += self._logbook.merge(
-            [record.logs for record in records], self._module.global_rank
-        )
+        self._step.totals += self._logbook.merge([record.logs for record in records])
         contradiction = self._runner.contradiction
         if contradiction and self._session.audit is not None:
             self._session.contradict(contradiction, self._module.trainer.global_step)
-
-    def meet(self) -> None:
-        """Go on only when all ranks have come this far, if that matters."""
-        if self.meets:
-            self.engine.exchange("about to step", None)
 
     def end_epoch(self) -> None:
         """Refuse a first epoch in which hooks of parameters waited for a step that never came."""

@@ -15,7 +15,7 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.reader import is_stream
 from lightning_odc.engine.base import Engine
-from lightning_odc.run.session import Session, compare
+from lightning_odc.run.session import Session, choose_policy, compare
 from lightning_odc.strategy import decisions, model_facts
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.options import OF_LOADER
@@ -72,14 +72,12 @@ class TrainingData:
             loader = self._balanced(dataloader)
         if not isinstance(loader, BalancedDataLoader):
             return loader
-        self._options.check_loader(loader.options, self._world_size)
+        if self._world_size > 1:
+            self._options.check_policy(loader.options.policy)
         is_converted = loader is not dataloader
         if is_converted:
             self._converted = _Converted(self._trainer.current_epoch, loader, dataloader)
         options = self._options
-        world = None
-        if options.group_size > 1:
-            world = (self._world_size, self._strategy.distributed_sampler_kwargs["rank"])
         self.session.follow(
             loader,
             is_converted=is_converted,
@@ -91,7 +89,7 @@ class TrainingData:
             before_pass=self._before_pass,
             minibatches_per_step=self._trainer.accumulate_grad_batches,
             fit_begins=not self._has_begun,
-            world=world,
+            world=loader.info.world,
             hears=True,
         )
         return loader
@@ -166,13 +164,16 @@ class TrainingData:
     def _convert(self, dataloader: object) -> BalancedDataLoader:
         options = self._options
         indexed = not is_stream(getattr(dataloader, "dataset", ()))
-        policy = decisions.choose_policy(
-            options,
-            self._world_size,
-            indexed,
-            self._strategy.root_device.type,
-            decisions.prepares_workers(dataloader),
-        )
+        policy = options.balance
+        if policy == "auto":
+            policy = choose_policy(
+                options.communication,
+                self._world_size,
+                self._strategy.root_device.type,
+                # The user's workers may be prepared, and this process is not.
+                can_read=indexed and not decisions.prepares_workers(dataloader),
+                is_fixed=options.deterministic,
+            )
         return balanced_from(
             dataloader,
             batches=self.accumulation.foldable,

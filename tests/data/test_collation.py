@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,10 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import IterableDataset, default_collate
 
 from lightning_odc import BalancedDataLoader
-from lightning_odc.balance import quadratic
 from lightning_odc.balance.collation import Collation
 from lightning_odc.data.collation import collation_of
 from lightning_odc.data.packing import pack_samples
-from lightning_odc.data.plan import RunInfo
 from lightning_odc.data.probe import look
-from lightning_odc.run.session import packing_pays
 from tests.data.test_lengths import Samples
 
 
@@ -235,8 +232,6 @@ def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
         loader(LONG, **cutting, max_tokens=11).plan(0)
     with pytest.raises(ValueError, match="sample 4 has 40 tokens, more than max_tokens=24"):
         loader(LONG, minibatch_size=4, max_tokens=24).plan(0)
-    packed = decided_for(loader(LONG, **cutting, max_tokens=24, packing="auto"), dense=False)
-    assert not packed, "packed, nothing would cut them"
 
 
 class NotReady(Samples):
@@ -285,35 +280,3 @@ def test_a_few_samples_are_read_and_collated_once() -> None:
     assert own.collation == PADDED
     assert sorted(read) == [0, 1, 2, 3]
     assert own._probe(packs=False).samples == []
-
-
-def undecided(**options: Any) -> BalancedDataLoader:
-    return loader([20, 3, 4, 5, 18, 2, 6, 7], minibatch_size=4, max_tokens=40, packing="auto", **options)
-
-
-def decided_for(loader: BalancedDataLoader, dense: bool, keeps_apart: bool = True) -> bool:
-    """Packing pays where a microbatch is dear; it does not where tokens of different samples are."""
-    if dense:
-        prior = quadratic(crossover=1.0, dense=True)
-    else:
-        prior = quadratic(constant=50.0)
-    before = loader.info
-    info = RunInfo(prior)
-    packs = keeps_apart and packing_pays(loader, info)
-    assert loader.info is before, "measuring changes nothing"
-    loader.adapt(replace(info, packs=packs))
-    return packs
-
-
-def test_every_model_decides_again_whether_packing_pays() -> None:
-    own = undecided()
-    assert decided_for(own, dense=False)
-    assert own.collation == PACKED
-    reading = own._prepare()
-    assert decided_for(own, dense=False)
-    assert own._prepare() is reading, "a choice that stays keeps what was learnt"
-    assert not decided_for(own, dense=True)
-    assert own.collation == PADDED
-    assert decided_for(own, dense=False)
-    assert not decided_for(own, dense=False, keeps_apart=False)
-    assert own.packing == "auto"

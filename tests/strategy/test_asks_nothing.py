@@ -55,9 +55,7 @@ class Checks(ODCStrategy):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "options", [{}, {"packing": "auto"}, {"balance": "lb_mini", "cost": "tokens"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"balance": "lb_mini", "cost": "tokens"}], ids=str)
 @pytest.mark.parametrize("communication", ["on_demand", "collective"])
 def test_the_loader_comes_although_nothing_answers(rank, communication, options):
     if communication == "collective" and "balance" in options:

@@ -17,8 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSample
 
 from lightning_odc import BalancedDataLoader, Minibatch, ODCStrategy
 from lightning_odc.data.convert import only
-from lightning_odc.strategy.decisions import choose_policy
-from lightning_odc.strategy.options import Options
+from lightning_odc.run.session import choose_policy
 from tests.support.fits import assert_same, failure, fit, one_process
 from tests.support.models import Net, full_parameters, token_batches
 from tests.support.modules import ListDataset, TokenModule, Unsized, loader, said, trainer, warned
@@ -130,17 +129,11 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("communication", "deterministic", "world_size", "indexed", "policy"), CHOSEN)
 def test_auto_chooses_what_can_run(communication, deterministic, world_size, indexed, policy):
-    given = {"communication": communication, "deterministic": deterministic}
-    options = Options(**given)
-    assert choose_policy(options, world_size, indexed, "cpu") == policy
-    for other in (
-        choose_policy(options, world_size, indexed, "cuda"),
-        choose_policy(options, world_size, indexed, "cpu", True),
-    ):
-        assert other == policy.replace("steal", "lb_mini")
-    ODCStrategy(balance="auto", **given)
-    found = choose_policy(Options(balance="local_sort", **given), 2, indexed, "cpu")
-    assert found == "local_sort"
+    found = choose_policy(communication, world_size, "cpu", can_read=indexed, is_fixed=deterministic)
+    assert found == policy
+    found = choose_policy(communication, world_size, "cuda", can_read=indexed, is_fixed=deterministic)
+    assert found == policy.replace("steal", "lb_mini")
+    ODCStrategy(balance="auto", communication=communication, deterministic=deterministic)
 
 
 class ReadOnce(Unsized):

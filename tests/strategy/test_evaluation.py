@@ -272,7 +272,7 @@ def _validate(rank: int, step: Any) -> None:
     trainer(2, timeout=SOON).validate(module, loader(token_batches([4])), verbose=False)
 
 
-REDUCTIONS = "Rank 0 logged 'x' as a value with reduce_fx='max', rank 1 as a value with reduce_fx='min'"
+REDUCTIONS = "Rank 0 logged 'x' as 'max', rank 1 as 'min'"
 METRICS = "Another rank logged 'x', a torchmetrics object that is its `self.mean`"
 
 

@@ -120,7 +120,7 @@ def test_a_rank_that_dies_is_told_and_whether_the_kernel_ended_it_for_want_of_me
             os.kill(os.getpid(), signal.SIGKILL)
         raise PeerFailedError("rank 1 is gone")
 
-    died = r"Rank 1 died with exit code -9 .*has ended 1 process of this host"
+    died = r"Rank 1 failed: process 1 terminated with signal SIGKILL.*has ended 1 process of this host"
     with pytest.raises(PeerFailedError, match=died):
         launch(work)
 
@@ -271,7 +271,10 @@ def test_scripts_that_end_by_themselves_have_the_time_and_other_launchers_are_le
         launcher.end_scripts([child], 60.0)
     assert child.returncode == 3
     ended.assert_called_once_with(1)
-    assert "The job has failed: rank 1 of this node ended with exit code 3" in capsys.readouterr().err
+    assert (
+        "The job has failed: the other ranks of this node ended with exit codes [3]"
+        in capsys.readouterr().err
+    )
     launcher.end_scripts_at_exit(SimpleNamespace(procs=[object()]), 1.0)
     launcher.end_scripts_at_exit(None, 1.0)
 

@@ -273,6 +273,6 @@ def test_a_microbatch_that_runs_out_lowers_the_cap_of_all_ranks_and_says_so_once
         assert logged == {"memory/max_tokens": cap, "memory/ran_out": 1}
         (said,) = falls
         assert f"falls from 40 to {cap} for the plans that follow" in said
-        assert f"of {ran_out} tokens ran out of memory on rank 1. To start with it" in said
+        assert "ran out of memory on rank 1. To start with it" in said
         assert f"write max_tokens={cap}" in said
     assert len(falls) == (rank == 0)
