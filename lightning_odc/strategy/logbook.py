@@ -60,6 +60,7 @@ class Total:
     weight: float = 0.0  # the sum of weights
     fx: str = ""  # the hook that logged it
     dataloader_idx: int | None = None  # of the loader it belongs to, where there are several
+    dtype: torch.dtype | None = None  # to log it in
     metric: Metric | None = None  # which does not travel between ranks
     # Values and weights of microbatches that are not added up yet.
     pairs: list[tuple[Value, Value]] = field(default_factory=list)
@@ -133,7 +134,7 @@ def _combined(parts: dict[int, Total]) -> Total:
         return first
     value = REDUCTIONS[first.reduction]([part.value for part in parts.values()])
     weight = total_of(part.weight for part in parts.values())
-    return replace(first, value=value, weight=weight)
+    return replace(first, value=value, weight=weight, dtype=torch.float64)
 
 
 # -- torchmetrics objects ---------------------------------------------------------------------------------
@@ -213,6 +214,9 @@ class LogBook:
         for total in totals:
             if total.metric is not None:
                 continue
+            # Lightning reduces these two dtypes over ranks as they are, and all others in the default one.
+            dtypes = {value.dtype for value, _ in total.pairs if isinstance(value, Tensor)}
+            total.dtype = next(iter(dtypes & {torch.float32, torch.float64}), None)
             pairs = [(float(value), float(weight)) for value, weight in total.pairs]
             total.pairs = []
             total.weight = total_of(weight for _, weight in pairs)
@@ -304,7 +308,7 @@ def flush(logged: Iterable[Total], module: LightningModule) -> None:
         if total.reduction == METRIC:
             module.log(total.name, metric_of(total, module), **total.options)
         elif total.result is not None:
-            value = torch.tensor(total.result, dtype=torch.float64, device=module.device)
+            value = torch.tensor(total.result, dtype=total.dtype, device=module.device)
             options = {**total.options, "batch_size": total.weight}
             if float(total.weight).is_integer():
                 options["batch_size"] = int(total.weight)

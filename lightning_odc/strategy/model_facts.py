@@ -67,14 +67,11 @@ def packing_trouble(strategy: ShardedStrategy) -> str:
 
 def separates_samples(model: nn.Module, device: torch.device) -> bool:
     """Whether a model keeps packed samples apart. Inside a step of the module, and the same on all ranks."""
-    # Found out once per model and kind of attention, see Note [A leak is measured by a leak].
-    attention = _compat.attention_of(model.config)
-    known: dict[str | None, bool] = vars(model).get(_KNOWN, {})
-    if attention not in known:
+    # Found out once per model, see Note [A leak is measured by a leak].
+    if not hasattr(model, _KNOWN):
         with undisturbed(model, device):
-            known = {attention: not _trouble_of(model, device)}
-        setattr(model, _KNOWN, known)
-    return known[attention]
+            setattr(model, _KNOWN, not _trouble_of(model, device))
+    return bool(getattr(model, _KNOWN))
 
 
 @contextmanager
