@@ -107,19 +107,9 @@ def _reason_against_stream(
     return _EQUAL if length_of == EQUALLY_LONG else ""
 
 
-def in_words(error: ValueError) -> str:
-    """Why ``"auto"`` leaves a loader alone that could not be converted."""
-    if isinstance(error, LengthsUnknownError):
-        return f"{error.reason} Write\n    ODCStrategy(length_fn={EXAMPLE})"
-    return str(error)
-
-
-def refusal(error: ValueError, balance: str | None) -> ValueError:
-    """What a user is told who wants such a loader balanced by a policy."""
+def in_words(error: ValueError, balance: str | None) -> str:
+    """Why a loader could not be converted, and the line to write."""
     if not isinstance(error, LengthsUnknownError):
-        return error
-    return LengthsUnknownError(
-        f'ODCStrategy(balance="{balance}") needs the length of every sample. {error.reason} Write\n'
-        f'    ODCStrategy(balance="{balance}", length_fn={EXAMPLE})\n'
-        'or give the data set an attribute `lengths`; balance="auto" leaves such data as it is.'
-    )
+        return str(error)
+    policy = "" if balance == "auto" else f'balance="{balance}", '
+    return f"{error.reason} Write\n    ODCStrategy({policy}length_fn={EXAMPLE})"

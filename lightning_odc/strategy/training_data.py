@@ -139,9 +139,9 @@ class TrainingData:
                 self._fold(balanced, getattr(dataloader, "dataset", ()))
                 return balanced
         except (ChosenSamplesError, LengthsUnknownError) as error:
+            reason = decisions.in_words(error, self._options.balance)
             if not is_auto:
-                raise decisions.refusal(error, self._options.balance) from None
-            reason = decisions.in_words(error)
+                raise type(error)(reason) from None
         rank_zero_warn(
             f'strategy="odc" leaves the training data as it is: {reason}\n'
             'Trainer(strategy="odc_plain") does so without this message.'
