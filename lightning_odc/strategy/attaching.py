@@ -94,6 +94,7 @@ class AttachingStrategy:
         attached = attach_or_go_without(make, self._go_without, gradients)
         if self.communication == "auto":
             self._groups.communication = "on_demand"
+        attached.communication = self.communication
         return attached
 
     def _make_engine(self, model: nn.Module, hang_report: HangReport | None) -> Attached:
@@ -109,7 +110,7 @@ class AttachingStrategy:
         )
         retry = Retry(self.options.on_out_of_memory, engine, place.device, model.buffers(), self._wording)
         # Before it is attached, so that a failure releases it.
-        self._attached = Attached(model, engine, place.sample_group, self.communication, retry)
+        self._attached = Attached(model, engine, place.sample_group, retry=retry)
         return self._attached
 
     def _go_without(self, error: Exception) -> None:

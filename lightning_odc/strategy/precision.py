@@ -159,7 +159,8 @@ class ODCPrecision(FSDPPrecision):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Cast what the precision names, and nothing else. ``module.to`` would cast complex tensors, too."""
-        if "mixed" not in self.precision:
+        tensors = [*module.parameters(), *module.buffers()]
+        if "mixed" not in self.precision and any(map(self._is_named, tensors)):
             _compat_lightning.convert(module, self._converted, self._half or torch.float32)
         return module
 
