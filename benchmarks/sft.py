@@ -148,9 +148,8 @@ def train(rank: int, _: int, row: str, options: SftOptions) -> Trained:
         trainer.remove_callback(PrinterCallback)
         watch.trainer = trainer
         trainer.train()
-    measured = [row["idle/fraction"] for row in trainer.state.log_history if "idle/fraction" in row]
-    idle = [math.nan, *measured][-1]
-    return Trained(watch.start, watch.seconds[1:], watch.tokens, idle)
+    idle = [row["idle/fraction"] for row in trainer.state.log_history if "idle/fraction" in row]
+    return Trained(watch.start, watch.seconds[1:], watch.tokens, statistics.mean(idle or [math.nan]))
 
 
 def work(options: SftOptions) -> int:

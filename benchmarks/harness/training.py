@@ -206,8 +206,9 @@ def make_trainer(
     if combination.policy == AUTO:
         # What ``strategy="odc"`` chooses, by its name: ``"auto"`` leaves samples of equal length alone, which a
         # control compares.
-        device_type = placement.devices[0].type
-        choice = choose_policy(communication, placement.ranks, device_type, can_read=True, is_fixed=False)
+        choice = choose_policy(
+            communication, placement.ranks, placement.devices[0].type, can_read=True, is_fixed=False
+        )
         cost = workload.planned_cost(combination)
         balancing = {"balance": choice, "cost": cost, "max_tokens": workload.max_tokens}
     units: Any = workload.units
