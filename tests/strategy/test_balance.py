@@ -543,7 +543,7 @@ def test_an_explicit_loader_that_the_strategy_cannot_run(rank, own, options, mes
 
 
 def test_options_without_a_policy_are_said_to_do_nothing():
-    with pytest.warns(UserWarning, match=r"no effect: write ODCStrategy\(max_tokens=\.\.\., cost=\.\.\.\)"):
+    with pytest.warns(UserWarning, match=r"\(max_tokens=\.\.\., cost=\.\.\.\) has no effect with bal"):
         ODCStrategy(balance=None, max_tokens=64, cost="tokens")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
