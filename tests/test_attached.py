@@ -176,26 +176,6 @@ def test_under_collectives_a_rank_that_fails_is_named_with_its_error():
 
 
 @on_ranks(2)
-def test_under_collectives_two_models_take_turns(rank):
-    """Rank 1 comes late to each step of the first model, and soon runs the second one."""
-    both = [made(rank), made(rank)]
-    attached = [attach(model, communication="collective", timeout=timedelta(seconds=60)) for model, _ in both]
-    for _ in range(5):
-        for (model, optimizer), odc in zip(both, attached, strict=True):
-            loss = summed_loss(model, token_batches([6])[0])
-            with odc.backward():
-                loss.backward()
-            if rank == 1 and odc is attached[0]:
-                time.sleep(0.02)
-            odc.step(optimizer)
-            optimizer.zero_grad()
-    for odc in attached:
-        odc.close()
-    first, second = (full_parameters(model) for model, _ in both)
-    assert_same(first, second)
-
-
-@on_ranks(2)
 def test_the_blocks_of_the_page_run_on_two_ranks(rank):
     """One after another; the page's program is run by its own command, see ``tests/docs``."""
     namespace: dict[str, Any] = {}

@@ -18,7 +18,6 @@ import lightning_odc  # noqa: F401 - registers the name
 from lightning_odc.engine.collective import CollectiveEngine
 from lightning_odc.errors import DisagreementError, WindowError
 from lightning_odc.fabric import ODCFabricStrategy
-from tests.strategy.test_bad_input import Twice
 from tests.strategy.test_falling_back import REFUSED, no_room
 from tests.strategy.test_models import answers, causal_lm, counted
 from tests.support.fits import LR, assert_same, one_process, steps_of
@@ -123,33 +122,6 @@ def test_without_counts_it_is_the_mean_over_ranks(rank):
     for one in range(2):
         (summed_loss(alone, own(one, (3, 3), 0)[0]) / 2).backward()
     torch.optim.SGD(alone.parameters(), lr=LR).step()
-    assert_same(full_parameters(model.module), full_parameters(alone))
-
-
-@on_ranks(2)
-def test_under_collectives_a_closure_may_run_several_times(rank):
-    fabric = make(ODCFabricStrategy(communication="collective"))
-    model = fabric.setup_module(new_model()[0])
-    optimizer = fabric.setup_optimizers(Twice(model.parameters(), lr=LR))
-    (batch,) = own(rank, (1, 1), 0)
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = summed_loss(model, batch)
-        fabric.backward(loss, num_items=batch.numel() - 1)
-        return loss
-
-    optimizer.step(closure)
-    fabric.strategy.teardown()
-    alone, _ = new_model()
-    optimizer_alone = torch.optim.SGD(alone.parameters(), lr=LR)
-    batches = steps_of()[0][:2]
-    for _ in range(2):
-        optimizer_alone.zero_grad()
-        for batch in batches:
-            total = sum(other.numel() - 1 for other in batches)
-            (summed_loss(alone, batch) / total).backward()
-        optimizer_alone.step()
     assert_same(full_parameters(model.module), full_parameters(alone))
 
 

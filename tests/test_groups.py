@@ -18,11 +18,6 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -182,27 +177,6 @@ def test_fabric_runs_groups(rank):
     assert fabric.strategy.engine.traffic.reads > 0
     fabric.strategy.teardown()
     assert_same(full_parameters(model.module), one_process(batches(), max_norm=0.1), CLOSE)
-
-
-@on_ranks(4)
-def test_a_full_checkpoint_goes_on_with_other_groups(rank):
-    init_gloo(rank)
-    first, mesh = parallel(2, 2)
-    with attach(first) as odc:
-        steps = batches()[:1]
-        place = mesh["data_parallel"].get_local_rank()
-        train(odc, steps, [1, 3], place, SGD)
-        saved = get_model_state_dict(first, options=StateDictOptions(full_state_dict=True))
-    other, mesh = parallel(4, 1)
-    with attach(other) as odc:
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        state = {}
-        if rank == 0:
-            state = saved
-        set_model_state_dict(other, state, options=options)
-        odc.publish()
-        train(odc, batches()[1:], [1, 1, 2, 0], mesh["data_parallel"].get_local_rank(), SGD)
-    assert_same(full_parameters(other), one_process(batches(), SGD), CLOSE)
 
 
 @on_ranks(4)

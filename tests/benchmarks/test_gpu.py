@@ -14,14 +14,13 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as benchmark
-from benchmarks.gpu.host_time import Shape, Way
+from benchmarks.gpu.host_time import Way
 from benchmarks.gpu.measure import MIB, host_waits
 from benchmarks.gpu.report import fractions
 from tests.engine.transports.test_cuda import engine_on_a_fake_device
 from tests.support.models import init_gloo
 from tests.support.ranks import on_ranks
 
-MACHINE = {"devices": ["NVIDIA H200"], "torch": "2.11.0", "cuda": "13.0", "date": "2030-01-01"}
 SECONDS = {
     "copy": 0.001,
     "read from a peer": 0.00125,
@@ -61,9 +60,6 @@ def test_waits_of_the_host_are_counted(rank):
 def test_without_a_gpu_it_says_so():
     with pytest.raises(SystemExit, match="no CUDA device"):
         benchmark.main([])
-
-
-TWO_LAYERS = Shape("two layers", 2, 8, 1, 2)
 
 
 ROOT = Path(__file__).parents[2]

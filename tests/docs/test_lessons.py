@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from notebooks.support import sliders, strokes
+from notebooks.support import sliders
 from notebooks.support.dealing import deal_minibatches
 from notebooks.support.interleavings import PROTOCOL, WITH_LOCKS, explore, microbatches, swapped, without
 from notebooks.support.replay import duration, idle_fraction, layered, replay
@@ -99,25 +99,6 @@ def test_broken_protocols_are_found(units):
     assert "never written" in explore(PROTOCOL, first_version=0).violation
     with pytest.raises(ValueError, match="'pray' is not an action"):
         explore((*PROTOCOL, "pray"))
-
-
-def test_the_model_learns_from_right_answers_and_guesses_have_their_form():
-    model = strokes.make_model()
-    exam = strokes.problems(50, seed=1)
-    losses = strokes.teach(model, steps=20, batch=16)
-    found = losses[-1]
-    assert found < losses[0] / 2
-    right = strokes.solution((2, 1))
-    assert strokes.decode(right) == "|||."
-    reward = strokes.reward((2, 1), right)
-    assert reward == 1
-    guesses = strokes.guesses(exam, seed=0)
-    expected = sorted(sum(problem) + 1 for problem in exam)
-    assert sorted(map(len, guesses)) == expected
-    mean_reward = strokes.mean_reward(exam, guesses)
-    assert 0 < mean_reward < 0.5
-    found = strokes.mean_reward(exam, [strokes.solution(problem) for problem in exam])
-    assert found == 1
 
 
 @settings(max_examples=50, deadline=None)

@@ -20,7 +20,7 @@ from lightning_odc.data.minibatch import Task
 from lightning_odc.data.split import middle
 from lightning_odc.engine.records import Ledger, WeightKind
 from lightning_odc.run.attempt import Attempt, Retry
-from lightning_odc.run.contribution import Contribution, contribution
+from lightning_odc.run.contribution import Contribution
 from lightning_odc.strategy.options import WORDING
 from tests.support.fits import doing, fit
 from tests.support.models import WIDTH, Block
@@ -374,26 +374,3 @@ def test_undoing_restores_buffers_and_only_those_that_a_pass_changes_are_copied_
     retry.fits(attempt)
     found = [one is other for one, other in zip(retry.buffers, (small, moving), strict=True)]
     assert found == [True, True]
-
-
-def test_the_share_of_a_part_says_nothing_about_labels_and_items():
-    retry = retry_with()
-    loss = torch.tensor(float("nan"), requires_grad=True)
-    task = Task(ROWS_OF_ONES, 0.0, None)
-    attempt = Attempt(task, 0, retry)
-    assert not attempt.counts
-    whole = Attempt(Task(ROWS_OF_ONES, 1.0, None), 0, retry)
-    assert Attempt(Task(ROWS_OF_ONES, 0.0, None), 0, retry, whole).counts
-    planned = contribution(loss, 0.0)
-    assert planned is not None
-    assert float(planned.loss.detach()) == 0
-    for is_split, items in ((False, 0.0), (True, 3.0)):
-        output = {"loss": torch.tensor(6.0), "num_items": 3}
-        item = contribution(output, 0.0, is_split=is_split)
-        assert item is not None
-        found = float(item.loss)
-        assert found == 2 * items
-        assert item.weight == items
-    labels = contribution(torch.tensor(2.0), 0.0, WeightKind.PLANNED, torch.tensor(7.0), is_split=True)
-    assert labels is not None
-    assert float(labels.loss) == 14

@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 
 from lightning_odc.data.weighting import LabelCounter, Rule
 from lightning_odc.trial.collectives import CollectiveListener
-from lightning_odc.trial.decide import Tried, Verdict, decide
+from lightning_odc.trial.decide import Tried, decide
 from tests.support import losses
 from tests.support.fits import fit, largest_difference
 from tests.support.losses import COUNTS, KINDS, LENGTHS, Losses, collate, samples
@@ -191,27 +191,6 @@ def test_listening_lets_attention_of_a_pattern_run():
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), CollectiveListener() as listener:
         assert flex_attention(query, query, query).shape == query.shape
     assert not listener.heard
-
-
-def test_what_the_rules_explain():
-    """By hand: samples with 2 and 8 labels, and losses 3 and 2."""
-    by_labels = Rule("token", LabelCounter())
-    by_samples = Rule("sample")
-    sum_ = Rule("sum")
-
-    def tried(together: float) -> Verdict:
-        def one(group: tuple[int, ...], loss: float) -> Tried:
-            total = sum((2.0, 8.0)[i] for i in group)
-            counts = {by_labels: total, by_samples: len(group), sum_: len(group)}
-            return Tried(group, loss, counts)
-
-        return decide([one((0,), 3.0), one((1,), 2.0), one((0, 1), together)], 1e-11)
-
-    assert tried(2.2).rule == by_labels
-    assert tried(2.5).rule == by_samples
-    assert tried(5.0).rule == sum_
-    assert tried(2.3).rule is None
-    assert tried(math.nan).reason == "a loss is not finite"
 
 
 def test_samples_that_count_nothing_say_nothing():

@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_odc import BalancedDataLoader
 from lightning_odc.data.packing import pack_samples
-from lightning_odc.data.probe import look
-from lightning_odc.data.ran import ran_of
 from tests.support import losses
 from tests.support.fits import fit, largest_difference
 from tests.support.losses import KINDS, LENGTHS, Losses, collate, samples
@@ -291,26 +289,3 @@ def test_tokens_of_what_ran_are_exact_whether_or_not_a_batch_shows_them(name, ch
     assert len(minibatch) > 1
     found = sum(minibatch.weights)
     assert found == pytest.approx(expected, rel=1e-12)
-
-
-def test_which_size_shows_the_samples():
-    data = samples()
-    lengths = torch.tensor(LENGTHS).numpy()
-
-    def found(make: Callable[[list[Any]], Any]) -> Any:
-        ran = ran_of(look(data.__getitem__, lengths, make))
-        return [ran.samples(make(data[:count])) for count in (1, 2, 5)]
-
-    assert found(collate) == [1, 2, 5]
-    assert found(lambda batch: collate(batch)["series"]) == [1, 2, 5]
-    assert found(lambda batch: collate(batch)["series"].transpose(0, 1)) == [1, 2, 5], "time first"
-    assert found(lambda batch: [sample["series"] for sample in batch]) == [1, 2, 5], "a list"
-    assert found(lambda batch: pack_samples([s["input_ids"] for s in batch])) == [
-        1,
-        2,
-        5,
-    ]
-    expected = [None] * 3
-    assert found(lambda batch: torch.cat([s["series"] for s in batch])) == expected, "tokens alone"
-    expected = [None] * 3
-    assert found(lambda batch: {"x": torch.cat([s["input_ids"] for s in batch])[None]}) == expected
