@@ -280,7 +280,7 @@ def test_blocks_have_one_graph_for_a_row_and_one_for_several(rank):
     module = TokenModule()
     for block in module.net.blocks:
         block.compile(backend=backend)
-    torch.compiler.reset()  # the ranks of this file share what is compiled
+    torch.compiler.reset()  # tests share ranks, and what is compiled there
     microbatches = [torch.randint(11, shape) for shape in SHAPES]
     fits.fit(module, [Minibatch(microbatches)])
     assert torch._dynamo.config.assume_static_by_default

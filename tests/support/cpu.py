@@ -2,7 +2,7 @@
 
     python -m pytest -n 2 --dist loadscope -m "not slow" -p tests.support.cpu
 
-A test that starts what others share, such as the ranks of its file, is charged for the start.
+A test that starts what others share, such as their ranks, is charged for the start.
 """
 
 from __future__ import annotations
