@@ -29,7 +29,7 @@ NODES = {
     "huggingface": 2342,
     "rl": 1994,
     "run": 5340,
-    "sharding": 6_880,
+    "sharding": 6861,
     "strategy": 14498,
     "trial": 4680,
 }

@@ -77,10 +77,7 @@ def model_state(model: nn.Module, full: bool) -> dict[str, Any]:
     """
     state = model.state_dict()
     if full:
-        is_kept = dist.get_rank() == 0
-        state = apply_to_collection(state, Tensor, partial(_assembled, keep=is_kept))
-        if not is_kept:
-            return {}
+        state = _whole_on_rank_0(state)
     return {_compat.checkpoint_name(name): value for name, value in state.items()}
 
 
@@ -88,14 +85,11 @@ def load_model_state(model: nn.Module, saved: Mapping[str, Any], strict: bool) -
     """Load what `model_state` has returned, whole or in shards, through ``model.load_state_dict``."""
     names = {_compat.checkpoint_name(name): name for name in model.state_dict()}
     state = {names.get(name, name): value for name, value in saved.items()}
-    if type(model).load_state_dict is nn.Module.load_state_dict:
-        with _TakingParts():
-            found = model.load_state_dict(state, strict=False)
-        if strict:
-            check_names(found.missing_keys, found.unexpected_keys)
-    else:
-        with _TakingParts():
-            model.load_state_dict(state, strict=strict)
+    by_own_rules = type(model).load_state_dict is not nn.Module.load_state_dict
+    with _TakingParts():
+        found = model.load_state_dict(state, strict=strict and by_own_rules)
+    if strict and not by_own_rules:
+        check_names(found.missing_keys, found.unexpected_keys)
 
 
 class _TakingParts(TorchFunctionMode):
@@ -111,7 +105,7 @@ class _TakingParts(TorchFunctionMode):
 
 
 def optimizer_state(
-    model: nn.Module, optimizer: Optimizer | LightningOptimizer, full: bool, rank: int
+    model: nn.Module, optimizer: Optimizer | LightningOptimizer, full: bool
 ) -> dict[str, Any]:
     """The optimizer's state; if ``full`` that of an ordinary optimizer on rank 0 (empty elsewhere), else shards."""
     if isinstance(optimizer, LightningOptimizer):
@@ -120,20 +114,23 @@ def optimizer_state(
         return {}
     if not full:
         return get_optimizer_state_dict(model, optimizer, options=StateDictOptions(cpu_offload=True))
-    is_kept = rank == 0
-    assemble = partial(_assembled, keep=is_kept)
-    state: dict[str, Any] = apply_to_collection(optimizer.state_dict(), Tensor, assemble)
+    return _whole_on_rank_0(optimizer.state_dict())
+
+
+def _whole_on_rank_0(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict without shards on rank 0, and an empty one elsewhere. All ranks together, tensor by tensor."""
+    is_kept = dist.get_rank() == 0
+
+    def assembled(value: Tensor) -> Tensor | None:
+        tensor = whole(value)
+        if not is_kept:
+            return None
+        return tensor.to("cpu", copy=True)
+
+    state = apply_to_collection(state, Tensor, assembled)
     if not is_kept:
         return {}
     return state
-
-
-def _assembled(value: Tensor, keep: bool) -> Tensor | None:
-    """The whole of a sharded tensor. All ranks together; those that do not ``keep`` it only take part."""
-    assembled = whole(value)
-    if not keep:
-        return None
-    return assembled.to("cpu", copy=True)
 
 
 def location(path: str | Path) -> Path | str:

@@ -253,7 +253,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             return checkpoints.model_state(self.lightning_module, self._full)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return checkpoints.optimizer_state(self.model, optimizer, self._full, self.global_rank)
+        return checkpoints.optimizer_state(self.model, optimizer, self._full)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: object = None

@@ -44,7 +44,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "one node": {"devices": 4},
     "alone": {"devices": 1},
 }
-BOTH = ("copies", "hybrid")
 
 
 def trainer_on(rank: int, way: str, **options: Any) -> Trainer:
@@ -221,13 +220,8 @@ def assert_equal_on_all_ranks(parameters: dict[str, Tensor]) -> None:
         assert_same(other, first, tolerance=0)
 
 
-# -- both ways ------------------------------------------------------------------------------------------------
-
-in_both_ways = pytest.mark.parametrize("way", BOTH)
-
-
 @on_ranks(4)
-@in_both_ways
+@pytest.mark.parametrize("way", ["copies", "hybrid"])
 def test_uneven_microbatches_equal_one_process(rank, alone, way):
     """Hybrid sharding is another word for the same; its mesh says which ranks form a node."""
     seen = _fit(rank, way, {})
@@ -256,9 +250,8 @@ def _assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 
 
 @on_ranks(4)
-@in_both_ways
-def test_deterministic_runs_are_bit_equal_on_all_nodes(rank, alone, way):
-    one, other = (_fit(rank, way, {"deterministic": True}) for _ in range(2))
+def test_deterministic_runs_are_bit_equal_on_all_nodes(rank, alone):
+    one, other = (_fit(rank, "copies", {"deterministic": True}) for _ in range(2))
     assert_same(one["parameters"], alone["fp32"])
     assert_same(one["parameters"], other["parameters"], tolerance=0)
     assert_equal_on_all_ranks(one["parameters"])
@@ -346,9 +339,6 @@ def test_a_rank_that_ends_on_one_node_ends_the_others_by_name(victim, killed):
         assert f"rank {victim}" in outcome.error.lower()
         assert REASONS[killed] in outcome.error
         assert outcome.exitcode == 1
-
-
-# -- copies ---------------------------------------------------------------------------------------------------
 
 
 @on_ranks(4)
