@@ -74,7 +74,8 @@ def let_nodes_reach_gloo(strategy: LightningStrategy) -> None:
     # gloo takes the address that the name of the host has here, and else the loopback interface. Then other nodes wait
     # for the whole timeout. The interface that leads to the main address is one that others can reach.
     environment = strategy.cluster_environment
-    if environment is None or strategy.num_nodes == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+    is_gloo = strategy.root_device.type == "cpu" or "gloo" in (strategy.process_group_backend or "")
+    if environment is None or strategy.num_nodes == 1 or not is_gloo or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError), socket.socket() as probe:
         probe.bind((socket.gethostname(), 0))
@@ -84,16 +85,17 @@ def let_nodes_reach_gloo(strategy: LightningStrategy) -> None:
     name = interface_to(address)
     if name == "lo" and address not in ("127.0.0.1", "localhost"):
         raise ValueError(
-            f"On this host, {address} is the loopback interface, so the other nodes cannot reach gloo there. Name the "
-            "interface that the nodes see each other by (`ip -brief address` lists them):\n"
+            f"On this host, {address} is the loopback interface, so the other nodes cannot reach gloo there. On every "
+            "node, name the interface that the nodes see each other by (`ip -brief address` lists them):\n"
             "    export GLOO_SOCKET_IFNAME=eth0"
         )
-    os.environ["GLOO_SOCKET_IFNAME"] = name
+    if name:
+        os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def interface_to(address: str) -> str:
-    """The name of the interface by which this host reaches an IPv4 address. Sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    """The interface by which this host reaches an IPv4 address; empty if that is not known. Sends nothing."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))
         own, _ = probe.getsockname()
         for _, name in socket.if_nameindex():
@@ -102,4 +104,4 @@ def interface_to(address: str) -> str:
                 found = fcntl.ioctl(probe, _GET_ADDRESS, request)
                 if socket.inet_ntoa(found[_ADDRESS]) == own:
                     return name
-    raise OSError(f"no interface has the address {own}")
+    return ""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.fabric import Fabric
 from torch import nn
 
@@ -68,7 +69,10 @@ def test_gloo_gets_an_interface_where_the_name_of_a_host_is_on_loopback(monkeypa
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
         environment = SimpleNamespace(main_address=main_address)
-        strategy: Any = SimpleNamespace(num_nodes=2, cluster_environment=environment)
+        strategy: Any = SimpleNamespace(
+            num_nodes=2, cluster_environment=environment, root_device=torch.device("cpu")
+        )
+        strategy.process_group_backend = None
         let_nodes_reach_gloo(strategy)
         return os.environ.get("GLOO_SOCKET_IFNAME")
 
