@@ -127,9 +127,10 @@ def explode(_: Any) -> None:
 @on_ranks(2)
 def test_an_exception_releases_everything(rank):
     t = trainer(2)
+    before = Path("/proc/self/maps").read_text().count("memfd:lightning-odc")
     with pytest.raises(ZeroDivisionError):
         t.fit(doing(Module(), on_train_batch_end=explode), minibatches(rank))
-    assert "memfd:lightning-odc" not in Path("/proc/self/maps").read_text()
+    assert Path("/proc/self/maps").read_text().count("memfd:lightning-odc") <= before
     with pytest.raises(RuntimeError, match="only while the trainer runs"):
         _ = t.strategy.engine
 
