@@ -21,7 +21,7 @@ from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, FloatDtype, MemorySi
 from lightning_odc.sharding.nodes import check_shards
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.stepping import clip
-from lightning_odc.sharding.untrusted import reads_weights_only, refuse_code
+from lightning_odc.sharding.untrusted import refuse_code
 from lightning_odc.sharding.wrapping import WrapPolicy, mesh_for, shard_model
 from lightning_odc.strategy import options
 from lightning_odc.strategy.attaching import AttachingStrategy
@@ -219,7 +219,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if Path(path).is_dir() and reads_weights_only(kwargs.get("weights_only")):
+        if Path(path).is_dir() and kwargs.get("weights_only") is not False:
             refuse_code(Path(path))
         rest = super().load_checkpoint(path, *args, **kwargs)
         self.publish_parameters()

@@ -40,7 +40,7 @@ from lightning_odc import _compat, _compat_lightning
 from lightning_odc.files import not_written, replacing, why_no_room
 from lightning_odc.sharding.optimizers import parameters_of, part_of
 from lightning_odc.sharding.stepping import whole
-from lightning_odc.sharding.untrusted import reads_weights_only, refuse_code
+from lightning_odc.sharding.untrusted import refuse_code
 
 _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'
 #: Under which Lightning saves the state of our precision plugin: the name of its class.
@@ -321,7 +321,7 @@ def _beside(path: Path, what: str) -> Path:
 
 def _load_shards(path: Path, model: nn.Module, strict: bool, weights_only: bool | None) -> dict[str, Any]:
     """Read this rank's part, however many ranks wrote the checkpoint; see `load`."""
-    if reads_weights_only(weights_only):
+    if weights_only is not False:
         refuse_code(path)
     names = _names_in(path)
     parts = {name.partition(".")[0] for name in names}

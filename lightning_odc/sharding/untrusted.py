@@ -26,22 +26,6 @@ from lightning_odc import _compat
 _DESCRIBING = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 
 
-class _Untrusted:
-    """An object that ``torch.load(weights_only=True)`` refuses."""
-
-
-def reads_weights_only(weights_only: bool | None) -> bool:
-    """Whether ``torch.load`` would refuse objects. ``None`` depends on torch's version and on the environment."""
-    file = io.BytesIO()
-    torch.save(_Untrusted(), file)
-    file.seek(0)
-    try:
-        torch.load(file, weights_only=weights_only)
-    except pickle.UnpicklingError:
-        return True
-    return False
-
-
 def refuse_code(path: Path) -> None:
     """Read everything of a sharded checkpoint that is no tensor, and run no code from it.
 
