@@ -117,12 +117,10 @@ class Rollouts(Sequence[Rollout]):
         microbatches = []
         for places in plan[self.ranks.rank]:
             rollouts = [self[index] for index in places]
-            # Ranks meet in every microbatch, and this one has none left: a prompt without response.
+            # Ranks meet in every microbatch, and this one has none left: a prompt of one token without response.
             if not rollouts:
-                shortest = min(self._rollouts, key=lambda rollout: rollout.prompt_length)
-                length = shortest.prompt_length
-                tokens_of_it = shortest.tokens[:length]
-                rollouts = [Rollout(tokens_of_it, length, advantage=0.0, logprobs=[], ref_logprobs=[])]
+                token = self[0].tokens[:1]
+                rollouts = [Rollout(token, 1, advantage=0.0, logprobs=[], ref_logprobs=[])]
             microbatches.append(Microbatch(rollouts, places, whole, packs, self.ranks.device))
         return microbatches
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, record_function
 
-from lightning_odc.callbacks.idle import measurement, sources
+from lightning_odc.callbacks.idle import measurement
 from lightning_odc.callbacks.idle.monitor import DeviceIdleMonitor
 from lightning_odc.callbacks.idle.sampling import (
     KernelRecord,
@@ -152,13 +152,12 @@ def test_waits_of_the_engine_are_told_of_and_those_for_its_own_device_are_not():
     assert len(waits._ended) == 1
 
 
-def test_the_end_of_a_backward_pass_on_a_stream(monkeypatch):
+def test_the_end_of_a_backward_pass_on_a_stream():
     """DDP: from the last gradient to the end, whatever the host does."""
     stream = Stream()
-    monkeypatch.setattr(sources, "compute_stream", lambda device: stream)
     first, last = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     parameter_list = torch.nn.ParameterList([first, last])
-    watch = GradientWatch(parameter_list, torch.device("cuda"))
+    watch = GradientWatch(parameter_list, stream)
     watch.begin_batch()
     watch.before_backward()
     for parameter in (first, last):

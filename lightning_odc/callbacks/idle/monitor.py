@@ -109,15 +109,7 @@ class DeviceIdleMonitor(Callback):
             if self.complete:
                 name = "idle/fraction"
             if logged and self.progress_bar and name in self.last_step:
-                pl_module.log(
-                    name,
-                    self.last_step[name],
-                    prog_bar=True,
-                    logger=False,
-                    on_step=True,
-                    on_epoch=False,
-                    batch_size=1,
-                )
+                pl_module.log(name, self.last_step[name], prog_bar=True, logger=False, batch_size=1)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._measurement is not None:

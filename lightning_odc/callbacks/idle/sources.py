@@ -162,9 +162,9 @@ class GradientWatch(Watch):
     # collective], entered with the last gradient and left with the end of ``backward``. Backward passes of
     # batches that only accumulate do not meet and do not count.
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, stream: ComputeStream | None) -> None:
         super().__init__(complete=True)
-        self._stream = compute_stream(device)
+        self._stream = stream
         self._entered: int | torch.cuda.Event = 0
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._enter)
@@ -174,8 +174,6 @@ class GradientWatch(Watch):
 
     def begin_batch(self) -> None:
         self._meetings.clear()
-        if self._stream is not None:
-            self._stream.follow()
 
     def before_backward(self) -> None:
         self._enter()
