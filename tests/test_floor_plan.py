@@ -23,11 +23,11 @@ FILES = {
 NODES = {
     "": 8634,
     "balance": 8073,
-    "callbacks": 9250,
+    "callbacks": 9238,
     "data": 14836,
     "engine": 27662,
     "huggingface": 2342,
-    "rl": 1994,
+    "rl": 1980,
     "run": 5340,
     "sharding": 6861,
     "strategy": 14498,
