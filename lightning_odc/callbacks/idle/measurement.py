@@ -62,7 +62,10 @@ def watch_for(
     if trainer.world_size == 1:
         return Watch(complete=True)  # one device waits for nothing but data
     if isinstance(strategy, DDPStrategy) and module.automatic_optimization:
-        return GradientWatch(module, waits and waits.stream)
+        stream = None
+        if waits is not None:
+            stream = waits.stream
+        return GradientWatch(module, stream)
     if _on_demand(strategy):
         return _watch_on_demand(strategy, waits)
     if waits is None:  # where the host's time is the device's
