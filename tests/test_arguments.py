@@ -96,7 +96,7 @@ LOOKED_INTO: dict[str, tuple[Any, list[Any]]] = {
         [5, "text", [0, 1], [1, True], [1] * 3],
     ),
     "BalancedDataLoader.multiprocessing_context": (
-        lambda wrong: loader(num_workers=1, multiprocessing_context=wrong),
+        lambda wrong: next(iter(loader(lengths=[1] * 8, num_workers=1, multiprocessing_context=wrong))),
         ["x", 5],
     ),
     "ODCStrategy.cost": (lambda wrong: ODCStrategy(cost=wrong), [5, "cubic", None, True]),

@@ -33,7 +33,7 @@ def test_nothing_in_a_window_overlaps_or_sticks_out(sizes, words, sources):
     assert ends <= spec.total_bytes
 
 
-FORBIDDEN = ("import pickle", "pickle.load", "marshal", "shelve", "yaml.load", " eval(", " exec(")
+FORBIDDEN = ("pickle.load", "Unpickler", "from pickle", "marshal", "shelve", "yaml.load", " eval(", " exec(")
 FORBIDDEN += ("shell=True",)
 
 
