@@ -44,9 +44,8 @@ def as_lengths(lengths: Any, name: str = "lengths", count: int | None = None) ->
     if not good.all():
         index = int(good.argmin())
         raise ValueError(
-            f"{name}: sample {index} has length {array[index]:g} ({np.sum(~good)} such samples in all). Lengths are "
-            "whole numbers of at least 1, below 2**40; leave empty samples out: torch.utils.data.Subset(dataset, "
-            "indices)."
+            f"{name}: sample {index} has length {array[index]:g}. Lengths are whole numbers of at least 1, below "
+            "2**40; leave empty samples out: torch.utils.data.Subset(dataset, indices)."
         )
     return array.astype(np.int64)
 
@@ -68,20 +67,15 @@ def _numbers(lengths: Any, name: str) -> Floats:
     return array
 
 
-def as_cap(lengths: Ints, rows: Ints, max_tokens: int | None) -> int:
+def as_cap(rows: Ints, max_tokens: int | None) -> int:
     """The most tokens of a microbatch: ``max_tokens``, or those of the longest row. Every row must fit alone."""
     index = int(rows.argmax())
     longest = int(rows[index])
     if max_tokens is None:
         return longest
     if longest > max_tokens:
-        has = f"{lengths[index]} tokens"
-        if longest > lengths[index]:
-            has += f", padded to {longest}"
-        elif longest < lengths[index]:
-            has += f", cut to {longest}"
         raise ValueError(
-            f"sample {index} has {has}, more than max_tokens={max_tokens}, and samples are never split: write "
-            f"max_tokens={longest}, or shorten or leave out the longer samples."
+            f"the row of sample {index} has {longest} tokens, more than max_tokens={max_tokens}, and samples are never "
+            f"split: write max_tokens={longest}, or shorten or leave out the longer samples."
         )
     return int(max_tokens)

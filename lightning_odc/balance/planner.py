@@ -29,7 +29,7 @@ def microbatches_of(
 ) -> Microbatches:
     """The samples of a minibatch, after all checks of the cap and of costs."""
     rows = collation.row_lengths(lengths)
-    cap = as_cap(lengths, rows, max_tokens)
+    cap = as_cap(rows, max_tokens)
     costs = MinibatchCosts.of(cost, lengths, num_ranks, collation).whole()
     if collation.is_table:
         return Tables(num_ranks, rows, cap, costs, collation.kind == "stacked")
@@ -104,8 +104,8 @@ class Planner:
 
     def capped_for(self, lengths: Any) -> Planner:
         """This planner with the cap that ``max_tokens=None`` means for all samples that will be planned."""
-        array = as_lengths(lengths)
-        return replace(self, max_tokens=as_cap(array, self.collation.row_lengths(array), self.max_tokens))
+        rows = self.collation.row_lengths(as_lengths(lengths))
+        return replace(self, max_tokens=as_cap(rows, self.max_tokens))
 
 
 def _of_equal_counts(plan: Plan) -> Plan:

@@ -170,14 +170,9 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int, ...]:
         if window and raw.get("use_sliding_window", True):
             kinds = ["sliding_attention"] * layers
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
-    if unknown or len(kinds) != layers:
+    if unknown:
         raise ValueError(
-            f"transformer(config) knows full and sliding attention in {layers} layers, not {sorted(set(kinds))} in "
-            f'{len(kinds)}. cost="auto" of a loader measures it while training.'
+            f'transformer(config) knows full and sliding attention, not {", ".join(sorted(unknown))}. cost="auto" of '
+            "a loader measures it while training."
         )
-    sliding = kinds.count("sliding_attention")
-    if sliding and not window:
-        raise ValueError(
-            "the configuration has sliding attention but no sliding_window, its width in tokens."
-        )
-    return (window,) * sliding
+    return (window,) * kinds.count("sliding_attention")

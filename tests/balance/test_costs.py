@@ -77,7 +77,6 @@ def test_refusals() -> None:
         (lambda: transformer(SMALL | {"num_local_experts": 8}), "dense decoder-only.*lambda lengths"),
         (lambda: transformer(SMALL | {"is_encoder_decoder": True}), "dense decoder-only"),
         (lambda: transformer(SMALL | {"layer_types": ["linear_attention"] * 3}), "linear_attention"),
-        (lambda: transformer(SMALL | {"layer_types": ["sliding_attention"] * 3}), "no sliding_window"),
     ]
     assert_refused(lambda make: make(), cases)
 

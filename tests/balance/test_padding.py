@@ -256,11 +256,11 @@ WRONG: list[tuple[Any, str]] = [
     ),
     (
         lambda: plan_minibatch([7, 9], 1, 15, collation=Collation("padded", 8)),
-        r"sample 1 has 9 tokens, padded to 16, more than max_tokens=15.*write max_tokens=16",
+        r"sample 1 has 16 tokens, more than max_tokens=15.*write max_tokens=16",
     ),
     (
         lambda: plan_minibatch([7, 90], 1, 15, collation=Collation("padded", fixed=32)),
-        r"sample 0 has 7 tokens, padded to 32, more than max_tokens=15",
+        r"sample 0 has 32 tokens, more than max_tokens=15",
     ),
     (
         lambda: plan_minibatch([9, 4], 2, 8),

@@ -228,7 +228,7 @@ def test_samples_that_are_cut_cost_and_take_what_their_rows_do() -> None:
         LONG, Stream(LONG), window=1, **{**cutting, "minibatch_size": 8}, max_tokens=24, num_replicas=1
     )
     assert sizes(stream) == [24] * 4
-    with pytest.raises(ValueError, match="cut to 12, more than max_tokens=11"):
+    with pytest.raises(ValueError, match="has 12 tokens, more than max_tokens=11"):
         loader(LONG, **cutting, max_tokens=11).plan(0)
     with pytest.raises(ValueError, match="sample 4 has 40 tokens, more than max_tokens=24"):
         loader(LONG, minibatch_size=4, max_tokens=24).plan(0)

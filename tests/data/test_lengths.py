@@ -298,9 +298,9 @@ def test_looking_that_takes_long_shows_how_far_it_is(monkeypatch):
 def test_wrong_lengths_are_named():
     cases = [
         ([3, 0, 4], "sample 1 has length 0"),
-        ([3, -1, 0], r"sample 1 has length -1 \(2 such samples"),
+        ([3, -1, 0], "sample 1 has length -1"),
         ([3, 2.5, 4], "sample 1 has length 2.5"),
-        ([3, float("nan"), 1e21], r"sample 1 has length nan \(2 such samples"),
+        ([3, float("nan"), 1e21], "sample 1 has length nan"),
         ([3, 4, 2**40], r"sample 2 has length 1.09951e\+12"),
         ([3, 4, 10**400], "one number per sample"),
         ([3, 4], "lengths has 2 entries, but the data set has 3 samples"),
