@@ -68,7 +68,8 @@ def checked(made: Checked) -> Checked:
     function: Any = made
     if isinstance(made, type):
         function = vars(made)["__init__"]
-    names = list(inspect.signature(function).parameters)
+    parameters = inspect.signature(function).parameters.values()
+    names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
 
     @cache
     def hints() -> dict[str, Any]:

@@ -206,6 +206,17 @@ def test_the_message_has_the_argument_and_every_kind_of_value():
     assert len(str(error.value)) < 400
 
 
+def test_what_is_handed_on_is_not_looked_at():
+    @checked
+    def call(first: Count, *args: Any, last: Count = 8, **kwargs: Any) -> tuple[Any, ...]:
+        return (first, *args, last)
+
+    found = call(1, "text", "more", "of it", other=0)
+    assert found == (1, "text", "more", "of it", 8)
+    with pytest.raises(ValueError, match=r"call\(last=0\)"):
+        call(1, "text", last=0)
+
+
 def test_what_looks_wrong_and_is_right_stays_right():
     """Numbers of numpy and scalars of torch, where they were taken before."""
     weights = [torch.tensor(2), np.float32(0.5)]

@@ -198,7 +198,7 @@ def test_knowing_of_dense_attention_does_not_hurt(lengths, ranks, policy, consta
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"lengths": [5, 0, 3]}, r"sample 1 has length 0 .*leave empty samples out"),
+    ({"lengths": [5, 0, 3]}, r"sample 1 has length 0\. .*leave empty samples out"),
     ({"lengths": []}, r"at least one sample"),
     ({"max_tokens": 4}, r"sample 0 has 5 tokens, more than max_tokens=4.*write max_tokens=5"),
     ({"max_tokens": 0}, r"max_tokens=0\) cannot work"),
