@@ -22,7 +22,7 @@ FILES = {
 #: rooms. Who adds a feature takes its nodes from somewhere. A room may have 3 % more.
 NODES = {
     "": 8634,
-    "balance": 8073,
+    "balance": 7926,
     "callbacks": 9238,
     "data": 14836,
     "engine": 27662,
