@@ -56,14 +56,13 @@ class CollectiveEngine(Engine):
     def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         if self._world_size > 1:
             super().parameters(module)
-        unit_of = {slot.registered_param: unit for unit in self._units for slot in unit.slots}
+        dtypes: dict[nn.Parameter, torch.dtype | None] = {}
+        for unit in self._units:
+            dtype = _compat.precision_of(unit.modules[0]).param_dtype
+            dtypes.update({slot.registered_param: dtype for slot in unit.slots})
         for parameter, name in self._names_in(module).items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            dtype = whole.dtype
-            if parameter in unit_of:
-                precision = _compat.precision_of(unit_of[parameter].modules[0])
-                dtype = precision.param_dtype or dtype
-            yield name, whole.detach().to(dtype, copy=True)
+            yield name, whole.detach().to(dtypes.get(parameter) or whole.dtype, copy=True)
 
     def discard(self) -> None:
         super().discard()

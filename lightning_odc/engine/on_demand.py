@@ -242,8 +242,6 @@ class OnDemandEngine(Engine):
     def claims(
         self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False
     ) -> Iterator[tuple[int, int]]:
-        if self.world_size == 1:
-            return super().claims(place, costs, trains=trains)
         return stealing.claims(self.protocol, costs, trains, self._sample_group if trains else None)
 
     @contextmanager

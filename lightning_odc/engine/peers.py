@@ -219,7 +219,7 @@ class Peers:
             microbatch = transport.load(rank, Word.MICROBATCH)
             doing = Doing.of(transport.load(rank, Word.DOING))
             text = _ACTIVITY_TEXT[doing.activity].format(unit=self._units[doing.unit].name)
-            step = f"version {max(version, 1)}, microbatch {microbatch}"
+            step = f"version {version}, microbatch {microbatch}"
             lines.append(f"  {name}: {step}, {text} for {doing.seconds:.1f} s")
         return "\n".join(lines)
 

@@ -60,7 +60,7 @@ def prove(protocol: Protocol) -> None:
             protocol.transport.store(window.word, 0)
             window.shards.zero_()  # padding is not written any more
             window.gathers = 0
-        protocol.transport.store(Word.VERSION, 0)
+        protocol.transport.store(Word.VERSION, first_version)
         by_rank = _meet(protocol, "", next(filter(None, troubles), ""))
     finally:
         waiter.timeout = timeout

@@ -140,6 +140,7 @@ class Protocol(RankState):
         """Make and attach the windows; all ranks together."""
         self.transport.open(self.spec)
         self.peers.begin(Activity.COMPUTE)
+        self.transport.store(Word.VERSION, self.version)
         self.windows = [
             UnitWindow(self, index, spec, self.spec.sources, Word.COUNT + len(self._units) + index)
             for index, spec in enumerate(self._units)

@@ -131,12 +131,8 @@ class WorkQueues:
         """Measured seconds per cost; ranks that have measured nothing yet count as average."""
         words = [self._transport.load(peer, Word.RATE) for peer in range(len(self._costs))]
         rates: list[float] = [struct.unpack("<d", struct.pack("<q", word))[0] for word in words]
-        if rates[rank]:
-            return rates[rank]
-        known = [rate for rate in rates if rate > 0]
-        if not known:
-            return 1.0
-        return sum(known) / len(known)
+        known = [rate for rate in rates if rate] or [1.0]
+        return rates[rank] or sum(known) / len(known)
 
     @contextmanager
     def _locked(self, owner: int) -> Iterator[Queue]:

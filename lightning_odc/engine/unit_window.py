@@ -255,24 +255,27 @@ class UnitWindow:
         owner = window.owner
         rank = self._transport.job_rank
         describe = self._transport.describe
-        unit = f"unit {self.spec.name!r} (version {state.version})"
 
-        def until(ready: Callable[[], bool], cause: Cause, what: str, peer: int | None = None) -> None:
-            activity = Activity.GATHER if cause == Cause.READ else Activity.NETWORK
+        def until(word: Callable[[], int], activity: Activity, cause: Cause, what: str) -> None:
             state.peers.begin(activity, self.index)
-            state.waiter.until(ready, cause, lambda: what, peer, lambda: state.peers.check_not_left(owner))
+            state.waiter.until(
+                lambda: word() >= state.version,
+                cause,
+                lambda: f"waiting {what}",
+                rank(owner) if cause == Cause.READ else None,
+                lambda: state.peers.check_not_left(owner),
+            )
 
-        read = f"waiting to read {unit} from {describe(owner)}"
-        if state.nodes == 1:
-            until(lambda: window.version() >= state.version, Cause.READ, read, rank(owner))
-        else:
-            # The owner publishes its own shard, then the shards of other nodes come. Words begin at 0, versions at 1.
-            version = self._transport.watch(owner, Word.VERSION)
-            until(lambda: max(version(), 1) >= state.version, Cause.READ, read, rank(owner))
-            shared = f"waiting for {unit} from other nodes"
+        unit = f"unit {self.spec.name!r} (version {state.version})"
+        published = window.version
+        if state.nodes > 1:  # the owner publishes its own shard, then the shards of other nodes come
+            published = self._transport.watch(owner, Word.VERSION)
+        until(published, Activity.GATHER, Cause.READ, f"to read {unit} from {describe(owner)}")
+        if state.nodes > 1:
+            shared = f"for {unit} from other nodes"
             if owner != self._transport.rank:
                 shared += f" through {describe(owner)}"
-            until(lambda: window.version() >= state.version, Cause.NETWORK, shared)
+            until(window.version, Activity.NETWORK, Cause.NETWORK, shared)
         found = window.version()
         if found != state.version:
             raise DisagreementError(

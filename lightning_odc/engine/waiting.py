@@ -138,7 +138,7 @@ class HangReport:
         self.path = None if directory is None else directory / f"rank{rank}.txt"  # None: to stderr alone
         self._rank = rank
         self._thread: threading.Thread | None = None
-        self._stop = threading.Event()
+        self._stop: threading.Event  # from `start` on
 
     def start(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
         """Begin to look."""
@@ -149,8 +149,8 @@ class HangReport:
 
     def stop(self) -> None:
         """Look no longer. Idempotent; from the thread that called `start`."""
-        self._stop.set()
         if self._thread is not None:
+            self._stop.set()
             self._thread.join()
         self._thread = None
 
