@@ -155,7 +155,8 @@ class Peers:
             )
 
     def check_not_past(self, *peers: int) -> None:
-        """Find out whether these peers can still come to this place. See Note [Who has left]."""
+        """Find out whether these peers, by default all, can still come to this place. See Note [Who has left]."""
+        peers = peers or tuple(self._others)
         self.check_not_left(*peers)
         ended = self._transport.load(self._transport.rank, Word.ENDS)
         for peer in peers:

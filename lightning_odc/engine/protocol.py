@@ -261,8 +261,7 @@ class Protocol(RankState):
         self.transport.post(box, message)
         self.transport.store(Word.MEETING, self._meetings)
         place = f"at meeting {self._meetings} ({kind})"
-        everybody = range(self.transport.world_size)
-        self.await_all(Word.MEETING, self._meetings, place, lambda _: self.peers.check_not_past(*everybody))
+        self.await_all(Word.MEETING, self._meetings, place, lambda _: self.peers.check_not_past())
         messages = [
             message if peer == self.transport.rank else self.transport.fetch(peer, box)
             for peer in range(self.transport.world_size)

@@ -115,6 +115,12 @@ class FakeDevice:
     def stream(self) -> Hashable:
         return self._current
 
+    @contextmanager
+    def on_another_stream(self) -> Iterator[None]:
+        with self.on(2):
+            self.wait_for(0)
+            yield
+
     def wait_for(self, stream: Hashable) -> None:
         assert isinstance(stream, int)
         if stream != self._current:

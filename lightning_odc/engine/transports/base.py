@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -205,6 +206,10 @@ class Transport(ABC):
         """Add row ``r`` to the accumulator of rank ``r``, from element ``start`` on; only where no locks are needed."""
         # ``rows``: ``[world_size, numel]``, each row contiguous.
         raise NotImplementedError("this transport adds under locks")
+
+    def on_another_stream(self) -> AbstractContextManager[None]:
+        """A context in which work of the device goes to another stream, behind what was asked of the current one."""
+        return nullcontext()
 
     def drain(self) -> Callable[[], bool]:
         """An object that tells whether all reads, adds and writes that this rank has requested so far are done."""

@@ -17,7 +17,8 @@ import os
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -123,6 +124,9 @@ class CudaTransport(SharedMemoryTransport):
         offset = first + start * dtype.itemsize
         self._device.add_rows(offset, dtype, rows)
         self._streams.add(self._device.stream())
+
+    def on_another_stream(self) -> AbstractContextManager[None]:
+        return self._device.on_another_stream()
 
     def drain(self) -> Callable[[], bool]:
         if self._announcer is not None:
@@ -283,6 +287,14 @@ class SymmetricDevice:
 
     def stream(self) -> Hashable:
         return torch.cuda.current_stream(self._device)
+
+    @contextmanager
+    def on_another_stream(self) -> Iterator[None]:
+        """A context with a stream of high priority, as those of ``fully_shard``, behind the current one."""
+        stream = torch.cuda.Stream(self._device, priority=-1)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            yield
 
     def wait_for(self, stream: Hashable) -> None:
         """Let the current stream wait for all work on ``stream`` so far."""
