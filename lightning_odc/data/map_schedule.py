@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from lightning_odc.balance import Cost
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import Lengths
-from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Rereader, StealableWork, Task
-from lightning_odc.data.plan import EpochPlan, MinibatchPlan, Recipe, World
+from lightning_odc.data.minibatch import Minibatch, Rereader, StealableWork, Task
+from lightning_odc.data.plan import EpochPlan, MinibatchPlan, Recipe, World, facts_of
 from lightning_odc.data.position import Order
 from lightning_odc.data.ran import Ran
 from lightning_odc.data.reader import Assignment, SampleReader, WorkerOptions, torch_loader
@@ -122,16 +122,9 @@ class MapSchedule:
         if not recipe.counts_alike:  # else nothing may cut it
             samples = Rereader(indices, partial(self._read_again, epoch), self._typical)
         lengths = self._lengths.values[indices]
-        collation = self.epochs.planner.collation
-        tokens = None  # where rows are equally long anyway, nothing shows that lengths count tokens
-        if collation.fixed is None:
-            tokens = int(lengths.sum())
         seed = (recipe.options.seed, epoch, indices[0], 1)
-        detail = MicrobatchFacts(collation.rows(lengths), seed, samples, tokens=tokens)
-        planned = None
-        if recipe.counts_as_planned:
-            planned = recipe.sample_weights(lengths)
-        return self._ran.counted(Task(batch, weight, detail), indices, planned, partial(self._read, epoch))
+        task = Task(batch, weight, facts_of(self.epochs.planner.collation, lengths, seed, samples))
+        return self._ran.counted(task, indices, lengths, recipe, partial(self._read, epoch))
 
     @cached_property
     def _typical(self) -> tuple[int, int]:

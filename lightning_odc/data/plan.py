@@ -48,7 +48,7 @@ from lightning_odc.balance.evaluate import relative_costs
 from lightning_odc.balance.learnt import MeasuredCost
 from lightning_odc.balance.search import longest_first
 from lightning_odc.data.lengths import Lengths
-from lightning_odc.data.minibatch import LoaderFacts, Minibatch, Task
+from lightning_odc.data.minibatch import LoaderFacts, MicrobatchFacts, Minibatch, Rereader, Task
 from lightning_odc.data.weighting import LabelCounter
 
 Weighting = Literal["auto", "label", "token", "next_token", "sample", "sum"]
@@ -391,6 +391,16 @@ class MinibatchPlan:
         content = repr((microbatches, weights)).encode()
         digest = hashlib.sha256(content).hexdigest()[:12]
         return cls(microbatches, weights, f"{name}, plan {digest}")
+
+
+def facts_of(
+    collation: Collation, lengths: Ints, seed: tuple[int, ...], samples: Rereader | None = None
+) -> MicrobatchFacts:
+    """What is known of a microbatch of samples of these lengths."""
+    tokens = None  # where rows are equally long anyway, nothing shows that lengths count tokens
+    if collation.fixed is None:
+        tokens = int(lengths.sum())
+    return MicrobatchFacts(collation.rows(lengths), seed, samples, tokens=tokens)
 
 
 def dealt_out(samples: list[int], num_ranks: int, size: int) -> Plan:

@@ -24,8 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_odc.balance.arrays import Floats
+from lightning_odc.balance.arrays import Floats, Ints
 from lightning_odc.data.minibatch import LoaderFacts, Task
+from lightning_odc.data.plan import Recipe
 from lightning_odc.data.probe import Probe, counts_in
 
 Read = Callable[[list[int]], Any]
@@ -39,13 +40,14 @@ class Ran:
     rows: Hashable = None  # the name of a size, see `counts_in`
     stand_in: int | None = None  # the position of a short sample that is not left out
 
-    def counted(self, task: Task, indices: Sequence[int], planned: Floats | None, read: Read) -> Task:
+    def counted(self, task: Task, indices: Sequence[int], lengths: Ints, recipe: Recipe, read: Read) -> Task:
         """A microbatch that was read, and what it counts; or the stand-in if nothing is left of it.
 
         Args:
             task: The microbatch, with what is planned.
             indices: The positions of its samples.
-            planned: What each of them was planned to count; ``None`` where the microbatch counts as it is.
+            lengths: Their lengths.
+            recipe: What they are planned to count.
             read: Makes a batch of the samples at some positions.
         """
         assert task.detail is not None
@@ -54,8 +56,8 @@ class Ran:
         if samples == 0 and self.stand_in is not None:
             return Task(read([self.stand_in]), 0.0, detail)
         weight = task.weight
-        if planned is not None and samples not in (None, len(planned)):
-            weight *= self._part(samples or 0, indices, planned, read)
+        if recipe.counts_as_planned and samples not in (None, len(indices)):
+            weight *= self._part(samples or 0, indices, recipe.sample_weights(lengths), read)
         return Task(task.microbatch, weight, detail)
 
     def samples(self, batch: Any) -> int | None:

@@ -27,8 +27,8 @@ from lightning_odc.balance.collation import PACKED
 from lightning_odc.data.collation import collation_of
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction, Lengths, length_function
-from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch, Task
-from lightning_odc.data.plan import MinibatchPlan, Recipe, World
+from lightning_odc.data.minibatch import Minibatch, Task
+from lightning_odc.data.plan import MinibatchPlan, Recipe, World, facts_of
 from lightning_odc.data.position import Order
 from lightning_odc.data.probe import Collate, look
 from lightning_odc.data.ran import Ran, ran_of
@@ -167,15 +167,9 @@ class StreamSchedule(IterableDataset[Minibatch]):
             for number, indices in enumerate(plan.microbatches[self._rank]):
                 seed = options.seed, self._epoch, step, indices[0]
                 seed_rng(*seed)
-                rows = recipe.info.collation.rows(lengths[indices])
-                total = None
-                if recipe.info.collation.fixed is None:
-                    total = int(lengths[indices].sum())
-                detail = MicrobatchFacts(rows, (*seed, 1), tokens=total)
-                planned = None
-                if recipe.counts_as_planned:
-                    planned = recipe.sample_weights(lengths[indices])
-                task = self._ran.counted(Task(read(indices), weights[number], detail), indices, planned, read)
+                own = lengths[indices]
+                task = Task(read(indices), weights[number], facts_of(recipe.info.collation, own, (*seed, 1)))
+                task = self._ran.counted(task, indices, own, recipe, read)
                 if task.microbatch is not None or recipe.counts_alike:  # else nothing is left on any rank
                     tasks.append(task)
         return recipe.minibatch(tasks, plan.text)
