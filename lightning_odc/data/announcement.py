@@ -70,7 +70,7 @@ def _cost(options: BatchOptions, learns: bool) -> str:
 def _expectation(loader: BalancedDataLoader) -> str:
     if loader.info.whole:
         return "Expected: the padding of your batches, and fewer waits; DeviceIdleMonitor measures them."
-    gain = loader.planned_gain(loader.info)
+    gain = loader.planned_gain()
     if gain is None:
         return "Expected: not known before the stream is read; DeviceIdleMonitor measures it."
     return gain.described(loader.options.minibatch_size)

@@ -193,12 +193,11 @@ class BalancedDataLoader:
             self._schedule = None
         self.info = replace(info, fit_begins=False)
 
-    def planned_gain(self, info: RunInfo) -> Gain | None:
-        """What plans gain in a run like this, over batches as they come; ``None`` for a stream. It changes nothing."""
-        if self.is_stream:
+    def planned_gain(self) -> Gain | None:
+        """What plans gain over batches as they come; ``None`` for a stream."""
+        schedule = self._prepare()
+        if isinstance(schedule, StreamSchedule):
             return None
-        schedule = self._prepare() if info == self.info else self._new_schedule(info)
-        assert isinstance(schedule, MapSchedule)
         size = self.options.samples_per_batch
         in_order = self.lengths.values[schedule.epochs.order(0)]
         as_they_come = self._find_collation(packs=False) or PACKED
@@ -215,7 +214,7 @@ class BalancedDataLoader:
         Of a stream, the samples are those of the first minibatches; one that can be read only once is refused.
         """
         if not self.is_stream:
-            return self._probe(self._packs(self.info), with_samples=True)
+            return self._probe(self._packs, with_samples=True)
         dataset = with_own_rng(self._samples)
         with isolated_rng():
             seed_rng(self.options.seed)
@@ -252,23 +251,20 @@ class BalancedDataLoader:
     @property
     def collate(self) -> Collate:
         """What makes a microbatch of samples."""
-        return self._collate_fn(self._packs(self.info))
+        return self._collate_fn(self._packs)
 
     @property
     def collation(self) -> Collation | None:
         """What `collate` was found to make of a microbatch; ``None``: not known, and taken for packing."""
-        return self.collation_under(self.info)
-
-    def collation_under(self, info: RunInfo) -> Collation | None:
-        """The same in a run like this."""
         if self.is_stream:
             return None
-        return self._find_collation(self._packs(info))
+        return self._find_collation(self._packs)
 
-    def _packs(self, info: RunInfo) -> bool:
-        if info.packs is None:
+    @property
+    def _packs(self) -> bool:
+        if self.info.packs is None:
             return self.packing
-        return info.packs
+        return self.info.packs
 
     def _collate_fn(self, packs: bool) -> Collate:
         return PackingCollator(self._unpacked) if packs else self._unpacked
@@ -370,31 +366,27 @@ class BalancedDataLoader:
 
     def _prepare(self) -> Schedule:
         """The schedule for what is known, and the ranks there are now. It holds what was learnt, too, so it stays."""
-        if self._schedule is None or self._schedule.world != self._current_world(self.info):
-            self._schedule = self._new_schedule(self.info)
+        world = current_world(*(self.info.world or self._world))
+        if self._schedule is None or self._schedule.world != world:
+            self._schedule = self._new_schedule(world)
             if self._before_pass is None:  # else what was learnt is compared when all is decided
                 self._schedule.learning.load_state_dict(self._resumed)
         return self._schedule
 
-    def _current_world(self, info: RunInfo) -> World:
-        return current_world(*(info.world or self._world))
-
-    def _new_schedule(self, info: RunInfo) -> Schedule:
-        """Minibatches in a run like this."""
-        world = self._current_world(info)
-        collate_fn = self._collate_fn(self._packs(info))
+    def _new_schedule(self, world: World) -> Schedule:
+        info = self.info
         if self.is_stream:
             # A worker that plans is not told how long microbatches took.
             info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
             recipe = Recipe(self.options, info)
-            return StreamSchedule(self._samples, collate_fn, self._length_fn, recipe, world)
-        info = replace(info, collation=self.collation_under(info) or PACKED)
-        reader = SampleReader(self._samples, collate_fn, self.options.seed, self.lengths)
+            return StreamSchedule(self._samples, self.collate, self._length_fn, recipe, world)
+        info = replace(info, collation=self.collation or PACKED)
+        reader = SampleReader(self._samples, self.collate, self.options.seed, self.lengths)
         recipe = Recipe(self.options, info)
         ran = Ran()
         if not recipe.counts_alike:
             with suppress(Exception):  # as above
-                ran = ran_of(self._probe(self._packs(info)))
+                ran = ran_of(self._probe(self._packs))
         return MapSchedule(reader, ran, self.lengths, recipe, world)
 
     def find_place(self) -> Position:

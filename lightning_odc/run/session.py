@@ -183,10 +183,10 @@ class Session:
                 whole="",
             )
             self._decide_packing(loader)
+            loader.adapt(self.decided)
             if not loader.is_stream:  # streams are compared as they are read
                 facts = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest}"
-                collation = loader.collation_under(self._known)
-                compare(host.engine, f"{facts}; the collate_fn {collation}")
+                compare(host.engine, f"{facts}; the collate_fn {loader.collation}")
             self._decide_cutting(loader)
             loader.adapt(self.decided)
         self._find_rule(loader)
@@ -203,7 +203,7 @@ class Session:
         """Let batches stay whole where balancing would gain next to nothing."""
         if not self._must_gain:
             return
-        gain = loader.planned_gain(self._known)
+        gain = loader.planned_gain()
         if gain is None or gain.factor >= _WORTH_BALANCING:
             return
         self._known = replace(self._known, whole="fixed" if self._known.meets else "movable")
@@ -316,7 +316,7 @@ class Session:
         effect = "BalancedDataLoader cuts batches, and the loss may not allow it"
         if loader.options.batch_size is not None:
             effect = "Your batches stay whole"
-            gain = loader.planned_gain(self._known)
+            gain = loader.planned_gain()
             # Rows of a fixed length have the same padding in every plan.
             if gain is not None and gain.factor >= _WORTH_BALANCING and gain.balanced_padding < gain.padding:
                 effect += f", which keeps the padding ({gain.padding:.0%} of the computed tokens)"
