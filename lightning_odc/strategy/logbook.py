@@ -180,7 +180,6 @@ class LogBook:
     def recording(self, module: LightningModule) -> Iterator[None]:
         """Record ``module.log`` (and so ``log_dict``) of this one module object."""
         log = module.log
-        signature = inspect.signature(log)
 
         def record(name: str, value: Value | Metric, *args: Any, **options: Any) -> None:
             has_several = isinstance(value, Tensor) and value.numel() != 1
@@ -188,7 +187,6 @@ class LogBook:
                 log(name, value, *args, **options)  # which refuses it
                 return
             options |= zip(_ARGUMENTS, args, strict=False)
-            signature.bind(name, value, **options)  # refuses a word that it does not know
             self._record(name, value, options, module)
 
         with replaced_log(module, record):

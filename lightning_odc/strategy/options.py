@@ -169,21 +169,6 @@ class Options:
             rank_zero_warn(f"ODCStrategy({', '.join(given)}) has no effect {where}.")
 
 
-def offloading_backend(given: str | None) -> str:
-    """The backend of the process group where GPUs compute and shards are in host memory (``cpu_offload``)."""
-    if given is None:
-        return "cpu:gloo,cuda:nccl"
-    if given in ("gloo", "mpi") or "cpu:" in given:
-        return given
-    # The norm for clipping, the loss scale and full checkpoints are sums and copies over tensors in host memory,
-    # which NCCL does not know.
-    raise ValueError(
-        f'ODCStrategy(cpu_offload=True) on GPUs with a process group of "{given}" cannot clip gradients or save full '
-        'checkpoints: it has nothing for tensors in host memory. Write process_group_backend="cpu:gloo,cuda:nccl", or '
-        "leave it out."
-    )
-
-
 def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> None:
     """Refuse a plugin that would not be used."""
     if state_dict_type == "sharded" and type(checkpoint_io) is not WholeCheckpointIO:

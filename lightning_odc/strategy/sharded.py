@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
@@ -44,6 +43,9 @@ from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import fork_launcher
 from lightning_odc.strategy.precision import ODCPrecision
 from lightning_odc.strategy.resuming import agree_with_loader
+
+#: Of the process group where GPUs compute and shards are in host memory.
+OFFLOADING_BACKEND = "cpu:gloo,cuda:nccl"
 
 
 class ShardedStrategy(AttachingStrategy, FSDPStrategy):
@@ -94,12 +96,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        if plugin is not None and not isinstance(plugin, FSDPPrecision):
-            raise TypeError(
-                f"ODCStrategy works with Lightning's FSDP precision, got {plugin!r}. Write Trainer(precision=...) "
-                "instead of a plugin."
-            )
-        if plugin is not None and not isinstance(plugin, ODCPrecision):
+        if isinstance(plugin, FSDPPrecision) and not isinstance(plugin, ODCPrecision):
             plugin = ODCPrecision(plugin.precision, self._device_type())
         # Into its own place: the trainer looks there for what a strategy was made with.
         cast(property, FSDPStrategy.precision_plugin).__set__(self, plugin)
@@ -126,11 +123,11 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
 
     def setup_environment(self) -> None:
         options.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
-        if self.cpu_offload.offload_params and self._device_type() != "cpu":
-            backend = self.process_group_backend
-            if dist.is_initialized():
-                backend = dist.get_backend_config()
-            _compat_lightning.set_process_group_backend(self, options.offloading_backend(backend))
+        offloads = self.cpu_offload.offload_params and self._device_type() != "cpu"
+        if offloads and self.process_group_backend in (None, "nccl"):
+            # The norm for clipping, the loss scale and full checkpoints are sums and copies over tensors in host
+            # memory, which NCCL does not know.
+            _compat_lightning.set_process_group_backend(self, OFFLOADING_BACKEND)
         with self._starting(self._device_type()):
             super().setup_environment()
         self._mesh = None

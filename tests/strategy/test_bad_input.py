@@ -59,7 +59,7 @@ UNKNOWN: list[tuple[dict[str, Any], str]] = [
     ({"mixed_precision": "bf16"}, r'Trainer\(precision="bf16-mixed"\)'),
 ]
 MISTYPED: list[tuple[dict[str, Any], str]] = [
-    ({"precision_plugin": MixedPrecision("bf16-mixed", "cpu")}, r"Write Trainer\(precision=...\)"),
+    ({"precision_plugin": MixedPrecision("bf16-mixed", "cpu")}, "FSDPPrecision"),
     ({"sync_module_states": True, "ignored_modules": []}, "not know ignored_modules, sync_module_states"),
     ({"balanse": "lb_mini"}, r"^ODCStrategy does not know balanse=\. Did you mean balance=\?$"),
     ({"max_token": 8, "comunication": 1}, r"comunication=\. Did you mean communication=\? .*max_tokens=\?$"),
@@ -112,7 +112,7 @@ def test_arguments_without_effect():
     strategy = ODCStrategy(precision_plugin=plugin)
     found = trainer(1, strategy=strategy).precision
     assert found == "bf16-mixed"
-    with pytest.raises(TypeError, match=r"Write Trainer\(precision=...\)"):
+    with pytest.raises(TypeError, match="FSDPPrecision"):
         ODCStrategy().precision_plugin = HalfPrecision()
 
 

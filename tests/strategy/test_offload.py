@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_odc import ODCStrategy, _compat_lightning
 from lightning_odc.sharding.checkpoints import optimizer_state
-from lightning_odc.strategy.options import offloading_backend
 from lightning_odc.strategy.precision import ODCPrecision
+from lightning_odc.strategy.sharded import OFFLOADING_BACKEND
 from tests.support.ranks import on_ranks
 
 GPUS = [torch.device("cuda", index) for index in range(2)]
 #: As the default, with gloo in the place of NCCL, which needs a GPU.
-LIKE_THE_DEFAULT = offloading_backend(None).replace("nccl", "gloo")
+LIKE_THE_DEFAULT = OFFLOADING_BACKEND.replace("nccl", "gloo")
 
 
 def _offloaded(local: Tensor, mesh: DeviceMesh) -> DTensor:
@@ -85,24 +85,6 @@ def test_the_process_group_is_chosen_where_shards_are_offloaded(monkeypatch):
     for own in ("gloo", "cpu:gloo,cuda:gloo"):
         options = {"parallel_devices": GPUS, "cpu_offload": True, "process_group_backend": own}
         assert _started_with(monkeypatch, **options) == own
-    with pytest.raises(ValueError, match=r'Write process_group_backend="cpu:gloo,cuda:nccl"'):
-        ODCStrategy(parallel_devices=GPUS, cpu_offload=True, process_group_backend="nccl").setup_environment()
+    options = {"parallel_devices": GPUS, "cpu_offload": True, "process_group_backend": "nccl"}
+    assert _started_with(monkeypatch, **options) == "cpu:gloo,cuda:nccl"
     assert callable(_compat_lightning._lightning_distributed._destroy_dist_connection)
-
-
-@on_ranks(1, alone=True)
-@pytest.mark.parametrize("backend", ["gloo", "cuda:gloo"])
-def test_a_process_group_that_is_there_already_is_looked_at(rank, backend):
-    dist.init_process_group(backend)
-    strategy = ODCStrategy(parallel_devices=GPUS, cpu_offload=True)
-    try:
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(FSDPStrategy, "setup_environment", lambda self: None)
-            if backend == "gloo":
-                strategy.setup_environment()
-                assert str(strategy.process_group_backend) == "cpu:gloo,cuda:gloo"
-            else:
-                with pytest.raises(ValueError, match='of "cuda:gloo" cannot clip gradients'):
-                    strategy.setup_environment()
-    finally:
-        dist.destroy_process_group()
