@@ -1,4 +1,4 @@
-"""What stands around the callbacks of a trainer, and what they get of a `Minibatch`.
+"""What stands around the callbacks of a trainer.
 
 Note [Who has left]
 ~~~~~~~~~~~~~~~~~~~
@@ -11,17 +11,15 @@ never be published (`Peers.check_not_left`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, ThroughputMonitor
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_odc import _compat_lightning
 from lightning_odc.attached import Attached
-from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.sample_group import SampleGroup
 
@@ -99,24 +97,3 @@ def meeting_before_batches(trainer: Trainer, sample_group: SampleGroup) -> Abstr
         broadcast()
 
     return _compat_lightning.in_place_of_broadcasts(trainer, meet)
-
-
-@contextmanager
-def counted_by_microbatch(callbacks: Iterable[Callback]) -> Iterator[None]:
-    """Let what users give Lightning's `ThroughputMonitor` get one microbatch at a time, inside this context."""
-    with ExitStack() as after:
-        for monitor in callbacks:
-            if isinstance(monitor, ThroughputMonitor):
-                for name in ("batch_size_fn", "length_fn"):
-                    count = getattr(monitor, name)
-                    if count is not None:
-                        after.callback(setattr, monitor, name, count)
-                        setattr(monitor, name, partial(_count_all, count))
-        yield
-
-
-def _count_all(count: Callable[[object], int], batch: object) -> int:
-    """The count of a batch, or of all microbatches in it."""
-    if not isinstance(batch, Minibatch):
-        return count(batch)
-    return sum(map(count, batch)) or 1  # not 0: the monitor refuses a batch without samples

@@ -107,9 +107,8 @@ def _reason_against_stream(
     return _EQUAL if length_of == EQUALLY_LONG else ""
 
 
-def in_words(error: ValueError, balance: str | None) -> str:
+def in_words(error: ValueError) -> str:
     """Why a loader could not be converted, and the line to write."""
-    if not isinstance(error, LengthsUnknownError):
-        return str(error)
-    policy = "" if balance == "auto" else f'balance="{balance}", '
-    return f"{error.reason} Write\n    ODCStrategy({policy}length_fn={EXAMPLE})"
+    if isinstance(error, LengthsUnknownError):
+        return f"{error.reason} Write\n    ODCStrategy(length_fn={EXAMPLE})"
+    return str(error)

@@ -36,7 +36,6 @@ from lightning_odc.sharding.initialize import check_filled
 from lightning_odc.sharding.stepping import by_lists
 from lightning_odc.sharding.wrapping import WrapPolicy, refuse_layers
 from lightning_odc.strategy.callbacks import (
-    counted_by_microbatch,
     first_and_last,
     meeting_before_batches,
 )
@@ -255,9 +254,9 @@ class ODCStrategy(ReducingStrategy):
                 self._on_teardown.callback(setattr, metric, "dist_sync_fn", None)
         if fitting:
             self._setup_averages(trainer)
-        callbacks = _compat_lightning.callbacks_of(trainer)
-        self._on_teardown.enter_context(counted_by_microbatch(callbacks))
-        ends = first_and_last(callbacks, attached, self.on_exception, self._end_epoch)
+        ends = first_and_last(
+            _compat_lightning.callbacks_of(trainer), attached, self.on_exception, self._end_epoch
+        )
         self._on_teardown.enter_context(ends)
         self.barrier()
         if fitting:

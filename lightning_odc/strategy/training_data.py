@@ -139,7 +139,7 @@ class TrainingData:
                 self._fold(balanced, getattr(dataloader, "dataset", ()))
                 return balanced
         except (ChosenSamplesError, LengthsUnknownError) as error:
-            reason = decisions.in_words(error, self._options.balance)
+            reason = decisions.in_words(error)
             if not is_auto:
                 raise type(error)(reason) from None
         rank_zero_warn(

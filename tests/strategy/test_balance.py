@@ -493,7 +493,7 @@ OWN = {"use_distributed_sampler": False}
 WEIGHTED = WeightedRandomSampler([1.0] * 24, 24)
 GROUPS = r"chooses which samples go together.*DataLoader\(dataset, batch_size="
 STOLEN = 'balance="steal" reads the samples of other ranks by index.*write balance="lb_mini"'
-UNKNOWN = r'Write\n    ODCStrategy\(balance="lb_mini", length_fn=lambda sample'
+UNKNOWN = r"Write\n    ODCStrategy\(length_fn=lambda sample"
 #: Options of the loader, those of the strategy, and what is said.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "too long": ({}, {"max_tokens": 20}, "23 has 25 tokens, more than max_tokens=20.*write max_tokens=25"),

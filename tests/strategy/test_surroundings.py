@@ -91,7 +91,10 @@ ARGUMENTS += [f"--trainer.{name}=false" for name in QUIET]
 @on_ranks(2)
 def test_loggers_bars_and_monitors(rank, tmp_path):
     loggers = [cls(tmp_path, name=cls.__name__, version="") for cls in (CSVLogger, TensorBoardLogger)]
-    throughput = ThroughputMonitor(lambda batch: batch.size(0), length_fn=Tensor.numel)
+    throughput = ThroughputMonitor(
+        lambda minibatch: sum(map(len, minibatch)) or 1,
+        length_fn=lambda minibatch: sum(map(Tensor.numel, minibatch)) or 1,
+    )
     stopping = EarlyStopping("val_one", patience=1, mode="max")  # it stays 1
     own = [BAR(), LearningRateMonitor("step"), ModelSummary(2), throughput, stopping]
     options = {"default_root_dir": tmp_path, "max_epochs": 5, "log_every_n_steps": 1}
