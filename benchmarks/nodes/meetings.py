@@ -31,6 +31,8 @@ BACK_ENDS = {"libuv": True, "threads": False}
 _PATIENCE = timedelta(minutes=10)
 #: Connections that a process begins side by side: where a name server is slow, some take seconds.
 _AT_ONCE = 32
+#: With more leaders, the store of threads takes minutes.
+_MOST_OF_THREADS = 256
 #: Times that leaders come to meetings, all together.
 _MOST_VISITS = 1000
 _HOST = "127.0.0.1"
@@ -138,6 +140,8 @@ def measure(options: dict[str, Any]) -> list[dict[str, Any]]:
         for name, use_libuv in BACK_ENDS.items():
             keeper = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, use_libuv=use_libuv)
             for row in rows[:-1]:
+                if not use_libuv and row["leaders"] > _MOST_OF_THREADS:
+                    continue
                 row[name] = of_all(pool, lead, keeper.port, row["leaders"], options)
                 if use_libuv and row["leaders"] <= options["most_gathered"]:
                     row["all_gather"] = of_all(pool, gather, keeper.port, row["leaders"], options)
