@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_odc.arguments import allows, examples
-from lightning_odc.files import check_directory
 
 #: What trainers of experiments leave out.
 QUIET: dict[str, Any] = dict.fromkeys(
@@ -123,10 +122,8 @@ def flag(name: str) -> str:
 
 
 def prepare_output(folder: Path) -> None:
-    """Create the output folder and write to it once, so that a long run does not end in an error."""
-    trouble = check_directory(folder)
-    if trouble:
-        raise OptionError(f"--output {folder}: {trouble}")
+    """Create the output folder, so that a long run does not end in an error."""
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

@@ -12,18 +12,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 
-def check_directory(directory: Path) -> str:
-    """Make the directory and write to it once; returns what went wrong, or nothing."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / f".probe-{os.getpid()}"
-        write_whole(probe, b"")
-        probe.unlink()
-    except OSError as error:
-        return str(error.strerror or error)
-    return ""
-
-
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that at every moment is either the old one or the new one. Several processes may write at once."""
     with replacing(path) as file:

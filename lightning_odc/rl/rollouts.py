@@ -105,7 +105,8 @@ class Rollouts(Sequence[Rollout]):
                 plan = self._planned(indices)
                 # Ranks compare their plans when they meet at the optimizer step.
                 if self.ranks.engine is not None:
-                    name = f"roll-outs, epoch {epoch}, minibatch {number}, plan {fingerprint(plan)}"
+                    digest = hashlib.sha256(repr(plan).encode()).hexdigest()
+                    name = f"roll-outs, epoch {epoch}, minibatch {number}, plan {digest[:12]}"
                     self.ranks.engine.ledger.plans.append(name)
                 yield self._microbatches(plan, indices)
 
@@ -123,12 +124,6 @@ class Rollouts(Sequence[Rollout]):
                 rollouts = [Rollout(token, 1, advantage=0.0, logprobs=[], ref_logprobs=[])]
             microbatches.append(Microbatch(rollouts, places, whole, packs, self.ranks.device))
         return microbatches
-
-
-def fingerprint(plan: Plan) -> str:
-    """A short text that is equal for equal plans."""
-    digest = hashlib.sha256(repr(plan).encode())
-    return digest.hexdigest()[:12]
 
 
 @checked

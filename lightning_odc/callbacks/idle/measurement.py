@@ -40,7 +40,7 @@ from lightning_odc.callbacks.idle.summary import (
     add_seconds,
     resolve,
 )
-from lightning_odc.callbacks.timeline.spans import Passage, machine
+from lightning_odc.callbacks.timeline.spans import Passage
 from lightning_odc.data.minibatch import (
     MicrobatchFacts,
     microbatches_of,
@@ -48,6 +48,7 @@ from lightning_odc.data.minibatch import (
     sample_count,
     token_count,
 )
+from lightning_odc.engine.transports.host import boot_id
 from lightning_odc.strategy.odc import ODCStrategy
 
 
@@ -243,7 +244,7 @@ class IdleMeasurement:
             )
         clock: str | None = None
         if _on_cpu(strategy):
-            clock = machine()
+            clock = boot_id()
         clocks = set(self._channel.agree(clock))
         self._common_clock = len(clocks) == 1 and clock is not None
 

@@ -71,9 +71,7 @@ class StepNumbers:
 
     @property
     def idle_fraction(self) -> float:
-        """Waiting as a part of the time; 0 of no time."""
-        if not self.seconds:
-            return 0.0
+        """Waiting as a part of the time."""
         return idle_fraction(self.busy, self.idle)
 
 

@@ -19,10 +19,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_odc import files
 from lightning_odc.arguments import Like, checked
 from lightning_odc.callbacks.timeline.chrome_trace import encode
-from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline, machine, with_collective_waits
+from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline, with_collective_waits
 from lightning_odc.data.minibatch import token_count
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.tracing import Tracer
+from lightning_odc.engine.transports.host import boot_id
 from lightning_odc.strategy.odc import ODCStrategy
 
 Steps = Annotated[range, Like("range(10, 13)", lambda steps: min(steps, default=-1) >= 0)]
@@ -268,7 +269,7 @@ class Recording(Tracer):
 
 def _beginning(world_size: int) -> int:
     """When the fit began, by this rank's clock, which ranks of a machine share. All ranks together."""
-    here = machine()
+    here = boot_id()
     now = (here, time.monotonic_ns())
     moments = [now] * world_size
     if world_size > 1:  # all have the message at nearly the same moment: that is the beginning

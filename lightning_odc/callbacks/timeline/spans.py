@@ -9,14 +9,12 @@ collectives in the same order, so the n-th on one rank is the n-th on the others
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lightning_odc.engine.tracing import Span
-from lightning_odc.engine.transports.host import boot_id
 from lightning_odc.metrics import idle_fraction
 
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "exchange"})
@@ -53,9 +51,7 @@ class RankTimeline:
 
     @property
     def idle_fraction(self) -> float:
-        """``idle_seconds / covered_seconds``, and 0 for an empty timeline."""
-        if not self.spans:
-            return 0.0
+        """``idle_seconds / covered_seconds``, and ``nan`` for an empty timeline."""
         idle = self.idle_seconds
         return idle_fraction(self.covered_seconds - idle, idle)
 
@@ -92,8 +88,6 @@ class Timeline:
         """Idle time of all ranks over the time of all ranks."""
         known = sum(rank.covered_seconds for rank in self.ranks)
         idle = sum(rank.idle_seconds for rank in self.ranks)
-        if not known:
-            return 0.0
         return idle_fraction(known - idle, idle)
 
 
@@ -138,11 +132,3 @@ class Passage(NamedTuple):
     entered: int
     left: int
     ahead: int = 0  # nanoseconds from its coming to the moment from which on it waited for the others
-
-
-def machine() -> str:
-    """An id that all processes share that have the same monotonic clock, containers included."""
-    try:
-        return boot_id()
-    except OSError:
-        return socket.gethostname()
