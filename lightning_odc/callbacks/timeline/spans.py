@@ -123,9 +123,6 @@ def covered(stretches: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-# -- clocks ---------------------------------------------------------------------------------------------------
-
-
 class Passage(NamedTuple):
     """The moments at which a rank entered and left an exchange or a collective, in nanoseconds of its own clock."""
 
