@@ -51,7 +51,9 @@ import lightning_odc.pytorch_lightning
     [
         (ONE_NAME, "No module named 'pytorch_lightning.nothing_of_this_name'"),
         (OTHERS, "    import lightning_odc.pytorch_lightning"),
-        (FIRST, "ImportError: `lightning_fabric` has been imported before"),
+        pytest.param(
+            FIRST, "ImportError: `lightning_fabric` has been imported before", marks=pytest.mark.slow
+        ),
     ],
     ids=["one name", "explains", "explains where it was first, and is too late"],
 )
