@@ -73,7 +73,7 @@ def shares(rank: int | None, counts: tuple[int, ...] = COUNTS) -> list[Minibatch
     return [Minibatch(token_batches(lengths, seed=step)[start:end]) for step in range(STEPS)]
 
 
-def run(rank: int, counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
+def run(rank: int, counts: tuple[int, ...] = COUNTS, **hooks: Any) -> dict[str, Any]:
     """Reads the counter of this host's interface after every step."""
     sent: list[int] = []
 
@@ -84,7 +84,7 @@ def run(rank: int, counts: tuple[int, ...] = COUNTS) -> dict[str, Any]:
     def look(own: Any) -> None:
         own.found = {"parameters": full_parameters(own), "traffic": own.trainer.strategy.engine.traffic}
 
-    own = doing(module(), on_train_batch_end=count, on_train_end=look)
+    own = doing(module(), on_train_batch_end=count, on_train_end=look, **hooks)
     trainer(2, num_nodes=2).fit(own, loader(shares(rank, counts)))
     return {
         "host": socket.gethostname(),
@@ -101,9 +101,8 @@ def _train(rank: int, hosts: Hosts) -> list[dict[str, Any]]:
 
 def _train_on_lossy_links(rank: int, hosts: Hosts) -> dict[str, Any]:
     start_on(hosts, rank)
-    if rank == 0:
-        hosts.limit(50, queue="10kb")
-    found = run(rank) | {"lost": hosts.packets_lost()}
+    limit = lambda _: rank or hosts.limit(50, queue="10kb")  # noqa: E731
+    found = run(rank, on_train_start=limit) | {"lost": hosts.packets_lost()}
     dist.barrier()
     if rank == 0:
         hosts.limit(None)
