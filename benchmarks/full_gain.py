@@ -25,7 +25,6 @@ from lightning_odc.files import write_json
 from tests.docs.blocks import ROOT, blocks
 
 PAGE = ROOT / "docs" / "full-gain.md"
-FIRST_SCREENS = (ROOT / "README.md", ROOT / "docs" / "index.md")
 DATA = ROOT / "docs" / "data" / "full-gain.json"
 SHARDED = "fsdp"
 SINGLE = "single"
@@ -152,11 +151,10 @@ def measure(rounds: int) -> dict[str, Any]:
     return {"rounds": rounds, "steps": steps}
 
 
-def tables(measured: dict[str, Any]) -> list[Table]:
-    """What the page shows, and the first screens: the same run."""
+def table(measured: dict[str, Any]) -> Table:
+    """What the page shows."""
     first = measured["steps"][TIMED[0]]["seconds"]
     whole = []
-    short = []
     numbers = itertools.count(1)
     for step, row in measured["steps"].items():
         if step in (SHARDED, SINGLE):
@@ -175,16 +173,10 @@ def tables(measured: dict[str, Any]) -> list[Table]:
             shares.append(share)
         seconds = spread(row["seconds"])
         whole.append([name, WRITTEN[step], seconds, *shares, spread(ratios)])
-        short.append([WRITTEN[step], spread(row["seconds"]), *shares])
     seconds = f"seconds per epoch: median [least, most] of {measured['rounds']}"
-    heads = ("step", "you write", seconds, "waiting", "padding", "times as fast as step 1")
-    told = ("the same training on 2 CPU processes", seconds, "waiting", "padding")
+    heads = ("step", "you write", seconds, "waiting", "padding", "times as fast as step 1, median of ratios")
     whole_columns = [Column(head) for head in heads]
-    short_columns = [Column(head) for head in told]
-    return [
-        Table("full-gain", "From a plain project to the full gain", whole_columns, whole),
-        Table("staircase", "First screen", short_columns, short),
-    ]
+    return Table("full-gain", "From a plain project to the full gain", whole_columns, whole)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -195,12 +187,10 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     begin = time.monotonic()
     measured = measure(options.rounds)
-    whole, short = tables(measured)
+    whole = table(measured)
     if options.write:
         write_json(DATA, measured)
         write_into([PAGE], [whole])
-        for page in FIRST_SCREENS:
-            write_into([page], [short])
     minutes = (time.monotonic() - begin) / 60
     print(f"{whole.markdown()}\n\n{minutes:.1f} minutes")
 

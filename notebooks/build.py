@@ -3,7 +3,7 @@
 A source is a script in the percent format (cells begin with ``# %%``), which editors run cell by cell and which
 reviews well. A notebook is that script with the outputs of one run. ``make notebooks`` runs all of them, from top to
 bottom, in a new kernel and an empty folder, and leaves the results in ``build/notebooks``; ``make notebooks
-ARGS=--write`` also replaces the committed ones. Names pick some: ``make notebooks ARGS="03_balancing"``.
+ARGS=--write`` also replaces the committed ones. Names pick some: ``make notebooks ARGS="03_balancing_a_minibatch"``.
 
 ``ARGS=--text`` runs nothing: it renews all that is not code in the committed notebooks, and keeps their outputs.
 

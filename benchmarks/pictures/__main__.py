@@ -20,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 FOLDER = DOCS / "pictures"
 
 PICTURES: dict[str, Callable[[charts.Load], Canvas]] = {
-    "hero": timelines.hero,
+    "first-screen": timelines.first_screen,
     "speed-up": charts.speed_up,
     "idle": charts.idle,
     "causes": charts.causes,

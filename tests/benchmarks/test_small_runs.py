@@ -13,16 +13,13 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 
-from benchmarks import rl, traffic
+from benchmarks import first_screen, rl, traffic
 from benchmarks.command import OptionError
-from benchmarks.hero import minibatches
 from benchmarks.hosts import why_no_limit, why_not
 from benchmarks.idle.truth import expected
 from benchmarks.loss_curve import MODES, train, train_alone
 from benchmarks.nodes import copies, meetings
 from benchmarks.tables import Column, Table, write_into
-from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
-from lightning_odc.engine.tracing import Span
 
 UNITS = 5  # four layers and the rest
 
@@ -124,30 +121,24 @@ def test_waiting_by_arithmetic() -> None:
     assert found == [1.0, 0.0]
 
 
-def spans(kind: str, *limits: tuple[int, int]) -> list[Span]:
-    return [Span(kind, begin * 1_000_000, end * 1_000_000, {}) for begin, end in limits]
-
-
-def test_a_step_begins_with_its_first_rank_and_idle_is_a_share_of_all_ranks() -> None:
-    waiting = RankTimeline(
-        0, "here", spans("minibatch", (10, 60)) + spans("wait", (20, 30), (31, 40), (70, 80))
-    )
-    moved = spans("read", (25, 30)) + spans("add", (31, 40))
-    busy = RankTimeline(1, "here", spans("minibatch", (20, 110)) + spans("forward", (20, 50)) + moved)
-    timeline = Timeline([waiting, busy])
-    (step,) = minibatches(timeline)
-    assert step["seconds"] == pytest.approx(0.1)
-    assert step["idle"] == pytest.approx((10 + 9 + 10) / 200)
-    found = step["ranks"][0]["wait"]
-    assert found == [10.0, 30.0, 60.0, 70.0]
-    found = step["ranks"][1]
-    assert found == {
-        "forward": [10.0, 40.0],
-        "backward": [],
-        "optimizer": [],
-        "wait": [],
-        "bytes": [15.0, 30.0],  # the read and the add, joined
-    }
+def test_a_recorded_step_begins_with_its_first_rank(tmp_path: Path) -> None:
+    """Rank 1 begins 10 ms later. Under DDP, rank 0 has all gradients 20 ms before rank 1, and waits as long."""
+    ms = 1_000_000
+    for rank, (begin, complete) in enumerate([(100, 150), (110, 170)]):
+        seen = {
+            "steps": [(begin * ms, 180 * ms)],
+            "passes": [(begin * ms, (begin + 20) * ms, 0.25), (900 * ms, 950 * ms, 0.5)],
+            "waits": [(900 * ms, 950 * ms)],
+            "complete": [(complete - 5) * ms, complete * ms],
+        }
+        (tmp_path / f"{rank}.json").write_text(json.dumps(seen))
+    (step,) = first_screen.steps_of(tmp_path)
+    assert step["seconds"] == pytest.approx(0.08)
+    first, second = step["ranks"]
+    assert first == {"padding": [(15.0, 20.0)], "waiting": [(50.0, 70.0)]}
+    assert second == {"padding": [(25.0, 30.0)], "waiting": [(70.0, 70.0)]}
+    assert first_screen.share([step], "waiting") == pytest.approx(20 / 160)
+    assert first_screen.share([step], "padding") == pytest.approx(10 / 160)
 
 
 @pytest.mark.timeout(400)  # two groups of processes that import everything
