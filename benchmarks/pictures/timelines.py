@@ -29,9 +29,9 @@ def first_screen(load: Load) -> Canvas:
         top = 2 + block * place
         _write(canvas, top, name, way)
         _draw_step(canvas, axis, top, way)
-    tenths = range(0, int(10 * longest) + 1, 2)
-    ticks = {tenth / 10: f"{tenth / 10:.1f} s" for tenth in tenths}
-    axis.draw(canvas, ticks, (bottom, bottom + 5))
+    every = next(one for one in (0.1, 0.2, 0.5, 1, 2, 5) if longest <= 6 * one)
+    marked = [every * count for count in range(6) if every * count < 0.96 * longest]
+    axis.draw(canvas, {second: f"{second:g} s" for second in marked}, (bottom, bottom + 5))
     canvas.legend(bottom + 42, _LEGEND, left=_LEFT)
     return canvas
 
