@@ -33,7 +33,7 @@ __all__ = [
 
 _MARKERS = "osD^vP"
 _SHADES = (LIGHT_BLUE, BLUE)
-_WIDTH = 9.0
+_WIDTH = 8.0
 
 
 def lengths_figure(lengths: Sequence[int]) -> Figure:

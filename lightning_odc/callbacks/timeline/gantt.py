@@ -38,13 +38,13 @@ COMMUNICATION = {
 """Colours of the lower lane, where a rank moves bytes."""
 _LABELS = {"data": "between batches", "wait": "idle: waiting for others"}
 
-_WIDTH = 12.0  # inches
-_DPI = 120
+_WIDTH = 8.0  # inches: letters stay readable at the width of a page
+_DPI = 160
 # Offset from a row's middle, and height:
 _UPPER = (-0.40, 0.54)
 _LOWER = (0.16, 0.24)
 _ROW = (-0.40, 0.80)
-_LEGEND_COLUMNS = 6
+_LEGEND_COLUMNS = 4
 _LEAST_GAP = 1.5  # pixels below which neighbouring bars get no gap
 
 
