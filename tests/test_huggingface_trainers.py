@@ -509,7 +509,7 @@ def test_a_trainer_ends_in_the_parameters_and_losses_that_it_has_without_the_mix
     for one in found:
         assert one.distance(reference) < bound
         assert one.loss_distance(reference) < BOUND
-    say_whole = ["stay whole" in text for text in found[0].warnings]
+    say_whole = ["are left as they are" in text for text in found[0].warnings]
     if CASES[name].whole:
         assert say_whole == [True]
         assert [one.counts for one in found] == [[1] * 4] * 2

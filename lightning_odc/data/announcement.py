@@ -25,7 +25,7 @@ def brief(
 
 def _data(loader: BalancedDataLoader) -> str:
     if loader.is_stream:
-        return "a stream of samples; the collate_fn is tried with the first samples"
+        return "a stream of samples; the collate_fn is tested on the first samples"
     found = f"{len(loader.lengths):,} samples {_range(loader.lengths.values)}"
     if loader.collation is None:
         return (
@@ -52,7 +52,9 @@ def _plan(loader: BalancedDataLoader) -> str:
     recipe = loader.recipe
     if loader.info.whole:
         can_level = loader.options.batches > 1 and loader.info.whole == "movable"
-        return "your batches stay whole" + ("; ranks swap some of them, to be level" if can_level else "")
+        return "your batches are left as they are" + (
+            "; ranks swap some of them, to be level" if can_level else ""
+        )
     return f'policy "{recipe.policy}"; {_cost(loader.options, loader.learns)}'
 
 

@@ -153,7 +153,7 @@ def translated(start: Position, saved: Order, now: Order) -> Position:
     minibatches = math.ceil(samples / now.samples_per_minibatch)
     warnings.warn(
         f"The loader's state was saved with {saved.samples_per_minibatch} samples per minibatch on all ranks, now "
-        f"there are {now.samples_per_minibatch}: it goes on at the next minibatch that repeats no sample, and "
+        f"there are {now.samples_per_minibatch}: it continues at the next minibatch that repeats no sample, and "
         f"at most {minibatches * now.samples_per_minibatch - samples} samples of the epoch are left out. To train on "
         "all of them, resume from a checkpoint saved at the end of an epoch.",
         stacklevel=2,

@@ -177,7 +177,7 @@ class HangReport:
         while not self._stop.wait(min(self.after / _NAPS, _LONGEST_NAP)):
             waited = longest_wait()
             if told and waited < told:
-                sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training goes on.\n")
+                sys.stderr.write(f"lightning-odc: rank {self._rank}: the wait is over, training continues.\n")
                 self.after = max(self.after, 2 * told)
                 told = 0.0
             if waited >= max(self.after, 2 * told):

@@ -149,7 +149,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
 
     def _warn(self, reason: str) -> None:
         if self.is_world_process_zero():
-            warnings.warn(f"Your batches stay whole: {reason}.", stacklevel=2)
+            warnings.warn(f"Your batches are left as they are: {reason}.", stacklevel=2)
 
     # -- training -----------------------------------------------------------------------------------------
 

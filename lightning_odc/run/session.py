@@ -275,9 +275,9 @@ class Session:
         self.audit = None
         self._verdict = Verdict(None, contradiction, remedy="num_items")
         loader.adapt(self.decided)
-        effect = "BalancedDataLoader goes on to cut batches"
+        effect = "BalancedDataLoader continues to cut batches"
         if loader.options.batch_size is not None:
-            effect = "From the next minibatch on, your batches stay whole, as under DDP"
+            effect = "From the next minibatch on, your batches are left as they are, as under DDP"
         name = self.host.wording.step
         self.host.warn(
             f"In step {step}, batches are not weighed by what your loss is a mean over: {contradiction}. {name} may "
@@ -315,7 +315,7 @@ class Session:
         verdict = self._verdict
         effect = "BalancedDataLoader cuts batches, and the loss may not allow it"
         if loader.options.batch_size is not None:
-            effect = "Your batches stay whole"
+            effect = "Your batches are left as they are"
             gain = loader.planned_gain()
             # Rows of a fixed length have the same padding in every plan.
             if gain is not None and gain.factor >= _WORTH_BALANCING and gain.balanced_padding < gain.padding:

@@ -132,7 +132,7 @@ def test_a_wait_that_was_reported_and_ended_well_makes_it_more_patient(capsys):
     assert 0.2 <= report.after < 2.0
     err = capsys.readouterr().err
     assert "  here" in err
-    assert err.count("the wait is over, training goes on") == 1
+    assert err.count("the wait is over, training continues") == 1
     short = iter([0.05, 0.0, -1e-6, 0.01])
     looks = []
     watched(lambda: (looks.append(1), next(short, 0.0))[1], lambda _: len(looks) >= 5)  # type: ignore[func-returns-value]

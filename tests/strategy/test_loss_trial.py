@@ -294,11 +294,12 @@ def test_the_reason_and_the_line_that_decides_otherwise_are_said(rank):
         counts, _, text = train(kind)
         assert counts == "whole"
         assert (
-            re.search(r"Your batches stay whole, which keeps the padding \(\d+% of the", text) or rank > 0
+            re.search(r"Your batches are left as they are, which keeps the padding \(\d+% of the", text)
+            or rank > 0
         ), text
         assert re.search(f"{reason}.*\n    {line}" if line else reason, text) or rank > 0, text
         assert "weighting=" not in text, "it would train another objective"
-        assert "your batches stay whole" in text or rank > 0
+        assert "your batches are left as they are" in text or rank > 0
 
 
 class Frames(LightningModule):

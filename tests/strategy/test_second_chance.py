@@ -161,7 +161,7 @@ def test_what_a_hook_of_the_first_batch_sets_is_there_when_the_loss_is_tried_aga
         assert found < most(whole), (step, whole)
     assert error_of(module) < 1e-6
     assert rank > 0 or "Loss: mean over samples (checked)." in words, words
-    assert "stay whole" not in words
+    assert "are left as they are" not in words
 
 
 class Never(OfEpoch):
@@ -188,7 +188,7 @@ def test_what_never_comes_is_said_once_and_batches_stay_whole_on_all_ranks(rank,
     found = words.count("a trial of training_step failed (AttributeError: ")
     assert found == (rank == 0), words
     expected = 2 * (rank == 0)
-    assert words.count("our batches stay whole") == expected, "the warning, and what was chosen"
+    assert words.count("our batches are left as they are") == expected, "the warning, and what was chosen"
 
 
 class Late(Traces):

@@ -22,7 +22,7 @@ from tests.support.ranks import on_ranks
 UNEQUAL = (45, 56) * 4  # one for each rank, in every step
 ACCUMULATED = (45, 45, 56, 56) * 2  # two for each rank, in every step
 NEARLY_EQUAL = (50, 50, 50, 51, 50, 50, 50, 51)
-WHOLE = "Plan: your batches stay whole"
+WHOLE = "Plan: your batches are left as they are"
 NO_GAIN = "Samples are 45 to 56 long: balancing would gain less than 2 %."
 
 
@@ -108,7 +108,7 @@ def test_where_no_rule_explains_the_loss_batches_count_alike_and_nobody_is_warne
     found = error_of(module, steps_of(NEARLY_EQUAL, 4))
     assert found > 1e-3, "it is another mean"
     assert not [warning for warning in caught if "batches" in warning]
-    assert rank > 0 or "Your batches stay whole" in text
+    assert rank > 0 or "Your batches are left as they are" in text
 
 
 @on_ranks(2)
