@@ -13,6 +13,7 @@ last bucket of the slowest rank is. All ranks run on one machine, whose monotoni
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import re
 import statistics
@@ -57,11 +58,10 @@ class StepRecorder(Callback):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._complete: list[int] = []  # when each bucket of DDP was complete on this rank
-        self._steps: list[tuple[int, int]] = []
+        self._steps: list[int] = []  # when each ended
         self._passes: list[tuple[int, int, float]] = []  # begin, end, and the share of padding
         self._began = 0
         self._of_batch = 0.0
-        self._step_began: int | None = None
         self._tracer = Tracer()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -84,11 +84,6 @@ class StepRecorder(Callback):
     def _end_pass(self, *_: object) -> None:
         self._passes.append((self._began, time.monotonic_ns(), self._of_batch))
 
-    def on_train_batch_start(self, *_: object) -> None:
-        """A step begins with its first batch."""
-        if self._step_began is None:
-            self._step_began = time.monotonic_ns()
-
     def on_before_backward(self, *_: object) -> None:
         """The backward pass begins."""
         self._began = time.monotonic_ns()
@@ -99,9 +94,8 @@ class StepRecorder(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         """A step ends with the batch after which the optimizer has run."""
-        if self._step_began is not None and trainer.global_step > len(self._steps):
-            self._steps.append((self._step_began, time.monotonic_ns()))
-            self._step_began = None
+        if trainer.global_step > len(self._steps):
+            self._steps.append(time.monotonic_ns())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write what this rank has seen."""
@@ -130,16 +124,15 @@ def record(folder: Path) -> None:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """Every optimizer step of a way: its seconds, and of each rank the milliseconds of padding and waiting.
+    """Every optimizer step of a way but the first: its seconds, and each rank's milliseconds of padding and waiting.
 
-    Milliseconds are pairs of begin and end since the first rank began the step. A pass with a share of padding has it
-    at its end.
+    A step begins where the one before has ended on all ranks. Milliseconds are pairs of begin and end since then. A
+    pass with a share of padding has it at its end.
     """
     ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    ends = [max(moments) for moments in zip(*[rank["steps"] for rank in ranks], strict=True)]
     found = []
-    for step in zip(*[rank["steps"] for rank in ranks], strict=True):
-        begin = min(first for first, _ in step)
-        end = max(last for _, last in step)
+    for begin, end in itertools.pairwise(ends):
         complete = [[moment for moment in rank["complete"] if begin <= moment <= end] for rank in ranks]
         rows = []
         for rank, own in zip(ranks, complete, strict=True):
@@ -184,8 +177,7 @@ def measure(rounds: int) -> dict[str, Any]:
         command = [sys.executable, "-m", "benchmarks.first_screen", "--record", folder]
         subprocess.run(command, check=True, cwd=ROOT, timeout=600, stdout=subprocess.DEVNULL)
         recorded = {way: steps_of(Path(folder, way)) for way in WRITTEN}
-    per_epoch = len(recorded["odc"]) // 3
-    timed = {way: steps[per_epoch:] for way, steps in recorded.items()}
+    timed = {way: steps[len(steps) // 3 :] for way, steps in recorded.items()}  # without the first epoch
     shares = {}
     for way, steps in timed.items():
         shares[way] = {kind: share(steps, kind) for kind in ("waiting", "padding")}

@@ -121,12 +121,12 @@ def test_waiting_by_arithmetic() -> None:
     assert found == [1.0, 0.0]
 
 
-def test_a_recorded_step_begins_with_its_first_rank(tmp_path: Path) -> None:
+def test_a_recorded_step_begins_where_the_one_before_has_ended(tmp_path: Path) -> None:
     """Rank 1 begins 10 ms later. Under DDP, rank 0 has all gradients 20 ms before rank 1, and waits as long."""
     ms = 1_000_000
     for rank, (begin, complete) in enumerate([(100, 150), (110, 170)]):
         seen = {
-            "steps": [(begin * ms, 180 * ms)],
+            "steps": [(begin - 10) * ms, 180 * ms],
             "passes": [(begin * ms, (begin + 20) * ms, 0.25), (900 * ms, 950 * ms, 0.5)],
             "waits": [(900 * ms, 950 * ms)],
             "complete": [(complete - 5) * ms, complete * ms],
