@@ -12,8 +12,6 @@ from pathlib import Path
 
 NEEDED = {"torch": "2.9", "lightning": "2.5"}
 """The oldest version of each package that works, as in ``pyproject.toml``."""
-OPTIONAL = {"transformers": "5"}
-"""The same of packages without which most things work."""
 _TIMEOUT = 60.0
 _NUMEL = 1024
 _REMEDY = (
@@ -32,8 +30,6 @@ def run(_: argparse.Namespace) -> int:
     _say("system", f"{platform.system()} {platform.release()} on {platform.machine()}")
     _say("Python", platform.python_version())
     missing = [_version(package, oldest) for package, oldest in NEEDED.items()].count(False)
-    for package, oldest in OPTIONAL.items():
-        _version(package, oldest)
     if not missing and _can_import() and _is_proven():
         print('This machine has what strategy="odc" needs.')
         return 0

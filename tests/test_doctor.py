@@ -22,7 +22,7 @@ def test_two_processes_of_this_machine_share_memory(capsys: pytest.CaptureFixtur
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     topics = [line.split()[0] for line in lines[:-1]]
-    assert topics == ["system", "Python", "torch", "lightning", "transformers", "GPUs", "transport"]
+    assert topics == ["system", "Python", "torch", "lightning", "GPUs", "transport"]
     assert lines[-2].endswith("two processes read each other's memory and add to it (cpu)")
     assert lines[-1] == 'This machine has what strategy="odc" needs.'
 
@@ -42,7 +42,7 @@ def test_a_transport_that_fails_is_an_error_with_what_to_do(monkeypatch, capsys)
 def test_packages_that_are_missing_or_old_come_with_the_line_that_installs_them(monkeypatch, capsys):
     proven = []
     monkeypatch.setattr(doctor, "_is_proven", lambda: not proven.append(True))
-    versions = {"torch": "2.13.0+cpu", "lightning": "2.6.1", "transformers": "5.1"}
+    versions = {"torch": "2.13.0+cpu", "lightning": "2.6.1"}
 
     def version(package: str) -> str:
         if package not in versions:
@@ -55,12 +55,6 @@ def test_packages_that_are_missing_or_old_come_with_the_line_that_installs_them(
     for changed, code, said in (
         ({"torch": "2.8.1"}, 1, 'torch         2.8.1\n  -> pip install --upgrade "torch>=2.9"'),
         ({"lightning": ""}, 1, 'lightning     not installed\n  -> pip install --upgrade "lightning>=2.5"'),
-        (
-            {"transformers": ""},
-            0,
-            'transformers  not installed\n  -> pip install --upgrade "transformers>=5"',
-        ),
-        ({"transformers": "4.57.1"}, 0, 'transformers  4.57.1\n  -> pip install --upgrade "transformers>=5"'),
     ):
         before = dict(versions)
         versions.update(changed)
@@ -69,7 +63,7 @@ def test_packages_that_are_missing_or_old_come_with_the_line_that_installs_them(
         assert cli.main(["doctor"]) == code
         assert said in capsys.readouterr().out
         versions.update(before)
-    assert len(proven) == 3, "what cannot be imported is not tried"
+    assert len(proven) == 1, "what cannot be imported is not tried"
 
 
 def test_a_package_that_cannot_be_imported_is_an_error(monkeypatch, capsys):
@@ -111,5 +105,5 @@ def test_bounds_are_those_of_the_package() -> None:
         match.groups() for one in required if (match := re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", one))
     ]
     oldest = dict(reversed(found))  # an extra that is listed later may need a newer one
-    for name, bound in (doctor.NEEDED | doctor.OPTIONAL).items():
+    for name, bound in doctor.NEEDED.items():
         assert oldest[name] == bound

@@ -83,20 +83,18 @@ class Collation:
 
     def describe(self) -> str:
         """What the collate_fn does, in plain words: ``pads to the longest sample, a multiple of 8``."""
-        if self.kind == "packed":
-            return "packs samples into one row"
-        if self.kind == "apart":
-            return "keeps samples apart"
-        if self.kind == "stacked" and self.fixed is None and self.multiple == 1:
-            return "stacks samples of equal length"
-        verb = "pads"
-        if self.kind == "stacked":
-            verb = "stacks samples of equal length, padded"
+        known = {
+            "packed": "packs samples into one row",
+            "apart": "keeps samples apart",
+            "stacked": "stacks samples of equal length",
+        }
+        if self.kind in known:
+            return known[self.kind]
         if self.fixed is not None:
-            return f"{verb} to {self.fixed} tokens"
+            return f"pads to {self.fixed} tokens"
         if self.multiple == 1:
-            return f"{verb} to the longest sample"
-        return f"{verb} to the longest sample, a multiple of {self.multiple}"
+            return "pads to the longest sample"
+        return f"pads to the longest sample, a multiple of {self.multiple}"
 
 
 PACKED = Collation()

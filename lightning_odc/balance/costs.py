@@ -188,18 +188,14 @@ class FunctionCost:
 
     Attributes:
         function: Maps lengths, float64 ``[n]``, to costs, ``[n]``.
-        constant: cost of a microbatch besides its samples.
+        overhead: cost of a microbatch besides its samples.
     """
 
     function: Callable[[Floats], Any]
-    constant: Term = 0.0
+    overhead: Term = 0.0
 
     def samples(self, lengths: Floats) -> Floats:
         return floats(self.function(lengths))
-
-    @property
-    def overhead(self) -> float:
-        return self.constant
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class MeasuredCost:
         self.prior = prior
         self._collation = PACKED
         self._tried = [prior]
-        if isinstance(prior, PolynomialCost) and prior.quadratic and prior.linear:
+        if isinstance(prior, PolynomialCost) and prior.quadratic:
             self._tried += [replace(prior, quadratic=prior.quadratic * share) for share in _SHARES]
         self._sums: list[Sums] = [[0.0]] * num_ranks
 

@@ -71,7 +71,7 @@ def test_refusals() -> None:
         (lambda: with_speeds("tokens", []), "one per rank"),
         (lambda: with_speeds("bytes", [1]), "'bytes' is unknown"),
         (lambda: resolve_cost("fitted"), r'BalancedDataLoader\(..., cost="auto"\)'),
-        (lambda: FunctionCost(np.sqrt, -1.0), r"constant=-1.0\) cannot work"),
+        (lambda: FunctionCost(np.sqrt, -1.0), r"overhead=-1.0\) cannot work"),
         (lambda: MinibatchCosts.of(BelowZero(), np.array([3]), 2), "overhead.*not negative"),
         (lambda: transformer({"hidden_size": 64}), "lacks num_hidden_layers, num_attention_heads"),
         (lambda: transformer(SMALL | {"num_local_experts": 8}), "dense decoder-only.*lambda lengths"),
