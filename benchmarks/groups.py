@@ -81,7 +81,7 @@ class Passages(pl.Callback):
         self.found.append(passage)
 
 
-def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
+def fit(_: int, world_size: int, name: str) -> SimpleNamespace:
     """Train in one of the ways on this rank."""
     pl.seed_everything(0, verbose=False)
     options = STRATEGIES[name]
@@ -97,7 +97,7 @@ def fit(_: int, world_size: int, name: str, epochs: int) -> SimpleNamespace:
         strategy=strategy,
         accelerator="cpu",
         devices=world_size,
-        max_epochs=1 + epochs,
+        max_epochs=3,  # the first one is not timed
         callbacks=callbacks,
         **QUIET,
     )
@@ -129,7 +129,7 @@ def waited(results: list[SimpleNamespace]) -> list[float]:
     return seconds
 
 
-def measure(rounds: int, epochs: int) -> None:
+def measure(rounds: int) -> None:
     """Print the table of the ways."""
     seconds: dict[str, list[float]] = {name: [] for name in STRATEGIES}
     idle: dict[str, list[float]] = {name: [] for name in STRATEGIES}
@@ -137,7 +137,7 @@ def measure(rounds: int, epochs: int) -> None:
     with RankProcesses(GROUPS * SIZE, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(rounds):
             for name in STRATEGIES:
-                results = ranks.call(fit, name, epochs)
+                results = ranks.call(fit, name)
                 by_rank = [result.seconds for result in results]
                 seconds[name] += map(max, zip(*by_rank, strict=True))
                 waiting = statistics.mean(waited(results))
@@ -164,11 +164,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of ``python -m benchmarks.groups``."""
     parser = parser_of("groups", __doc__)
     parser.add_argument("--rounds", type=int, metavar="N", default=4, help="fits in each way")
-    parser.add_argument(
-        "--epochs", type=int, metavar="N", default=2, help="timed epochs of a fit, after one more"
-    )
     options = parser.parse_args(arguments)
-    measure(options.rounds, options.epochs)
+    measure(options.rounds)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.utils.data import Dataset, IterableDataset
 
-from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, run_ranks, try_ranks
 
 pytest.importorskip("accelerate")
 
@@ -350,9 +350,10 @@ def _train_sharded(rank: int, folder: str) -> tuple[dict[str, Tensor], list[Any]
     return full_parameters(made.model), made.state.log_history, made.counts
 
 
-def test_a_model_that_transformers_has_sharded_needs_no_fsdp_in_the_arguments(teams, tmp_path):
+def test_a_model_that_transformers_has_sharded_needs_no_fsdp_in_the_arguments(tmp_path):
+    """On ranks without a process group: with one, `save_pretrained` writes on rank 0 alone."""
     expected, norms, losses = one_process()
-    for parameters, history, counts in teams.run(_train_sharded, str(tmp_path)):
+    for parameters, history, counts in run_ranks(_train_sharded, str(tmp_path)):
         logged = [row for row in history if "loss" in row]
         assert counts[::2] == [0] * 4
         assert_same(parameters, expected)
