@@ -502,7 +502,10 @@ def compare(run: Callable[..., list[Trained]], name: str, folder: str) -> tuple[
 
 @pytest.mark.parametrize("name", fast(CASES, *FAST))
 def test_a_trainer_ends_in_the_parameters_and_losses_that_it_has_without_the_mix_in(teams, name, tmp_path):
-    found, reference = compare(teams.run, name, str(tmp_path))
+    run = teams.run
+    if "QLoRA" in name:  # which saves its model, and with a process group only rank 0 does
+        run = run_ranks
+    found, reference = compare(run, name, str(tmp_path))
     bound = BOUND
     if CASES[name].rounded:
         bound = BOUND_OF_16_BITS
