@@ -177,7 +177,8 @@ def _write(rank: int, directory: str, names: tuple[str, ...] = tuple(WRITERS)) -
 
 
 def _read_all(rank: int, directory: str, routes: list[tuple[str, str]]) -> Any:
-    return {route: _read(rank, dist.get_world_size(), directory, *route) for route in routes}
+    world_size = int(os.environ["WORLD_SIZE"])
+    return {route: _read(rank, world_size, directory, *route) for route in routes}
 
 
 @pytest.fixture(scope="module")
