@@ -357,7 +357,7 @@ def trained(trainer: Any, start: dict[str, Tensor], counts: list[int]) -> Traine
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
-    said = [str(one.message) for one in caught if "whole" in str(one.message) or "alone" in str(one.message)]
+    said = [str(one.message) for one in caught if "left as they are" in str(one.message)]
     parameters = full_parameters(trainer.model)
     rows = trainer.state.log_history
     losses = [row[name] for row in rows for name in ("loss", "reward") if name in row]
