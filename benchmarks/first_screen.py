@@ -104,9 +104,10 @@ class StepRecorder(Callback):
         write_json(self._folder / f"{trainer.global_rank}.json", seen)
 
 
-def noting(complete: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def noting(complete: list[int], bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """DDP's own way to sum a bucket, with the moment at which it was complete."""
     complete.append(time.monotonic_ns())
+    assert dist.group.WORLD is not None
     return allreduce_hook(dist.group.WORLD, bucket)
 
 
@@ -137,14 +138,16 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
         rows = []
         for rank, own in zip(ranks, complete, strict=True):
             waits = [(first, last) for first, last in rank["waits"] if begin <= first <= end]
+            computed = end
             if own:  # see Note [Waiting under DDP]
+                computed = max(own)
                 slowest = max(max(moments) for moments in complete)
-                waits.append((max(own), slowest))
+                waits.append((computed, slowest))
             padding = []
             for first, last, share in rank["passes"]:
                 if begin <= first <= end:
-                    computed = last - share * (last - first)
-                    padding.append((computed, last))
+                    until = min(last, computed)
+                    padding.append((until - share * (until - first), until))
             rows.append({"padding": _milliseconds(padding, begin), "waiting": _milliseconds(waits, begin)})
         found.append({"seconds": (end - begin) / 1e9, "ranks": rows})
     return found

@@ -127,7 +127,11 @@ def test_a_recorded_step_begins_where_the_one_before_has_ended(tmp_path: Path) -
     for rank, (begin, complete) in enumerate([(100, 150), (110, 170)]):
         seen = {
             "steps": [(begin - 10) * ms, 180 * ms],
-            "passes": [(begin * ms, (begin + 20) * ms, 0.25), (900 * ms, 950 * ms, 0.5)],
+            "passes": [
+                (begin * ms, (begin + 20) * ms, 0.25),
+                ((complete - 10) * ms, 175 * ms, 0.5),  # a backward pass, which ends when all ranks have summed
+                (900 * ms, 950 * ms, 0.5),
+            ],
             "waits": [(900 * ms, 950 * ms)],
             "complete": [(complete - 5) * ms, complete * ms],
         }
@@ -135,10 +139,10 @@ def test_a_recorded_step_begins_where_the_one_before_has_ended(tmp_path: Path) -
     (step,) = first_screen.steps_of(tmp_path)
     assert step["seconds"] == pytest.approx(0.08)
     first, second = step["ranks"]
-    assert first == {"padding": [(15.0, 20.0)], "waiting": [(50.0, 70.0)]}
-    assert second == {"padding": [(25.0, 30.0)], "waiting": [(70.0, 70.0)]}
+    assert first == {"padding": [(15.0, 20.0), (45.0, 50.0)], "waiting": [(50.0, 70.0)]}
+    assert second == {"padding": [(25.0, 30.0), (65.0, 70.0)], "waiting": [(70.0, 70.0)]}
     assert first_screen.share([step], "waiting") == pytest.approx(20 / 160)
-    assert first_screen.share([step], "padding") == pytest.approx(10 / 160)
+    assert first_screen.share([step], "padding") == pytest.approx(20 / 160)
 
 
 @pytest.mark.timeout(400)  # two groups of processes that import everything
