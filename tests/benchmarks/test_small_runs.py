@@ -129,7 +129,7 @@ def test_a_recorded_step_begins_where_the_one_before_has_ended(tmp_path: Path) -
             "steps": [(begin - 10) * ms, 180 * ms],
             "passes": [
                 (begin * ms, (begin + 20) * ms, 0.25),
-                ((complete - 10) * ms, 175 * ms, 0.5),  # a backward pass, which ends when all ranks have summed
+                ((complete - 10) * ms, 175 * ms, 0.5),  # backward, until all have summed
                 (900 * ms, 950 * ms, 0.5),
             ],
             "waits": [(900 * ms, 950 * ms)],
