@@ -123,7 +123,10 @@ def flag(name: str) -> str:
 
 def prepare_output(folder: Path) -> None:
     """Create the output folder, so that a long run does not end in an error."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--output {folder}: {error.strerror}") from None
 
 
 def markdown(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:

@@ -23,11 +23,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file to write, which takes the place of ``path`` when its content is complete and on the disk."""
     temporary = path.parent / f".{path.name}.{secrets.token_hex(6)}"
     try:
-        with temporary.open("xb") as file:
+        # It has no name until then, if the file system can do that: a process that is killed leaves none.
+        with _open_nameless(path.parent) or temporary.open("xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+            if not temporary.exists():
+                # Python follows this link only if it gets a directory's descriptor.
+                handle = file.fileno()
+                os.link(f"/proc/self/fd/{handle}", temporary, src_dir_fd=handle, follow_symlinks=True)
+            temporary.replace(path)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
@@ -48,6 +53,15 @@ def why_no_room(folder: Path) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def _open_nameless(folder: Path) -> BinaryIO | None:
+    """A new file in no directory, on the file system of ``folder``; ``None`` where there is no such thing."""
+    try:
+        flags = os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC
+        return os.fdopen(os.open(folder, flags, 0o666), "wb")
+    except (OSError, AttributeError):
+        return None
 
 
 def write_json(path: Path, record: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -296,8 +297,7 @@ def _result(fault: str, place: str, outcomes: list[Outcome], seconds: float, che
     others = [outcome for outcome in outcomes if outcome.rank != victim]
     named = []
     for other in others:
-        error = other.error
-        if f"Rank {victim} failed" in error or f"rank {victim} (process" in error:
+        if re.search(rf"[Rr]ank {victim} (failed|could not write|\(process)", other.error):
             named.append(other)
     last = []
     for outcome in outcomes:

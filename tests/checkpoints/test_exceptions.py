@@ -242,7 +242,7 @@ def test_where_one_rank_raises_all_save_one_model_that_goes_on_bit_by_bit(teams,
 
 
 #: Between the meeting of a step and its end.
-IN_STEP = ("on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+IN_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 
 @pytest.mark.slow

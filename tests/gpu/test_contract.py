@@ -125,7 +125,7 @@ def _too_large(rank: int) -> str:
 
 def test_too_little_device_memory_is_an_error_with_the_sizes_of_the_window():
     for text in run_ranks(_too_large):
-        assert "if it is out of memory, the window takes" in text
+        assert "if it is out of memory, the published shards" in text
         assert "GiB were free" in text
 
 

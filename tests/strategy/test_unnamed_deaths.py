@@ -94,7 +94,7 @@ def test_a_rank_that_dies_when_all_is_done_fails_the_job(where, tmp_path):
     script.write_text(DIES.format(where=where))
     done = run(script, check=False)
     assert done.returncode != 0
-    assert "The job has failed: rank 1 of this node ended with exit code 3" in done.stderr
+    assert "The job has failed: the other ranks of this node ended with exit codes [3]" in done.stderr
 
 
 LATE = """

@@ -206,6 +206,9 @@ class CopiesProtocol(Protocol):
 
     def fail(self, message: str) -> None:
         super().fail(message)
+        # A leader may leave before others of its node have told why.
+        reason = f"Rank {self._layout.rank} failed, so all ranks stop. Its error was:\n{message[: MOST_BYTES // 4]}"
+        self._leaders.of_node = lambda: reason
         if self._layout.rank == 0:  # it may keep the store: others hear of it before that ends
             time.sleep(4 * self._leaders.look_every)
 
