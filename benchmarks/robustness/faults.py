@@ -295,10 +295,8 @@ def attempt(fault: str, place: str, timeout: float = 15.0, patience: float = 60.
 def _result(fault: str, place: str, outcomes: list[Outcome], seconds: float, checkpoints: int) -> Result:
     victim = victim_of(place)
     others = [outcome for outcome in outcomes if outcome.rank != victim]
-    named = []
-    for other in others:
-        if re.search(rf"[Rr]ank {victim} (failed|could not write|\(process)", other.error):
-            named.append(other)
+    words = rf"[Rr]ank {victim} (failed|could not write|\(process)"
+    named = [other for other in others if re.search(words, other.error)]
     last = []
     for outcome in outcomes:
         *_, line = ["", *outcome.error.strip().splitlines()]
