@@ -72,10 +72,10 @@ class StepRecorder(Callback):
         if isinstance(trainer.strategy, ODCStrategy):
             trainer.strategy.engine.listen(self._tracer)
         else:
-            assert isinstance(trainer.strategy.model, DistributedDataParallel)
-            trainer.strategy.model.register_comm_hook(
-                self._complete, lambda complete, bucket: noting(complete, bucket)
-            )  # whose parameters have no annotation that torch would compare
+            model = trainer.strategy.model
+            assert isinstance(model, DistributedDataParallel)
+            # The parameters of a lambda have no annotation that torch would compare.
+            model.register_comm_hook(self._complete, lambda complete, bucket: noting(complete, bucket))
 
     def _begin_forward(self, _: nn.Module, __: Any, batch: dict[str, torch.Tensor]) -> None:
         self._of_batch = 1 - float(batch["attention_mask"].float().mean())

@@ -47,9 +47,9 @@ class Traced:
     """Something whose work can be traced. With no tracer, that costs next to nothing."""
 
     def __init__(self, tracers: list[Tracer] | None = None) -> None:
-        self.tracers = (
-            [] if tracers is None else tracers
-        )  # the list itself, so that all parts of an engine share it
+        if tracers is None:
+            tracers = []
+        self.tracers = tracers  # the list itself, so that all parts of an engine share it
 
     def listen(self, tracer: Tracer) -> None:
         """Let this one trace, too."""

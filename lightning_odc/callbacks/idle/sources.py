@@ -98,7 +98,8 @@ class StreamWaits:
 
     def take(self) -> list[StreamWait]:
         """The waits that have ended since the last call."""
-        ended, self._ended = self._ended, []
+        ended = self._ended
+        self._ended = []
         return ended
 
 
@@ -135,7 +136,8 @@ class Watch:
 
     def take_meetings(self) -> list[Any]:
         """What is known of the collectives of the step that has just ended, for `read`."""
-        meetings, self._meetings = self._meetings, []
+        meetings = self._meetings
+        self._meetings = []
         return meetings
 
     def read(self, taken: list[Any]) -> list[Passage]:

@@ -51,9 +51,8 @@ class StepNumbers:
     samples: float = 0  # samples in these microbatches
     tokens: float = 0  # tokens in these microbatches, padding included
     real_tokens: float | Tensor = 0  # without padding; a device may still count them
-    meetings: list[Any] = field(
-        default_factory=list
-    )  # this rank's collectives, in order; `Passage` once read
+    # This rank's collectives, in order; a `Passage` each, once they are read.
+    meetings: list[Any] = field(default_factory=list)
     broadcasts: list[Passage] = field(default_factory=list)  # this rank's broadcasts from rank 0, in order
     seen: bool = True  # waiting was measured in this step; only in some, where single steps are looked at
     parts: dict[DevicePart, float] = field(default_factory=dict)  # seconds by what the device did, if known
