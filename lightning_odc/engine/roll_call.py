@@ -67,20 +67,28 @@ class RollCall:
         followed = ""
         for rank in self.others:
             try:
-                boot, pid, told = json.loads(self._store.get(f"odc/ranks/{rank}"))
+                boot, pid, told = self._said_by(rank)
+                how = ""
+                if not told and boot == boot_id():
+                    how = how_ended(pid)
+                    if not how and not Path(f"/proc/{pid}").exists():
+                        how = "unknown"
+                if how:
+                    *_, told = self._said_by(rank)  # just before it ended, it may have told why
             except dist.DistError:
                 return "Rank 0 has ended, and with it the store by which ranks find each other."
             if told.startswith(FOLLOWED):
                 followed = f"Rank {rank} failed, too."
             elif told:
                 return f"Rank {rank} failed. Its error was:\n{told}"
-            elif boot == boot_id():
-                how = how_ended(pid)
-                if how or not Path(f"/proc/{pid}").exists():
-                    return (
-                        f"Rank {rank} (process {pid}) ended without a word. How it ended: {how or 'unknown'}."
-                    )
+            elif how:
+                return f"Rank {rank} (process {pid}) ended without a word. How it ended: {how}."
         return followed
+
+    def _said_by(self, rank: int) -> tuple[str, int, str]:
+        """The machine and the process of a rank, and its error."""
+        boot, pid, told = json.loads(self._store.get(f"odc/ranks/{rank}"))
+        return boot, pid, told
 
     def _say(self, error: str) -> None:
         self._store.set(f"odc/ranks/{self.rank}", json.dumps([boot_id(), os.getpid(), error]))

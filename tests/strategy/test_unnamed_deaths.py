@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 
 from lightning_odc import Minibatch
+from lightning_odc.engine.peers import FOLLOWED
+from lightning_odc.engine.roll_call import RollCall
+from lightning_odc.engine.transports.host import boot_id
 from tests.strategy.test_failures import SilentError
 from tests.strategy.test_launcher import run
 from tests.support.fits import fit
@@ -56,6 +61,30 @@ def test_a_rank_that_ends_where_no_engine_is_is_named_with_its_error(where, how)
         assert "This followed from something else. Rank 1 " in survivor.error, survivor.error
         assert ENDS[how] in survivor.error
         assert survivor.exitcode == 1
+
+
+class Late:
+    """A store in which rank 0 tells its error when it has been read once, and has ended by then."""
+
+    def __init__(self, error: str) -> None:
+        ended = subprocess.Popen(["true"])
+        ended.wait()
+        entries = ["", error]
+        self.said = {0: [json.dumps([boot_id(), ended.pid, entry]) for entry in entries]}
+        self.said[1] = [json.dumps([boot_id(), os.getpid(), "SilentError"])]
+
+    def get(self, key: str) -> str:
+        own = self.said[int(key.rpartition("/")[2])]
+        return own.pop(0)
+
+
+@pytest.mark.parametrize("error", ["ValueError", FOLLOWED + "of rank 1"])
+def test_what_a_rank_tells_just_before_it_ends_is_heard(error):
+    calls = object.__new__(RollCall)
+    calls.others = [0, 1]
+    calls._store = Late(error)
+    blamed = 1 if error.startswith(FOLLOWED) else 0
+    assert calls.look().startswith(f"Rank {blamed} failed. Its error was:")
 
 
 def _ends_on_another_host(rank: int, hosts: list[str]) -> None:
