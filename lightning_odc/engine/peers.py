@@ -46,11 +46,7 @@ class Word(IntEnum):
     RATE = 5  # measured seconds per planned cost, as the bits of a float: for stealing
     ENDS = 6  # of batches, epochs and training, that this rank has come to
     CLAIM = 7  # what is left of its queue, which others change, too: see `WorkQueues`
-    # On several nodes, twice the version of its own shards, and one more if frozen parameters changed, too; and in the
-    # window of the first rank the same of the shards of all ranks.
-    WRITTEN = 8
-    SHARED = 9
-    COUNT = 10
+    COUNT = 8
 
 
 _DOING = int(Word.DOING)  # an attribute of an enumeration is slow to look up, and this word is written most

@@ -5,12 +5,10 @@ The ranks of a node are a *row*, those with the same place in all rows a *column
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,14 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_odc.engine.comm import all_gather
-from lightning_odc.errors import PeerFailedError
 
 _Answer = TypeVar("_Answer")
 #: More collectives at once would not be faster, and each needs memory for what it receives.
 _UNDER_WAY = 2
-#: Seconds for the news of who is gone. A broken connection is older than they are.
-_PATIENCE = 2.0
-_LOOK_EVERY = 0.05
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,6 @@ class ColumnGroup:
 
     def __init__(self, layout: Layout, device: torch.device, stall: timedelta) -> None:
         self.device = device
-        self.trouble: Callable[[], str] = str  # tells which rank is gone, if one is
         self._layout = layout
         self._stall = stall  # time without progress after which a collective gives up
         self._group: dist.ProcessGroup | None = None
@@ -74,6 +67,8 @@ class ColumnGroup:
         """Make the group. All ranks of the job together."""
         columns = [replace(self._layout, rank=rank).column for rank in self._layout.row_of(0)]
         self._group, _ = dist.new_subgroups_by_enumeration(columns, timeout=self._stall)
+        # NCCL connects in the first collective, which may take long: not in the thread that looks for news.
+        self.begin_exchange(torch.zeros(self._layout.nodes, device=self.device))()
 
     def close(self) -> None:
         """Give the group back. Idempotent."""
@@ -81,11 +76,10 @@ class ColumnGroup:
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def begin_gather(self, own: Tensor, whole: Tensor) -> Callable[[], object]:
-        """Begin to copy what every rank of the column has to all; returns what waits for its end. Both are 1-D."""
+    def begin_gather(self, own: Tensor, whole: Tensor) -> Any:
+        """Begin to copy what every rank of the column has to all; returns the work. Both are 1-D."""
         # Every backend can move bytes.
-        work = all_gather(whole.view(torch.uint8), own.view(torch.uint8), group=self._group, async_op=True)
-        return work.wait
+        return all_gather(whole.view(torch.uint8), own.view(torch.uint8), group=self._group, async_op=True)
 
     def begin_exchange(self, sums: Tensor) -> Callable[[], Tensor]:
         """Begin to give every rank of the column its part; returns what waits for what this rank is given."""
@@ -93,29 +87,13 @@ class ColumnGroup:
         # sends twice the bytes. ``sums`` (1-D, a part per rank) must not change until the end; ``[nodes, part]`` comes.
         heard = torch.empty_like(sums)
         whole = heard.view(torch.uint8)
-        exchange = partial(dist.all_to_all_single, whole, sums.view(torch.uint8), group=self._group)
-        work = self._checked(partial(exchange, async_op=True))
+        work: Any = dist.all_to_all_single(whole, sums.view(torch.uint8), group=self._group, async_op=True)
 
         def wait() -> Tensor:
-            self._checked(work.wait)
+            work.wait()
             return heard.view(self._layout.nodes, -1)
 
         return wait
-
-    def blame(self, what: str, error: BaseException) -> str:
-        """The message of a collective that broke: which rank is to blame, as far as that is known."""
-        end = time.monotonic() + _PATIENCE
-        while not (trouble := self.trouble()) and time.monotonic() < end:
-            time.sleep(_LOOK_EVERY)
-        others = [rank for rank in self._layout.column if rank != self._layout.rank]
-        trouble = trouble or f"The reason is not known; ranks {others} took part in it."
-        return f"{what} over nodes broke on rank {self._layout.rank}. {trouble}\n{error}"
-
-    def _checked(self, collective: Callable[[], Any]) -> Any:
-        try:
-            return collective()
-        except RuntimeError as error:
-            raise PeerFailedError(self.blame("A sum of gradients", error)) from error
 
 
 def in_turn(begins: Iterable[Callable[[], Callable[[], _Answer]]]) -> Iterator[_Answer]:

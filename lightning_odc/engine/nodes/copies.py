@@ -19,8 +19,8 @@ rank. ``. .`` is a row that has not come yet::
     reduce-scatter over column    [10, 10]         [10, 10]         [10, 10]         [10, 10]
     optimizer step on             numbers 0, 1     numbers 2, 3     numbers 4, 5     numbers 6, 7
 
-A version word now says that all rows of its window are of this version. A thread (`Sharing`) stores it when the
-all-gather has ended.
+A version word now says that all rows of its window are of this version. A thread (that of `Leaders`) stores it when
+the all-gather has ended.
 
 Note [Two levels]
 ~~~~~~~~~~~~~~~~~
@@ -40,9 +40,6 @@ Appendix E of *Revisiting Parameter Server in LLM Post-Training* (arXiv 2601.193
 
 from __future__ import annotations
 
-import math
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -55,115 +52,8 @@ from lightning_odc.engine.nodes.column import ColumnGroup, Layout, in_turn
 from lightning_odc.engine.nodes.leaders import MOST_BYTES, Leaders
 from lightning_odc.engine.peers import Activity, Word
 from lightning_odc.engine.protocol import Protocol, exchange
-from lightning_odc.engine.unit_window import RankState, UnitWindow
-from lightning_odc.engine.waiting import CHECK_EVERY, Cause, Waiter
-from lightning_odc.errors import PeerFailedError
-
-_PATIENCE = 10.0  # seconds that the end waits for a collective that hangs
-
-
-class Sharing:
-    """Copies shards over the column and announces them; see Note [A copy per node]."""
-
-    def __init__(self, state: RankState, column: ColumnGroup, leaders: Leaders) -> None:
-        self.trouble = ""  # what ended the thread, for the message of an error; empty as long as nothing did
-        self._state = state
-        self._column = column
-        self._leaders = leaders
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._gives_up = False
-        self._waiter = Waiter(math.inf, self._check, str)
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread = threading.Thread(target=self._run, name="lightning-odc sharing", daemon=True)
-        self._thread.start()
-
-    def begin(self, windows: Sequence[UnitWindow], version: int, edited: bool) -> None:
-        """This rank's own shards are written, or will be on the current stream: share and announce them."""
-        # ``edited``: more than what is trained may have changed.
-        self._state.transport.store(Word.WRITTEN, 2 * version + edited)
-        stream = None
-        if self._column.device.type == "cuda":
-            stream = torch.cuda.current_stream(self._column.device)
-        self._jobs.put(partial(self._share, windows, version, stream))
-
-    def stop(self) -> None:
-        """Share what is left, and end. A column that hangs is not waited for any longer than 10 s. Idempotent."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join(_PATIENCE)
-            self._gives_up = True
-            thread.join(2 * CHECK_EVERY)
-
-    # -- in the thread ------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while (job := self._jobs.get()) is not None:
-                job()
-        except PeerFailedError as error:
-            self.trouble = str(error)
-        except BaseException as error:  # of a backend or of a device: raised where the shards are awaited
-            self.trouble = self._column.blame("Sharing of parameters", error)
-
-    def _share(self, windows: Sequence[UnitWindow], version: int, stream: torch.cuda.Stream | None) -> None:
-        # Ranks come out of the optimizer step at different times. So this waits until all have published, and can give
-        # up before collectives begin.
-        transport = self._state.transport
-        if transport.rank == 0:
-            of_node = self._awaited(Word.WRITTEN, version, range(transport.world_size))
-            edited = any(word % 2 for word in of_node)
-            heard = self._leaders.meet(b"edited" if edited else b"trained", self._until)
-            transport.store(Word.SHARED, 2 * version + (b"edited" in heard))
-        (shared,) = self._awaited(Word.SHARED, version, [0])
-        begins = (partial(self._begin, window, version, bool(shared % 2)) for window in windows)
-        with torch.cuda.stream(stream), transport.on_another_stream():  # behind what writes the shards
-            for _ in in_turn(begins):
-                self._check()
-
-    def _awaited(self, word: Word, version: int, peers: Sequence[int]) -> list[int]:
-        """A word of these peers, once all of them are of this version."""
-        words = [self._state.transport.watch(peer, word) for peer in peers]
-        self._until(lambda: all(word() >= 2 * version for word in words))
-        return [word() for word in words]
-
-    def _until(self, ready: Callable[[], bool]) -> None:
-        self._waiter.until(ready, None, str)
-
-    def _check(self) -> None:
-        trouble = self._column.trouble()
-        if trouble or self._gives_up:
-            raise PeerFailedError(trouble)
-
-    def _begin(self, window: UnitWindow, version: int, edited: bool) -> Callable[[], None]:
-        """Begin to share one unit; returns what waits for the end of it, and announces the unit."""
-        announce = partial(window.announce, version, edited)
-        whole = window.spec.shard_numel
-        runs = window.spec.grad_ranges
-        own = window.own_shard
-        heard = window.shards
-        if not edited and runs != ((0, whole),):
-            # ``a b c d e`` with the runs ``(0, 2), (4, 5)`` is sent as ``a b e``, and pasted there.
-            own = torch.cat([own[:0], *[own[start:end] for start, end in runs]])
-            heard = own.new_empty(len(heard), own.numel())
-        if not own.numel():
-            return announce
-        arrived = self._column.begin_gather(own, heard.view(-1))
-        self._state.traffic.bytes_shared += heard.nbytes - own.nbytes
-
-        def end() -> None:
-            arrived()
-            if heard is not window.shards:
-                place = 0
-                for start, end in runs:
-                    window.shards[:, start:end] = heard[:, place : place + end - start]
-                    place += end - start
-            announce()
-
-        return end
+from lightning_odc.engine.unit_window import UnitWindow
+from lightning_odc.engine.waiting import Cause
 
 
 class CopiesProtocol(Protocol):
@@ -184,21 +74,17 @@ class CopiesProtocol(Protocol):
         self._layout = layout
         self._column = column
         self._leaders = make_leaders()
-        self._sharing = Sharing(self, column, self._leaders)
         self._edited = False
         self._totals: Iterator[Tensor] = iter(())
-        self.peers.beyond = lambda: self._leaders.trouble() or self._sharing.trouble
-        column.trouble = self.peers.trouble
+        self.peers.beyond = self._leaders.trouble
 
     def open(self) -> None:
-        self._leaders.open()
         self._column.open()
+        self._leaders.open()
         super().open()
         self._leaders.of_node = self.peers.trouble_here
-        self._sharing.start()
 
     def close(self) -> None:
-        self._sharing.stop()
         self._totals = iter(())  # it holds views of the window
         self._leaders.close()
         super().close()
@@ -218,9 +104,52 @@ class CopiesProtocol(Protocol):
 
     def publish(self, window: UnitWindow, edited: bool) -> None:
         self._edited |= edited
-        if window is self.windows[-1]:  # so all own shards are written
-            self._sharing.begin(self.windows, self.version, self._edited)
+        if window is self.windows[-1]:  # so all own shards are written, or will be on the current stream
+            stream = None
+            if self._column.device.type == "cuda":
+                stream = torch.cuda.current_stream(self._column.device)
+            self._leaders.begin(partial(self._share, self.version, self._edited, stream))
             self._edited = False
+
+    def _share(self, version: int, edited: bool, stream: torch.cuda.Stream | None) -> None:
+        """Copy the shards over the column, and announce them; in the thread of `Leaders`."""
+        # Ranks come out of the optimizer step at different times. So this waits until all have published, and can give
+        # up before collectives begin.
+        edited = self._leaders.all_have_published(version, edited)
+        begins = (partial(self._begin_sharing, window, version, edited) for window in self.windows)
+        try:
+            with torch.cuda.stream(stream), self.transport.on_another_stream():  # behind what writes the shards
+                list(in_turn(begins))
+        except Exception as error:  # of a backend or of a device: raised where the shards are awaited
+            self._leaders.broke("Sharing of parameters", error)
+
+    def _begin_sharing(self, window: UnitWindow, version: int, edited: bool) -> Callable[[], None]:
+        """Begin to share one unit; returns what waits for the end of it, and announces the unit."""
+        announce = partial(window.announce, version, edited)
+        whole = window.spec.shard_numel
+        runs = window.spec.grad_ranges
+        own = window.own_shard
+        heard = window.shards
+        if not edited and runs != ((0, whole),):
+            # ``a b c d e`` with the runs ``(0, 2), (4, 5)`` is sent as ``a b e``, and pasted there.
+            own = torch.cat([own[:0], *[own[start:end] for start, end in runs]])
+            heard = own.new_empty(len(heard), own.numel())
+        if not own.numel():
+            return announce
+        work = self._column.begin_gather(own, heard.view(-1))
+        self.traffic.bytes_shared += heard.nbytes - own.nbytes
+
+        def end() -> None:
+            self._leaders.until(work.is_completed)
+            work.wait()
+            if heard is not window.shards:
+                place = 0
+                for start, end in runs:
+                    window.shards[:, start:end] = heard[:, place : place + end - start]
+                    place += end - start
+            announce()
+
+        return end
 
     def meet(self, kind: str, item: Any = None) -> list[Any]:
         # A rank comes with the shards of its column, so that collectives of one version never meet those of another,
@@ -255,20 +184,24 @@ class CopiesProtocol(Protocol):
 
     def end_version(self, kind: str, item: Any = None) -> list[Any]:
         items = super().end_version(kind, item)
-        summed = (window for window in self.windows if window.spec.grad_numel)
-        self._totals = in_turn(partial(self._sum_over_nodes, window) for window in summed)
+        self._totals = in_turn(partial(self._sum_over_nodes, window) for window in self.windows)
         return items
 
     def total(self, unit: int) -> Tensor:
-        if self._units[unit].grad_numel:
-            return next(self._totals)
-        return super().total(unit)
+        try:
+            return next(self._totals)  # in the order of the units
+        except RuntimeError as error:
+            self._leaders.broke("A sum of gradients", error)
+            self.waiter.until(lambda: False, None, lambda: "waiting for the reason")  # raises it
+            raise
 
     def _sum_over_nodes(self, window: UnitWindow) -> Callable[[], Tensor]:
         """Begin to sum a unit's gradients over the column. On GPUs the host only asks, and does not wait."""
-        sums = window.summed()
         name = window.spec.name
         what = f"waiting for the gradients of unit {name!r} from other nodes"
+        if not window.spec.grad_numel:
+            return window.summed
+        sums = window.summed()
         self.traffic.bytes_reduced += sums.nbytes
         end = self._column.begin_exchange(sums)  # [3, 3, 3, 3] on rank 0 of the example
 

@@ -12,13 +12,13 @@ nodes::
     add 0 to come: 14, so all are there         get 7/0, 7/1; delete 6/1
     get 7/0, 7/1; delete 6/0
 
-Every rank has a thread for that, which also brings the news. A store may stop to answer, and then a request never
-comes back. So no request is made in the thread that trains.
+Every rank has a thread for all that spans the nodes, which also looks for news. A store may stop to answer, and then a
+request never comes back. So no request is made in the thread that trains.
 
 - *A process ends, or raises.* Others of its node see that in their windows, and put it under the key ``trouble``, at
   which all ranks look.
-- *A host is silent.* The ranks of a node count up its key of life. The leader of the node before it looks whether it
-  changes. It may stay the same for a number of looks, not for a time: so no host is blamed while all of them sleep.
+- *A host is silent.* At every look, the ranks of a node count up how often those of the next node were looked for, and
+  set their own count to 0. What counts is the number of looks, not a time: so no host is blamed while all of them sleep.
 - *The store is silent, or has ended.* Every rank sees that for itself.
 """
 
@@ -29,7 +29,6 @@ import secrets
 import socket
 import threading
 import time
-from bisect import bisect_left
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -44,16 +43,28 @@ from lightning_odc.errors import PeerFailedError
 #: Bytes of one message. A store refuses more than 8 MiB.
 MOST_BYTES = 4 * 2**20
 _LOOK_EVERY = 0.25
-#: Requests per second of all leaders that wait, which a store answers without effort; and half of it of all ranks that
-#: look, with three requests each.
+#: Requests per second of all ranks that wait, which a store answers without effort. All that look, with four requests
+#: each, make half as many.
 _REQUESTS = 10_000
 _LONGEST_PAUSE = 2e-3
 _PAUSE_FRACTION = 1 / 16  # of the time that was waited already
+#: Seconds for the news of who is gone. A broken connection is older than they are.
+_PATIENCE = 2.0
+#: Seconds that the end waits for what is under way, and for a request to a store that may not answer.
+_LAST_WORK = 10.0
 _FAREWELL = 0.5
 
 
+def address_towards(target: str) -> str:
+    """The address of this host that another one sees. Sends nothing."""
+    family, kind, _, _, place = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
 class Leaders:
-    """The ranks that lead their nodes, as one rank of the job sees them. See Note [News between nodes]."""
+    """The other nodes, as one rank of the job sees them. See Note [News between nodes]."""
 
     def __init__(
         self,
@@ -64,28 +75,26 @@ class Leaders:
         silence: float,  # seconds without any sign of a host after which it counts as cut off
     ) -> None:
         self.of_node: Callable[[], str] = str  # what has happened to this rank's node; empty if all is well
-        self.missing = ""  # for whom it waits at a meeting, for messages
-        self.look_every = max(min(_LOOK_EVERY, silence / 8), 6 * layout.world_size / _REQUESTS)
+        self.look_every = max(min(_LOOK_EVERY, silence / 8), 8 * layout.world_size / _REQUESTS)
         self._layout = layout
         self._rendezvous = rendezvous
         self._store = store
         self._main_address = main_address
         self._silence = silence
-        self._longest_pause = max(_LONGEST_PAUSE, layout.nodes / _REQUESTS)
+        self._longest_pause = max(_LONGEST_PAUSE, layout.world_size / _REQUESTS)
         self._addresses: list[str] = []
         self._trouble = ""
         self._looked = 0.0  # when
-        # The life of the next node as it was seen last, and how often it was the same.
-        self._life = 0
-        self._unchanged = 0
         self._meetings = 0
+        self._missing = 0  # the first node that has not come to this one
+        self._edits = 0  # how often ranks had edited more than what is trained, at the last publishing
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
         """Begin. All ranks of the job together."""
-        answers = self._rendezvous((secrets.token_hex(8), self._address()))
+        answers = self._rendezvous((secrets.token_hex(8), address_towards(self._main_address)))
         self._addresses = [address for _, address in answers[:: self._layout.on_node]]
         token, _ = answers[0]
         # A connection of its own: another thread may wait at the one of the process group.
@@ -94,11 +103,14 @@ class Leaders:
         self._thread = threading.Thread(target=self._run, name="lightning-odc nodes", daemon=True)
         self._thread.start()
 
+    def begin(self, job: Callable[[], None]) -> None:
+        """Let the thread do something, behind what it was given before."""
+        self._jobs.put(job)
+
     def meet(self, message: bytes, until: Callable[[Callable[[], bool]], None]) -> list[bytes]:
         """Meet the leaders of all nodes; returns their messages. ``until`` waits for something to be true."""
-        self.missing = "other nodes"
         heard: list[bytes] = []
-        self._jobs.put(partial(self._meet, message, heard))
+        self.begin(partial(self._meet, message, heard))
         until(lambda: bool(heard))
         if b"" in heard:
             gone = self._ranks_of(heard.index(b""))
@@ -108,32 +120,38 @@ class Leaders:
             )
         return heard
 
+    @property
+    def missing(self) -> str:
+        """For whom it waits at a meeting, for messages."""
+        return self._ranks_of(self._missing)
+
+    def broke(self, what: str, error: BaseException) -> None:
+        """A collective over nodes broke: that is the trouble, unless its reason is known in a moment."""
+        rank = self._layout.rank
+        others = [other for other in self._layout.column if other != rank]
+        what = f"{what} over nodes broke on rank {rank}. The reason is not known; ranks {others} took part in it."
+        self.begin(partial(self._tell_later, f"{what}\n{error}"))
+
     def trouble(self) -> str:
         """Who failed on other nodes, or cannot be reached, and why; empty if all is well."""
         looked = self._looked
-        if self._thread is not None and not self._trouble and time.monotonic() - looked > self._silence:
+        if self._thread is not None and time.monotonic() - looked > self._silence:
             time.sleep(self.look_every)  # it may be this process that was asleep
             if self._looked == looked:
-                self._trouble = (
+                self._trouble = self._trouble or (
                     "There has been no sign of the store by which ranks find each other, on "
                     f"{self._main_address}, for {self._silence:g} s: its host is down or cut off."
                 )
         return self._trouble
 
     def close(self) -> None:
-        """Leave for good. Idempotent."""
+        """End what was begun, and leave for good. Idempotent."""
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._jobs.put(self._ended.set)
-            thread.join(_FAREWELL)  # it may hang in a request
+            self.begin(self._ended.set)
+            thread.join(_FAREWELL if self._trouble else _LAST_WORK)
+            self._ended.set()
             self.of_node = str
-
-    def _address(self) -> str:
-        """The address of this host that the main host sees. Sends nothing."""
-        family, kind, _, _, target = socket.getaddrinfo(self._main_address, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
 
     def _ranks_of(self, node: int) -> str:
         row = self._layout.row_of(node)
@@ -144,24 +162,44 @@ class Leaders:
     def _run(self) -> None:
         try:
             while not self._ended.is_set():
-                if self._is_time():
-                    self._look()
+                self._hear()
                 with suppress(queue.Empty):
                     self._jobs.get(timeout=self.look_every)()
             self._look()  # others of the node may have failed just now
             if self._layout.leads and not self._trouble:
                 self._come(b"")
+        except PeerFailedError:
+            pass  # the thread that trains raises it
         except Exception as error:
-            self._trouble = self._trouble or (
+            self._trouble = (
                 f"The store by which ranks find each other, on {self._main_address}, has ended: rank 0, or the agent "
                 f"of its launcher, was killed or has crashed.\n{error}"
             )
 
-    def _come(self, message: bytes) -> int:
-        """Come to the next meeting; returns how often leaders have come to meetings by now."""
+    def until(self, ready: Callable[[], bool]) -> None:
+        """Wait for something to be true, and look for news."""
+        begin = time.monotonic()
+        while not ready():
+            self._hear()
+            waited = time.monotonic() - begin
+            time.sleep(min(waited * _PAUSE_FRACTION, self._longest_pause))
+
+    def all_have_published(self, version: int, edited: bool) -> bool:
+        """Wait until all ranks have published a version; whether more than what is trained may have changed on any."""
+        self._store.add("edits", int(edited))
+        self._store.add("published", 1)
+        ranks = version * self._layout.world_size
+        self.until(lambda: self._store.add("published", 0) >= ranks)
+        before = self._edits
+        self._edits = self._store.add("edits", 0)
+        return self._edits > before
+
+    def _come(self, message: bytes) -> None:
+        """Come to the next meeting."""
         self._meetings += 1
+        self._missing = 0
         self._store.set(self._key(self._layout.node), message)
-        return int(self._store.add("come", 1))
+        self._store.add("come", 1)
 
     def _key(self, node: int) -> str:
         """Where the message of a node to this meeting is."""
@@ -169,54 +207,37 @@ class Leaders:
 
     def _meet(self, message: bytes, heard: list[bytes]) -> None:
         nodes = self._layout.nodes
-        come = self._come(message)
-        begin = time.monotonic()
-        while come < self._meetings * nodes:
-            if not self._jobs.empty():
-                return  # to the meeting, no rank comes any more
-            waited = time.monotonic() - begin
-            time.sleep(min(waited * _PAUSE_FRACTION, self._longest_pause))
-            if self._is_time():
-                self._look()
-                self.missing = self._ranks_of(self._first_missing())
-            come = self._store.add("come", 0)
+        self._come(message)
+        self.until(lambda: self._store.add("come", 0) >= self._meetings * nodes)
         heard += self._store.multi_get([self._key(node) for node in range(nodes)])
         self._store.delete_key(f"{self._meetings - 1}/{self._layout.node}")
 
-    def _first_missing(self) -> int:
-        """The first node that has not come to this meeting; in a moment it may be there."""
-        keys = [self._key(node) for node in range(self._layout.nodes)]
+    def _tell_later(self, trouble: str) -> None:
+        end = time.monotonic() + _PATIENCE
+        self.until(lambda: time.monotonic() > end)
+        self._trouble = trouble
 
-        def lacks(node: int) -> bool:
-            """Whether a node up to this one has not come."""
-            return not self._store.check(keys[: node + 1])
-
-        return bisect_left(range(len(keys) - 1), True, key=lacks)
-
-    def _is_time(self) -> bool:
-        return not self._trouble and time.monotonic() - self._looked >= self.look_every
+    def _hear(self) -> None:
+        """Look for news, if it is time."""
+        if self._trouble or self._ended.is_set():
+            raise PeerFailedError(self._trouble)
+        if time.monotonic() - self._looked >= self.look_every:
+            self._look()
 
     def _look(self) -> None:
         """Tell what has happened on this node, and hear what has happened on others."""
-        self._looked = time.monotonic()
         node = self._layout.node
+        behind = (node + 1) % self._layout.nodes
+        self._store.set(f"unseen/{node}", "0")
+        unseen = self._store.add(f"unseen/{behind}", 1) / self._layout.on_node
         trouble = self.of_node()
         if trouble:
             trouble = f"On {self._addresses[node]}: {trouble}"
-        self._store.add(f"life/{node}", 1)
-        if self._layout.leads and not trouble:
-            trouble = self._look_after((node + 1) % self._layout.nodes)
+        elif unseen * self.look_every > self._silence:
+            ranks = self._ranks_of(behind)
+            trouble = f"There has been no sign of {ranks} for {self._silence:g} s: their host is down or cut off."
+        while self._missing < self._layout.nodes - 1 and self._store.check([self._key(self._missing)]):
+            self._missing += 1
         # Nothing is changed if something was told before: what came first is the reason of the rest.
         self._trouble = self._store.compare_set("trouble", "", trouble).decode(errors="replace")
-
-    def _look_after(self, node: int) -> str:
-        """What is to be told of a node of which there has been no sign for long."""
-        life = self._store.add(f"life/{node}", 0)
-        self._unchanged += 1
-        if life != self._life:
-            self._unchanged = 0
-        self._life = life
-        if self._unchanged * self.look_every <= self._silence:
-            return ""
-        ranks = self._ranks_of(node)
-        return f"There has been no sign of {ranks} for {self._silence:g} s: their host is down or cut off."
+        self._looked = time.monotonic()

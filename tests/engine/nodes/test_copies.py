@@ -10,15 +10,18 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
 
 from lightning_odc import Minibatch
 from lightning_odc.engine.nodes.column import Layout
 from lightning_odc.engine.nodes.copies import CopiesProtocol
+from lightning_odc.engine.nodes.leaders import Leaders
 from lightning_odc.engine.transports.base import Segment, UnitSpec
 from notebooks.support.threads import ThreadHub
 from tests.strategy.test_parity import STEPS, assert_same, one_process, train
@@ -107,32 +110,10 @@ class Board:
         return self.found(kind, number) or []
 
 
-class BoardLeaders:
-    """`Leaders` between threads."""
-
-    missing = ""
-
-    def __init__(self, board: Board, node: int) -> None:
-        self._board = board
-        self._node = node
-        self._number = 0
-
-    open = close = fail = lambda *_: None
-    trouble = str
-
-    def meet(self, message: bytes, until: Callable[[Callable[[], bool]], None]) -> list[bytes]:
-        self._number += 1
-        number = self._number
-        self._board.post("met", number, self._node, message)
-        until(lambda: self._board.found("met", number) is not None)
-        return self._board.awaited("met", number)
-
-
 class SlowColumn:
     """A `ColumnGroup` between threads, over a slow link."""
 
     device = torch.device("cpu")
-    trouble = str
 
     def __init__(self, board: Board, place: int) -> None:
         self._board = board
@@ -152,9 +133,9 @@ class SlowColumn:
 
         return wait
 
-    def begin_gather(self, own: Tensor, whole: Tensor) -> Callable[[], Tensor]:
+    def begin_gather(self, own: Tensor, whole: Tensor) -> SimpleNamespace:
         end = self._begin(own)
-        return lambda: whole.copy_(torch.cat(end()))
+        return SimpleNamespace(is_completed=lambda: True, wait=lambda: whole.copy_(torch.cat(end())))
 
     def begin_exchange(self, sums: Tensor) -> Callable[[], Tensor]:
         end = self._begin(sums)
@@ -191,11 +172,11 @@ def _play(protocol: CopiesProtocol, rank: int, world: int, edits: int) -> list[A
     return seen
 
 
-def _protocols(nodes: int, **options: Any) -> list[CopiesProtocol]:
+def _protocols(nodes: int, store: TCPStore, **options: Any) -> list[CopiesProtocol]:
     """By rank, two on each node. Threads will play the ranks."""
     hubs = [ThreadHub(2, timeout=20) for _ in range(nodes)]
     boards = [Board(nodes) for _ in range(2)]
-    leaders = Board(nodes)
+    everybody = ThreadHub(2 * nodes, timeout=20)
     protocols = []
     for rank in range(2 * nodes):
         node, place = divmod(rank, 2)
@@ -203,8 +184,9 @@ def _protocols(nodes: int, **options: Any) -> list[CopiesProtocol]:
         transport.job_rank = lambda peer, node=node: 2 * node + peer  # type: ignore[method-assign, misc]
         column = SlowColumn(boards[place], node)
         parts: dict[str, Any] = {"column": column}
-        parts["make_leaders"] = partial(BoardLeaders, leaders, node)
         layout = Layout(nodes, 2, rank)
+        meet = partial(everybody.rendezvous, rank)
+        parts["make_leaders"] = partial(Leaders, layout, meet, store, "127.0.0.1", 20.0)
         copies_protocol = CopiesProtocol(transport, UNITS, layout=layout, timeout=20, **parts, **options)
         protocols.append(copies_protocol)
     return protocols
@@ -215,7 +197,8 @@ def _protocols(nodes: int, **options: Any) -> list[CopiesProtocol]:
 def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options):
     world = 2 * nodes
     found = {}
-    protocols = _protocols(nodes, **options)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    protocols = _protocols(nodes, store, **options)
 
     def play(rank: int) -> None:
         edits = 1
