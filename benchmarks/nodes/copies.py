@@ -46,7 +46,7 @@ from lightning_odc.engine.nodes.leaders import Leaders
 from lightning_odc.engine.on_demand import OnDemandEngine
 from lightning_odc.engine.transports.shared_memory import SharedMemoryTransport
 from lightning_odc.files import write_json
-from lightning_odc.sharding.nodes import layout_of, mesh_of
+from lightning_odc.sharding.nodes import mesh_of
 from lightning_odc.sharding.wrapping import mesh_for, shard_model
 from notebooks.support.sleeping import Pause
 
@@ -213,7 +213,7 @@ def measure(
     rank: int, world_size: int, hosts: Hosts, microbatches: int, options: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """One cell on one rank, by variant."""
-    layout = layout_of(None, world_size // PER_HOST, world_size, rank)
+    layout = Layout(world_size // PER_HOST, PER_HOST, rank)
     jobs = {name: Job(name, layout, hosts.address(0), options["width"]) for name in VARIANTS}
     seen: dict[str, dict[str, Any]] = {name: {"seconds": [], "bytes": []} for name in VARIANTS}
     trained = 0

@@ -57,9 +57,7 @@ def lead(port: int, nodes: int, own: range, meetings: int, size: int) -> list[fl
         leaders = list(pool.map(opened, own))
     ends = []
     for _ in range(1 + meetings):
-        heard: list[list[bytes]] = [[] for _ in leaders]
-        for one, messages in zip(leaders, heard, strict=True):
-            one._jobs.put(partial(one._meet, b"x" * size, messages))
+        heard = [one.meet(b"x" * size) for one in leaders]
         for messages in heard:
             while not messages:
                 time.sleep(5e-5)

@@ -8,6 +8,7 @@ values: a stale read shows those of the round before, and an addition that is lo
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 
 import torch
@@ -36,7 +37,7 @@ def open_proven(protocol: Protocol, agree: Rendezvous) -> None:
         protocol.open()
         prove(protocol)
     except WindowError as error:
-        reason = str(error)
+        reason = f"On {socket.gethostname()}: {error}"
     for told in filter(None, agree(reason)):
         protocol.close()
         raise WindowError(told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -56,14 +57,16 @@ class RollCall:
             trouble = blamed(error, self.look, _PATIENCE)
             has_followed = trouble is not None
             if trouble:
-                error.add_note(f"{_FOLLOWED} {trouble}")
+                note = f"{_FOLLOWED} {trouble}"
+                error.add_note(note)
+                told += note
         if has_followed:
             told = FOLLOWED + told
         with suppress(dist.DistError):  # it has ended with rank 0, which has told nothing either
             self._say(told)
 
     def look(self) -> str:
-        """Which rank has failed or ended first, and how; empty if that is unknown, as on another host."""
+        """Which rank has failed or ended first, and how; on another host, as others there say. Empty if unknown."""
         followed = ""
         for rank in self.others:
             try:
@@ -78,11 +81,13 @@ class RollCall:
             except dist.DistError:
                 return "Rank 0 has ended, and with it the store by which ranks find each other."
             if told.startswith(FOLLOWED):
-                followed = f"Rank {rank} failed, too."
+                _, _, reason = told.partition(_FOLLOWED)
+                followed = reason.strip() or followed or f"Rank {rank} failed, too."
             elif told:
                 return f"Rank {rank} failed. Its error was:\n{told}"
             elif how:
-                return f"Rank {rank} (process {pid}) ended without a word. How it ended: {how}."
+                place = f"process {pid} on {socket.gethostname()}"
+                return f"Rank {rank} ({place}) ended without a word. How it ended: {how}."
         return followed
 
     def _said_by(self, rank: int) -> tuple[str, int, str]:

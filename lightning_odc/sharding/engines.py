@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from lightning_odc.engine.nodes.column import ColumnGroup, Layout
 from lightning_odc.engine.nodes.copies import CopiesProtocol
 from lightning_odc.engine.nodes.leaders import Leaders
 from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.transports import make_transport
 from lightning_odc.engine.transports.base import Rendezvous
@@ -41,10 +42,10 @@ MemorySize = Annotated[
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 #: How long ranks wait before they say where they are.
 HANG_REPORT_AFTER = timedelta(minutes=1)
-#: Seconds without any sign of another host, or without progress of a collective over nodes, before that is an error; at
-#: most a quarter and a half of ``timeout``. So the error is not that of a wait for a slow rank, and says who is gone.
+#: Seconds without any sign of another host, and time without progress of a collective over nodes, before that is an
+#: error that says who is gone; at most a quarter and a half of ``timeout``, where the error is that of a slow rank.
 SILENCE = 30.0
-STALL = 60.0
+STALL = timedelta(minutes=1)
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,17 @@ def make_engine(
         "accumulator_dtype": accumulator_dtype,
         "hang_report": hang_report,
     }
+    group = place.group
     if place.layout is not None:
-        return _make_copies_engine(place, place.layout, rendezvous, options)
-    transport = partial(
-        make_transport, place.device, ranks.index(place.rank), len(ranks), rendezvous, place.group, ranks
-    )
+        ranks = place.layout.row_of(place.layout.node)
+        group = mesh_of(place.layout, place.device.type)["shard"].get_group()
+        options["make_protocol"] = _protocol_over_nodes(place.layout, place.device, rendezvous, timeout)
     if place.data_parallel is not None:  # ranks with other parts of the layers must come to the same answer
         options["agree"] = process_group_rendezvous(dist.group.WORLD)
+    within = process_group_rendezvous(group)
+    transport = partial(
+        make_transport, place.device, ranks.index(place.rank), len(ranks), within, group, ranks
+    )
     return OnDemandEngine(transport, rendezvous, sample_group=place.sample_group, **options)
 
 
@@ -117,29 +122,15 @@ def _memory(place: Place, rendezvous: Rendezvous) -> Memory:
     return CudaMemory(place.device, rendezvous(device).count(device))
 
 
-def _make_copies_engine(
-    place: Place, layout: Layout, rendezvous: Rendezvous, options: dict[str, Any]
-) -> OnDemandEngine:
-    group = mesh_of(layout, place.device.type)["shard"].get_group()
-    within = process_group_rendezvous(group)
-    row = layout.row_of(layout.node)
-    transport = partial(make_transport, place.device, row.index(place.rank), len(row), within, group, row)
-    timeout: float = options["timeout"]
-    silence = min(SILENCE, timeout / 4)
-    stall = timedelta(seconds=min(STALL, timeout / 2))
-    store = _compat.default_store()
+def _protocol_over_nodes(
+    layout: Layout, device: torch.device, rendezvous: Rendezvous, timeout: timedelta
+) -> Callable[..., Protocol]:
+    """What makes the protocol of a rank on one of several nodes."""
+    silence = min(SILENCE, timeout.total_seconds() / 4)
     main_address = os.environ.get("MASTER_ADDR", "localhost")
-
-    def agree(reason: str) -> list[str]:
-        """Let all nodes come to one answer about the windows, with the node where they were refused."""
-        if reason:
-            reason = f"Node {layout.node} ({socket.gethostname()}): {reason}"
-        return rendezvous(reason)
-
-    protocol = partial(
+    return partial(
         CopiesProtocol,
         layout=layout,
-        column=ColumnGroup(layout, place.device, stall),
-        make_leaders=partial(Leaders, layout, rendezvous, store, main_address, silence),
+        column=ColumnGroup(layout, device, min(STALL, timeout / 2)),
+        make_leaders=partial(Leaders, layout, rendezvous, _compat.default_store(), main_address, silence),
     )
-    return OnDemandEngine(transport, rendezvous, agree=agree, make_protocol=protocol, **options)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.sharding.engines import Place
-from lightning_odc.sharding.nodes import check_rows, layout_of
+from lightning_odc.sharding.nodes import layout_of
 
 
 def meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
@@ -63,10 +63,8 @@ def place_on(mesh: DeviceMesh, sample_group: SampleGroup | None, communication: 
                 "`fully_shard`, without `attach`."
             )
         return replace(place, data_parallel=mesh, sample_group=sample_group)
-    if on_node == world_size:
+    if on_node == world_size or communication == "collective":
         return place
     nodes = world_size // on_node
     layout = layout_of((nodes, on_node), nodes, world_size, place.rank)
-    if communication != "collective":
-        check_rows(layout)
     return replace(place, layout=layout)

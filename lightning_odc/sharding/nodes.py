@@ -15,38 +15,36 @@ ON_DEMAND = {"HYBRID_SHARD": "FULL_SHARD", "_HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP
 
 
 def layout_of(
-    device_mesh: Sequence[int] | DeviceMesh | None, num_nodes: int, world_size: int, rank: int
-) -> Layout:
-    """The layout over several nodes."""
-    if device_mesh is None and world_size % num_nodes:
-        raise ValueError(
-            f"{world_size} ranks on {num_nodes} nodes: every node needs as many ranks as the others. Start equally "
-            'many on each, Trainer(devices=..., num_nodes=...), or use ODCStrategy(communication="collective").'
-        )
+    device_mesh: Sequence[int] | DeviceMesh | None,
+    num_nodes: int,
+    world_size: int,
+    rank: int,
+    on_demand: bool = True,
+) -> Layout | None:
+    """The layout over several nodes; ``None`` for one of them."""
     default = (num_nodes, world_size // num_nodes)
     nodes, on_node = default
-    in_order = True
+    ranks = list(range(world_size))
     if isinstance(device_mesh, DeviceMesh):
         nodes, on_node = device_mesh.shape
-        in_order = device_mesh.mesh.flatten().tolist() == list(range(world_size))
+        ranks = device_mesh.mesh.flatten().tolist()
     elif device_mesh is not None:
         nodes, on_node = device_mesh
-    if nodes * on_node != world_size or not in_order:
+    if nodes * on_node != world_size or ranks != sorted(ranks):
         raise ValueError(
-            f"device_mesh={device_mesh!r} must have all {world_size} ranks in ascending order, a row for each node: "
-            f"write device_mesh={default}, nodes times ranks per node, or leave it out."
+            f"{world_size} ranks do not form {nodes} rows of {on_node} in ascending order, a row for each node. Start "
+            f"equally many on each. As device_mesh, write (nodes, ranks per node), such as {default}, or leave it out. "
+            'ODCStrategy(communication="collective") takes any number of ranks.'
+        )
+    if nodes == 1:
+        return None
+    if on_demand and on_node == 1:
+        raise ValueError(
+            f"{nodes} nodes of one rank have nothing to read on demand: ranks read from other ranks of their node, so "
+            "each of these would hold a copy of the whole model and of its gradient. Use several ranks per node "
+            '(`devices=2`), communication="collective", or strategy="ddp".'
         )
     return Layout(nodes, on_node, rank)
-
-
-def check_rows(layout: Layout) -> None:
-    """Refuse rows of one rank, which have nothing to read on demand."""
-    if layout.nodes > 1 and layout.on_node == 1:
-        raise ValueError(
-            f"{layout.nodes} nodes of one rank have nothing to read on demand: ranks read from other ranks of their "
-            "node, so each of these would hold a copy of the whole model and of its gradient. Use several ranks per "
-            'node (`devices=2`), communication="collective", or strategy="ddp".'
-        )
 
 
 def check_groups(size: int, world_size: int, num_nodes: int) -> None:

@@ -69,7 +69,7 @@ class AttachingStrategy:
         with store_on_loopback(strategy):
             yield
         try:
-            self._groups.check_rows()
+            self._groups.layout()  # refuses nodes on which there is nothing to read on demand
         except ValueError as error:
             self._go_without(error)
         self._groups.form(device_type)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from lightning_odc.engine.nodes.column import Layout
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.sharding.engines import Place
-from lightning_odc.sharding.nodes import check_groups, check_rows, layout_of
+from lightning_odc.sharding.nodes import check_groups, layout_of
 from lightning_odc.strategy.options import Options
 from lightning_odc.strategy.starting import LightningStrategy
 
@@ -69,24 +69,20 @@ class Groups:
         """The number of data-parallel places: ranks, or groups of ranks that compute one sample together."""
         return self.strategy.world_size // self._options.group_size
 
-    @property
     def layout(self) -> Layout | None:
-        """Which ranks are on which node; ``None`` if all are on one, or collectives treat them as if."""
+        """Which ranks are on which node; ``None`` if all are on one, or collectives treat them as if.
+
+        Raises:
+            ValueError: Nodes have different numbers of ranks, or nothing to read on demand.
+        """
         if self._options.group_size > 1:
             return None
         if not self.replicates and not self.on_demand:
             return None
         strategy = self.strategy
-        layout = layout_of(self._node_mesh, strategy.num_nodes, strategy.world_size, strategy.global_rank)
-        if layout.nodes == 1:
-            return None
-        return layout
-
-    def check_rows(self) -> None:
-        """Refuse nodes on which there is nothing to read on demand."""
-        layout = self.layout
-        if layout is not None and self.on_demand:
-            check_rows(layout)
+        return layout_of(
+            self._node_mesh, strategy.num_nodes, strategy.world_size, strategy.global_rank, self.on_demand
+        )
 
     def form(self, device_type: str) -> None:
         """Check the arrangement, and make the mesh of groups. All ranks together, when the process group is there."""
@@ -113,7 +109,7 @@ class Groups:
             rank=strategy.global_rank,
             world_size=strategy.world_size,
             on_node=strategy.num_processes,
-            layout=self.layout,
+            layout=self.layout(),
             data_parallel=self.data_parallel,
             sample_group=sample_group,
         )

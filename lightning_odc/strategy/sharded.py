@@ -161,7 +161,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         """
         if self._mesh is None:
             groups = self._groups
-            layout = groups.layout
+            layout = groups.layout()
             if groups.data_parallel is not None:
                 self._mesh = groups.data_parallel
             elif layout is None or groups.on_demand:

@@ -15,6 +15,8 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
 
+from lightning_odc.engine.nodes.leaders import address_towards
+
 #: For ``Trainer`` and for ``Fabric``. Both know their ranks by the same names.
 LightningStrategy = FSDPStrategy | ModelParallelStrategy
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR, see netdevice(7)
@@ -96,8 +98,7 @@ def let_nodes_reach_gloo(strategy: LightningStrategy) -> None:
 def interface_to(address: str) -> str:
     """The interface by which this host reaches an IPv4 address; empty if that is not known. Sends nothing."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))
-        own, _ = probe.getsockname()
+        own = address_towards(address)
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has no address
                 request = struct.pack("256s", name.encode())

@@ -31,18 +31,19 @@ def test_a_layout_has_rows_and_columns():
 def test_a_device_mesh_says_which_ranks_form_a_node(rank):
     init_gloo(rank)
     mesh = init_device_mesh("cpu", (2, 1))
-    found = layout_of(mesh, num_nodes=1, world_size=2, rank=rank)
+    found = layout_of(mesh, num_nodes=1, world_size=2, rank=rank, on_demand=False)
     assert found == Layout(2, 1, rank)
-    with pytest.raises(ValueError, match="must have all 2 ranks in ascending order, a row for each node"):
+    with pytest.raises(
+        ValueError, match="2 ranks do not form 2 rows of 1 in ascending order, a row for each node"
+    ):
         layout_of(DeviceMesh("cpu", [[1], [0]]), num_nodes=1, world_size=2, rank=rank)
 
 
 def test_a_mesh_of_other_ranks_and_nodes_of_different_sizes_are_refused():
-    with pytest.raises(
-        ValueError, match=r"must have all 6 ranks in ascending order, .*: write device_mesh=\(2, 3\)"
-    ):
+    says = r"6 ranks do not form 2 rows of 2 in ascending order.* such as \(2, 3\), or leave it out"
+    with pytest.raises(ValueError, match=says):
         layout_of((2, 2), num_nodes=2, world_size=6, rank=0)
-    with pytest.raises(ValueError, match=r"5 ranks on 2 nodes: every node needs as many ranks as the others"):
+    with pytest.raises(ValueError, match=r"5 ranks do not form 2 rows of 2 .*\. Start equally many on each"):
         layout_of(None, num_nodes=2, world_size=5, rank=0)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_odc import Minibatch
 from lightning_odc.engine.peers import FOLLOWED
-from lightning_odc.engine.roll_call import RollCall
+from lightning_odc.engine.roll_call import _FOLLOWED, RollCall
 from lightning_odc.engine.transports.host import boot_id
 from tests.strategy.test_failures import SilentError
 from tests.strategy.test_launcher import run
@@ -92,11 +92,38 @@ def _ends_on_another_host(rank: int, hosts: list[str]) -> None:
         _ends(rank, "dies", "between two fits")
 
 
-def test_a_rank_that_dies_is_named_on_its_host():
-    first, _, mate = try_ranks(_ends_on_another_host, ["here", "there", "there"], world_size=3, timeout=60)
-    assert first.exitcode == mate.exitcode == 1
-    says = r"This followed from something else. Rank 1 \(process \d+\) ended without a word"
-    assert re.search(says, mate.error), mate.error
+@pytest.mark.parametrize(
+    ("hosts", "named_on"),
+    [
+        (
+            ["here", "there", "there"],
+            [2],
+        ),  # rank 0 sees that the connection broke, and rank 2 when rank 0 has ended
+        (["there", "there", "here"], [0, 2]),  # rank 0 sees both that it broke and why
+    ],
+)
+def test_a_rank_that_dies_is_named_on_its_host_and_from_there_on_others(hosts, named_on):
+    outcomes = try_ranks(_ends_on_another_host, hosts, world_size=3, timeout=60)
+    assert outcomes[0].exitcode == outcomes[2].exitcode == 1
+    ended = r"Rank 1 \(process \d+ on \S+\) ended without a word. How it ended: \S+"
+    for survivor in named_on:
+        error = outcomes[survivor].error
+        assert re.search(f"This followed from something else. {ended}", error), error
+
+
+def test_what_others_know_of_a_failure_is_heard_before_that_they_failed_too():
+    calls = object.__new__(RollCall)
+    calls.others = [0, 1, 2]
+    entries = ["connection closed", f"connection closed{_FOLLOWED} Rank 3 ended.", "connection closed"]
+    said = {
+        f"odc/ranks/{rank}": json.dumps([boot_id(), os.getpid(), FOLLOWED + entry])
+        for rank, entry in enumerate(entries)
+    }
+    calls._store = said
+    assert calls.look() == "Rank 3 ended."
+    del said["odc/ranks/1"]
+    calls.others = [0, 2]
+    assert calls.look() == "Rank 0 failed, too."
 
 
 DIES = """

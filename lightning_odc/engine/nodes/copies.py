@@ -50,7 +50,7 @@ from torch import Tensor
 
 from lightning_odc.engine.nodes.column import ColumnGroup, Layout, in_turn
 from lightning_odc.engine.nodes.leaders import MOST_BYTES, Leaders
-from lightning_odc.engine.peers import Activity, Word
+from lightning_odc.engine.peers import Activity
 from lightning_odc.engine.protocol import Protocol, exchange
 from lightning_odc.engine.unit_window import UnitWindow
 from lightning_odc.engine.waiting import Cause
@@ -118,7 +118,10 @@ class CopiesProtocol(Protocol):
         edited = self._leaders.all_have_published(version, edited)
         begins = (partial(self._begin_sharing, window, version, edited) for window in self.windows)
         try:
-            with torch.cuda.stream(stream), self.transport.on_another_stream():  # behind what writes the shards
+            with (
+                torch.cuda.stream(stream),
+                self.transport.on_another_stream(),
+            ):  # behind what writes the shards
                 list(in_turn(begins))
         except Exception as error:  # of a backend or of a device: raised where the shards are awaited
             self._leaders.broke("Sharing of parameters", error)
@@ -173,14 +176,15 @@ class CopiesProtocol(Protocol):
         return list(heard[0])  # [R0, R1, R2, R3]
 
     def _meet_leaders(self, kind: str, message: bytes) -> list[bytes]:
-        def until(ready: Callable[[], bool]) -> None:
-            def missing() -> str:
-                return f"waiting for {self._leaders.missing} at meeting {self._meetings} ({kind})"
-
-            self.waiter.until(ready, Cause.SETTLE, missing, check=self.peers.check_not_past)
-
+        heard = self._leaders.meet(message)
         self.peers.begin(Activity.MEET)
-        return self._leaders.meet(message, until)
+        self.waiter.until(
+            lambda: bool(heard),
+            Cause.SETTLE,
+            lambda: f"waiting for {self._leaders.missing} at meeting {self._meetings} ({kind})",
+            check=self.peers.check_not_past,
+        )
+        return heard
 
     def end_version(self, kind: str, item: Any = None) -> list[Any]:
         items = super().end_version(kind, item)

@@ -17,8 +17,8 @@ request never comes back. So no request is made in the thread that trains.
 
 - *A process ends, or raises.* Others of its node see that in their windows, and put it under the key ``trouble``, at
   which all ranks look.
-- *A host is silent.* At every look, the ranks of a node count up how often those of the next node were looked for, and
-  set their own count to 0. What counts is the number of looks, not a time: so no host is blamed while all of them sleep.
+- *A host is silent.* At every look, the ranks of a node count one more look for those of the next node, and set their
+  own count to 0. It is a number of looks, not a time: so no host is blamed while all of them sleep.
 - *The store is silent, or has ended.* Every rank sees that for itself.
 """
 
@@ -107,17 +107,10 @@ class Leaders:
         """Let the thread do something, behind what it was given before."""
         self._jobs.put(job)
 
-    def meet(self, message: bytes, until: Callable[[Callable[[], bool]], None]) -> list[bytes]:
-        """Meet the leaders of all nodes; returns their messages. ``until`` waits for something to be true."""
+    def meet(self, message: bytes) -> list[bytes]:
+        """Begin to meet the leaders of all nodes; their messages come into the list, all at once."""
         heard: list[bytes] = []
         self.begin(partial(self._meet, message, heard))
-        until(lambda: bool(heard))
-        if b"" in heard:
-            gone = self._ranks_of(heard.index(b""))
-            raise PeerFailedError(
-                f"One of {gone} has left the training while rank {self._layout.rank} still needs it. Every rank needs "
-                "the same number of Lightning batches and optimizer steps."
-            )
         return heard
 
     @property
@@ -209,7 +202,15 @@ class Leaders:
         nodes = self._layout.nodes
         self._come(message)
         self.until(lambda: self._store.add("come", 0) >= self._meetings * nodes)
-        heard += self._store.multi_get([self._key(node) for node in range(nodes)])
+        messages = self._store.multi_get([self._key(node) for node in range(nodes)])
+        if b"" in messages:
+            gone = self._ranks_of(messages.index(b""))
+            self._trouble = (
+                f"One of {gone} has left the training while rank {self._layout.rank} still needs it. Every rank needs "
+                "the same number of Lightning batches and optimizer steps."
+            )
+            return
+        heard += messages
         self._store.delete_key(f"{self._meetings - 1}/{self._layout.node}")
 
     def _tell_later(self, trouble: str) -> None:
@@ -235,7 +236,9 @@ class Leaders:
             trouble = f"On {self._addresses[node]}: {trouble}"
         elif unseen * self.look_every > self._silence:
             ranks = self._ranks_of(behind)
-            trouble = f"There has been no sign of {ranks} for {self._silence:g} s: their host is down or cut off."
+            trouble = (
+                f"There has been no sign of {ranks} for {self._silence:g} s: their host is down or cut off."
+            )
         while self._missing < self._layout.nodes - 1 and self._store.check([self._key(self._missing)]):
             self._missing += 1
         # Nothing is changed if something was told before: what came first is the reason of the rest.

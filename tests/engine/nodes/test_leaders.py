@@ -13,7 +13,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # document
 from lightning_odc.engine.nodes import leaders as module
 from lightning_odc.engine.nodes.column import Layout
 from lightning_odc.engine.nodes.leaders import Leaders
-from lightning_odc.errors import PeerFailedError
 from notebooks.support.threads import ThreadHub
 from tests.support.interleaving import together
 
@@ -25,6 +24,12 @@ def eventually(ready: Callable[[], bool]) -> None:
     while not ready():
         assert time.monotonic() < end, "it did not happen within 10 s"
         time.sleep(0.001)
+
+
+def met(one: Leaders, message: bytes) -> list[bytes]:
+    heard = one.meet(message)
+    eventually(lambda: bool(heard))
+    return heard
 
 
 @pytest.fixture
@@ -66,7 +71,7 @@ def test_leaders_hear_all_messages_in_order_and_leave_none_behind(store, three):
             seconds = 0.01 * ((node + meeting) % 3)
             time.sleep(seconds)
             encoded = f"{meeting} of {node}".encode()
-            heard[node].append(three[node].meet(encoded, eventually))
+            heard[node].append(met(three[node], encoded))
 
     before = store.num_keys()
     found = together(*(partial(meet, node) for node in range(3)))
@@ -81,26 +86,67 @@ def test_leaders_hear_all_messages_in_order_and_leave_none_behind(store, three):
 def test_long_messages(three):
     long = b"x" * module.MOST_BYTES
     found: list[list[bytes]] = []
-    meets = [partial(lambda one: found.append(one.meet(long, eventually)), one) for one in three]
+    meets = [partial(lambda one: found.append(met(one, long)), one) for one in three]
     assert together(*meets) == [None] * 3
     assert found == [[long] * 3] * 3
 
 
 def test_a_leader_waits_for_the_last_one_and_names_its_ranks(three):
-    three[0].begin(partial(three[0]._meet, b"0", first := []))
-    three[2].begin(partial(three[2]._meet, b"2", []))
+    first = three[0].meet(b"0")
+    three[2].meet(b"2")
     eventually(lambda: three[0].missing == "ranks 2 to 3 (127.0.0.1)")
     assert not first
-    three[1].meet(b"1", eventually)
+    met(three[1], b"1")
     eventually(lambda: first == [b"0", b"1", b"2"])
 
 
 def test_one_that_leaves_is_named(three):
     three[1].close()
     three[2].close()
-    says = r"One of ranks 2 to 3 \(127.0.0.1\) has left the training while rank 0 still needs it"
-    with pytest.raises(PeerFailedError, match=says):
-        three[0].meet(b"0", eventually)
+    assert three[0].trouble() == ""
+    three[0].meet(b"0")
+    eventually(lambda: bool(three[0].trouble()))
+    says = "One of ranks 2 to 3 (127.0.0.1) has left the training while rank 0 still needs it"
+    assert three[0].trouble().startswith(says)
+
+
+def test_a_collective_that_broke_has_the_reason_that_is_known_soon_or_names_who_took_part(three, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE", 0.5)
+    three[0].broke("A sum", RuntimeError("connection closed"))
+    three[1].broke("A sum", RuntimeError("connection closed"))
+    three[1].of_node = lambda: "rank 3 ended"
+    eventually(lambda: bool(three[0].trouble()))
+    assert three[0].trouble() == three[1].trouble() == "On 127.0.0.1: rank 3 ended"
+
+
+def test_a_collective_that_broke_without_a_known_reason_names_who_took_part(three, monkeypatch):
+    monkeypatch.setattr(module, "_PATIENCE", 0.2)
+    three[1].broke("A sum", RuntimeError("timed out"))
+    eventually(lambda: bool(three[1].trouble()))
+    says = (
+        "A sum over nodes broke on rank 2. The reason is not known; ranks [0, 4] took part in it.\ntimed out"
+    )
+    assert three[1].trouble() == says
+
+
+def test_all_publish_before_shards_are_sent_and_hear_whether_one_has_edited(store):
+    hub = ThreadHub(4)
+    found: list[list[bool]] = [[], [], [], []]
+
+    def publish(rank: int) -> None:
+        one = Leaders(Layout(2, 2, rank), partial(hub.rendezvous, rank), store, "127.0.0.1", SILENCE)
+        one.open()
+        for version in (1, 2, 3):
+            if rank == 1:
+                time.sleep(0.1)
+                assert [len(heard) for heard in found] == [version - 1] * 4, "they wait for this rank"
+            edited = rank == 3 and version == 2
+            one.begin(lambda: found[rank].append(one.all_have_published(version, edited)))  # noqa: B023
+            eventually(lambda: len(found[rank]) == version)  # noqa: B023
+        one.close()
+
+    assert together(*(partial(publish, rank) for rank in range(4))) == [None] * 4
+    assert found == [[False, True, False]] * 4
 
 
 def test_what_happened_first_on_a_node_is_told_with_its_address(three):

@@ -368,7 +368,7 @@ def test_what_one_node_refuses_lets_all_nodes_train_by_collectives(rank, case, a
     assert len(told) == (rank == 0)
     for message in told:
         assert says in message
-        assert case == "device" or f"Node 0 ({socket.gethostname()}): " in message
+        assert case == "device" or f"On {socket.gethostname()}: " in message
 
 
 @on_ranks(4)
@@ -377,7 +377,7 @@ def test_the_ranks_of_all_nodes_get_the_same_error_if_it_must_run_on_demand(rank
         trainer_on(rank, "copies", communication="on_demand").fit(items(), shares(rank, "copies"))
     text = str(caught.value)
     assert of_all_ranks(text) == [text] * 4
-    assert text.startswith(f"Node 0 ({socket.gethostname()}): Rank 1 could not share memory")
+    assert text.startswith(f"On {socket.gethostname()}: Rank 1 could not share memory")
     assert 'ODCStrategy(communication="collective")' in text
 
 
