@@ -19,10 +19,12 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not listed
 
 from lightning_odc import Minibatch
+from lightning_odc.engine.nodes import leaders
 from lightning_odc.engine.nodes.column import Layout
 from lightning_odc.engine.nodes.copies import CopiesProtocol
 from lightning_odc.engine.nodes.leaders import Leaders
 from lightning_odc.engine.transports.base import Segment, UnitSpec
+from lightning_odc.errors import PeerFailedError
 from notebooks.support.threads import ThreadHub
 from tests.strategy.test_parity import STEPS, assert_same, one_process, train
 from tests.support import fits
@@ -220,6 +222,27 @@ def test_nothing_is_read_before_it_has_come_from_the_other_nodes(nodes, options)
             expected = [world * 2 * rank + added, 0.0, world * (2 * rank + 1) + added]
             assert sums == expected
             assert nothing == []
+
+
+@pytest.mark.parametrize(
+    ("method", "what"), [("begin_gather", "Sharing of parameters"), ("begin_exchange", "A sum of gradients")]
+)
+def test_a_collective_that_breaks_ends_training_with_who_took_part(method, what, monkeypatch):
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(SlowColumn, method, fail)
+    monkeypatch.setattr(leaders, "_PATIENCE", 0.2)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    protocols = _protocols(2, store)
+    ends = together(*(partial(_play, protocols[rank], rank, 4, edits=1) for rank in range(4)))
+    for rank, end in enumerate(ends):
+        protocols[rank].close()
+        assert isinstance(end, PeerFailedError)
+        assert str(end) == (
+            f"{what} over nodes broke on rank {rank}. The reason is not known; ranks {[(rank + 2) % 4]} took part in "
+            "it.\ntimed out"
+        )
 
 
 # -- what is refused ------------------------------------------------------------------------------------------
