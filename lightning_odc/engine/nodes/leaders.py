@@ -120,10 +120,11 @@ class Leaders:
 
     def broke(self, what: str, error: BaseException) -> None:
         """A collective over nodes broke: that is the trouble, unless its reason is known in a moment."""
-        rank = self._layout.rank
-        others = [other for other in self._layout.column if other != rank]
-        what = f"{what} over nodes broke on rank {rank}. The reason is not known; ranks {others} took part in it."
-        self.begin(partial(self._tell_later, f"{what}\n{error}"))
+        trouble = (
+            f"{what} over nodes broke on rank {self._layout.rank}. The reason is not known. Ranks "
+            f"{self._layout.column} took part in it.\n{error}"
+        )
+        self.begin(partial(self._tell_later, trouble))
 
     def trouble(self) -> str:
         """Who failed on other nodes, or cannot be reached, and why; empty if all is well."""
