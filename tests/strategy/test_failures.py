@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -220,7 +221,7 @@ def test_windows_that_do_not_fit_are_told_to_every_rank(rank, later):
         module = doing(token_module, on_train_batch_start=unfreeze)
         told = failure(module, batches(2, [5]), communication="on_demand")
     assert "could not share memory with its peers: the windows (2 ranks of" in told
-    assert later or "WindowError: Rank 0 could" in told
+    assert later or f"WindowError: On {socket.gethostname()}: Rank 0 could" in told
 
 
 @on_ranks(2)
