@@ -118,10 +118,8 @@ class CopiesProtocol(Protocol):
         edited = self._leaders.all_have_published(version, edited)
         begins = (partial(self._begin_sharing, window, version, edited) for window in self.windows)
         try:
-            with (
-                torch.cuda.stream(stream),
-                self.transport.on_another_stream(),
-            ):  # behind what writes the shards
+            # Behind what writes the shards.
+            with torch.cuda.stream(stream), self.transport.on_another_stream():
                 list(in_turn(begins))
         except Exception as error:  # of a backend or of a device: raised where the shards are awaited
             self._leaders.broke("Sharing of parameters", error)
