@@ -180,7 +180,8 @@ class Leaders:
 
     def all_have_published(self, version: int, edited: bool) -> bool:
         """Wait until all ranks have published a version; whether more than what is trained may have changed on any."""
-        self._store.add("edits", int(edited))
+        if edited:
+            self._store.add("edits", 1)
         self._store.add("published", 1)
         ranks = version * self._layout.world_size
         self.until(lambda: self._store.add("published", 0) >= ranks)
