@@ -16,9 +16,14 @@ A candidate must add up, ``w(ab) = w(a) + w(b)``, and explain the loss of every 
 How far off a candidate is, as a part of the difference between the losses, is its misfit. Losses of an untrained model
 differ by 0.3 %, so the trial computes in float64. There, right candidates have misfits of 1e-12, wrong ones of 1e-2.
 
-There are six samples and dozens of candidates: a wrong one may fit by chance, or because no sample is so long that the
-step cuts it. So a rule is chosen on some samples and confirmed on others, among them the longest. Unusual rules need
-more of them.
+What holds for ``a`` and ``b`` holds for groups of samples. So five forward passes are enough, however many samples take
+part::
+
+    a short sample, seven more of them, and all eight   a rule is chosen, of dozens
+    the longest sample, and that with the short one     it is confirmed, for a wrong one may fit by chance, or
+                                                        because no sample is so long that the step cuts it
+
+Unusual rules are confirmed with the longest and five others.
 """
 
 from __future__ import annotations
@@ -65,20 +70,19 @@ class Verdict:
     remedy: str = ""
 
 
-def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> Verdict:
+def decide(
+    tried: Sequence[Tried], noise: float, chosen: Rule | None = None, alone: Sequence[Counts] = ()
+) -> Verdict:
     """Which rule explains all losses; see Note [The loss is tried].
 
     Args:
         tried: The losses.
         noise: How far off they are, as a part of them.
         chosen: The rule that explained some of them, before others were added.
+        alone: What samples count by themselves. Rules that weigh them differently are different ones.
     """
-    alone = alone_in(tried)
-    groups = [group for group in tried if len(group.samples) > 1]
-    finite = [abs(group.loss) for group in groups if math.isfinite(group.loss)]
-    bound = noise * max(finite, default=0.0)
-    fitting = [rule for rule in tried[0].counts if _explains(rule, alone, groups, bound)]
-    if not fitting and len(finite) < len(groups):
+    fitting = fitting_rules(tried, noise)
+    if not fitting and not all(math.isfinite(group.loss) for group, _ in _divided(tried)):
         return Verdict(None, "a loss is not finite")
     if not fitting and chosen is None:
         reason = "nothing in the batch explains the loss of samples together as a mean of their losses"
@@ -89,8 +93,9 @@ def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> 
             "long ones)"
         )
         return Verdict(None, reason, remedy="num_items")
-    rule = min(fitting, key=_preference)
-    others = [other for other in fitting if not _agree(other, rule, tried)]
+    rule = fitting[0]
+    counted = [*alone, *(group.counts for group in tried)]
+    others = [other for other in fitting[1:] if not _agree(other, rule, counted)]
     if others:
         reason = f"the losses of all samples are too equal to tell whether it is a {rule}, or a {others[0]}"
         remedy = str(rule.weighting)
@@ -102,34 +107,50 @@ def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> 
     return Verdict(rule)
 
 
-def alone_in(tried: Sequence[Tried]) -> dict[int, Tried]:
-    """The samples that were tried alone, by position."""
-    return {single.samples[0]: single for single in tried if len(single.samples) == 1}
+def fitting_rules(tried: Sequence[Tried], noise: float) -> list[Rule]:
+    """The rules that explain the losses of all groups that consist of others, the preferred one first."""
+    divided = _divided(tried)
+    finite = [abs(group.loss) for group, _ in divided if math.isfinite(group.loss)]
+    bound = noise * max(finite, default=0.0)
+    fitting = [rule for rule in tried[0].counts if all(_explains(rule, *each, bound) for each in divided)]
+    return sorted(fitting, key=_preference)
 
 
-def _explains(rule: Rule, alone: Mapping[int, Tried], groups: Iterable[Tried], bound: float) -> bool:
-    """Whether a rule's counts add up, and its predictions are right, but for rounding."""
-    for group in groups:
-        if not group.counts.get(rule) and not abs(group.loss) > 0:
-            continue  # a mean over nothing is NaN, or 0
-        losses = [alone[sample].loss for sample in group.samples]
-        finite = list(filter(math.isfinite, losses))
-        spread = max(finite, default=0.0) - min(finite, default=0.0)
-        error = abs(_predicted(rule, alone, group) - group.loss)
-        if not error <= bound + _MISFIT * max(spread, bound):  # NaN explains nothing
-            return False
-    return True
+def _divided(tried: Sequence[Tried]) -> list[tuple[Tried, list[Tried]]]:
+    """The groups that consist of others that were tried, the largest of these first; and those others."""
+    divided = []
+    for group in tried:
+        left = {*group.samples}
+        parts = []
+        for other in sorted(tried, key=lambda other: -len(other.samples)):
+            if len(other.samples) < len(group.samples) and left.issuperset(other.samples):
+                left.difference_update(other.samples)
+                parts.append(other)
+        if not left:
+            divided.append((group, parts))
+    return divided
 
 
-def _predicted(rule: Rule, alone: Mapping[int, Tried], group: Tried) -> float:
-    """The loss of samples together by a rule; not finite where its counts do not add up, or there are none."""
+def _explains(rule: Rule, group: Tried, parts: Sequence[Tried], bound: float) -> bool:
+    """Whether a rule's counts add up, and what it predicts from the parts of a group is right, but for rounding."""
+    if not group.counts.get(rule) and not abs(group.loss) > 0:
+        return True  # a mean over nothing is NaN, or 0
+    finite = [part.loss for part in parts if math.isfinite(part.loss)]
+    spread = max(finite, default=0.0) - min(finite, default=0.0)
+    error = abs(_predicted(rule, group, parts) - group.loss)
+    return error <= bound + _MISFIT * max(spread, bound)  # NaN explains nothing
+
+
+def _predicted(rule: Rule, group: Tried, parts: Iterable[Tried]) -> float:
+    """The loss of a group by a rule; not finite where the counts of its parts do not add up, or there are none."""
     total = 0.0
     predicted = 0.0
-    for sample in group.samples:
-        part = alone[sample]
+    for part in parts:
         weight = part.counts.get(rule, math.nan)
         total += weight
-        if weight:  # a mean over nothing is NaN, and counts nothing
+        if rule.weighting == "sum":
+            predicted += part.loss
+        elif weight:  # a mean over nothing is NaN, and counts nothing
             predicted += weight * part.loss
     adds_up = math.isclose(total, group.counts.get(rule, math.nan))
     if not (total > 0 and adds_up):
@@ -140,27 +161,25 @@ def _predicted(rule: Rule, alone: Mapping[int, Tried], group: Tried) -> float:
 
 
 def contradiction(tried: Sequence[Tried], noise: float, rule: Rule) -> str:
-    """How samples, tried alone and then together, contradict a rule; empty if they do not. See `decide`."""
-    *singles, together = tried
-    alone = alone_in(singles)
-    predicted = _predicted(rule, alone, together)
-    if not together.counts.get(rule) or not math.isfinite(together.loss):
-        return ""
-    if _explains(rule, alone, [together], noise * abs(together.loss)):
-        return ""
-    off = abs(predicted - together.loss) / (abs(together.loss) or 1.0)
-    return (
-        f"the loss of {len(singles)} samples together is {together.loss:.6g}, and would be {predicted:.6g} as a {rule} "
-        f"({off:.2g} of it off)"
-    )
+    """How a group that consists of others contradicts a rule; empty if none does. See `decide`."""
+    for group, parts in _divided(tried):
+        is_known = group.counts.get(rule) and math.isfinite(group.loss)
+        if is_known and not _explains(rule, group, parts, noise * abs(group.loss)):
+            predicted = _predicted(rule, group, parts)
+            off = abs(predicted - group.loss) / (abs(group.loss) or 1.0)
+            return (
+                f"the loss of {len(group.samples)} samples together is {group.loss:.6g}, and would be {predicted:.6g} "
+                f"as a {rule} ({off:.2g} of it off)"
+            )
+    return ""
 
 
-def _agree(one: Rule, other: Rule, tried: Sequence[Tried]) -> bool:
+def _agree(one: Rule, other: Rule, counted: Sequence[Counts]) -> bool:
     """Whether two rules weigh all samples alike."""
     if "sum" in (one.weighting, other.weighting):
         return one == other
-    first = [group.counts.get(one, math.nan) for group in tried]
-    second = [group.counts.get(other, math.nan) for group in tried]
+    first = [counts.get(one, math.nan) for counts in counted]
+    second = [counts.get(other, math.nan) for counts in counted]
     of_first = sum(first)
     of_second = sum(second)
     return all(math.isclose(a * of_second, b * of_first) for a, b in zip(first, second, strict=True))

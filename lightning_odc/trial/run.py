@@ -17,15 +17,22 @@ from lightning_odc.progress import progress
 from lightning_odc.trial.arithmetic import WithoutChance, dequantise
 from lightning_odc.trial.collectives import CollectiveListener
 from lightning_odc.trial.decide import (
+    Counts,
     Tried,
     Verdict,
-    alone_in,
     contradiction,
     counts_of,
     decide,
+    fitting_rules,
     rules_of,
 )
-from lightning_odc.trial.samples import Group, distinguishing, groups_to_confirm, groups_to_try
+from lightning_odc.trial.samples import (
+    Group,
+    distinguishing,
+    groups_to_confirm,
+    groups_to_try,
+    how_many_weights,
+)
 from lightning_odc.trial.untouched import Restore, untouched
 
 Step = Callable[[Any], Any]
@@ -91,26 +98,43 @@ class Losses:
     listener: CollectiveListener
     arithmetic: WithoutChance
     rules: Sequence[Rule] = ()
+    alone: Sequence[Counts] = ()  # of each sample
     noise = 0.0  # of the latest losses, as a part of them
     draw_elsewhere = False  # random numbers of numpy's or Python's global generator
 
     def verdict(self) -> Verdict:
         """The rule that was chosen on some samples, and explains others, too; see Note [The loss is tried]."""
         tried = self.of_telling_groups()
-        verdict = decide(tried, self.noise)
+        fitting = fitting_rules(tried, self.noise)
         chosen: Rule | None = None
-        while verdict.rule is not None and verdict.rule != chosen:
-            chosen = verdict.rule
-            tried += self.of_confirming_groups(tried, chosen)
-            verdict = decide(tried, self.noise, chosen)
+        partner: Group = ()
+        while fitting and fitting[0] != chosen:
+            chosen = fitting[0]
+            partner = next(group.samples for group in tried if group.counts[chosen])
+            tried += self.of_confirming_groups(tried, partner, chosen)
+            fitting = fitting_rules(tried, self.noise)
+        verdict = self._decided(tried, chosen)
+        # Rules may weigh these groups alike, and samples not: once more, with the sample in which most of them differ.
+        others = {*range(len(self.tokens))} - {*partner}
+        undecided: list[Rule] = []
+        while others and verdict.rule is None and fitting != undecided:
+            undecided = fitting
+            sample = max(others, key=lambda one: how_many_weights(self.alone, undecided, partner, [one]))
+            tried += self.of([[sample], [*partner, sample]])
+            fitting = fitting_rules(tried, self.noise)
+            verdict = self._decided(tried, chosen)
         return verdict
 
+    def _decided(self, tried: Sequence[Tried], chosen: Rule | None) -> Verdict:
+        alone = [self.alone[sample] for group in tried for sample in group.samples]
+        return decide(tried, self.noise, chosen, alone)
+
     def of_telling_groups(self) -> list[Tried]:
-        """The losses of samples in which rules differ, alone and together."""
+        """The losses of samples in which rules differ, in two groups and together."""
         everything = range(len(self.tokens))
         self.rules = rules_of(self._batch(everything))
-        chosen = distinguishing([self._counts([sample], self._batch([sample])) for sample in everything])
-        groups = groups_to_try(chosen)
+        self.alone = [self._counts([sample], self._batch([sample])) for sample in everything]
+        groups = groups_to_try(distinguishing(self.alone))
         tried = self._of_either(groups)
         # As with a last layer of zeros: once more, with trained weights a little off.
         difference = min(100 * self.noise, 1e-3)
@@ -119,11 +143,10 @@ class Losses:
             tried = self._of_either(groups)
         return tried
 
-    def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule) -> list[Tried]:
-        """The losses of further samples, alone and with one that counts much; none if all samples were tried."""
-        alone = alone_in(tried)
-        partner = max(alone, key=lambda sample: alone[sample].counts[rule])
-        others = sorted({*range(len(self.tokens))} - alone.keys(), key=self.tokens.__getitem__)
+    def of_confirming_groups(self, tried: Sequence[Tried], partner: Group, rule: Rule) -> list[Tried]:
+        """The losses of further samples, without and with a group; none if all samples were tried."""
+        known = {sample for group in tried for sample in group.samples}
+        others = sorted({*range(len(self.tokens))} - known, key=self.tokens.__getitem__)
         while others:
             try:
                 return self.of(groups_to_confirm(others, partner, rule.is_usual))
@@ -175,7 +198,7 @@ class Losses:
                 items = float(output["num_items"])
                 counts = {Rule("num_items"): items}
                 value /= items or 1.0
-            tried.append(Tried(group, value, counts))
+            tried.append(Tried(tuple(group), value, counts))
         return tried
 
     def _batch(self, group: Sequence[int]) -> Any:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_odc.data.content import digest_of, some_rows
 from lightning_odc.data.probe import Probe
 from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.data.weighting import Rule
 from lightning_odc.trial.decide import Counts
 
-Group = tuple[int, ...]
+Group = Sequence[int]
 """Positions of samples that are tried together."""
 
-_TRIED = 6  # samples
+_TRIED = 8  # samples
 #: So many others confirm a rule.
-_CONFIRMING = {True: 2, False: 6}  # by whether it is usual
+_CONFIRMING = {True: 1, False: 6}  # by whether it is usual
 
 
 class TrialSamples:
@@ -48,47 +49,50 @@ class TrialSamples:
 
 
 def distinguishing(counts: Sequence[Counts]) -> list[int]:
-    """Samples that distinguish rules: the first one, then always the shortest of those in which most rules differ."""
-    chosen = [0]
+    """Samples that distinguish rules: the shortest, and some that make the group in which most rules differ.
+
+    The others are as short as possible, too.
+    """
     rules = [rule for rule in counts[0] if all(rule in others for others in counts)]
+    usual = [rule for rule in rules if rule.is_usual]
+    group: list[int] = []
 
     def how_many_differ(sample: int) -> tuple[int, int, int]:
-        """The usual rules that differ in the chosen samples and this one, then all rules."""
-        every = set()
-        usual = set()
-        for rule in rules:
-            first = counts[0][rule] or 1.0
-            multiples = tuple(counts[other][rule] / first for other in [*chosen[1:], sample])
-            every.add(multiples)
-            if rule.is_usual:
-                usual.add(multiples)
-        return len(usual), len(every), -sample
+        """The usual rules that differ in the group with this sample, then all rules."""
+        larger = [*group, sample]
+        of_usual = how_many_weights(counts, usual, [0], larger)
+        return of_usual, how_many_weights(counts, rules, [0], larger), -sample
 
-    while len(chosen) < min(_TRIED, len(counts)):
-        others = [sample for sample in range(len(counts)) if sample not in chosen]
-        chosen.append(max(others, key=how_many_differ))
-    return chosen
+    while len(group) < min(_TRIED, len(counts)) - 1:
+        others = {*range(1, len(counts))} - {*group}
+        group.append(max(others, key=how_many_differ))
+    return [0, *group]
 
 
-def groups_to_try(chosen: Sequence[int]) -> list[Group]:
-    """Each sample alone, a pair, and all of them: eight groups of six samples."""
-    groups: list[Group] = [(sample,) for sample in chosen]
-    return [*groups, (chosen[0], chosen[-1]), tuple(chosen)]
+def how_many_weights(counts: Sequence[Counts], rules: Iterable[Rule], one: Group, other: Group) -> int:
+    """How many different weights rules give to the other group, as multiples of that of the one."""
+    weights = set()
+    for rule in rules:
+        first = sum(counts[sample][rule] for sample in one)
+        weights.add(sum(counts[sample][rule] for sample in other) / (first or 1.0))
+    return len(weights)
 
 
-def groups_to_confirm(others: Sequence[int], partner: int, is_usual: bool) -> list[Group]:
-    """Further samples alone, and together with one that was tried.
+def groups_to_try(chosen: Group) -> list[Group]:
+    """One sample, all others, and all of them together."""
+    groups = [chosen[:1], chosen[1:], chosen]
+    return groups[: len(chosen)]  # a single sample has no others
+
+
+def groups_to_confirm(others: Group, partner: Group, is_usual: bool) -> list[Group]:
+    """Further samples, and these together with some that were tried.
 
     Args:
         others: Samples that were not tried, the longest last. That one is taken, and some of all lengths.
-        partner: The sample that was tried.
+        partner: A group that was tried.
         is_usual: Whether many projects mean the rule. If not, it needs more samples.
     """
+    # For usual ones, the longest by itself: padding makes all samples of a batch as large as it.
     count = min(_CONFIRMING[is_usual], len(others))
     further = [others[-1 - index * len(others) // count] for index in range(count)]
-    groups: list[Group] = [(sample,) for sample in further]
-    # The longest by itself: padding makes all samples of a batch as large as it.
-    groups.append((partner, further[0]))
-    if count > 1:
-        groups.append((partner, *further[1:]))
-    return groups
+    return [further, [*partner, *further]]

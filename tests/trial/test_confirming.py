@@ -21,7 +21,7 @@ from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import try_loss
 from lightning_odc.trial.samples import groups_to_confirm
 
-#: Of 40 samples, sorted. Six that differ in all rules are among the short ones.
+#: Of 40 samples, sorted. Eight that differ in all rules are among the short ones.
 LENGTHS = [*range(2, 22), *range(30, 50)]
 NOT_THREE = Rule("token", LabelCounter(("y",), 3))
 LABELS = Rule("token", LabelCounter(("labels",)))
@@ -83,12 +83,18 @@ def kept(batch: Any, rows: Tensor) -> Any:
     return {"x": batch["x"][rows], "labels": labels}
 
 
-def test_a_usual_rule_is_confirmed_with_two_samples_and_four_passes():
-    found = Samples().tried(mean_of_labels)
-    assert found == (Verdict(LABELS), 8 + 4)
+def test_a_rule_takes_five_passes_and_a_usual_one_is_confirmed_with_the_longest_sample():
+    data = Samples()
+    found = data.tried(mean_of_labels)
+    assert found == (Verdict(LABELS), 5)
+    first = data.groups[-5][0]
+    longest = len(LENGTHS) - 1
+    assert data.groups[-2:] == [[longest], [first, longest]]
+    short = data.groups[-4]
+    assert data.groups[-3] == [first, *short]
+    assert max(first, *short) < 20
     found = Samples().tried(mean_of_samples)
-    expected = (Verdict(Rule("sample")), 8 + 4)
-    assert found == expected
+    assert found == (Verdict(Rule("sample")), 5)
 
 
 @pytest.mark.parametrize("limit", [25, 45])
@@ -97,7 +103,7 @@ def test_labels_that_are_cut_away_do_not_count(limit):
     assert verdict.rule is None
     assert str(LABELS) in verdict.reason
     assert "may cut or leave out long ones" in verdict.reason
-    assert ran == 8 + 4
+    assert ran == 5
 
 
 def test_long_samples_that_are_left_out_do_not_count():
@@ -130,7 +136,7 @@ def test_a_rule_that_fits_by_chance_is_not_believed():
 def test_an_unusual_rule_is_confirmed_with_six_samples():
     samples = Samples(lambda index, y: y == 3)
     found = samples.tried(not_hidden)
-    expected = (Verdict(NOT_THREE), 8 + 8)
+    expected = (Verdict(NOT_THREE), 5)
     assert found == expected
 
 
@@ -234,21 +240,18 @@ def test_samples_that_need_too_much_memory_are_left_out():
     data = Samples()
     found = data.tried(step)[0].rule
     assert found == LABELS
-    groups = data.groups[-4:]
-    largest = max(max(group) for group in groups)
+    largest = max(max(group) for group in data.groups[-2:])
     assert largest > 20, "samples as long as fit"
 
 
 def test_groups_to_confirm():
-    expected = [(19,), (14,), (3, 19), (3, 14)]
     others = range(10, 20)
-    assert groups_to_confirm(others, 3, is_usual=True) == expected
-    unusual = groups_to_confirm(range(10, 20), 3, is_usual=False)
-    expected = [(3, 19), (3, *(group[0] for group in unusual[1:6]))]
-    assert unusual[-2:] == expected
-    assert len({*unusual}) == 8
-    found = groups_to_confirm([5], 3, is_usual=False)
-    assert found == [(5,), (3, 5)]
+    assert groups_to_confirm(others, [3], is_usual=True) == [[19], [3, 19]]
+    further, together = groups_to_confirm(others, [3, 4], is_usual=False)
+    assert further == [19, 18, 16, 14, 13, 11]
+    assert together == [3, 4, *further]
+    found = groups_to_confirm([5], [3], is_usual=False)
+    assert found == [[5], [3, 5]]
 
 
 @pytest.mark.parametrize("draw", [lambda n: np.random.rand(n), lambda n: [random.random() for _ in range(n)]])
