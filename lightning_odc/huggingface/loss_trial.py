@@ -37,6 +37,8 @@ from lightning_odc.trial.run import BatchOf, Step
 from lightning_odc.trial.samples import TrialSamples
 from lightning_odc.trial.untouched import restorer
 
+#: So many groups of samples are tried as one of several batches, too.
+_MOST_SCALES = 3
 #: How far the scales of losses may differ, which rounding makes differ.
 _SCALES_DIFFER = 1e-4
 
@@ -52,6 +54,8 @@ def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
     def step(batch: Any) -> Tensor:
         with apart(trainer, lambda value: value):
             loss = loss_of(batch, 1)
+        if len(scales) == _MOST_SCALES:
+            return loss
         with apart(trainer, _changed):
             among_copies = loss_of(batch, copies) * copies
         if float(loss) and math.isfinite(loss):

@@ -31,7 +31,6 @@ from lightning_odc.trial.samples import (
     distinguishing,
     groups_to_confirm,
     groups_to_try,
-    how_many_weights,
 )
 from lightning_odc.trial.untouched import Restore, untouched
 
@@ -105,27 +104,19 @@ class Losses:
     def verdict(self) -> Verdict:
         """The rule that was chosen on some samples, and explains others, too; see Note [The loss is tried]."""
         tried = self.of_telling_groups()
-        fitting = fitting_rules(tried, self.noise)
+        verdict = self._decided(tried)
+        is_clear = verdict.rule is not None and verdict.rule.is_usual
+        if fitting_rules(tried, self.noise) and not is_clear:
+            tried += self.of([[sample] for sample in tried[-1].samples[1:]])
+            verdict = self._decided(tried)
         chosen: Rule | None = None
-        partner: Group = ()
-        while fitting and fitting[0] != chosen:
-            chosen = fitting[0]
-            partner = next(group.samples for group in tried if group.counts[chosen])
-            tried += self.of_confirming_groups(tried, partner, chosen)
-            fitting = fitting_rules(tried, self.noise)
-        verdict = self._decided(tried, chosen)
-        # Rules may weigh these groups alike, and samples not: once more, with the sample in which most of them differ.
-        others = {*range(len(self.tokens))} - {*partner}
-        undecided: list[Rule] = []
-        while others and verdict.rule is None and fitting != undecided:
-            undecided = fitting
-            sample = max(others, key=lambda one: how_many_weights(self.alone, undecided, partner, [one]))
-            tried += self.of([[sample], [*partner, sample]])
-            fitting = fitting_rules(tried, self.noise)
+        while verdict.rule is not None and verdict.rule != chosen:
+            chosen = verdict.rule
+            tried += self.of_confirming_groups(tried, chosen)
             verdict = self._decided(tried, chosen)
         return verdict
 
-    def _decided(self, tried: Sequence[Tried], chosen: Rule | None) -> Verdict:
+    def _decided(self, tried: Sequence[Tried], chosen: Rule | None = None) -> Verdict:
         alone = [self.alone[sample] for group in tried for sample in group.samples]
         return decide(tried, self.noise, chosen, alone)
 
@@ -143,8 +134,9 @@ class Losses:
             tried = self._of_either(groups)
         return tried
 
-    def of_confirming_groups(self, tried: Sequence[Tried], partner: Group, rule: Rule) -> list[Tried]:
+    def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule) -> list[Tried]:
         """The losses of further samples, without and with a group; none if all samples were tried."""
+        partner = next(group.samples for group in tried if group.counts[rule])
         known = {sample for group in tried for sample in group.samples}
         others = sorted({*range(len(self.tokens))} - known, key=self.tokens.__getitem__)
         while others:

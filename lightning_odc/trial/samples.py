@@ -51,30 +51,31 @@ class TrialSamples:
 def distinguishing(counts: Sequence[Counts]) -> list[int]:
     """Samples that distinguish rules: the shortest, and some that make the group in which most rules differ.
 
-    The others are as short as possible, too.
+    They are as short as possible: they pad each other. A longer one is taken only if it distinguishes usual rules.
     """
     rules = [rule for rule in counts[0] if all(rule in others for others in counts)]
     usual = [rule for rule in rules if rule.is_usual]
+    short = range(max(_TRIED, len(counts) // 4))
     group: list[int] = []
 
-    def how_many_differ(sample: int) -> tuple[int, int, int]:
-        """The usual rules that differ in the group with this sample, then all rules."""
+    def how_good(sample: int) -> tuple[int, bool, int, int]:
+        """How many usual rules differ in the group with this sample, and then how many rules at all."""
         larger = [*group, sample]
-        of_usual = how_many_weights(counts, usual, [0], larger)
-        return of_usual, how_many_weights(counts, rules, [0], larger), -sample
+        of_usual = how_many_weights(counts, usual, larger)
+        return of_usual, sample in short, how_many_weights(counts, rules, larger), -sample
 
     while len(group) < min(_TRIED, len(counts)) - 1:
         others = {*range(1, len(counts))} - {*group}
-        group.append(max(others, key=how_many_differ))
+        group.append(max(others, key=how_good))
     return [0, *group]
 
 
-def how_many_weights(counts: Sequence[Counts], rules: Iterable[Rule], one: Group, other: Group) -> int:
-    """How many different weights rules give to the other group, as multiples of that of the one."""
+def how_many_weights(counts: Sequence[Counts], rules: Iterable[Rule], group: Group) -> int:
+    """How many different weights rules give to a group, as multiples of that of the first sample."""
     weights = set()
     for rule in rules:
-        first = sum(counts[sample][rule] for sample in one)
-        weights.add(sum(counts[sample][rule] for sample in other) / (first or 1.0))
+        together = sum(counts[sample][rule] for sample in group)
+        weights.add(together / (counts[0][rule] or 1.0))
     return len(weights)
 
 

@@ -24,7 +24,8 @@ def try_together(
         return Verdict(None, failures[0])
     engine.refresh()
     try:
-        verdict = try_loss(samples)
+        with engine.gathered():  # so that all passes read a unit once
+            verdict = try_loss(samples)
     finally:
         engine.reshard()
     if verdict.has_failed:
