@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-import weakref
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -43,8 +42,6 @@ _LOOKS |= {"is_floating_point", "is_contiguous"}
 _WRITES = {f"__{name}__" for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand")}
 
 
-#: Elements. For smaller tensors, the C library does not ask the kernel for memory each time.
-_LARGE = 2**22
 #: No step draws so often for a few samples, but one that draws until it likes the numbers does.
 _MOST_DRAWS = 10_000
 
@@ -58,7 +55,6 @@ class WithoutChance(TorchFunctionMode):
         self._shakes = shakes  # change trained parameters a little, each in another way
         self._shaken: dict[nn.Parameter, int] = {}  # in the order in which they were met
         self._draws = 0  # since a batch was entered
-        self._memory = _Memory()
 
     def entered(self, batch: Any) -> Any:
         """The batch that a step gets."""
@@ -111,33 +107,16 @@ class WithoutChance(TorchFunctionMode):
             return torch.float64
         if not self._wide or type(value) not in (Tensor, nn.Parameter) or value.dtype not in _FLOATS:
             return value
-        wide = self._memory.double(value)
+        if value.device.type == "cpu":  # numpy asks for large pages: three times as fast for large matrices
+            wide = torch.from_numpy(np.empty(value.shape)).copy_(value)
+        else:
+            wide = value.double()
         if self._shakes and isinstance(value, nn.Parameter) and value.requires_grad:
             # A copy of a trained parameter may be trained, too, and then both must not stay equal.
             place = self._shaken.setdefault(value, len(self._shaken))
             end = 0.1 * math.cos(place)
             wide = wide + torch.linspace(-end, end, wide.numel()).to(wide).view_as(wide)
         return wide
-
-
-class _Memory:
-    """Holds large tensors in float64, one after the other in the same bytes: fresh ones take seven times as long."""
-
-    def __init__(self) -> None:
-        self._free: dict[int, list[Any]] = {}  # by the number of elements
-
-    def double(self, value: Tensor) -> Tensor:
-        """A copy of a tensor."""
-        size = value.numel()
-        if size < _LARGE or value.device.type != "cpu":
-            return value.double()
-        free = self._free.setdefault(size, [])
-        if not free:
-            free.append(np.empty(size))
-        array = free.pop()
-        held = array.view()  # by the tensor, and by every view of it
-        weakref.finalize(held, free.append, array).atexit = False
-        return torch.from_numpy(held).view(value.shape).copy_(value)
 
 
 def _like(dtype: torch.dtype, value: Tensor) -> Tensor:

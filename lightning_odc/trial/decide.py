@@ -23,7 +23,8 @@ part::
     the longest sample, and that with the short one     it is confirmed, for a wrong one may fit by chance, or
                                                         because no sample is so long that the step cuts it
 
-Unusual rules are confirmed with the longest and five others.
+Groups hide what samples show. So where they do not tell rules apart, or an unusual one is chosen, or the longest sample
+contradicts it, each of the seven is tried by itself, and then the longest together with five others.
 """
 
 from __future__ import annotations
@@ -70,32 +71,27 @@ class Verdict:
     remedy: str = ""
 
 
-def decide(
-    tried: Sequence[Tried], noise: float, chosen: Rule | None = None, alone: Sequence[Counts] = ()
-) -> Verdict:
+def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> Verdict:
     """Which rule explains all losses; see Note [The loss is tried].
 
     Args:
         tried: The losses.
         noise: How far off they are, as a part of them.
         chosen: The rule that explained some of them, before others were added.
-        alone: What samples count by themselves. Rules that weigh them differently are different ones.
     """
     fitting = fitting_rules(tried, noise)
-    if not fitting and not all(math.isfinite(group.loss) for group, _ in _divided(tried)):
-        return Verdict(None, "a loss is not finite")
-    if not fitting and chosen is None:
-        reason = "nothing in the batch explains the loss of samples together as a mean of their losses"
-        return Verdict(None, reason, remedy="num_items")
     if not fitting:
-        reason = (
-            f"what explains some samples does not explain others ({chosen}; training_step may cut or leave out "
-            "long ones)"
-        )
+        reason = "nothing in the batch explains the loss of samples together as a mean of their losses"
+        if chosen is not None:
+            reason = (
+                f"what explains some samples does not explain others ({chosen}; training_step may cut or leave out "
+                "long ones)"
+            )
+        if not all(math.isfinite(group.loss) for group, _ in _divided(tried)):
+            return Verdict(None, "a loss is not finite")
         return Verdict(None, reason, remedy="num_items")
     rule = fitting[0]
-    counted = [*alone, *(group.counts for group in tried)]
-    others = [other for other in fitting[1:] if not _agree(other, rule, counted)]
+    others = [other for other in fitting[1:] if not _agree(other, rule, tried)]
     if others:
         reason = f"the losses of all samples are too equal to tell whether it is a {rule}, or a {others[0]}"
         remedy = str(rule.weighting)
@@ -174,12 +170,12 @@ def contradiction(tried: Sequence[Tried], noise: float, rule: Rule) -> str:
     return ""
 
 
-def _agree(one: Rule, other: Rule, counted: Sequence[Counts]) -> bool:
+def _agree(one: Rule, other: Rule, tried: Sequence[Tried]) -> bool:
     """Whether two rules weigh all samples alike."""
     if "sum" in (one.weighting, other.weighting):
         return one == other
-    first = [counts.get(one, math.nan) for counts in counted]
-    second = [counts.get(other, math.nan) for counts in counted]
+    first = [group.counts.get(one, math.nan) for group in tried]
+    second = [group.counts.get(other, math.nan) for group in tried]
     of_first = sum(first)
     of_second = sum(second)
     return all(math.isclose(a * of_second, b * of_first) for a, b in zip(first, second, strict=True))

@@ -28,9 +28,9 @@ from lightning_odc.trial.decide import (
 )
 from lightning_odc.trial.samples import (
     Group,
+    confirming,
     distinguishing,
-    groups_to_confirm,
-    groups_to_try,
+    how_many_weights,
 )
 from lightning_odc.trial.untouched import Restore, untouched
 
@@ -104,28 +104,33 @@ class Losses:
     def verdict(self) -> Verdict:
         """The rule that was chosen on some samples, and explains others, too; see Note [The loss is tried]."""
         tried = self.of_telling_groups()
-        verdict = self._decided(tried)
-        is_clear = verdict.rule is not None and verdict.rule.is_usual
-        if fitting_rules(tried, self.noise) and not is_clear:
-            tried += self.of([[sample] for sample in tried[-1].samples[1:]])
-            verdict = self._decided(tried)
+        fitting = fitting_rules(tried, self.noise)
+        if not fitting:
+            return decide(tried, self.noise)
+        together = tried[-1].samples
+        differ = any(how_many_weights(self.alone, fitting, [sample]) > 1 for sample in together)
+        if fitting[0].is_usual and not differ:
+            confirmed = tried + self.of_confirming_groups(tried, fitting[0], most=1)
+            verdict = decide(confirmed, self.noise)
+            if verdict.rule == fitting[0]:
+                return verdict
+        # Groups may hide what samples show: that rules differ, or that one fits by chance.
+        tried += self.of([[sample] for sample in together[1:]])
+        verdict = decide(tried, self.noise)
         chosen: Rule | None = None
         while verdict.rule is not None and verdict.rule != chosen:
             chosen = verdict.rule
-            tried += self.of_confirming_groups(tried, chosen)
-            verdict = self._decided(tried, chosen)
+            tried += self.of_confirming_groups(tried, chosen, most=6)
+            verdict = decide(tried, self.noise, chosen)
         return verdict
-
-    def _decided(self, tried: Sequence[Tried], chosen: Rule | None = None) -> Verdict:
-        alone = [self.alone[sample] for group in tried for sample in group.samples]
-        return decide(tried, self.noise, chosen, alone)
 
     def of_telling_groups(self) -> list[Tried]:
         """The losses of samples in which rules differ, in two groups and together."""
         everything = range(len(self.tokens))
         self.rules = rules_of(self._batch(everything))
         self.alone = [self._counts([sample], self._batch([sample])) for sample in everything]
-        groups = groups_to_try(distinguishing(self.alone))
+        chosen = distinguishing(self.alone)
+        groups = [chosen[:1], chosen[1:], chosen][: len(chosen)]  # a single sample has no others
         tried = self._of_either(groups)
         # As with a last layer of zeros: once more, with trained weights a little off.
         difference = min(100 * self.noise, 1e-3)
@@ -134,14 +139,15 @@ class Losses:
             tried = self._of_either(groups)
         return tried
 
-    def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule) -> list[Tried]:
-        """The losses of further samples, without and with a group; none if all samples were tried."""
+    def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule, most: int) -> list[Tried]:
+        """The losses of further samples, without and with some that were tried; none if all samples were tried."""
         partner = next(group.samples for group in tried if group.counts[rule])
         known = {sample for group in tried for sample in group.samples}
         others = sorted({*range(len(self.tokens))} - known, key=self.tokens.__getitem__)
         while others:
+            further = confirming(others, most)
             try:
-                return self.of(groups_to_confirm(others, partner, rule.is_usual))
+                return self.of([further, [*partner, *further]])
             except torch.OutOfMemoryError:  # float64 may need more memory than training
                 others = others[: len(others) // 2]
         return []

@@ -16,8 +16,7 @@ Group = Sequence[int]
 """Positions of samples that are tried together."""
 
 _TRIED = 8  # samples
-#: So many others confirm a rule.
-_CONFIRMING = {True: 1, False: 6}  # by whether it is usual
+_SHORT = 16  # of those that were read
 
 
 class TrialSamples:
@@ -53,16 +52,14 @@ def distinguishing(counts: Sequence[Counts]) -> list[int]:
 
     They are as short as possible: they pad each other. A longer one is taken only if it distinguishes usual rules.
     """
-    rules = [rule for rule in counts[0] if all(rule in others for others in counts)]
-    usual = [rule for rule in rules if rule.is_usual]
-    short = range(max(_TRIED, len(counts) // 4))
+    usual = [rule for rule in counts[0] if rule.is_usual]
     group: list[int] = []
 
     def how_good(sample: int) -> tuple[int, bool, int, int]:
         """How many usual rules differ in the group with this sample, and then how many rules at all."""
         larger = [*group, sample]
         of_usual = how_many_weights(counts, usual, larger)
-        return of_usual, sample in short, how_many_weights(counts, rules, larger), -sample
+        return of_usual, sample < _SHORT, how_many_weights(counts, counts[0], larger), -sample
 
     while len(group) < min(_TRIED, len(counts)) - 1:
         others = {*range(1, len(counts))} - {*group}
@@ -74,26 +71,15 @@ def how_many_weights(counts: Sequence[Counts], rules: Iterable[Rule], group: Gro
     """How many different weights rules give to a group, as multiples of that of the first sample."""
     weights = set()
     for rule in rules:
-        together = sum(counts[sample][rule] for sample in group)
-        weights.add(together / (counts[0][rule] or 1.0))
+        together = sum(counts[sample].get(rule, 0.0) for sample in group)
+        weights.add(together / (counts[0].get(rule) or 1.0))
     return len(weights)
 
 
-def groups_to_try(chosen: Group) -> list[Group]:
-    """One sample, all others, and all of them together."""
-    groups = [chosen[:1], chosen[1:], chosen]
-    return groups[: len(chosen)]  # a single sample has no others
+def confirming(others: Group, most: int) -> list[int]:
+    """The last of other samples, which is the longest, and some of all lengths.
 
-
-def groups_to_confirm(others: Group, partner: Group, is_usual: bool) -> list[Group]:
-    """Further samples, and these together with some that were tried.
-
-    Args:
-        others: Samples that were not tried, the longest last. That one is taken, and some of all lengths.
-        partner: A group that was tried.
-        is_usual: Whether many projects mean the rule. If not, it needs more samples.
+    They confirm a rule. One by itself is cheap: padding makes all samples of a batch as large as the longest.
     """
-    # For usual ones, the longest by itself: padding makes all samples of a batch as large as it.
-    count = min(_CONFIRMING[is_usual], len(others))
-    further = [others[-1 - index * len(others) // count] for index in range(count)]
-    return [further, [*partner, *further]]
+    count = min(most, len(others))
+    return [others[-1 - index * len(others) // count] for index in range(count)]

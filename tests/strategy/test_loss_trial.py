@@ -24,8 +24,11 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.run import session
 from lightning_odc.trial.collectives import CollectiveListener
 from lightning_odc.trial.decide import Tried, decide
+from lightning_odc.trial.together import try_together
 from tests.support import losses
 from tests.support.fits import fit, largest_difference
 from tests.support.losses import COUNTS, KINDS, LENGTHS, Losses, collate, samples
@@ -185,6 +188,37 @@ def test_the_trial_leaves_no_trace(rank, tmp_path):
         assert found == module.steps_run
 
 
+@on_ranks(2)
+def test_a_trial_runs_five_times_and_reads_every_unit_once(rank, monkeypatch):
+    gathered: list[str] = []
+    passes: list[int] = []
+    module = Losses("labels")
+    gather = OnDemandEngine._gather
+
+    def counted_gather(self: OnDemandEngine, unit: Any, *args: Any) -> Any:
+        gathered.append(unit.name)
+        return gather(self, unit, *args)
+
+    def counted_trial(*args: Any) -> Any:
+        gathered.clear()
+        verdict = try_together(*args)
+        passes.append(len(fed))
+        seen.extend(gathered)
+        return verdict
+
+    fed: list[Any] = []
+    seen: list[str] = []
+    module.mix.register_forward_pre_hook(lambda *_: fed.append(None))
+    monkeypatch.setattr(OnDemandEngine, "_gather", counted_gather)
+    monkeypatch.setattr(session, "try_together", counted_trial)
+    loader = DataLoader(samples(), batch_size=BATCH, collate_fn=collate)
+    t = fit(module, loader, balance="auto", auto_wrap_policy={torch.nn.Linear})
+    assert not t.train_dataloader.info.whole
+    assert passes == [5]
+    assert {"mix", "head"} <= {*seen}
+    assert len(seen) == len({*seen})
+
+
 def test_listening_lets_attention_of_a_pattern_run():
     """It is an operator of higher order, which torch lets no mode pass that does not say that it may."""
     query = torch.ones(1, 2, 16, 16)
@@ -213,7 +247,7 @@ def test_counts_that_do_not_add_up_explain_nothing():
     assert rule is None
 
 
-#: Mostly short, and long enough that a step cuts some; the six samples that tell rules apart are short.
+#: Mostly short, and long enough that a step cuts some; the eight samples that tell rules apart are short.
 UNEVEN = (24, 3, 5, 11, 6, 12, 5, 10, 6, 12, 7, 25, 5, 12, 4, 30)
 LIMIT = 20
 

@@ -19,7 +19,7 @@ from lightning_odc import progress
 from lightning_odc.data.weighting import LabelCounter, Rule
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import try_loss
-from lightning_odc.trial.samples import groups_to_confirm
+from lightning_odc.trial.samples import confirming
 
 #: Of 40 samples, sorted. Eight that differ in all rules are among the short ones.
 LENGTHS = [*range(2, 22), *range(30, 50)]
@@ -103,7 +103,7 @@ def test_labels_that_are_cut_away_do_not_count(limit):
     assert verdict.rule is None
     assert str(LABELS) in verdict.reason
     assert "may cut or leave out long ones" in verdict.reason
-    assert ran == 5
+    assert ran == 5 + 7 + 2, "each sample by itself, too"
 
 
 def test_long_samples_that_are_left_out_do_not_count():
@@ -133,11 +133,29 @@ def test_a_rule_that_fits_by_chance_is_not_believed():
     assert str(NOT_THREE) in verdict.reason
 
 
-def test_an_unusual_rule_is_confirmed_with_six_samples():
-    samples = Samples(lambda index, y: y == 3)
-    found = samples.tried(not_hidden)
-    expected = (Verdict(NOT_THREE), 5)
-    assert found == expected
+def test_an_unusual_rule_is_tried_on_each_sample_and_confirmed_with_six_others():
+    data = Samples(lambda index, y: y == 3)
+    assert data.tried(not_hidden) == (Verdict(NOT_THREE), 3 + 7 + 2)
+    groups = data.groups[-12:]
+    assert [len(group) for group in groups] == [1, 7, 8, *[1] * 7, 6, 7]
+    assert groups[1] == [sample for (sample,) in groups[3:10]]
+
+
+def test_an_unusual_rule_that_fits_groups_by_chance_is_not_believed():
+    """As many are left out of each group as there are of class 3, but others."""
+    data = Samples(lambda index, y: y == 3)
+    data.tried(not_hidden)
+    data.hidden = [False] * len(LENGTHS)
+    for group in (data.groups[-11], data.groups[-2]):
+        of_three = [sample for sample in group if data.y[sample] == 3]
+        others = [sample for sample in group if data.y[sample] != 3]
+        assert 0 < len(of_three) < len(others)
+        for sample in others[: len(of_three)]:
+            data.hidden[sample] = True
+    verdict, ran = data.tried(not_hidden)
+    assert verdict.rule is None
+    assert "nothing in the batch explains" in verdict.reason
+    assert ran == 3 + 7
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float16, torch.float32])
@@ -244,14 +262,11 @@ def test_samples_that_need_too_much_memory_are_left_out():
     assert largest > 20, "samples as long as fit"
 
 
-def test_groups_to_confirm():
+def test_samples_that_confirm():
     others = range(10, 20)
-    assert groups_to_confirm(others, [3], is_usual=True) == [[19], [3, 19]]
-    further, together = groups_to_confirm(others, [3, 4], is_usual=False)
-    assert further == [19, 18, 16, 14, 13, 11]
-    assert together == [3, 4, *further]
-    found = groups_to_confirm([5], [3], is_usual=False)
-    assert found == [[5], [3, 5]]
+    assert confirming(others, 1) == [19]
+    assert confirming(others, 6) == [19, 18, 16, 14, 13, 11]
+    assert confirming([5], 6) == [5]
 
 
 @pytest.mark.parametrize("draw", [lambda n: np.random.rand(n), lambda n: [random.random() for _ in range(n)]])
