@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -120,18 +120,18 @@ class MapSchedule:
         recipe = self._recipe
         samples = None
         if not recipe.counts_alike:  # else nothing may cut it
-            samples = Rereader(indices, partial(self._read_again, epoch), self._typical)
+            samples = Rereader(indices, partial(self._read_again, epoch), partial(self._others, indices[0]))
         lengths = self._lengths.values[indices]
         seed = (recipe.options.seed, epoch, indices[0], 1)
         task = Task(batch, weight, facts_of(self.epochs.planner.collation, lengths, seed, samples))
         return self._ran.counted(task, indices, lengths, recipe, partial(self._read, epoch))
 
-    @cached_property
-    def _typical(self) -> tuple[int, int]:
-        tokens = self._lengths.values
-        middle = len(tokens) // 2
-        index = int(tokens.argpartition(middle)[middle])
-        return index, int(tokens[index])
+    def _others(self, index: int) -> tuple[list[int], list[int]]:
+        """Some 16 samples and their lengths; other ones for another index."""
+        lengths = self._lengths.values
+        step = max(len(lengths) // 16, 1)
+        indices = [*range(index % step, len(lengths), step)]
+        return indices, lengths[indices].tolist()
 
     def _read_again(self, epoch: int, indices: list[int]) -> Task:
         """A microbatch of any samples, which counts what they do."""

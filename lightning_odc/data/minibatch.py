@@ -63,8 +63,8 @@ class Rereader(NamedTuple):
 
     indices: list[int]  # those of the samples in the data set
     read: Callable[[list[int]], Task]  # makes a microbatch of some of them, or of any others
-    # The index and the tokens of a sample of middle length in the data set.
-    typical: tuple[int, int] | None = None
+    # Indices and lengths of some samples of the data set.
+    others: Callable[[], tuple[list[int], list[int]]]
 
 
 class Task(NamedTuple):

@@ -105,7 +105,8 @@ class Runner:
             if origin.counter is None and origin.by_labels:
                 self.batch.counter = self._labels
         if audit is not None and audit.is_due() and not self._engine.why_no_retry():
-            self.measurements.contradiction = audit.of(minibatch.tasks(), self.door.move, self._try_rule)
+            with self._engine.gathered():
+                self.measurements.contradiction = audit.of(minibatch.tasks(), self.door.move, self._try_rule)
         last = len(minibatch) - 1
         # A rank may help others only when its own work is done: then nothing is left outside.
         leaves_last = leaves_last and minibatch.all_ranks is None

@@ -67,6 +67,7 @@ class Verdict:
     reason: str = ""  # why there is none
     has_failed: bool = False  # an exception has ended it
     communicates: bool = False  # the step talks to other ranks
+    is_wide: bool = False  # the arithmetic of training was too coarse, and float64 has decided
     # what may help where there is none: a weighting, or `"num_items"`, which the step would have to return
     remedy: str = ""
 
@@ -157,17 +158,18 @@ def _predicted(rule: Rule, group: Tried, parts: Iterable[Tried]) -> float:
 
 
 def contradiction(tried: Sequence[Tried], noise: float, rule: Rule) -> str:
-    """How a group that consists of others contradicts a rule; empty if none does. See `decide`."""
-    for group, parts in _divided(tried):
-        is_known = group.counts.get(rule) and math.isfinite(group.loss)
-        if is_known and not _explains(rule, group, parts, noise * abs(group.loss)):
-            predicted = _predicted(rule, group, parts)
-            off = abs(predicted - group.loss) / (abs(group.loss) or 1.0)
-            return (
-                f"the loss of {len(group.samples)} samples together is {group.loss:.6g}, and would be {predicted:.6g} "
-                f"as a {rule} ({off:.2g} of it off)"
-            )
-    return ""
+    """How the last group, which consists of the others, contradicts a rule; empty if it does not. See `decide`."""
+    *parts, group = tried
+    if not group.counts.get(rule) or not math.isfinite(group.loss):
+        return ""
+    if _explains(rule, group, parts, noise * abs(group.loss)):
+        return ""
+    predicted = _predicted(rule, group, parts)
+    off = abs(predicted - group.loss) / (abs(group.loss) or 1.0)
+    return (
+        f"the loss of {len(group.samples)} samples together is {group.loss:.6g}, and would be {predicted:.6g} "
+        f"as a {rule} ({off:.2g} of it off)"
+    )
 
 
 def _agree(one: Rule, other: Rule, tried: Sequence[Tried]) -> bool:

@@ -153,14 +153,20 @@ class Losses:
         return []
 
     def verdict_on(self, rule: Rule) -> Verdict:
-        """The rule, if it explains the loss of all samples together."""
+        """The rule, if it explains the loss of all samples together; see Note [The proof goes on]."""
         self.rules = [rule]
         everything = tuple(range(len(self.tokens)))
-        tried = self._of_either([*((sample,) for sample in everything), everything])
+        middle = len(everything) // 2
+        groups = [everything[:middle], everything[middle:], everything]
+        wide = self.arithmetic
+        self.arithmetic = WithoutChance(wide=False)
+        tried = self.of(groups)
+        if not contradiction(tried, min(self.noise, _NOISE[torch.float32]), rule):
+            return Verdict(rule)
+        self.arithmetic = wide
+        tried = self._of_either(groups)
         reason = contradiction(tried, self.noise, rule)
-        if reason:
-            return Verdict(None, reason)
-        return Verdict(rule)
+        return Verdict(None if reason else rule, reason, is_wide=True)
 
     def _of_either(self, groups: Sequence[Group]) -> list[Tried]:
         """As `of`; in the step's own arithmetic where float64 fails."""

@@ -100,12 +100,12 @@ def test_what_has_no_samples_to_count_is_not_cut_and_what_can_be_read_again_is()
     def read(indices: list[int]) -> Task:
         return Task(f"batch of {indices}", float(len(indices)), None)
 
-    rereader = Rereader([5, 6, 7], read)
+    rereader = Rereader([5, 6, 7], read, lambda: ([], []))
     detail = MicrobatchFacts([9, 1, 2], (0,), rereader)
     found = parts_of(Task("not looked at", 3.0, detail), Rule("token"))
     expected = [read([5]), read([6, 7])]
     assert found == expected
-    microbatch_facts = MicrobatchFacts([9], (0,), Rereader([5], read))
+    microbatch_facts = MicrobatchFacts([9], (0,), Rereader([5], read, lambda: ([], [])))
     found = parts_of(Task("", 1.0, microbatch_facts), Rule("token"))
     assert found == []
     whole = Task(torch.ones(4, 2), 1.0, MicrobatchFacts([2, 2, 2, 2], (3, 1)))

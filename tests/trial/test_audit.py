@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -25,10 +26,14 @@ def batch_of(lengths: Sequence[int]) -> dict[str, Tensor]:
     return {"x": x.double(), "labels": labels}
 
 
-def task_of(lengths: list[int], reads: Any = None, weight: float = 1.0) -> Task:
+def task_of(
+    lengths: list[int], reads: Any = None, weight: float = 1.0, others: list[int] | None = None
+) -> Task:
+    """A sample's index is its length. ``others`` are those of the data set."""
     samples = None
     if reads is not None:
-        samples = Rereader(lengths, reads)  # a sample's index is its length
+        every = others or lengths
+        samples = Rereader(lengths, reads, lambda: (every, every))
     return Task(batch_of(lengths), weight, MicrobatchFacts(lengths, (0,), samples))
 
 
@@ -38,6 +43,10 @@ def mean_of_labels(batch: Any) -> Tensor:
 
 def found(rule: Rule, tasks: list[Task], step: Any = mean_of_labels) -> tuple[str, list[int]]:
     """What an audit says, and the tokens of the samples that it tried."""
+    return of(Audit(rule), tasks, step)
+
+
+def of(audit: Audit, tasks: list[Task], step: Any = mean_of_labels) -> tuple[str, list[int]]:
     tried: list[int] = []
 
     def try_rule(batch_of: Any, tokens: Sequence[int], rule: Rule) -> Verdict:
@@ -45,7 +54,7 @@ def found(rule: Rule, tasks: list[Task], step: Any = mean_of_labels) -> tuple[st
         device = torch.device("cpu")
         return try_loss(step, batch_of, tokens, [], device, rule=rule)
 
-    return Audit(rule).of(tasks, lambda batch: batch, try_rule), tried
+    return audit.of(tasks, lambda batch: batch, try_rule), tried
 
 
 def test_the_first_minibatch_and_those_after_powers_of_ten_are_tried():
@@ -58,26 +67,22 @@ def test_what_explains_the_loss_is_confirmed_and_another_rule_is_contradicted():
     tasks = [task_of([3, 9]), task_of([5, 2, 7])]
     assert found(LABELS, tasks) == ("", [2, 5, 7])
     text, _ = found(SAMPLES, tasks)
-    assert "the loss of 3 samples together is 3.28571, and would be 2.83333 as a mean over samples" in text
-    assert "(0.14 of it off)" in text
+    assert "the loss of 3 samples together is 3.28571, and would be 2.88889 as a mean over samples" in text
+    assert "(0.12 of it off)" in text
 
 
-def test_samples_that_can_be_read_again_are_the_shortest_to_the_longest():
-    def read(lengths: list[int]) -> Task:
-        return task_of(lengths)
-
-    tasks = [task_of([9, 9], read), task_of([2, 2, 2], read)]
-    assert found(LABELS, tasks) == ("", [2, 9]), "no more than there was room for"
+def test_samples_that_can_be_read_again_are_those_of_the_data_set_from_the_shortest_to_the_longest():
+    tasks = [task_of([9, 9], task_of, others=[2, 5, 9]), task_of([2, 2, 2], task_of)]
+    assert found(LABELS, tasks) == ("", [2, 9]), "no more than there is room for"
 
     def cut(batch: Any) -> Tensor:
         return mean_of_labels({name: value[:, :4] for name, value in batch.items()})
 
-    task = task_of([9, 9])
-    assert found(LABELS, [task], cut)[0] == "", "all samples are cut alike"
+    assert found(LABELS, [task_of([9, 9])], cut)[0] == "", "all samples are cut alike"
     assert "together is" in found(LABELS, tasks, cut)[0]
 
 
-def test_long_samples_alone_are_compared_with_a_typical_one():
+def test_long_samples_alone_are_compared_with_others():
     def left_out(batch: Any) -> Tensor:
         total = (batch["labels"] != -100).sum(1)
         kept = total < 9
@@ -85,12 +90,62 @@ def test_long_samples_alone_are_compared_with_a_typical_one():
             return 0.0 * batch["x"].sum()
         return mean_of_labels({name: value[kept] for name, value in batch.items()})
 
-    long = Rereader([9], lambda lengths: task_of(lengths), typical=(5, 5))
-    two = Rereader([9, 9], lambda lengths: task_of(lengths), typical=(5, 5))
-    for samples in (long, two):
-        task = Task(batch_of(samples.indices), 1.0, MicrobatchFacts(samples.indices, (0,), samples))
-        assert found(LABELS, [task]) == ("", [5, 9])
-        assert "together is" in found(LABELS, [task], left_out)[0]
+    for lengths, tried in (([9], [4, 9]), ([9, 9, 9], [4, 5, 9])):
+        tasks = [task_of(lengths, task_of, others=[4, 5, 9])]
+        assert found(LABELS, tasks) == ("", tried)
+        assert "together is" in found(LABELS, tasks, left_out)[0]
+
+
+def price_of(audit: Audit, reads: Any, others: list[int]) -> float:
+    """The tokens that an audit computes, in times of those of a step of two samples of every other length."""
+    passes: list[int] = []
+
+    def step(batch: Any) -> Tensor:
+        passes.append(batch["x"].numel())
+        return mean_of_labels(batch)
+
+    lengths = others[::2]
+    tasks = [task_of([length] * 2, reads, others=others) for length in lengths]
+    assert of(audit, tasks, step)[0] == ""
+    assert len(passes) == 3
+    trained = 3 * sum(2 * length for length in lengths)  # to go backward takes as long as to go forward twice
+    return sum(passes) / trained
+
+
+@pytest.mark.parametrize("longest", [1013, 8192])
+def test_an_audit_computes_at_most_15_percent_of_the_tokens_of_a_step(longest):
+    others = [longest * part // 16 for part in range(1, 17)]
+    price = price_of(Audit(LABELS, price=1.0), task_of, others)
+    assert 0.07 < price <= 0.15
+    assert price_of(Audit(LABELS, price=16.0), task_of, others) < price, "float64 takes longer"
+    later = price_of(Audit(LABELS, minibatches=1001, price=1.0), task_of, others)
+    assert price < later < 0.001 * 1000
+
+
+def test_where_all_samples_are_long_the_shortest_are_tried():
+    assert found(LABELS, [task_of([900, 900], task_of, others=[300, 400, 500])])[1] == [300, 400]
+
+
+@pytest.mark.parametrize("reads", [task_of, None])
+def test_samples_that_couple_are_found_however_long_they_are(reads):
+    def coupled(batch: Any) -> Tensor:
+        sums = (batch["x"] * (batch["labels"] != -100)).sum(1)
+        return mean_of_labels(batch) + 0.01 * sums.std(correction=0)
+
+    tasks = [task_of([900, 800], reads), task_of([700, 600], reads)]
+    assert "together is" in found(LABELS, tasks, coupled)[0]
+
+
+def test_float64_decides_where_training_rounds_and_its_price_is_remembered():
+    def rounded(batch: Any) -> Tensor:
+        thirds = (batch["x"] / 3).bfloat16()
+        return mean_of_labels({**batch, "x": thirds})
+
+    audit = Audit(LABELS, price=1.0)
+    assert of(audit, [task_of([3, 9])], rounded) == ("", [3, 9])
+    assert audit.price > 1
+    assert of(audit, [task_of([3, 9])]) == ("", [3, 9])
+    assert audit.price == 1
 
 
 def test_what_does_not_show_its_samples_is_not_tried():
