@@ -15,7 +15,7 @@ An audit takes at most 15 % of the rank's step, if two of the samples are short 
 through the T tokens of a minibatch takes as long as to go forward through 3 T. Of n samples, the longest of which has b
 tokens, three passes compute 2 n b. So samples are chosen of which 2 n b is 0.4 T at most. In T = 3,400, these are two
 of up to 340. Where b is 128 at most, they are tried in any case: that takes no time. After 1,000 minibatches, 2 n b may
-be 2 T: an audit takes less than 0.1 % of all the steps before it, and reaches the longest samples.
+be 2 T: an audit takes less than 0.1 % of all the steps before it, and reaches long samples.
 
 The passes run in the arithmetic of training. Where it rounds more than 32 bits do, or the rule fails, float64 decides.
 That may take 16 times as long, so the next audit takes shorter samples.

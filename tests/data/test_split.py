@@ -142,3 +142,19 @@ def test_packed_rows_are_cut_with_all_that_belongs_to_samples_or_not_at_all() ->
     images = {**row, "images": [torch.ones(2, 2), torch.ones(3, 3)]}
     found = parts_of(Task(images, 1.0, None), Rule("token"))
     assert found == []
+
+
+def test_samples_of_the_data_set_can_be_read_beside_a_microbatch() -> None:
+    """Sixteen of 64. Other microbatches have others, so that all are tried in the end."""
+    lengths = [index % 9 + 1 for index in range(64)]
+    options: dict[str, Any] = {"lengths": lengths, "max_tokens": 10, "num_replicas": 1, "rank": 0}
+    loader = BalancedDataLoader(list(torch.arange(64.0)), minibatch_size=8, **options)
+    seen: set[int] = set()
+    for task in (task for minibatch in loader for task in minibatch.tasks()):
+        assert task.detail is not None
+        assert task.detail.samples is not None
+        indices, tokens = task.detail.samples.others()
+        assert len(indices) == 16
+        assert tokens == [lengths[index] for index in indices]
+        seen.update(indices)
+    assert len(seen) == 64

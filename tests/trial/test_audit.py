@@ -139,7 +139,7 @@ def test_samples_that_couple_are_found_however_long_they_are(reads):
 def test_float64_decides_where_training_rounds_and_its_price_is_remembered():
     def rounded(batch: Any) -> Tensor:
         thirds = (batch["x"] / 3).bfloat16()
-        return mean_of_labels({**batch, "x": thirds})
+        return mean_of_labels({**batch, "x": thirds}).float()  # as under autocast
 
     audit = Audit(LABELS, price=1.0)
     assert of(audit, [task_of([3, 9])], rounded) == ("", [3, 9])
