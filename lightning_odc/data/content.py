@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import accumulate, chain, pairwise
@@ -165,6 +166,18 @@ def _some_packed(batch: Any, bounds: list[int], samples: Sequence[int]) -> Any:
         elif isinstance(value, list) and len(value) == len(bounds) - 1:
             part[name] = [value[index] for index in samples]
     return part
+
+
+def short_to_long(sizes: Sequence[int], most: float, room: float = math.inf) -> list[int]:
+    """Positions of two to eight samples, from the shortest to the longest of up to ``most`` tokens, if two have so few.
+
+    As many are chosen as have ``2 * most`` tokens, and have ``room`` in a batch, if all are as long as the longest.
+    """
+    by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
+    short = by_size[: max(sum(size <= most for size in sizes), 2)]
+    count = int(min(2 * most, room) // max(sizes[short[-1]], 1))
+    places = np.linspace(0, len(short) - 1, min(max(count, 2), 8, len(short))).astype(int)
+    return [short[place] for place in places]
 
 
 # -- equal or not -----------------------------------------------------------------------------------------

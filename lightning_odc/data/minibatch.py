@@ -10,7 +10,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_odc.arguments import checked
-from lightning_odc.data.content import named, tensors_of
+from lightning_odc.data.content import named, sizes_of, tensors_of
 from lightning_odc.data.packing import IGNORE_INDEX
 from lightning_odc.data.weighting import LabelCounter
 
@@ -73,6 +73,16 @@ class Task(NamedTuple):
     microbatch: Any  # what `training_step` gets
     weight: float  # its weight in the gradient
     detail: MicrobatchFacts | None  # what its loader knows about it, if it does
+
+    def sizes(self) -> list[int]:
+        """The tokens of the samples, or 1 each; empty where it has a single one, or it does not show them."""
+        sizes = sizes_of(self.microbatch)
+        # Rows may be anything, unless there are as many as samples.
+        if self.detail is None or len(sizes) != self.detail.sample_count:
+            return []
+        if len(sizes) == len(self.detail.lengths):
+            return self.detail.lengths
+        return sizes
 
 
 class LoaderFacts:

@@ -288,7 +288,7 @@ class Training(Door):
         records = self._runner.settle(self._logbook.post())
         self._step.totals += self._logbook.merge([record.logs for record in records])
         contradiction = self._runner.contradiction
-        if contradiction and self._session.audit is not None:
+        if contradiction:
             self._session.contradict(contradiction, self._module.trainer.global_step)
 
     def end_epoch(self) -> None:

@@ -32,15 +32,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from lightning_odc.data.content import sizes_of, some_of
+from lightning_odc.data.content import short_to_long, some_of
 from lightning_odc.data.minibatch import Task
 from lightning_odc.data.weighting import Rule, planned_count
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import BatchOf
 
-_MOST_TRIED = 8  # samples
 _PART = 0.1  # of the tokens of a minibatch, that one of two samples may have
 _PART_PER_MINIBATCH = 1 / 2000  # the same, for each of the minibatches before
 _FEW = 128  # tokens, that it may have in any minibatch
@@ -82,7 +79,7 @@ class Audit:
         sizes = self._sizes(task)
         if not sizes:
             return ""
-        samples = _chosen(sizes, most)
+        samples = short_to_long(sizes, most)
 
         def batch_of(group: Sequence[int]) -> object:
             return some_of(task.microbatch, [samples[position] for position in group])
@@ -94,14 +91,8 @@ class Audit:
         return verdict.reason
 
     def _sizes(self, task: Task) -> list[int]:
-        """The tokens of the samples, or 1 each; empty where it has a single one, or it does not show them."""
-        detail = task.detail
-        sizes = sizes_of(task.microbatch)
-        # Rows may be anything, unless there are as many as samples.
-        if detail is None or len(sizes) != detail.sample_count:
-            return []
-        if len(sizes) == len(detail.lengths):
-            sizes = detail.lengths
+        """The tokens of the samples, see `Task.sizes`; empty where they are not what the rule counts."""
+        sizes = task.sizes()
         counts_tokens = self.rule.counter is None and self.rule.weighting in ("token", "next_token")
         if counts_tokens and not math.isclose(planned_count(self.rule, sizes), task.weight):
             return []
@@ -109,21 +100,9 @@ class Audit:
 
 
 def _mixed(tasks: Iterable[Task], most: float, room: float) -> Task | None:
-    """A batch of samples of the data set, see `_chosen`; ``None`` if they cannot be read again."""
+    """A batch of samples of the data set, see `short_to_long`; ``None`` if they cannot be read again."""
     for _, _, detail in tasks:
         if detail is not None and detail.samples is not None:
             indices, tokens = detail.samples.others()
-            return detail.samples.read([indices[position] for position in _chosen(tokens, most, room)])
+            return detail.samples.read([indices[position] for position in short_to_long(tokens, most, room)])
     return None
-
-
-def _chosen(sizes: Sequence[int], most: float, room: float = math.inf) -> list[int]:
-    """Positions of two to eight samples, from the shortest to the longest of up to ``most`` tokens, if two have so few.
-
-    As many are chosen as have ``2 * most`` tokens, and have ``room`` in a batch, if all are as long as the longest.
-    """
-    by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
-    short = by_size[: max(sum(size <= most for size in sizes), 2)]
-    count = int(min(2 * most, room) // max(sizes[short[-1]], 1))
-    places = np.linspace(0, len(short) - 1, min(max(count, 2), _MOST_TRIED, len(short))).astype(int)
-    return [short[place] for place in places]
