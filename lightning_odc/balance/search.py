@@ -43,7 +43,7 @@ from lightning_odc.balance.microbatches import Groups, Load, Microbatches, Sampl
 TOLERANCE = 1e-4
 """The search ends where the largest load is this close to the lower bound, relative to it."""
 
-_MOST_STARTS = 24
+_MOST_STARTS = 12
 _SAMPLES_IN_STARTS = 384
 _ATTEMPTS = 64
 _TRIES = 4

@@ -50,9 +50,9 @@ class RandomState:
 
 
 @contextmanager
-def isolated_rng() -> Iterator[None]:
-    """Leave the global generators of Python, numpy and torch (CPU) as they were before."""
-    before = RandomState()
+def isolated_rng(device: torch.device | None = None) -> Iterator[None]:
+    """Leave the global generators of Python, numpy and torch (CPU, and a GPU if one is given) as they were before."""
+    before = RandomState(device)
     try:
         yield
     finally:
@@ -74,10 +74,9 @@ def random_numbers_of(detail: MicrobatchFacts | None, device: torch.device, seed
     if detail is None:
         yield
         return
-    devices = [device] if device.type == "cuda" else []
-    with isolated_rng(), torch.random.fork_rng(devices):
+    with isolated_rng(device):
         word = seed_rng(seed, *detail.seed)
-        if devices:
+        if device.type == "cuda":
             torch.cuda.manual_seed(word)
         yield
 
