@@ -38,7 +38,7 @@ test: $(STAMP) ## run the tests but for the slow ones, two files at a time; ARGS
 test-all: $(STAMP) ## run all tests; ARGS="-m slow" runs the slow ones alone
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
-bench: $(STAMP) ## run an experiment of benchmarks/: NAME=harness, comm, engine, emulate, sweep, planner, idle, hybrid, memory, rl, traffic, robustness.faults ...; ARGS="--help"
+bench: $(STAMP) ## run an experiment of benchmarks/: NAME=harness, comm, emulate, sweep, planner, idle, hybrid, memory, rl, traffic, robustness.faults ...; ARGS="--help"
 	$(if $(NAME),,$(error make bench NAME=harness, planner, idle, hybrid, memory, rl, traffic, robustness.faults, .endurance, .resume_trials or .stalls))
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 

@@ -14,6 +14,7 @@ import io
 import json
 import logging
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 from benchmarks.command import QUIET, markdown, parser_of
@@ -41,20 +42,19 @@ from benchmarks.projects import (
     pad,
     pad_series,
 )
+from benchmarks.step_parts import PARTS, Parts
 from benchmarks.tables import Column, Table, spread, write_into
 from lightning_odc import BalancedDataLoader, ODCStrategy
-from lightning_odc.balance import transformer
+from lightning_odc.balance import plan_minibatch, transformer
 from lightning_odc.data.minibatch import Minibatch
-from lightning_odc.engine.tracing import Span, Tracer
 from lightning_odc.files import write_json
 from notebooks.support.models import byte_llama
 
-PER_STEP = 16
-EACH = PER_STEP // 2  # samples of a rank in a step
+EACH = 8  # samples of a rank in a step
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data" / "one-line.json"
-#: What the engine does in a step, in the order of a table.
-SPLIT = ("read", "add", "settle", "wait", "optimizer", "publish")
+#: The minibatches of a fit in which an audit falls, from the second epoch on: Note [The proof goes on].
+AUDITS = (10, 100)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Row:
 
     Attributes:
         text: What the user writes.
-        strategy: ``"ddp"``, ``"alone"`` (the same, and gradients stay where they are), or options of ``ODCStrategy``.
+        strategy: ``"ddp"``, ``"alone"`` (no strategy: `train_alone`), or options of ``ODCStrategy``.
         batch: Samples of a batch on one rank; as many batches are accumulated as make up a step.
         loader: ``"grouped"``: texts of similar length in a batch, the batches in random order. ``"planned"``: DDP over
             a `BalancedDataLoader`, as the documentation shows it.
@@ -101,7 +101,7 @@ ODC = Row('`"odc"`, batch 8', {})
 DDP = Row('`"ddp"`, batch 8', "ddp")
 SINGLE = Row('`"ddp"`, batch 1, accumulate 8', "ddp", 1)
 PLANNED = Row('`"ddp"`, batches planned', "ddp", 1, "planned")
-SILENT = Row("no communication, DDP's plan", "alone", 1, "planned")
+SILENT = Row("processes that do not talk", "alone", 1)
 USUAL = (DDP, SINGLE, COLLECTIVE, PLAIN, ODC, Row('`"odc"`, batch 1, accumulate 8', {}, 1))
 TEXTS = (
     COLLECTIVE,
@@ -155,11 +155,31 @@ PROJECTS = {
 }
 
 
-def _nothing(_: Any, bucket: Any) -> Any:
-    """A hook of DDP: every rank keeps its own gradients."""
-    done: Any = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
+def train_alone(project: Project, rank: int, ranks: int, epochs: int) -> SimpleNamespace:
+    """A bare loop over this rank's part of each step, one sample at a time: no rank waits for another one."""
+    data = project.data()
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in data])
+    module = project.module()
+    optimizer = module.configure_optimizers()
+    seconds = []
+    for epoch in range(1 + epochs):
+        dist.barrier()
+        begin = time.monotonic()
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
+        for step in order.split(EACH * ranks):
+            total = lengths[step].sum()
+            plan = plan_minibatch(lengths[step], ranks, cost=DENSE)
+            for place in [place for microbatch in plan[rank] for place in microbatch]:
+                sample = data[int(step[place])]
+                loss = module.training_step(project.collate([sample]))
+                (loss * len(sample["input_ids"]) / total).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seconds.append(time.monotonic() - begin)
+    longest = int(lengths.max())
+    return SimpleNamespace(
+        start=0.0, seconds=seconds, tokens=int(lengths.sum()) // ranks, largest=longest, steps=0, split={}
+    )
 
 
 def stepping_by_hand(module: Any) -> Any:
@@ -223,11 +243,11 @@ class Watch(pl.Callback):
         largest: The largest microbatch of all epochs.
     """
 
-    def __init__(self, tracer: Tracer | None = None) -> None:
+    def __init__(self, parts: Parts | None = None) -> None:
         self.seconds: list[float] = []
         self.tokens = self.largest = 0
         self.start = 0.0
-        self.tracer = tracer  # of the epochs after the first
+        self.parts = parts  # of the second epoch
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin = time.monotonic()
@@ -236,10 +256,9 @@ class Watch(pl.Callback):
         self.tokens = 0
         self.start = self.start or time.monotonic() - self._begin
         trainer.strategy.barrier()
-        if self.tracer is not None and trainer.current_epoch == 1:
-            assert isinstance(trainer.strategy, ODCStrategy)
-            trainer.strategy.engine.listen(self.tracer)
         self._begin = time.monotonic()
+        if self.parts is not None and trainer.current_epoch == 1:
+            self.parts.begin()
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         batches = [batch]
@@ -251,27 +270,28 @@ class Watch(pl.Callback):
             self.largest = max(self.largest, tokens)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.parts is not None and trainer.current_epoch == 1:
+            self.parts.end()
         trainer.strategy.barrier()
         self.seconds.append(time.monotonic() - self._begin)
 
 
 def fit(
-    rank: int, world_size: int, project: str, number: int, epochs: int, traced: bool = False
+    rank: int, world_size: int, project: str, number: int, epochs: int, is_split: bool = False
 ) -> tuple[SimpleNamespace, str]:
     """Train one row on this rank; returns what was counted, and the lines that the strategy said."""
     chosen = PROJECTS[project]
     row = chosen.rows[number]
     pl.seed_everything(0, verbose=False)
     if row.strategy == "alone":
-        strategy: Any = DDPStrategy(ddp_comm_hook=_nothing)
-    else:
-        strategy = row.strategy
+        return train_alone(chosen, rank, world_size, epochs), ""
+    strategy: Any = row.strategy
     if isinstance(strategy, dict):
         strategy = ODCStrategy(hang_report_after=None, **strategy)
-    tracer = None
-    if traced:
-        tracer = Tracer()
-    watch = Watch(tracer)
+    parts = None
+    if is_split:
+        parts = Parts()
+    watch = Watch(parts)
     is_planned = row.loader == "planned"
     accumulated = EACH // row.batch
     if is_planned:
@@ -301,9 +321,9 @@ def fit(
     begins = ("Plan", "Expected", "Note", "Measured", "Samples are", "strategy=")
     unique = dict.fromkeys(said.getvalue().splitlines())
     lines = [line for line in unique if line.startswith(begins)]
-    split = None
-    if tracer is not None:
-        split = own_seconds(tracer.take())
+    split = {}
+    if parts is not None:
+        split = parts.seconds
     counted = SimpleNamespace(
         start=watch.start,
         seconds=watch.seconds,
@@ -315,38 +335,47 @@ def fit(
     return counted, "\n".join(lines)
 
 
-def own_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of every kind of span, without those of spans inside it."""
-    seconds = dict.fromkeys([span.kind for span in spans], 0.0)
-    around: list[Span] = []
-    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-        while around and around[-1].end <= span.begin:
-            around.pop()
-        taken = (span.end - span.begin) * 1e-9
-        seconds[span.kind] += taken
-        if around:
-            seconds[around[-1].kind] -= taken
-        around.append(span)
-    return seconds
-
-
 def print_split(name: str, options: argparse.Namespace) -> None:
-    """What the engine does in a step of the row `ODC`, as a table."""
+    """Where the time of a step of the row `ODC` goes, as a table."""
     number = PROJECTS[name].rows.index(ODC)
-    rows = []
+    found: dict[str, list[float]] = {part: [] for part in ("a step", *PARTS)}
     with RankProcesses(options.ranks, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(options.rounds):
-            results = ranks.call(fit, name, number, options.epochs, True)
-            for rank, (found, _) in enumerate(results):
-                steps = found.steps * options.epochs / (1 + options.epochs)
-                milliseconds = 1e3 * sum(found.seconds[1:]) / steps
-                row = [str(rank), f"{milliseconds:.0f}"]
-                for kind in SPLIT:
-                    part = 1e3 * found.split.get(kind, 0) / steps
-                    row.append(f"{part:.1f}")
-                rows.append(row)
-    table = markdown(("rank", "step", *SPLIT), rows)
-    print(f"\nMilliseconds of a step\n\n{table}\n", flush=True)
+            for watched, _ in ranks.call(fit, name, number, 1, True):
+                steps = watched.steps / 2  # of the second epoch
+                found["a step"].append(1e3 * sum(watched.split.values()) / steps)
+                for part in PARTS:
+                    found[part].append(1e3 * watched.split[part] / steps)
+    whole = statistics.median(found["a step"])
+    rows = []
+    for part, values in found.items():
+        rows.append([part, spread(values, 1), f"{statistics.median(values) / whole:.2%}"])
+    table = markdown(("part of a step", "ms, median [least, most]", "of a step"), rows)
+    print(f"\n{table}\n", flush=True)
+
+
+def print_bound(measured: Sequence[dict[str, Any]], epochs: int) -> None:
+    """Times over that of `ODC`, without an audit and with one, and what an audit takes."""
+    ours = _of(ODC, measured)
+    per_epoch = ours["steps"] // (1 + epochs)
+    audited = {step // per_epoch - 1 for step in AUDITS}  # of the epochs that were timed
+    by_kind: dict[bool, list[float]] = {True: [], False: []}
+    rows = []
+    for one in measured:
+        ratios: dict[bool, list[float]] = {True: [], False: []}
+        for place, seconds in enumerate(one["seconds"]):
+            has_audit = place % epochs in audited
+            ratios[has_audit].append(seconds / ours["seconds"][place])
+            if one is ours:
+                by_kind[has_audit].append(seconds)
+        rows.append([one["row"], spread(ratios[False]), spread(ratios[True])])
+    print(markdown(("what the user writes", "over `odc`", "over `odc` with an audit"), rows))
+    steady = statistics.median(by_kind[False])
+    price = (statistics.median(by_kind[True]) / steady - 1) * per_epoch
+    print(
+        f"\n`odc`: {steady:.2f} s per epoch of {per_epoch} steps; an audit takes {price:.2f} steps.",
+        flush=True,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -370,8 +399,12 @@ def main(arguments: list[str] | None = None) -> None:
             print_split(name, options)
         return
     found: dict[str, Any] = {}
+    if options.bound:
+        options.epochs = max(options.epochs, 3)  # an audit falls into the last one
     for name in options.projects:
         measured = _measure(name, options)
+        if options.bound:
+            print_bound(measured, options.epochs)
         key = name
         if options.ranks != 2:
             key = f"{name}-{options.ranks}"

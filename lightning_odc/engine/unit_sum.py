@@ -96,7 +96,7 @@ class UnitSum:
         places = []
         values = []
         some = next(iter(self._totals.values()))
-        rows = some.new_empty(self._shape, dtype=spec.grad_dtype)
+        rows = some.new_zeros(self._shape, dtype=spec.grad_dtype)
         for slot, total in self._totals.items():
             # On a GPU, the last microbatch's are given on the stream on which ``fully_shard`` reduces.
             if total.is_cuda:
@@ -108,10 +108,6 @@ class UnitSum:
                 place = row.narrow(0, slot.grad_offset, shard.numel())
                 places.append(place.view(shard.shape))
                 values.append(shard)
-        if (
-            sum(place.numel() for place in places) < rows.numel()
-        ):  # padding, or a parameter without a gradient
-            rows.zero_()
         torch._foreach_copy_(places, values)
         self._totals = {}
         return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 import warnings
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightning_odc import BalancedDataLoader, Minibatch
@@ -25,14 +27,24 @@ from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import of_all_ranks, on_ranks
 
 
-def fit_lame(rank: int, world: int = 2, own: bool = False, **options: Any) -> tuple[Any, BalancedDataLoader]:
+def fit_lame(
+    rank: int, world: int = 2, own: bool = False, slow: float = 3, noise: Any = None, **options: Any
+) -> tuple[Any, BalancedDataLoader]:
     """Fit a loader of the user's own, of which minibatches are accumulated, or a plain one, where they are folded.
 
-    The last rank needs three times as long by the token, by a clock that a busy machine does not move.
+    The last rank needs ``slow`` times as long by the token, by a clock that a busy machine does not move. With a
+    generator, times of microbatches are off by up to 20 %.
     """
     module: Any = Padded(counted=True)
-    before_step(module, lambda own, batch: own.tokens.append(int((batch >= 0).sum()))).tokens = []
-    now = lambda _: 1e-3 * sum(module.tokens) * (3 if rank == world - 1 else 1)  # noqa: E731
+
+    def act(own: Any, batch: Tensor) -> None:
+        own.tokens.append(int((batch >= 0).sum()))
+        off = noise.uniform(0.8, 1.2) if noise else 1
+        own.clock += 1e-3 * own.tokens[-1] * off * (slow if rank == world - 1 else 1)
+
+    before_step(module, act).tokens = []
+    module.clock = 0.0
+    now = lambda _: module.clock  # noqa: E731
     explicit = {"minibatch_size": 4, "weighting": "next_token", "collate_fn": pad}
     if own:
         data = BalancedDataLoader(SAMPLES, **explicit)
@@ -43,6 +55,16 @@ def fit_lame(rank: int, world: int = 2, own: bool = False, **options: Any) -> tu
         balanced = fit(module, data, world, **options).train_dataloader
     assert isinstance(balanced, BalancedDataLoader)
     return module, balanced
+
+
+class Planned(Callback):
+    """Notes the plan of every minibatch, and how many microbatches this rank is planned to run."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((batch.plan, len(batch)))
 
 
 STRATEGIES: list[dict[str, Any]] = [
@@ -80,6 +102,24 @@ def test_the_slow_rank_gets_less(rank):
     cost = balanced._prepare().learning.cost.found
     assert isinstance(cost, SpeedCost)
     assert 2 < cost.speeds[0] / cost.speeds[1] < 4
+
+
+@on_ranks(2)
+def test_a_run_that_is_repeated_has_the_same_plans_and_microbatches_in_every_epoch(rank):
+    """Ranks steal, and times are measured and differ from run to run, by chance."""
+    runs = []
+    for run in range(3):
+        planned = Planned()
+        noise = random.Random(2 * run + rank)
+        options = {"balance": "steal", "max_epochs": 4, "callbacks": [planned]}
+        module, balanced = fit_lame(rank, slow=1, noise=noise, **options)
+        assert balanced.learns
+        tokens = [count for own in of_all_ranks(module.tokens) for count in own]
+        expected = sum(count for own in of_all_ranks(planned.seen) for _, count in own)
+        assert len(tokens) == expected, "each ran once, on either rank"
+        runs.append((planned.seen, sorted(tokens)))
+    assert len(runs[0][0]) == 4 * 3
+    assert runs[0] == runs[1] == runs[2]
 
 
 @on_ranks(2)
