@@ -33,6 +33,7 @@ from benchmarks.command import QUIET, markdown, parser_of
 from benchmarks.harness.processes import RankProcesses
 from benchmarks.projects import (
     LONGEST,
+    SAMPLES,
     Classifier,
     LanguageModel,
     Regression,
@@ -400,7 +401,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     found: dict[str, Any] = {}
     if options.bound:
-        options.epochs = max(options.epochs, 3)  # an audit falls into the last one
+        options.epochs = max(options.epochs, 3, AUDITS[0] * EACH * options.ranks // SAMPLES)
     for name in options.projects:
         measured = _measure(name, options)
         if options.bound:
