@@ -160,7 +160,7 @@ def train_alone(project: Project, rank: int, ranks: int, epochs: int) -> SimpleN
     """A bare loop over this rank's part of each step, one sample at a time: no rank waits for another one."""
     data = project.data()
     lengths = torch.tensor([len(sample["input_ids"]) for sample in data])
-    module = project.module()
+    module: Any = project.module()
     optimizer = module.configure_optimizers()
     seconds = []
     for epoch in range(1 + epochs):

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-PARTS = ("forward", "backward", "fully_shard", "sums", "hooks", "settle", "publish", "wait")
-PARTS += ("optimizer", "loader", "Lightning", "audit")
+PARTS = (
+    *("forward", "backward", "fully_shard", "sums", "hooks", "settle", "publish", "wait"),
+    *("optimizer", "loader", "Lightning", "audit"),
+)
 #: Files and functions of a part, the first that fits. What runs random numbers in a step belongs to its caller.
 _PARTS_OF = (
     ("/lightning_odc/engine/waiting.py", "", "wait"),
