@@ -70,7 +70,8 @@ class Audit:
         part = max(_PART, _PART_PER_MINIBATCH * self.minibatches)
         most = max(part * sum(map(sum, lengths)) / self.price, _FEW)
         with suppress(Exception):  # whatever a data set or a collate_fn raises
-            mixed = _mixed(candidates, most, room=max(map(sum, lengths)))
+            # Without gradients, there is room for more than a microbatch.
+            mixed = _mixed(candidates, most, room=4 * max(map(sum, lengths)))
             if mixed is not None:
                 candidates = [mixed._replace(microbatch=move(mixed.microbatch))]
         if not candidates:
