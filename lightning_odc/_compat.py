@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import importlib.util
 import os
+import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper as CheckpointWrapper
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import _recursive_wrap
 from torch.distributed.tensor import DTensor
@@ -45,6 +47,12 @@ LAYOUT_READER = ("torch.serialization", "_get_layout")
 CASTS_INPUTS = "torch.distributed.fsdp._fully_shard._fsdp_common"
 #: The mark that ``fully_shard`` leaves on modules (torch 2.9 to 2.13).
 _MANAGED = "_is_fsdp_managed_module"
+#: Why a sharded parameter is in no file of the user's own.
+ONE_SHARD = """A file of one rank would hold its shards of the parameters (DTensor) and not those of the others. Write
+    self.trainer.save_checkpoint(path, weights_only=True)  # on all ranks, without `if self.trainer.is_global_zero:`
+or, on one rank alone,
+    weights = self.trainer.strategy.stream_parameters(module, full_precision=True)  # communicates on demand
+    torch.save(dict(weights), path)"""
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 
@@ -101,6 +109,28 @@ def sharded_like(parameter: DTensor, local: torch.Tensor) -> DTensor:
     # 2.9 to 2.13).
     made: Any = DTensor
     return cast(DTensor, made(local, parameter._spec, requires_grad=False))
+
+
+class WatchedMesh(DeviceMesh):
+    """A mesh of one dimension that calls ``before_collective`` before any over its shards, which cannot be pickled."""
+
+    # Why: nothing public tells of a collective of ``DTensor`` before it begins. Each asks the mesh for the names of its
+    # groups (torch 2.9 to 2.13).
+    before_collective: Callable[[], None]
+
+    @property
+    def _dim_group_names(self) -> Any:
+        self.before_collective()
+        return vars(self)["_dim_group_names"]
+
+    def get_group(self, mesh_dim: Any = None) -> Any:
+        return group_named(vars(self)["_dim_group_names"][0])
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise pickle.PicklingError(ONE_SHARD)
 
 
 def comms_of(module: FSDPModule) -> tuple[Any, Any] | None:

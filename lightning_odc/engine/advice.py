@@ -26,6 +26,10 @@ _MIXED = f"""parameters are whole only inside `forward` of their unit.
 _UNALLOCATED = """their values are not in one place. For the norm of the gradients, after clipping:
     self.log("grad_norm", self.trainer.precision_plugin.gradient_norm)"""
 _NO_NUMPY = "assemble one with `p.full_tensor()`, on all ranks together, before it is logged."
+_NO_STORAGE = """their values are not in one place. A Hugging Face directory is written by one rank alone with
+    from lightning_odc.pretrained import save_pretrained
+    weights = self.trainer.strategy.stream_parameters(self.model, full_precision=True)
+    save_pretrained(self.model, weights, directory)"""
 _NO_COPY = """a sharded model cannot be copied or pickled. Fill a new one from its whole weights, on all ranks together:
     state = self.trainer.strategy.lightning_module_state_dict()  # rank 0 gets it"""
 _ANOTHER_OPTIMIZER = (
@@ -41,6 +45,8 @@ _ADVICE = {
     "got mixed torch.Tensor and DTensor": _MIXED,
     "its data is not allocated yet": _UNALLOCATED,
     "is not supported for tensor subclasses": _NO_NUMPY,
+    "access the data pointer on an invalid": _NO_STORAGE,
+    "call copy_() on an invalid": _NO_COPY,
     "FSDP does not support deepcopy": _NO_COPY,
     "_fsdp_init.FSDP": _NO_COPY,
     "Sharding propagation failed": _UNKNOWN,

@@ -18,7 +18,7 @@ from lightning_odc import _compat
 from lightning_odc.engine import stealing
 from lightning_odc.engine.additions import OF_THE_USER, Added, Additions, Pass
 from lightning_odc.engine.advice import refuse_all_reduce_hooks, undivided_gradient, unexpected_gradient
-from lightning_odc.engine.base import Engine
+from lightning_odc.engine.base import OVER_SHARDS, Engine
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
@@ -30,7 +30,7 @@ from lightning_odc.engine.comm import (
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory, generating
 from lightning_odc.engine.late_gradients import Placeholders
 from lightning_odc.engine.proof import open_proven
-from lightning_odc.engine.protocol import Protocol
+from lightning_odc.engine.protocol import READ, Protocol
 from lightning_odc.engine.records import SettleRecord, any_flags, check_records, flags_to_hex, total_weight
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.staleness import StalenessGuard
@@ -82,6 +82,7 @@ class OnDemandEngine(Engine):
         self._accumulator_dtype = accumulator_dtype
         self._thread = threading.get_ident()  # that trains
         self._gradients = True
+        self._reads = False  # all ranks together, for some of them
         self._sums: list[UnitSum] = []
         self._protocol: Protocol | None = None
 
@@ -111,6 +112,7 @@ class OnDemandEngine(Engine):
         # 3. Windows.
         specs = [unit.spec() for unit in self._units]
         protocol = self.make_protocol(self._make_transport(), specs, **self._protocol_options)
+        protocol.together[READ] = self._read_together
         open_proven(protocol, self._agree)
         if self._protocol is not None:  # parameters were unfrozen
             protocol.go_on_from(self._protocol)
@@ -359,11 +361,25 @@ class OnDemandEngine(Engine):
         self.exchange("publish parameters", None)
         self.publish()
 
-    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
-        yield from stream(self._units, self.protocol, self._names_in(module), self._thread)
+    def parameters(
+        self, module: nn.Module | None = None, full_precision: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
+        names = self._names_in(module)
+        yield from stream(self._units, self.protocol, names, self._thread, full_precision)
+
+    def _read_together(self, names: list[str], _: str) -> dict[str, Tensor]:
+        """Whole parameters in full precision, for some ranks. All ranks together."""
+        self._reads = True
+        slots = {slot.name: slot for unit in self._units for slot in unit.slots}
+        found = {name: slots[name].sharded_param.detach().full_tensor() for name in names}
+        self._reads = False
+        return found
 
     def announce_collective(self, kind: str) -> None:
-        self.exchange(kind, None)
+        # In an optimizer step, ranks have met. Another thread does not meet.
+        is_known = self._failed or self._reads or self.protocol.ended or threading.get_ident() != self._thread
+        if kind != OVER_SHARDS or not is_known:
+            self.exchange(kind, None)
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
         return self.protocol.meet(kind, item)

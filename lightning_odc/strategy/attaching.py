@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_odc import _compat
 from lightning_odc.attached import Attached, attach_or_go_without
-from lightning_odc.engine.base import Engine
+from lightning_odc.engine.base import OVER_SHARDS, Engine
 from lightning_odc.engine.comm import fsdp_modules
 from lightning_odc.engine.roll_call import RollCall
 from lightning_odc.engine.transports import check_device
@@ -21,6 +23,7 @@ from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WindowError
 from lightning_odc.run.attempt import Retry
 from lightning_odc.sharding.engines import make_engine
+from lightning_odc.sharding.wrapping import mesh_for
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.options import WORDING, Options
@@ -97,6 +100,19 @@ class AttachingStrategy:
         attached.communication = self.communication
         return attached
 
+    def _mesh_of_shards(self) -> DeviceMesh:
+        """The mesh of all ranks. A rank that uses shards alone, where all must, gets an error."""
+        strategy = self._groups.strategy
+        mesh: Any = mesh_for(strategy.root_device.type, strategy.world_size)
+        if strategy.world_size > 1:
+            mesh.__class__ = _compat.WatchedMesh
+            mesh.before_collective = self._before_collective
+        return mesh
+
+    def _before_collective(self) -> None:
+        if self._attached is not None:
+            self._attached.engine.announce_collective(OVER_SHARDS)
+
     def _make_engine(self, model: nn.Module, hang_report: HangReport | None) -> Attached:
         place = self._groups.place(self.timeout)
         engine = make_engine(
@@ -156,7 +172,9 @@ class AttachingStrategy:
         """
         self.attached.publish()
 
-    def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+    def stream_parameters(
+        self, module: nn.Module | None = None, full_precision: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every parameter, in the dtype that it computes in, read by this rank alone.
 
         Other ranks need not call it. They go on, to the end of the next optimizer step at most, where they wait for
@@ -167,13 +185,15 @@ class AttachingStrategy:
 
         Args:
             module: Only the parameters of this part of the model, with their names in it.
+            full_precision: Yield what a checkpoint holds, such as fp32 under ``bf16-mixed``. Where the model computes
+                in another dtype, this rank waits for the others' next meeting, where they give their parts.
 
         Raises:
             RuntimeError: before ``fabric.setup``, or while the trainer does not run.
             ValueError: ``communication`` is not ``"on_demand"``, or ``module`` is no part of the model.
             StaleShardError: an optimizer step has ended since it began, or is ending.
         """
-        return self.attached.stream_parameters(module)
+        return self.attached.stream_parameters(module, full_precision)
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which units stay gathered from one forward pass to the next, so that many passes read them once.
