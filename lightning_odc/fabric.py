@@ -22,7 +22,7 @@ from lightning_odc.sharding.nodes import check_shards
 from lightning_odc.sharding.optimizers import ParameterNames
 from lightning_odc.sharding.stepping import clip
 from lightning_odc.sharding.untrusted import refuse_code
-from lightning_odc.sharding.wrapping import WrapPolicy, shard_model
+from lightning_odc.sharding.wrapping import WrapPolicy, mesh_for, shard_model
 from lightning_odc.strategy import options
 from lightning_odc.strategy.attaching import AttachingStrategy
 from lightning_odc.strategy.groups import Groups
@@ -141,7 +141,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def _shard(self, module: nn.Module, _: DeviceMesh) -> nn.Module:
-        mesh = self._groups.data_parallel or self._mesh_of_shards()
+        mesh = self._groups.data_parallel or mesh_for(self.root_device.type, self.world_size)
         shard_model(
             module,
             mesh,

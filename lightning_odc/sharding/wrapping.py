@@ -243,14 +243,18 @@ def _announce(policy: WrapPolicy | None, chosen: list[nn.Module]) -> None:
 
 
 def mesh_for(device_type: str, world_size: int) -> DeviceMesh:
-    """The 1-D mesh over all ranks."""
+    """The 1-D mesh over all ranks, which is told of what one rank cannot do alone."""
     # A job of GPUs that chose gloo means it, as ranks that share one GPU do, which NCCL refuses. Torch before 2.12
     # would make a group of NCCL for the mesh.
     names = ("shard",)
     if device_type == "cuda" and dist.is_initialized() and "cuda:gloo" in dist.get_backend_config():
         assert dist.group.WORLD is not None
-        return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=names)
-    return init_device_mesh(device_type, (world_size,), mesh_dim_names=names)
+        mesh = DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=names)
+    else:
+        mesh = init_device_mesh(device_type, (world_size,), mesh_dim_names=names)
+    if world_size > 1:
+        mesh.__class__ = _compat.WatchedMesh
+    return mesh
 
 
 def precision_policy(

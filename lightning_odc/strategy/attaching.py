@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_odc import _compat
@@ -23,7 +22,6 @@ from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WindowError
 from lightning_odc.run.attempt import Retry
 from lightning_odc.sharding.engines import make_engine
-from lightning_odc.sharding.wrapping import mesh_for
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.options import WORDING, Options
@@ -98,20 +96,12 @@ class AttachingStrategy:
         if self.communication == "auto":
             self._groups.communication = "on_demand"
         attached.communication = self.communication
+        meshes = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
+        for mesh in meshes:
+            if isinstance(mesh, _compat.WatchedMesh):
+                mesh.before_collective = partial(attached.engine.announce_collective, OVER_SHARDS)
+                self._on_teardown.callback(vars(mesh).pop, "before_collective")  # torch keeps meshes
         return attached
-
-    def _mesh_of_shards(self) -> DeviceMesh:
-        """The mesh of all ranks. A rank that uses shards alone, where all must, gets an error."""
-        strategy = self._groups.strategy
-        mesh: Any = mesh_for(strategy.root_device.type, strategy.world_size)
-        if strategy.world_size > 1:
-            mesh.__class__ = _compat.WatchedMesh
-            mesh.before_collective = self._before_collective
-        return mesh
-
-    def _before_collective(self) -> None:
-        if self._attached is not None:
-            self._attached.engine.announce_collective(OVER_SHARDS)
 
     def _make_engine(self, model: nn.Module, hang_report: HangReport | None) -> Attached:
         place = self._groups.place(self.timeout)

@@ -32,6 +32,7 @@ from lightning_odc.sharding.initialize import Unfilled, materialize
 from lightning_odc.sharding.optimizers import ParameterNames, regroup
 from lightning_odc.sharding.wrapping import (
     HowToShard,
+    mesh_for,
     precision_policy,
     shard_model,
     wrapping_shards,
@@ -164,7 +165,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             if groups.data_parallel is not None:
                 self._mesh = groups.data_parallel
             elif layout is None or groups.on_demand:
-                self._mesh = self._mesh_of_shards()
+                self._mesh = mesh_for(self.root_device.type, self.world_size)
             else:
                 self._mesh = nodes.mesh_of(layout, self.root_device.type)
         return self._mesh

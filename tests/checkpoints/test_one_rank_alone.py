@@ -1,0 +1,130 @@
+"""Hooks in which rank 0 alone saves, or looks at whole parameters: right, or an error at once on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from tests.support.fits import are_equal, doing, failure, fit
+from tests.support.models import full_parameters, token_batches
+from tests.support.modules import TokenModule
+from tests.support.ranks import on_ranks
+from tests.support.tiers import fast
+
+HOOKS = ["on_train_batch_end", "on_train_epoch_end", "on_train_end"]
+AT_ONCE = timedelta(seconds=20)  # a wait that is not at once fails with another message
+ALL_RANKS = "without `if trainer.is_global_zero:`"
+
+
+def on_rank_0(act: Any, hook: str) -> Any:
+    return doing(TokenModule(), **{hook: lambda own: act(own) if own.global_rank == 0 else None})
+
+
+def assemble_all(own: Any) -> None:
+    get_model_state_dict(own.net, options=StateDictOptions(full_state_dict=True))
+
+
+SAVING = "stream_parameters(module, full_precision=True)"
+ALONE = {
+    "parameter": (lambda own: own.net.head.weight.full_tensor(), ALL_RANKS),
+    "norm": (lambda own: own.net.head.weight.norm().full_tensor(), ALL_RANKS),
+    "all parameters": (assemble_all, ALL_RANKS),
+    "file": (lambda own: torch.save(own.state_dict(), io.BytesIO()), SAVING),
+    "part": (lambda own: torch.save(own.net.state_dict(), io.BytesIO()), SAVING),
+    "average": (lambda own: torch.save([p.detach().clone() for p in own.parameters()], io.BytesIO()), SAVING),
+    "storage": (
+        lambda own: own.net.head.weight.untyped_storage().data_ptr(),
+        "from lightning_odc.pretrained",
+    ),
+    "copy": (lambda own: copy.deepcopy(own.net), "lightning_module_state_dict()"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "hook", fast(["on_train_batch_end", "on_train_epoch_end", "on_train_end"], "on_train_epoch_end")
+)
+@pytest.mark.parametrize("case", ALONE)
+def test_what_needs_all_ranks_ends_all_of_them_with_the_line_to_write(
+    rank: int, case: str, hook: str
+) -> None:
+    act, says = ALONE[case]
+    error = failure(on_rank_0(act, hook), token_batches([5, 8], seed=rank), timeout=AT_ONCE)
+    assert says in error
+    assert "Gave up after" not in error
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("communication", ["on_demand", "collective"])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_shards_in_a_checkpoint_are_whole_or_refused(
+    rank: int, everywhere: bool, communication: str, tmp_path: Any
+) -> None:
+    class Own(TokenModule):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if everywhere or self.trainer.is_global_zero:
+                checkpoint["mine"] = self.net.state_dict()
+
+    path = tmp_path / "some.ckpt"
+    module = doing(Own(), on_train_epoch_end=lambda own: own.trainer.save_checkpoint(path))
+    options = {"communication": communication, "timeout": AT_ONCE}
+    batches = token_batches([5, 8], seed=rank)
+    if not everywhere:
+        error = failure(module, batches, **options)
+        assert ", 0] sharded parameters into the checkpoint, by rank" in error
+        return
+    fit(module, batches, **options)
+    saved = torch.load(path, weights_only=True)["mine"]
+    assert are_equal({f"net.{name}": value for name, value in saved.items()}, full_parameters(module))
+
+
+@on_ranks(2)
+def test_an_error_of_rank_0_while_it_saves_ends_the_others(rank: int, tmp_path: Any) -> None:
+    class Own(TokenModule):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if self.trainer.is_global_zero:
+                raise OSError("no such bucket")
+
+    module = doing(Own(), on_train_epoch_end=lambda own: own.trainer.save_checkpoint(tmp_path / "some.ckpt"))
+    error = failure(module, token_batches([5, 8], seed=rank), timeout=AT_ONCE)
+    assert "no such bucket" in error
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("hook", ["on_save_checkpoint", "on_train_end"])
+def test_one_rank_reads_what_a_checkpoint_would_hold(
+    rank: int, hook: str, precision: str, tmp_path: Any
+) -> None:
+    found: dict[str, Any] = {}
+
+    def read(own: Any) -> None:
+        found.update(own.trainer.strategy.stream_parameters(own, full_precision=True))
+
+    module = on_rank_0(read, hook)
+    module.on_train_epoch_end = lambda: module.trainer.save_checkpoint(tmp_path / "some.ckpt")
+    fit(module, token_batches([5, 8], seed=rank), precision=precision, timeout=AT_ONCE)
+    after = full_parameters(module)
+    if rank == 0:
+        assert are_equal(found, after)
+        assert not are_equal(found, {name: value.bfloat16().float() for name, value in after.items()})
+    else:
+        assert not found
+
+
+@on_ranks(2)
+def test_the_best_weights_are_kept_as_shards_and_come_back(rank: int) -> None:
+    kept: dict[str, Any] = {}
+    module = doing(
+        TokenModule(),
+        on_train_batch_end=lambda own: kept or kept.update(copy.deepcopy(own.state_dict())),
+        on_train_end=lambda own: own.load_state_dict(kept),
+    )
+    fit(module, token_batches([5, 8], seed=rank))
+    assert are_equal({name: value.full_tensor() for name, value in kept.items()}, full_parameters(module))
