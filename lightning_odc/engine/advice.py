@@ -38,6 +38,12 @@ _ANOTHER_OPTIMIZER = (
 _UNKNOWN = f"""this operation does not know how to work on shards. An optimizer may do with `foreach=False`, or write
 {_ANOTHER_OPTIMIZER}"""
 
+#: What ranks come to a meeting for before `full_tensor()` and the like.
+OVER_SHARDS = (
+    "`full_tensor()` or a sum over shards (call it on all ranks, without `if trainer.is_global_zero:`; one rank alone "
+    "reads whole parameters with `dict(trainer.strategy.stream_parameters(module, full_precision=True))`)"
+)
+
 _RAW = "\nWhat torch says: "
 
 #: By a part of what torch says (2.9 to 2.13).

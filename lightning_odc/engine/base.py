@@ -23,12 +23,6 @@ from lightning_odc.engine.unit_calls import UnitCalls
 from lightning_odc.engine.unit_window import Traffic
 from lightning_odc.engine.units import Unit, find_units
 
-#: What ranks come to a meeting for before `full_tensor()` and the like.
-OVER_SHARDS = (
-    "`full_tensor()` or a sum over shards (call it on all ranks, without `if trainer.is_global_zero:`; one rank alone "
-    "reads whole parameters with `dict(trainer.strategy.stream_parameters(module, full_precision=True))`)"
-)
-
 
 class Engine(Traced, ABC):
     """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in `attach`."""

@@ -17,8 +17,13 @@ from torch import Tensor, nn
 from lightning_odc import _compat
 from lightning_odc.engine import stealing
 from lightning_odc.engine.additions import OF_THE_USER, Added, Additions, Pass
-from lightning_odc.engine.advice import refuse_all_reduce_hooks, undivided_gradient, unexpected_gradient
-from lightning_odc.engine.base import OVER_SHARDS, Engine
+from lightning_odc.engine.advice import (
+    OVER_SHARDS,
+    refuse_all_reduce_hooks,
+    undivided_gradient,
+    unexpected_gradient,
+)
+from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
@@ -82,7 +87,6 @@ class OnDemandEngine(Engine):
         self._accumulator_dtype = accumulator_dtype
         self._thread = threading.get_ident()  # that trains
         self._gradients = True
-        self._reads = False  # all ranks together, for some of them
         self._sums: list[UnitSum] = []
         self._protocol: Protocol | None = None
 
@@ -131,6 +135,10 @@ class OnDemandEngine(Engine):
             gather = GatherComm(partial(self._gather, unit, window))
             comms.append(gather)
             set_comms(unit.modules, gather, AccumulateComm(partial(self._accumulate, unit, window)))
+            mesh = unit.slots[0].sharded_param.device_mesh
+            if isinstance(mesh, _compat.WatchedMesh):
+                mesh.before_collective = self._before_collective
+                self._on_close.callback(vars(mesh).pop, "before_collective", None)  # torch keeps meshes
         # 5. What looks at passes of the model, with hooks on it, finds everything in its place.
         self.gather_cache.attach(self._units, comms, self._sums, self._free)
         self._on_close.callback(self.gather_cache.release)
@@ -369,17 +377,16 @@ class OnDemandEngine(Engine):
 
     def _read_together(self, names: list[str], _: str) -> dict[str, Tensor]:
         """Whole parameters in full precision, for some ranks. All ranks together."""
-        self._reads = True
         slots = {slot.name: slot for unit in self._units for slot in unit.slots}
-        found = {name: slots[name].sharded_param.detach().full_tensor() for name in names}
-        self._reads = False
-        return found
+        return {name: slots[name].sharded_param.detach().full_tensor() for name in names}
 
     def announce_collective(self, kind: str) -> None:
-        # In an optimizer step, ranks have met. Another thread does not meet.
-        is_known = self._failed or self._reads or self.protocol.ended or threading.get_ident() != self._thread
-        if kind != OVER_SHARDS or not is_known:
-            self.exchange(kind, None)
+        self.exchange(kind, None)
+
+    def _before_collective(self) -> None:
+        """Meet before a collective over shards. In an optimizer step ranks have met; another thread does not meet."""
+        if not (self._failed or self.protocol.ended or threading.get_ident() != self._thread):
+            self.exchange(OVER_SHARDS, None)
 
     def exchange(self, kind: str, item: Any) -> list[Any]:
         return self.protocol.meet(kind, item)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_odc import _compat
 from lightning_odc.attached import Attached, attach_or_go_without
-from lightning_odc.engine.base import OVER_SHARDS, Engine
+from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import fsdp_modules
 from lightning_odc.engine.roll_call import RollCall
 from lightning_odc.engine.transports import check_device
@@ -96,11 +95,6 @@ class AttachingStrategy:
         if self.communication == "auto":
             self._groups.communication = "on_demand"
         attached.communication = self.communication
-        meshes = {getattr(parameter, "device_mesh", None) for parameter in model.parameters()}
-        for mesh in meshes:
-            if isinstance(mesh, _compat.WatchedMesh):
-                mesh.before_collective = partial(attached.engine.announce_collective, OVER_SHARDS)
-                self._on_teardown.callback(vars(mesh).pop, "before_collective")  # torch keeps meshes
         return attached
 
     def _make_engine(self, model: nn.Module, hang_report: HangReport | None) -> Attached:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.errors import DisagreementError, PeerFailedError
 from lightning_odc.strategy.evaluation import Evaluation
 from lightning_odc.strategy.sharded import ShardedStrategy
@@ -114,33 +113,26 @@ class ReducingStrategy(ShardedStrategy):
         if self._failed and self._training is not None:
             # A rank that raises between the meeting of a step and the end of its optimizer leaves the others a step
             # ahead: each of them steps on its own shards.
-            steps = self._by_rank(self._training.steps)
+            steps = [0] * self.world_size
+            dist.all_gather_object(steps, self._training.steps)
             if len(set(steps)) > 1:
                 rank_zero_warn(
                     f"{filepath} is not written: a rank has failed in an optimizer step, and the shards are of "
                     f"different steps (by rank: {steps}). Resume from the checkpoint before."
                 )
                 return
-        shards: list[DTensor] = []
-        apply_to_collection(checkpoint, DTensor, shards.append)
-        counts = self._by_rank(len(shards))
-        if len(set(counts)) > 1:
-            raise DisagreementError(
-                f"A hook has put {counts} sharded parameters into the checkpoint, by rank. Put them there on "
-                "all ranks, without `if self.trainer.is_global_zero:`. The file, which rank 0 writes, has them whole."
-            )
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _by_rank(self, item: Any) -> list[Any]:
-        """What every rank has to say about a checkpoint. All ranks together."""
         if self._attached is not None and not self._failed:
-            return self.engine.exchange(
-                "trainer.save_checkpoint, behind the hooks of `on_save_checkpoint`", item
-            )
-        return process_group_rendezvous(None)(item)
+            shards: list[DTensor] = []
+            apply_to_collection(checkpoint, DTensor, shards.append)
+            counts = self.engine.exchange("trainer.save_checkpoint, after `on_save_checkpoint`", len(shards))
+            if len(set(counts)) > 1:
+                raise DisagreementError(
+                    f"A hook has put {counts} sharded parameters into the checkpoint, by rank. Put them there on all "
+                    "ranks, without `if self.trainer.is_global_zero:`. The file of rank 0 has them whole."
+                )
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.engine.announce_collective(
-            "the end of training"
-        )  # until then, one rank alone may read all shards
+        # Until then, one rank alone may read all shards.
+        self.engine.announce_collective("the end of training")
