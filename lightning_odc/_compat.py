@@ -120,7 +120,7 @@ class WatchedMesh(DeviceMesh):
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
-    @property
+    @property  # type: ignore[override]  # torch writes it into the object
     def _dim_group_names(self) -> Any:
         self.before_collective()
         return vars(self)["_dim_group_names"]

@@ -378,7 +378,7 @@ class OnDemandEngine(Engine):
     def _read_together(self, names: list[str], _: str) -> dict[str, Tensor]:
         """Whole parameters in full precision, for some ranks. All ranks together."""
         slots = {slot.name: slot for unit in self._units for slot in unit.slots}
-        return {name: slots[name].sharded_param.detach().full_tensor() for name in names}
+        return {name: slots[name].sharded_param.full_tensor().detach() for name in names}
 
     def announce_collective(self, kind: str) -> None:
         self.exchange(kind, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,8 @@ def stream(
         window.gathers = gathers  # what stays gathered is chosen by the passes of the model
         for name, slot in named:
             if full_precision and slot.compute_dtype != slot.sharded_param.dtype:
-                yield name, protocol.meet(READ, slot.name)[slot.name]
+                found: Any = protocol.meet(READ, slot.name)
+                yield name, found[slot.name]
             else:
                 yield name, slot.whole(shards)
             _check(protocol, version, thread)
