@@ -120,8 +120,8 @@ class WatchedMesh(DeviceMesh):
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
-    @property  # type: ignore[override]  # torch writes it into the object
-    def _dim_group_names(self) -> Any:
+    @property
+    def _dim_group_names(self) -> Any:  # type: ignore[override]  # torch writes it into the object
         self.before_collective()
         return vars(self)["_dim_group_names"]
 
