@@ -49,10 +49,9 @@ CASTS_INPUTS = "torch.distributed.fsdp._fully_shard._fsdp_common"
 _MANAGED = "_is_fsdp_managed_module"
 #: Why a sharded parameter is in no file of the user's own.
 ONE_SHARD = """A file of one rank would hold its shards of the parameters (DTensor) and not those of the others. Write
-    self.trainer.save_checkpoint(path, weights_only=True)  # on all ranks, without `if self.trainer.is_global_zero:`
-or, on one rank alone,
-    weights = self.trainer.strategy.stream_parameters(module, full_precision=True)  # communicates on demand
-    torch.save(dict(weights), path)"""
+    state = self.trainer.strategy.lightning_module_state_dict()  # on all ranks: rank 0 gets it whole
+    if self.trainer.is_global_zero:
+        torch.save(state, path)"""
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 
 

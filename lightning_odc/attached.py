@@ -364,24 +364,20 @@ class Attached:
         """Let peers read parameters that were changed outside of `step`, as by ``load_state_dict``. All together."""
         self.engine.refresh()
 
-    def stream_parameters(
-        self, module: nn.Module | None = None, full_precision: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
+    def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every parameter, read by this rank alone while the others go on.
 
         See `Engine.parameters`.
 
         Args:
             module: Only the parameters of this part of the model, with their names in it.
-            full_precision: Yield what the optimizer changes, such as fp32, instead of the dtype that the model
-                computes in. Where these differ, this rank waits for the end of the others' next optimizer step.
         """
         if self.sample_group is not None and self.sample_group.divide_layers:
             raise NotImplementedError(
                 "`stream_parameters` does not join tensor-parallel parts. Take `get_model_state_dict` of "
                 "torch.distributed.checkpoint.state_dict, on all ranks together."
             )
-        return self.engine.parameters(module, full_precision)
+        return self.engine.parameters(module)
 
     def fail(self, error: BaseException) -> None:
         """Tell the peers, once, that this rank has failed. The error gets a note if a peer is to blame."""

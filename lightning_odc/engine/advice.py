@@ -28,8 +28,8 @@ _UNALLOCATED = """their values are not in one place. For the norm of the gradien
 _NO_NUMPY = "assemble one with `p.full_tensor()`, on all ranks together, before it is logged."
 _NO_STORAGE = """their values are not in one place. A Hugging Face directory is written by one rank alone with
     from lightning_odc.pretrained import save_pretrained
-    weights = self.trainer.strategy.stream_parameters(self.model, full_precision=True)
-    save_pretrained(self.model, weights, directory)"""
+    save_pretrained(self.model, self.trainer.strategy.stream_parameters(self.model), directory)
+in the dtype that it computes in. In full precision, on all ranks: `trainer.strategy.lightning_module_state_dict()`."""
 _NO_COPY = """a sharded model cannot be copied or pickled. Fill a new one from its whole weights, on all ranks together:
     state = self.trainer.strategy.lightning_module_state_dict()  # rank 0 gets it"""
 _ANOTHER_OPTIMIZER = (
@@ -41,7 +41,7 @@ _UNKNOWN = f"""this operation does not know how to work on shards. An optimizer 
 #: What ranks come to a meeting for before `full_tensor()` and the like.
 OVER_SHARDS = (
     "`full_tensor()` or a sum over shards (call it on all ranks, without `if trainer.is_global_zero:`; one rank alone "
-    "reads whole parameters with `dict(trainer.strategy.stream_parameters(module, full_precision=True))`)"
+    "reads whole parameters, in the dtype that the model computes in, by `trainer.strategy.stream_parameters(module)`)"
 )
 
 _RAW = "\nWhat torch says: "

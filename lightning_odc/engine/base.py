@@ -185,13 +185,8 @@ class Engine(Traced, ABC):
         """Which peer has failed or died, and why; empty if none has, or it is not known."""
         return ""
 
-    def parameters(
-        self, module: nn.Module | None = None, full_precision: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every parameter of the model, or of a part of it, in the dtype that it computes in.
-
-        With ``full_precision``, in the dtype that the optimizer changes. Where that is another one, all other ranks
-        give theirs at their next meeting.
 
         One rank alone may call it, between two optimizer steps, in the thread that trains. It reads unit by unit and
         holds one unit at a time. The tensors are the caller's. Shared parameters come once, under their first name.

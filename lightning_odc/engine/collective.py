@@ -53,16 +53,13 @@ class CollectiveEngine(Engine):
         for unit in self._units:
             set_comms(unit.modules, gather, self._reduce_scatter)
 
-    def parameters(
-        self, module: nn.Module | None = None, full_precision: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
+    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         if self._world_size > 1:
             super().parameters(module)
         dtypes: dict[nn.Parameter, torch.dtype | None] = {}
         for unit in self._units:
             dtype = _compat.precision_of(unit.modules[0]).param_dtype
-            if not full_precision:
-                dtypes.update({slot.registered_param: dtype for slot in unit.slots})
+            dtypes.update({slot.registered_param: dtype for slot in unit.slots})
         for parameter, name in self._names_in(module).items():
             whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             yield name, whole.detach().to(dtypes.get(parameter) or whole.dtype, copy=True)

@@ -121,7 +121,7 @@ class Placeholders:
         self._slots = [slot for unit in units for slot in unit.slots]
         self.laid: dict[ParamSlot, Placeholder] = {}
         self._own: set[ParamSlot] = set()  # what this rank comes to a meeting for, to drop it
-        protocol.together[DISCARD] = self._drop_together
+        protocol.drop_together = self._drop_together
 
     def lay(self, slots: Iterable[ParamSlot]) -> None:
         """Turn the zeros that a backward pass left into placeholders, or lay them where a sum took the gradient."""

@@ -35,7 +35,7 @@ from lightning_odc.engine.comm import (
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory, generating
 from lightning_odc.engine.late_gradients import Placeholders
 from lightning_odc.engine.proof import open_proven
-from lightning_odc.engine.protocol import READ, Protocol
+from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.records import SettleRecord, any_flags, check_records, flags_to_hex, total_weight
 from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.staleness import StalenessGuard
@@ -116,7 +116,6 @@ class OnDemandEngine(Engine):
         # 3. Windows.
         specs = [unit.spec() for unit in self._units]
         protocol = self.make_protocol(self._make_transport(), specs, **self._protocol_options)
-        protocol.together[READ] = self._read_together
         open_proven(protocol, self._agree)
         if self._protocol is not None:  # parameters were unfrozen
             protocol.go_on_from(self._protocol)
@@ -369,16 +368,8 @@ class OnDemandEngine(Engine):
         self.exchange("publish parameters", None)
         self.publish()
 
-    def parameters(
-        self, module: nn.Module | None = None, full_precision: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
-        names = self._names_in(module)
-        yield from stream(self._units, self.protocol, names, self._thread, full_precision)
-
-    def _read_together(self, names: list[str], _: str) -> dict[str, Tensor]:
-        """Whole parameters in full precision, for some ranks. All ranks together."""
-        slots = {slot.name: slot for unit in self._units for slot in unit.slots}
-        return {name: slots[name].sharded_param.full_tensor().detach() for name in names}
+    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        yield from stream(self._units, self.protocol, self._names_in(module), self._thread)
 
     def announce_collective(self, kind: str) -> None:
         self.exchange(kind, None)

@@ -58,9 +58,8 @@ from lightning_odc.errors import DisagreementError
 _MAILBOX_BYTES = 64 * 1024 - 8
 _LENGTH_BYTES = 8
 _FIRST_VERSION = 1
-#: What ranks come to a meeting for that drop gradients, and those that read whole parameters.
+#: What ranks come to a meeting for that drop gradients.
 DISCARD = "discard gradients"
-READ = "read a whole parameter"
 
 
 def exchange(record: Any, most: int, meet: Callable[[bytes], list[bytes]]) -> list[Any]:
@@ -102,9 +101,8 @@ class Protocol(RankState):
         self.signals = signals or Signals()
         self.deterministic = deterministic
         self.windows: list[UnitWindow] = []  # of each unit; from `open` to `close`
-        # What all ranks do if some have come to a meeting for it: called with their items, and what this rank came for.
-        # What it returns is for those who came for it.
-        self.together: dict[str, Callable[[list[str], str], Any]] = {}
+        # Called where some ranks have met for `DISCARD`, with their items and what this rank came for.
+        self.drop_together: Callable[[list[str], str], None] = lambda *_: None
         self._hang_report = hang_report
         self._units = tuple(units)
         self._meetings = 0
@@ -184,7 +182,7 @@ class Protocol(RankState):
     def meet(self, kind: str, item: Any = None) -> list[Any]:
         """Wait until all ranks have come to this meeting; returns their JSON-serialisable items, in rank order."""
         # Ranks that want to drop gradients (`DISCARD`) may come while others come for something else: see Note [Who
-        # drops a gradient]. All drop them, and the others meet again for what they came for. So it is with `READ`.
+        # drops a gradient]. All drop them, and the others meet again for what they came for.
         while True:
             self.finish()
             records = self._exchange(kind, [kind, item, sorted(self.signals.raised)])
@@ -192,12 +190,12 @@ class Protocol(RankState):
             items = [theirs for _, theirs, _ in records]
             for _, _, raised in records:
                 self.signals.agreed.update(raised)
-            first = next((reason for reason in self.together if reason in kinds), None)
-            if first is None:
+            if DISCARD not in kinds:
                 break
-            answer = self.together[first]([theirs for reason, theirs, _ in records if reason == first], kind)
-            if kind == first:
-                return answer
+            dropped = [theirs for reason, theirs, _ in records if reason == DISCARD]
+            self.drop_together(dropped, kind)
+            if kind == DISCARD:
+                return items
         for peer, other in zip(self._ranks, kinds, strict=True):
             if other != kind:
                 raise DisagreementError(

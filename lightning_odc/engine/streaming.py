@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_odc.engine.protocol import READ, Protocol
+from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.units import ParamSlot, Unit
 from lightning_odc.errors import StaleShardError
 
@@ -20,7 +19,6 @@ def stream(
     protocol: Protocol,
     names: Mapping[nn.Parameter, str],  # of the parameters that are wanted
     thread: int,  # that trains
-    full_precision: bool,
 ) -> Iterator[tuple[str, Tensor]]:
     """Name and whole tensor of parameters, in the order of the units. See `Engine.parameters`."""
     version = protocol.version
@@ -40,11 +38,7 @@ def stream(
         window.gather(shards.view(-1))
         window.gathers = gathers  # what stays gathered is chosen by the passes of the model
         for name, slot in named:
-            if full_precision and slot.compute_dtype != slot.sharded_param.dtype:
-                found: Any = protocol.meet(READ, slot.name)
-                yield name, found[slot.name]
-            else:
-                yield name, slot.whole(shards)
+            yield name, slot.whole(shards)
             _check(protocol, version, thread)
         del shards  # before the next unit takes its memory
     for parameter, name in left.items():  # in no unit: those without a dimension

@@ -156,9 +156,7 @@ class AttachingStrategy:
         """
         self.attached.publish()
 
-    def stream_parameters(
-        self, module: nn.Module | None = None, full_precision: bool = False
-    ) -> Iterator[tuple[str, Tensor]]:
+    def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every parameter, in the dtype that it computes in, read by this rank alone.
 
         Other ranks need not call it. They go on, to the end of the next optimizer step at most, where they wait for
@@ -169,15 +167,13 @@ class AttachingStrategy:
 
         Args:
             module: Only the parameters of this part of the model, with their names in it.
-            full_precision: Yield what a checkpoint holds, such as fp32 under ``bf16-mixed``. Where the model computes
-                in another dtype, this rank waits for the others' next meeting, where they give their parts.
 
         Raises:
             RuntimeError: before ``fabric.setup``, or while the trainer does not run.
             ValueError: ``communication`` is not ``"on_demand"``, or ``module`` is no part of the model.
             StaleShardError: an optimizer step has ended since it began, or is ending.
         """
-        return self.attached.stream_parameters(module, full_precision)
+        return self.attached.stream_parameters(module)
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which units stay gathered from one forward pass to the next, so that many passes read them once.

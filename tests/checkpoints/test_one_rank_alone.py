@@ -30,7 +30,7 @@ def assemble_all(own: Any) -> None:
     get_model_state_dict(own.net, options=StateDictOptions(full_state_dict=True))
 
 
-SAVING = "stream_parameters(module, full_precision=True)"
+SAVING = "state = self.trainer.strategy.lightning_module_state_dict()  # on all ranks"
 ALONE = {
     "parameter": (lambda own: own.net.head.weight.full_tensor(), ALL_RANKS),
     "norm": (lambda own: own.net.head.weight.norm().full_tensor(), ALL_RANKS),
@@ -97,25 +97,36 @@ def test_an_error_of_rank_0_while_it_saves_ends_the_others(rank: int, tmp_path: 
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
-@pytest.mark.parametrize("hook", ["on_save_checkpoint", "on_train_end"])
-def test_one_rank_reads_what_a_checkpoint_would_hold(
-    rank: int, hook: str, precision: str, tmp_path: Any
-) -> None:
-    found: dict[str, Any] = {}
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_end"])
+def test_the_line_that_is_named_saves_the_digits_of_fp32(rank: int, hook: str) -> None:
+    saved = io.BytesIO()
 
-    def read(own: Any) -> None:
-        found.update(own.trainer.strategy.stream_parameters(own, full_precision=True))
+    def save(own: Any) -> None:
+        state = own.trainer.strategy.lightning_module_state_dict()
+        if own.trainer.is_global_zero:
+            saved.seek(0)
+            torch.save(state, saved)
 
-    module = on_rank_0(read, hook)
-    module.on_train_epoch_end = lambda: module.trainer.save_checkpoint(tmp_path / "some.ckpt")
-    fit(module, token_batches([5, 8], seed=rank), precision=precision, timeout=AT_ONCE)
+    module = doing(TokenModule(), **{hook: save})
+    fit(module, token_batches([5, 8], seed=rank), precision="bf16-mixed", timeout=AT_ONCE)
     after = full_parameters(module)
     if rank == 0:
+        saved.seek(0)
+        found = torch.load(saved, weights_only=True)
         assert are_equal(found, after)
         assert not are_equal(found, {name: value.bfloat16().float() for name, value in after.items()})
     else:
-        assert not found
+        assert not saved.getvalue()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+def test_one_rank_reads_all_shards_by_itself(rank: int, hook: str) -> None:
+    found: dict[str, Any] = {}
+    module = on_rank_0(lambda own: found.update(own.trainer.strategy.stream_parameters(own)), hook)
+    fit(module, token_batches([5, 8], seed=rank), timeout=AT_ONCE)
+    after = full_parameters(module)
+    assert are_equal(found, after if rank == 0 else {})
 
 
 @on_ranks(2)
