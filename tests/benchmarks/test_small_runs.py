@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 
-from benchmarks import first_screen, rl, traffic
+from benchmarks import first_screen, rl, second_derivatives, traffic
 from benchmarks.command import OptionError
 from benchmarks.hosts import why_no_limit, why_not
 from benchmarks.idle.truth import expected
@@ -79,6 +79,30 @@ def test_fine_tuning_has_a_row_for_every_way_to_train(capsys: Any) -> None:
     waits = [cells[5].removesuffix(" |").strip() for cells in table]
     assert waits[:3] == [""] * 3
     assert waits[3].endswith("%")
+
+
+@pytest.mark.slow
+def test_grpo_runs_fewer_layers_on_demand_than_by_collectives(capsys: Any) -> None:
+    pytest.importorskip("trl")
+    grpo = pytest.importorskip("benchmarks.grpo")
+    assert grpo.main(["--rounds", "1", "--steps", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    ddp, collective, on_demand = (
+        line.split(" | ")[3] for line in lines if line.startswith(("| DDP", "| the mix-in"))
+    )
+    assert on_demand == ddp
+    first, second = (int(count) for count in on_demand.removesuffix(" |").split(" and "))
+    longest = max(first, second)
+    assert first != second
+    assert all(int(count) >= longest for count in collective.removesuffix(" |").split(" and "))
+
+
+@pytest.mark.slow
+def test_second_derivatives_are_timed_beside_ddp(capsys: Any) -> None:
+    options = ["--rounds", "1", "--width", "32", "--depth", "2"]
+    assert second_derivatives.main(options) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| energies")]
+    assert len(rows) == 4
 
 
 TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), Column("ms", ".1f")])
