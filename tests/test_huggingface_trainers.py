@@ -253,6 +253,8 @@ class Case:
     named: dict[str, Any] = field(default_factory=dict)
     whole: bool = False  # no rule explains the loss
     reference_model: bool = False
+    teacher: Callable[[], Any] | None = None
+    module: str = "trl"  # which has the trainer
     below: bool = False  # the class that has the mix-in has the loss
     rounded: bool = False  # TRL keeps the adapters of a quantised model in bf16
 
@@ -392,6 +394,12 @@ PAIRS = {
     "chosen": completion,
     "rejected": lambda index: sentence(4 + index % 4, 200 + index),
 }
+
+
+def messages(index: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt(index)}, {"role": "assistant", "content": completion(index)}]
+
+
 GENERATING = {"num_generations": 2, "max_completion_length": 12, "max_steps": 2}
 REWARDED = {"reward_funcs": lambda completions, **_: [float(len(one)) for one in completions]}
 LABELLED = {"prompt": prompt, "completion": completion, "label": lambda index: index % 3 > 0}
@@ -422,6 +430,28 @@ TRL = {
         causal_lm, "RLOO", {"prompt": prompt}, {**GENERATING, "beta": 0.0}, REWARDED, whole=True
     ),
 }
+TRL |= {
+    "TRL Online DPO": Case(
+        causal_lm,
+        "OnlineDPO",
+        columns={"prompt": prompt},
+        options={"max_new_tokens": 8, "max_steps": 2},
+        named=REWARDED,
+        module="trl.experimental.online_dpo",
+        whole=True,
+    ),
+    "TRL GKD": Case(
+        causal_lm,
+        "GKD",
+        columns={"messages": messages},
+        options={"lmbda": 0.5, "max_new_tokens": 8, "max_steps": 2},
+        module="trl.experimental.gkd",
+        teacher=causal_lm,
+        whole=True,
+    ),
+    "TRL ORPO": Case(causal_lm, "ORPO", columns=PAIRS, module="trl.experimental.orpo", whole=True),
+    "TRL CPO": Case(causal_lm, "CPO", columns=PAIRS, module="trl.experimental.cpo", whole=True),
+}
 QUANTISED = {
     "Llama, QLoRA": Case(qlora),
     "TRL DPO, QLoRA": Case(qlora, "DPO", PAIRS, rounded=True),
@@ -432,6 +462,27 @@ if find_spec("trl") is not None:
     FAST += ("TRL SFT",)
     if find_spec("bitsandbytes") is not None:
         CASES |= QUANTISED
+
+
+def from_trl(case: Case, folder: str, options: dict[str, Any], named: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The trainer of TRL, its arguments and its data; ``named`` gets what its constructor takes besides."""
+    from datasets import Dataset
+
+    module = import_module(case.module)
+    columns = {
+        column: [make(index) for index in range(len(LENGTHS))] for column, make in case.columns.items()
+    }
+    named["processing_class"] = tokenizer()
+    torch.manual_seed(1)
+    if case.reference_model:
+        named["ref_model"] = case.model()
+    if case.teacher is not None:
+        named["teacher_model"] = case.teacher()
+        template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+        named["processing_class"].chat_template = template
+    config = getattr(module, f"{case.trainer}Config")
+    args = arguments(config, folder, bf16=False, gradient_checkpointing=False, **options)
+    return getattr(module, f"{case.trainer}Trainer"), args, Dataset.from_dict(columns)
 
 
 def train(rank: int, name: str, how: str, folder: str) -> Trained:
@@ -446,25 +497,13 @@ def train(rank: int, name: str, how: str, folder: str) -> Trained:
     options = {**case.options, **batches}
     if how == "odc":
         options["fsdp"] = True
-    data: Any = samples(**case.columns)
     named: dict[str, Any] = {**case.named}
+    data: Any
     if isinstance(case.trainer, str):
-        import trl
-        from datasets import Dataset
-
-        kind = getattr(trl, f"{case.trainer}Trainer")
-        columns = {
-            column: [make(index) for index in range(len(LENGTHS))] for column, make in case.columns.items()
-        }
-        data = Dataset.from_dict(columns)
-        named["processing_class"] = tokenizer()
-        if case.reference_model:
-            torch.manual_seed(1)
-            named["ref_model"] = case.model()
-        config = getattr(trl, f"{case.trainer}Config")
-        args = arguments(config, folder, bf16=False, gradient_checkpointing=False, **options)
+        kind, args, data = from_trl(case, folder, options, named)
     else:
         kind = case.trainer
+        data = samples(**case.columns)
         args = arguments(TrainingArguments, folder, remove_unused_columns=False, **options)
         named["data_collator"] = padded
     counts: list[int] = []
@@ -519,6 +558,46 @@ def test_a_trainer_ends_in_the_parameters_and_losses_that_it_has_without_the_mix
     else:
         assert True not in say_whole
         assert {0, 2} <= {*found[0].counts, *found[1].counts}  # all microbatches come with the last batch
+
+
+def train_and_resume(
+    rank: int, folder: str
+) -> tuple[list[float], list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Train GRPO for four steps, and again from the checkpoint in the middle: losses and parameters of both."""
+    case = CASES["TRL GRPO"]
+    options = {**case.options, "per_device_train_batch_size": 2, "fsdp": True, "max_steps": 4}
+    options |= {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch"}
+    losses = []
+    parameters = []
+    steps: list[int] = []
+    for checkpoint in (None, f"{folder}/checkpoint-2"):
+        torch.manual_seed(0)
+        named: dict[str, Any] = {**case.named}
+        kind, args, data = from_trl(case, folder, options, named)
+
+        class Balanced(ODCTrainerMixin, kind):  # type: ignore[misc,valid-type]
+            def training_step(self, *inputs: Any) -> Any:
+                steps.append(self.state.global_step)
+                return super().training_step(*inputs)
+
+        torch.manual_seed(0)
+        trainer = Balanced(model=case.model(), args=args, train_dataset=data, **named)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+        parameters.append(full_parameters(trainer.model))
+    assert steps == [0, 1, 2, 3, 2, 3]
+    return losses[0], losses[1], parameters[0], parameters[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL")
+def test_grpo_resumes_where_it_was(teams, tmp_path):
+    for straight, resumed, once, again in teams.run(train_and_resume, str(tmp_path)):
+        assert len(straight) == 4
+        assert resumed == straight
+        assert once.keys() == again.keys()
+        for name, parameter in once.items():
+            assert torch.equal(parameter, again[name])
 
 
 def main() -> None:
