@@ -487,7 +487,7 @@ print_table(["per minibatch", "predicted", "measured", "off by"], rows)
 # %% [markdown]
 # So the waiting follows from the lengths and from the meetings alone. Where the Llama's points differ from the
 # lines, the reason is what the arithmetic leaves out: bytes that move, the optimizer, two processes that never run
-# at quite the same speed. [The simulator](../docs/plans.md#the-simulator) adds those.
+# at quite the same speed.
 
 # %% [markdown]
 # ## What you have seen
