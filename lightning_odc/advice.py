@@ -95,14 +95,14 @@ class Advice:
     def __str__(self) -> str:
         gain = self.gain
         parts = [
-            f"This would not help: a step would be {gain.factor:.2f} times shorter, counted in FLOPs, without "
+            f"This would not help: a step would be shorter by a factor of {gain.factor:.2f}, counted in FLOPs, without "
             "communication. Keep your strategy."
         ]
         if self.helps:
             parts = [
                 f"This would help: ranks would wait {gain.balanced_idle:.0%} of the time for each other, instead of "
-                f"{gain.idle:.0%}.\nA step would be {gain.factor:.2f} times shorter, counted in FLOPs, without "
-                "communication.",
+                f"{gain.idle:.0%}.\nA step would be shorter by a factor of {gain.factor:.2f}, counted in FLOPs, "
+                "without communication.",
                 indent(self.line, "    "),
                 "If the model fits on each device, DDP with planned batches is as fast, and takes about twenty lines:\n"
                 '"Plain DDP, balanced" in docs/full-gain.md.',

@@ -75,7 +75,7 @@ def shortage(what: str, needed: int, instead: str) -> str:
     if worst is None or needed <= worst.size:
         return ""
     return (
-        f"{what} need {gib(needed)} GiB, but {gib(worst.size)} GiB are free: {worst.limit}. To go on, "
+        f"{what} need {gib(needed)} GiB, but {gib(worst.size)} GiB are free: {worst.limit}. To continue, "
         f"{worst.remedy}, or {instead}."
     )
 

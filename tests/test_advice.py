@@ -28,7 +28,7 @@ def test_the_line_gives_the_gain_that_is_promised() -> None:
     said = str(advice)
     assert said.startswith("This would help: ranks would wait ")
     assert f"instead of {advice.gain.idle:.0%}." in said
-    assert f"{advice.gain.factor:.2f} times shorter, counted in FLOPs" in said
+    assert f"shorter by a factor of {advice.gain.factor:.2f}, counted in FLOPs" in said
     assert "times as fast" not in said
     assert '    import lightning_odc\n    Trainer(accelerator="gpu"' in said
     assert "has not run on a GPU" in said

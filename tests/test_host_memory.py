@@ -79,9 +79,9 @@ def test_the_message_says_how_much_is_needed_and_left_who_limits_it_and_what_to_
     assert found == ""
     found = host_memory.shortage("the windows", 5 * 2**29, "use less")
     assert found == (
-        "the windows need 2.50 GiB, but 2.00 GiB are free: control group /job allows 3.00 GiB (memory.max). To go on, "
-        "raise that limit (SLURM: --mem=..., Docker: --memory=..., Kubernetes: resources.limits.memory, systemd: "
-        "MemoryMax=...), or use less."
+        "the windows need 2.50 GiB, but 2.00 GiB are free: control group /job allows 3.00 GiB (memory.max). To "
+        "continue, raise that limit (SLURM: --mem=..., Docker: --memory=..., Kubernetes: resources.limits.memory, "
+        "systemd: MemoryMax=...), or use less."
     )
 
 

@@ -101,7 +101,7 @@ class Placeholder(DTensor):
 
 def _incomplete(name: str) -> ODCError:
     return ODCError(
-        f"The gradient of {name!r} is not complete yet: it arrives when all ranks have met, at the optimizer step. "
+        f"The gradient of {name!r} is not complete yet: it arrives when all ranks synchronize, at the optimizer step. "
         "Clip with `self.clip_gradients(optimizer, ...)`; look at gradients or change them in "
         "`on_before_optimizer_step` or, with manual optimization, after "
         "`self.trainer.strategy.settle_gradients()`."

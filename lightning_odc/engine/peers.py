@@ -95,7 +95,7 @@ _ACTIVITY_TEXT = {
     Activity.COMPUTE: "computing (last communicated for unit {unit!r})",
     Activity.GATHER: "reading shards of unit {unit!r}",
     Activity.ACCUMULATE: "adding gradients of unit {unit!r}",
-    Activity.MEET: "waiting for the others at a meeting",
+    Activity.MEET: "waiting until all ranks synchronize",
     Activity.NETWORK: "waiting for other nodes, for unit {unit!r}",
 }
 

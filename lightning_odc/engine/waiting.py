@@ -33,7 +33,8 @@ _NAPS = 10  # looks per soft limit
 _HINT = (
     "A rank that computes for so long may itself be waiting, in a collective inside `forward` or `training_step` "
     "(`all_gather`, `all_reduce`, SyncBatchNorm, `generate(synced_gpus=True)`): ranks with different numbers of "
-    "microbatches never meet there. Move it out of the microbatch, or run equally many microbatches on every rank."
+    "microbatches block each other there. Move it out of the microbatch, or run equally many microbatches on every "
+    "rank."
 )
 
 

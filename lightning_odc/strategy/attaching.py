@@ -159,7 +159,7 @@ class AttachingStrategy:
     def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor of every parameter, in the dtype that it computes in, read by this rank alone.
 
-        Other ranks need not call it. They go on, to the end of the next optimizer step at most, where they wait for
+        Other ranks need not call it. They continue, to the end of the next optimizer step at most, where they wait for
         this one. One unit at a time is held. For an inference server, or a Hugging Face directory::
 
             if self.trainer.is_global_zero:

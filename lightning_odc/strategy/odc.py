@@ -63,8 +63,8 @@ class ODCStrategy(ReducingStrategy):
 
     A drop-in for Lightning's ``FSDPStrategy``: the same constructor, the same checkpoints, the same place in the
     ``Trainer``. It shards with ``torch.distributed.fsdp.fully_shard``. Ranks read each other's parameter shards when
-    they need them, add gradients into their owners' accumulators, and meet once per optimizer step. So ranks may run
-    different numbers of microbatches: let the loader yield `Minibatch`\ es.
+    they need them, add gradients into their owners' accumulators, and synchronize once per optimizer step. So ranks may
+    run different numbers of microbatches: let the loader yield `Minibatch`\ es.
 
     Source: *Revisiting Parameter Server in LLM Post-Training*, arXiv 2601.19362.
 

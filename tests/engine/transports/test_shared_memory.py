@@ -163,7 +163,7 @@ LARGE = WindowSpec(units=(UnitSpec("large", 2**26, torch.float32, 0, torch.float
 REFUSED = {
     "little memory": [
         r"Rank 1 .*: the windows \(2 ranks of 0\.00 GiB: ",
-        "need 0.00 GiB, but 0.00 GiB are free: a test allows 1000 bytes. To go on, allow more, or use",
+        "need 0.00 GiB, but 0.00 GiB are free: a test allows 1000 bytes. To continue, allow more, or use",
         "bf16-mixed",
     ],
     "RLIMIT_FSIZE": [
