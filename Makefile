@@ -11,7 +11,7 @@ INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --no-input -c
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-all test-map bench test-gpu bench-gpu check format docs site-browser lab notebooks package address clean distclean
+.PHONY: help install demo test test-all test-map bench programs test-gpu bench-gpu check format docs site-browser lab notebooks package address clean distclean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test-all: $(STAMP) ## run all tests; ARGS="-m slow" runs the slow ones alone
 bench: $(STAMP) ## run an experiment of benchmarks/: NAME=harness, comm, emulate, sweep, planner, idle, hybrid, memory, rl, traffic, robustness.faults ...; ARGS="--help"
 	$(if $(NAME),,$(error make bench NAME=harness, planner, idle, hybrid, memory, rl, traffic, robustness.faults, .endurance, .resume_trials or .stalls))
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
+
+programs: $(STAMP) ## install programs of other people into build/programs, train each in one process, under "ddp" and "odc"; ARGS="--write"
+	$(BIN)/python -m benchmarks.programs $(ARGS)
 
 # A machine with GPUs has a Python of its own as a rule, with the torch that fits its driver: `make test-gpu PYTHON=python3`
 # takes that one, and needs no .venv. Without PYTHON= it is the one in .venv.

@@ -1,0 +1,1 @@
+"""Programs of other people that train with Lightning: ``make programs``. One file makes one program's project."""
