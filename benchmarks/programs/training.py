@@ -26,7 +26,9 @@ STEPS = 8
 EACH = 8  # samples of a rank in a step
 SAMPLES = RANKS * EACH * STEPS
 #: Names of the trainings: one process, then two.
-ONE, DDP, ODC = "one", "ddp", "odc"
+ONE = "one"
+DDP = "ddp"
+ODC = "odc"
 START = "start"
 
 
