@@ -16,7 +16,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import lightning_odc  # noqa: F401 - registers the strategy
@@ -71,15 +70,15 @@ def fit(name: str, strategy: str, folder: Path) -> None:
     """Train, and keep the last checkpoint."""
     torch.manual_seed(0)
     project: Project = import_module(f"benchmarks.programs.{name}").project()
-    module: nn.Module = project.module
+    module: Any = project.module
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), project.rate)
-    callbacks = []
-    sampler = None
+    callbacks: list[pl.Callback] = []
+    sampler: Any = None
     devices = RANKS
     used = strategy
     if strategy == ONE:
         callbacks.append(SaveStart(folder / f"{name}.{START}.pt"))
-        sampler = DistributedSampler(project.samples, 1, 0)  # type: ignore[arg-type,var-annotated]
+        sampler = DistributedSampler(project.samples, 1, 0)  # type: ignore[arg-type]
         devices = 1
         used = "auto"
     trainer = pl.Trainer(
