@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_odc.balance.arrays import Ints
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import ModelCost
 from lightning_odc.data.plan import BatchOptions
@@ -26,16 +25,16 @@ def brief(
 def _data(loader: BalancedDataLoader) -> str:
     if loader.is_stream:
         return "a stream of samples; the collate_fn is tested on the first samples"
-    found = f"{len(loader.lengths):,} samples {_range(loader.lengths.values)}"
+    lengths = loader.lengths.values
+    found = (
+        f"{len(lengths):,} samples from {lengths.min():,} to {lengths.max():,} long, "
+        f"{lengths.mean():,.0f} on average"
+    )
     if loader.collation is None:
         return (
             f"{found}; the collate_fn could not be recognized, and its microbatches are taken for packed ones"
         )
     return f"{found}; the collate_fn {loader.collation.describe()}"
-
-
-def _range(lengths: Ints) -> str:
-    return f"from {lengths.min():,} to {lengths.max():,} long, {float(lengths.mean()):,.0f} on average"
 
 
 def _step(loader: BalancedDataLoader) -> str:

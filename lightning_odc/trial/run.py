@@ -104,16 +104,18 @@ class Losses:
     def verdict(self) -> Verdict:
         """The rule that was chosen on some samples, and explains others, too; see Note [The loss is tried]."""
         tried = self.of_telling_groups()
-        fitting = fitting_rules(tried, self.noise)
-        if not fitting:
-            return decide(tried, self.noise)
         together = tried[-1].samples
-        differ = any(how_many_weights(self.alone, fitting, [sample]) > 1 for sample in together)
-        if fitting[0].is_usual and not differ:
-            confirmed = tried + self.of_confirming_groups(tried, fitting[0], most=1)
-            verdict = decide(confirmed, self.noise)
-            if verdict.rule == fitting[0]:
-                return verdict
+        if (
+            not self.listener.heard
+        ):  # ranks that divide samples have different losses, and must run equally often
+            fitting = fitting_rules(tried, self.noise)
+            if not fitting:
+                return decide(tried, self.noise)
+            differ = any(how_many_weights(self.alone, fitting, [sample]) > 1 for sample in together)
+            if fitting[0].is_usual and not differ:
+                verdict = decide(tried + self.of_confirming_groups(tried, fitting[0], most=1), self.noise)
+                if verdict.rule == fitting[0]:
+                    return verdict
         # Groups may hide what samples show: that rules differ, or that one fits by chance.
         tried += self.of([[sample] for sample in together[1:]])
         verdict = decide(tried, self.noise)
@@ -130,7 +132,9 @@ class Losses:
         self.rules = rules_of(self._batch(everything))
         self.alone = [self._counts([sample], self._batch([sample])) for sample in everything]
         chosen = distinguishing(self.alone)
-        groups = [chosen[:1], chosen[1:], chosen][: len(chosen)]  # a single sample has no others
+        groups = [chosen]
+        if chosen[1:]:
+            groups = [chosen[:1], chosen[1:], chosen]
         tried = self._of_either(groups)
         # As with a last layer of zeros: once more, with trained weights a little off.
         difference = min(100 * self.noise, 1e-3)
@@ -141,7 +145,10 @@ class Losses:
 
     def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule, most: int) -> list[Tried]:
         """The losses of further samples, without and with some that were tried; none if all samples were tried."""
-        partner = next(group.samples for group in tried if group.counts[rule])
+        partners = [group.samples for group in tried if group.counts[rule]]
+        partner = partners[0]
+        if self.listener.heard:
+            partner = max(partners, key=len)  # on ranks that divide samples, the same
         known = {sample for group in tried for sample in group.samples}
         others = sorted({*range(len(self.tokens))} - known, key=self.tokens.__getitem__)
         while others:

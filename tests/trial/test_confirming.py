@@ -97,6 +97,13 @@ def test_a_rule_takes_five_passes_and_a_usual_one_is_confirmed_with_the_longest_
     assert found == (Verdict(Rule("sample")), 5)
 
 
+def test_two_samples_are_tried_together_too():
+    data = Samples()
+    verdict = try_loss(mean_of_labels, data.batch_of, LENGTHS[:2], [], torch.device("cpu"))
+    assert verdict == Verdict(LABELS)
+    assert data.groups[-3:] == [[0], [1], [0, 1]]
+
+
 @pytest.mark.parametrize("limit", [25, 45])
 def test_labels_that_are_cut_away_do_not_count(limit):
     verdict, ran = Samples().tried(lambda batch: mean_of_labels(cut(batch, limit)))

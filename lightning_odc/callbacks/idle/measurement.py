@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -67,7 +67,7 @@ def watch_for(
         if waits is not None:
             stream = waits.stream
         return GradientWatch(module, stream)
-    if _on_demand(strategy):
+    if isinstance(strategy, ODCStrategy) and strategy.communication != "collective":
         return _watch_on_demand(strategy, waits)
     if waits is None:  # where the host's time is the device's
         if _on_cpu(strategy) and _meets_all(strategy):
@@ -101,11 +101,6 @@ def _watch_on_demand(strategy: ODCStrategy, waits: StreamWaits | None) -> Watch:
 
 def _on_cpu(strategy: Strategy) -> bool:
     return strategy.root_device.type == "cpu"
-
-
-def _on_demand(strategy: Strategy) -> TypeGuard[ODCStrategy]:
-    """Whether ranks wait for each other in the engine alone: on demand."""
-    return isinstance(strategy, ODCStrategy) and strategy.communication != "collective"
 
 
 def _group_size(strategy: Strategy) -> int:
