@@ -37,7 +37,7 @@ WORDS = 32  # one of them ends a completion
 SLEEP = 0.005  # seconds of a layer
 
 
-class Balanced(ODCTrainerMixin, GRPOTrainer):  # type: ignore[misc]  # trl is not type-checked
+class Balanced(ODCTrainerMixin, GRPOTrainer):  # type: ignore[misc]
     """GRPO with the mix-in."""
 
 
