@@ -87,7 +87,6 @@ class Leaders:
         self._looked = 0.0  # when
         self._meetings = 0
         self._missing = 0  # the first node that has not come to this one
-        self._edits = 0  # how often ranks had edited more than what is trained, at the last publishing
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -180,14 +179,12 @@ class Leaders:
 
     def all_have_published(self, version: int, edited: bool) -> bool:
         """Wait until all ranks have published a version; whether more than what is trained may have changed on any."""
-        if edited:
-            self._store.add("edits", 1)
+        edits = f"edits/{version}"
+        self._store.add(edits, edited)
         self._store.add("published", 1)
-        ranks = version * self._layout.world_size
-        self.until(lambda: self._store.add("published", 0) >= ranks)
-        before = self._edits
-        self._edits = self._store.add("edits", 0)
-        return self._edits > before
+        self.until(lambda: self._store.add("published", 0) >= version * self._layout.world_size)
+        self._store.delete_key(f"edits/{version - 1}")  # which all have read
+        return self._store.add(edits, 0) > 0
 
     def _come(self, message: bytes) -> None:
         """Come to the next meeting."""

@@ -147,6 +147,31 @@ def test_all_publish_before_shards_are_sent_and_hear_whether_one_has_edited(stor
     assert found == [[False, True, False]] * 4
 
 
+def test_who_looks_late_does_not_take_an_edit_of_the_next_version_for_one_of_this(store):
+    hub = ThreadHub(4)
+    found: list[list[bool]] = [[], [], [], []]
+
+    def publish(rank: int) -> None:
+        one = Leaders(Layout(2, 2, rank), partial(hub.rendezvous, rank), store, "127.0.0.1", SILENCE)
+        one.open()
+        until = one.until
+
+        def until_and_later(condition: Callable[[], bool]) -> None:
+            until(condition)
+            time.sleep(0.3)
+
+        if rank == 0:
+            one.until = until_and_later  # type: ignore[method-assign]
+        for version in (1, 2):
+            edited = rank == 3 and version == 2
+            one.begin(lambda: found[rank].append(one.all_have_published(version, edited)))  # noqa: B023
+            eventually(lambda: len(found[rank]) == version)  # noqa: B023
+        one.close()
+
+    assert together(*(partial(publish, rank) for rank in range(4))) == [None] * 4
+    assert found == [[False, True]] * 4
+
+
 def test_what_happened_first_on_a_node_is_told_with_its_address(three):
     three[1].of_node = lambda: "rank 3 (process 77) ended without a word"
     eventually(lambda: bool(three[2].trouble()))
