@@ -117,7 +117,7 @@ for number, minibatch in enumerate(plan[:2]):
 
 # %% [markdown]
 # The texts differ from microbatch to microbatch, and the totals differ from rank to rank. Which rank waits for
-# which? That depends on when the ranks have to *meet*.
+# which? That depends on when the ranks have to *synchronize*.
 
 # %% [markdown]
 # ## What sharded training does at every layer
@@ -132,8 +132,8 @@ for number, minibatch in enumerate(plan[:2]):
 #    (**reduce-scatter**).
 #
 # Both are *collectives*: operations that all ranks enter together. No rank leaves a collective before the last
-# one has come. So each collective is a **meeting**, and a model of 32 layers has about 100 meetings per
-# microbatch.
+# one has entered. So each collective is a **barrier**, and a model of 32 layers has about 100 barriers per
+# microbatch. The code and the figures say that ranks *meet* there.
 #
 # Here is a small example in pure arithmetic: two ranks, three microbatches each, a model of four layers. Rank 0
 # has its long text first, rank 1 last. Both have 10 seconds of work in total.
@@ -169,12 +169,12 @@ show(
 # waits, although both have the same amount of work.
 #
 # The two lines that computed the seconds are the whole idea: a sum of maxima, and a maximum of sums. The maximum of
-# sums is never larger. The difference is idle time. It does not depend on how much work there is. It depends on
-# *when the ranks meet*. (The sum of maxima is equation 1 of [arXiv 2601.19362](https://arxiv.org/abs/2601.19362).)
+# sums is never larger. The difference is idle time. It does not depend on how much work there is. It depends on *when
+# the ranks synchronize*. (The sum of maxima is equation 1 of [arXiv 2601.19362](https://arxiv.org/abs/2601.19362).)
 #
-# Do they have to meet at every layer? A slice of parameters does not change until the optimizer step. So a rank
+# Do they have to synchronize at every layer? A slice of parameters does not change until the optimizer step. So a rank
 # can *read* it when it needs it, without asking. And a gradient can be *added* to its owner's sum at any time
-# before the optimizer uses that sum. Then one meeting per minibatch is enough. This is **on-demand
+# before the optimizer uses that sum. Then one barrier per minibatch is enough. This is **on-demand
 # communication**, and this package does it. [Notebook 6](06_how_it_works.ipynb) shows how. Here we stay with the
 # problem.
 
@@ -285,8 +285,8 @@ show(
 )
 
 # %% [markdown]
-# This is the meeting at every layer, four times in a row. The rank with the shorter text computes its layer,
-# enters the next all-gather, and waits there, in grey, until the other rank has come. It does so in every layer,
+# This is the barrier at every layer, four times in a row. The rank with the shorter text computes its layer,
+# enters the next all-gather, and waits there, in grey, until the other rank arrives. It does so in every layer,
 # forward and backward.
 
 # %% [markdown]
@@ -351,7 +351,7 @@ show(
 )
 
 # %% [markdown]
-# With equal lengths no rank waits, however often they meet. Two things make them wait:
+# With equal lengths no rank waits, however often they synchronize. Two things make them wait:
 #
 # - **more skew**: the longest text of the moment is further from the average;
 # - **more ranks**: all ranks wait for the *slowest of all*, and among many ranks there is nearly always a long
@@ -359,10 +359,10 @@ show(
 #
 # ## Turn the knobs yourself
 #
-# The next figure computes one minibatch in your browser: four samples per rank, the two ways to meet, and two
-# sliders. Lengths are drawn at random with a fixed seed, so that only the sliders change the picture. *sigma* is
-# the standard deviation of the logarithms of the lengths. A sample takes as long as it has tokens, the mean is 1,
-# and moving bytes takes no time. Blue is computing, grey is waiting.
+# The next figure computes one minibatch in your browser: four samples per rank, a barrier at every layer or one per
+# minibatch, and two sliders. Lengths are drawn at random with a fixed seed, so that only the sliders change the
+# picture. *sigma* is the standard deviation of the logarithms of the lengths. A sample takes as long as it has tokens,
+# the mean is 1, and moving bytes takes no time. Blue is computing, grey is waiting.
 
 # %%
 show_sliders(
@@ -380,9 +380,9 @@ print(f"sigma of our texts: {np.log(lengths).std():.1f}")
 # - In the lower picture, look at the grey at the end. On-demand communication cannot remove it. Balancing can.
 
 # %% [markdown]
-# ## Where theory and measurement meet
+# ## Theory and measurement
 #
-# The arithmetic knows only computing and meetings. Real training also moves bytes, runs the optimizer, and shares
+# The arithmetic knows only computing and barriers. Real training also moves bytes, runs the optimizer, and shares
 # the machine with other programs. So we measure twice. First the Llama from above, at three places of the knob:
 
 
@@ -485,7 +485,7 @@ for title, meeting, communication in (
 print_table(["per minibatch", "predicted", "measured", "off by"], rows)
 
 # %% [markdown]
-# So the waiting follows from the lengths and from the meetings alone. Where the Llama's points differ from the
+# So the waiting follows from the lengths and from the barriers alone. Where the Llama's points differ from the
 # lines, the reason is what the arithmetic leaves out: bytes that move, the optimizer, two processes that never run
 # at quite the same speed.
 
@@ -493,13 +493,13 @@ print_table(["per minibatch", "predicted", "measured", "off by"], rows)
 # ## What you have seen
 #
 # - Real texts have a long tail, and the tail holds a large part of the work.
-# - Sharded training meets at every layer, and at each meeting all ranks wait for the slowest.
-# - That idle time has two sources: *when* ranks meet, and *how much* each of them has to do. On-demand
+# - Sharded training has a barrier at every layer, and at each barrier all ranks wait for the slowest.
+# - That idle time has two sources: *when* ranks synchronize, and *how much* each of them has to do. On-demand
 #   communication removes the first. Balancing removes as much of the second as can be removed.
 # - You can measure it. `DeviceIdleMonitor` logs it under DDP and FSDP2, too: see [Idle time](../docs/idle.md). It also
 #   counts padding, of which our packed rows have none. [Notebook 2](02_your_first_odc_run.ipynb) pads, and shows it.
 #   `TimelineRecorder` draws it: see [Timelines](../docs/idle.md#timelines-and-idle-time).
-# - You can predict it: the maximum over ranks, at every meeting.
+# - You can predict it: the maximum over ranks, at every barrier.
 #
 # ## Exercises
 #
@@ -524,7 +524,7 @@ print_table(["per minibatch", "predicted", "measured", "off by"], rows)
 # <summary>Answer to 2</summary>
 #
 # Nothing but cheaper bytes. With one microbatch, the sum over `m` has one term. If every layer takes the same part
-# of a text's work, the rank with the longest text is the last one at every meeting, and both formulas give the
+# of a text's work, the rank with the longest text is the last one at every barrier, and both formulas give the
 # time of that text. The idle time that is left is uneven work.
 #
 # </details>

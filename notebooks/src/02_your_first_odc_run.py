@@ -172,17 +172,17 @@ with torch.no_grad():
 #
 # Three ways to train one model on several ranks:
 #
-# | | each rank keeps | ranks meet |
+# | | each rank keeps | ranks synchronize |
 # |---|---|---|
 # | **DDP** | the whole model | once per optimizer step, to sum gradients |
 # | **FSDP** | one slice of every layer | at every layer of every microbatch |
 # | **ODC** | one slice of every layer | once per optimizer step |
 #
 # DDP needs all parameters, gradients and optimizer states on every device, so large models cannot use it. FSDP
-# divides them among the ranks, and the price is meetings. ODC divides them as well, and meets as rarely as DDP.
+# divides them among the ranks, and the price is barriers. ODC divides them as well, and has as few barriers as DDP.
 #
-# One thing first. Lightning itself makes ranks meet: before *every batch*, rank 0 sends the others a small message
-# (whether the job shall stop). To avoid that inside a step, give Lightning the whole step as *one* batch. `balance=`
+# One thing first. Lightning itself synchronizes ranks: before *every batch*, rank 0 sends the others a small message
+# (whether the job should stop). To avoid that inside a step, give Lightning the whole step as *one* batch. `balance=`
 # does so. It takes eight texts at a time from your `DataLoader`, now with `batch_size=4`, and deals them out to the
 # ranks, one or more microbatches for each. `training_step` still gets one microbatch at a time.
 #
@@ -232,8 +232,8 @@ display(
 #   layer.
 # - **On demand**: each rank runs at its own speed. The grey has moved to the end of the step: one rank had *more to
 #   do*.
-# - **Balanced**: now the planner levels the work itself. That is possible *because* ranks no longer meet inside a
-#   step, so they may have different numbers of microbatches. With collectives that would hang.
+# - **Balanced**: now the planner levels the work itself. That is possible *because* ranks no longer synchronize inside
+#   a step, so they may have different numbers of microbatches. With collectives that would hang.
 #
 # ## Waiting and padding, in numbers
 #
@@ -338,7 +338,7 @@ with torch.no_grad():
 # ## What you have seen
 #
 # - One line switches a training. The losses stay the same.
-# - ODC keeps slices like FSDP, and meets as rarely as DDP.
+# - ODC keeps slices like FSDP, and synchronizes as rarely as DDP.
 # - The waiting that is left comes from uneven work. Balancing levels the work. `"odc"` does both.
 #
 # ## Exercises
@@ -363,9 +363,9 @@ with torch.no_grad():
 # <details>
 # <summary>Answer to 2</summary>
 #
-# Little. Each rank has one microbatch in a step, so "meet at every layer" and "meet once" wait equally long: the rank
-# with the longer text is last at every layer. Only the place of the grey differs, and the cost of moving bytes.
-# Balancing has nothing to deal out, with one text for each rank.
+# Little. Each rank has one microbatch in a step, so a barrier at every layer and one barrier per step cost equally much
+# waiting. The rank with the longer text is last at every layer. Only the place of the grey differs, and the cost of
+# moving bytes. Balancing has nothing to deal out, with one text for each rank.
 #
 # </details>
 #
@@ -389,7 +389,7 @@ with torch.no_grad():
 #
 # Log `float(self.held())` at the beginning of `training_step`. Under DDP it is the number of all parameters. Under ODC
 # it is about half: the slices of one of two ranks. Log it again after the forward pass, and it is more. Layers that
-# a rank has gathered stay whole until the backward pass, as long as memory allows.
+# a rank has gathered are kept until the backward pass, as long as memory allows.
 #
 # </details>
 #

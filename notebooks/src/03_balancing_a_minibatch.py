@@ -99,8 +99,8 @@ except ValueError as error:
     print("ValueError:", error)
 
 # %% [markdown]
-# How long does each policy take? With collectives the ranks meet in every microbatch. (Really at every layer, which
-# changes nothing here.) On demand they meet once.
+# How long does each policy take? With collectives the ranks synchronize in every microbatch. (Really at every layer,
+# which changes nothing here.) On demand they synchronize once.
 
 
 # %%
@@ -394,7 +394,7 @@ show(
 #
 # Measuring helps where a device is always slow. It does not help where a device is slow *for a moment*: another program
 # runs on it, it is hot, its host swaps. For that there is `balance="steal"`. It begins with the plan of `lb_mini`. A
-# rank that has no work left takes a microbatch that a busy rank has not begun. This needs no meeting: the list of who
+# rank that has no work left takes a microbatch that a busy rank has not begun. This needs no barrier: the list of who
 # does what is in the windows, too. The gradient stays the same, since a microbatch keeps its weight wherever it runs.
 #
 # Now we really train: two processes, and rank 1 computes three times slower (it sleeps after each pass). We try three
@@ -491,7 +491,7 @@ print_table(
 # <summary>Answer to 1</summary>
 #
 # `lb_micro` with collectives. With room for more tokens it packs the same samples into fewer microbatches, so the
-# ranks meet less often. On demand the number of microbatches does not matter here, and neither policy gains.
+# ranks synchronize less often. On demand the number of microbatches does not matter here, and neither policy gains.
 # `local_sort` does not pack, so nothing changes.
 #
 # </details>

@@ -407,7 +407,7 @@ print(sorted(path.name for path in Path("runs/merged").iterdir()))
 # <details>
 # <summary>Answer to 2</summary>
 #
-# It warns that the state was saved with 16 samples per minibatch on all ranks, and now there are 8. It goes on where
+# It warns that the state was saved with 16 samples per minibatch on all ranks, and now there are 8. It continues where
 # no sample repeats. The results differ by far more than rounding: every later step sees other texts, and half as
 # many.
 #

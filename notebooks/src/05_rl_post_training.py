@@ -169,13 +169,13 @@ show(
 # its length is not known before it is sampled. And there are *three* places where ranks wait for each other if
 # parameters are gathered by collectives:
 #
-# - **sampling**: every forward pass is a meeting. A rank whose answers have all ended runs dummy passes until the
+# - **sampling**: every forward pass is a barrier. A rank whose answers have all ended runs dummy passes until the
 #   longest answer of *all* ranks has ended;
 # - **scoring**: the probabilities of all tokens are computed again, under the model that sampled them and often
-#   under a reference model, and every microbatch is a meeting;
+#   under a reference model, and every microbatch is a barrier;
 # - **updating**: the same.
 #
-# On demand a rank meets the others only between these parts.
+# On demand, ranks synchronize only between these parts.
 #
 # ## The gradient does not care where it is computed
 #

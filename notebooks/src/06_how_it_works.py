@@ -127,13 +127,13 @@ for rank in (rank0, rank1):
 # Here rank 0 may run one, or five, or zero. The sum is the same in any order of the gradients. (In floating point, up
 # to rounding. `ODCStrategy(deterministic=True)` fixes the order, too.)
 #
-# ## The one meeting
+# ## Once per step, all ranks synchronize
 #
-# Rank 0 must not run its optimizer before *all* gradients are there. So there is one meeting per minibatch. Each
-# rank says "I am done with version 1", and waits until all ranks have said so. The message also carries numbers
-# that the other ranks need, for example how many items a rank's losses are sums over.
+# Rank 0 must not run its optimizer before *all* gradients are there. So ranks synchronize once per minibatch (in the
+# code, they *meet*). Each rank says "I am done with version 1", and waits until all ranks have said so. The message
+# also carries numbers that the other ranks need, for example how many items a rank's losses are sums over.
 #
-# A meeting needs both ranks, so now each gets a thread. Rank 0 comes half a second late.
+# To synchronize, both ranks have to run, so now each gets a thread. Rank 0 comes half a second late.
 
 
 # %%
@@ -172,7 +172,7 @@ rank0.windows[0].publish()
 print("rank 0's shard, version 2:", weights[0].tolist())
 
 # %% [markdown]
-# Rank 0 goes on to the next minibatch. It has to read version 2 of rank 1's shard, which is not there yet. It does
+# Rank 0 continues with the next minibatch. It has to read version 2 of rank 1's shard, which is not there yet. It does
 # not take the old version. It *waits*. (Every wait has a deadline. Ours is one second.) Read the error: it says who
 # waits for whom, for what, and where all ranks are.
 
@@ -279,7 +279,7 @@ show(
 # ## Write it yourself: what will it take?
 #
 # Six lines predict how long such a training takes. Keep a clock for each rank. Add to it what the rank does. Where
-# ranks meet, set all clocks to the latest one. Write the six lines in the next cell. (The notebook also runs if
+# ranks synchronize, set all clocks to the latest one. Write the six lines in the next cell. (The notebook also runs if
 # you do not: the answer is in the folded cell below the check.)
 
 
@@ -316,9 +316,9 @@ if [replay(example, meet=True), replay(example, meet=False)] != [17, 10]:
     print("from here on, the answer is used")
 
 # %% [markdown]
-# Now predict the training by hand. A piece is the whole share of a rank in one step, and the ranks meet after every
-# step. For comparison, two predictions for two microbatches on each rank: on demand, and with collectives, where the
-# ranks meet after every microbatch.
+# Now predict the training by hand. A piece is the whole share of a rank in one step, and the ranks synchronize after
+# every step. For comparison, two predictions for two microbatches on each rank: on demand, and with collectives, where
+# the ranks synchronize after every microbatch.
 
 
 # %%
@@ -362,8 +362,8 @@ print_table(
 #
 # There are two dangers between one step and the next.
 #
-# *An owner could overwrite a shard while a peer still reads it.* It cannot: the owner writes only after the meeting,
-# and a peer comes to the meeting only after its last read.
+# *An owner could overwrite a shard while a peer still reads it.* It cannot: the owner writes only after all ranks have
+# synchronized, and a peer synchronizes only after its last read.
 #
 # *A gradient of step 2 could fall into an accumulator that still holds step 1.* It cannot: to have a gradient of
 # step 2, a rank must have read version 2 of that owner's shard. The owner publishes version 2 only after it has
@@ -441,7 +441,8 @@ error, _ = together(
 print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# **The model runs at a moment when shards change**, between the meeting and the new version:
+# **The model runs at a moment when shards change**, after ranks have synchronized and before the new
+# version:
 
 # %%
 rank0, rank1 = open_ranks([vector])
@@ -498,12 +499,13 @@ except ODCError as error:
 # ## What you have seen
 #
 # - Reading and adding need no partner. A rank that is busy, or asleep, does not hold up the others.
-# - One number per shard, its version, says when it may be read. One meeting per step says when it may be changed.
+# - One number per shard, its version, says when it may be read. One synchronization per
+#   step says when it may be changed.
 # - Six lines of arithmetic predict how long ranks take, and where they wait.
 # - Leave out any rule, and an exhaustive search finds the order of events that breaks training.
 # - Every wait is measured, has a deadline, and says who waits for whom.
 #
-# [How it works](../docs/how-it-works.md) goes on from here: who divides the gradient, what it costs in memory,
+# [How it works](../docs/how-it-works.md) continues from here: who divides the gradient, what it costs in memory,
 # and how processes share windows. The protocol itself is in `lightning_odc/engine/protocol.py`. Read its Notes next.
 #
 # ## Exercises
@@ -545,8 +547,8 @@ except ODCError as error:
 # <details>
 # <summary>Answer to 3</summary>
 #
-# The first one. A rank that does not wait at the end goes on to the next step, and overwrites its shard while a peer
-# still has to read the old version: "works on version 1 and has read version 2".
+# The first one. A rank that does not wait at the end continues with the next step, and overwrites its shard while a
+# peer still has to read the old version: "works on version 1 and has read version 2".
 #
 # </details>
 #
@@ -562,6 +564,7 @@ except ODCError as error:
 # <details>
 # <summary>Answer to 5</summary>
 #
-# Yes. The sum does not depend on which rank adds. Rank 0 reads nothing, adds nothing, and waits at every meeting.
+# Yes. The sum does not depend on which rank adds. Rank 0 reads nothing, adds nothing, and waits at the end of every
+# step.
 #
 # </details>
