@@ -365,7 +365,7 @@ class Attached:
         self.engine.refresh()
 
     def stream_parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor of every parameter, read by this rank alone while the others go on.
+        """Name and whole tensor of every parameter, read by this rank alone while the others continue.
 
         See `Engine.parameters`.
 

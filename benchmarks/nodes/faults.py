@@ -28,7 +28,7 @@ from tests.support.ranks import try_ranks
 
 _STEP = 2
 _TIMEOUT = timedelta(minutes=4)
-#: A wait for one that does not go on ends here.
+#: A wait for a rank that does not continue ends here.
 _SHORT = timedelta(seconds=20)
 
 
@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[Any, int, str]] = {
 
 
 def train(rank: int, hosts: Hosts, name: str, folder: str) -> None:
-    """One rank of two fits, the second of which goes on until something breaks it."""
+    """One rank of two fits, the second of which continues until something breaks it."""
     what, victim, where = FAULTS[name]
     hosts.enter(rank // 2)
     as_nodes(rank)

@@ -118,7 +118,7 @@ def needed(excess: Floats, begin: int) -> int:
 
 
 def measured(seeds: int) -> list[Table]:
-    """How many minibatches it takes, and how it goes on."""
+    """How many minibatches it takes, and how it continues."""
     runs = {s: np.array([learn(s, seed) for seed in range(seeds)]) for s in SCENARIOS}
     steps = []
     rows: list[Any] = []

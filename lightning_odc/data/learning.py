@@ -124,7 +124,7 @@ class Learning:
         return {"first": self._first, "max_tokens": self.max_tokens, "ran_out": self.ran_out}
 
     def load_state_dict(self, state: State) -> None:
-        """Go on from what `state_dict` returned, unless it is of other ranks, or another cap was chosen since."""
+        """Continue from what `state_dict` returned, unless it is of other ranks, or another cap was chosen since."""
         if not state or self.max_tokens is None:
             return
         if state.get("first") != self._first:

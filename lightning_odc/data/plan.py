@@ -56,7 +56,7 @@ Weighting = Literal["auto", "label", "token", "next_token", "sample", "sum"]
 World = tuple[int, int]
 """The number of ranks that share a minibatch, and this rank."""
 Whole = Literal["", "movable", "fixed"]
-"""Whether the batches of the user's own loader stay whole: they may move from rank to rank, or are fixed."""
+"""Whether the batches of the user's own loader are left as they are: they may move from rank to rank, or are fixed."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class Recipe:
 
     @property
     def counts_alike(self) -> bool:
-        """Whether every batch stays whole and counts 1, as under DDP, since no rule says what it counts."""
+        """Whether every batch is left as it is and counts 1, as under DDP, since no rule says what it counts."""
         return bool(self.info.whole) and self.weighting == "auto"
 
     @property

@@ -31,7 +31,7 @@ class RandomState:
             self._on_device = torch.cuda.get_rng_state(self._device)
 
     def restore(self) -> None:
-        """Let them go on from there."""
+        """Let them continue from there."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -40,7 +40,7 @@ class RandomState:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let them go on from there meanwhile, and remember how far they came."""
+        """Let them continue from there meanwhile, and remember how far they came."""
         with isolated_rng():
             self.restore()
             try:

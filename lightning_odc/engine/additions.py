@@ -125,7 +125,7 @@ class Additions:
         self._forget()
 
     def check_none_broke_off(self) -> None:
-        """Refuse to go on with a part of the gradient of a microbatch, whose error was caught."""
+        """Refuse to continue with a part of the gradient of a microbatch, whose error was caught."""
         if self._is_open and (self._added or self.adding or self._before.times):
             raise ODCError(
                 "A backward pass broke off and its error was caught, but a part of its gradient has been added before. "

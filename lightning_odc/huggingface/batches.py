@@ -16,8 +16,9 @@ from lightning_odc.run.session import Life, Session
 class Batches(Dataset[Any]):
     """The batches of ``Trainer``, by number, which it asks for one after the other.
 
-    Of several accumulated batches, the last one is the `Minibatch`, and the others are empty. Where batches stay whole,
-    they are those of ``Trainer``, from the next epoch on. Until then, the loader deals out the rest of this epoch.
+    Of several accumulated batches, the last one is the `Minibatch`, and the others are empty. Where batches are left as
+    they are, they are those of ``Trainer``, from the next epoch on. Until then, the loader deals out the rest of this
+    epoch.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Batches(Dataset[Any]):
         self._epoch = 0
         self._arriving: Iterator[Any] | None = None  # batches of `Trainer`, or minibatches
         self._are_own = False
-        self._whole: Iterator[Any] = iter(())  # batches of the minibatch at hand that stay whole
+        self._whole: Iterator[Any] = iter(())  # batches of the minibatch at hand that are left as they are
 
     def loader(self) -> DataLoader[Any]:
         """What ``Trainer`` takes for a loader of its own. It can begin in the middle of an epoch."""

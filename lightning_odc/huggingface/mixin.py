@@ -39,7 +39,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
     It stands first: ``class Trainer(ODCTrainerMixin, transformers.Trainer): pass``. The arguments need ``fsdp=True``;
     here that works on CPU ranks, too. An optimizer step has ``per_device_train_batch_size *
     gradient_accumulation_steps`` samples per rank on average. They are shared out over all ranks by length, in
-    microbatches that are at most as large as the largest batch would be. The loss is tried before training begins. If
+    microbatches that are at most as large as the largest batch would be. The loss is tested on a few samples first. If
     it cannot be computed in parts, batches stay as they are under ``Trainer``.
 
     Args:

@@ -1,4 +1,4 @@
-"""The training steps of ``Trainer``, as a door of the run: how a microbatch runs, and how its loss is tried."""
+"""The training steps of ``Trainer``, as a door of the run: how a microbatch runs, and how its loss is tested."""
 
 from __future__ import annotations
 

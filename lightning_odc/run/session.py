@@ -6,8 +6,8 @@ What microbatches count is a rule that a trial of the loss has found. A fit begi
 user says what counts. ::
 
     UNTRIED         `begin` tries the loss. Where that raises, batches stay whole, and the first batch tries again
-      -> HOLDS          a rule explains the loss: microbatches count by it, and audits go on
-      -> WHOLE          no rule explains it: the user's batches stay whole
+      -> HOLDS          a rule explains the loss: microbatches count by it, and audits continue
+      -> WHOLE          no rule explains it: the user's batches are left as they are
     HOLDS
       -> CONTRADICTED   an audit has found samples that the rule does not explain: from now on, batches stay whole
 """
@@ -139,7 +139,7 @@ class Session:
             loader: The loader that trains from now on.
             is_converted: Whether it was a loader of the user's own.
             tries: Whether the loss can be tried, where the user does not say what counts.
-            must_gain: Whether batches stay whole where cutting them would gain next to nothing.
+            must_gain: Whether batches are left as they are where cutting them would gain next to nothing.
             before_pass: What calls `decide` before its first pass.
             **facts: What else is known of the run, see `RunInfo`.
         """
@@ -200,7 +200,7 @@ class Session:
         self._known = replace(self._known, packs=loader.packing or None)
 
     def _decide_cutting(self, loader: BalancedDataLoader) -> None:
-        """Let batches stay whole where balancing would gain next to nothing."""
+        """Leave batches as they are where balancing would gain next to nothing."""
         if not self._must_gain:
             return
         gain = loader.planned_gain()

@@ -108,8 +108,8 @@ class ODCStrategy(ReducingStrategy):
             corrected by the measured speed of each rank; others are ``"quadratic"``, ``"tokens"``, ...
         length_fn: The function that returns the length of a sample; by default the loader finds lengths out.
         weighting: The weight of a sample in the gradient, as in ``BalancedDataLoader``. By default, a trial of the loss
-            finds out what counts, or that batches must stay whole. ``num_items`` that ``training_step`` returns
-            override it.
+            finds out what counts, or that batches must be left as they are. ``num_items`` that ``training_step``
+            returns override it.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, after a check that the
             model keeps them apart.
         on_out_of_memory: What to do when a microbatch does not fit into memory. ``"split"`` runs it again in parts,

@@ -1,4 +1,4 @@
-"""Where a fit goes on: what Lightning's loops must say to agree with the loader of the same checkpoint.
+"""Where a fit continues: what Lightning's loops must say to agree with the loader of the same checkpoint.
 
 The place of the loader is that of the weights: Note [Done with its step]. Lightning counts batches as they begin, run
 and end, so a checkpoint of any moment may differ from it. An example: two batches make a step, 0 to 3 have ended, and 4
@@ -6,7 +6,7 @@ or 5 ::
 
     is being fetched, or transferred            5 ready, 4 completed     place 4: the loops go back to 4
     raises in the second forward pass           6 ready, 5 completed     place 4: the loops go back to 4
-    raises after the optimizer has stepped      6 ready, 5 completed     place 6: the loops go on to 6,
+    raises after the optimizer has stepped      6 ready, 5 completed     place 6: the loops continue to 6,
                                                                          and schedulers make their step
     saves in `on_train_batch_end`               6 processed              place 6: as it is
 """
@@ -63,7 +63,7 @@ def agree_with_loader(checkpoint: Mapping[str, Any]) -> bool:
 
 
 def follow_loader(trainer: Trainer, place: Position) -> None:
-    """Let the loops of a fit that goes on be where its loader is, after other minibatches or in the next epoch."""
+    """Let the loops of a fit that continues be where its loader is, after other minibatches or in the next epoch."""
     loop: Any = trainer.fit_loop
     batches = loop.epoch_loop.batch_progress
     done = place.minibatches

@@ -1,4 +1,4 @@
-"""How every rank learns every rank's numbers while training goes on."""
+"""How every rank learns every rank's numbers while training continues."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ Collectives wait on private streams of ``FSDP``, ``fully_shard`` and NCCL, where
 profiler sees the kernels, but it must be started and stopped, which makes the device wait. So two steps are profiled,
 and the second one counts. At the ends of four steps in a row:
 
-1. Every rank waits for its device and starts its profiler, and all go on when all have. Otherwise early ranks would
+1. Every rank waits for its device and starts its profiler, and all continue when all have. Otherwise early ranks would
    wait for the others inside the first collective, and only some ranks would record the collectives under way.
 2. The first step lets the host get ahead of its device again, as in every other step. An event A is recorded.
 3. The step that counts ends here. An event B is recorded, and one kernel is launched after it. Then the host waits for
@@ -268,7 +268,7 @@ class SampledWatch(Watch):
         return self._profile.stop()
 
     def _together(self, act: Callable[[], object]) -> bool:
-        """All ranks do this, and go on when all have. Returns whether it went well on all of them."""
+        """All ranks do this, and continue when all have. Returns whether it went well on all of them."""
         return self._all_well(self._agree(_attempt(act)))
 
     def _all_well(self, errors: Sequence[str]) -> bool:

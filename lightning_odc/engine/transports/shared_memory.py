@@ -184,7 +184,7 @@ class SharedMemoryTransport(Transport):
             answer = stage()
         except (OSError, RuntimeError) as exception:
             error = str(exception)
-        answers = self._rendezvous((answer, error))  # all ranks go on, or all raise the same error
+        answers = self._rendezvous((answer, error))  # all ranks continue, or all raise the same error
         for rank, (_, reason) in zip(self._job_ranks, answers, strict=True):
             if reason:
                 self.close()
