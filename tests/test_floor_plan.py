@@ -34,7 +34,7 @@ NODES = {
     "trial": 4680,
 }
 #: Of the package, and of the benchmarks. They only fall; the aims of the last round were 104,000 and 54,000.
-MOST_NODES = 103779
+MOST_NODES = 103735
 MOST_NODES_OF_BENCHMARKS = 54204
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}

@@ -42,15 +42,10 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
             MicrobatchFacts(detail.lengths[at:], (*detail.seed, at)),
         ]
     # A loss that is a mean is then `sum_p weight_p L_p / sum_p weight_p` over the parts.
-    counts = [_counted(rule, part) for part in parts]
-    if not sum(counts):
+    counts: list[float] = []
+    if rule.counter is not None:
+        counts = [float(rule.counter.of(part) or 0.0) for part in parts]
+    if not sum(counts):  # nothing is counted, or no part has anything that counts
         counts = [planned_count(rule, sizes[:at]), planned_count(rule, sizes[at:])]
     weights = [task.weight * count / sum(counts) for count in counts]
     return [Task(*facts) for facts in zip(parts, weights, details, strict=True)]
-
-
-def _counted(rule: Rule, part: object) -> float:
-    """What is counted in a part; 0 where nothing is counted, or it has nothing that counts."""
-    if rule.counter is None:
-        return 0.0
-    return float(rule.counter.of(part) or 0.0)

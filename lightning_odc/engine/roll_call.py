@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -90,10 +91,9 @@ class RollCall:
                 return f"Rank {rank} ({place}) ended without a word. How it ended: {how}."
         return followed
 
-    def _said_by(self, rank: int) -> tuple[str, int, str]:
+    def _said_by(self, rank: int) -> Any:
         """The machine and the process of a rank, and its error."""
-        boot, pid, told = json.loads(self._store.get(f"odc/ranks/{rank}"))
-        return boot, pid, told
+        return json.loads(self._store.get(f"odc/ranks/{rank}"))
 
     def _say(self, error: str) -> None:
         self._store.set(f"odc/ranks/{self.rank}", json.dumps([boot_id(), os.getpid(), error]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import Any
 
 from accelerate import skip_first_batches
@@ -35,7 +36,7 @@ class Batches(Dataset[Any]):
 
     def loader(self) -> DataLoader[Any]:
         """What ``Trainer`` takes for a loader of its own. It can begin in the middle of an epoch."""
-        return DataLoader(self, batch_sampler=_Numbers(self, len(self._own)), collate_fn=_only)
+        return DataLoader(self, batch_sampler=_Numbers(self, len(self._own)), collate_fn=itemgetter(0))
 
     def begin(self) -> None:
         """A pass begins with the batch that is asked for next."""
@@ -93,9 +94,3 @@ class _Numbers:
     def __iter__(self) -> Iterator[list[int]]:
         self._batches.begin()
         return ([number] for number in range(self._count))
-
-
-def _only(items: list[Any]) -> Any:
-    """A batch, as it is."""
-    [item] = items
-    return item

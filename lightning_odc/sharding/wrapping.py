@@ -65,13 +65,19 @@ def shard_model(
     **how: Unpack[HowToShard],
 ) -> None:
     """Shard a model in place: every selected module becomes a unit, the rest of the model the root unit."""
-    _refuse_fsdp1(model)
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError(
+                f"{name or 'The model'} is wrapped in FullyShardedDataParallel, but ODCStrategy shards with "
+                "`fully_shard`. In `configure_model`, write `torch.distributed.fsdp.fully_shard(self.block)` instead "
+                "of `self.block = FullyShardedDataParallel(self.block)`, or leave the sharding to "
+                "`ODCStrategy(auto_wrap_policy={Block})`."
+            )
     named = partial(model.named_parameters, remove_duplicate=False)
     hooked = {name: parameter for name, parameter in named() if _compat.gradient_hooks_of(parameter)}
     options = _options(mesh, how)
-    if not any(
-        isinstance(module, FSDPModule) for module in model.modules()
-    ):  # else the user has chosen the units
+    # Where modules are sharded, the user has chosen the units.
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         targets = [module for module in wrap_targets(model, wrap_policy) if module is not model]
         if announce:
             _announce(wrap_policy, targets)
@@ -195,7 +201,10 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             elements = list(_elements_of(module))
             alike = Counter(type(element) for element in elements)
             repeated = [element for element in elements if alike[type(element)] > 1]
-            found = [element for element in repeated if _is_block(element)]
+            # A block has submodules, and parameters somewhere in it.
+            found = [
+                element for element in repeated if list(element.children()) and list(element.parameters())
+            ]
             if found:
                 blocks.extend(found)
                 return
@@ -204,13 +213,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
     visit(model)
     return blocks
-
-
-def _is_block(module: nn.Module) -> bool:
-    """Whether a module has submodules, and parameters somewhere in it."""
-    has_children = next(module.children(), None) is not None
-    has_parameters = next(module.parameters(), None) is not None
-    return has_children and has_parameters
 
 
 def _elements_of(module: Iterable[nn.Module | None]) -> Iterator[nn.Module]:
@@ -322,17 +324,6 @@ def _elements(unit: nn.Module, others: Container[nn.Module] = ()) -> Counter[tor
 
     visit(unit)
     return elements
-
-
-def _refuse_fsdp1(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
-            raise TypeError(
-                f"{name or 'The model'} is wrapped in FullyShardedDataParallel, but ODCStrategy shards with "
-                "`fully_shard`. In `configure_model`, write `torch.distributed.fsdp.fully_shard(self.block)` instead "
-                "of `self.block = FullyShardedDataParallel(self.block)`, or leave the sharding to "
-                "`ODCStrategy(auto_wrap_policy={Block})`."
-            )
 
 
 def _refuse_ties(model: nn.Module, targets: list[nn.Module]) -> None:

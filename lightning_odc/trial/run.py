@@ -26,12 +26,7 @@ from lightning_odc.trial.decide import (
     fitting_rules,
     rules_of,
 )
-from lightning_odc.trial.samples import (
-    Group,
-    confirming,
-    distinguishing,
-    how_many_weights,
-)
+from lightning_odc.trial.samples import Group, confirming, distinguishing, how_many_weights
 from lightning_odc.trial.untouched import Restore, untouched
 
 Step = Callable[[Any], Any]
@@ -105,9 +100,7 @@ class Losses:
         """The rule that was chosen on some samples, and explains others, too; see Note [The loss is tried]."""
         tried = self.of_telling_groups()
         together = tried[-1].samples
-        if (
-            not self.listener.heard
-        ):  # ranks that divide samples have different losses, and must run equally often
+        if not self.listener.heard:
             fitting = fitting_rules(tried, self.noise)
             if not fitting:
                 return decide(tried, self.noise)
@@ -118,6 +111,8 @@ class Losses:
                     return verdict
         # Groups may hide what samples show: that rules differ, or that one fits by chance.
         tried += self.of([[sample] for sample in together[1:]])
+        if self.listener.heard:  # ranks that divide samples have different losses, and must run equally often
+            return decide(tried + self.of_confirming_groups(tried, None, most=6), self.noise)
         verdict = decide(tried, self.noise)
         chosen: Rule | None = None
         while verdict.rule is not None and verdict.rule != chosen:
@@ -138,17 +133,15 @@ class Losses:
         tried = self._of_either(groups)
         # As with a last layer of zeros: once more, with trained weights a little off.
         difference = min(100 * self.noise, 1e-3)
-        if all(abs(group.loss - tried[0].loss) <= difference * abs(group.loss) for group in tried):
+        are_equal = all(abs(group.loss - tried[0].loss) <= difference * abs(group.loss) for group in tried)
+        if are_equal and not self.listener.heard:
             self.arithmetic = WithoutChance(wide=True, shakes=True)
             tried = self._of_either(groups)
         return tried
 
-    def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule, most: int) -> list[Tried]:
-        """The losses of further samples, without and with some that were tried; none if all samples were tried."""
-        partners = [group.samples for group in tried if group.counts[rule]]
-        partner = partners[0]
-        if self.listener.heard:
-            partner = max(partners, key=len)  # on ranks that divide samples, the same
+    def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule | None, most: int) -> list[Tried]:
+        """The losses of further samples, without and with some that a rule counts; none if all samples were tried."""
+        partner = next(group.samples for group in tried if rule is None or group.counts[rule])
         known = {sample for group in tried for sample in group.samples}
         others = sorted({*range(len(self.tokens))} - known, key=self.tokens.__getitem__)
         while others:
@@ -168,7 +161,8 @@ class Losses:
         wide = self.arithmetic
         self.arithmetic = WithoutChance(wide=False)
         tried = self.of(groups)
-        if not contradiction(tried, min(self.noise, _NOISE[torch.float32]), rule):
+        reason = contradiction(tried, min(self.noise, _NOISE[torch.float32]), rule)
+        if not (reason or self.listener.heard):  # see `verdict`
             return Verdict(rule)
         self.arithmetic = wide
         tried = self._of_either(groups)

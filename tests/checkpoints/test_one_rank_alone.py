@@ -17,7 +17,6 @@ from tests.support.modules import TokenModule
 from tests.support.ranks import on_ranks
 from tests.support.tiers import fast
 
-HOOKS = ["on_train_batch_end", "on_train_epoch_end", "on_train_end"]
 AT_ONCE = timedelta(seconds=20)  # a wait that is not at once fails with another message
 ALL_RANKS = "without `if trainer.is_global_zero:`"
 

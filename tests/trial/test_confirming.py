@@ -17,6 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightning_odc import progress
 from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.trial import run
+from lightning_odc.trial.collectives import CollectiveListener
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import try_loss
 from lightning_odc.trial.samples import confirming
@@ -95,6 +97,39 @@ def test_a_rule_takes_five_passes_and_a_usual_one_is_confirmed_with_the_longest_
     assert max(first, *short) < 20
     found = Samples().tried(mean_of_samples)
     assert found == (Verdict(Rule("sample")), 5)
+
+
+DIVIDED = {
+    "explained": mean_of_labels,
+    "coupled": lambda batch: batch["x"].sum() ** 2,
+    "equal": lambda batch: 0 * batch["x"].sum() + 1,
+    "not finite": lambda batch: math.nan * batch["x"].sum(),
+}
+
+
+@pytest.mark.parametrize("step", DIVIDED.values(), ids=DIVIDED)
+def test_ranks_that_divide_samples_run_equally_often_whatever_their_losses_are(step, monkeypatch):
+    """They wait for each other inside of a step, and the loss of one may look like any of these."""
+
+    class Heard(CollectiveListener):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heard = True
+
+    monkeypatch.setattr(run, "CollectiveListener", Heard)
+    _, ran = Samples().tried(step)
+    assert ran == 3 + 7 + 2
+    data = Samples()
+    ran_again: list[Any] = []
+    try_loss(
+        lambda batch: ran_again.append(batch) or step(batch),
+        data.batch_of,
+        LENGTHS[:4],
+        [],
+        torch.device("cpu"),
+        rule=LABELS,
+    )
+    assert len(ran_again) == 3 + 3, "in the arithmetic of training, and in float64"
 
 
 def test_two_samples_are_tried_together_too():

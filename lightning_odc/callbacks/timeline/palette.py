@@ -15,8 +15,6 @@ BROWN = "#8a5f44"
 IDLE = "#d4d4d4"
 """Waiting for others, in every picture."""
 
-LINES = (BLUE, ORANGE, GREEN, RED, PURPLE, GREY)
-"""Of the lines in one picture, in this order."""
 MODES = {"collective": RED, "on_demand": BLUE, "balanced": TEAL}
 """Of the ways to communicate."""
 DARK = {BLUE: "#4484c6", IDLE: "#555a65"}

@@ -127,27 +127,8 @@ def test_a_collective_that_broke_without_a_known_reason_names_who_took_part(thre
     assert three[1].trouble() == says
 
 
-def test_all_publish_before_shards_are_sent_and_hear_whether_one_has_edited(store):
-    hub = ThreadHub(4)
-    found: list[list[bool]] = [[], [], [], []]
-
-    def publish(rank: int) -> None:
-        one = Leaders(Layout(2, 2, rank), partial(hub.rendezvous, rank), store, "127.0.0.1", SILENCE)
-        one.open()
-        for version in (1, 2, 3):
-            if rank == 1:
-                time.sleep(0.1)
-                assert [len(heard) for heard in found] == [version - 1] * 4, "they wait for this rank"
-            edited = rank == 3 and version == 2
-            one.begin(lambda: found[rank].append(one.all_have_published(version, edited)))  # noqa: B023
-            eventually(lambda: len(found[rank]) == version)  # noqa: B023
-        one.close()
-
-    assert together(*(partial(publish, rank) for rank in range(4))) == [None] * 4
-    assert found == [[False, True, False]] * 4
-
-
-def test_who_looks_late_does_not_take_an_edit_of_the_next_version_for_one_of_this(store):
+@pytest.mark.parametrize("late", [0, 1], ids=["looks late", "publishes late"])
+def test_all_publish_before_shards_are_sent_and_hear_whether_one_has_edited(store, late):
     hub = ThreadHub(4)
     found: list[list[bool]] = [[], [], [], []]
 
@@ -158,18 +139,21 @@ def test_who_looks_late_does_not_take_an_edit_of_the_next_version_for_one_of_thi
 
         def until_and_later(condition: Callable[[], bool]) -> None:
             until(condition)
-            time.sleep(0.3)
+            time.sleep(0.3)  # others have published the next version by then
 
-        if rank == 0:
+        if rank == late == 0:
             one.until = until_and_later  # type: ignore[method-assign]
-        for version in (1, 2):
+        for version in (1, 2, 3):
+            if rank == late == 1:
+                time.sleep(0.1)
+                assert [len(heard) for heard in found] == [version - 1] * 4, "they wait for this rank"
             edited = rank == 3 and version == 2
             one.begin(lambda: found[rank].append(one.all_have_published(version, edited)))  # noqa: B023
             eventually(lambda: len(found[rank]) == version)  # noqa: B023
         one.close()
 
     assert together(*(partial(publish, rank) for rank in range(4))) == [None] * 4
-    assert found == [[False, True]] * 4
+    assert found == [[False, True, False]] * 4
 
 
 def test_what_happened_first_on_a_node_is_told_with_its_address(three):
