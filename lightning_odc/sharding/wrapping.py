@@ -202,9 +202,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
             alike = Counter(type(element) for element in elements)
             repeated = [element for element in elements if alike[type(element)] > 1]
             # A block has submodules, and parameters somewhere in it.
-            found = [
-                element for element in repeated if list(element.children()) and list(element.parameters())
-            ]
+            found = [one for one in repeated if len([*one.children()]) and len([*one.parameters()])]
             if found:
                 blocks.extend(found)
                 return

@@ -131,10 +131,11 @@ class Losses:
         if chosen[1:]:
             groups = [chosen[:1], chosen[1:], chosen]
         tried = self._of_either(groups)
+        if self.listener.heard:  # see `verdict`
+            return tried
         # As with a last layer of zeros: once more, with trained weights a little off.
         difference = min(100 * self.noise, 1e-3)
-        are_equal = all(abs(group.loss - tried[0].loss) <= difference * abs(group.loss) for group in tried)
-        if are_equal and not self.listener.heard:
+        if all(abs(group.loss - tried[0].loss) <= difference * abs(group.loss) for group in tried):
             self.arithmetic = WithoutChance(wide=True, shakes=True)
             tried = self._of_either(groups)
         return tried

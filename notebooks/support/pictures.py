@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lightning_odc.callbacks.timeline.gantt import timelines_figure
-from lightning_odc.callbacks.timeline.palette import BLUE, IDLE, LIGHT_BLUE, LINES, ORANGE
+from lightning_odc.callbacks.timeline.palette import BLUE, GREEN, GREY, IDLE, LIGHT_BLUE, ORANGE, PURPLE, RED
 from lightning_odc.callbacks.timeline.spans import RankTimeline, Timeline
 from lightning_odc.engine.tracing import Span
 
@@ -31,6 +31,7 @@ __all__ = [
     "timelines_figure",
 ]
 
+_LINES = (BLUE, ORANGE, GREEN, RED, PURPLE, GREY)  # the lines of a picture, in this order
 _MARKERS = "osD^vP"
 _SHADES = (LIGHT_BLUE, BLUE)
 _WIDTH = 8.0
@@ -222,13 +223,13 @@ def lines_figure(
     factor = 100 if percent else 1
     for label, (xs, ys) in curves.items():
         place, style = divmod(labels.index(label), in_turns)
-        look: Any = {"color": LINES[place % len(LINES)], "linestyle": ("-", "--", ":")[style]}
+        look: Any = {"color": _LINES[place % len(_LINES)], "linestyle": ("-", "--", ":")[style]}
         axes.plot(xs, factor * np.asarray(ys), label=label, linewidth=2, **look)
     for label, (xs, ys) in (points or {}).items():
         curve = label.partition(": ")[0]
         place = labels.index(curve if curve in curves else label)
         marker = _MARKERS[labels.index(label)]
-        look = {"color": LINES[place // in_turns % len(LINES)], "marker": marker, "linestyle": ""}
+        look = {"color": _LINES[place // in_turns % len(_LINES)], "marker": marker, "linestyle": ""}
         axes.plot(xs, factor * np.asarray(ys), label=label, markersize=8, **look)
     if log_x:
         ticks = sorted({value for xs, _ in curves.values() for value in xs})
