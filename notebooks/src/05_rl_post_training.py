@@ -95,7 +95,7 @@ print(
 # %% [markdown]
 # ## One step, slowly
 #
-# **GRPO** (group relative policy optimisation) in four sentences. For each prompt, sample a *group* of answers.
+# **GRPO** (group relative policy optimization) in four sentences. For each prompt, sample a *group* of answers.
 # Check each of them. An answer's **advantage** is its reward minus the mean of its group, divided by the standard
 # deviation of its group: was it better than the model's other tries at the same problem? Then make each token of
 # an answer more likely or less likely, by the gradient of `advantage * log(probability)`.
@@ -266,7 +266,7 @@ print_table(["relative error of the gradient", *RULES], rows)
 #
 # ## The loop in Lightning
 #
-# The module below does this on every rank. It uses **manual optimisation**, since one `training_step` samples,
+# The module below does this on every rank. It uses **manual optimization**, since one `training_step` samples,
 # exchanges, scores and updates. It updates twice, on one half of the answers each. Before the second update the model
 # has changed since it sampled. The loss corrects for that with the scores, and clips the correction. The strategy takes
 # the mean over ranks of what they backpropagate, so each rank multiplies its sum by their number.
@@ -449,7 +449,7 @@ print(
 #
 # - Answers that are sampled differ in length, and their lengths are not known beforehand.
 # - Normalise in the group, place afterwards, sum, divide once: then the gradient is exact under any placement.
-# - In Lightning: manual optimisation, and four calls of `lightning_odc.rl`: claim, exchange, score, log-probabilities.
+# - In Lightning: manual optimization, and four calls of `lightning_odc.rl`: claim, exchange, score, log-probabilities.
 #   The advantages and the loss are your own.
 # - Ranks sample at their own pace, without dummy passes, and the one that is done helps the other.
 #
