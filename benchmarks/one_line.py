@@ -54,7 +54,7 @@ from notebooks.support.models import byte_llama
 EACH = 8  # samples of a rank in a step
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "data" / "one-line.json"
-#: The minibatches of a fit in which an audit falls, from the second epoch on: Note [The proof goes on].
+#: The minibatches of a fit in which an audit falls, from the second epoch on: Note [The proof continues].
 AUDITS = (10, 100)
 
 

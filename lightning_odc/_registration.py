@@ -25,8 +25,9 @@ def register() -> None:
         ODCStrategy.register_strategies(StrategyRegistry)
     for name in NAMES:
         if name not in STRATEGY_REGISTRY:
-            describe = "On-demand communication in Fabric"
-            STRATEGY_REGISTRY.register(name, _fabric_strategy, description=describe)
+            STRATEGY_REGISTRY.register(
+                name, _fabric_strategy, description="On-demand communication in Fabric"
+            )
     other = sys.modules.get(_OTHER)
     if other is not None:
         _explain_in(other)

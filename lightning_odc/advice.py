@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 from torch import nn
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_odc import host_memory
 from lightning_odc.arguments import Count, checked
@@ -30,8 +31,13 @@ WORTH = 1.03
 """A factor below this one is called none: what a plan leaves out is as large."""
 _MEMORY = {"A100": 80e9, "H100": 80e9, "H200": 141e9}
 _SIZES = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("intermediate_size", "vocab_size", "model_type"),
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "vocab_size",
+    "model_type",
 )
 _KNOWN = {  # Qwen 2.5, and Llama 3
     "1.5b": (1536, 28, 12, 2, 8960, 151936, "qwen2"),
@@ -84,9 +90,9 @@ class Advice:
 
     @property
     def line(self) -> str:
-        """The ``Trainer`` to write, below the import that it needs; empty if nothing is gained."""
+        """The ``Trainer`` to write, below the import that it needs; a comment that says so if nothing is gained."""
         if not self.helps:
-            return ""
+            return "# Nothing is gained: keep your strategy."
         where = 'accelerator="gpu", precision="bf16-mixed"'
         if self.device == "cpu":
             where = 'accelerator="cpu"'
@@ -130,10 +136,10 @@ class Advice:
             f"                 {gain.balanced_idle:4.0%} balanced\n"
             f"{padding}"
             f"model            {self.model}\n"
-            f"memory per rank  {self.states / 1e9:,.4g} GB for parameters, gradients and Adam\n"
-            f"                 {self.window / 1e9:,.4g} GB more on demand, for published parameters and sums of "
-            "gradients\n"
-            f"                 {self.memory / 1e9:,.4g} GB in all; the rest is for activations\n"
+            f"memory per rank  {tqdm.format_sizeof(self.states)}B for parameters, gradients and Adam\n"
+            f"                 {tqdm.format_sizeof(self.window)}B more on demand, for published parameters and sums "
+            "of gradients\n"
+            f"                 {tqdm.format_sizeof(self.memory)}B in all; the rest is for activations\n"
             f"devices          {self.devices} x {self.device}; {self.minibatch_size} samples per device and step"
         )
 
@@ -187,10 +193,9 @@ def advise(
     planner = Planner(devices, cap, "lb_mini", cost, collation=collation)
     order = np.random.default_rng(0).permutation(values)
     gain = planned_gain(order, together, math.ceil(minibatch_size / together), planner)
-    memory = _MEMORY.get(device, 0.0)
+    memory = _MEMORY.get(device) or host_memory.available(devices)
     published = 2
     if device == "cpu":
-        memory = host_memory.available(devices)
         published = 4
     return Advice(
         source,
@@ -218,13 +223,13 @@ def _read(given: Any) -> tuple[Ints, str]:
     path = Path(given)
     if not path.is_file():
         raise ValueError(
-            f"The lengths {given!r} are no file. Write a file with a length in every line, or longalign."
+            f"The lengths {given!r} are not a file. Write a file with a length in every line, or longalign."
         )
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines, 1):
         if not line.strip().isdecimal() or not int(line):
             raise ValueError(
-                f"{path}, line {number}: {line[:40]!r} is no length. Write a whole number of at least 1."
+                f"{path}, line {number}: {line[:40]!r} is not a length. Write a whole number of at least 1."
             )
     return as_lengths(list(map(int, lines)), path.name), f"{len(lines):,} samples of {path.name}"
 

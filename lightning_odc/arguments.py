@@ -94,7 +94,7 @@ def checked(made: Checked) -> Checked:
 
     if function is made:
         return cast(Checked, check_and_call)
-    setattr(made, "__init__", check_and_call)  # noqa: B010 - mypy knows no class here
+    setattr(made, "__init__", check_and_call)  # noqa: B010 - to mypy this is not a class
     return made
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
 
 from lightning_odc._version import __version__
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of ``lightning-odc`` and of ``python -m lightning_odc``; returns the exit code."""
     # It is 1 if the demo's losses disagree, a rank failed, or the doctor misses something; 2 for options that cannot
     # work; 130 after Ctrl-C; otherwise 0.
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
         description="On-demand, one-sided parameter sharding for Lightning.",
@@ -55,12 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     command = parser.parse_args(given[:1]).command
     place, text = COMMANDS[command]
-    own = argparse.ArgumentParser(prog=f"{PROGRAM} {command}", description=f"{text[0].upper()}{text[1:]}.")
+    own = argparse.ArgumentParser(prog=f"{PROGRAM} {command}", description=f"{text.capitalize()}.")
     try:
         module = import_module(place)
         module.add_arguments(own)
-        code: int = module.run(own.parse_args(given[1:]))
-        return code
+        _, unknown = own.parse_known_args(given[1:])
+        for word in unknown:
+            for close in get_close_matches(word, own.format_help().split(), 1):
+                own.error(f"unrecognized arguments: {word}. Did you mean {close}?")
+        return int(module.run(own.parse_args(given[1:])))
     except ModuleNotFoundError as error:
         print(f'{own.prog}: {error.name} is missing: pip install "lightning-odc[demo]"', file=sys.stderr)
         return BAD_USAGE

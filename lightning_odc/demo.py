@@ -48,8 +48,18 @@ EOS = 257
 VOCABULARY = 258
 LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 #: Tests, bundled applications, and tables in which nearly the same text stands many times.
-SKIPPED = {"dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages"}
-SKIPPED |= {"test", "tests", "turtledemo"}
+SKIPPED = {
+    "dist-packages",
+    "encodings",
+    "ensurepip",
+    "idlelib",
+    "lib2to3",
+    "pydoc_data",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
 
 
 def source_files() -> list[Path]:
@@ -71,8 +81,7 @@ def read_texts(max_length: int) -> list[bytes]:
         for node in tree.body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 first = min(part.lineno for part in [node, *node.decorator_list])
-                text = b"".join(lines[first - 1 : node.end_lineno])
-                texts.append(text)
+                texts.append(b"".join(lines[first - 1 : node.end_lineno]))
     return [text for text in texts if len(text) + 2 <= max_length]
 
 
@@ -139,13 +148,12 @@ def train(mode: str, options: argparse.Namespace, samples: Any) -> tuple[Timelin
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options."""
-    parser.add_argument("--devices", type=int, default=2, help="processes, one rank each (2)")
-    parser.add_argument("--minibatches", type=int, default=4, help="timed minibatches of a run (4)")
-    parser.add_argument("--repetitions", type=int, default=3, help="runs of each mode, in turns (3)")
-    parser.add_argument(
-        "--max-length", type=int, default=2048, help="longest sample in tokens, which are bytes (2048)"
-    )
-    parser.add_argument("--output", type=Path, default=Path("odc-demo"), help="folder for results (odc-demo)")
+    add = parser.add_argument
+    add("--devices", type=int, default=2, help="processes, one rank each (2)")
+    add("--minibatches", type=int, default=4, help="timed minibatches of a run (4)")
+    add("--repetitions", type=int, default=3, help="runs of each mode, in turns (3)")
+    add("--max-length", type=int, default=2048, help="longest sample in tokens, which are bytes (2048)")
+    add("--output", type=Path, default=Path("odc-demo"), help="folder for results (odc-demo)")
 
 
 def run(options: argparse.Namespace) -> int:

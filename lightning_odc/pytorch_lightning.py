@@ -50,7 +50,7 @@ class _OneName(MetaPathFinder, Loader):
 def _make_one() -> None:
     if any(isinstance(finder, _OneName) for finder in sys.meta_path):
         return
-    before = sorted(package for package in _SAME if package in sys.modules)
+    before = sorted(_SAME.keys() & sys.modules.keys())
     if before:
         raise ImportError(
             f"`{before[0]}` has been imported before, with classes of its own. Make this the first line of the "

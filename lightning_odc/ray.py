@@ -7,8 +7,10 @@ from lightning_odc.strategy import ODCStrategy
 try:
     from ray.train.lightning import RayFSDPStrategy
 except ModuleNotFoundError as error:
-    message = f'Ray Train needs {error.name}, which is not installed: pip install "lightning-odc[ray]"'
-    raise ModuleNotFoundError(message, name=error.name) from None
+    raise ModuleNotFoundError(
+        f'Ray Train needs {error.name}, which is not installed: pip install "lightning-odc[ray]"',
+        name=error.name,
+    ) from None
 
 
 class RayODCStrategy(ODCStrategy, RayFSDPStrategy):  # type: ignore[misc]

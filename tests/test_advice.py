@@ -73,7 +73,7 @@ def test_padding_is_counted_where_batches_are_padded() -> None:
 def test_where_nothing_is_gained_that_comes_first(changed: dict[str, Any]) -> None:
     advice = advise(changed.pop("lengths", UNEVEN), model="1.5b", **changed)
     assert not advice.helps
-    assert advice.line == ""
+    assert advice.line == "# Nothing is gained: keep your strategy."
     assert str(advice).startswith("This would not help: a step would be ")
     assert "Trainer" not in str(advice)
 
@@ -102,6 +102,7 @@ def test_memory_is_that_of_the_formulas() -> None:
     assert "model            Linear, 115,584 parameters" in str(lora)
     expected = (115_584 * 4 + 384 * 12) / 2
     assert lora.states == expected
+    assert "memory per rank  233kB for parameters" in str(lora)
     expected = (115_584 * 4 + 384 * 4) / 2
     assert lora.window == expected
 
@@ -136,9 +137,9 @@ WRONG = [
         {"lengths": "longaling"},
         "'longaling' are no file. Write a file with a length in every line, or longalign",
     ),
-    ({"lengths": "bad.txt"}, "bad.txt, line 3: '12 x' is no length"),
-    ({"lengths": "zero.txt"}, "zero.txt, line 2: '0' is no length"),
-    ({"lengths": "blank.txt"}, "blank.txt, line 2: '' is no length"),
+    ({"lengths": "bad.txt"}, "bad.txt, line 3: '12 x' is not a length"),
+    ({"lengths": "zero.txt"}, "zero.txt, line 2: '0' is not a length"),
+    ({"lengths": "blank.txt"}, "blank.txt, line 2: '' is not a length"),
     (
         {"model": "7c"},
         "The model 7c cannot be used: .*No such file.* Write 1.5b, 7b, 70b, or the path of the config",
@@ -176,8 +177,10 @@ def test_the_command_says_the_same(files: None, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == f"{advise('good.txt', model='7b')}\n"
     assert cli.main([*line, "--quiet"]) == 0
     assert capsys.readouterr().out == f"{ODC}\n"
+    assert cli.main([*line, "--quiet", "--devices", "1"]) == 0
+    assert capsys.readouterr().out == "# Nothing is gained: keep your strategy.\n"
     for wrong, message in (
-        ("--lengths bad.txt --model 7b", "advise: bad.txt, line 3: '12 x' is no length."),
+        ("--lengths bad.txt --model 7b", "advise: bad.txt, line 3: '12 x' is not a length."),
         ("--lengths good.txt --model 7c", "advise: The model 7c cannot be used"),
         ("--lengths good.txt --model 7b --devices 0", "advise(devices=0) cannot work"),
     ):

@@ -38,6 +38,8 @@ def test_alone_it_prints_help_with_examples_of_commands_that_exist(monkeypatch, 
         ("--vresion", "unrecognized arguments: --vresion"),
         ("advise --lenghts longalign --model 7b", "the following arguments are required: --lengths"),
         ("doctor --json", "unrecognized arguments: --json"),
+        ("doctor --hepl", "unrecognized arguments: --hepl. Did you mean --help?"),
+        ("demo --devcies 2", "unrecognized arguments: --devcies. Did you mean --devices?"),
         ("demo --devices two", "argument --devices: invalid int value: 'two'"),
     ],
 )

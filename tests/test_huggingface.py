@@ -322,7 +322,7 @@ def test_a_loss_that_couples_samples_later_is_found_and_batches_stay_whole_from_
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @on_ranks(2)
 def test_samples_are_shared_out_under_mixed_precision_and_with_compiled_layers(rank, tmp_path, compiled):
-    """The loss is tried in float64, also where units get and return 16 bits."""
+    """The loss is tested in float64, also where units get and return 16 bits."""
     made = balanced(str(tmp_path), bf16=True)
     for layer in made.model.model.layers:
         if compiled:
@@ -439,5 +439,5 @@ def _die(rank: int, folder: str) -> None:
 def test_the_others_hear_of_a_rank_that_dies(tmp_path):
     survivor, killed = try_ranks(_die, str(tmp_path), timeout=60)
     # It may have been in a collective of Trainer's: that error has a note.
-    assert re.search(r"rank 1 \(process \d+\) ended without a word .*SIGKILL", survivor.error)
+    assert re.search(r"rank 1 \(process \d+\) ended without an error message .*SIGKILL", survivor.error)
     assert killed.exitcode == -signal.SIGKILL

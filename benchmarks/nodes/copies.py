@@ -178,16 +178,16 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _engine_of(variant: str, layout: Layout, address: str) -> tuple[Engine, DeviceMesh]:
     """The engine of a variant, and the mesh over which it shards."""
-    everybody = process_group_rendezvous(dist.group.WORLD)
+    rendezvous = process_group_rendezvous(dist.group.WORLD)
     mesh = mesh_for("cpu", layout.world_size)
     if variant == STOCK:
-        return CollectiveEngine(layout.world_size, everybody), mesh
+        return CollectiveEngine(layout.world_size, rendezvous), mesh
     row = layout.row_of(layout.node)
     within = process_group_rendezvous(mesh_of(layout, "cpu")["shard"].get_group())
     store = _compat.default_store()
     engine = OnDemandEngine(
         partial(SharedMemoryTransport, row.index(layout.rank), PER_HOST, within, row),
-        everybody,
+        rendezvous,
         timeout=_TIMEOUT,
         gather_cache=GatherCache("auto", HostMemory(layout.world_size)),  # all hosts share this machine's
         accumulator_dtype=torch.bfloat16 if variant == FULL_BF16 else None,
@@ -195,7 +195,7 @@ def _engine_of(variant: str, layout: Layout, address: str) -> tuple[Engine, Devi
             CopiesProtocol,
             layout=layout,
             column=ColumnGroup(layout, torch.device("cpu"), _STALL),
-            make_leaders=partial(Leaders, layout, everybody, store, address, _SILENCE),
+            make_leaders=partial(Leaders, layout, rendezvous, store, address, _SILENCE),
         ),
     )
     return engine, mesh

@@ -48,8 +48,8 @@ def lead(port: int, nodes: int, own: range, meetings: int, size: int) -> list[fl
     store = connect(port)
 
     def opened(node: int) -> Leaders:
-        everybody = lambda _: [("", _HOST)] * nodes  # noqa: E731  # as if all had answered
-        one = Leaders(Layout(nodes, 1, node), everybody, PrefixStore(f"{nodes}", store), _HOST, 3600.0)
+        rendezvous = lambda _: [("", _HOST)] * nodes  # noqa: E731  # as if all had answered
+        one = Leaders(Layout(nodes, 1, node), rendezvous, PrefixStore(f"{nodes}", store), _HOST, 3600.0)
         one.open()
         return one
 
@@ -73,9 +73,9 @@ def _between(ends: list[float]) -> list[float]:
     return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
-def _meet_at(store: TCPStore, place: str, own: int, everybody: int) -> None:
+def _meet_at(store: TCPStore, place: str, own: int, count: int) -> None:
     store.add(place, own)
-    while store.add(place, 0) < everybody:
+    while store.add(place, 0) < count:
         time.sleep(0.01)
 
 

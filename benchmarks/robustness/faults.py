@@ -320,9 +320,9 @@ def table(results: list[Result]) -> str:
 def _cell(result: Result | None) -> str:
     if result is None:
         return ""
-    everybody = result.fault.startswith("terminated")  # all ranks act on it, so there is no rank to name
+    all_ranks = result.fault.startswith("terminated")  # all ranks act on it, so there is no rank to name
     text = f"{result.seconds:.1f} s"
-    if not everybody and result.named != result.survivors:
+    if not all_ranks and result.named != result.survivors:
         text += " (not named)"
     return text
 

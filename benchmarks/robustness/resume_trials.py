@@ -1,7 +1,7 @@
 """Kills a training at a random moment and takes it up again, until it is through: is the end the one without crashes?
 
 ``python -m benchmarks.robustness.resume_trials --crashes 20`` is what ``docs/data/faults.md`` reports. Every
-process of the job is killed with SIGKILL (as by a machine that goes down), or one of them alone; a new job goes on
+process of the job is killed with SIGKILL (as by a machine that goes down), or one of them alone; a new job continues
 with the last checkpoint.
 """
 
@@ -151,7 +151,7 @@ class Trial:
 
     Attributes:
         crashes: The killed rank and backward pass, whether the whole job was killed, and the step from
-            which the next job went on.
+            which the next job continued.
         equal: the end is that of the uninterrupted run, bit by bit.
         samples_exact: every epoch saw every sample once, counting only steps that are part of the final parameters.
     """

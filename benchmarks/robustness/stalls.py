@@ -37,7 +37,7 @@ class Stall:
     """How one trial ended.
 
     Attributes:
-        seconds: Time from the moment in which the victim went on, or was killed, until every rank had ended.
+        seconds: Time from the moment in which the victim continued, or was killed, until every rank had ended.
         reports: survivors that wrote a report.
         named: survivors whose report, or last error, says where the victim was.
         same: all ranks ended, in the parameters of an undisturbed run, bit by bit (except with locks).
@@ -129,7 +129,7 @@ def table(stalls: list[Stall]) -> str:
         "stalled",
         "where",
         "others that reported",
-        "training went on and ended bit-equal",
+        "training continued and ended bit-equal",
         "gave up after",
     )
     return markdown(head, map(_cells, stalls))

@@ -54,7 +54,7 @@ def _numbers(lengths: Any, name: str) -> Floats:
     """One number for each sample, ``[n]``."""
     try:
         if np.asarray(lengths).dtype.kind in "bUS":  # numpy would make numbers of them
-            raise TypeError("Text and truth values are no numbers.")
+            raise TypeError("Text and truth values are not numbers.")
         array = floats(lengths)
         if array.ndim != 1:
             raise ValueError(f"These have shape {list(array.shape)}.")

@@ -30,8 +30,8 @@ from lightning_odc.balance.search import improve, longest_first
 
 _ATTEMPTS = 64
 _TOLERANCE = 5e-3
-_FEW = 64  # samples up to which more is tried
-_MANY = 256  # samples above which less is tried
+_FEW = 64  # samples up to which the search is longer
+_MANY = 256  # samples above which the search is shorter
 _LONGEST_RUN = 3
 
 

@@ -5,7 +5,7 @@ Note [One speed per rank]
 The speed of a rank in a microbatch is what the microbatch costs over the seconds that it took. So all microbatches
 count alike, long or short. The speed of a rank is the mean of these, each weighted by itself, so that a pause hardly
 counts. Older microbatches count like ``_MEMORY`` new ones, however many they are. If the cost is right, the speeds of a
-rank differ by noise alone. A cost that knows no model is tried with several shares of the quadratic part, and the one
+rank differ by noise alone. A cost without a model is tested with several shares of the quadratic part, and the one
 by which speeds of the same rank are most alike is right. Example: samples of 1,000 and 4,000 tokens take 2 and 20
 seconds. By ``s + s^2 / 1000``, both speeds are 1,000; by ``s + s^2 / 4000``, they are 625 and 400.
 
@@ -13,7 +13,7 @@ Ranks are taken for equal unless they differ by more than chance, and the share 
 errs clearly less: then all runs have the same plans. If a rank becomes slow, its old speeds are forgotten after about
 20 microbatches.
 
-All ranks have equal sums, since they send them to each other: Note [Plans of what everybody knows]. From these they
+All ranks have equal sums, since they send them to each other: Note [Plans of what all ranks know]. From these they
 compute by single operations of floats, which give the same numbers on all processors.
 """
 
@@ -38,7 +38,7 @@ _GAIN = 0.02  # of the relative error, that another share must save
 _SHARES = [2.0**power for power in range(-5, 9) if power]  # of the quadratic part, relative to the given one
 
 Sums = list[float]
-"""Of some microbatches: how many; then, for each cost that is tried, the sums of speeds and of squared speeds."""
+"""Of some microbatches: how many; then, for each cost in question, the sums of speeds and of squared speeds."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class MeasuredCost:
 
     Args:
         num_ranks: How many ranks are measured.
-        prior: The cost as it was given. Of a `PolynomialCost`, which knows no model, the share of the quadratic part is
+        prior: The cost as it was given. Of a `PolynomialCost`, which has no model, the share of the quadratic part is
             found, too.
     """
 
@@ -108,7 +108,7 @@ class MeasuredCost:
         return None
 
     def _speeds(self, place: int) -> list[_Speed]:
-        """The speed of every rank by one of the costs that are tried."""
+        """The speed of every rank by one of the costs in question."""
         speeds = []
         for count, *sums in self._sums:
             total = sums[2 * place]

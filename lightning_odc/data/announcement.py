@@ -31,9 +31,7 @@ def _data(loader: BalancedDataLoader) -> str:
         f"{lengths.mean():,.0f} on average"
     )
     if loader.collation is None:
-        return (
-            f"{found}; the collate_fn could not be recognized, and its microbatches are taken for packed ones"
-        )
+        return f"{found}; the collate_fn could not be recognized, and its microbatches are planned as packed ones"
     return f"{found}; the collate_fn {loader.collation.describe()}"
 
 
@@ -52,7 +50,7 @@ def _plan(loader: BalancedDataLoader) -> str:
     if loader.info.whole:
         can_level = loader.options.batches > 1 and loader.info.whole == "movable"
         return "your batches are left as they are" + (
-            "; ranks swap some of them, to be level" if can_level else ""
+            "; ranks exchange some of them, to have equal work" if can_level else ""
         )
     return f'policy "{recipe.policy}"; {_cost(loader.options, loader.learns)}'
 

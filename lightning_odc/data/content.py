@@ -70,7 +70,7 @@ def parts_in(batch: Any) -> Iterable[tuple[Any, Any]]:
 
 def sizes_of(batch: Any) -> list[int]:
     """Sizes of the samples that a batch seems to hold: tokens in a packed row, else 1 each; empty for one sample."""
-    # Nothing in a batch says which axis holds samples. So what was cut is to be tried: Note [The loss is tried].
+    # Nothing in a batch says which axis holds samples. So what was cut must be tested: Note [The loss is tested].
     bounds = _bounds(batch)
     if bounds:
         return [end - begin for begin, end in pairwise(bounds)]

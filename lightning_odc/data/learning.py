@@ -1,7 +1,7 @@
 """What a loader learns while its minibatches run: costs, and a cap.
 
-Note [Plans of what everybody knows]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Note [Plans of what all ranks know]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Every rank plans alone, so equal plans need equal costs. Measured times reach all ranks with the meeting that ends an
 optimizer step, as sums that each rank has made of its own. So all ranks have the same numbers, and find the same cost.
 
@@ -41,7 +41,7 @@ class Known(NamedTuple):
 
 
 class Learning:
-    """What is learnt, as each plan may use it; see Note [Plans of what everybody knows].
+    """What is learnt, as each plan may use it; see Note [Plans of what all ranks know].
 
     Attributes:
         cost: Learns how long microbatches take; ``None`` if nothing does.
@@ -129,7 +129,7 @@ class Learning:
             return
         if state.get("first") != self._first:
             warnings.warn(
-                "What max_tokens had learnt is not taken over: it began with another number, or on other ranks.",
+                "The max_tokens of the checkpoint is not used: it began with another number, or on other ranks.",
                 stacklevel=3,
             )
             return

@@ -81,7 +81,7 @@ class RunInfo:
         False  # whether ranks wait for each other in every microbatch, so that all need equally many
     )
     packs: bool | None = None  # whether samples are packed. `None`: as the user wrote
-    # what a trial of the loss has found, see Note [The loss is tried]. `None`: as the user wrote
+    # what a trial of the loss has found, see Note [The loss is tested]. `None`: as the user wrote
     weighting: Weighting | None = None
     counter: LabelCounter | None = None  # what is counted in microbatches instead of planned weights
     whole: Whole = ""
@@ -174,7 +174,7 @@ class BatchOptions:
         if cap is None and lengths is not None:
             cap = self._largest_batch(lengths, num_replicas, info.collation)
         cost = self.cost
-        if self.is_auto:  # what times show is given to each plan: see Note [Plans of what everybody knows]
+        if self.is_auto:  # what times show is given to each plan: see Note [Plans of what all ranks know]
             cost = info.first_cost
         return Planner(num_replicas, cap, self.policy, cost, collation=info.collation)
 

@@ -201,7 +201,9 @@ class Engine(Traced, ABC):
         part = self._model if module is None else module
         known = set(self._model.parameters())
         if not known.issuperset(part.parameters()):
-            raise ValueError(f"stream_parameters({type(part).__name__}) is no part of the model that trains.")
+            raise ValueError(
+                f"stream_parameters({type(part).__name__}) is not a part of the model that trains."
+            )
         return {parameter: _compat.checkpoint_name(name) for name, parameter in part.named_parameters()}
 
     @property

@@ -183,7 +183,7 @@ class Peers:
             endings = [self._transport.how_ended(peer) or "unknown" for peer in dead]
             how = f"(killed, out of memory, or crashed). How it ended: {', '.join(endings)}."
             verdict = self._kills.verdict()  # see Note [Whom the kernel ended]
-            return f"{names} ended without a word {how} {verdict}".rstrip() + f"\n{self.report()}"
+            return f"{names} ended without an error message {how} {verdict}".rstrip() + f"\n{self.report()}"
         for peer in [*first, *failures]:
             failed, own = self._job_ranks(peer)
             return f"Rank {failed} failed, so rank {own} stops too. Its error was:\n{failures[peer]}"

@@ -199,9 +199,10 @@ class Protocol(RankState):
         for peer, other in zip(self._ranks, kinds, strict=True):
             if other != kind:
                 raise DisagreementError(
-                    f"Rank {self._job_rank} is at {kind!r} of meeting {self._meetings}, rank {peer} at {other!r}. "
-                    "Every rank needs the same number of Lightning batches and optimizer steps; unequal work belongs "
-                    "inside a Minibatch (0 to k microbatches), and `trainer.should_stop` is set on all ranks."
+                    f"Rank {self._job_rank} is at {kind!r} of synchronization {self._meetings}, rank {peer} at "
+                    f"{other!r}. Every rank needs the same number of Lightning batches and optimizer steps; unequal "
+                    "work belongs inside a Minibatch (0 to k microbatches), and `trainer.should_stop` is set on all "
+                    "ranks."
                 )
         return items
 
@@ -260,7 +261,7 @@ class Protocol(RankState):
         self.peers.begin(Activity.MEET)
         self.transport.post(box, message)
         self.transport.store(Word.MEETING, self._meetings)
-        place = f"at meeting {self._meetings} ({kind})"
+        place = f"at synchronization {self._meetings} ({kind})"
         self.await_all(Word.MEETING, self._meetings, place, lambda _: self.peers.check_not_past())
         messages = [
             message if peer == self.transport.rank else self.transport.fetch(peer, box)

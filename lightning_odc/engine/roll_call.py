@@ -88,7 +88,7 @@ class RollCall:
                 return f"Rank {rank} failed. Its error was:\n{told}"
             elif how:
                 place = f"process {pid} on {socket.gethostname()}"
-                return f"Rank {rank} ({place}) ended without a word. How it ended: {how}."
+                return f"Rank {rank} ({place}) ended without an error message. How it ended: {how}."
         return followed
 
     def _said_by(self, rank: int) -> Any:

@@ -3,9 +3,9 @@
 Note [What Trainer computes]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 ``Trainer`` adds up the losses of all batches of an optimizer step. It tells a loss how many labels the whole step has,
-and divides the loss by the number of batches if it thinks that the loss ignores that number. So the loss is tried
-twice, as Note [The loss is tried] says: as the loss of a microbatch alone, and as one of a step that consists of copies
-of it. Then values that are gathered from other ranks are other ones, too. ::
+and divides the loss by the number of batches if it thinks that the loss ignores that number. So the loss is tested
+twice, as Note [The loss is tested] says: as the loss of a microbatch alone, and as one of a step that consists of
+copies of it. Then values that are gathered from other ranks are other ones, too. ::
 
     loss of a microbatch                alone       in a step of 3 batches
     sum over labels / labels            S / n       3 S / 3 n: the same
@@ -37,7 +37,7 @@ from lightning_odc.trial.run import BatchOf, Step
 from lightning_odc.trial.samples import TrialSamples
 from lightning_odc.trial.untouched import restorer
 
-#: So many groups of samples are tried as one of several batches, too.
+#: So many groups of samples are tested as one of several batches, too.
 _MOST_SCALES = 3
 #: How far the scales of losses may differ, which rounding makes differ.
 _SCALES_DIFFER = 1e-4

@@ -17,7 +17,7 @@ from lightning_odc.sharding.wrapping import default_units
 
 
 def shards_on_cpu(accelerator: Any, args: Any) -> bool:
-    """Let Accelerate shard on CPU ranks as it does on GPUs; 1.15 ignores ``fsdp`` there, without a word."""
+    """Let Accelerate shard on CPU ranks as it does on GPUs; 1.15 ignores ``fsdp`` there, silently."""
     state = accelerator.state
     if state.distributed_type != DistributedType.MULTI_CPU:
         return False

@@ -3,7 +3,7 @@
 Note [Labels are counted]
 ~~~~~~~~~~~~~~~~~~~~~~~~~
 The mean over the labels of a minibatch is ``sum_m n_m L_m / sum_m n_m``, where ``n_m`` counts those of microbatch
-``m``. So that count is the weight, on any rank, if the loss is a mean over labels: Note [The loss is tried]. Two
+``m``. So that count is the weight, on any rank, if the loss is a mean over labels: Note [The loss is tested]. Two
 samples, the prompts masked (``-`` stands for -100)::
 
     labels                      tokens  a causal model counts           planned by tokens: wrong

@@ -28,7 +28,7 @@ class Measured(NamedTuple):
 
     times: Sums  # empty if nothing learns from them
     ran_out: list[tuple[int, int]]  # `size_of` the microbatches that did
-    contradiction: str = ""  # what an audit has found, see Note [The proof goes on]
+    contradiction: str = ""  # what an audit has found, see Note [The proof continues]
 
 
 class Measurements:

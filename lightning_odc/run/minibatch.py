@@ -42,7 +42,7 @@ class Door(Protocol):
         """Run a backward pass."""
 
     def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
-        """What the loss is a mean over; see Note [The loss is tried]. It leaves no trace."""
+        """What the loss is a mean over; see Note [The loss is tested]. It leaves no trace."""
 
     def move(self, microbatch: Any) -> Any:
         """Bring what a loader has read to the device."""
@@ -309,16 +309,16 @@ class Runner:
 def tasks(engine: Engine, minibatch: Minibatch) -> Iterator[Task]:
     """The microbatches for this rank to run, its own and then those of loaded peers, until nothing is left to do."""
     own = list(minibatch.tasks())
-    everybody = minibatch.all_ranks
-    if everybody is None:
+    shares = minibatch.all_ranks
+    if shares is None:
         for index, task in enumerate(own):
             engine.begin_microbatch(index)
             yield task
         return
-    claimed = engine.claims(everybody.place, everybody.costs, trains=True)
+    claimed = engine.claims(shares.place, shares.costs, trains=True)
     for index, (place, number) in enumerate(claimed):
         engine.begin_microbatch(index)
-        if place == everybody.place:
+        if place == shares.place:
             yield own[number]
         else:
-            yield everybody.task(place, number)
+            yield shares.task(place, number)

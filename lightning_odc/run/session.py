@@ -5,11 +5,11 @@ Note [The life of a rule]
 What microbatches count is a rule that a trial of the loss has found. A fit begins ``UNTRIED``; so it stays where the
 user says what counts. ::
 
-    UNTRIED         `begin` tries the loss. Where that raises, batches stay whole, and the first batch tries again
+    UNTRIED         `begin` tests the loss. If that raises, batches are left as they are, and the first batch is tested
       -> HOLDS          a rule explains the loss: microbatches count by it, and audits continue
       -> WHOLE          no rule explains it: the user's batches are left as they are
     HOLDS
-      -> CONTRADICTED   an audit has found samples that the rule does not explain: from now on, batches stay whole
+      -> CONTRADICTED   an audit has found samples that the rule does not explain: batches are left as they are
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Host(Protocol):
     places: int  # how many share the data
     measures: bool  # whether times of microbatches may change plans
     repeats: bool  # whether runs must be bit-equal
-    levels_whole: bool  # whether batches that stay whole may move from rank to rank
+    levels_whole: bool  # whether batches that are left as they are may move from rank to rank
 
     def try_samples(self, samples: TrialSamples) -> Verdict:
         """What the loss of some samples is a mean over."""
@@ -88,9 +88,9 @@ class Session:
         self._host: Host | None = None  # from `begin` on
         self._known = NOTHING_KNOWN  # without what the rule decides
         self._verdict = Verdict(None)
-        self._communicates = False  # whether the step that was tried talks to other ranks
-        self._finds_rule = False  # whether the loss is tried: the user does not say what counts
-        self._must_gain = False  # else batches stay whole
+        self._communicates = False  # whether the tested step communicates with other ranks
+        self._finds_rule = False  # whether the loss is tested: the user does not say what counts
+        self._must_gain = False  # else batches are left as they are
         self._is_converted = False  # whether the loader was the user's own
         self._is_decided = False  # whether all but the rule is
         self._has_announced = False
@@ -213,7 +213,7 @@ class Session:
             )
 
     def _find_rule(self, loader: BalancedDataLoader, is_last_chance: bool = False) -> None:
-        """Let microbatches count what the loss is a mean over; see Note [The loss is tried]."""
+        """Let microbatches count what the loss is a mean over; see Note [The loss is tested]."""
         if self.life is not Life.UNTRIED or not self._finds_rule:
             return
         self._verdict = try_together(self.host.engine, loader, self._try_samples)
@@ -281,8 +281,8 @@ class Session:
         name = self.host.wording.step
         self.host.warn(
             f"In step {step}, batches are not weighed by what your loss is a mean over: {contradiction}. {name} may "
-            "cut or leave out long samples, or its loss has begun to couple samples. Gradients of such steps were off. "
-            f"{effect}. {self._what_helps()}"
+            "cut or leave out long samples, or its loss has begun to couple samples. Gradients of such steps were "
+            f"wrong. {effect}. {self._what_helps()}"
         )
 
     def begin_epoch(self) -> None:

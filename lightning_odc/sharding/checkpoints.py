@@ -180,7 +180,7 @@ def load(
         path = _beside(path, "before")  # a job died while it wrote, see `save_shards`
     if isinstance(path, Path) and not path.is_file():
         if not _compat_lightning.is_sharded_checkpoint(path):
-            raise FileNotFoundError(f"{path} is no checkpoint: neither a file nor a directory of shards.")
+            raise FileNotFoundError(f"{path} is not a checkpoint: neither a file nor a directory of shards.")
         rest = _load_shards(path, model, strict, weights_only)
     else:
         rest = _read(path, checkpoint_io, weights_only)
@@ -258,7 +258,7 @@ def _labelled(
             if isinstance(label, str):
                 if label not in names:
                     raise ValueError(
-                        f"The checkpoint has optimizer state for {label!r}, which is no parameter of this model. "
+                        f"The checkpoint has optimizer state for {label!r}, which is not a parameter of this model. "
                         "Resume with the `configure_optimizers` that it was saved with."
                     )
                 known[label] = names[label]

@@ -224,14 +224,14 @@ def _take_over(trainer: Trainer, outcome: Outcome) -> None:
     unknown = module.load_state_dict(outcome.weights, strict=False, assign=on_meta).unexpected_keys
     if unknown:
         warnings.warn(
-            f"The model of the notebook has no {unknown[0]!r}, which `configure_model` made on the ranks. What it was "
-            "trained to is in the checkpoints of ModelCheckpoint.",
+            f"The model of the notebook has no {unknown[0]!r}, which `configure_model` made on the ranks. Its "
+            "trained values are in the checkpoints of ModelCheckpoint.",
             stacklevel=3,
         )
 
 
 def end_scripts_at_exit(launcher: object, seconds: float) -> None:
-    """Let no process of Lightning's script launcher outlive this one, which waits so long, nor fail without a word."""
+    """Let no process of Lightning's script launcher outlive this one, which waits so long, nor fail silently."""
     processes = getattr(launcher, "procs", None) or ()
     children = [child for child in processes if isinstance(child, subprocess.Popen)]
     # Lightning's own launcher looks at them while this process runs.

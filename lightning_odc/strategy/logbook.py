@@ -322,7 +322,7 @@ def metric_of(total: Total, module: LightningModule) -> Metric:
     if metric is None:
         raise DisagreementError(
             f"Another rank logged {total.name!r}, a torchmetrics object that is its `self.{attribute}`; this rank has "
-            "no such metric, so the ranks cannot synchronise it. Make it in `__init__`, on every rank."
+            "no such metric, so the ranks cannot synchronize it. Make it in `__init__`, on every rank."
         )
     return metric
 

@@ -1,4 +1,4 @@
-"""A trial of the loss inside Lightning: what of the trainer's it must not touch; see Note [The loss is tried]."""
+"""A trial of the loss inside Lightning: what of the trainer's it must not touch; see Note [The loss is tested]."""
 
 from __future__ import annotations
 

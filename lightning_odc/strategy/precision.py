@@ -143,7 +143,7 @@ class ODCPrecision(FSDPPrecision):
     def _is_named(self, tensor: Tensor) -> bool:
         """Whether the precision names what becomes of a tensor, and it has another dtype."""
         # 16 and bf16 stand for all real numbers, 32 for those that are narrower: they lose nothing. Digits of
-        # float64 and imaginary parts would be lost without a word. The dtype of quantised weights (of bitsandbytes,
+        # float64 and imaginary parts would be lost silently. The dtype of quantised weights (of bitsandbytes,
         # say) is how their bits are stored.
         dtype = tensor.dtype
         if not dtype.is_floating_point or hasattr(tensor, "quant_state"):

@@ -39,7 +39,7 @@ def part_of_the_cores(device_type: str, ranks: int) -> Iterator[None]:
 
 @contextmanager
 def store_on_loopback(strategy: LightningStrategy) -> Iterator[None]:
-    """Make the process group in this context: on one machine, its store, which knows no password, is not for others.
+    """Make the process group in this context: on one machine, its store, which has no password, is not for others.
 
     torch's own listens on all interfaces. This one listens on that of ``MASTER_ADDR``, by default the loopback. torch
     takes a store that its process has at the port already. The store of ``torchrun`` is that of its agent.

@@ -2,7 +2,7 @@
 
 Note [A trial without chance]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Losses can be compared if they differ by nothing but the samples. So while a step is tried, a ``TorchFunctionMode`` is
+Losses can be compared if they differ by nothing but the samples. So while a step is tested, a ``TorchFunctionMode`` is
 between its code and torch. It computes in float64: 16-bit rounding is ten times the difference between the losses of an
 untrained model. It leaves dropout out, in training mode, in which batch norm shows that it couples samples. Random
 numbers are constants, or a permutation that mixes up samples, so that mixup shows. Where float64 fails, say

@@ -1,7 +1,7 @@
 """Whether the rule that weighs microbatches still explains their losses, while a run trains.
 
-Note [The proof goes on]
-~~~~~~~~~~~~~~~~~~~~~~~~
+Note [The proof continues]
+~~~~~~~~~~~~~~~~~~~~~~~~~~
 A rule is chosen before training, on a few samples. Later samples may be longer than what a step cuts, and from some
 epoch on a loss may have a term that couples samples. So in the first minibatch, and after 10, 100, 1,000, ... of them,
 every rank tries two to eight samples of the data set, short and long ones, which it reads again. A stream cannot be
@@ -14,13 +14,13 @@ read again, so there they are of its largest microbatch, which may take longer. 
 An audit takes at most 15 % of the rank's step, if two of the samples are short enough. To go forward and backward
 through the T tokens of a minibatch takes as long as to go forward through 3 T. Of n samples, the longest of which has b
 tokens, three passes compute 2 n b. So samples are chosen of which 2 n b is 0.4 T at most. In T = 3,400, these are two
-of up to 340. Where b is 128 at most, they are tried in any case: that takes no time. After 1,000 minibatches, 2 n b may
-be 2 T: an audit takes less than 0.1 % of all the steps before it, and reaches long samples.
+of up to 340. Where b is 128 at most, they are tested in any case: that takes no time. After 1,000 minibatches, 2 n b
+may be 2 T: an audit takes less than 0.1 % of all the steps before it, and reaches long samples.
 
 The passes run in the arithmetic of training. Where it rounds more than 32 bits do, or the rule fails, float64 decides.
 That may take 16 times as long, so the next audit takes shorter samples.
 
-A step runs forward alone and leaves no trace, as in Note [The loss is tried]. Ranks do not wait for each other. What
+A step runs forward alone and leaves no trace, as in Note [The loss is tested]. Ranks do not wait for each other. What
 one has found, all hear when they settle.
 """
 
@@ -51,7 +51,7 @@ TryRule = Callable[[BatchOf, Sequence[int], Rule], Verdict]
 
 @dataclass
 class Audit:
-    """Tries a rule again and again; see Note [The proof goes on]."""
+    """Tries a rule again and again; see Note [The proof continues]."""
 
     rule: Rule
     minibatches: int = 0  # that have begun

@@ -1,9 +1,9 @@
-"""What functions of random numbers return while a loss is tried: constants, which are the same for every sample.
+"""What functions of random numbers return while a loss is tested: constants, which are the same for every sample.
 
 Numbers are 0.5, or the middle of the bounds that a function gets. A permutation is a reversal, so that samples that a
 step mixes are seen to be mixed. Constants are written over what was drawn, and so have its shape, dtype and device.
 A function that is in none of these tables draws other numbers for a sample alone than among others. So no rule explains
-the loss, and batches stay whole. A test says which functions of torch that are.
+the loss, and batches are left as they are. A test says which functions of torch that are.
 """
 
 from __future__ import annotations

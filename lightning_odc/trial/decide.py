@@ -1,11 +1,11 @@
 """Which count of a microbatch explains the losses of a few samples.
 
-Note [The loss is tried]
-~~~~~~~~~~~~~~~~~~~~~~~~
+Note [The loss is tested]
+~~~~~~~~~~~~~~~~~~~~~~~~~
 A loss that is a weighted mean over samples has ``L(ab) = (w_a L(a) + w_b L(b)) / (w_a + w_b)``. So the losses of two
 samples, alone and together, tell ``w_a : w_b``. What training needs is a number that can be counted in any microbatch
 and has this ratio. Candidates are samples, tokens, and the entries of every tensor of the batch that are not ignored.
-A candidate must add up, ``w(ab) = w(a) + w(b)``, and explain the loss of every group that was tried. ::
+A candidate must add up, ``w(ab) = w(a) + w(b)``, and explain the loss of every group that was tested. ::
 
     a has 2 labels, b has 8                         L(a) = 3, L(b) = 2, and together
     mean over labels                                (2 * 3 + 8 * 2) / 10 = 2.2
@@ -24,7 +24,7 @@ part::
                                                         because no sample is so long that the step cuts it
 
 Groups hide what samples show. So where they do not tell rules apart, or an unusual one is chosen, or the longest sample
-contradicts it, each of the seven is tried by itself, and then the longest together with five others.
+contradicts it, each of the seven is tested by itself, and then the longest together with five others.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Verdict:
 
 
 def decide(tried: Sequence[Tried], noise: float, chosen: Rule | None = None) -> Verdict:
-    """Which rule explains all losses; see Note [The loss is tried].
+    """Which rule explains all losses; see Note [The loss is tested].
 
     Args:
         tried: The losses.
@@ -114,7 +114,7 @@ def fitting_rules(tried: Sequence[Tried], noise: float) -> list[Rule]:
 
 
 def _divided(tried: Sequence[Tried]) -> list[tuple[Tried, list[Tried]]]:
-    """The groups that consist of others that were tried, the largest of these first; and those others."""
+    """The groups that consist of other tested ones, the largest of these first; and those others."""
     divided = []
     for group in tried:
         left = {*group.samples}

@@ -14,7 +14,7 @@ _MOST_TRIED = 12  # samples of a microbatch
 
 
 class PartRules:
-    """What parts of microbatches count; those that look alike are tried once."""
+    """What parts of microbatches count; those that look alike are tested once."""
 
     def __init__(self) -> None:
         self._by_look: dict[Any, Verdict] = {}

@@ -47,7 +47,7 @@ def try_loss(
     restores: Iterable[Restore] = (),
     rule: Rule | None = None,
 ) -> Verdict:
-    """Which rule explains the loss of a step, and whether the step talks to other ranks; Note [The loss is tried].
+    """Which rule explains the loss of a step, and whether the step talks to other ranks; Note [The loss is tested].
 
     Args:
         step: Runs a batch.
@@ -56,7 +56,7 @@ def try_loss(
         modules: What the step may change: all modules whose attributes and buffers are put back.
         device: The device whose random numbers are put back.
         restores: What puts back what else the step may change; see `restorer`.
-        rule: The only rule to try, with all samples; see Note [The proof goes on].
+        rule: The only rule to try, with all samples; see Note [The proof continues].
     """
     listener = CollectiveListener()
     touched = [*modules]
@@ -97,7 +97,7 @@ class Losses:
     draw_elsewhere = False  # random numbers of numpy's or Python's global generator
 
     def verdict(self) -> Verdict:
-        """The rule that was chosen on some samples, and explains others, too; see Note [The loss is tried]."""
+        """The rule that was chosen on some samples, and explains others, too; see Note [The loss is tested]."""
         tried = self.of_telling_groups()
         together = tried[-1].samples
         if not self.listener.heard:
@@ -141,7 +141,7 @@ class Losses:
         return tried
 
     def of_confirming_groups(self, tried: Sequence[Tried], rule: Rule | None, most: int) -> list[Tried]:
-        """The losses of further samples, without and with some that a rule counts; none if all samples were tried."""
+        """The losses of further samples, without and with some that a rule counts; none if all samples were tested."""
         partner = next(group.samples for group in tried if rule is None or group.counts[rule])
         known = {sample for group in tried for sample in group.samples}
         others = sorted({*range(len(self.tokens))} - known, key=self.tokens.__getitem__)
@@ -154,7 +154,7 @@ class Losses:
         return []
 
     def verdict_on(self, rule: Rule) -> Verdict:
-        """The rule, if it explains the loss of all samples together; see Note [The proof goes on]."""
+        """The rule, if it explains the loss of all samples together; see Note [The proof continues]."""
         self.rules = [rule]
         everything = tuple(range(len(self.tokens)))
         middle = len(everything) // 2

@@ -1,4 +1,4 @@
-"""The samples that a loss is tried with, the batches that they make, and which of them go together."""
+"""The samples that a loss is tested with, the batches that they make, and which of them go together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_odc.data.weighting import Rule
 from lightning_odc.trial.decide import Counts
 
 Group = Sequence[int]
-"""Positions of samples that are tried together."""
+"""Positions of samples that are tested together."""
 
 _TRIED = 8  # samples
 _SHORT = 16  # of those that were read

@@ -18,7 +18,7 @@ def try_together(
     try:
         samples = TrialSamples(loader.probe())
     except Exception as error:  # whatever it is, training will meet it, too
-        failure = f"reading samples to try it failed: {type(error).__name__}: {error}"
+        failure = f"reading samples to test it failed: {type(error).__name__}: {error}"
     failures = [text for text in engine.exchange("samples of the trial", failure) if text]
     if failures:
         return Verdict(None, failures[0])
@@ -36,4 +36,4 @@ def try_together(
         return Verdict(None, failures[0], has_failed=True)
     if verdict.rule is None or all(other == by_rank[0] for other in by_rank):
         return verdict
-    return Verdict(None, "it is another one on another rank")
+    return Verdict(None, "ranks have found different rules")

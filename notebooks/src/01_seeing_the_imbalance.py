@@ -181,10 +181,10 @@ show(
 # %% [markdown]
 # ## Now measure it
 #
-# Let us train a small Llama with random weights on the minibatches from above, sharded over two processes. First
-# with the collectives that PyTorch uses (`communication="collective"` is stock `fully_shard`), then with
-# on-demand communication. `DeviceIdleMonitor` logs how long the ranks wait. `TimelineRecorder` writes down what
-# every rank does when.
+# Let us train a small Llama with random weights on the minibatches from above, sharded over two processes. The first
+# run uses PyTorch's collectives (`communication="collective"` is stock `fully_shard`), the second one
+# on-demand communication. `DeviceIdleMonitor` logs how long the ranks wait. `TimelineRecorder` records what
+# every rank does, and when.
 
 
 # %%
@@ -268,8 +268,8 @@ show(
 # another problem, and [notebook 3](03_balancing_a_minibatch.ipynb) is about it.
 #
 # How do we know what is waiting and what is moving bytes? A collective cannot end before the last rank has begun
-# it. So all the time that a rank spends in it before that moment is waiting. Both callbacks compare when the
-# ranks came.
+# it. So all the time that a rank spends in it before that moment is waiting. Both callbacks compare when
+# ranks entered.
 #
 # Let us look closer, at one forward pass with collectives: the one in which the ranks waited longest.
 

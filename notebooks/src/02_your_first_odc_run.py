@@ -59,7 +59,7 @@ torch.set_num_threads(1)
 # ## A training that you could have written
 #
 # A small language model with random weights, and real texts: the functions and classes of Python's standard
-# library, one byte per token. Nothing here knows of `lightning_odc`.
+# library, one byte per token. The module is plain Lightning.
 
 
 # %%
@@ -103,8 +103,8 @@ def loader(batch_size=1, collate_fn=pack_samples):
 # (`pack_samples` puts the texts of a batch into one row, without padding. With `batch_size=1` a row is one text.)
 #
 # The trainer starts two processes. Each runs four texts per optimizer step, one after the other. The runs that
-# follow differ in the strategy alone, and in who puts four texts together. Two callbacks watch: `DeviceIdleMonitor`
-# logs how long the ranks wait, `TimelineRecorder` writes down which rank does what when.
+# follow differ only in the strategy, and in what puts four texts together. Two callbacks watch: `DeviceIdleMonitor`
+# logs how long the ranks wait, and `TimelineRecorder` records what every rank does, and when.
 
 
 # %%
@@ -137,8 +137,8 @@ def fit(name, strategy, batch_size=1, accumulate=4, collate_fn=pack_samples):
 # Lightning's DDP forks this process instead. Lightning calls that variant `"ddp_notebook"`. `"odc"` works in both.
 #
 # `"odc"` changes two things: how ranks communicate, and which of them trains on which texts. We look at the first one
-# alone, with `"odc_plain"`. It leaves the batches as they are, so we can compare the losses step by step. It is here
-# for this comparison alone: `"odc"`, which also balances, comes below, and is the name to use.
+# alone, with `"odc_plain"`. It leaves the batches as they are, so we can compare the losses step by step. We use it
+# only for this comparison. In your own training, use `"odc"`, which also balances, and comes below.
 
 # %%
 fit("ddp", strategy="ddp_notebook")
@@ -308,15 +308,15 @@ print_table(
 # The last three rows had the same texts in every step. DDP came from another loader, so its steps may hold other texts:
 # compare its idle part, not its seconds. It has no plan, so a rank with long texts makes the other one wait. A model as
 # small as this one fits on every device and needs no sharding. Then DDP can be planned, too: [Plain DDP,
-# balanced](../docs/full-gain.md#plain-ddp-balanced) has the four edits and the measured time.
+# balanced](../docs/full-gain.md#plain-ddp-balanced) has the edits and the measured time.
 #
 # What does `"odc"` choose? The *cost* of a text is the number of operations that follows from the model's
-# configuration. The *weighting* says what a microbatch counts in the gradient. `"odc"` tries the loss on a few texts
-# before training: this one is a mean over the tokens that it predicts, so each microbatch counts its tokens. That is
+# configuration. The *weighting* says what a microbatch counts in the gradient. `"odc"` tests the loss on a few texts
+# before training. It finds a mean over the predicted tokens, so each microbatch counts its tokens. That is
 # why the other two runs have `weighting="next_token"`. So in these runs each *token* counts the same, not each text as
-# in the first two. With texts of different lengths that is usually right. [Minibatches and loss
-# weighting](../docs/minibatches.md) says why, and how to change it. The three models have learnt the same, wherever the
-# texts were computed:
+# in the first two. With texts of different lengths that is usually right. [Losses, weights and
+# minibatches](../docs/minibatches.md) says why, and how to change it. The three models have learnt the same, wherever
+# the texts were computed:
 
 # %%
 with torch.no_grad():

@@ -5,7 +5,7 @@
 #
 # - four ways to deal out a minibatch, and which of them work with collectives;
 # - what a sample *costs*, and what a wrong cost does;
-# - how a cost is learnt while training, also when one device is slower than the others;
+# - how a cost is measured during training, even if one device is slower than the others;
 # - what no planner can level: the longest sample.
 #
 # **It needs** Linux, two CPU cores and less than a minute. No GPU, no network. In a clone of the repository,
@@ -49,7 +49,7 @@ from lightning_odc.data.packing import pack_samples
 # ## One minibatch, four ranks
 #
 # Our texts are again functions and classes of the Python standard library, this time up to 4,096 tokens long.
-# Sixteen of them make a minibatch for four ranks. (We picked this one among some hundred, because it shows the
+# Sixteen of them make a minibatch for four ranks. (We picked this one from about a hundred, because it shows the
 # differences well. Averages follow.)
 
 # %%
@@ -59,7 +59,7 @@ print("lengths:", *minibatch)
 
 # %% [markdown]
 # A planner gets these lengths and nothing else. It returns a list per rank: the microbatches of this rank, each a
-# list of samples. Samples that share a microbatch are **packed**: they stand one after another in a row, without
+# list of samples. Samples that share a microbatch are **packed**: they follow each other in a row, without
 # padding, and do not see each other. A microbatch holds at most `max_tokens` tokens, since memory is limited.
 
 # %%
@@ -77,7 +77,7 @@ for rank, microbatches in enumerate(plan):
     )
 
 # %% [markdown]
-# Every rank makes this plan for itself. It is a pure function of the lengths, so all ranks make the same plan, bit by
+# Every rank computes this plan by itself. It is a pure function of the lengths, so all ranks get the same plan, bit by
 # bit, without a message.
 #
 # ## Four policies
@@ -346,8 +346,8 @@ for own in ([60, 50, 40, 30, 60, 50, 40, 30], [6_000, 5_000, 4_000, 3_000] * 2):
 # `cost="auto"` begins with what the model says, and times microbatches on every rank. So the planner knows a slow
 # device, and gives it less. If the model says nothing, it also measures how much of the time goes into `s²`.
 #
-# A simulation first. Rank 3 is only 0.6 times as fast as the others, and the planner does not know it. Times are
-# measured with 5 percent of noise.
+# We begin with a simulation. Rank 3 is only 0.6 times as fast as the others, and the planner does not know that. Times
+# are measured with 5 percent of noise.
 
 # %%
 truth = balance.with_speeds(
@@ -394,8 +394,9 @@ show(
 #
 # Measuring helps where a device is always slow. It does not help where a device is slow *for a moment*: another program
 # runs on it, it is hot, its host swaps. For that there is `balance="steal"`. It begins with the plan of `lb_mini`. A
-# rank that has no work left takes a microbatch that a busy rank has not begun. This needs no barrier: the list of who
-# does what is in the windows, too. The gradient stays the same, since a microbatch keeps its weight wherever it runs.
+# rank that has no work left takes a microbatch that a busy rank has not begun. This needs no barrier, because
+# the list of which rank does what is in the windows, too. The gradient stays the same, since a microbatch keeps its
+# weight wherever it runs.
 #
 # Now we really train: two processes, and rank 1 computes three times slower (it sleeps after each pass). We try three
 # ways. The timelines show the last two of four minibatches.
@@ -468,7 +469,7 @@ print_table(
 # ODCStrategy(balance="lb_mini", max_tokens=16384)
 # ```
 #
-# [Balancing](../docs/balancing.md) has all options, and [The planner in figures](../docs/plans.md) says how far
+# [Balancing](../docs/balancing.md) has all options, and [Plans and predictions](../docs/plans.md) says how far
 # plans are from the best possible ones.
 #
 # ## What you have seen
@@ -499,7 +500,7 @@ print_table(
 # <details>
 # <summary>Answer to 2</summary>
 #
-# About as many as fill three ranks for as long as the giant takes. Let the planner tell:
+# As many as fill three ranks for about as long as the giant takes. Let the planner count:
 #
 # ```python
 # for copies in range(1, 60):
@@ -510,7 +511,7 @@ print_table(
 # print(copies)
 # ```
 #
-# It prints a number between 40 and 45. A minibatch with one such giant needs some 300 other samples.
+# It prints a number between 40 and 45. A minibatch with one such giant needs about 300 other samples.
 #
 # </details>
 #

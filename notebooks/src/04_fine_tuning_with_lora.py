@@ -4,12 +4,12 @@
 # **You will learn**
 #
 # - how to pack texts into rows without padding, and how to make sure that they do not see each other;
-# - why the loss must be weighted by tokens, and how to have that exactly;
+# - why the loss must be weighted by tokens, and how to do that exactly;
 # - how to train LoRA adapters with sharded, frozen base weights;
 # - how to move checkpoints between a sharded training and a single process, and how to resume to the last bit.
 #
 # **It needs** Linux, two CPU cores and one to two minutes. No GPU, no network: the model begins with random weights and
-# is taught here. With a model from the Hub, replace one line. In a clone of the repository, `make lab` installs
+# is trained here. For a model from the Hub, replace one line. In a clone of the repository, `make lab` installs
 # everything and opens the notebooks. [Notebook 2](02_your_first_odc_run.ipynb) is a good beginning.
 #
 # Some cells are folded. They import, print or draw. Click on one to read it.

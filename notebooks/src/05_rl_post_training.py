@@ -280,13 +280,13 @@ class GRPO(LightningModule):
         self.automatic_optimization = False
 
     def training_step(self, problems, batch_idx):
-        # 1. Sample: this rank's problems, then those of the rank that is still at it.
+        # 1. Sample: this rank's problems, then those of the rank that still samples.
         own = []
         with strokes.counted(self.model) as passes:
             for index, problem in rl.claim_prompts(self, problems):
                 own += roll_out(self.model, index, problem)
 
-        # 2. Meet: every rank gets all answers, and a plan of who computes what.
+        # 2. Synchronize: every rank gets all answers, and a plan.
         rollouts = rl.exchange(self, own, max_tokens=1024)
         set_advantages(rollouts)
 
@@ -390,7 +390,7 @@ show(
 )
 
 # %% [markdown]
-# The upper lane of a rank is what it computes, the lower lane what it moves; grey is waiting. Each bar of sampling
+# The upper lane of a rank is what it computes, and the lower lane what it moves. Grey is waiting. Each bar of sampling
 # is one prompt. Dummy passes look like real ones here, so with collectives a part of the pink is lost time, too.
 #
 # ## Train
@@ -454,7 +454,7 @@ print(
 # - Ranks sample at their own pace, without dummy passes, and the one that is done helps the other.
 #
 # This loop has no reference model. A second model in the module that does not train is scored the same way, with
-# `into="ref_logprobs"`; then `microbatch.ref_logprobs` has what a KL divergence needs, which keeps the policy near it.
+# `into="ref_logprobs"`. Then `microbatch.ref_logprobs` has what a KL divergence needs, which keeps the policy near it.
 #
 # ## Exercises
 #

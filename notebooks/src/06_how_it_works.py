@@ -173,8 +173,8 @@ print("rank 0's shard, version 2:", weights[0].tolist())
 
 # %% [markdown]
 # Rank 0 continues with the next minibatch. It has to read version 2 of rank 1's shard, which is not there yet. It does
-# not take the old version. It *waits*. (Every wait has a deadline. Ours is one second.) Read the error: it says who
-# waits for whom, for what, and where all ranks are.
+# not take the old version. It *waits*. (Every wait has a deadline. Ours is one second.) Read the error. It says which
+# rank waits for which, for what, and where all ranks are.
 
 # %%
 try:
@@ -503,7 +503,7 @@ except ODCError as error:
 #   step says when it may be changed.
 # - Six lines of arithmetic predict how long ranks take, and where they wait.
 # - Leave out any rule, and an exhaustive search finds the order of events that breaks training.
-# - Every wait is measured, has a deadline, and says who waits for whom.
+# - Every wait is measured, has a deadline, and names the rank that it waits for.
 #
 # [How it works](../docs/how-it-works.md) continues from here: who divides the gradient, what it costs in memory,
 # and how processes share windows. The protocol itself is in `lightning_odc/engine/protocol.py`. Read its Notes next.

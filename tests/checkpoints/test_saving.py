@@ -171,7 +171,9 @@ def test_paths_and_options_that_are_refused(rank, tmp_path):
     t.fit(Staged(), _batches(rank))
     with pytest.raises(IsADirectoryError, match="exists and is a directory"):
         t.save_checkpoint(tmp_path / "mine")
-    with pytest.raises(FileNotFoundError, match="is no checkpoint: neither a file nor a directory of shards"):
+    with pytest.raises(
+        FileNotFoundError, match="is not a checkpoint: neither a file nor a directory of shards"
+    ):
         t.strategy.load_checkpoint(tmp_path / "mine")
     t = trainer(2, state_dict_type="sharded")
     t.fit(Staged(), _batches(rank))

@@ -287,7 +287,7 @@ def test_any_cap_of_a_loader_falls_and_a_resumed_run_has_it() -> None:
         assert plan.text == own.plan(1, 1).text
         resumed.adapt(replace(MEASURED, weighting="sample"))
         assert resumed.max_tokens == expected, "what a trial of the loss decides changes no cap"
-        with pytest.warns(UserWarning, match="What max_tokens had learnt is not taken over"):
+        with pytest.warns(UserWarning, match="The max_tokens of the checkpoint is not used"):
             other.load_state_dict(state)
         assert other.max_tokens == 30
         assert own.memory_values == {"memory/max_tokens": 28 if max_tokens else 9, "memory/ran_out": 1}

@@ -305,7 +305,7 @@ def test_a_peer_that_left_or_died_stops_the_wait_unless_its_part_is_there():
             wait()
     hub, (first, second) = opened()
     hub.dead.add(1)
-    with pytest.raises(PeerFailedError, match="rank 1 ended without a word"):
+    with pytest.raises(PeerFailedError, match="rank 1 ended without an error message"):
         first.meet("step")
     _, (first, second) = opened()
 

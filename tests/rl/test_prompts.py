@@ -112,7 +112,7 @@ def test_a_rank_that_dies_with_a_prompt_is_named():
     survivor, died = try_ranks(_dies, timeout=SECONDS)
     assert died.exitcode == -signal.SIGKILL
     assert "PeerFailedError: rank 1 (process" in survivor.error
-    assert "ended without a word" in survivor.error
+    assert "ended without an error message" in survivor.error
 
 
 def test_the_longest_come_first_with_random_numbers_of_their_own(monkeypatch):

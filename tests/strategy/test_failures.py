@@ -197,7 +197,7 @@ def test_a_killed_rank_stops_the_others_which_say_whether_memory_ran_out(tmp_pat
     survivor, killed = try_ranks(_dies, tmp_path, is_counted, timeout=SECONDS)
     assert killed.exitcode == -signal.SIGKILL
     assert "PeerFailedError: rank 1 (process " in survivor.error
-    found = survivor.error.split("ended without a word (killed, out of memory, or crashed)")[1]
+    found = survivor.error.split("ended without an error message (killed, out of memory, or crashed)")[1]
     assert "rank 1 (process " in found  # where everybody was
     words = "group /job: the kernel's out-of-memory killer has ended processes there"
     assert (words in found) == is_counted
@@ -475,7 +475,9 @@ def _gathers(rank: int, lengths: list[list[int]], pads: bool) -> None:
 
 
 SIZES = r"by rank: \[5, 7\] of float32; \[9, 7\] of float32. Pad"
-COUNTS = r"'self.all_gather \(.* equally many microbatches\)' of meeting \d+, rank 1 at 'optimizer step'"
+COUNTS = (
+    r"'self.all_gather \(.* equally many microbatches\)' of synchronization \d+, rank 1 at 'optimizer step'"
+)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def end(how: str) -> None:
 ENDS = {
     "raises": "ValueError: no such file",
     "raises without a text": "SilentError",
-    "dies": "ended without a word. How it ended: ",
+    "dies": "ended without an error message. How it ended: ",
 }
 
 
@@ -105,7 +105,7 @@ def _ends_on_another_host(rank: int, hosts: list[str]) -> None:
 def test_a_rank_that_dies_is_named_on_its_host_and_from_there_on_others(hosts, named_on):
     outcomes = try_ranks(_ends_on_another_host, hosts, world_size=3, timeout=60)
     assert outcomes[0].exitcode == outcomes[2].exitcode == 1
-    ended = r"Rank 1 \(process \d+ on \S+\) ended without a word. How it ended: \S+"
+    ended = r"Rank 1 \(process \d+ on \S+\) ended without an error message. How it ended: \S+"
     for survivor in named_on:
         error = outcomes[survivor].error
         assert re.search(f"This followed from something else. {ended}", error), error

@@ -164,7 +164,7 @@ class Team:
                     error, results[rank] = connection.recv()
                 except EOFError:
                     self.ranks[rank][0].join(30)
-                    error = f"ended without a word{_crash(self.ranks[rank][0])}"
+                    error = f"ended without an error message{_crash(self.ranks[rank][0])}"
                 if error:
                     errors.append(f"rank {rank}: {error}")
                     deadline = min(deadline, time.monotonic() + 10)

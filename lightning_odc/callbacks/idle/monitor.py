@@ -80,7 +80,7 @@ class DeviceIdleMonitor(Callback):
         if self.complete and self._measurement.watch.samples:
             rank_zero_info(
                 "DeviceIdleMonitor profiles single steps, for about 1 % of the time: on GPUs, only the records of "
-                "kernels show who waits in a collective. Meanwhile no other torch.profiler can run."
+                "kernels show which rank waits in a collective. Meanwhile no other torch.profiler can run."
             )
 
     def on_train_batch_start(

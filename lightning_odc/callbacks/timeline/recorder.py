@@ -226,7 +226,7 @@ class Recording(Tracer):
             self._phase_began = time.monotonic_ns()
 
     def leave(self) -> None:
-        """A hook says that what went on is over."""
+        """A hook says that the current activity has ended."""
         if self._phase:
             self.record(self._phase, self._phase_began)
         self._phase = ""
@@ -242,7 +242,7 @@ class Recording(Tracer):
         self.gap_began = time.monotonic_ns()
 
     def end_gap(self, kind: str) -> None:
-        """What went on between two batches until now was loading data, or validation."""
+        """The time between two batches until now was loading data, or validation."""
         if self._hook is not None:
             self.record(kind, self.gap_began)
         self.gap_began = time.monotonic_ns()

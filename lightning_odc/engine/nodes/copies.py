@@ -179,7 +179,7 @@ class CopiesProtocol(Protocol):
         self.waiter.until(
             lambda: bool(heard),
             Cause.SETTLE,
-            lambda: f"waiting for {self._leaders.missing} at meeting {self._meetings} ({kind})",
+            lambda: f"waiting for {self._leaders.missing} at synchronization {self._meetings} ({kind})",
             check=self.peers.check_not_past,
         )
         return heard

@@ -162,8 +162,8 @@ class Transport(ABC):
 
     rank: int
     world_size: int  # ranks that share windows
-    # The host asks a device and goes on: `read`, `add_rows` and what is done with a view of a window are done later, in
-    # the order of their stream. See Note [When the host waits for its device].
+    # The host asks a device and continues: `read`, `add_rows` and what is done with a view of a window are done later,
+    # in the order of their stream. See Note [When the host waits for its device].
     runs_ahead: bool = False
     needs_locks: bool = True  # accumulators that sources share may only be added to under their lock
 

@@ -157,12 +157,12 @@ def test_all_publish_before_shards_are_sent_and_hear_whether_one_has_edited(stor
 
 
 def test_what_happened_first_on_a_node_is_told_with_its_address(three):
-    three[1].of_node = lambda: "rank 3 (process 77) ended without a word"
+    three[1].of_node = lambda: "rank 3 (process 77) ended without an error message"
     eventually(lambda: bool(three[2].trouble()))
     three[2].of_node = lambda: "Rank 5 failed, too"
     for one in three:
         eventually(lambda one=one: bool(one.trouble()))  # type: ignore[misc]
-        assert one.trouble() == "On 127.0.0.1: rank 3 (process 77) ended without a word"
+        assert one.trouble() == "On 127.0.0.1: rank 3 (process 77) ended without an error message"
 
 
 def test_what_happened_just_before_a_rank_leaves_is_told(three):

@@ -158,7 +158,9 @@ def test_the_end_of_the_store_is_told_as_that(hosts):
     begin = time.monotonic()
     _, neighbour, *others = try_ranks(_train_until_rank_0_is_killed, hosts, world_size=4, timeout=60)
     assert time.monotonic() - begin < SILENCE + 30
-    assert re.search(r"PeerFailedError: rank 0 \(process \d+\) ended without a word", neighbour.error)
+    assert re.search(
+        r"PeerFailedError: rank 0 \(process \d+\) ended without an error message", neighbour.error
+    )
     for other in others:
         says = (
             "PeerFailedError: The store by which ranks find each other, on 10.77.0.1, has ended: rank 0, or"

@@ -324,7 +324,7 @@ def _failing(rank: int, victim: int, killed: bool) -> None:
 
 
 #: What the other ranks say of one that raised, and of one that was killed.
-REASONS = {False: "ZeroDivisionError: a bad sample", True: "ended without a word"}
+REASONS = {False: "ZeroDivisionError: a bad sample", True: "ended without an error message"}
 ENDINGS = [(3, True), (2, True), (3, False), (2, False), (0, False)]  # the rank, and whether it is killed
 
 
