@@ -17,7 +17,7 @@ _BAR = 21.0
 
 
 def first_screen(load: Load) -> Canvas:
-    """The user's line above, this package below; padding and waiting over what a rank does otherwise."""
+    """The user's line above, this package below; padding and waiting over computing."""
     ways = load("first-screen")["step"]
     ranks = max(len(way["ranks"]) for way in ways.values())
     block = 38 + _ROW * ranks
