@@ -32,20 +32,20 @@ $(STAMP): $(DEMO)
 demo: $(DEMO) ## train a small language model with collectives, on demand and balanced, and compare; ARGS="--help"
 	$(BIN)/lightning-odc demo $(ARGS)
 
-test: $(STAMP) ## run the tests but for the slow ones, two files at a time; ARGS="-k name" picks some, ARGS="-n 0" runs them one by one
+test: $(STAMP) ## run the tests except the slow ones, two files at a time; ARGS="-k name" picks some, ARGS="-n 0" runs them one by one
 	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not slow" $(ARGS)
 
 test-all: $(STAMP) ## run all tests; ARGS="-m slow" runs the slow ones alone
 	$(BIN)/python -m pytest -n 2 --dist loadscope $(ARGS)
 
-bench: $(STAMP) ## run an experiment of benchmarks/: NAME=harness, comm, emulate, sweep, planner, idle, hybrid, memory, rl, traffic, robustness.faults ...; ARGS="--help"
-	$(if $(NAME),,$(error make bench NAME=harness, planner, idle, hybrid, memory, rl, traffic, robustness.faults, .endurance, .resume_trials or .stalls))
+bench: $(STAMP) ## run an experiment of benchmarks/: NAME=harness, comm, emulate, sweep, planner, idle, nodes, memory, rl, traffic, robustness.faults ...; ARGS="--help"
+	$(if $(NAME),,$(error make bench NAME=harness, planner, idle, nodes, memory, rl, traffic, robustness.faults, .endurance, .resume_trials or .stalls))
 	$(BIN)/python -m benchmarks.$(NAME) $(ARGS)
 
 programs: $(STAMP) ## install programs of other people into build/programs, train each in one process, under "ddp" and "odc"; ARGS="--write"
 	$(BIN)/python -m benchmarks.programs $(ARGS)
 
-# A machine with GPUs has a Python of its own as a rule, with the torch that fits its driver: `make test-gpu PYTHON=python3`
+# A machine with GPUs usually has its own Python, with the torch that fits its driver: `make test-gpu PYTHON=python3`
 # takes that one, and needs no .venv. Without PYTHON= it is the one in .venv.
 GPU_PYTHON := $(if $(filter command line environment,$(origin PYTHON)),$(PYTHON),$(BIN)/python)
 GPU_STAMP := $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))

@@ -89,7 +89,7 @@ def attach(
         model: The root module; ``fully_shard`` was called on it and on its blocks.
         communication: ``"on_demand"``, or ``"collective"``: the same loop over the collectives of ``fully_shard``,
             where every rank must run equally many microbatches. ``"auto"`` is ``"on_demand"`` where that can run and
-            has proven itself, and else ``"collective"``, with a warning that says why.
+            has proven itself, otherwise ``"collective"``, with a warning that says why.
         keep_gathered: The memory per rank for what then moves once per optimizer step, as in `ODCStrategy`.
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
@@ -339,7 +339,7 @@ class Attached:
             DisagreementError: the ranks are at different places of their loops, or run unequal numbers of microbatches
                 under ``communication="collective"``.
             PeerFailedError: another rank has failed or died.
-            WaitTimeoutError: another rank did not come.
+            WaitTimeoutError: another rank did not arrive in time.
         """
         refuse_optimizers(optimizers)
         self.settle()

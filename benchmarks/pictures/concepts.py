@@ -16,8 +16,8 @@ _BESIDE = 52.0  # where the bars begin, right of the ranks' names
 
 
 def barriers(_: Load) -> Canvas:
-    """The same visits of four units, with a meeting at every unit, and with one at the end."""
-    canvas = Canvas("Three ranks, four units: with a meeting at every unit, and with one at the end", 286)
+    """The same visits of four units, with a barrier at every unit, and with one at the end."""
+    canvas = Canvas("Three ranks, four units: with a barrier at every unit, and with one at the end", 286)
     meetings = [_BESIDE]
     for of_ranks in zip(*_VISITS, strict=True):
         slowest = max(of_ranks)
@@ -31,7 +31,7 @@ def barriers(_: Load) -> Canvas:
     _finish(canvas, 28, meetings[1:], "slowest of each", "unit, summed up")
 
     last = _BESIDE + max(map(sum, _VISITS))
-    canvas.text(0, 146, "On demand: one meeting per minibatch", bold=True)
+    canvas.text(0, 146, "On demand: one barrier per minibatch", bold=True)
     for rank, visits in enumerate(_VISITS):
         y = _row(rank, 158)
         canvas.box(_BESIDE, y, last - _BESIDE, 22, "idle")
@@ -46,7 +46,7 @@ def barriers(_: Load) -> Canvas:
     canvas.legend(276, {"a unit is computed": "backward", "waiting": "idle"}, left=_BESIDE)
     meeting = _BESIDE + 242
     canvas.stroke(meeting, 263, meeting, 279, "ink", width=2)
-    canvas.note(meeting + 8, 276, "all ranks meet")
+    canvas.note(meeting + 8, 276, "all ranks synchronize")
     return canvas
 
 
@@ -55,7 +55,7 @@ def _row(rank: int, top: float) -> float:
 
 
 def _finish(canvas: Canvas, top: float, meetings: Sequence[float], *said: str) -> None:
-    """Names of the ranks, lines where all of them meet, and what the length is."""
+    """Names of the ranks, lines where all of them synchronize, and what the length is."""
     for rank in range(len(_VISITS)):
         y = _row(rank, top) + 16
         canvas.note(0, y, f"rank {rank}")
@@ -95,7 +95,7 @@ def windows(_: Load) -> Canvas:
         canvas.stroke(middle_of_chunk, 282, middle, 217, "add", width=2.5, arrow=True)
     for y, text in ((76, "gather: read"), (266, "accumulate: add")):
         canvas.note(0, y, text)
-    for y, text in ((76, "no lock,"), (92, "no meeting"), (250, "under the"), (266, "owner's lock")):
+    for y, text in ((76, "no lock,"), (92, "no barrier"), (250, "under the"), (266, "owner's lock")):
         canvas.note(WIDTH, y, text, "end")
     return canvas
 

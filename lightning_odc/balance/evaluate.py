@@ -68,14 +68,14 @@ def _together(costs: MinibatchCosts, rank: int, members: Any, lengths: Ints, col
 def on_demand_cost(
     plan: Plan, lengths: Any, cost: Any = "quadratic", *, collation: Collation = PACKED
 ) -> float:
-    """Cost of the minibatch where ranks meet once at its end: the largest sum over a rank's microbatches."""
+    """Cost of the minibatch where ranks synchronize once at its end: the largest sum over a rank's microbatches."""
     return max(sum(costs) for costs in microbatch_costs(plan, lengths, cost, collation=collation))
 
 
 def collective_cost(
     plan: Plan, lengths: Any, cost: Any = "quadratic", *, collation: Collation = PACKED
 ) -> float:
-    """Cost of the minibatch where all ranks meet in every microbatch: the sum of the largest ``m``-th microbatches.
+    """Cost of the minibatch where all ranks synchronize in every microbatch: the sum of the largest ``m``-th ones.
 
     Raises:
         ValueError: ranks have different numbers of microbatches, and collectives would hang.

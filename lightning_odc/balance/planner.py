@@ -1,4 +1,4 @@
-"""The policies: from the lengths of one minibatch to the microbatches of every rank; and which samples meet in it."""
+"""The policies: from the lengths of one minibatch to the microbatches of every rank; and which samples it has."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def microbatches_of(
 @checked
 @dataclass(frozen=True)
 class Planner:
-    """Everything a plan depends on besides the lengths. Plans are functions of these values: no state, no random.
+    """Everything a plan depends on besides the lengths. Plans are functions of these values, without state or random numbers.
 
     Args:
         num_ranks: how many ranks share a minibatch.
         max_tokens: most tokens of a microbatch, on any rank; by default the longest row of the lengths at hand.
-        policy: who gets which samples, and in which microbatches:
+        policy: which rank gets which samples, and in which microbatches:
 
             - ``"local_sort"``: rank ``r`` gets samples ``r``, ``r + num_ranks``, ... and runs each alone, the longest
               first.

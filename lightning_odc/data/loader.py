@@ -76,7 +76,7 @@ class BalancedDataLoader:
         weighting: The count of a sample in the gradient: ``"token"`` (its length), ``"next_token"`` (one less, as a
             causal model predicts), or ``"sample"`` (one).
             ``"label"`` counts the labels of every microbatch, ``"sum"`` is for a loss that is a sum. ``"auto"``:
-            ``ODCStrategy`` tries the loss and finds out; elsewhere labels are counted if a batch has integer ones, and
+            ``ODCStrategy`` tests the loss and finds out; elsewhere labels are counted if a batch has integer ones, and
             tokens otherwise.
         collate_fn: Makes a microbatch of a list of samples; by default torch's ``default_collate``.
         packing: Put the samples of a microbatch into one row for a Hugging Face causal model, see `PackingCollator`.
@@ -85,8 +85,8 @@ class BalancedDataLoader:
         seed: The seed of the order, and of random numbers in the data set; by default ``seed_everything``'s, or 0.
         drop_last: Leave out the samples that do not fill a last minibatch; otherwise it is smaller.
         window: Number of minibatches of an ``IterableDataset`` that are read ahead, and shuffled if ``shuffle``.
-        regroup: Let the minibatches of a window exchange samples, so that large ones meet and ranks wait less for
-            them; see :func:`lightning_odc.balance.regroup`. Works for map-style data sets, too.
+        regroup: Let the minibatches of a window exchange samples, so that large ones share a minibatch, and ranks
+            wait less for them; see :func:`lightning_odc.balance.regroup`. Works for map-style data sets, too.
         num_replicas: Number of ranks that share the data; by default those of the process group.
         rank: Number of this rank.
         **workers: ``num_workers``, ``pin_memory``, ``prefetch_factor``, ``persistent_workers``, ``timeout``,

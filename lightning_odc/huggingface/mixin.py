@@ -36,7 +36,7 @@ _Trainer: Any = object
 class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not type-checked
     """Lets a ``Trainer`` class of Hugging Face's run any number of microbatches on each rank.
 
-    It stands first: ``class Trainer(ODCTrainerMixin, transformers.Trainer): pass``. The arguments need ``fsdp=True``;
+    Write it first: ``class Trainer(ODCTrainerMixin, transformers.Trainer): pass``. The arguments need ``fsdp=True``;
     here that works on CPU ranks, too. An optimizer step has ``per_device_train_batch_size *
     gradient_accumulation_steps`` samples per rank on average. They are shared out over all ranks by length, in
     microbatches that are at most as large as the largest batch would be. The loss is tested on a few samples first. If

@@ -41,7 +41,7 @@ class _Share(NamedTuple):
 def claim_prompts(
     where: Any, prompts: Iterable[Any], expected: Iterable[float] | None = None
 ) -> Iterator[tuple[int, Any]]:
-    """Iterate over the prompts that this rank is to sample: its own, then those of ranks that are still at theirs.
+    """Iterate over the prompts that this rank is to sample: its own, then those of ranks that still sample.
 
     Every prompt of every rank comes up exactly once, on one of the ranks. Write the loop in ``training_step``, and
     keep the index with the response::
@@ -52,7 +52,7 @@ def claim_prompts(
     Inside the loop's body, ``torch``'s random numbers begin from a seed of the prompt's own. So the responses are the
     same on every rank. After the loop, random numbers continue as if it had not run.
 
-    All ranks call it together; that is a meeting. Where ranks meet at every unit (``communication="collective"``),
+    All ranks call it together, and synchronize. Where they synchronize at every unit (``communication="collective"``),
     every rank gets its own prompts only, since there they must generate equally often. With several nodes, prompts are
     taken from ranks of the same node.
 
@@ -68,7 +68,7 @@ def claim_prompts(
 
     Raises:
         TypeError: ``prompts`` is a single prompt or batch, or another strategy than those of this package.
-        ValueError: there is not one finite positive length for every prompt, or ranks that meet at every unit have
+        ValueError: there is not one finite positive length for every prompt, or ranks that synchronize at every unit have
             different numbers of prompts.
         PeerFailedError: another rank has failed or died.
     """

@@ -19,7 +19,7 @@ from lightning_odc.strategy.model_facts import separates_samples
 
 @checked
 class Rollouts(Sequence[Rollout]):
-    """The roll-outs of all ranks in the same order on every rank, and a plan of who runs which of them.
+    """The roll-outs of all ranks in the same order on every rank, and a plan of which rank runs which.
 
     `lightning_odc.rl.exchange` makes it. Made by hand, ``Rollouts([...])`` is for one process.
 
@@ -118,7 +118,7 @@ class Rollouts(Sequence[Rollout]):
         microbatches = []
         for places in plan[self.ranks.rank]:
             rollouts = [self[index] for index in places]
-            # Ranks meet in every microbatch, and this one has none left: a prompt of one token without response.
+            # Ranks synchronize in every microbatch, and this one has none left: a prompt of one token without response.
             if not rollouts:
                 token = self[0].tokens[:1]
                 rollouts = [Rollout(token, 1, advantage=0.0, logprobs=[], ref_logprobs=[])]

@@ -50,7 +50,7 @@ def yields_minibatches(dataloader: object) -> bool:
                 return True
             batch = sample if dataloader.batch_sampler is None else [sample]
             return isinstance(dataloader.collate_fn(batch), Minibatch)
-    except Exception:  # whatever it is, training will meet it, too
+    except Exception:  # whatever it is, training will raise it, too
         return False
 
 

@@ -88,8 +88,8 @@ class ODCStrategy(ReducingStrategy):
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
         device_mesh: Nodes and ranks per node, with hybrid sharding: two numbers, or a 2-D ``DeviceMesh``; by default
             ``(num_nodes, devices per node)``.
-        communication: ``"auto"`` communicates on demand where that can run and has proven itself, and else by
-            collectives, with a warning that says why. ``"on_demand"`` insists. ``"collective"`` is the same sharding
+        communication: ``"auto"`` communicates on demand where that can run and has proven itself, otherwise by
+            collectives, with a warning that says why. With ``"on_demand"`` that is an error. ``"collective"`` is the same sharding
             over stock collectives.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
@@ -120,10 +120,10 @@ class ODCStrategy(ReducingStrategy):
             ``<default_root_dir>/odc-hang-reports/rank<r>.txt``; ``None`` for never. Not under ``"collective"``.
         tensor_parallel_size: The ranks that compute one sample together, which are neighbours on one node. The module
             divides its layers in ``configure_model``, with ``self.device_mesh["tensor_parallel"]``, as for Lightning's
-            ``ModelParallelStrategy``. Groups of ranks then are what ranks are elsewhere.
+            ``ModelParallelStrategy``. A group then takes the place of a rank.
         context_parallel_size: The same for a module whose attention divides samples. Every rank of a group gets the
             whole samples, computes its part of each, and returns the sum of its losses and its ``num_items``. Its
-            attention talks over ``self.device_mesh["context_parallel"].get_group()``.
+            attention communicates over ``self.device_mesh["context_parallel"].get_group()``.
         **kwargs: Arguments of FSDP1. Those without a meaning for ``fully_shard`` are refused by name.
 
     Raises:

@@ -271,7 +271,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
         except Exception as error:
             failure = error
-        reason = self.broadcast(repr(failure))  # what rank 0 alone has met ends all ranks
+        reason = self.broadcast(repr(failure))  # an error of rank 0 alone ends all ranks
         if failure is not None:
             raise failure
         if reason != repr(None):

@@ -53,7 +53,7 @@ class WithoutChance(TorchFunctionMode):
         super().__init__()
         self._wide = wide  # compute in float64 what parameters and batches take part in
         self._shakes = shakes  # change trained parameters a little, each in another way
-        self._shaken: dict[nn.Parameter, int] = {}  # in the order in which they were met
+        self._shaken: dict[nn.Parameter, int] = {}  # in the order in which they came
         self._draws = 0  # since a batch was entered
 
     def entered(self, batch: Any) -> Any:

@@ -68,7 +68,7 @@ def try_loss(
                 verdict = losses.verdict()
             else:
                 verdict = losses.verdict_on(rule)
-        except Exception as error:  # whatever it is, training will meet it, too
+        except Exception as error:  # whatever it is, training will raise it, too
             text = next(iter(str(error).splitlines()), "")
             reason = f"a trial of training_step failed ({type(error).__name__}: {text})"
             return Verdict(None, reason, has_failed=True, communicates=listener.heard)

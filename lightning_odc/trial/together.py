@@ -17,7 +17,7 @@ def try_together(
     failure = ""
     try:
         samples = TrialSamples(loader.probe())
-    except Exception as error:  # whatever it is, training will meet it, too
+    except Exception as error:  # whatever it is, training will raise it, too
         failure = f"reading samples to test it failed: {type(error).__name__}: {error}"
     failures = [text for text in engine.exchange("samples of the trial", failure) if text]
     if failures:

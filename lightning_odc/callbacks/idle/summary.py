@@ -113,9 +113,9 @@ def _waited(
 
 def resolve(ranks: Sequence[StepNumbers], common_clock: bool, group_size: int = 1) -> bool:
     """Replace the meetings, which ranks know alone, by the waits inside; returns whether that was possible."""
-    cause = IdleCause.WITHIN_GROUP  # neighbours meet
+    cause = IdleCause.WITHIN_GROUP  # neighbours synchronize
     size = group_size
-    if group_size == 1:  # all ranks meet
+    if group_size == 1:  # all ranks synchronize
         cause = IdleCause.COLLECTIVE
         size = len(ranks)
     meetings = [rank.meetings for rank in ranks]

@@ -34,7 +34,7 @@ class TimelineRecorder(Callback):
     """Records what every rank does when, and writes it as a Chrome trace.
 
     For the given optimizer steps: forward and backward of every microbatch with its tokens, reads and adds of
-    shards, every wait with its peer and its cause, the meeting at the minibatch's end, the optimizer, and the time
+    shards, every wait with its peer and its cause, the barrier at the minibatch's end, the optimizer, and the time
     between batches, in which data are loaded. Under `ODCStrategy` the engine reports them. Under any other strategy,
     the recorder sees Lightning's hooks only, and waits for other ranks lie inside them.
 

@@ -18,7 +18,7 @@ from lightning_odc.engine.tracing import Span
 from lightning_odc.metrics import idle_fraction
 
 COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "exchange"})
-"""Kinds of spans in which all ranks meet."""
+"""Kinds of spans in which all ranks synchronize."""
 
 
 @dataclass(frozen=True)
