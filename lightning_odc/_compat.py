@@ -310,8 +310,8 @@ def generating_alone(models: Iterable[nn.Module]) -> Iterator[None]:
 def compiled_for_all_shapes() -> AbstractContextManager[None]:
     """A context that compiles for all sizes at once, as ``dynamic=True`` does."""
     # Why: microbatches differ in rows and in tokens. torch makes dimensions dynamic one by one, with a graph for each
-    # step on the way, and reaches its limit. `torch.compiler.config` has this option in newer versions only (torch 2.9 to
-    # 2.13). Lightning has imported the compiler, which takes a second.
+    # step on the way, and reaches its limit. `torch.compiler.config` has this option in newer versions only (torch 2.9
+    # to 2.13). Lightning has imported the compiler, which takes a second.
     dynamo: Any = importlib.import_module("torch._dynamo")
     return cast(AbstractContextManager[None], dynamo.config.patch(assume_static_by_default=False))
 

@@ -44,7 +44,12 @@ def draw(path: Path) -> None:
     axes.set_axis_off()
     axes.text(70, 530, "lightning-odc", size=44, weight="bold", color=_INK, va="center")
     axes.text(
-        70, 462, "Ranks synchronize once per minibatch, not at every layer.", size=21, color=_MUTED, va="center"
+        70,
+        462,
+        "Ranks synchronize once per minibatch, not at every layer.",
+        size=21,
+        color=_MUTED,
+        va="center",
     )
     waits, works = collectives(SAMPLES), on_demand(SAMPLES)
     scale = 900 / max(end for row in waits for _, end in row)

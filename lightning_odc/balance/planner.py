@@ -39,7 +39,7 @@ def microbatches_of(
 @checked
 @dataclass(frozen=True)
 class Planner:
-    """Everything a plan depends on besides the lengths. Plans are functions of these values, without state or random numbers.
+    """Everything a plan depends on besides the lengths. Plans are pure functions of these values.
 
     Args:
         num_ranks: how many ranks share a minibatch.

@@ -68,8 +68,8 @@ def claim_prompts(
 
     Raises:
         TypeError: ``prompts`` is a single prompt or batch, or another strategy than those of this package.
-        ValueError: there is not one finite positive length for every prompt, or ranks that synchronize at every unit have
-            different numbers of prompts.
+        ValueError: there is not one finite positive length for every prompt, or ranks that synchronize at every unit
+            have different numbers of prompts.
         PeerFailedError: another rank has failed or died.
     """
     strategy, ranks = ranks_of(where, "rl.claim_prompts(self, prompts)")

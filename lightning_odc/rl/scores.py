@@ -47,8 +47,8 @@ def score(
 ) -> None:
     """Write the log-probabilities of all responses into the roll-outs. All ranks together.
 
-    Each rank runs its part of ``rollouts.plan``, without gradients and in eval mode, at its own pace. Then ranks synchronize.
-    Scores are ``[R]`` fp32 on the CPU, equal on all ranks.
+    Each rank runs its part of ``rollouts.plan``, without gradients and in eval mode, at its own pace. Then ranks
+    synchronize. Scores are ``[R]`` fp32 on the CPU, equal on all ranks.
 
     Args:
         model: The model, see `logprobs`. A reference model is a second model in the same `LightningModule` with

@@ -24,7 +24,7 @@ class TrialSamples:
 
     def __init__(self, probe: Probe) -> None:
         self._collate_fn = probe.collate_fn
-        # Those that the `collate_fn` leaves out have no loss. If it leaves out all, training will raise this error, too.
+        # Those that the `collate_fn` leaves out have no loss. If it leaves out all, training will raise an error.
         ran = probe.kept or list(range(len(probe.samples)))
         self._samples = [probe.samples[place] for place in ran]
         self.tokens: list[int] = probe.tokens[ran].tolist()
