@@ -40,8 +40,8 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
 
     Args:
         communication: ``"auto"`` communicates on demand where that can run and has proven itself, otherwise by
-            collectives, with a warning that says why. With ``"on_demand"`` that is an error. ``"collective"`` is the same
-            sharding over stock collectives, where every rank must run equally many microbatches.
+            collectives, with a warning that says why. With ``"on_demand"`` that is an error. ``"collective"`` is
+            the same sharding over stock collectives, where every rank must run equally many microbatches.
         auto_wrap_policy: The modules that become units; by default the model's repeated blocks.
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.

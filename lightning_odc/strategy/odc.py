@@ -89,8 +89,8 @@ class ODCStrategy(ReducingStrategy):
         device_mesh: Nodes and ranks per node, with hybrid sharding: two numbers, or a 2-D ``DeviceMesh``; by default
             ``(num_nodes, devices per node)``.
         communication: ``"auto"`` communicates on demand where that can run and has proven itself, otherwise by
-            collectives, with a warning that says why. With ``"on_demand"`` that is an error. ``"collective"`` is the same
-            sharding over stock collectives.
+            collectives, with a warning that says why. With ``"on_demand"`` that is an error. ``"collective"`` is
+            the same sharding over stock collectives.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The memory per rank for what then moves once per minibatch, parameters that stay gathered and
