@@ -135,7 +135,7 @@ WRONG = [
     ({"lengths": [5, 7]}, "8 devices with 4 samples each takes more than the 2 lengths"),
     (
         {"lengths": "longaling"},
-        "'longaling' are no file. Write a file with a length in every line, or longalign",
+        "'longaling' are not a file. Write a file with a length in every line, or longalign",
     ),
     ({"lengths": "bad.txt"}, "bad.txt, line 3: '12 x' is not a length"),
     ({"lengths": "zero.txt"}, "zero.txt, line 2: '0' is not a length"),

@@ -46,7 +46,7 @@ def barriers(_: Load) -> Canvas:
     canvas.legend(276, {"a unit is computed": "backward", "waiting": "idle"}, left=_BESIDE)
     meeting = _BESIDE + 242
     canvas.stroke(meeting, 263, meeting, 279, "ink", width=2)
-    canvas.note(meeting + 8, 276, "all ranks synchronize")
+    canvas.note(meeting + 8, 276, "a barrier")
     return canvas
 
 

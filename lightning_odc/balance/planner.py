@@ -44,7 +44,7 @@ class Planner:
     Args:
         num_ranks: how many ranks share a minibatch.
         max_tokens: most tokens of a microbatch, on any rank; by default the longest row of the lengths at hand.
-        policy: which rank gets which samples, and in which microbatches:
+        policy: The rule of which rank gets which samples, in which microbatches:
 
             - ``"local_sort"``: rank ``r`` gets samples ``r``, ``r + num_ranks``, ... and runs each alone, the longest
               first.
