@@ -241,7 +241,7 @@ def test_equal_reports_give_equal_caps_and_a_state_goes_on() -> None:
         (capped(900, 10), first.state_dict()),
         (capped(1000, 10), older),
     ):
-        with pytest.warns(UserWarning, match="not taken over: it began with another number"):
+        with pytest.warns(UserWarning, match="not used: it began with another number"):
             other.load_state_dict(state)
         assert other.ran_out == 0
 
