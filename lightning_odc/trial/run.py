@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -150,7 +151,7 @@ class Losses:
             try:
                 return self.of([further, [*partner, *further]])
             except torch.OutOfMemoryError:  # float64 may need more memory than training
-                others = others[: len(others) // 2]
+                del others[len(others) // 2 :]
         return []
 
     def verdict_on(self, rule: Rule) -> Verdict:
@@ -217,4 +218,4 @@ class Losses:
 
 def _chance_elsewhere() -> object:
     """The states of the global generators of Python and numpy."""
-    return random.getstate(), repr(np.random.get_state())
+    return random.getstate(), pickle.dumps(np.random.get_state())
