@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module.add_arguments(own)
         _, unknown = own.parse_known_args(given[1:])
         for word in unknown:
-            for close in get_close_matches(word, own.format_help().split(), 1):
+            for close in get_close_matches(word, own.format_help().split(), 1, 0.8):
                 own.error(f"unrecognized arguments: {word}. Did you mean {close}?")
         return int(module.run(own.parse_args(given[1:])))
     except ModuleNotFoundError as error:

@@ -64,8 +64,9 @@ SKIPPED = {
 
 def source_files() -> list[Path]:
     """The modules of the standard library, in a fixed order."""
-    paths = sorted(LIBRARY.rglob("*.py"))
-    return [path for path in paths if SKIPPED.isdisjoint(path.relative_to(LIBRARY).parts)]
+    return [
+        path for path in sorted(LIBRARY.rglob("*.py")) if SKIPPED.isdisjoint(path.relative_to(LIBRARY).parts)
+    ]
 
 
 def read_texts(max_length: int) -> list[bytes]:

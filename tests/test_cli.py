@@ -39,6 +39,7 @@ def test_alone_it_prints_help_with_examples_of_commands_that_exist(monkeypatch, 
         ("advise --lenghts longalign --model 7b", "the following arguments are required: --lengths"),
         ("doctor --json", "unrecognized arguments: --json"),
         ("doctor --hepl", "unrecognized arguments: --hepl. Did you mean --help?"),
+        ("doctor tihs", "unrecognized arguments: tihs\n"),  # the help has "this"
         ("demo --devcies 2", "unrecognized arguments: --devcies. Did you mean --devices?"),
         ("demo --devices two", "argument --devices: invalid int value: 'two'"),
     ],
