@@ -11,7 +11,6 @@ import importlib
 import importlib.util
 import os
 import pickle
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -229,11 +228,6 @@ def take_history(tensor: torch.Tensor, source: torch.Tensor) -> None:
     autograd: Any = torch.autograd  # the name is the same from torch 2.9 to 2.13
     with autograd._unsafe_preserve_version_counter(tensor):
         tensor.copy_(source)
-
-
-def allow_views_from_units() -> None:
-    """Silence the warning of torch 2.13 about units that return views, see Note [Calls of units]."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
 
 
 def keeps_gradients(module: FSDPModule) -> bool:

@@ -222,11 +222,6 @@ class Recipe:
         """Whether every batch is left as it is and counts 1, as under DDP, since no rule says what it counts."""
         return bool(self.info.whole) and self.weighting == "auto"
 
-    @property
-    def counts_as_planned(self) -> bool:
-        """Whether weights are what was planned: not of sums, and not where tensors of the batch are counted."""
-        return self.info.counter is None and self.weighting != "sum"
-
     def minibatch(self, tasks: Sequence[Task], plan: str | None) -> Minibatch:
         """A minibatch of these microbatches, which tells of the loader that made it."""
         made = Minibatch([task.microbatch for task in tasks], [task.weight for task in tasks], plan)

@@ -107,10 +107,6 @@ class Additions:
         self._arrived[slot] += 1
         return self._arrived[slot] > self._before.times.get(slot, 0)
 
-    def begin_adding(self, unit: str) -> None:
-        """The gradients of a unit are being added to its owners."""
-        self.adding = unit
-
     def end_adding(self, slots: Iterable[ParamSlot]) -> None:
         """All gradients of some parameters that have arrived are added."""
         self.adding = None

@@ -32,6 +32,8 @@ _NO_STORAGE = """their values are not in one place. A Hugging Face directory is 
 in the dtype that it computes in. In full precision, on all ranks: `trainer.strategy.lightning_module_state_dict()`."""
 _NO_COPY = """a sharded model cannot be copied or pickled. Fill a new one from its whole weights, on all ranks together:
     state = self.trainer.strategy.lightning_module_state_dict()  # rank 0 gets it"""
+_GATHERED = """`training_step` and `forward` cannot change parameters, which are whole there. Load or change them in
+`on_train_batch_start` or `on_train_batch_end`, on all ranks."""
 _ANOTHER_OPTIMIZER = (
     "    torch.optim.AdamW(self.parameters(), lr=1e-4)  # SGD, Muon and most others work, too"
 )
@@ -54,7 +56,9 @@ _ADVICE = {
     "access the data pointer on an invalid": _NO_STORAGE,
     "call copy_() on an invalid": _NO_COPY,
     "FSDP does not support deepcopy": _NO_COPY,
+    "default implementation of __deepcopy__": _NO_COPY,
     "_fsdp_init.FSDP": _NO_COPY,
+    "'Parameter' object has no attribute '_local_tensor'": _GATHERED,
     "Sharding propagation failed": _UNKNOWN,
     "does not have a sharding strategy registered": _UNKNOWN,
 }

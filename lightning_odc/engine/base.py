@@ -40,6 +40,7 @@ class Engine(Traced, ABC):
         self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
         self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
         self.ran_outside = False  # a backward pass has run outside of `backward` in this optimizer step
+        self.drops_outside = False  # gradients of such a pass, which Lightning empties before its own
         self._units: list[Unit] = []
         self._late_hooks = LateHooks()
         self._scalars = Scalars()

@@ -166,7 +166,10 @@ class OnDemandEngine(Engine):
         slot.has_hook = True
 
         def arrives(whole: Tensor) -> None:
-            self._sums[unit.index].arrives(slot, whole)
+            if self.drops_outside and not self._additions.running.is_announced:
+                whole.grad = None
+            else:
+                self._sums[unit.index].arrives(slot, whole)
 
         self._on_close.callback(parameter.register_post_accumulate_grad_hook(arrives).remove)
 
@@ -185,6 +188,11 @@ class OnDemandEngine(Engine):
         # ``fully_shard`` gives gathered parameters the ``requires_grad`` of their shards.
         for slot in unit.slots:
             slot.was_trainable = slot.sharded_param.requires_grad
+            if not isinstance(slot.registered_param, nn.Parameter):
+                raise ODCError(
+                    f"{slot.name!r} was replaced, as by `torch.func.functional_call`, and its unit gathers parameters "
+                    "in its `forward`. Let the whole model be one unit: ODCStrategy(auto_wrap_policy=set())."
+                )
         self._staleness.before_gather(unit, own)
         window.gather(output, comm.gathered_in)
         comm.gathered_in = self.protocol.version if comm.retains_buffer else 0
@@ -205,7 +213,7 @@ class OnDemandEngine(Engine):
         segments = unit.take_reduced()
         if sum(segment.numel for segment in segments) * window.owners != chunks.numel():
             raise unexpected_gradient(unit, self._gradients)
-        self._additions.begin_adding(unit.name)
+        self._additions.adding = unit.name
         if self._additions.running.counts:
             self._sums[unit.index].add(chunks, segments)
         self._additions.end_adding(slots)

@@ -7,6 +7,9 @@ through ``parameter.data``. So a rank compares its shards with those that it pub
 gather of a version, and after the last backward pass of a batch. A change after that is harmless. A model in ``eval()``
 may never reach a backward pass, so every gather compares there, and units that stay gathered are compared when they are
 freed. A rank that ran nothing compares when the step settles.
+
+What ``forward`` writes into gathered parameters is lost when they are freed, also under collectives. So they are
+compared behind the first ``forward`` of each unit in a step, and those of the root unit before the backward pass.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class StalenessGuard:
         """Compare what is gathered with its shards: what was written into it is lost when it is freed."""
         if unit.is_gathered:
             for name, part, shard in unit.gathered():
-                self._expect_same(part, shard, name, partial(_lost, name))
+                self._expect_same(part, shard, name, partial(lost, name))
 
     def before_settle(self) -> None:
         """Compare what was not compared in this version, and look at all answers."""
@@ -155,7 +158,15 @@ def _as_integers(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return one.view(widest), other.view(widest)
 
 
-def _lost(name: str) -> StaleShardError:
+def compared(unit: Unit) -> dict[str, Tensor]:
+    """By name, whether the parameters of a gathered unit differ from their shards; answers stay on the device."""
+    if not unit.is_gathered:
+        return {}
+    return {name: _differ(part, shard) for name, part, shard in unit.gathered()}
+
+
+def lost(name: str) -> StaleShardError:
+    """The error for what was written into a gathered parameter."""
     return StaleShardError(
         f"Parameter {name!r} was changed inside `forward` or between a forward pass and the end of its step, while it "
         "was gathered; such a change would be lost. Change it in `on_train_batch_start` or `on_train_batch_end`, on "

@@ -14,6 +14,7 @@ under DDP misses one of these places. What it does, and what is done here:
 - **It changes an input in place** (``x += self.position`` in ``forward``). Autograd refuses that behind a node that
   returns what it got. So ``forward`` gets an alias: the same memory and version, and no view. If its version has moved,
   the caller's tensor gets the alias's history, as if the caller had changed it.
+- **It returns an object**, into which ``fully_shard`` does not look. What its attributes hold gets a hook of its own.
 - **It returns an input.** ``fully_shard`` would give the caller another tensor, of which ``torch.autograd.grad`` does
   not know that the caller's is the same. The caller gets its own back.
 - **It differentiates twice**: ``torch.autograd.grad(energy, positions, create_graph=True)`` in ``forward`` or in
@@ -26,17 +27,18 @@ Inputs are watched until a unit has run in a step that ended, unless it needed i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
+from lightning_odc.engine.staleness import compared, lost
 from lightning_odc.engine.units import Unit
 
 
@@ -65,9 +67,11 @@ class UnitCalls:
     """Hooks on units and their layers; see Note [Calls of units]."""
 
     def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
-        _compat.allow_views_from_units()
+        # Of torch 2.13: units may return views here.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self._units = units
         self._model = model
+        self._compared: dict[str, Tensor] = {}  # whether parameters differ from their shards, in this step
         self._running: dict[nn.Module, _Watched] = {}
         self._ran: set[nn.Module] = set()
         self._needs_watching: set[nn.Module] = set()
@@ -109,7 +113,11 @@ class UnitCalls:
             hook.remove()
 
     def step_ended(self) -> None:
-        """Watch no longer what has run and did not need it."""
+        """Watch no longer what has run and did not need it. Refuse what was written into gathered parameters."""
+        found = self._compared
+        self._compared = {}
+        if found and torch.stack([*found.values()]).any():  # waits for the device once
+            raise lost(next(name for name, differs in found.items() if differs))
         for module in self._ran.difference(self._needs_watching).intersection(self._watching):
             self._unwatch(module)
 
@@ -127,7 +135,7 @@ class UnitCalls:
 
     def _after_layer(self, unit: Unit, layer: nn.Module, _: Any, output: Any) -> None:
         if unit.index in self._by_layer and torch.is_grad_enabled():
-            self._hook_nodes(unit, output, True)
+            self._hook_nodes(unit, output)
 
     def _free_after_evaluation(self) -> None:
         """No backward pass will free what was gathered for a layer."""
@@ -184,13 +192,15 @@ class UnitCalls:
             if module is self._model:
                 self._free_after_evaluation()
             return output
+        if unit.slots[0].name not in self._compared:
+            self._compared |= compared(unit)
         watched = self._running.pop(module, None)
         if watched is not None:
             output = self._give_back(module, watched, output)
-        self._hook_nodes(unit, output, False)
+        self._hook_nodes(unit, output)
         return output
 
-    def _hook_nodes(self, unit: Unit, output: Any, is_of_layer: bool) -> None:
+    def _hook_nodes(self, unit: Unit, output: Any) -> None:
         """Hear of backward passes that reach an output."""
         for tensor in tensors_in(output):
             base = tensor._base
@@ -198,15 +208,16 @@ class UnitCalls:
             if base is not None:
                 node = base.grad_fn
             if node is not None:
-                misses_hook = is_of_layer or base is not None
-                node.register_prehook(partial(self._before_backward, unit.modules[0], misses_hook))
+                node.register_prehook(partial(self._before_backward, unit))
 
-    def _before_backward(self, module: FSDPModule, misses_hook: bool, _: Any) -> None:
-        """A backward pass reaches an output of a unit."""
+    def _before_backward(self, unit: Unit, _: Any) -> None:
+        """A backward pass reaches an output of a unit, which may be none that ``fully_shard`` sees."""
+        module = unit.modules[0]
         if torch.is_grad_enabled():
             self._keep()
-        if misses_hook:
-            _compat.before_backward(module)
+        if module is self._model:
+            self._compared |= compared(unit)
+        _compat.before_backward(module)
 
     # -- second derivatives ----------------------------------------------------------------------------------------
 
@@ -242,19 +253,20 @@ class UnitCalls:
         self._kept = []
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in a batch, or in what a module gets or returns."""
+def tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:
+    """The tensors in a batch, or in what a module gets or returns; in objects, what their attributes hold."""
+    parts: Iterable[Any] = ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+        parts = value.values()
     elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        parts = value
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, type | nn.Module):
+        parts = vars(value).values()
+        depth -= 1  # an object may lead back to itself
+    for part in parts:
+        yield from tensors_in(part, depth)
 
 
 def _replaced(value: Any, new: Mapping[Tensor, Tensor]) -> Any:

@@ -34,7 +34,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.files import not_written, replacing, why_no_room
@@ -86,22 +85,9 @@ def load_model_state(model: nn.Module, saved: Mapping[str, Any], strict: bool) -
     names = {_compat.checkpoint_name(name): name for name in model.state_dict()}
     state = {names.get(name, name): value for name, value in saved.items()}
     by_own_rules = type(model).load_state_dict is not nn.Module.load_state_dict
-    with _TakingParts():
-        found = model.load_state_dict(state, strict=strict and by_own_rules)
+    found = model.load_state_dict(state, strict=strict and by_own_rules)
     if strict and not by_own_rules:
         check_names(found.missing_keys, found.unexpected_keys)
-
-
-class _TakingParts(TorchFunctionMode):
-    """A context in which a whole tensor can be copied into a shard, which takes its part."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.copy_ and isinstance(args[0], DTensor) and not isinstance(args[1], DTensor):
-            target, value, *others = args
-            args = (target, part_of(value, target, _ADVICE), *others)
-        return func(*args, **(kwargs or {}))
 
 
 def optimizer_state(
@@ -214,16 +200,11 @@ def _read(path: Path | str, checkpoint_io: CheckpointIO, weights_only: bool | No
         return torch.load(file, map_location="cpu", weights_only=weights_only)
 
 
-def load_optimizers(optimizers: list[Optimizer], states: list[Any], model: nn.Module) -> None:
-    """Load the states of optimizers, in their order, from what `load` has returned. All ranks together."""
-    for optimizer, state in zip(optimizers, states, strict=True):
-        if callable(state):  # what loads it, from shards
-            state(optimizer, model)
-        else:
-            _load_optimizer(state, optimizer, model)
-
-
-def _load_optimizer(saved: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> None:
+def load_optimizer(saved: Any, optimizer: Optimizer, model: nn.Module) -> None:
+    """Load the state of an optimizer from what `load` has returned. All ranks together."""
+    if callable(saved):  # what loads it, from shards
+        saved(optimizer, model)
+        return
     known = _labelled(optimizer, saved["param_groups"], model)
     numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
     state: dict[int, dict[str, object]] = {}
@@ -412,24 +393,6 @@ def averages(trainer: pl.Trainer) -> list[nn.Module]:
     return _compat_lightning.averaged_models(_compat_lightning.callbacks_of(trainer))
 
 
-@torch.no_grad()
-def copy_values(source: nn.Module, target: nn.Module) -> None:
-    """Copy parameters and buffers of a model into its copy, which is sharded in the same way."""
-    values = [*source.parameters(), *source.buffers()]
-    copies = [*target.parameters(), *target.buffers()]
-    for value, copy in zip(values, copies, strict=True):
-        copy.copy_(value)
-
-
-def check_kept_whole(found: list[nn.Module], full: bool) -> None:
-    """Refuse what cannot be saved: the callback puts a second model into the checkpoint."""
-    if found and not full:
-        raise ValueError(
-            "WeightAveraging callbacks put two models into a checkpoint, and a sharded one has room for one. Use "
-            'ODCStrategy(state_dict_type="full") with them.'
-        )
-
-
 # -- hyperparameters ---------------------------------------------------------------------------------------
 
 
@@ -473,15 +436,3 @@ def keep_savable(checkpoint: dict[str, Any], owners: Sequence[Any]) -> list[str]
 def assembled(state: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint without shards: those of averages become whole. All ranks together."""
     return apply_to_collection(state, DTensor, lambda shard: shard.full_tensor().cpu())
-
-
-def cut(checkpoint: dict[str, Any], model: nn.Module) -> None:
-    """Cut the models in a full checkpoint into shards as ``model``, in place, as the callback loads them into it."""
-    shards = model_state(model, full=False)
-    for key in ("state_dict", "current_model_state"):
-        if key not in checkpoint:
-            continue
-        parts: dict[str, object] = {}
-        for name, value in checkpoint[key].items():
-            parts[name] = part_of(value, shards.get(name), _ADVICE)
-        checkpoint[key] = parts

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_odc.engine.nodes.column import Layout
 
@@ -66,13 +66,6 @@ def mesh_of(layout: Layout, device_type: str) -> DeviceMesh:
     """The 2-D mesh of a layout, with the dimensions ``replicate`` and ``shard``. All ranks together."""
     ranks = torch.arange(layout.world_size).view(layout.nodes, -1)
     return DeviceMesh(device_type, ranks, mesh_dim_names=("replicate", "shard"))
-
-
-def mesh_for_modules(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh with the dimensions that modules for ``ModelParallelStrategy`` ask for. All ranks together."""
-    # "data_parallel" is ``mesh``, or under hybrid sharding its last dimension; "tensor_parallel" is one rank.
-    names = ("replicate", "data_parallel", "tensor_parallel")
-    return init_device_mesh(mesh.device_type, (*mesh.shape, 1), mesh_dim_names=names[-mesh.ndim - 1 :])
 
 
 def check_shards(model: nn.Module, mesh: DeviceMesh, groups: DeviceMesh | None = None) -> None:

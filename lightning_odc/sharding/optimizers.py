@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -80,6 +82,31 @@ class ParameterNames:
         if shard is None or shard.shape != parameter.shape:
             return parameter
         return shard
+
+
+class ShardedParameter(DTensor):
+    """A parameter that takes its part of a whole value, as a plain one takes all of it."""
+
+    # DTensor refuses a whole value in `copy_`, and ``parameter.data = value`` changes nothing, without a word.
+
+    def copy_(self, value: Any, non_blocking: bool = False) -> Any:
+        if not isinstance(value, DTensor):
+            value = part_of(value.detach().expand(self.shape), self, "")
+        return super().copy_(value, non_blocking)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "data":
+            super().__setattr__(name, value)
+            return
+        with torch.no_grad():
+            self.copy_(value)
+
+
+def take_parts(model: nn.Module) -> None:
+    """Let the sharded parameters of a model take their parts of whole values."""
+    for parameter in model.parameters():
+        if type(parameter) is DTensor:
+            parameter.__class__ = ShardedParameter
 
 
 def part_of(value: object, parameter: object, advice: str) -> object:

@@ -27,6 +27,7 @@ from lightning_odc import _compat
 from lightning_odc.arguments import Like
 from lightning_odc.engine.late_gradients import scalars_of
 from lightning_odc.engine.units import class_names
+from lightning_odc.sharding.optimizers import take_parts
 
 #: Which modules: their classes, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or one of torch's objects.
 #: (Spelt out, since LightningCLI reads from it what a YAML file may say.)
@@ -94,6 +95,7 @@ def shard_model(
     for name, parameter in named():
         if name in hooked and parameter is not hooked[name]:
             _compat.move_gradient_hooks(hooked[name], parameter)
+    take_parts(model)
 
 
 def wrapping_shards(mesh: DeviceMesh, **how: Unpack[HowToShard]) -> AbstractContextManager[None]:
@@ -128,11 +130,12 @@ def _shard_unit(module: nn.Module, options: _UnitOptions) -> None:
     if any(dtype.is_complex for dtype in _elements(module)):
         # There are no complex numbers of 16 bits: fully_shard would drop the imaginary part of weights or gradients.
         options = {**options, "mp_policy": MixedPrecisionPolicy()}
-    scalars = scalars_of(module)
-    for scalar in scalars:
-        if not scalar.is_meta:  # else it gets its memory there
-            scalar.data = scalar.data.to(options["mesh"].device_type)
-    fully_shard(module, **options, ignored_params={*scalars})
+    # Every rank has those without a dimension whole, and empty ones have nothing to shard.
+    ignored = {*scalars_of(module), *(p for p in module.parameters() if not p.numel())}
+    for parameter in ignored:
+        if not parameter.is_meta:  # else it gets its memory there
+            parameter.data = parameter.data.to(options["mesh"].device_type)
+    fully_shard(module, **options, ignored_params=ignored)
 
 
 def wrap_targets(model: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Module]:
@@ -337,9 +340,9 @@ def _refuse_ties(model: nn.Module, targets: list[nn.Module]) -> None:
             first_unit, first_name = first.setdefault(parameter, (unit, name))
             if first_unit is not unit:
                 raise ValueError(
-                    f"{first_name!r} and {name!r} are one tied parameter in two units. Keep both "
-                    "modules out of units of their own: leave them out of `auto_wrap_policy`, so that they share "
-                    "the root unit."
+                    f"{first_name!r} and {name!r} are one tied parameter in two units. Keep both modules out of units "
+                    "of their own, so that they share the root unit: leave them out of `auto_wrap_policy`. Where you "
+                    "have named none, write ODCStrategy(auto_wrap_policy=set()): the whole model is one unit then."
                 )
         for name, child in module.named_children():
             visit(child, unit, f"{prefix}.{name}".removeprefix("."))
@@ -369,7 +372,14 @@ def refuse_layers(model: nn.Module, sync_batchnorm: bool) -> None:
                 f"{name!r} is AdaLoRA: outside `forward` of their units it computes with whole adapters, but each rank "
                 "has only shards there. Use `peft.LoraConfig(...)` instead of `peft.AdaLoraConfig(...)`."
             )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
+        if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if module.sparse:
+            raise ValueError(
+                f"{name!r} has sparse=True, but gradients of shards are dense. Leave it out, and use SGD or AdamW "
+                "instead of SparseAdam."
+            )
+        if module.max_norm is not None:
             raise ValueError(
                 f"{name!r} has max_norm={module.max_norm:g}: it scales its weights inside `forward`, where they are "
                 "only gathered, so that the change would be lost. Leave `max_norm` out and scale the weights in "

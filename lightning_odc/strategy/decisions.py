@@ -12,9 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_odc.data.content import digest_of
 from lightning_odc.data.lengths import (
     EQUALLY_LONG,
-    EXAMPLE,
     LengthFunction,
-    LengthsUnknownError,
     length_function,
 )
 from lightning_odc.data.loader import BalancedDataLoader
@@ -105,10 +103,3 @@ def _reason_against_stream(
             'Take the division over ranks out of it, and write ODCStrategy(balance="lb_mini").'
         )
     return _EQUAL if length_of == EQUALLY_LONG else ""
-
-
-def in_words(error: ValueError) -> str:
-    """Why a loader could not be converted, and the line to write."""
-    if isinstance(error, LengthsUnknownError):
-        return f"{error.reason} Write\n    ODCStrategy(length_fn={EXAMPLE})"
-    return str(error)

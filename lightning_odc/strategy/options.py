@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +32,6 @@ from lightning_odc.engine.waiting import HangReport
 from lightning_odc.run.attempt import OnOutOfMemory
 from lightning_odc.run.wording import Wording
 from lightning_odc.sharding import nodes
-from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import HANG_REPORT_AFTER
 
 Communication = Literal["auto", "on_demand", "collective"]
@@ -167,16 +165,6 @@ class Options:
         given = [f"{name}=..." for name in names if getattr(self, name) != defaults[name]]
         if given:
             rank_zero_warn(f"ODCStrategy({', '.join(given)}) has no effect {where}.")
-
-
-def check_checkpoint_io(state_dict_type: str, checkpoint_io: CheckpointIO) -> None:
-    """Refuse a plugin that would not be used."""
-    if state_dict_type == "sharded" and type(checkpoint_io) is not WholeCheckpointIO:
-        raise ValueError(
-            'ODCStrategy(state_dict_type="sharded") lets every rank write its shards, and '
-            f"{type(checkpoint_io).__name__} would not be used. Leave the plugin out, or "
-            'write ODCStrategy(state_dict_type="full").'
-        )
 
 
 def check_sharding(

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStrategy
 from torch.optim import Optimizer
 
@@ -122,7 +122,12 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     # -- setting up and tearing down ----------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        options.check_checkpoint_io(self.state_dict_type, self.checkpoint_io)
+        if not self._full and type(self.checkpoint_io) is not WholeCheckpointIO:
+            raise ValueError(
+                'ODCStrategy(state_dict_type="sharded") lets every rank write its shards, and '
+                f"{type(self.checkpoint_io).__name__} would not be used. Leave the plugin out, or "
+                'write ODCStrategy(state_dict_type="full").'
+            )
         offloads = self.cpu_offload.offload_params and self._device_type() != "cpu"
         if offloads and self.process_group_backend in (None, "nccl"):
             # The norm for clipping, the loss scale and full checkpoints are sums and copies over tensors in host
@@ -146,9 +151,12 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         if whole is None:
             if not is_overridden("configure_model", module):
                 return
-            whole = nodes.mesh_for_modules(self.shard_mesh)
-            assert whole.mesh_dim_names is not None
-            self._mesh = whole[whole.mesh_dim_names[:-1]]  # one mesh: DTensors of two do not go together
+            # Modules for ``ModelParallelStrategy`` ask for these: "data_parallel" is the mesh, or under hybrid sharding
+            # its last dimension, and "tensor_parallel" is one rank.
+            mesh = self.shard_mesh
+            names = ("replicate", "data_parallel", "tensor_parallel")[-mesh.ndim - 1 :]
+            whole = init_device_mesh(mesh.device_type, (*mesh.shape, 1), mesh_dim_names=names)
+            self._mesh = whole[names[:-1]]  # one mesh: DTensors of two do not go together
         _compat_lightning.set_device_mesh(module, whole)
         self._on_teardown.callback(_compat_lightning.set_device_mesh, module, None)
 
@@ -200,14 +208,21 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self._is_training = False
         self._owes_schedulers = False
 
+    @torch.no_grad()
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
         averages = checkpoints.averages(trainer)
-        checkpoints.check_kept_whole(averages, self._full)
+        if averages and not self._full:
+            raise ValueError(
+                "WeightAveraging callbacks put two models into a checkpoint, and a sharded one has room for one. Use "
+                'ODCStrategy(state_dict_type="full") with them.'
+            )
+        values = [*self.model.parameters(), *self.model.buffers()]
         for average in averages:
             self._shard(average, announce=False)
             materialize(average, self.root_device, offload=self.cpu_offload.offload_params)
-            checkpoints.copy_values(self.model, average)
+            for copy, value in zip([*average.parameters(), *average.buffers()], values, strict=True):
+                copy.copy_(value)
 
     @property
     def mixed_precision_policy(self) -> MixedPrecisionPolicy:
@@ -308,17 +323,16 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
                 self.load_optimizer_state_dict(rest)
             self._owes_schedulers = agree_with_loader(rest)
-            if checkpoints.averages(self.lightning_module.trainer):
-                checkpoints.cut(rest, self.model)
             self.publish_parameters()
         return rest
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         regroup(self.lightning_module.trainer, self.lightning_module)
-        optimizers = self._optimizers_with_state
-        if optimizers:
-            checkpoints.load_optimizers(optimizers, checkpoint["optimizer_states"], self.model)
+        for optimizer, saved in zip(
+            self._optimizers_with_state, checkpoint["optimizer_states"], strict=False
+        ):
+            checkpoints.load_optimizer(saved, optimizer, self.model)
 
     @property
     def _optimizers_with_state(self) -> list[Optimizer]:

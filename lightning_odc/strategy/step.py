@@ -91,6 +91,7 @@ class Training(Door):
         self._module = strategy.lightning_module
         self._device = strategy.root_device
         self.engine = strategy.engine
+        self.engine.drops_outside = self._module.automatic_optimization
         self.communication = strategy.communication
         self.model_cost = cost_of_model(self._module, self._device.type)
         self.places: int = strategy.distributed_sampler_kwargs["num_replicas"]

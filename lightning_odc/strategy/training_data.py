@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_odc.data.convert import ChosenSamplesError, balanced_from
-from lightning_odc.data.lengths import LengthsUnknownError
+from lightning_odc.data.lengths import EXAMPLE, LengthsUnknownError
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.reader import is_stream
@@ -139,7 +139,9 @@ class TrainingData:
                 self._fold(balanced, getattr(dataloader, "dataset", ()))
                 return balanced
         except (ChosenSamplesError, LengthsUnknownError) as error:
-            reason = decisions.in_words(error)
+            reason = str(error)
+            if isinstance(error, LengthsUnknownError):
+                reason = f"{error.reason} Write\n    ODCStrategy(length_fn={EXAMPLE})"
             if not is_auto:
                 raise type(error)(reason) from None
         rank_zero_warn(

@@ -265,7 +265,7 @@ def test_a_pass_that_broke_off_is_refused_once_it_has_added_unless_it_is_undone(
     additions.check_none_broke_off()
     assert additions.arrives(unit.slots[0])
     additions.check_none_broke_off()
-    additions.begin_adding(unit.name)
+    additions.adding = unit.name
     assert additions.adding == unit.name
     with pytest.raises(ODCError, match="a part of its gradient has been added"):
         additions.check_none_broke_off()

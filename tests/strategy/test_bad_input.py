@@ -388,6 +388,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, dict[str, Any], str]] = {
     "one unit, collectively": (Manual, PLAIN, {**ONE_UNIT, **COLLECTIVE}, "at least two units"),
     "layer waits": (holding(nn.SyncBatchNorm(3)), PLAIN, {}, "'layer' is a SyncBatchNorm: it waits for all"),
     "layers wait": (TokenModule, PLAIN, {"sync_batchnorm": True}, r"sync_batchnorm=True\): it waits for all"),
+    "layer has sparse gradients": (
+        holding(nn.Embedding(3, 2, sparse=True)),
+        PLAIN,
+        {},
+        "'layer' has sparse=True",
+    ),
     "layer scales": (holding(nn.Embedding(3, 2, max_norm=1)), PLAIN, {}, "'layer' has max_norm=1: it scales"),
     "FSDP1": (hooked(configure_model=wrap_head), ONE, {}, FSDP1),
     # Ranks that differ:

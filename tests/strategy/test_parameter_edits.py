@@ -9,6 +9,7 @@ are equal bit for bit.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,8 @@ from lightning_odc import Minibatch, ODCStrategy
 from lightning_odc.errors import ODCError
 from tests.strategy.test_optimizers import OnRows
 from tests.support import fits
-from tests.support.fits import Sgd, Watch, are_equal, assert_same, doing, failure, fitted
-from tests.support.models import full_parameters, token_batches
+from tests.support.fits import Sgd, Watch, are_equal, assert_same, doing, failure, fitted, largest_difference
+from tests.support.models import Block, full_parameters, summed_loss, token_batches
 from tests.support.modules import TokenModule
 from tests.support.ranks import of_all_ranks, on_ranks
 
@@ -94,10 +95,12 @@ def test_an_edit_is_read_everywhere(rank):
         assert_counts_as_under_collectives(rank, partial(Edits, place, halve, place in PUBLISHED))
 
 
-def refusal_of(rank: int, place: str, edit: Callable[[TokenModule], None]) -> str:
+def refusal_of(
+    rank: int, place: str, edit: Callable[[TokenModule], None], communication: str = "on_demand"
+) -> str:
     """What this rank says; the error of another rank that stops this one is a part of it."""
     with pytest.raises(ODCError) as error:
-        fit(rank, "on_demand", Edits(place, edit))
+        fit(rank, communication, Edits(place, edit))
     assert "`trainer.strategy.publish_parameters()` on all of them" in str(error.value)
     return f"{type(error.value).__name__}: {error.value}"
 
@@ -143,11 +146,79 @@ def test_every_way_of_editing_is_found(rank, way, name):
     assert_counts_as_under_collectives(rank, partial(Edits, "on_train_batch_end", way, publish=True))
 
 
+def gathered_rows(module: TokenModule) -> None:
+    """The same, of all ranks: none of them hears of what another one finds under collectives."""
+    module.net.head.weight.data += 1
+
+
 @on_ranks(2)
-def test_an_edit_of_a_gathered_parameter_is_found(rank):
-    messages = of_all_ranks(refusal_of(rank, "end of training_step", gathered_row))
+@pytest.mark.parametrize(
+    ("communication", "way"), [("on_demand", gathered_row), ("collective", gathered_rows)]
+)
+@pytest.mark.parametrize("place", ["end of training_step", "on_before_zero_grad"])
+def test_an_edit_of_a_gathered_parameter_is_found(rank, communication, way, place):
+    messages = of_all_ranks(refusal_of(rank, place, way, communication))
     assert any(message.startswith("StaleShardError: Parameter 'net.head.weight'") for message in messages)
     assert "while it was gathered; such a change would be lost" in messages[1]
+
+
+class Limited(Block):
+    """Keeps its own weights small, as networks for EEG do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.up.weight.data = self.up.weight.data.clamp(-0.1, 0.1)
+        return super().forward(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("options", [{"keep_gathered": 0}, {"communication": "collective"}])
+def test_what_a_block_writes_into_its_own_weights_is_found(rank, options):
+    module = TokenModule()
+    for block in module.net.blocks:
+        block.__class__ = Limited
+    told = failure(module, token_batches([5, 7], seed=rank), **options)
+    assert "StaleShardError: Parameter 'net.blocks.0.up.weight' was changed inside `forward`" in told
+
+
+class Teacher(Sgd):
+    """A teacher follows the network, in one of the ways that people write.
+
+    The loss depends on it, so gradients differ where the teacher does.
+    """
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.way = way
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for own, other in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+            if self.way == "assigned":
+                other.data = other.data * 0.7 + own.data * 0.3
+            elif self.way == "assigned whole":
+                other.data = torch.full(other.shape, 0.1 * self.global_step)
+            else:
+                other.copy_(torch.full(other.shape, 0.1 * self.global_step))
+        if isinstance(self.trainer.strategy, ODCStrategy):
+            self.trainer.strategy.publish_parameters()
+
+    def mean_loss(self, batch: Tensor) -> Tensor:
+        loss = super().mean_loss(batch)
+        with torch.no_grad():
+            target = summed_loss(self.teacher, batch) / batch.numel()
+        return loss * target
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["assigned", "assigned whole", "copied whole"])
+def test_what_is_assigned_to_a_sharded_parameter_reaches_it(rank, way):
+    batches = token_batches([5, 7, 4], seed=rank)
+    begin = full_parameters(Teacher(way))
+    expected = fitted(Teacher(way), batches, strategy="ddp")
+    assert largest_difference(expected, begin) > 0.01
+    for communication in ("on_demand", "collective"):
+        assert_same(fitted(Teacher(way), batches, communication=communication), expected)
 
 
 HAS_AVERAGING = hasattr(callbacks, "WeightAveraging")

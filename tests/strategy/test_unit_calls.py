@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.modeling_outputs import BaseModelOutput
 
+from lightning_odc.errors import ODCError
 from tests.support.fits import Watch, assert_same, fit, one_process
 from tests.support.models import full_parameters
 from tests.support.ranks import on_ranks
@@ -191,6 +192,30 @@ class InAnOutput(InATuple):
         return y + x
 
 
+class Holder:
+    """No container that torch knows."""
+
+    def __init__(self, first: Tensor) -> None:
+        self.first = first
+
+
+class InAnObject(InATuple):
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__(manual)
+        for block in self.blocks:
+            block.wrap = Holder
+
+
+class WithAnEmptyParameter(Kind):
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__(manual)
+        for block in self.blocks:
+            block.empty = nn.Parameter(torch.empty(0))
+
+    def through(self, block: Any, x: Tensor) -> Tensor:
+        return block(x) + block.empty.sum()
+
+
 class OneByOne(Kind):
     """A parent runs the members of its `Sequential`s itself."""
 
@@ -253,6 +278,8 @@ KINDS: Any = [
     InADict,
     InADataclass,
     InAnOutput,
+    InAnObject,
+    WithAnEmptyParameter,
     OneByOne,
     AnotherMethod,
     Forces,
@@ -290,6 +317,58 @@ def test_second_derivatives_train_in_balanced_batches(rank: int, kind: Any) -> N
     fit(module, data, balance="auto", use_distributed_sampler=True)
     alone = kind()
     one_process(alone, [[samples]])
+    assert_same(full_parameters(module), full_parameters(alone))
+
+
+class Adversarial(Kind):
+    """Goes backward by itself for a gradient of its inputs, in training and in validation."""
+
+    scale = 1.0
+
+    def disturbed(self, batch: Tensor) -> Tensor:
+        leaf = batch.clone().requires_grad_()
+        (self.scale * self.loss(leaf)).backward()
+        assert leaf.grad is not None
+        return batch + 0.1 * leaf.grad.sign()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        batch = self.disturbed(batch)
+        self.zero_grad()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.enable_grad():
+            self.disturbed(batch)
+
+
+@pytest.mark.parametrize("communication", ["on_demand", "collective"])
+@on_ranks(2)
+def test_a_backward_pass_of_the_users_own_has_no_part_in_the_step(rank: int, communication: str) -> None:
+    module = Adversarial()
+    batches = batches_of(rank, 3)
+    options: dict[str, Any] = {"val_check_interval": 1, "inference_mode": False, "balance": None}
+    fit(module, batches, validation=batches[:1], communication=communication, **options)
+    alone = Adversarial()
+    one_process(alone, zip(batches_of(0, 3), batches_of(1, 3), strict=True))
+    assert_same(full_parameters(module), full_parameters(alone))
+
+
+class Replaces(Kind):
+    def loss(self, batch: Tensor) -> Tensor:
+        parameters = {name: 0.5 * p for name, p in self.blocks[1].named_parameters()}
+        return torch.func.functional_call(self.blocks[1], parameters, self.first(batch)).square().mean()
+
+
+@on_ranks(2)
+def test_replaced_parameters_of_a_unit_are_refused_and_train_where_the_model_is_one(rank: int) -> None:
+    batches = batches_of(rank, 3)
+    message = "'blocks.1.*' was replaced, as by `torch.func.functional_call`"
+    with pytest.raises(ODCError, match=message):
+        fit(Replaces(), batches, balance=None)
+    module = Replaces()
+    fit(module, batches, balance=None, auto_wrap_policy=set())
+    alone = Replaces()
+    one_process(alone, zip(batches_of(0, 3), batches_of(1, 3), strict=True))
     assert_same(full_parameters(module), full_parameters(alone))
 
 
