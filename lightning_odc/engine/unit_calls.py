@@ -215,7 +215,7 @@ class UnitCalls:
         module = unit.modules[0]
         if torch.is_grad_enabled():
             self._keep()
-        if module is self._model:
+        if self._model in unit.modules:
             self._compared |= compared(unit)
         _compat.before_backward(module)
 

@@ -37,8 +37,8 @@ from torch.optim import Optimizer
 
 from lightning_odc import _compat, _compat_lightning
 from lightning_odc.files import not_written, replacing, why_no_room
-from lightning_odc.sharding.optimizers import parameters_of, part_of
-from lightning_odc.sharding.stepping import whole
+from lightning_odc.sharding.optimizers import parameters_of
+from lightning_odc.sharding.stepping import part_of, whole
 from lightning_odc.sharding.untrusted import refuse_code
 
 _ADVICE = 'A full checkpoint cannot be loaded here: save with ODCStrategy(state_dict_type="sharded").'

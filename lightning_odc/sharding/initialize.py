@@ -138,7 +138,7 @@ class _Materializer:
             if self._offload:
                 value = value.cpu()
         parameter = nn.Parameter(value, requires_grad=meta.requires_grad)
-        parameter.__class__ = type(meta)
+        parameter.__class__ = type(meta)  # type: ignore[assignment]
         _compat.move_gradient_hooks(meta, parameter)
         return parameter
 

@@ -9,19 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_odc import _compat, _compat_lightning
+from lightning_odc.sharding.stepping import part_of
 
 _LATER = "Load it from a sharded checkpoint, after the model is sharded."
 
@@ -82,48 +80,6 @@ class ParameterNames:
         if shard is None or shard.shape != parameter.shape:
             return parameter
         return shard
-
-
-class ShardedParameter(DTensor):
-    """A parameter that takes its part of a whole value, as a plain one takes all of it."""
-
-    # DTensor refuses a whole value in `copy_`, and ``parameter.data = value`` changes nothing, without a word.
-
-    def copy_(self, value: Any, non_blocking: bool = False) -> Any:
-        if not isinstance(value, DTensor):
-            value = part_of(value.detach().expand(self.shape), self, "")
-        return super().copy_(value, non_blocking)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "data":
-            super().__setattr__(name, value)
-            return
-        with torch.no_grad():
-            self.copy_(value)
-
-
-def take_parts(model: nn.Module) -> None:
-    """Let the sharded parameters of a model take their parts of whole values."""
-    for parameter in model.parameters():
-        if type(parameter) is DTensor:
-            parameter.__class__ = ShardedParameter
-
-
-def part_of(value: object, parameter: object, advice: str) -> object:
-    """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are."""
-    if not isinstance(parameter, DTensor):
-        return value
-    if not isinstance(value, Tensor) or not value.ndim:
-        return value
-    shape = list(parameter.shape)
-    if list(value.shape) != shape:
-        raise ValueError(
-            f"The optimizer keeps a state of shape {list(value.shape)} for a parameter of shape {shape}, and nothing "
-            f"tells how to shard it. {advice}"
-        )
-    mesh = parameter.device_mesh
-    part = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
-    return part.to(parameter.device)  # which is the CPU where shards are offloaded
 
 
 def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Clipping and stepping over shards.
+"""Clipping and stepping over shards; whole values and their parts.
 
 It does without Lightning, as `attach` does.
 """
@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, Optimizer, RMSprop
 
 
@@ -47,6 +47,49 @@ def whole(value: Tensor) -> Tensor:
     if isinstance(value, DTensor):
         return value.full_tensor()
     return value
+
+
+class ShardedParameter(DTensor):
+    """A parameter that takes its part of a whole value, as a plain one takes all of it."""
+
+    # DTensor refuses a whole value in `copy_`, and ``parameter.data = value`` changes nothing and raises nothing.
+
+    def copy_(self, value: Any, non_blocking: bool = False) -> Any:
+        if not isinstance(value, DTensor):
+            value = part_of(value.detach().expand(self.shape), self, "")
+        return super().copy_(value, non_blocking)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "data":
+            super().__setattr__(name, value)
+            return
+        with torch.no_grad():
+            self.copy_(value)
+
+
+def take_parts(model: nn.Module) -> None:
+    """Let the sharded parameters of a model take their parts of whole values."""
+    parameter: Any
+    for parameter in model.parameters():
+        if type(parameter) is DTensor:
+            parameter.__class__ = ShardedParameter
+
+
+def part_of(value: object, parameter: object, advice: str) -> object:
+    """This rank's part of a value that has one number per element of a sharded parameter; scalars as they are."""
+    if not isinstance(parameter, DTensor):
+        return value
+    if not isinstance(value, Tensor) or not value.ndim:
+        return value
+    shape = list(parameter.shape)
+    if list(value.shape) != shape:
+        raise ValueError(
+            f"The optimizer keeps a state of shape {list(value.shape)} for a parameter of shape {shape}, and nothing "
+            f"tells how to shard it. {advice}"
+        )
+    mesh = parameter.device_mesh
+    part = distribute_tensor(value.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)
+    return part.to(parameter.device)  # which is the CPU where shards are offloaded
 
 
 #: With ``foreach=True``, these have bit for bit the results of their loop over parameters; a test compares them.

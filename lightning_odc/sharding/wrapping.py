@@ -27,7 +27,7 @@ from lightning_odc import _compat
 from lightning_odc.arguments import Like
 from lightning_odc.engine.late_gradients import scalars_of
 from lightning_odc.engine.units import class_names
-from lightning_odc.sharding.optimizers import take_parts
+from lightning_odc.sharding.stepping import take_parts
 
 #: Which modules: their classes, a callable ``(module, recurse, nonwrapped_numel) -> bool``, or one of torch's objects.
 #: (Spelt out, since LightningCLI reads from it what a YAML file may say.)
