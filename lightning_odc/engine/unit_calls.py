@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_odc import _compat
 from lightning_odc.engine.staleness import compared, lost
-from lightning_odc.engine.units import Unit
+from lightning_odc.engine.units import ROOT, Unit
 
 
 class _Alias(torch.autograd.Function):
@@ -212,12 +212,11 @@ class UnitCalls:
 
     def _before_backward(self, unit: Unit, _: Any) -> None:
         """A backward pass reaches an output of a unit, which may be none that ``fully_shard`` sees."""
-        module = unit.modules[0]
         if torch.is_grad_enabled():
             self._keep()
-        if self._model in unit.modules:
+        if unit.name == ROOT:
             self._compared |= compared(unit)
-        _compat.before_backward(module)
+        _compat.before_backward(unit.modules[0])
 
     # -- second derivatives ----------------------------------------------------------------------------------------
 

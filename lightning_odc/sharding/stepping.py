@@ -67,9 +67,8 @@ class ShardedParameter(DTensor):
             self.copy_(value)
 
 
-def take_parts(model: nn.Module) -> None:
+def take_parts(model: Any) -> None:
     """Let the sharded parameters of a model take their parts of whole values."""
-    parameter: Any
     for parameter in model.parameters():
         if type(parameter) is DTensor:
             parameter.__class__ = ShardedParameter
