@@ -50,6 +50,17 @@ class Program:
 PROGRAMS = {
     "chemprop": Program("chemprop==2.3.*", "`MPNN`, one property of molecules"),
     "chemprop_tasks": Program("chemprop==2.3.*", "`MPNN`, three tasks, 40 % of their targets NaN"),
+    "scvi": Program("scvi-tools==1.4.*", "`SCVI` without its noise"),
+    "rectools": Program(
+        "rectools[torch]==0.19.*",
+        "`SASRecModel`",
+        "`import lightning_odc.pytorch_lightning` first; weights before `fit`",
+    ),
+    "litgpt": Program("litgpt==0.5.*", "`GPT` in its `LLM` module, masked prompts"),
+    "matgl": Program("matgl==4.1.*", "`TensorNet`, energies"),
+    "matgl_forces": Program("matgl==4.1.*", "`TensorNet`, energies and forces"),
+    "rl4co": Program("rl4co==0.7.*", "`AttentionModel`, greedy"),
+    "forecasting": Program("pytorch-forecasting==1.8.*", "`TemporalFusionTransformer`"),
 }
 COLUMNS = (
     Column("program"),
@@ -153,6 +164,7 @@ def measure(name: str, folder: Path) -> Row:
     for strategy in (ONE, DDP, ODC):
         (folder / f"{name}.{strategy}.pt").unlink(missing_ok=True)
         outputs[strategy] = train(python, name, strategy, folder)
+    assert (folder / f"{name}.{ONE}.pt").exists(), "one process does not train it: see the log"
     return Row(
         f"{place} {version}",
         program.trains,
