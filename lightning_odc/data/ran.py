@@ -56,8 +56,8 @@ class Ran:
         if samples == 0 and self.stand_in is not None:
             return Task(read([self.stand_in]), 0.0, detail)
         weight = task.weight
-        counts_as_planned = recipe.info.counter is None and recipe.weighting != "sum"
-        if counts_as_planned and samples not in (None, len(indices)):
+        # Weights are what was planned: not of sums, and not where tensors of the batch are counted.
+        if recipe.info.counter is None and recipe.weighting != "sum" and samples not in (None, len(indices)):
             weight *= self._part(samples or 0, indices, recipe.sample_weights(lengths), read)
         return Task(task.microbatch, weight, detail)
 

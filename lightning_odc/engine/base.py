@@ -31,6 +31,9 @@ class Engine(Traced, ABC):
     _root: RootUnit
     _calls: UnitCalls
 
+    # Whether gradients of backward passes outside of `backward` are dropped: Lightning empties them before its own.
+    drops_outside = False
+
     def __init__(self) -> None:
         super().__init__()
         self._model: Any = None  # the module, from `attach` on
@@ -40,7 +43,6 @@ class Engine(Traced, ABC):
         self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
         self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
         self.ran_outside = False  # a backward pass has run outside of `backward` in this optimizer step
-        self.drops_outside = False  # gradients of such a pass, which Lightning empties before its own
         self._units: list[Unit] = []
         self._late_hooks = LateHooks()
         self._scalars = Scalars()

@@ -95,6 +95,7 @@ class Placeholder(DTensor):
         if func in _compat.ZEROING:
             for placeholder in placeholders:
                 placeholder.zeroed = True
+                _compat.local_of(placeholder).zero_()  # it may hold the gradient of the step before
             return args[0]
         raise _incomplete(placeholders[0].parameter_name if placeholders else "a parameter")
 

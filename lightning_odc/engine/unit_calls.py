@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -114,10 +114,9 @@ class UnitCalls:
 
     def step_ended(self) -> None:
         """Watch no longer what has run and did not need it. Refuse what was written into gathered parameters."""
-        found = self._compared
-        self._compared = {}
-        if found and torch.stack([*found.values()]).any():  # waits for the device once
-            raise lost(next(name for name, differs in found.items() if differs))
+        if self._compared and torch.stack([*self._compared.values()]).any():  # waits for the device once
+            raise lost(next(name for name, differs in self._compared.items() if differs))
+        self._compared.clear()
         for module in self._ran.difference(self._needs_watching).intersection(self._watching):
             self._unwatch(module)
 
@@ -254,7 +253,7 @@ class UnitCalls:
 
 def tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:
     """The tensors in a batch, or in what a module gets or returns; in objects, what their attributes hold."""
-    parts: Iterable[Any] = ()
+    parts: Any = ()
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):

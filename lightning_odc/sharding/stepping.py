@@ -56,15 +56,15 @@ class ShardedParameter(DTensor):
 
     def copy_(self, value: Any, non_blocking: bool = False) -> Any:
         if not isinstance(value, DTensor):
-            value = part_of(value.detach().expand(self.shape), self, "")
+            value = part_of(value.expand(self.shape), self, "")
         return super().copy_(value, non_blocking)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "data":
+        if name == "data":
+            with torch.no_grad():
+                self.copy_(value)
+        else:
             super().__setattr__(name, value)
-            return
-        with torch.no_grad():
-            self.copy_(value)
 
 
 def take_parts(model: Any) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_odc import Minibatch, ODCStrategy, _compat
 from lightning_odc.sharding.initialize import materialize
 from lightning_odc.sharding.optimizers import ParameterNames
-from tests.support.fits import Manual, Sgd, fitted, numbers, two_optimizers
+from tests.support.fits import Manual, Sgd, assert_same, fitted, numbers, shares, two_optimizers
 from tests.support.models import Block, Net, init_gloo
 from tests.support.modules import full_parameters, loader, token_batches, trainer, warned
 from tests.support.ranks import on_ranks
@@ -368,6 +368,17 @@ def test_a_minibatch_unrolled_by_hand(rank, communication, counts):
     parameters = fitted(Manual(act=unroll), [Minibatch(own)], communication=communication)
     for key, value in full_parameters(one).items():
         torch.testing.assert_close(parameters[key], value, rtol=1e-3, atol=1e-5)
+
+
+class ZeroesInPlace(Sgd):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+@on_ranks(2)
+def test_gradients_that_are_zeroed_in_place_before_the_last_backward_pass_are_gone(rank):
+    ours = fitted(ZeroesInPlace(), shares(rank, (3, 3)))
+    assert_same(ours, fitted(Sgd(), shares(rank, (3, 3))))
 
 
 @on_ranks(1)
