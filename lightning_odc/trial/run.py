@@ -200,7 +200,7 @@ class Losses:
             if not isinstance(loss, Tensor):
                 raise TypeError(f"it returned {type(output).__name__}, not a loss")
             self.noise = _NOISE.get(loss.dtype, _NOISE_OF_16_BITS)
-            value = float(loss)
+            value = loss.item()
             if isinstance(output, Mapping) and output.get("num_items") is not None:
                 items = float(output["num_items"])
                 counts = {Rule("num_items"): items}

@@ -189,6 +189,24 @@ def test_a_step_that_draws_otherwise_runs_whole_batches():
     assert not verdict.has_failed
 
 
+def test_reading_a_loss_that_has_a_graph_warns_of_nothing(recwarn):
+    """A step that turns gradients on for good, as some do for forces."""
+    weight = nn.Parameter(torch.ones(()))
+
+    def step(x: Tensor) -> Tensor:
+        torch.set_grad_enabled(True)
+        return (weight * x).mean()
+
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)  # by itself, torch warns once in a process
+    try:
+        verdict = try_loss(step, lambda group: rows(9)[list(group)], [1] * 9, [], torch.device("cpu"))
+    finally:
+        torch.set_warn_always(before)
+    assert verdict.rule is not None
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_a_permutation_mixes_samples():
     with WithoutChance(wide=True):
         found = torch.randperm(4).tolist()
