@@ -133,7 +133,7 @@ for number, minibatch in enumerate(plan[:2]):
 #
 # Both are *collectives*: operations that all ranks enter together. No rank leaves a collective before the last
 # one has entered. So each collective is a **barrier**, and a model of 32 layers has about 100 barriers per
-# microbatch. The code and the figures say that ranks *meet* there.
+# microbatch. The code says that ranks *meet* there.
 #
 # Here is a small example in pure arithmetic: two ranks, three microbatches each, a model of four layers. Rank 0
 # has its long text first, rank 1 last. Both have 10 seconds of work in total.
@@ -146,15 +146,15 @@ seconds = np.repeat(np.array(microbatches)[:, :, None] / 4, 4, axis=2)
 
 every_layer = seconds.max(axis=0).sum()  # the slowest rank, at each meeting
 once = seconds.sum(axis=(1, 2)).max()  # the rank with the most work
-print(f"meet at every layer: {every_layer:.0f} s; meet once: {once:.0f} s")
+print(f"synchronize at every layer: {every_layer:.0f} s; once: {once:.0f} s")
 
 # %% Draw the two replays tags=["hide-input"]
 work = replay.layered(microbatches, layers=4)
 show(
     pictures.replays_figure(
         {
-            "meet at every layer": replay.replay(work, meeting="layer"),
-            "meet once": replay.replay(work, meeting="minibatch"),
+            "synchronize at every layer": replay.replay(work, meeting="layer"),
+            "synchronize once": replay.replay(work, meeting="minibatch"),
         },
         "seconds",
     ),
@@ -333,7 +333,7 @@ for ranks in (32, 8, 2):
     )
     for meeting, word in (("layer", "at every layer"), ("minibatch", "once")):
         idle = [expected_idle(skew, dealt, meeting) for skew in SKEWS]
-        curves[f"{ranks} ranks, meet {word}"] = (SKEWS, idle)
+        curves[f"{ranks} ranks, synchronize {word}"] = (SKEWS, idle)
 
 # %% Draw the curves tags=["hide-input"]
 labels = {
@@ -347,7 +347,7 @@ show(
     ),
     "Six rising curves of idle time over skew. All begin at zero for equal "
     "lengths. With more ranks they are higher. Meeting at every layer lies far "
-    "above meeting once with as many ranks.",
+    "above synchronizing once with as many ranks.",
 )
 
 # %% [markdown]
@@ -367,7 +367,7 @@ show(
 # %%
 show_sliders(
     "An interactive figure: two sliders, for the skew of the lengths and for the number of ranks, and two "
-    "timelines of one minibatch, meeting at every layer and meeting once. It needs JavaScript: run this cell, or "
+    "timelines of one minibatch, synchronizing at every layer and once. It needs JavaScript: run this cell, or "
     "open the page of the documentation."
 )
 print(f"sigma of our texts: {np.log(lengths).std():.1f}")
@@ -436,8 +436,8 @@ for skew in PLACES:
 # %% Draw theory and measurement tags=["hide-input"]
 expected, points = {}, {}
 for title, meeting, communication in (
-    ("meet at every layer", "layer", "collective"),
-    ("meet once", "minibatch", "on_demand"),
+    ("synchronize at every layer", "layer", "collective"),
+    ("synchronize once", "minibatch", "on_demand"),
 ):
     expected[title] = (PLACES, [expected_idle(s, few[1:], meeting) for s in PLACES])
     for model, name in (("sleeping model", "asleep"), ("Llama", "llama")):
@@ -453,7 +453,7 @@ show(
         title="2 ranks: theory (lines) and measurement (points)",
         **labels,
     ),
-    "Two theoretical lines of idle time over skew, for meeting at every layer and meeting once, and measured "
+    "Two theoretical lines of idle time over skew, for synchronizing at every layer and once, and measured "
     "points. Those of the model that sleeps are closer to the lines than those of the Llama.",
 )
 
@@ -463,8 +463,8 @@ show(
 # %% Compare in seconds tags=["hide-input"]
 rows = []
 for title, meeting, communication in (
-    ("meet at every layer", "layer", "collective"),
-    ("meet once", "minibatch", "on_demand"),
+    ("synchronize at every layer", "layer", "collective"),
+    ("synchronize once", "minibatch", "on_demand"),
 ):
     pieces = [
         replay.replay(replay.layered(costs_of(1, minibatch), LAYERS), meeting)

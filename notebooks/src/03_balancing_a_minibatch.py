@@ -138,7 +138,7 @@ show(
     ),
     "Four diagrams of the same sixteen samples on four ranks, one above the "
     "other: local sorting with collectives has the most grey waiting, balanced "
-    "microbatches have less, meeting once less again, and balancing the whole "
+    "microbatches have less, synchronizing once less again, and balancing the whole "
     "minibatch ends the earliest.",
 )
 

@@ -104,7 +104,7 @@
       "background:white;color:#1f2328;color-scheme:light;padding:0.8em;border-radius:4px;max-width:720px";
     const skew = slider(figure, "skew of the lengths (sigma)", { min: 0, max: 1.6, step: 0.1, value: 0.9 });
     const count = slider(figure, "ranks", { min: 2, max: 16, step: 1, value: 4 });
-    const ways = ["Collectives: meet at every layer", "On demand: meet once"].map((title) => ({
+    const ways = ["Collectives: synchronize at every layer", "On demand: synchronize once"].map((title) => ({
       title,
       head: add(figure, "div", { style: "margin-top:0.6em" }),
       svg: add(figure, "svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", style: "width:100%;display:block" }),
