@@ -23,18 +23,18 @@ FILES = {
 NODES = {
     "": 8457,
     "balance": 7882,
-    "callbacks": 9211,
+    "callbacks": 9191,
     "data": 14836,
     "engine": 27393,
     "huggingface": 2343,
     "rl": 1969,
-    "run": 5340,
-    "sharding": 6860,
+    "run": 5330,
+    "sharding": 6666,
     "strategy": 14278,
     "trial": 4680,
 }
 #: Of the package, and of the benchmarks. They only fall; the aims of the last round were 104,000 and 54,000.
-MOST_NODES = 103735
+MOST_NODES = 103728
 MOST_NODES_OF_BENCHMARKS = 54204
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}

@@ -93,6 +93,7 @@ class BalancedDataLoader:
             ``worker_init_fn`` and ``multiprocessing_context``, as in torch's ``DataLoader``.
 
     Attributes:
+        dataset: The data set.
         yields_minibatches: Whether it yields `Minibatch`es, and not the batches of another loader.
         progress: How far it is; ``ODCStrategy`` says what is done.
 
@@ -147,7 +148,7 @@ class BalancedDataLoader:
         self.yields_minibatches = True
         self.worker_init_fn = workers.pop("worker_init_fn", None)  # Lightning may put one here
         self.packing = packing
-        self._samples = dataset
+        self.dataset = dataset
         self._given = lengths
         self._length_fn = length_fn
         self._unpacked = collate_fn or default_collate
@@ -215,7 +216,7 @@ class BalancedDataLoader:
         """
         if not self.is_stream:
             return self._probe(self._packs, with_samples=True)
-        dataset = with_own_rng(self._samples)
+        dataset = with_own_rng(self.dataset)
         with isolated_rng():
             seed_rng(self.options.seed)
             if iter(dataset) is iter(dataset):
@@ -280,7 +281,7 @@ class BalancedDataLoader:
         if known is not None and (known.samples or not with_samples):
             return known
         collate_fn = self._collate_fn(packs)
-        reader = SampleReader(with_own_rng(self._samples), collate_fn, self.options.seed)
+        reader = SampleReader(with_own_rng(self.dataset), collate_fn, self.options.seed)
         found = look(lambda index: reader.samples(0, [index])[0], self.lengths.values, collate_fn)
         self._probes.setdefault(packs, found)
         return found
@@ -288,7 +289,7 @@ class BalancedDataLoader:
     @cached_property
     def lengths(self) -> Lengths:
         """The length of every sample of a map-style data set; found out at the first use."""
-        dataset = with_own_rng(self._samples)
+        dataset = with_own_rng(self.dataset)
         return find_lengths(dataset, self._given, self._length_fn, self._unpacked)
 
     def plan(self, step: int, epoch: int | None = None) -> MinibatchPlan:
@@ -379,9 +380,9 @@ class BalancedDataLoader:
             # A worker that plans is not told how long microbatches took.
             info = replace(info, measured=info.measured and not self._workers.get("num_workers"))
             recipe = Recipe(self.options, info)
-            return StreamSchedule(self._samples, self.collate, self._length_fn, recipe, world)
+            return StreamSchedule(self.dataset, self.collate, self._length_fn, recipe, world)
         info = replace(info, collation=self.collation or PACKED)
-        reader = SampleReader(self._samples, self.collate, self.options.seed, self.lengths)
+        reader = SampleReader(self.dataset, self.collate, self.options.seed, self.lengths)
         recipe = Recipe(self.options, info)
         ran = Ran()
         if not recipe.counts_alike:

@@ -136,12 +136,6 @@ class UnitCalls:
         if unit.index in self._by_layer and torch.is_grad_enabled():
             self._hook_nodes(unit, output)
 
-    def _free_after_evaluation(self) -> None:
-        """No backward pass will free what was gathered for a layer."""
-        for index in self._by_layer:
-            self._units[index].modules[0].reshard()
-        self._by_layer.clear()
-
     # -- inputs ----------------------------------------------------------------------------------------------------
 
     def _note_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -189,7 +183,10 @@ class UnitCalls:
             return output
         if not torch.is_grad_enabled():
             if module is self._model:
-                self._free_after_evaluation()
+                # No backward pass will free what was gathered for a layer.
+                for index in self._by_layer:
+                    self._units[index].modules[0].reshard()
+                self._by_layer.clear()
             return output
         if unit.slots[0].name not in self._compared:
             self._compared |= compared(unit)

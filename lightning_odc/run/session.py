@@ -182,7 +182,11 @@ class Session:
                 meets=host.communication == "collective" and host.places > 1,
                 whole="",
             )
-            self._decide_packing(loader)
+            if loader.packing and self._known.packs is None:
+                trouble = host.packing_trouble()
+                if trouble:  # the model does not keep packed samples apart
+                    raise ValueError(f"packing=True: {trouble}")
+            self._known = replace(self._known, packs=loader.packing or None)
             loader.adapt(self.decided)
             if not loader.is_stream:  # streams are compared as they are read
                 facts = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest}"
@@ -190,14 +194,6 @@ class Session:
             self._decide_cutting(loader)
             loader.adapt(self.decided)
         self._find_rule(loader)
-
-    def _decide_packing(self, loader: BalancedDataLoader) -> None:
-        """Pack if the user wants to. A model that does not keep packed samples apart is refused."""
-        if loader.packing and self._known.packs is None:
-            trouble = self.host.packing_trouble()
-            if trouble:
-                raise ValueError(f"packing=True: {trouble}")
-        self._known = replace(self._known, packs=loader.packing or None)
 
     def _decide_cutting(self, loader: BalancedDataLoader) -> None:
         """Leave batches as they are where balancing would gain next to nothing."""

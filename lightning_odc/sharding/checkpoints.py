@@ -161,7 +161,7 @@ def load(
     weights_only: bool | None,  # as in ``torch.load``
     checkpoint_io: CheckpointIO,  # reads full checkpoints
 ) -> dict[str, Any]:
-    """Load the model in place; returns the rest of the checkpoint. All ranks together."""
+    """Read a checkpoint; shards go into the model. A full one comes back whole, else the rest. All ranks together."""
     if isinstance(path, Path) and not path.exists() and _beside(path, "before").exists():
         path = _beside(path, "before")  # a job died while it wrote, see `save_shards`
     if isinstance(path, Path) and not path.is_file():
@@ -170,10 +170,6 @@ def load(
         rest = _load_shards(path, model, strict, weights_only)
     else:
         rest = _read(path, checkpoint_io, weights_only)
-        saved_model = rest.pop("state_dict")
-        load_model_state(model, saved_model, strict)
-        if "current_model_state" in rest:  # a WeightAveraging callback will load both models itself
-            rest["state_dict"] = saved_model
     saved = len(rest.setdefault("optimizer_states", []))
     if optimizers and saved != len(optimizers):
         raise ValueError(

@@ -306,7 +306,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a full or a sharded checkpoint into the model and, when fitting, the optimizers; the rest comes back."""
+        """Read a full or a sharded checkpoint; the model's shards, and while training all of it, are loaded at once."""
         assert self.lightning_module is not None
         if weights_only is None:
             weights_only = _compat_lightning.asked_weights_only(checkpoint_path)
@@ -320,11 +320,18 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             rest = checkpoints.load(
                 path, self.lightning_module, optimizers, strict, weights_only, self.checkpoint_io
             )
-            if self._is_training:  # else Lightning does it, when callbacks have loaded what they know
+            if self._is_training:  # else Lightning does it, when hooks and callbacks have seen it
+                self.load_model_state_dict(rest, strict)
                 self.load_optimizer_state_dict(rest)
             self._owes_schedulers = agree_with_loader(rest)
             self.publish_parameters()
         return rest
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if "state_dict" in checkpoint:  # shards are loaded already
+            with self._ordinary_tensors():
+                checkpoints.load_model_state(self.lightning_module, checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None

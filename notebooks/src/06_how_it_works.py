@@ -295,8 +295,8 @@ def replay(times, meet):
 
 # %%
 example = [[8, 1, 1], [1, 1, 8]]
-print("synchronize after every piece: ", replay(example, meet=True), "(17 is right)")
-print("synchronize once, at the end:  ", replay(example, meet=False), "(10 is right)")
+print("after every piece: ", replay(example, meet=True), "(17 is right)")
+print("once, at the end:  ", replay(example, meet=False), "(10 is right)")
 
 
 # %% The answer tags=["hide-input"]

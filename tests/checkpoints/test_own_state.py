@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.fits import are_equal, fit
 from tests.support.models import full_parameters, token_batches
-from tests.support.modules import TokenModule, trainer
+from tests.support.modules import TokenModule, loader, trainer
 from tests.support.ranks import on_ranks
 
 
@@ -76,6 +76,18 @@ class Halved(TokenModule):
         return {name: value.bfloat16() for name, value in state.items()}
 
 
+class RenamedByHooks(TokenModule):
+    """Changes names and a shape where a checkpoint is saved and loaded."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {f"old/{name}": value[None] for name, value in state.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name.removeprefix("old/"): value[0] for name, value in state.items()}
+
+
 def saved_by(module: Any) -> dict[str, Any]:
     """What an unsharded module with the same values saves."""
     alone = type(module)()
@@ -126,3 +138,17 @@ def test_names_that_do_not_fit_are_said_by_the_rules_of_the_module(rank: int, tm
     trained.save_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict: \"embed.weight\""):
         trainer(2).fit(WithoutALevel(), ckpt_path=tmp_path / "checkpoint")
+
+
+@on_ranks(2)
+def test_a_hook_may_change_what_is_loaded(rank: int, tmp_path: Any) -> None:
+    batches = token_batches([5, 8], seed=rank)
+    module = RenamedByHooks()
+    trained = fit(module, batches)
+    trained.save_checkpoint(tmp_path / "checkpoint")
+    again = RenamedByHooks()
+    fit(again, batches, ckpt_path=tmp_path / "checkpoint")  # nothing is left to train
+    assert are_equal(full_parameters(again), full_parameters(module))
+    evaluated = RenamedByHooks()
+    trainer(2).validate(evaluated, loader(batches), ckpt_path=tmp_path / "checkpoint")
+    assert are_equal(full_parameters(evaluated), full_parameters(module))

@@ -66,6 +66,7 @@ def test_the_loader_comes_although_nothing_answers(rank, communication, options)
         fitter = trainer(2, strategy=strategy, max_epochs=2, reload_dataloaders_every_n_epochs=1)
         fitter.fit(Padded(), own)
     assert isinstance(fitter.train_dataloader, BalancedDataLoader)
+    assert fitter.train_dataloader.dataset is own.dataset  # code of users asks for it
     assert fitter.global_step == 2 * 2
     if rank == 0:
         assert "Expected" in text.getvalue()
