@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.models import init_gloo
-from tests.support.ranks import Teams, on_ranks, run_ranks, try_ranks
+from tests.support.ranks import Team, Teams, on_ranks, run_ranks, try_ranks
 
 MORE_THAN_A_PIPE_HOLDS = 1 << 20
 
@@ -64,6 +66,19 @@ def test_a_rank_that_does_not_end_is_killed_and_named():
     run_ranks(_sleeps, 0.0)  # so that what ranks are forked from is there
     with pytest.raises(AssertionError, match=r"ranks \[1\] did not end within 3 s"):
         try_ranks(_sleeps, 60.0, timeout=3)
+
+
+@pytest.mark.slow
+def test_the_stacks_of_a_rank_that_does_not_end_are_told():
+    team = Team(1)
+    with pytest.raises(AssertionError, match="rank 0 did not end") as error:
+        team.run(pickle.dumps((__name__, _waits.__name__, (), {})), timeout=1)
+    team.kill()
+    assert shutil.which("gdb") is None or "sleep" in str(error.value)
+
+
+def _waits(rank: int) -> None:
+    time.sleep(60)
 
 
 SPY = """

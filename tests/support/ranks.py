@@ -11,7 +11,9 @@ import multiprocessing
 import os
 import pickle
 import platform
+import shutil
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -168,7 +170,9 @@ class Team:
                 if error:
                     errors.append(f"rank {rank}: {error}")
                     deadline = min(deadline, time.monotonic() + 10)
-        errors += [f"rank {self.connections.index(late)} did not end" for late in waiting]
+        for late in waiting:
+            rank = self.connections.index(late)
+            errors.append(f"rank {rank} did not end{_stacks(self.ranks[rank][0])}")
         assert not errors, "\n".join(errors)
         return results
 
@@ -331,14 +335,24 @@ def _child(
 
 
 def report_crashes() -> None:
-    """Print the stacks of a process that crashes: torch those of all threads in C, then Python its own.
+    """Print the stacks of a process that crashes: Python its own, then torch those of all threads in C.
 
+    Python's needs no memory. Where the heap is broken, torch's may wait for its lock for ever: see `_stacks`.
     Lightning's `fit` takes the handlers away at its end.
     """
     torch._C._set_print_stack_traces_on_fatal_signal(False)
     faulthandler.disable()
-    faulthandler.enable(sys.__stderr__)
     torch._C._set_print_stack_traces_on_fatal_signal(True)
+    faulthandler.enable(sys.__stderr__)
+
+
+def _stacks(process: ForkServerProcess) -> str:
+    """Those of all threads of a process that does not end, in C, where there is gdb."""
+    if shutil.which("gdb") is None:
+        return ""
+    command = ["gdb", "-p", str(process.pid), "-batch", "-ex", "thread apply all backtrace 60"]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
+    return f"\n{done.stdout[-20_000:]}"
 
 
 def _crash(process: ForkServerProcess) -> str:
