@@ -64,7 +64,7 @@ class Row:
 
     Attributes:
         text: What the user writes.
-        strategy: ``"ddp"``, ``"alone"`` (no strategy: `train_alone`), or options of ``ODCStrategy``.
+        strategy: ``"ddp"``, ``"alone"`` (`Alone`, epoch by epoch in turns with `ODC`), or options of ``ODCStrategy``.
         batch: Samples of a batch on one rank; as many batches are accumulated as make up a step.
         loader: ``"grouped"``: texts of similar length in a batch, the batches in random order. ``"planned"``: DDP over
             a `BalancedDataLoader`, as the documentation shows it.
@@ -156,31 +156,41 @@ PROJECTS = {
 }
 
 
-def train_alone(project: Project, rank: int, ranks: int, epochs: int) -> SimpleNamespace:
-    """A bare loop over this rank's part of each step, one sample at a time: no rank waits for another one."""
-    data = project.data()
-    lengths = torch.tensor([len(sample["input_ids"]) for sample in data])
-    module: Any = project.module()
-    optimizer = module.configure_optimizers()
-    seconds = []
-    for epoch in range(1 + epochs):
+class Alone:
+    """A bare loop over this rank's part of each step, one sample at a time: no rank waits for another one.
+
+    Attributes:
+        counted: As `fit` returns it.
+    """
+
+    def __init__(self, project: Project, rank: int, ranks: int) -> None:
+        self._project = project
+        self._rank = rank
+        self._ranks = ranks
+        self._data = project.data()
+        self._lengths = torch.tensor([len(sample["input_ids"]) for sample in self._data])
+        self._module: Any = project.module()
+        self._optimizer = self._module.configure_optimizers()
+        tokens = int(self._lengths.sum()) // ranks
+        largest = int(self._lengths.max())
+        self.counted = SimpleNamespace(start=0.0, seconds=[], tokens=tokens, largest=largest, steps=0)
+
+    def train(self, epoch: int) -> None:
+        """Train an epoch."""
         dist.barrier()
         begin = time.monotonic()
-        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))
-        for step in order.split(EACH * ranks):
-            total = lengths[step].sum()
-            plan = plan_minibatch(lengths[step], ranks, cost=DENSE)
-            for place in [place for microbatch in plan[rank] for place in microbatch]:
-                sample = data[int(step[place])]
-                loss = module.training_step(project.collate([sample]))
-                (loss * len(sample["input_ids"]) / total).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        seconds.append(time.monotonic() - begin)
-    longest = int(lengths.max())
-    return SimpleNamespace(
-        start=0.0, seconds=seconds, tokens=int(lengths.sum()) // ranks, largest=longest, steps=0, split={}
-    )
+        order = torch.randperm(len(self._data), generator=torch.Generator().manual_seed(epoch))
+        for step in order.split(EACH * self._ranks):
+            lengths = self._lengths[step]
+            plan = plan_minibatch(lengths, self._ranks, cost=DENSE)
+            for microbatch in plan[self._rank]:
+                for place in microbatch:
+                    sample = self._data[int(step[place])]
+                    loss = self._module.training_step(self._project.collate([sample]))
+                    (loss * lengths[place] / lengths.sum()).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        self.counted.seconds.append(time.monotonic() - begin)
 
 
 def stepping_by_hand(module: Any) -> Any:
@@ -244,8 +254,9 @@ class Watch(pl.Callback):
         largest: The largest microbatch of all epochs.
     """
 
-    def __init__(self, parts: Parts | None = None) -> None:
+    def __init__(self, parts: Parts | None = None, alone: Alone | None = None) -> None:
         self.seconds: list[float] = []
+        self.alone = alone  # trains an epoch after each of the trainer's
         self.tokens = self.largest = 0
         self.start = 0.0
         self.parts = parts  # of the second epoch
@@ -275,6 +286,8 @@ class Watch(pl.Callback):
             self.parts.end()
         trainer.strategy.barrier()
         self.seconds.append(time.monotonic() - self._begin)
+        if self.alone is not None:
+            self.alone.train(trainer.current_epoch)
 
 
 def fit(
@@ -284,15 +297,14 @@ def fit(
     chosen = PROJECTS[project]
     row = chosen.rows[number]
     pl.seed_everything(0, verbose=False)
-    if row.strategy == "alone":
-        return train_alone(chosen, rank, world_size, epochs), ""
     strategy: Any = row.strategy
     if isinstance(strategy, dict):
         strategy = ODCStrategy(hang_report_after=None, **strategy)
-    parts = None
-    if is_split:
-        parts = Parts()
-    watch = Watch(parts)
+    parts = Parts() if is_split else None
+    alone = None
+    if row == ODC and SILENT in chosen.rows:
+        alone = Alone(chosen, rank, world_size)
+    watch = Watch(parts, alone)
     is_planned = row.loader == "planned"
     accumulated = EACH // row.batch
     if is_planned:
@@ -322,16 +334,14 @@ def fit(
     begins = ("Plan", "Expected", "Note", "Measured", "Samples are", "strategy=")
     unique = dict.fromkeys(said.getvalue().splitlines())
     lines = [line for line in unique if line.startswith(begins)]
-    split = {}
-    if parts is not None:
-        split = parts.seconds
     counted = SimpleNamespace(
         start=watch.start,
         seconds=watch.seconds,
         tokens=watch.tokens,
         largest=watch.largest,
         steps=trainer.global_step,
-        split=split,
+        split=parts and parts.seconds,
+        alone=alone and alone.counted,
     )
     return counted, "\n".join(lines)
 
@@ -356,27 +366,18 @@ def print_split(name: str, options: argparse.Namespace) -> None:
 
 
 def print_bound(measured: Sequence[dict[str, Any]], epochs: int) -> None:
-    """Times over that of `ODC`, without an audit and with one, and what an audit takes."""
+    """Times over that of `ODC`, without an audit and with one."""
     ours = _of(ODC, measured)
     per_epoch = ours["steps"] // (1 + epochs)
     audited = {step // per_epoch - 1 for step in AUDITS}  # of the epochs that were timed
-    by_kind: dict[bool, list[float]] = {True: [], False: []}
     rows = []
     for one in measured:
-        ratios: dict[bool, list[float]] = {True: [], False: []}
+        ratios: dict[bool, list[float]] = {False: [], True: []}
         for place, seconds in enumerate(one["seconds"]):
             has_audit = place % epochs in audited
             ratios[has_audit].append(seconds / ours["seconds"][place])
-            if one is ours:
-                by_kind[has_audit].append(seconds)
-        rows.append([one["row"], spread(ratios[False]), spread(ratios[True])])
+        rows.append([one["row"], *map(spread, ratios.values())])
     print(markdown(("what the user writes", "over `odc`", "over `odc` with an audit"), rows))
-    steady = statistics.median(by_kind[False])
-    price = (statistics.median(by_kind[True]) / steady - 1) * per_epoch
-    print(
-        f"\n`odc`: {steady:.2f} s per epoch of {per_epoch} steps; an audit takes {price:.2f} steps.",
-        flush=True,
-    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -437,12 +438,18 @@ def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     for row in rows:
         one: dict[str, Any] = {"row": row.text, "seconds": [], "start": [], "tokens": 0, "largest": 0}
         measured.append(one)
+    alone: list[SimpleNamespace] = []
     with RankProcesses(options.ranks, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(options.rounds):
             for row, one in zip(rows, measured, strict=True):
-                number = PROJECTS[name].rows.index(row)
-                results = ranks.call(fit, name, number, options.epochs)
-                watched = [watch for watch, _ in results]
+                if row == SILENT:
+                    watched = alone
+                else:
+                    number = PROJECTS[name].rows.index(row)
+                    results = ranks.call(fit, name, number, options.epochs)
+                    watched = [watch for watch, _ in results]
+                if row == ODC:
+                    alone = [watch.alone for watch in watched]
                 by_rank = [watch.seconds for watch in watched]
                 first, *others = map(max, zip(*by_rank, strict=True))
                 largest = [watch.largest for watch in watched]

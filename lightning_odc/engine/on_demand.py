@@ -249,7 +249,6 @@ class OnDemandEngine(Engine):
 
     def begin_microbatch(self, index: int) -> None:
         self.protocol.begin_microbatch(index)
-        self.gather_cache.relieve()
 
     @property
     def stolen(self) -> int:

@@ -208,10 +208,10 @@ class UnitCalls:
 
     def _before_backward(self, unit: Unit, _: Any) -> None:
         """A backward pass reaches an output of a unit, which may be none that ``fully_shard`` sees."""
-        if torch.is_grad_enabled():
-            self._keep()
         if unit.name == ROOT:
             self._compared |= compared(unit)
+        if torch.is_grad_enabled():
+            self._keep()
         _compat.before_backward(unit.modules[0])
 
     # -- second derivatives ----------------------------------------------------------------------------------------

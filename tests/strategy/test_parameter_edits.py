@@ -165,18 +165,30 @@ def test_an_edit_of_a_gathered_parameter_is_found(rank, communication, way, plac
 class Limited(Block):
     """Keeps its own weights small, as networks for EEG do."""
 
+    waits = 0  # so many passes
+
     def forward(self, x: Tensor) -> Tensor:
-        self.up.weight.data = self.up.weight.data.clamp(-0.1, 0.1)
+        self.waits -= 1
+        if self.waits < 0:
+            self.up.weight.data = self.up.weight.data.clamp(-0.1, 0.1)
         return super().forward(x)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{"keep_gathered": 0}, {"communication": "collective"}])
-def test_what_a_block_writes_into_its_own_weights_is_found(rank, options):
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        ({"keep_gathered": 0}, 0),
+        ({"communication": "collective"}, 0),
+        ({"keep_gathered": 2**30}, 2),  # units stay gathered from the second step on
+    ],
+)
+def test_what_a_block_writes_into_its_own_weights_is_found(rank, options, waits):
     module = TokenModule()
     for block in module.net.blocks:
         block.__class__ = Limited
-    told = failure(module, token_batches([5, 7], seed=rank), **options)
+        block.waits = waits
+    told = failure(module, token_batches([5, 7, 6, 4], seed=rank), **options)
     assert "StaleShardError: Parameter 'net.blocks.0.up.weight' was changed inside `forward`" in told
 
 
