@@ -170,7 +170,7 @@ class Alone:
         self._data = project.data()
         self._lengths = torch.tensor([len(sample["input_ids"]) for sample in self._data])
         self._module: Any = project.module()
-        self._optimizer = self._module.configure_optimizers()
+        self._optimizer: Any = self._module.configure_optimizers()
         tokens = int(self._lengths.sum()) // ranks
         largest = int(self._lengths.max())
         self.counted = SimpleNamespace(start=0.0, seconds=[], tokens=tokens, largest=largest, steps=0)
@@ -438,7 +438,7 @@ def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     for row in rows:
         one: dict[str, Any] = {"row": row.text, "seconds": [], "start": [], "tokens": 0, "largest": 0}
         measured.append(one)
-    alone: list[SimpleNamespace] = []
+    alone: Any = ()  # what the row `ODC` has measured of `SILENT`
     with RankProcesses(options.ranks, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(options.rounds):
             for row, one in zip(rows, measured, strict=True):
@@ -446,8 +446,7 @@ def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                     watched = alone
                 else:
                     number = PROJECTS[name].rows.index(row)
-                    results = ranks.call(fit, name, number, options.epochs)
-                    watched = [watch for watch, _ in results]
+                    watched, said = zip(*ranks.call(fit, name, number, options.epochs), strict=True)
                 if row == ODC:
                     alone = [watch.alone for watch in watched]
                 by_rank = [watch.seconds for watch in watched]
@@ -458,7 +457,7 @@ def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 one["tokens"] = sum(watch.tokens for watch in watched)
                 one["largest"] = max(one["largest"], *largest)
                 one["steps"] = watched[0].steps
-                one["said"] = results[0][1]
+                one["said"] = said[0]
     return measured
 
 

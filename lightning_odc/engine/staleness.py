@@ -130,11 +130,7 @@ class StalenessGuard:
                 raise error()
             return
         differ = _differ(one, other)
-        before = self._differ.get(what)
-        if before is None:
-            self._differ[what] = differ
-        else:
-            before.logical_or_(differ)
+        self._differ[what] = differ | self._differ.get(what, differ)
         self._errors[what] = error
 
 
