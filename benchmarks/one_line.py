@@ -160,7 +160,7 @@ class Alone:
     """A bare loop over this rank's part of each step, one sample at a time: no rank waits for another one.
 
     Attributes:
-        counted: As `fit` returns it.
+        counted: What `fit` returns of it.
     """
 
     def __init__(self, project: Project, rank: int, ranks: int) -> None:
