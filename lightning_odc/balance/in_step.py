@@ -37,12 +37,12 @@ _LONGEST_RUN = 3
 
 def in_step(work: Microbatches) -> list[Bins]:
     """The microbatches of every rank; equally many, or each sample alone where that cannot be."""
-    best: list[Bins] = []
+    best = []
     least = math.inf
     aligns = len(work) <= work.most_lined_up or len(work) % work.num_ranks > 0
     for groups in _groupings(work):
         for count in _counts(work, groups):
-            options: list[list[Bins]] = []
+            options = []
             if aligns:
                 options.append(_line_up(work, groups, count, least))
             if not aligns or len(work) <= _MANY:

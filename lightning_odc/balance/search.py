@@ -33,7 +33,6 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 
@@ -60,7 +59,7 @@ def share_out(work: Microbatches) -> Groups:
     enough = work.bound() * (1 + TOLERANCE)
     attempts = _ATTEMPTS + work.num_ranks
     count = max(1, _SAMPLES_IN_STARTS // len(work))
-    starts: list[tuple[int, Any]] = []
+    starts = []
     for pieces, costs in work.divisions():
         load = additive(work.by_rank(costs))
         for index in range(min(count, _MOST_STARTS)):
@@ -69,7 +68,7 @@ def share_out(work: Microbatches) -> Groups:
             largest = max([load(rank, group) for rank, group in enumerate(groups)])
             starts.append((largest, (pieces, costs, load, groups)))
     starts.sort(key=itemgetter(0))
-    options: list[tuple[int, Groups]] = []
+    options = []
     for _, (pieces, costs, load, groups) in starts[:count]:
         if len(pieces) < len(work):
             improve(groups, costs, load, enough, attempts)

@@ -96,7 +96,7 @@ class Tables(Microbatches):
             counts = np.clip(np.ceil(loads / share), 1, sizes).astype(np.int64)
             if counts.sum() == tried:
                 continue
-            pieces: list[Sequence[int]] = []
+            pieces = []
             for table, count in zip(self._pool, counts.tolist(), strict=True):
                 ends = [len(table) * part // count for part in range(count + 1)]
                 pieces += [table[begin:end] for begin, end in pairwise(ends)]
@@ -160,7 +160,7 @@ def cut(costs: list[int], firsts: list[int], overhead: int) -> tuple[int, list[s
     # If a table may begin at either of two samples, the later one is better from some sample on, and stays better: rows
     # only get longer, and it has fewer of them. So no table begins before the best one of the sample before.
     least = [0]
-    begins: list[int] = []
+    begins = []
     begin = 0
     for end, cost in enumerate(costs, 1):
         begin = max(begin, firsts[end - 1])
@@ -172,7 +172,7 @@ def cut(costs: list[int], firsts: list[int], overhead: int) -> tuple[int, list[s
                 begin = other
         least.append(best + overhead)
         begins.append(begin)
-    tables: list[slice] = []
+    tables = []
     end = len(costs)
     while end:
         tables.append(slice(begins[end - 1], end))

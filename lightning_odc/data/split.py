@@ -42,7 +42,7 @@ def parts_of(task: Task, rule: Rule) -> list[Task]:
             MicrobatchFacts(detail.lengths[at:], (*detail.seed, at)),
         ]
     # A loss that is a mean is then `sum_p weight_p L_p / sum_p weight_p` over the parts.
-    counts: list[float] = []
+    counts = []
     if rule.counter is not None:
         counts = [float(rule.counter.of(part) or 0.0) for part in parts]
     if not sum(counts):  # nothing is counted, or no part has anything that counts

@@ -56,7 +56,7 @@ class CollectiveEngine(Engine):
     def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         if self._world_size > 1:
             super().parameters(module)
-        dtypes: dict[nn.Parameter, torch.dtype | None] = {}
+        dtypes = {}
         for unit in self._units:
             dtype = _compat.precision_of(unit.modules[0]).param_dtype
             dtypes.update({slot.registered_param: dtype for slot in unit.slots})

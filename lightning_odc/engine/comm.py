@@ -158,7 +158,7 @@ def probe(
     accumulator_dtype: torch.dtype | None,
 ) -> None:
     """Lay out a unit as ``fully_shard`` does, or refuse a unit that lies in memory in another way."""
-    shown: list[Tensor] = []  # this rank's shard as it is passed to be gathered: 1-D, in the compute dtype
+    shown = []  # this rank's shard as it is passed to be gathered: 1-D, in the compute dtype
     watching = GatherComm(lambda _comm, _output, own: shown.append(own.clone()))
     set_comms(unit.modules, watching)
     unit.modules[0].unshard()  # what it holds of peers does not matter: it is resharded at once

@@ -232,7 +232,7 @@ class GatherCache:
 
     def plan(self, visits: Sequence[int]) -> None:
         """A version begins: retain what there is room for, the most worthwhile first. ``visits``: in the last one."""
-        candidates: list[_Candidate] = []
+        candidates = []
         for entry, count in zip(self._entries, visits, strict=True):
             entry.learn(count)
             candidates.append(_Candidate(_worth(entry.visits, entry.size), entry.size, entry, False))
@@ -270,7 +270,7 @@ class GatherCache:
         """Retain less from now on if memory has become tight, the largest no longer."""
         if self._budget != "auto" or not any(entry.bytes for entry in self._entries):
             return
-        freed: list[Unit] = []
+        freed = []
         short = self._memory.used() - int(self._memory.usable() * (1 - _TIGHT))
         for entry in sorted(self._entries, key=lambda entry: entry.bytes, reverse=True):
             if short <= 0:

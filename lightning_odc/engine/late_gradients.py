@@ -327,7 +327,7 @@ class Scalars:
         """This rank's sums, for its record; `None` where there was no gradient."""
         self._late_hooks.check_outside()
         self.drop_emptied()
-        values: list[float] = []
+        values = []
         if self._sums:
             values = torch.stack([*self._sums.values()]).tolist()  # waits for the device once
         sums = dict(zip(self._sums, values, strict=True))

@@ -73,7 +73,7 @@ def prove(protocol: Protocol) -> None:
 
 def _chosen(protocol: Protocol) -> Sequence[UnitWindow]:
     """A unit for each combination of dtypes."""
-    chosen: dict[object, UnitWindow] = {}
+    chosen = {}
     for window in sorted(protocol.windows, key=lambda window: window.spec.shard_bytes):
         spec = window.spec
         is_cheap = window.owners * max(spec.shard_bytes, spec.grad_bytes) <= _CHEAP

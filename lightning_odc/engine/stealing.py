@@ -181,7 +181,7 @@ def claims(
     if len(costs) <= len(places):  # else ranks of other nodes have places, too
         size = len(places) // len(costs)
         places = list(range(len(costs)))
-    by_rank: list[Sequence[float]] = []
+    by_rank = []
     for place in places:
         by_rank.append(costs[place])
         by_rank += [[]] * (size - 1)  # of ranks that compute a sample together, the first has the queue

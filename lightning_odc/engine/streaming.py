@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_odc.engine.protocol import Protocol
-from lightning_odc.engine.units import ParamSlot, Unit
+from lightning_odc.engine.units import Unit
 from lightning_odc.errors import StaleShardError
 
 
@@ -24,7 +24,7 @@ def stream(
     version = protocol.version
     left = dict(names)
     # All are looked up before the first is handed out: after that, a forward pass may gather some of them.
-    by_unit: list[list[tuple[str, ParamSlot]]] = []
+    by_unit = []
     for unit in units:
         wanted = [slot for slot in unit.slots if slot.registered_param in left]
         by_unit.append([(left.pop(slot.registered_param), slot) for slot in wanted])

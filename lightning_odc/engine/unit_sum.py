@@ -54,8 +54,8 @@ class UnitSum:
         slots = list(self._arrived)
         self._unit.reduced_in_step.update(slots)
         if self._additions.running.counts:
-            known: list[Tensor] = []
-            addends: list[Tensor] = []
+            known = []
+            addends = []
             for slot, gradient in self._arrived.items():
                 gradient = _local(slot, gradient.detach())
                 self.moved += gradient.nbytes

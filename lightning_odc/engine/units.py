@@ -272,8 +272,8 @@ class Unit:
     @torch.no_grad()
     def add_to_grads(self, total: Tensor, scale: float, used: Sequence[bool]) -> None:
         """Add ``scale * total`` (``[grad_numel]``, where shards are) to ``.grad`` of ``used`` parameters."""
-        empty: list[tuple[DTensor, Tensor]] = []
-        kept: list[tuple[DTensor, Tensor]] = []
+        empty = []
+        kept = []
         is_used = dict(zip(self.slots, used, strict=True))
         parts = total.split_with_sizes([slot.padded_numel for slot in self.grad_slots])
         for slot, part in zip(self.grad_slots, parts, strict=True):

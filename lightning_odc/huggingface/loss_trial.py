@@ -23,19 +23,17 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_odc.data.weighting import Rule
-from lightning_odc.trial import run
 from lightning_odc.trial.decide import Verdict
-from lightning_odc.trial.run import BatchOf, Step
+from lightning_odc.trial.run import try_loss
 from lightning_odc.trial.samples import TrialSamples
-from lightning_odc.trial.untouched import restorer
+from lightning_odc.trial.untouched import restored, restorer
 
 #: So many groups of samples are tested as one of several batches, too.
 _MOST_SCALES = 3
@@ -52,7 +50,7 @@ def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
     scales: list[float] = []
 
     def step(batch: Any) -> Tensor:
-        with apart(trainer, lambda value: value):
+        with apart(trainer):
             loss = loss_of(batch, 1)
         if len(scales) == _MOST_SCALES:
             return loss
@@ -62,7 +60,8 @@ def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
             scales.append(float(among_copies) / float(loss))
         return loss
 
-    trial = try_loss(trainer, step, samples.batch_of, samples.tokens)
+    with untouched_trainer(trainer) as modules:
+        trial = try_loss(step, samples.batch_of, samples.tokens, modules, trainer.args.device)
     if not scales or max(scales) - min(scales) > _SCALES_DIFFER * abs(scales[0]):
         reason = trial.reason or "it depends on the number of items, or on other ranks"
         return Verdict(None, reason, communicates=trial.communicates)
@@ -76,26 +75,25 @@ def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
     return trial
 
 
-def try_loss(
-    trainer: Any, step: Step, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None
-) -> Verdict:
-    """As `lightning_odc.trial.run.try_loss`, with what ``compute_loss`` may reach."""
+@contextmanager
+def untouched_trainer(trainer: Any) -> Iterator[set[nn.Module]]:
+    """What ``compute_loss`` may reach is as before afterwards; yields all modules among it."""
     attributes = dict(vars(trainer))
     modules = [value for value in attributes.values() if isinstance(value, nn.Module)]
-    parts = {part for module in modules for part in module.modules()}
     own = [value for name, value in attributes.items() if not name.endswith("_dataset")]
     restores = [restorer(value) for value in own if isinstance(value, dict | list)]  # TRL's metrics
     restores.append(partial(vars(trainer).update, attributes))
     backward = trainer.accelerator.backward
     trainer.accelerator.backward = lambda *_, **__: None
     try:
-        return run.try_loss(step, batch_of, tokens, parts, trainer.args.device, restores, rule)
+        with restored(restores):
+            yield {part for module in modules for part in module.modules()}
     finally:
         trainer.accelerator.backward = backward
 
 
 @contextmanager
-def apart(trainer: Any, gather: Callable[[Any], Any]) -> Iterator[None]:
+def apart(trainer: Any, gather: Callable[[Any], Any] = lambda value: value) -> Iterator[None]:
     """TRL gathers metrics in every microbatch, which would hang: ranks have different numbers of them."""
     accelerator = trainer.accelerator
     accelerator.gather = accelerator.gather_for_metrics = lambda value, *_, **__: gather(value)

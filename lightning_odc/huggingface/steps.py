@@ -17,7 +17,7 @@ from lightning_odc.run.attempt import Attempt
 from lightning_odc.run.minibatch import Arrived, Door
 from lightning_odc.run.wording import Wording
 from lightning_odc.trial.decide import Verdict
-from lightning_odc.trial.run import BatchOf
+from lightning_odc.trial.run import BatchOf, try_loss
 from lightning_odc.trial.samples import TrialSamples
 
 
@@ -59,7 +59,7 @@ class TrainerSteps(Door):
 
         accelerator.backward = arrives
         try:
-            with loss_trial.apart(self._trainer, lambda value: value):
+            with loss_trial.apart(self._trainer):
                 return self._loss_of(batch, 1)
         finally:
             accelerator.backward = backward
@@ -72,10 +72,11 @@ class TrainerSteps(Door):
     def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
         def step(batch: Any) -> Tensor:
             self.engine.begin_forward()
-            with loss_trial.apart(self._trainer, lambda value: value):
+            with loss_trial.apart(self._trainer):
                 return self._loss_of(batch, 1)
 
-        return loss_trial.try_loss(self._trainer, step, batch_of, tokens, rule)
+        with loss_trial.untouched_trainer(self._trainer) as modules:
+            return try_loss(step, batch_of, tokens, modules, self._trainer.args.device, rule)
 
     # -- as a host of a session ---------------------------------------------------------------------------
 

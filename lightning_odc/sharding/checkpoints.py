@@ -203,7 +203,7 @@ def load_optimizer(saved: Any, optimizer: Optimizer, model: nn.Module) -> None:
         return
     known = _labelled(optimizer, saved["param_groups"], model)
     numbers = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
-    state: dict[int, dict[str, object]] = {}
+    state = {}
     for label, values in saved.get("state", {}).items():  # which consolidating leaves out if it is empty
         parameter = known[label]
         parts = {name: part_of(value, parameter, _ADVICE) for name, value in values.items()}
@@ -228,7 +228,7 @@ def _labelled(
             "the callbacks, if they add parameters."
         )
     names = {_compat.checkpoint_name(name): parameter for name, parameter in model.named_parameters()}
-    known: dict[str | int, nn.Parameter] = {}
+    known = {}
     for saved_group, group in zip(saved_groups, optimizer.param_groups, strict=True):
         for label, parameter in zip(saved_group["params"], group["params"], strict=True):
             known[label] = parameter
@@ -349,13 +349,13 @@ def _load_optimizer_shards(path: Path, key: str, optimizer: Optimizer, model: nn
 def _with_state(path: Path, key: str, optimizer: Optimizer, model: nn.Module) -> list[nn.Parameter]:
     """The parameters that the checkpoint has state for."""
     held = set(parameters_of(optimizer))
-    named: dict[str, nn.Parameter] = {}
+    named = {}
     for name, parameter in model.named_parameters():
         if parameter in held:
             named[_compat.checkpoint_name(name)] = parameter
     prefix = f"{key}.state."
     entries = [name.removeprefix(prefix) for name in _names_in(path) if name.startswith(prefix)]
-    found: set[str] = set()
+    found = set()
     for entry in entries:
         name = entry
         # What follows the name of the parameter is up to the optimizer.
@@ -413,7 +413,7 @@ def keep_savable(checkpoint: dict[str, Any], owners: Sequence[Any]) -> list[str]
     Returns:
         The names that were taken out.
     """
-    left_out: list[str] = []
+    left_out = []
     for owner in owners:
         saved = checkpoint.get(owner.CHECKPOINT_HYPER_PARAMS_KEY)
         if not isinstance(saved, dict):

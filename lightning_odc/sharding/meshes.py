@@ -19,7 +19,7 @@ from lightning_odc.sharding.nodes import layout_of
 def meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
     """The mesh over which a model is sharded, or an error that shows the line to write; and one with groups as rows."""
     meshes: dict[DeviceMesh, str] = {}  # each with the name of a parameter
-    groups: set[DeviceMesh] = set()
+    groups = set()
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh

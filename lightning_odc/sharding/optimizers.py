@@ -54,7 +54,7 @@ class ParameterNames:
         current = {_compat.checkpoint_name(name): parameter for name, parameter in named}
         of_model = set(current.values())
         for optimizer in optimizers:
-            shards: dict[Tensor, Tensor] = {}  # by what is replaced; strangers stay
+            shards = {}  # by what is replaced; strangers stay
             for parameter in parameters_of(optimizer):
                 if parameter not in of_model:
                     shards[parameter] = self._shard(parameter, current)
@@ -102,7 +102,7 @@ def regroup(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 def parameters_of(*optimizers: Optimizer) -> list[nn.Parameter]:
     """The parameters on which optimizers step, in the order of their groups."""
-    parameters: list[nn.Parameter] = []
+    parameters = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             parameters += group["params"]

@@ -197,7 +197,7 @@ def _layers(module: nn.Module, tied: set[nn.Parameter]) -> Iterator[nn.Module]:
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
     """The outermost repeated blocks: elements of a ``ModuleList`` or ``Sequential`` of which two or more are alike."""
     # That is where the layers of transformer-like models are. A block has submodules: a ``Linear`` in a head is none.
-    blocks: list[nn.Module] = []
+    blocks = []
 
     def visit(module: nn.Module) -> None:
         if isinstance(module, nn.ModuleList | nn.Sequential):

@@ -62,7 +62,7 @@ def compare_programs(engine: Engine, trainer: Trainer, folded: int) -> None:
 
 def compare_whole_parameters(sample_group: SampleGroup, model: nn.Module) -> None:
     """Find out that parameters which tensor parallelism does not divide differ. All ranks of a group together."""
-    sums: list[float] = []
+    sums = []
     for parameter in model.parameters():
         values = parameter.detach()
         if isinstance(values, DTensor) and values.device_mesh.ndim == 1:

@@ -99,7 +99,7 @@ class Evaluation:
         self._had_minibatches = True
         _compat_lightning.count_batch_once(trainer)
         rule, counter = self._counted_in(minibatch)
-        outputs: list[object] = []
+        outputs = []
         with self._logbook.recording(self._module):
             for microbatch, weight, detail in minibatch.tasks():
                 labels = None

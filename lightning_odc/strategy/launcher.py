@@ -187,7 +187,7 @@ def fork_launcher(strategy: LightningStrategy) -> ForkLauncher | None:
 
 def _outcome(trainer: Trainer, result: object) -> Outcome:
     """What a notebook gets from a rank. All ranks together, since weights are sharded."""
-    weights: dict[str, object] = {}
+    weights = {}
     if trainer.state.fn == TrainerFn.FITTING:
         assert trainer.lightning_module is not None
         weights = model_state(trainer.lightning_module, full=True)

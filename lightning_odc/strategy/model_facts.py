@@ -51,7 +51,7 @@ def packing_trouble(strategy: ShardedStrategy) -> str:
             "collate_fn=lightning_odc.data.packing.pack_samples for a model of your own."
         )
     # Nothing of the three tiny batches stays: see Note [A leak is measured by a leak].
-    trouble: list[str] = []
+    trouble = []
     strategy.engine.refresh()
     # Within the forward of the sharded module, parameters are gathered.
     module.odc_check = lambda: trouble.append(_trouble_of(model, strategy.root_device))

@@ -52,7 +52,7 @@ class LossScaler(torch.amp.GradScaler):
         if optimizer in self._unscaled or not held:
             return
         shards = [parameter for parameter in held if isinstance(parameter, DTensor)]
-        scalars: dict[Tensor, Tensor] = {}
+        scalars = {}
         if shards:  # torch (2.9 to 2.13) cannot unscale shards and scalars in one list
             scalars = {p: cast(Tensor, p.grad) for p in held if not isinstance(p, DTensor)}
         if not all(gradient.isfinite() for gradient in scalars.values()):

@@ -277,7 +277,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         if self._full:
             checkpoint = checkpoints.assembled(checkpoint)
         checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
-        failure: Exception | None = None
+        failure = None
         try:
             if not self._full:
                 assert isinstance(path, Path), "`make_room` has refused URLs"
@@ -312,7 +312,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             weights_only = _compat_lightning.asked_weights_only(checkpoint_path)
         path = checkpoints.location(self.broadcast(checkpoint_path))
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        optimizers: list[Optimizer] = []
+        optimizers = []
         if fitting:
             optimizers = self._optimizers_with_state
         strict = self.lightning_module.strict_loading

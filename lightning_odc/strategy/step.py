@@ -41,19 +41,20 @@ from lightning_odc.data.convert import check_samplers
 from lightning_odc.data.minibatch import MicrobatchFacts, Minibatch
 from lightning_odc.data.model_cost import causal_model, cost_of_model
 from lightning_odc.data.weighting import LabelCounter, Rule
+from lightning_odc.engine.base import Engine
 from lightning_odc.errors import ODCError
 from lightning_odc.run.attempt import Attempt, explained
 from lightning_odc.run.batch import State
 from lightning_odc.run.minibatch import Arrived, Door
 from lightning_odc.run.session import Session
 from lightning_odc.strategy.logbook import LogBook, LoggedNames, Total, flush, replaced_log
-from lightning_odc.strategy.loss_trial import try_loss
+from lightning_odc.strategy.loss_trial import untouched_trainer
 from lightning_odc.strategy.model_facts import packing_trouble
 from lightning_odc.strategy.options import WORDING
 from lightning_odc.strategy.precision import unit_of
 from lightning_odc.strategy.sharded import ShardedStrategy
 from lightning_odc.trial.decide import Verdict
-from lightning_odc.trial.run import BatchOf
+from lightning_odc.trial.run import BatchOf, try_loss
 from lightning_odc.trial.samples import TrialSamples
 
 
@@ -224,7 +225,9 @@ class Training(Door):
     def forget(self) -> None:
         self._logbook.drop()
 
-    def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
+    def try_loss(
+        self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None, engine: Engine | None = None
+    ) -> Verdict:
         args, _ = self._arguments
         if not args and is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2):
             args = (0,)  # before the first batch
@@ -233,12 +236,16 @@ class Training(Door):
             self.engine.begin_forward()
             return self._call(batch, *args)
 
-        return try_loss(self._module, self._device, run, batch_of, tokens, rule)
+        with untouched_trainer(self._module), self.quiet():
+            return try_loss(run, batch_of, tokens, self._module.modules(), self._device, rule, engine)
 
     # -- as a host of the session -------------------------------------------------------------------------
 
     def try_samples(self, samples: TrialSamples) -> Verdict:
-        trial = self.try_loss(lambda group: self.move(samples.batch_of(group)), samples.tokens)
+        engine = None
+        if self.communication == "on_demand" and self._sample_group is None:
+            engine = self.engine
+        trial = self.try_loss(lambda group: self.move(samples.batch_of(group)), samples.tokens, engine=engine)
         if self._strategy.options.context_parallel_size > 1:  # it talks inside of a group
             trial = replace(trial, communicates=False)
         return trial

@@ -75,7 +75,7 @@ class WithoutChance(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in DROPOUTS:
             kept = args or (kwargs["input"],)
-            return self._widened(kept[0])
+            return self._widened(kept[0]).clone()  # what was left out is written to elsewhere
         if func in CONSTANTS:
             self._draws += 1
             if self._draws > _MOST_DRAWS:
@@ -107,10 +107,11 @@ class WithoutChance(TorchFunctionMode):
             return torch.float64
         if not self._wide or type(value) not in (Tensor, nn.Parameter) or value.dtype not in _FLOATS:
             return value
-        if value.device.type == "cpu":  # numpy asks for large pages: three times as fast for large matrices
+        wide = value
+        if value.device.type == "cpu" and value.dtype is not torch.float64:
+            # Numpy asks for large pages: three times as fast for large matrices.
             wide = torch.from_numpy(np.empty(value.shape)).copy_(value)
-        else:
-            wide = value.double()
+        wide = wide.double()
         if self._shakes and isinstance(value, nn.Parameter) and value.requires_grad:
             # A copy of a trained parameter may be trained, too, and then both must not stay equal.
             place = self._shaken.setdefault(value, len(self._shaken))

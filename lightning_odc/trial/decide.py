@@ -24,7 +24,8 @@ part::
                                                         because no sample is so long that the step cuts it
 
 Groups hide what samples show. So where they do not tell rules apart, or an unusual one is chosen, or the longest sample
-contradicts it, each of the seven is tested by itself, and then the longest together with five others.
+contradicts it, each of the seven is tested by itself, and then the longest together with five others. On demand, ranks
+share the passes out: see Note [Ranks share the trial].
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ def _common(tensor: Tensor, most: int) -> list[float]:
 
 def counts_of(rules: Sequence[Rule], batch: Any, tokens: Sequence[int]) -> dict[Rule, float]:
     """What the samples of a batch, of so many tokens, count by each rule that fits it."""
-    counts: dict[Rule, float] = {}
+    counts = {}
     for rule in rules:
         if rule.counter is None:
             counts[rule] = planned_count(rule, tokens)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_odc.data.weighting import Rule
+from lightning_odc.engine.base import Engine
 from lightning_odc.progress import progress
 from lightning_odc.trial.arithmetic import WithoutChance, dequantise
 from lightning_odc.trial.collectives import CollectiveListener
@@ -37,6 +39,7 @@ BatchOf = Callable[[Sequence[int]], Any]
 
 _NOISE = {torch.float64: 1e-11, torch.float32: 4e-6}
 _NOISE_OF_16_BITS = 2e-2
+_PART = "a part of the trial"
 
 
 def try_loss(
@@ -45,8 +48,8 @@ def try_loss(
     tokens: Sequence[int],
     modules: Iterable[nn.Module],
     device: torch.device,
-    restores: Iterable[Restore] = (),
     rule: Rule | None = None,
+    engine: Engine | None = None,
 ) -> Verdict:
     """Which rule explains the loss of a step, and whether the step talks to other ranks; Note [The loss is tested].
 
@@ -56,20 +59,22 @@ def try_loss(
         tokens: The tokens of every sample.
         modules: What the step may change: all modules whose attributes and buffers are put back.
         device: The device whose random numbers are put back.
-        restores: What puts back what else the step may change; see `restorer`.
         rule: The only rule to try, with all samples; see Note [The proof continues].
+        engine: Through which ranks share the passes out. All of them try the same samples together.
     """
     listener = CollectiveListener()
     touched = [*modules]
-    with untouched(touched, device, restores) as restore_random_numbers:
+    with untouched(touched, device) as restore_random_numbers:
         dequantise(touched)
-        losses = Losses(step, batch_of, tokens, restore_random_numbers, listener, WithoutChance(wide=True))
+        losses = Losses(step, batch_of, tokens, restore_random_numbers, listener, engine)
         try:
             if rule is None:
                 verdict = losses.verdict()
             else:
                 verdict = losses.verdict_on(rule)
         except Exception as error:  # whatever it is, training will raise it, too
+            if losses.engine is not None:  # the others wait for losses of this rank
+                losses.engine.exchange(_PART, "")
             text = next(iter(str(error).splitlines()), "")
             reason = f"a trial of training_step failed ({type(error).__name__}: {text})"
             return Verdict(None, reason, has_failed=True, communicates=listener.heard)
@@ -91,9 +96,10 @@ class Losses:
     tokens: Sequence[int]
     restore_random_numbers: Restore
     listener: CollectiveListener
-    arithmetic: WithoutChance
+    engine: Engine | None  # through which ranks share the passes out
     rules: Sequence[Rule] = ()
     alone: Sequence[Counts] = ()  # of each sample
+    arithmetic = WithoutChance(wide=True)
     noise = 0.0  # of the latest losses, as a part of them
     draw_elsewhere = False  # random numbers of numpy's or Python's global generator
 
@@ -115,7 +121,7 @@ class Losses:
         if self.listener.heard:  # ranks that divide samples have different losses, and must run equally often
             return decide(tried + self.of_confirming_groups(tried, None, most=6), self.noise)
         verdict = decide(tried, self.noise)
-        chosen: Rule | None = None
+        chosen = None
         while verdict.rule is not None and verdict.rule != chosen:
             chosen = verdict.rule
             tried += self.of_confirming_groups(tried, chosen, most=6)
@@ -131,13 +137,14 @@ class Losses:
         groups = [chosen]
         if chosen[1:]:
             groups = [chosen[:1], chosen[1:], chosen]
-        tried = self._of_either(groups)
+        tried = self._of_either(groups[:1]) + self._of_either(groups[1:])  # all ranks run the first one
         if self.listener.heard:  # see `verdict`
             return tried
         # As with a last layer of zeros: once more, with trained weights a little off.
         difference = min(100 * self.noise, 1e-3)
         if all(abs(group.loss - tried[0].loss) <= difference * abs(group.loss) for group in tried):
             self.arithmetic = WithoutChance(wide=True, shakes=True)
+            self.engine = None  # which weights are off by how much depends on the passes before
             tried = self._of_either(groups)
         return tried
 
@@ -180,7 +187,26 @@ class Losses:
         return self.of(groups)
 
     def of(self, groups: Sequence[Group]) -> list[Tried]:
-        """The loss of every group, and what it counts; with a progress bar if that takes more than a moment."""
+        """The loss of every group, and what it counts, also of those that other ranks run."""
+        if self.engine is None or not groups:
+            return self.of_all(groups)
+        text = ""
+        with suppress(Exception):  # each rank will meet it again by itself
+            ran = self.of_all(groups[dist.get_rank() % len(groups) :: dist.get_world_size()])
+            if not self.listener.heard:
+                text = pickle.dumps((groups, ran)).hex()
+        texts = self.engine.exchange(_PART, text)
+        if all(texts):
+            by_rank = [pickle.loads(bytes.fromhex(text)) for text in texts]  # noqa: S301 - from ranks of this job
+            known = {tried.samples: tried for _, ran in by_rank for tried in ran}
+            agree = [repr(known[one.samples]) == repr(one) for _, ran in by_rank for one in ran]  # NaN, too
+            if all(agree) and all(theirs == groups for theirs, _ in by_rank):
+                return [known[tuple(group)] for group in groups]
+        self.engine = None
+        return self.of_all(groups)
+
+    def of_all(self, groups: Sequence[Group]) -> list[Tried]:
+        """As `of`, on this rank alone; with a progress bar if that takes more than a moment."""
         tried: list[Tried] = []
         for group in progress(groups, "Trial of the loss", "pass"):
             batch = self._batch(group)
@@ -190,7 +216,7 @@ class Losses:
             before = _chance_elsewhere()
             with ExitStack() as contexts:
                 contexts.enter_context(self.arithmetic)
-                if not tried:  # one sample tells whether a step communicates
+                if not tried:  # one pass tells whether a step communicates
                     contexts.enter_context(self.listener)
                 output = self.step(self.arithmetic.entered(batch))
             self.draw_elsewhere |= _chance_elsewhere() != before

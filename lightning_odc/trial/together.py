@@ -1,4 +1,18 @@
-"""A trial that all ranks run at the same time, each with equal samples and whole parameters."""
+"""A trial that all ranks run at the same time, with equal samples and whole parameters, and may share out.
+
+Note [Ranks share the trial]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+On demand, a rank goes forward without the others. So of the groups of samples that are to run, each rank runs some, and
+all hear the losses. Then they hold the same numbers, and so come to the same next groups, and to the same rule. ::
+
+    two ranks       short sample      on both: do their losses agree, does the step talk to other ranks?
+                    seven | eight     a group on each
+                    longest | both    a group on each: 3 passes instead of 5
+
+Where ranks are more than groups, several run the same one, and their losses must agree, too. From the first trouble on,
+each rank runs all groups by itself: a pass fails on any rank, counts or losses of the same samples differ, or the step
+talks to others. So they do where ranks gather or compute together, and in audits.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +33,19 @@ def try_together(
         samples = TrialSamples(loader.probe())
     except Exception as error:  # whatever it is, training will raise it, too
         failure = f"reading samples to test it failed: {type(error).__name__}: {error}"
-    failures = [text for text in engine.exchange("samples of the trial", failure) if text]
-    if failures:
-        return Verdict(None, failures[0])
+    for text in engine.exchange("samples of the trial", failure):
+        if text:
+            return Verdict(None, text)
     engine.refresh()
     try:
         with engine.gathered():  # so that all passes read a unit once
             verdict = try_loss(samples)
     finally:
         engine.reshard()
-    if verdict.has_failed:
-        failure = verdict.reason
-    by_rank = engine.exchange("trial of the loss", [str(verdict.rule), failure])
-    failures = [text for _, text in by_rank if text]
-    if failures:
-        return Verdict(None, failures[0], has_failed=True)
-    if verdict.rule is None or all(other == by_rank[0] for other in by_rank):
+    by_rank = engine.exchange("trial of the loss", [verdict.has_failed, verdict.reason, str(verdict.rule)])
+    for has_failed, reason, _ in by_rank:
+        if has_failed:
+            return Verdict(None, reason, has_failed=True)
+    if len({rule for *_, rule in by_rank}) == 1:
         return verdict
     return Verdict(None, "ranks have found different rules")

@@ -27,21 +27,27 @@ _SHARDED = {"_parameters", "_modules"}
 
 
 @contextmanager
-def untouched(
-    modules: Iterable[nn.Module], device: torch.device, restores: Iterable[Restore] = ()
-) -> Iterator[Restore]:
+def untouched(modules: Iterable[nn.Module], device: torch.device) -> Iterator[Restore]:
     """What code may change is as before afterwards; yields a function that restores random numbers at once."""
     random_numbers = RandomState(device)
-    puts_back = [_module_restorer(module, _DEPTH) for module in modules]
-    puts_back += restores
+    with restored(_module_restorer(module, _DEPTH) for module in modules):
+        try:
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+                yield random_numbers.restore
+        finally:
+            random_numbers.restore()
+
+
+@contextmanager
+def restored(restores: Iterable[Restore]) -> Iterator[None]:
+    """A context at the end of which something is put back; see `restorer`."""
+    puts_back = [*restores]
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield random_numbers.restore
+        yield
     finally:
         with torch.no_grad():
             for put_back in puts_back:
                 put_back()
-        random_numbers.restore()
 
 
 def restorer(value: Any, depth: int = _DEPTH) -> Restore:

@@ -237,7 +237,7 @@ class IdleMeasurement:
             self._calls = on_outermost_calls(
                 strategy.model, lambda batch: self._meter.count(batch, strategy.facts_of(batch))
             )
-        clock: str | None = None
+        clock = None
         if _on_cpu(strategy):
             clock = boot_id()
         clocks = set(self._channel.agree(clock))

@@ -231,7 +231,7 @@ class SampledWatch(Watch):
     def _finish(self, numbers: StepNumbers, begin: torch.cuda.Event) -> None:
         began = time.monotonic()
         end = self._mark()
-        records: list[KernelRecord] = []
+        records = []
         error = _attempt(lambda: records.extend(self._stop()))
         seconds = 0.0
         if not error:

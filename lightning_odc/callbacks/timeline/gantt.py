@@ -130,7 +130,7 @@ def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: fl
             if bars:
                 place = (row + offset, height)
                 axes.broken_barh(bars, place, facecolors=colour, edgecolors=edges, linewidth=0.4, zorder=2)
-    limits: set[int] = set()
+    limits = set()
     for span in rank.of("minibatch"):
         limits |= {span.begin, span.end}
     seconds = [(limit - origin) / 1e9 for limit in sorted(limits)]
@@ -140,7 +140,7 @@ def _draw_rank(axes: Axes, row: int, rank: RankTimeline, origin: int, pixels: fl
 def _add_legend(figure: Figure, timelines: Iterable[Timeline]) -> None:
     from matplotlib.patches import Patch
 
-    found: set[str] = set()
+    found = set()
     for timeline in timelines:
         for rank in timeline.ranks:
             found |= {span.kind for span in rank.spans}

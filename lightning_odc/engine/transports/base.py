@@ -138,7 +138,7 @@ def joined(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def packed(parts: Iterable[tuple[int, int]]) -> list[Segment]:
     """Where parts of an accumulator lie in a chunk: ``(0, 4), (6, 9)`` are ``(0, 0, 4), (6, 4, 3)``."""
-    segments: list[Segment] = []
+    segments = []
     source = 0
     for begin, end in joined(parts):
         numel = end - begin
