@@ -60,7 +60,7 @@ def try_loss(
         modules: What the step may change: all modules whose attributes and buffers are put back.
         device: The device whose random numbers are put back.
         rule: The only rule to try, with all samples; see Note [The proof continues].
-        engine: Through which ranks share the passes out. All of them try the same samples together.
+        engine: The engine through which ranks share the passes out. All of them try the same samples.
     """
     listener = CollectiveListener()
     touched = [*modules]
