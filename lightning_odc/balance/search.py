@@ -39,7 +39,7 @@ import numpy as np
 from lightning_odc.balance.arrays import Floats, Ints
 from lightning_odc.balance.microbatches import Groups, Load, Microbatches, Samples, additive
 
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
 """The search ends where the largest load is this close to the lower bound, relative to it."""
 
 _MOST_STARTS = 12

@@ -163,7 +163,11 @@ class UnitWindow:
             if window.version() != state.version:
                 self._await_version(window)
             if since and window.edited() <= since:
-                spared += self._read_trained(window, out)
+                for (shard,), place in window.parts:
+                    spared += numel
+                    for start, end in self.spec.grad_ranges:
+                        read([shard[start:end]], out[place + start : place + end])
+                        spared -= end - start
             elif not at_once:
                 for parts, place in window.parts:
                     read(parts, out.narrow(0, place, numel))
@@ -175,16 +179,6 @@ class UnitWindow:
             state.traffic.reads += others
             state.traffic.bytes_read += elements * self.spec.shard_dtype.itemsize
         self._go_on("read", begin)
-
-    def _read_trained(self, window: _Published, out: Tensor) -> int:
-        """Copy the trained parts of the shards of a window; returns how many elements need not be read."""
-        spared = 0
-        for (shard,), place in window.parts:
-            spared += self.spec.shard_numel
-            for start, end in self.spec.grad_ranges:
-                self._transport.read([shard[start:end]], out[place + start : place + end])
-                spared -= end - start
-        return spared
 
     def accumulate(self, chunks: Tensor, segments: Sequence[Segment]) -> None:
         """Add each owner's chunk into its accumulator. ``chunks``: ``[owners * numel]``, in rank order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -188,20 +189,28 @@ class Losses:
 
     def of(self, groups: Sequence[Group]) -> list[Tried]:
         """The loss of every group, and what it counts, also of those that other ranks run."""
-        if self.engine is None or not groups:
+        if self.engine is None:
             return self.of_all(groups)
-        text = ""
+        rules = [*self.rules, Rule("num_items")]
+        told = None
         with suppress(Exception):  # each rank will meet it again by itself
             ran = self.of_all(groups[dist.get_rank() % len(groups) :: dist.get_world_size()])
             if not self.listener.heard:
-                text = pickle.dumps((groups, ran)).hex()
-        texts = self.engine.exchange(_PART, text)
-        if all(texts):
-            by_rank = [pickle.loads(bytes.fromhex(text)) for text in texts]  # noqa: S301 - from ranks of this job
-            known = {tried.samples: tried for _, ran in by_rank for tried in ran}
-            agree = [repr(known[one.samples]) == repr(one) for _, ran in by_rank for one in ran]  # NaN, too
-            if all(agree) and all(theirs == groups for theirs, _ in by_rank):
-                return [known[tuple(group)] for group in groups]
+                values = [
+                    [one.samples, one.loss, *[one.counts.get(rule, math.nan) for rule in rules]]
+                    for one in ran
+                ]
+                told = [repr([groups, rules]), values]
+        by_rank = self.engine.exchange(_PART, told)
+        if all(by_rank) and len({asked for asked, _ in by_rank}) == 1:
+            heard = [one for _, values in by_rank for one in values]
+            known = {tuple(one[0]): one for one in heard}
+            if len({*map(repr, heard)}) == len(groups):  # where several ran one, they agree
+                found = [known[tuple(group)] for group in groups]
+                return [
+                    Tried(tuple(group), loss, dict(zip(rules, counts, strict=True)))
+                    for group, loss, *counts in found
+                ]
         self.engine = None
         return self.of_all(groups)
 

@@ -55,7 +55,16 @@ class MappedWindow:
     def __init__(self, fd: int, size: int) -> None:
         # It carries the locks: nothing else in this process may keep a copy; forked processes have one.
         self.fd = fd
-        self.memory = _map(fd, size)  # 1-D, ``uint8``; the mapping lasts as long as any view of it
+        try:
+            mmap.mmap(
+                fd, size
+            ).close()  # where this fails, torch would fail, too, and leave a descriptor open
+        except OSError as error:
+            raise _limited(fd, size, "mapped", error) from error
+        path = f"/proc/self/fd/{fd}"
+        # 1-D; the mapping lasts as long as any view of it.
+        self.memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu")
+        self.memory[::_PAGE].sum()  # map every page now, not in the first step
         self.bytes = self.memory.numpy().data  # all of it, for headers and mailboxes
         self.words = self.bytes[:0]  # once `map_units` was called
         self.shards: list[Tensor] = []
@@ -120,17 +129,6 @@ class RangeLock:
         if self._fence is not None:
             self._fence()
         fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, self._give)
-
-
-def _map(fd: int, size: int) -> Tensor:
-    try:
-        mmap.mmap(fd, size).close()  # where this fails, torch would fail, too, and leave a descriptor open
-    except OSError as error:
-        raise _limited(fd, size, "mapped", error) from error
-    path = f"/proc/self/fd/{fd}"
-    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8, device="cpu")
-    memory[::_PAGE].sum()  # map every page now, not in the first step
-    return memory
 
 
 def _limited(fd: int, size: int, what: str, error: OSError) -> WindowError:
