@@ -254,9 +254,9 @@ class Watch(pl.Callback):
         largest: The largest microbatch of all epochs.
     """
 
-    def __init__(self, parts: Parts | None = None, alone: Alone | None = None) -> None:
+    def __init__(self, parts: Parts | None = None) -> None:
         self.seconds: list[float] = []
-        self.alone = alone  # trains an epoch after each of the trainer's
+        self.alone: Alone | None = None  # trains an epoch after each of the trainer's
         self.tokens = self.largest = 0
         self.start = 0.0
         self.parts = parts  # of the second epoch
@@ -301,10 +301,7 @@ def fit(
     if isinstance(strategy, dict):
         strategy = ODCStrategy(hang_report_after=None, **strategy)
     parts = Parts() if is_split else None
-    alone = None
-    if row == ODC and SILENT in chosen.rows:
-        alone = Alone(chosen, rank, world_size)
-    watch = Watch(parts, alone)
+    watch = Watch(parts)
     is_planned = row.loader == "planned"
     accumulated = EACH // row.batch
     if is_planned:
@@ -323,6 +320,8 @@ def fit(
     module = chosen.module()
     if is_planned:
         module = stepping_by_hand(module)
+    if row == ODC and SILENT in chosen.rows and not is_split:
+        watch.alone = Alone(chosen, rank, world_size)
     said = io.StringIO()
     handler = logging.StreamHandler(said)
     log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
@@ -341,7 +340,7 @@ def fit(
         largest=watch.largest,
         steps=trainer.global_step,
         split=parts and parts.seconds,
-        alone=alone and alone.counted,
+        alone=watch.alone and watch.alone.counted,
     )
     return counted, "\n".join(lines)
 
@@ -447,6 +446,7 @@ def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 else:
                     number = PROJECTS[name].rows.index(row)
                     watched, said = zip(*ranks.call(fit, name, number, options.epochs), strict=True)
+                    one["said"] = said[0]
                 if row == ODC:
                     alone = [watch.alone for watch in watched]
                 by_rank = [watch.seconds for watch in watched]
@@ -457,7 +457,6 @@ def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
                 one["tokens"] = sum(watch.tokens for watch in watched)
                 one["largest"] = max(one["largest"], *largest)
                 one["steps"] = watched[0].steps
-                one["said"] = said[0]
     return measured
 
 

@@ -27,10 +27,6 @@ from lightning_odc.engine.units import Unit, find_units
 class Engine(Traced, ABC):
     """Moves shards and gradients of one sharded model. Stores in ``__init__``, acquires in `attach`."""
 
-    # From `attach` on:
-    _root: RootUnit
-    _calls: UnitCalls
-
     # Whether gradients of backward passes outside of `backward` are dropped: Lightning empties them before its own.
     drops_outside = False
 

@@ -185,7 +185,6 @@ class GatherCache:
         self._has_measured = False
         self._contexts = 0  # of `gathered`
         self._for_a_while: list[_Entry] = []  # of these contexts
-        self._free: Callable[[Iterable[Unit]], None]  # from `attach` on
 
     @property
     def bytes(self) -> int:

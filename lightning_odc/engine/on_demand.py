@@ -38,7 +38,7 @@ from lightning_odc.engine.proof import open_proven
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.records import SettleRecord, any_flags, check_records, flags_to_hex, total_weight
 from lightning_odc.engine.sample_group import SampleGroup
-from lightning_odc.engine.staleness import StalenessGuard
+from lightning_odc.engine.staleness import StalenessGuard, compared
 from lightning_odc.engine.streaming import stream
 from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.unit_sum import UnitSum
@@ -50,11 +50,6 @@ from lightning_odc.errors import ODCError
 
 class OnDemandEngine(Engine):
     """Reads parameter shards from peers when a unit needs them, adds gradients into the owners' accumulators."""
-
-    # From `attach` on:
-    _additions: Additions
-    _placeholders: Placeholders
-    _staleness: StalenessGuard
 
     def __init__(
         self,
@@ -140,6 +135,8 @@ class OnDemandEngine(Engine):
                 self._on_close.callback(vars(mesh).pop, "before_collective", None)  # torch keeps meshes
         # 5. What looks at passes of the model, with hooks on it, finds everything in its place.
         self.gather_cache.attach(self._units, comms, self._sums, self._free)
+        keeps = self.gather_cache.retains  # such units are compared when they are freed
+        self._calls.compare = lambda unit: {} if keeps(unit) else compared(unit)
         self._on_close.callback(self.gather_cache.release)
         self._on_close.enter_context(generating(model, self.gathered))
 

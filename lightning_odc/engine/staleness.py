@@ -9,8 +9,8 @@ may never reach a backward pass, so every gather compares there, and units that 
 freed. A rank that ran nothing compares when the step settles.
 
 What ``forward`` writes into gathered parameters is lost when they are freed, also under collectives. So they are
-compared behind the first ``forward`` of each unit in a step, and those of the root unit before the backward pass. Units
-that stay gathered are compared when they are freed.
+compared behind the first ``forward`` of each unit in a step, and those of the root unit before the backward pass; those
+of units that stay gathered on demand only when they are freed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from itertools import compress
 import torch
 from torch import Tensor
 
-from lightning_odc import _compat
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.units import Unit
 from lightning_odc.errors import StaleShardError
@@ -156,11 +155,8 @@ def _as_integers(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compared(unit: Unit) -> dict[str, Tensor]:
-    """By name, whether the parameters of a gathered unit differ from their shards; answers stay on the device.
-
-    None of a unit that stays gathered: it is compared when it is freed.
-    """
-    if not unit.is_gathered or not _compat.reshards_after_backward(unit.modules[0]):
+    """By name, whether the parameters of a gathered unit differ from their shards; answers stay on the device."""
+    if not unit.is_gathered:
         return {}
     return {name: _differ(part, shard) for name, part, shard in unit.gathered()}
 

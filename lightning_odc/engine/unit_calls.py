@@ -69,6 +69,7 @@ class UnitCalls:
     def __init__(self, units: Sequence[Unit], model: nn.Module) -> None:
         # Of torch 2.13: units may return views here.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
+        self.compare = compared
         self._units = units
         self._model = model
         self._compared: dict[str, Tensor] = {}  # whether parameters differ from their shards, in this step
@@ -189,7 +190,7 @@ class UnitCalls:
                 self._by_layer.clear()
             return output
         if unit.slots[0].name not in self._compared:
-            self._compared |= compared(unit)
+            self._compared |= self.compare(unit)
         watched = self._running.pop(module, None)
         if watched is not None:
             output = self._give_back(module, watched, output)
@@ -208,10 +209,10 @@ class UnitCalls:
 
     def _before_backward(self, unit: Unit, _: Any) -> None:
         """A backward pass reaches an output of a unit, which may be none that ``fully_shard`` sees."""
-        if unit.name == ROOT:
-            self._compared |= compared(unit)
         if torch.is_grad_enabled():
             self._keep()
+        if unit.name == ROOT:
+            self._compared |= self.compare(unit)
         _compat.before_backward(unit.modules[0])
 
     # -- second derivatives ----------------------------------------------------------------------------------------

@@ -139,7 +139,6 @@ class HangReport:
         self.path = None if directory is None else directory / f"rank{rank}.txt"  # None: to stderr alone
         self._rank = rank
         self._thread: threading.Thread | None = None
-        self._stop: threading.Event  # from `start` on
 
     def start(self, longest_wait: Callable[[], float], describe: Callable[[], str]) -> None:
         """Begin to look."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -189,30 +188,29 @@ class Losses:
 
     def of(self, groups: Sequence[Group]) -> list[Tried]:
         """The loss of every group, and what it counts, also of those that other ranks run."""
-        if self.engine is None:
+        engine = self.engine
+        if engine is None or not groups:
             return self.of_all(groups)
         rules = [*self.rules, Rule("num_items")]
         told = None
         with suppress(Exception):  # each rank will meet it again by itself
             ran = self.of_all(groups[dist.get_rank() % len(groups) :: dist.get_world_size()])
             if not self.listener.heard:
-                values = [
-                    [one.samples, one.loss, *[one.counts.get(rule, math.nan) for rule in rules]]
-                    for one in ran
-                ]
+                values = [[one.samples, one.loss, *map(one.counts.get, rules)] for one in ran]
                 told = [repr([groups, rules]), values]
-        by_rank = self.engine.exchange(_PART, told)
-        if all(by_rank) and len({asked for asked, _ in by_rank}) == 1:
-            heard = [one for _, values in by_rank for one in values]
-            known = {tuple(one[0]): one for one in heard}
-            if len({*map(repr, heard)}) == len(groups):  # where several ran one, they agree
-                found = [known[tuple(group)] for group in groups]
-                return [
-                    Tried(tuple(group), loss, dict(zip(rules, counts, strict=True)))
-                    for group, loss, *counts in found
-                ]
-        self.engine = None
-        return self.of_all(groups)
+        self.engine = None  # until ranks have met and agree
+        by_rank = engine.exchange(_PART, told)
+        if not all(by_rank) or len({asked for asked, _ in by_rank}) > 1:
+            return self.of_all(groups)
+        heard = [one for _, values in by_rank for one in values]
+        if len({*map(repr, heard)}) > len(groups):  # several ran one, and do not agree
+            return self.of_all(groups)
+        self.engine = engine
+        known = {}
+        for samples, loss, *counts in heard:
+            found = {rule: count for rule, count in zip(rules, counts, strict=True) if count is not None}
+            known[tuple(samples)] = Tried(tuple(samples), loss, found)
+        return [known[tuple(group)] for group in groups]
 
     def of_all(self, groups: Sequence[Group]) -> list[Tried]:
         """As `of`, on this rank alone; with a progress bar if that takes more than a moment."""

@@ -11,7 +11,8 @@ all hear the losses. Then they hold the same numbers, and so come to the same ne
 
 Where ranks are more than groups, several run the same one, and their losses must agree, too. From the first trouble on,
 each rank runs all groups by itself: a pass fails on any rank, counts or losses of the same samples differ, or the step
-talks to others. So they do where ranks gather or compute together, and in audits.
+talks to others. So they do where ranks gather or compute together, under `Trainer` of transformers, with shaken
+weights, and in audits.
 """
 
 from __future__ import annotations

@@ -55,10 +55,8 @@ class MappedWindow:
     def __init__(self, fd: int, size: int) -> None:
         # It carries the locks: nothing else in this process may keep a copy; forked processes have one.
         self.fd = fd
-        try:
-            mmap.mmap(
-                fd, size
-            ).close()  # where this fails, torch would fail, too, and leave a descriptor open
+        try:  # where this fails, torch would fail, too, and leave a descriptor open
+            mmap.mmap(fd, size).close()
         except OSError as error:
             raise _limited(fd, size, "mapped", error) from error
         path = f"/proc/self/fd/{fd}"
