@@ -254,6 +254,15 @@ def gradient_hooks_of(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tens
     return hooks
 
 
+def tensor_hooks_of(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], Any]]:
+    """What ``register_hook`` has registered, as `gradient_hooks_of`."""
+    # Why: a hook that cuts a gradient off must see that of the whole minibatch (torch 2.9 to 2.13).
+    hooks: dict[int, Callable[[torch.Tensor], Any]] | None = parameter._backward_hooks
+    if hooks is None:
+        return {}
+    return hooks
+
+
 def with_gradient_hooks(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Those of the parameters that have such hooks. Why: most have none, and all are looked at in every microbatch."""
     return [parameter for parameter in parameters if parameter._post_accumulate_grad_hooks]

@@ -20,6 +20,7 @@ control group, in those above, and for the host. A count further up may be that 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,18 @@ def rooms() -> list[Room]:
         free = max(most - used + reclaimable, 0)
         left.append(Room(min(free, most), f"{name} allows {gib(most)} GiB (memory.max)", _RAISE_GROUP))
     return left
+
+
+def total(processes: int = 1) -> int:
+    """Bytes that the limits leave to each of so many processes, whatever is free of them now."""
+    limits = [_UNLIMITED]
+    kib = _fields(ROOT / "proc/meminfo").get("MemTotal:")
+    if kib is not None:
+        limits.append(kib * 1024)
+    for folder in _control_groups().values():
+        with suppress(OSError, ValueError):  # there is no such file, or the limit is "max"
+            limits.append(int((folder / "memory.max").read_text()))
+    return min(limits) // processes
 
 
 def available(processes: int = 1) -> int:

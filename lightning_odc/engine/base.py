@@ -38,7 +38,7 @@ class Engine(Traced, ABC):
         self.weight_unit = 1.0  # by which weighted losses were divided before their backward pass
         self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
         self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
-        self.ran_outside = False  # a backward pass has run outside of `backward` in this optimizer step
+        self._ran_outside = False
         self._units: list[Unit] = []
         self._late_hooks = LateHooks()
         self._scalars = Scalars()
@@ -114,6 +114,10 @@ class Engine(Traced, ABC):
         """Around every backward pass; if it does not count, zeros are added instead of gradients, even for a NaN."""
         # ``manual``: the user calls ``zero_grad()``, not Lightning. ``more``: another one follows in the same batch.
 
+    def has_run_outside(self) -> bool:
+        """Whether a backward pass has run outside of `backward` in this optimizer step."""
+        return self._ran_outside
+
     def begin_forward(self) -> None:
         """The forward pass of a microbatch begins."""
         self.backward_done = False
@@ -122,7 +126,7 @@ class Engine(Traced, ABC):
         """Why a microbatch that broke off cannot run again on this rank alone; empty if it can."""
         if self.backward_done:
             return "its gradient had been added, and memory ran out after its backward pass"
-        if not hasattr(FSDPModule, "reset_iter_state"):
+        if self._units and not hasattr(FSDPModule, "reset_iter_state"):
             return (
                 f"torch {torch.__version__} cannot take back a step that broke off: install torch 2.13 or newer, which "
                 "has `FSDPModule.reset_iter_state`"
@@ -150,6 +154,9 @@ class Engine(Traced, ABC):
     @abstractmethod
     def refresh(self) -> None:
         """Publish parameters that changed outside an optimizer step. All ranks together."""
+
+    def give_values(self) -> None:
+        """Let all ranks have the parameters and buffers of rank 0, where every rank has them whole."""
 
     @abstractmethod
     def reshard(self) -> None:
@@ -221,7 +228,7 @@ class Engine(Traced, ABC):
 
     def _take_ledger(self) -> Ledger:
         ledger, self.ledger = self.ledger, Ledger()
-        self.ran_outside = False
+        self._ran_outside = False
         self._batches = 0
         return ledger
 

@@ -204,18 +204,33 @@ class Placeholders:
 
 
 class LateHooks:
-    """The hooks of one model's shards."""
+    """The hooks of one model's parameters, which are shards, or whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, of_tensors: bool = False) -> None:
         self.holding = True  # held hooks wait; else they are called when ``fully_shard`` calls them
         self._calling = False
+        # Those of `register_hook`, too, which may return another gradient.
+        self._kinds = [_compat.gradient_hooks_of]
+        if of_tensors:
+            self._kinds.append(_compat.tensor_hooks_of)
 
-    def hold(self, shard: Tensor) -> None:
-        """Let the hooks of a sharded parameter wait; a gradient for it is under way."""
-        hooks = _compat.gradient_hooks_of(shard)
-        for key, hook in hooks.items():
-            if not isinstance(hook, DeferredHook):
-                hooks[key] = DeferredHook(hook, self)  # under the same key, so the user's handle removes it
+    def hold(self, parameter: Tensor) -> None:
+        """Let the hooks of a parameter wait; a gradient for it is under way."""
+        for hooks_of in self._kinds:
+            hooks = hooks_of(parameter)
+            for key, hook in hooks.items():
+                if not isinstance(hook, DeferredHook):
+                    hooks[key] = DeferredHook(
+                        hook, self
+                    )  # under the same key, so the user's handle removes it
+
+    def changed(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """What hooks of the tensor make of its gradient, which is complete."""
+        for hook in list(_compat.tensor_hooks_of(parameter).values()):
+            changed = hook.hook(gradient) if isinstance(hook, DeferredHook) else hook(gradient)
+            if changed is not None:
+                gradient = changed
+        return gradient
 
     def call(self, shard: Tensor) -> None:
         """Call the hooks of a sharded parameter, whose gradient is complete."""
@@ -238,13 +253,14 @@ class LateHooks:
                 "`torch.optim.AdamW([parameter]).step()`, not `self.optimizers()[i].step()`."
             )
 
-    def release(self, shards: Iterable[Tensor]) -> None:
-        """Give hooks back to ``fully_shard``. Idempotent."""
-        for shard in shards:
-            hooks = _compat.gradient_hooks_of(shard)
-            for key, hook in hooks.items():
-                if isinstance(hook, DeferredHook):
-                    hooks[key] = hook.hook
+    def release(self, parameters: Iterable[Tensor]) -> None:
+        """Give hooks back to who calls them. Idempotent."""
+        for parameter in parameters:
+            for hooks_of in self._kinds:
+                hooks = hooks_of(parameter)
+                for key, hook in hooks.items():
+                    if isinstance(hook, DeferredHook):
+                        hooks[key] = hook.hook
 
 
 @dataclass(frozen=True)

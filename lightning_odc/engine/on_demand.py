@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_odc import _compat
-from lightning_odc.engine import stealing
 from lightning_odc.engine.additions import OF_THE_USER, Added, Additions, Pass
 from lightning_odc.engine.advice import (
     OVER_SHARDS,
@@ -23,7 +21,6 @@ from lightning_odc.engine.advice import (
     undivided_gradient,
     unexpected_gradient,
 )
-from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import (
     AccumulateComm,
     GatherComm,
@@ -34,65 +31,27 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.gather_cache import GatherCache, HostMemory, generating
 from lightning_odc.engine.late_gradients import Placeholders
-from lightning_odc.engine.proof import open_proven
+from lightning_odc.engine.over_windows import OverWindows
 from lightning_odc.engine.protocol import Protocol
 from lightning_odc.engine.records import SettleRecord, any_flags, check_records, flags_to_hex, total_weight
-from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.staleness import StalenessGuard, compared
 from lightning_odc.engine.streaming import stream
-from lightning_odc.engine.transports.base import Rendezvous, Transport
 from lightning_odc.engine.unit_sum import UnitSum
-from lightning_odc.engine.unit_window import Traffic, UnitWindow
+from lightning_odc.engine.unit_window import UnitWindow
 from lightning_odc.engine.units import ParamSlot, Unit, compare_models
-from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import ODCError
 
 
-class OnDemandEngine(Engine):
+class OnDemandEngine(OverWindows):
     """Reads parameter shards from peers when a unit needs them, adds gradients into the owners' accumulators."""
 
-    def __init__(
-        self,
-        make_transport: Callable[[], Transport],  # a fresh, unopened one
-        rendezvous: Rendezvous,  # used at `attach` only
-        *,
-        timeout: float,  # seconds after which any wait gives up
-        deterministic: bool = False,  # sum in rank order; one accumulator per source rank
-        accumulator_dtype: torch.dtype | None = None,  # by default fp32, or wider if the parameters are
-        hang_report: HangReport | None = None,
-        gather_cache: GatherCache | None = None,
-        sample_group: SampleGroup | None = None,  # with tensor parallelism
-        agree: Rendezvous | None = None,  # of all ranks that must come to one answer, if they are more
-        make_protocol: Callable[..., Protocol] = Protocol,
-    ) -> None:
-        super().__init__()
+    def __init__(self, *args: Any, gather_cache: GatherCache | None = None, **options: Any) -> None:
+        """The arguments are those of `OverWindows`, and what decides which units stay gathered."""
+        super().__init__(*args, **options)
         self.gather_cache = gather_cache or GatherCache(0, HostMemory(1))
-        self._protocol_options: dict[str, Any] = {
-            "timeout": timeout,
-            "deterministic": deterministic,
-            "hang_report": hang_report,
-            "signals": self.signals,
-            "tracers": self.tracers,
-        }
-        self._sample_group = sample_group
-        self._make_transport = make_transport
-        self.make_protocol = make_protocol
-        self._rendezvous = rendezvous
-        self._agree = agree or rendezvous
-        self._accumulator_dtype = accumulator_dtype
         self._thread = threading.get_ident()  # that trains
         self._gradients = True
         self._sums: list[UnitSum] = []
-        self._protocol: Protocol | None = None
-
-    @property
-    def protocol(self) -> Protocol:
-        assert self._protocol is not None, "the engine is not attached"
-        return self._protocol
-
-    @property
-    def world_size(self) -> int:
-        return self.protocol.nodes * self.protocol.transport.world_size
 
     def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
         # 1. The layout of this rank, as `fully_shard` shows it. Windows have sizes that depend on it.
@@ -109,12 +68,7 @@ class OnDemandEngine(Engine):
         compare_models(self._units, self._rendezvous)
         self._scalars.attach(model, self._rendezvous)
         # 3. Windows.
-        specs = [unit.spec() for unit in self._units]
-        protocol = self.make_protocol(self._make_transport(), specs, **self._protocol_options)
-        open_proven(protocol, self._agree)
-        if self._protocol is not None:  # parameters were unfrozen
-            protocol.go_on_from(self._protocol)
-        self._protocol = protocol
+        protocol = self._open([unit.spec() for unit in self._units])
         groups = {id(_compat.group_of(unit.modules[0])): unit.index for unit in self._units}
         self._additions = Additions(self._units, partial(ran_forward, model, groups))
         self._sums = []
@@ -142,6 +96,9 @@ class OnDemandEngine(Engine):
 
     def close(self) -> None:
         units = self._units
+        self._sums.clear()  # in place, for they hold views of the windows
+        if self._protocol is not None:
+            self._placeholders.lift()
         super().close()
         if any(unit.is_gathered for unit in units):
             warnings.warn(
@@ -151,10 +108,6 @@ class OnDemandEngine(Engine):
         for unit in units:
             if unit.divided_by_fully_shard:
                 unit.set_division(True)
-        self._sums.clear()  # in place, for they hold views of the windows
-        if self._protocol is not None:
-            self._placeholders.lift()
-            self._protocol.close()
 
     def _hook(self, unit: Unit, slot: ParamSlot) -> None:
         parameter = slot.registered_param
@@ -197,7 +150,7 @@ class OnDemandEngine(Engine):
     def _accumulate(self, unit: Unit, window: UnitWindow, chunks: Tensor) -> None:
         """Add a gradient to the owners' accumulators. ``chunks``: ``[owners * numel of what is reduced now]``."""
         if not self._additions.running.is_announced:  # was a gradient emptied?
-            self.ran_outside = True
+            self._ran_outside = True
             if self._placeholders.laid.keys() & unit.reduced_now.keys():
                 raise ODCError(
                     "Several backward passes in one optimizer step must go through Lightning: write "
@@ -243,19 +196,6 @@ class OnDemandEngine(Engine):
         if self._batches:  # of this step
             self._placeholders.drop_emptied_anywhere()
             self._scalars.drop_emptied()
-
-    def begin_microbatch(self, index: int) -> None:
-        self.protocol.begin_microbatch(index)
-
-    @property
-    def stolen(self) -> int:
-        """Items of other ranks that this rank has taken so far."""
-        return self.protocol.stolen
-
-    def claims(
-        self, place: int, costs: Sequence[Sequence[float]], *, trains: bool = False
-    ) -> Iterator[tuple[int, int]]:
-        return stealing.claims(self.protocol, costs, trains, self._sample_group if trains else None)
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
@@ -375,38 +315,10 @@ class OnDemandEngine(Engine):
     def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         yield from stream(self._units, self.protocol, self._names_in(module), self._thread)
 
-    def announce_collective(self, kind: str) -> None:
-        self.exchange(kind, None)
-
     def _before_collective(self) -> None:
         """Meet before a collective over shards. In an optimizer step ranks have met; another thread does not meet."""
         if not (self._failed or self.protocol.ended or threading.get_ident() != self._thread):
             self.exchange(OVER_SHARDS, None)
-
-    def exchange(self, kind: str, item: Any) -> list[Any]:
-        return self.protocol.meet(kind, item)
-
-    def fail(self, message: str) -> None:
-        super().fail(message)
-        if self._protocol is not None:
-            self._protocol.fail(message)
-
-    def peer_trouble(self) -> str:
-        if self._protocol is None:
-            return ""
-        return self._protocol.peers.trouble()
-
-    @property
-    def waits(self) -> dict[str, float]:
-        return {str(cause): seconds for cause, seconds in self.protocol.waiter.seconds.items()}
-
-    @property
-    def traffic(self) -> Traffic:
-        return replace(self.protocol.traffic)
-
-    @property
-    def window_bytes(self) -> int:
-        return self.protocol.spec.total_bytes
 
     # -- internals ----------------------------------------------------------------------------------------
 

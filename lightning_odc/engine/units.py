@@ -335,6 +335,11 @@ def compare_models(units: Sequence[Unit], rendezvous: Rendezvous) -> None:
             lines.append(
                 f"{slot.name}: shape {shape}, {slot.registered_shard.dtype}, computed in {slot.compute_dtype}, {kind}"
             )
+    compare_lines(rendezvous, lines)
+
+
+def compare_lines(rendezvous: Rendezvous, lines: Sequence[str]) -> None:
+    """As `compare_models`, of models that are described in lines."""
     difference = first_difference(rendezvous, lines)
     if difference:
         raise DisagreementError(

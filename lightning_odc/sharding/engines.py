@@ -27,6 +27,7 @@ from lightning_odc.engine.sample_group import SampleGroup
 from lightning_odc.engine.transports import make_transport
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.engine.waiting import HangReport
+from lightning_odc.engine.whole import WholeCollectiveEngine, WholeOnDemandEngine
 from lightning_odc.sharding.nodes import mesh_of
 
 Timeout = Annotated[timedelta, Like("datetime.timedelta(minutes=30)", lambda value: value > timedelta(0))]
@@ -78,6 +79,7 @@ class Place:
 def make_engine(
     place: Place,
     *,
+    whole: bool = False,
     communication: str = "on_demand",
     keep_gathered: int | Literal["auto"] = "auto",
     deterministic: bool = False,
@@ -85,16 +87,17 @@ def make_engine(
     timeout: timedelta = DEFAULT_TIMEOUT,
     hang_report: HangReport | None = None,
 ) -> Engine:
-    """The engine that moves the shards and gradients of a model. All ranks together."""
+    """The engine that moves the shards and gradients of a model, or the gradients of one that every rank has whole."""
+    # All ranks together.
     ranks = place.sharers
-    if len(ranks) == 1:
-        return CollectiveEngine(1, single_process)
-    rendezvous = process_group_rendezvous(place.group)
-    if communication == "collective":
+    rendezvous: Rendezvous = single_process
+    if len(ranks) > 1:
+        rendezvous = process_group_rendezvous(place.group)
+    if len(ranks) == 1 or communication == "collective":
+        if whole:
+            return WholeCollectiveEngine(rendezvous, accumulator_dtype)
         return CollectiveEngine(len(ranks), rendezvous)
-    cache = GatherCache(keep_gathered, _memory(place, rendezvous))
     options: dict[str, Any] = {
-        "gather_cache": cache,
         "timeout": timeout.total_seconds(),
         "deterministic": deterministic,
         "accumulator_dtype": accumulator_dtype,
@@ -111,7 +114,12 @@ def make_engine(
     transport = partial(
         make_transport, place.device, ranks.index(place.rank), len(ranks), within, group, ranks
     )
-    return OnDemandEngine(transport, rendezvous, sample_group=place.sample_group, **options)
+    if whole:
+        return WholeOnDemandEngine(transport, rendezvous, **options)
+    cache = GatherCache(keep_gathered, _memory(place, rendezvous))
+    return OnDemandEngine(
+        transport, rendezvous, gather_cache=cache, sample_group=place.sample_group, **options
+    )
 
 
 def _memory(place: Place, rendezvous: Rendezvous) -> Memory:

@@ -7,19 +7,21 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_odc import _compat
 from lightning_odc.attached import Attached, attach_or_go_without
 from lightning_odc.engine.base import Engine
+from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import fsdp_modules
 from lightning_odc.engine.roll_call import RollCall
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WindowError
 from lightning_odc.run.attempt import Retry
+from lightning_odc.sharding import fitting
 from lightning_odc.sharding.engines import make_engine
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import end_scripts_at_exit
@@ -37,6 +39,7 @@ class AttachingStrategy:
     _on_teardown: ExitStack
     _roll_call: RollCall | None = None
     _wording = WORDING
+    is_whole = False  # every rank has the model whole, since it was set up
 
     @property
     def communication(self) -> str:
@@ -75,6 +78,26 @@ class AttachingStrategy:
         self._groups.form(device_type)
         self._roll_call = RollCall()
 
+    def _decide_whole(self, model: nn.Module, asked: str, says: bool = True) -> None:
+        """Keep a model whole if it fits; see Note [What fits stays whole]. All ranks together.
+
+        Args:
+            model: It has its final dtypes.
+            asked: The sharding strategy that the user asks for: ``"AUTO"``, ``"NO_SHARD"`` or another one.
+            says: Whether to say what is decided by size.
+        """
+        self.is_whole = asked == "NO_SHARD"
+        if asked != "AUTO" or fitting.is_sharded(model):
+            return
+        strategy = self._groups.strategy
+        rendezvous = process_group_rendezvous(dist.group.WORLD)
+        device = strategy.root_device
+        self.is_whole, found = fitting.fits_whole(model, device, strategy.num_processes, rendezvous)
+        if says and self.is_whole:
+            found += f"; {self._wording.write('sharding_strategy', 'FULL_SHARD')} shards it"
+        if says:
+            rank_zero_info(f"{found}.")
+
     def _attach(
         self,
         model: nn.Module,
@@ -101,6 +124,7 @@ class AttachingStrategy:
         place = self._groups.place(self.timeout)
         engine = make_engine(
             place,
+            whole=self.is_whole,
             communication=self.communication,
             keep_gathered=self.options.keep_gathered,
             deterministic=self.options.deterministic,

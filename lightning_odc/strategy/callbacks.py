@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_odc import _compat_lightning
 from lightning_odc.attached import Attached
-from lightning_odc.engine.on_demand import OnDemandEngine
+from lightning_odc.engine.over_windows import OverWindows
 from lightning_odc.engine.sample_group import SampleGroup
 
 
@@ -33,7 +33,7 @@ class FirstCallback(Callback):
     end_epoch: Callable[[], None]
 
     def on_train_batch_end(self, *_: object) -> None:
-        if isinstance(self.attached.engine, OnDemandEngine):
+        if isinstance(self.attached.engine, OverWindows):
             self.attached.engine.protocol.announce_end()
 
     def on_train_epoch_end(self, *_: object) -> None:

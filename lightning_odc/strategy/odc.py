@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial, partialmethod
 from typing import Any, Literal
@@ -148,7 +149,7 @@ class ODCStrategy(ReducingStrategy):
         auto_wrap_policy: WrapPolicy | None = None,
         activation_checkpointing: type[nn.Module] | list[type[nn.Module]] | None = None,
         activation_checkpointing_policy: WrapPolicy | None = None,
-        sharding_strategy: str | ShardingStrategy = "FULL_SHARD",
+        sharding_strategy: str | ShardingStrategy = "auto",
         state_dict_type: Literal["full", "sharded"] = "full",
         device_mesh: NodeMesh | None = None,
         *,
@@ -230,7 +231,11 @@ class ODCStrategy(ReducingStrategy):
         )
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self._groups.on_demand:
+        with self._ordinary_tensors():
+            self.model = self.precision_plugin.convert_module(self.model)
+        self._decide_whole(self.model, self._asked, says=fitting)
+        reads_shards = self._groups.on_demand and not self.is_whole
+        if fitting and reads_shards:
             refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
         elif fitting and self._layer_sync is not None:
             self.model = self._layer_sync.apply(self.model)
@@ -241,7 +246,7 @@ class ODCStrategy(ReducingStrategy):
                 'Write Trainer(precision="bf16-mixed").'
             )
         with self._ordinary_tensors():
-            self.model = self._shard_in_place(self.precision_plugin.convert_module(self.model))
+            self.model = self._set_up_in_place(self.model)
             report = self.options.hang_report(trainer)
             attached = self._attach(self.model, report, gradients=fitting)
         if attached.sample_group is not None and self._groups.divides_layers and fitting:
@@ -263,7 +268,7 @@ class ODCStrategy(ReducingStrategy):
             self._training = self._data.set_up()
             self.precision_plugin.training = self._training
             self.setup_optimizers(trainer)
-            if self._groups.on_demand:
+            if reads_shards:
                 refuse_optimizers(self.optimizers)
         self.setup_precision_plugin()
 
@@ -341,6 +346,17 @@ class ODCStrategy(ReducingStrategy):
             return run(closure_loss, optimizer, *args, **kwargs)
         return self._training.run_backward(closure_loss, lambda loss: run(loss, optimizer, *args, **kwargs))
 
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """As under DDP: gradients of backward passes in this context wait for the next one outside of it."""
+        training = self._training
+        assert training is not None, "there is a backward pass only in `fit`"
+        training.blocks_sync = True
+        try:
+            yield
+        finally:
+            training.blocks_sync = False
+
     def settle_gradients(self) -> None:
         """Complete the gradients of this step in ``.grad`` now; the next thing to do is the optimizer step.
 
@@ -379,6 +395,7 @@ class ODCStrategy(ReducingStrategy):
         data.accumulation.fold_schedulers(self.lr_scheduler_configs)
         if self._owes_schedulers:
             _compat_lightning.step_schedulers(trainer)
+        self.engine.give_values()
         compare_programs(self.engine, trainer, data.accumulation.batches)
         for logger in trainer.loggers:
             logger.log_hyperparams({"odc_communication": self.communication})

@@ -68,7 +68,7 @@ WORDING = Wording(
 )
 #: Those that a loader takes, too.
 OF_LOADER = ("max_tokens", "cost", "length_fn", "weighting", "packing")
-_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", *nodes.ON_DEMAND)
+_SHARDING_STRATEGIES = ("AUTO", "NO_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", *nodes.ON_DEMAND)
 #: Arguments of FSDP1.
 _FSDP1 = inspect.signature(FullyShardedDataParallel).parameters
 #: Those of them that mean nothing here but do no harm.
@@ -171,15 +171,23 @@ def check_sharding(
     sharding_strategy: str | ShardingStrategy,
     device_mesh: NodeMesh | None,
     group_size: int = 1,
+    of_shards: Sequence[str] = (),
 ) -> str:
-    """The name of a way of sharding; refuses those that are not here."""
+    """The name of a way of sharding; refuses those that are not here.
+
+    Args:
+        sharding_strategy: What the user has written.
+        device_mesh: The same.
+        group_size: The ranks that compute one sample together.
+        of_shards: What else the user has written that only a sharded model has.
+
+    Returns:
+        ``"AUTO"`` if the size of the model decides, and ``"NO_SHARD"`` if it stays whole.
+    """
     name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
     if name not in _SHARDING_STRATEGIES:
         known = ", ".join(f'"{known}"' for known in _SHARDING_STRATEGIES)
-        raise ValueError(
-            f"ODCStrategy(sharding_strategy={name!r}) cannot work. Write one of {known}; without sharding, use "
-            'Trainer(strategy="ddp").'
-        )
+        raise ValueError(f"ODCStrategy(sharding_strategy={name!r}) cannot work. Write one of {known}.")
     if group_size > 1 and (device_mesh is not None or name in nodes.ON_DEMAND):
         raise ValueError(
             "ODCStrategy(tensor_parallel_size=...) and context_parallel_size take no third dimension: leave out "
@@ -191,6 +199,14 @@ def check_sharding(
             'sharding. Write sharding_strategy="HYBRID_SHARD", or leave device_mesh out. For tensor parallelism, write '
             "tensor_parallel_size=2: `configure_model` finds the mesh in `self.device_mesh`."
         )
+    if name == "NO_SHARD" and (of_shards or group_size > 1):
+        others = ", ".join(of_shards) or "a group of ranks"
+        raise ValueError(
+            f'ODCStrategy(sharding_strategy="NO_SHARD") keeps the model whole, and {others} is for shards. Leave out '
+            "one of the two."
+        )
+    if name == "AUTO" and (of_shards or group_size > 1):
+        return "FULL_SHARD"
     return name
 
 

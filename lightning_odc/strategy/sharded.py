@@ -15,7 +15,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
-from lightning.pytorch.strategies import FSDPStrategy
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -63,7 +63,16 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         device_mesh: tuple[int, int] | DeviceMesh | None,
         **of_fsdp: Any,
     ) -> None:
-        name = options.check_sharding(sharding_strategy, device_mesh, self.options.group_size)
+        of_shards = []
+        if of_fsdp["auto_wrap_policy"] is not None:
+            of_shards.append("auto_wrap_policy")
+        of_shards += [one for one in ("cpu_offload", "mixed_precision") if of_fsdp[one]]
+        if state_dict_type == "sharded":
+            of_shards.append('state_dict_type="sharded"')
+        name = options.check_sharding(sharding_strategy, device_mesh, self.options.group_size, of_shards)
+        self._asked = name
+        if name in ("AUTO", "NO_SHARD"):
+            name = "FULL_SHARD"  # until the model is there
         on_demand = nodes.ON_DEMAND.get(name, name)  # the base class takes hybrid ones only for FSDP1
         super().__init__(
             precision_plugin=None,
@@ -184,17 +193,20 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
 
-    def _shard_in_place(self, model: nn.Module) -> nn.Module:
-        """Shard the model and give values to what was made on the meta device."""
+    def _set_up_in_place(self, model: nn.Module) -> nn.Module:
+        """Shard the model unless it stays whole, and give values to what was made on the meta device."""
         with self._names.recorded(model):
             if not isinstance(model, FSDPModule):
                 _compat_lightning.wrap_checkpointed(model, self)
-            self._shard(model, announce=True)
-            divided = None
-            if self._groups.divides_layers:
-                divided = self._groups.mesh
-            nodes.check_shards(model, self.shard_mesh, divided)
+            if not self.is_whole:
+                self._shard(model, announce=True)
+                divided = None
+                if self._groups.divides_layers:
+                    divided = self._groups.mesh
+                nodes.check_shards(model, self.shard_mesh, divided)
             self._unfilled = materialize(model, self.root_device, offload=self.cpu_offload.offload_params)
+        if self.is_whole:
+            model.to(self.root_device)
         return model
 
     def _shard(self, model: nn.Module, announce: bool) -> None:
@@ -211,7 +223,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     @torch.no_grad()
     def _setup_averages(self, trainer: pl.Trainer) -> None:
         """Shard the copies of the model that averaging callbacks have made of it before."""
-        averages = checkpoints.averages(trainer)
+        averages = [] if self.is_whole else checkpoints.averages(trainer)
         if averages and not self._full:
             raise ValueError(
                 "WeightAveraging callbacks put two models into a checkpoint, and a sharded one has room for one. Use "
@@ -261,10 +273,14 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
+        if self.is_whole:
+            return self.lightning_module.state_dict()
         with self._ordinary_tensors():
             return checkpoints.model_state(self.lightning_module, self._full)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self.is_whole:
+            return Strategy.optimizer_state(self, optimizer)
         return checkpoints.optimizer_state(self.model, optimizer, self._full)
 
     def save_checkpoint(

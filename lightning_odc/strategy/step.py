@@ -113,6 +113,8 @@ class Training(Door):
             skips_nonfinite=options.on_nonfinite == "skip",
         )
         self._has_settled = False
+        self._settles_at_once = False  # where the last backward pass of a step ends
+        self.blocks_sync = False  # manual optimization asks for that not to happen
         self.steps = 0  # that optimizers have made
         self._has_gradients = False  # of batches whose optimizer step is to come
         self._step = _OptimizerStep()
@@ -145,7 +147,14 @@ class Training(Door):
         self._session.before_batch()
         if isinstance(batch, Minibatch) and not is_automatic:
             self.engine.drop_emptied_anywhere()
-        self._begin_batch(is_automatic)
+        ends_step = self._begin_batch(is_automatic)
+        # Users find complete gradients in `.grad` there, as under DDP. Of a `Minibatch` that they run themselves, ranks
+        # may have different numbers of passes.
+        self._settles_at_once = self._strategy.is_whole
+        if is_automatic:
+            self._settles_at_once &= ends_step
+        elif isinstance(batch, Minibatch):
+            self._settles_at_once = False
         self._session.begin_batch(steps_first=not self._has_gradients)
         if not is_automatic:
             self.engine.begin_forward()
@@ -157,8 +166,8 @@ class Training(Door):
             self._runner.minibatch(batch, self._session.audit, leaves_last=True)
         return self._runner.batch.output()
 
-    def _begin_batch(self, is_automatic: bool) -> None:
-        """Tell the engine where in an optimizer step and in the epoch this batch is."""
+    def _begin_batch(self, is_automatic: bool) -> bool:
+        """Tell the engine where in an optimizer step and in the epoch this batch is; returns whether it ends a step."""
         trainer = self._module.trainer
         number = trainer.fit_loop.batch_idx
         accumulated = trainer.accumulate_grad_batches
@@ -171,6 +180,7 @@ class Training(Door):
             closes_window=not is_automatic or ends_step,
             is_last=is_last and not stops_anyway,
         )
+        return ends_step
 
     def _plain(self, batch: object) -> STEP_OUTPUT:
         """Run a batch that is one microbatch. Lightning's backward pass follows."""
@@ -273,6 +283,8 @@ class Training(Door):
         )
         with context, self.engine.traced("backward"), self._runner.measurements.running():
             yield
+        if self._settles_at_once and not self.blocks_sync and batch.state is not State.BACKWARD:
+            self.settle()
 
     def loss_divisor(self) -> float:
         """What the losses of this step are divided by; see Note [Weights under fp16]."""

@@ -1,0 +1,355 @@
+"""The engines of a model that every rank has whole, as under DDP: they exchange sums of gradients once a step.
+
+Note [Summed here, exchanged once]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A backward pass runs as in one process: nothing is put on the model. Behind the pass, its gradients go from ``.grad``
+into the sums of this rank. So a pass that breaks off leaves nothing, and no rank waits inside a minibatch. When the
+step settles, each rank owns a row of the sums. Two ranks, a row of two numbers each::
+
+                                          rank 0           rank 1
+    its sums                              1 2 | 3 4        10 20 | 30 40
+    adds to the owners' accumulators      11 22 on rank 0, 33 44 on rank 1
+    all meet, with their weights          2                2
+    the owner divides and publishes       2.75 5.5         8.25 11
+    reads what others have published      2.75 5.5 | 8.25 11 on both ranks, and this is ``.grad``
+
+All ranks read the same bytes and make the same optimizer step, so they stay equal bit for bit. What is published is a
+gradient here, and a parameter in `OnDemandEngine`. Note [Versions instead of barriers] holds for both: a row of the
+next step is added only by a rank that has read this one, and its owner has zeroed its accumulator before it published.
+
+With loops of the user's own, ``.grad`` shows the sums between two passes, so that emptying it drops them. Under
+automatic optimization it does not: Lightning empties ``.grad`` before the last pass of a step.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_odc._version import __version__
+from lightning_odc.engine.additions import Added
+from lightning_odc.engine.base import Engine
+from lightning_odc.engine.comm import forget_pass
+from lightning_odc.engine.flat_sums import FlatSums, as_real
+from lightning_odc.engine.late_gradients import LateHooks
+from lightning_odc.engine.over_windows import OverWindows
+from lightning_odc.engine.records import (
+    SettleRecord,
+    any_flags,
+    check_records,
+    flags_to_hex,
+    total_weight,
+)
+from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec
+from lightning_odc.engine.units import compare_lines
+
+
+class _Shown(NamedTuple):
+    """A sum that ``.grad`` shows."""
+
+    gradient: Tensor
+    version: int  # of the gradient, which every change raises
+    before: Tensor | None  # what was there
+
+
+class WholeEngine(Engine):
+    """Sums the gradients of a whole model; see Note [Summed here, exchanged once]."""
+
+    _rendezvous: Rendezvous  # of all ranks
+    _accumulator_dtype: torch.dtype | None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._late_hooks = LateHooks(of_tensors=True)
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._gradients = True
+        self._sums = FlatSums([], 1, None)
+        self._shown: dict[nn.Parameter, _Shown] = {}
+        self._complete: dict[nn.Parameter, Tensor | None] = {}  # what is in ``.grad`` since the last step
+        self._versions: dict[Tensor, int] = {}  # of the buffers, when all ranks had those of rank 0
+
+    @abstractmethod
+    def _open_sums(self, specs: list[UnitSpec]) -> None:
+        """The pieces of the sums are laid out. All ranks together."""
+
+    @abstractmethod
+    def _exchange_sums(self, own: SettleRecord) -> list[SettleRecord]:
+        """Let the pieces be the weighted mean over all ranks; returns the records of all."""
+
+    def attach(self, model: nn.Module, *, gradients: bool = True) -> None:
+        self._model = model
+        self._gradients = gradients
+        lines = [f"lightning-odc {__version__}"]
+        for name, parameter in model.named_parameters():
+            kind = "trainable" if parameter.requires_grad else "frozen"
+            lines.append(f"{name}: shape {list(parameter.shape)}, {parameter.dtype}, {kind}")
+        compare_lines(self._rendezvous, lines)
+        self.give_values()
+        self._sums = FlatSums(self._trained(), self._ranks, self._accumulator_dtype)
+        self._open_sums(self._sums.specs(self._ranks))
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [one for one in self._model.parameters() if one.requires_grad and self._gradients]
+
+    def give_values(self) -> None:
+        self._send([*self._model.parameters(), *self._model.buffers()])
+        self._versions = {buffer: buffer._version for buffer in self._model.buffers()}
+
+    @torch.no_grad()
+    def _send(self, tensors: Iterable[Tensor]) -> None:
+        """Let all ranks have these values of rank 0."""
+        if self._ranks == 1:
+            return
+        sent = []
+        for tensor in tensors:
+            # As bytes, which every backend can send. A view that repeats its numbers cannot be written to.
+            own = tensor.detach().contiguous().view(-1)
+            if own.numel() and type(tensor.data) is Tensor:
+                heard = own.view(torch.uint8)
+                sent.append((tensor, own, dist.broadcast(heard, 0, async_op=True)))
+        for tensor, own, work in sent:
+            assert work is not None
+            work.wait()
+            if own.data_ptr() != tensor.data_ptr() and not torch.equal(own, tensor.reshape(-1)):
+                tensor.copy_(own.view(tensor.shape))
+
+    def close(self) -> None:
+        self._late_hooks.release(self._sums.parameters)
+        self._shown.clear()
+        super().close()
+
+    # -- a pass -------------------------------------------------------------------------------------------
+
+    def begin_batch(self, **options: bool) -> None:
+        super().begin_batch(**options)
+        self._follow_parameters()
+
+    def _follow_parameters(self) -> None:
+        """Make room for parameters that are trained from now on. All ranks together."""
+        known = {*self._sums.parameters}
+        if known.issuperset(self._trained()):
+            return
+        sums = self._sums.known
+        self.exchange("train other parameters", None)
+        self.close()
+        self.attach(self._model, gradients=self._gradients)
+        room = {*self._sums.parameters}
+        self._sums.add({parameter: total for parameter, total in sums.items() if parameter in room})
+
+    @contextmanager
+    def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
+        """Take the gradients of the pass out of ``.grad``, and put back what was there before."""
+        self.backward_done = False
+        self.settled = False  # an optimizer may run its closure again
+        if manual:
+            self.drop_emptied()
+        before = {parameter: parameter.grad for parameter in self._sums.parameters}
+        for parameter in before:
+            self._late_hooks.hold(parameter)
+            parameter.grad = None
+        gradients = {}
+        try:
+            yield
+            for parameter in before:
+                if parameter.grad is not None:
+                    gradients[parameter] = parameter.grad
+        finally:
+            for parameter, kept in before.items():
+                parameter.grad = kept
+        if not counts:
+            gradients = {parameter: torch.zeros_like(gradient) for parameter, gradient in gradients.items()}
+        self._sums.add(gradients)
+        if manual:
+            self._show(gradients)
+        self.backward_done = True
+
+    def _show(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let ``.grad`` be the sums, so that users can empty them."""
+        for parameter in parameters:
+            before = parameter.grad
+            if parameter in self._shown:
+                before = self._shown[parameter].before
+            total = self._sums.known[parameter]
+            if parameter.is_complex():
+                total = torch.view_as_complex(total)
+            gradient = total.to(parameter.dtype)  # the sum itself, if it has this dtype
+            parameter.grad = gradient
+            self._shown[parameter] = _Shown(gradient, gradient._version, before)
+
+    def drop_emptied(self) -> None:
+        for parameter, shown in [*self._shown.items()]:
+            if parameter.grad is not shown.gradient:
+                self._sums.drop(parameter)
+                del self._shown[parameter]
+            elif (
+                shown.version != shown.gradient._version
+            ):  # zeroed or scaled, and maybe a copy in another dtype
+                self._sums.known[parameter].copy_(as_real(shown.gradient))
+
+    def _outside(self) -> dict[nn.Parameter, Tensor]:
+        """The gradients of backward passes that did not run within `backward`."""
+        found = {}
+        for parameter in self._sums.parameters:
+            gradient = parameter.grad
+            if gradient is None or parameter in self._shown or gradient is self._complete.get(parameter):
+                continue
+            found[parameter] = gradient
+        return found
+
+    def has_run_outside(self) -> bool:
+        return bool(self._outside())
+
+    def discard(self) -> None:
+        super().discard()
+        self._sums.clear()
+        self._shown.clear()
+
+    def undo(self) -> Added | None:
+        """Nothing that was added stays: `backward` has put back what was there before."""
+        forget_pass(self._model, ())
+        return None
+
+    def retry(self, added: Added) -> None:
+        """A part of a microbatch runs as a whole one does."""
+
+    # -- the end of a step --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
+        self._late_hooks.check_outside()
+        with self._timed(), self.traced("settle"):
+            self.drop_emptied()
+            self._follow_parameters()
+            if not self.drops_outside:
+                outside = self._outside()
+                for parameter in outside:
+                    parameter.grad = None
+                self._sums.add(outside)
+            parameters = self._sums.parameters
+            ledger = self._take_ledger()
+            own = ledger.record(
+                logs=logs,
+                measured=measured,
+                used=flags_to_hex([parameter in self._sums.known for parameter in parameters]),
+                buffers=flags_to_hex(
+                    [self._versions.get(one) != one._version for one in self._model.buffers()]
+                ),
+            )
+            self._sums.finish()
+            records = self._exchange_sums(own)
+            received = any_flags([record.used for record in records], len(parameters))
+            self._give(self._sums.totals(received))
+            self._send_buffers(records[0].buffers)
+            self.settled = True
+        return records
+
+    def _scale(self, records: list[SettleRecord]) -> float:
+        check_records(records)
+        return 1.0 / total_weight(records, self.weight_unit)
+
+    def _give(self, totals: dict[nn.Parameter, Tensor]) -> None:
+        """Put complete gradients into ``.grad``, and call the hooks that waited for them."""
+        for parameter, total in totals.items():
+            if parameter in self._shown:
+                parameter.grad = self._shown[parameter].before
+            total = self._late_hooks.changed(parameter, total)
+            if parameter.grad is None:
+                parameter.grad = total
+            else:
+                parameter.grad.add_(total)
+        self._shown.clear()
+        self._sums.clear()
+        self._complete = {parameter: parameter.grad for parameter in self._sums.parameters}
+        for parameter in totals:
+            self._late_hooks.call(parameter)
+
+    def _send_buffers(self, edited: str) -> None:
+        """Let all ranks have the buffers that a step has changed on rank 0, as under DDP."""
+        buffers = [*self._model.buffers()]
+        flags = any_flags([edited], len(buffers))
+        if any(flags):
+            self._send(compress(buffers, flags))
+        self._versions = {buffer: buffer._version for buffer in buffers}
+
+    def publish(self) -> None:
+        """Every rank has stepped by itself."""
+        self.settled = False
+
+    def refresh(self) -> None:
+        """Every rank has its own parameters, and the others do not read them."""
+
+    def reshard(self) -> None:
+        """Parameters are whole at every time."""
+
+    def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
+        for parameter, name in self._names_in(module).items():
+            yield name, parameter.detach().clone()
+
+
+class WholeOnDemandEngine(WholeEngine, OverWindows):
+    """Ranks add their sums to the owners' accumulators, and read back what all have added."""
+
+    def _open_sums(self, specs: list[UnitSpec]) -> None:
+        for window in self._open(specs).windows:
+            window.publish()
+
+    def _exchange_sums(self, own: SettleRecord) -> list[SettleRecord]:
+        protocol = self.protocol
+        windows = protocol.windows
+        pieces = self._sums.pieces
+        if self._sums.known:
+            for piece, window in zip(pieces, windows, strict=True):
+                window.accumulate(piece, [Segment(0, 0, window.spec.grad_numel)])
+        records = [SettleRecord(*fields) for fields in protocol.end_version("optimizer step", own)]
+        scale = self._scale(records)
+        for number, window in enumerate(windows):
+            torch.mul(protocol.total(number), scale, out=window.own_shard)
+            window.clear()
+        protocol.next_version()
+        for window in windows:
+            window.publish()
+        for piece, window in zip(pieces, windows, strict=True):
+            piece.view(self._ranks, -1)[window.own].copy_(window.own_shard)
+            window.gather(piece)
+        return records
+
+
+class WholeCollectiveEngine(WholeEngine):
+    """An all-reduce sums, as under DDP; or nothing does, on a single rank."""
+
+    def __init__(self, rendezvous: Rendezvous, accumulator_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._rendezvous = rendezvous
+        self._accumulator_dtype = accumulator_dtype
+
+    @property
+    def world_size(self) -> int:
+        return self._ranks
+
+    def _open_sums(self, specs: list[UnitSpec]) -> None:
+        """Collectives need no memory of their own."""
+
+    def exchange(self, kind: str, item: Any) -> list[Any]:
+        with self.traced("exchange"):
+            return self._rendezvous(item)
+
+    def _exchange_sums(self, own: SettleRecord) -> list[SettleRecord]:
+        heard = self.exchange("optimizer step", [own, sorted(self.signals.raised)])
+        self.signals.agreed.update(*(signals for _, signals in heard))
+        records = [SettleRecord(*fields) for fields, _ in heard]
+        scale = self._scale(records)
+        works = []
+        if self._ranks > 1:
+            works = [dist.all_reduce(piece, async_op=True) for piece in self._sums.pieces]
+        for work in works:
+            assert work is not None
+            work.wait()
+        torch._foreach_mul_(self._sums.pieces, scale)
+        return records
