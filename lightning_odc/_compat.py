@@ -222,14 +222,6 @@ def reduce_gradients(module: FSDPModule) -> None:
         group.finalize_backward()
 
 
-def take_history(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Let a tensor have the history of another one at the same place, as if it had been changed in place itself."""
-    # Why: a copy onto itself changes no number, but counts as a change to what was saved for the backward pass.
-    autograd: Any = torch.autograd  # the name is the same from torch 2.9 to 2.13
-    with autograd._unsafe_preserve_version_counter(tensor):
-        tensor.copy_(source)
-
-
 def keeps_gradients(module: FSDPModule) -> bool:
     """Whether ``set_requires_gradient_sync(False)`` holds for a ``fully_shard``-ed module."""
     # Why: gradients that are still there after a backward pass are then no mistake, and it can be set but not asked

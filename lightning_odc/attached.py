@@ -46,6 +46,7 @@ from lightning_odc.sharding.engines import (
     Timeout,
     make_engine,
 )
+from lightning_odc.sharding.fitting import is_sharded
 from lightning_odc.sharding.meshes import meshes_of, place_on
 from lightning_odc.sharding.stepping import by_lists, clip
 from lightning_odc.trial.decide import Verdict
@@ -75,10 +76,11 @@ def attach(
     timeout: Timeout = DEFAULT_TIMEOUT,
     wording: Wording = WORDING,
 ) -> Attached:
-    """Let a model that was sharded with ``fully_shard`` communicate on demand, in a loop of your own.
+    """Let ranks run any number of microbatches in an optimizer step, even zero, in a loop of your own.
 
-    All ranks call it together, after ``fully_shard`` and before the first forward pass. From then on, a rank may run
-    any number of microbatches in an optimizer step, even zero.
+    All ranks call it together, before the first forward pass. A model that is not sharded stays whole on every rank, as
+    under DDP: all ranks get the weights of rank 0, and exchange sums of gradients once per optimizer step. A model that
+    was sharded with ``fully_shard`` before communicates on demand.
 
     On several nodes under ``torchrun``, a model sharded over all ranks gets a copy of its published shards per node.
 
@@ -86,10 +88,12 @@ def attach(
     of a tensor-parallel group then run the same microbatches, and groups run any number of them.
 
     Args:
-        model: The root module; ``fully_shard`` was called on it and on its blocks.
+        model: The root module, on the device that computes; or, if it is to be sharded, ``fully_shard`` was called on
+            it and on its blocks.
         communication: ``"on_demand"``, or ``"collective"``: the same loop over the collectives of ``fully_shard``,
-            where every rank must run equally many microbatches. ``"auto"`` is ``"on_demand"`` where that can run and
-            has proven itself, otherwise ``"collective"``, with a warning that says why.
+            where every rank must run equally many microbatches, or an all-reduce for a whole model. ``"auto"`` is
+            ``"on_demand"`` where that can run and has proven itself, otherwise ``"collective"``, with a warning that
+            says why.
         keep_gathered: The memory per rank for what then moves once per optimizer step, as in `ODCStrategy`.
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
@@ -98,25 +102,31 @@ def attach(
         wording: How messages call what the user writes, for packages that attach on their users' behalf.
 
     Raises:
-        ValueError: The model is not sharded, over other ranks than those of the job, or attached already.
+        ValueError: The model is sharded in a part, over other ranks than those of the job, or attached already.
         TypeError: The model is sharded with ``FullyShardedDataParallel``.
         WindowError: On-demand communication cannot run here, or has not proven itself; on all ranks.
     """
-    _check_sharded(model)
-    mesh, groups = meshes_of(model)
+    whole = not is_sharded(model)
     sample_group = None
-    if groups is not None:
-        sample_group = SampleGroup(groups, timeout)
+    mesh = None
+    device_type = next(model.parameters()).device.type
+    if not whole:
+        _check_sharded(model)
+        mesh, groups = meshes_of(model)
+        device_type = mesh.device_type
+        if groups is not None:
+            sample_group = SampleGroup(groups, timeout)
 
     how: str = communication
     if how == "auto":
         how = "on_demand"
 
     def make() -> Attached:
-        place = place_on(mesh, sample_group, how)
+        place = place_on(device_type, mesh, sample_group, how)
         report = HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank)
         mover = make_engine(
             place,
+            whole=whole,
             communication=how,
             keep_gathered=keep_gathered,
             deterministic=deterministic,
@@ -140,7 +150,7 @@ def attach(
 
     if how == "on_demand":
         try:
-            check_device(mesh.device_type)
+            check_device(device_type)
         except WindowError as error:
             go_without(error)
     attached = attach_or_go_without(make, go_without)
@@ -174,7 +184,7 @@ def _check_sharded(model: nn.Module) -> None:
         )
     if not isinstance(model, FSDPModule):
         raise ValueError(
-            f"`attach` takes a sharded model, and {type(model).__name__} is not one. Before it, write\n"
+            f"A part of the model is sharded, and {type(model).__name__} is not. Before `attach`, write\n"
             "    for block in model.blocks:\n        fully_shard(block)\n    fully_shard(model)"
         )
     comms = _compat.comms_of(model)
@@ -341,7 +351,8 @@ class Attached:
             PeerFailedError: another rank has failed or died.
             WaitTimeoutError: another rank did not arrive in time.
         """
-        refuse_optimizers(optimizers)
+        if self._sharded:
+            refuse_optimizers(optimizers)
         self.settle()
         with self.stepping(*optimizers):
             norm = None
@@ -440,5 +451,5 @@ class Loop(Door):
 
 def warn_on_rank_0(text: str) -> None:
     """Say once what concerns all ranks."""
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         warnings.warn(text, stacklevel=3)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_odc.arguments import Count, checked
 from lightning_odc.attached import WORDING
 from lightning_odc.engine.advice import refuse_optimizers
+from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT, FloatDtype, MemorySize, Timeout
 from lightning_odc.sharding.nodes import check_shards
 from lightning_odc.sharding.optimizers import ParameterNames
@@ -31,7 +33,7 @@ from lightning_odc.strategy.launcher import fork_launcher
 
 @checked
 class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
-    """Fully sharded training with on-demand communication in ``Fabric(strategy="odc")``.
+    """Training with balanced, unequal work in ``Fabric(strategy="odc")``; sharded if the model is large.
 
     A minibatch ends at ``optimizer.step()``, which every rank calls equally often. Between two of them a rank may run
     any number of microbatches, even zero. Their gradient is the mean over ranks of the sum over a rank's ``backward``
@@ -42,7 +44,9 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         communication: ``"auto"`` communicates on demand where that can run and has proven itself, otherwise by
             collectives, with a warning that says why. With ``"on_demand"`` that is an error. ``"collective"`` is
             the same sharding over stock collectives, where every rank must run equally many microbatches.
-        auto_wrap_policy: The modules that become units; by default the model's repeated blocks.
+        sharding_strategy: ``"auto"`` keeps a model whole where it fits, as in
+            [`ODCStrategy`][lightning_odc.ODCStrategy]; ``"FULL_SHARD"`` shards it, ``"NO_SHARD"`` does not.
+        auto_wrap_policy: The modules that become units; by default the model's repeated blocks. It asks for shards.
         deterministic: Sum gradients in rank order, so that runs are bit-equal.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The same as in [`ODCStrategy`][lightning_odc.ODCStrategy].
@@ -62,6 +66,7 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         self,
         *,
         communication: Literal["auto", "on_demand", "collective"] = "auto",
+        sharding_strategy: Literal["auto", "NO_SHARD", "FULL_SHARD"] = "auto",
         auto_wrap_policy: WrapPolicy | None = None,
         deterministic: bool = False,
         accumulator_dtype: FloatDtype | None = None,
@@ -78,6 +83,12 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             keep_gathered=keep_gathered,
             tensor_parallel_size=tensor_parallel_size,
         )
+        of_shards = []
+        if auto_wrap_policy is not None:
+            of_shards.append("auto_wrap_policy")
+        if state_dict_type == "sharded":
+            of_shards.append('state_dict_type="sharded"')
+        self._asked = options.check_sharding(sharding_strategy, None, tensor_parallel_size, of_shards)
         super().__init__(
             self._shard,
             save_distributed_checkpoint=state_dict_type == "sharded",
@@ -111,9 +122,9 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], *args: Any) -> Any:
         """Shard the model, and let the optimizers step on its shards instead of the parameters they were made with."""
-        if self._groups.on_demand:
-            refuse_optimizers(optimizers)
         module = self.setup_module(module)
+        if self._groups.on_demand and not self.is_whole:
+            refuse_optimizers(optimizers)
         return (module, [self.setup_optimizer(optimizer) for optimizer in optimizers], *args)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -126,8 +137,11 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
             raise ValueError(
                 f'Fabric(strategy="odc", precision="{self.precision.precision}") is not supported: use "bf16-mixed".'
             )
+        self._decide_whole(module, self._asked)
         with self._names.recorded(module):
             self.model = super().setup_module(module)
+        if self.is_whole:
+            module.to(self.root_device)
         self._attach(self.model).compare_counts(self.timeout)
         return self.model
 
@@ -141,6 +155,8 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def _shard(self, module: nn.Module, _: DeviceMesh) -> nn.Module:
+        if self.is_whole:
+            return module
         mesh = self._groups.data_parallel or mesh_for(self.root_device.type, self.world_size)
         shard_model(
             module,
@@ -218,7 +234,20 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
+    @cast(property, ModelParallelStrategy.checkpoint_io).getter
+    def checkpoint_io(self) -> CheckpointIO:
+        """What reads and writes the files of a whole model."""
+        return WholeCheckpointIO()
+
+    def save_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> None:
+        if self.is_whole:
+            Strategy.save_checkpoint(self, path, *args, **kwargs)
+        else:
+            super().save_checkpoint(path, *args, **kwargs)
+
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        if self.is_whole:
+            return Strategy.load_checkpoint(self, path, *args, **kwargs)
         if Path(path).is_dir() and kwargs.get("weights_only") is not False:
             refuse_code(Path(path))
         rest = super().load_checkpoint(path, *args, **kwargs)

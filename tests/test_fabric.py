@@ -81,7 +81,7 @@ def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip, option
     precision = options.pop("precision", "32-true")
     strategy = "odc"
     if options:
-        strategy = ODCFabricStrategy(**options)
+        strategy = ODCFabricStrategy(**{"sharding_strategy": "FULL_SHARD", **options})
     fabric = make(strategy, len(counts), precision=precision)
     model, optimizer = fabric.setup(*new_model())
     norms = [run_step(fabric, model, optimizer, own(rank, counts, step), clip) for step in range(3)]
@@ -234,7 +234,7 @@ def test_what_cannot_run_on_demand_trains_by_collectives_to_the_parameters_of_on
 def test_who_insists_gets_an_error_on_every_rank(rank):
     refuses, says = REFUSED["device"]
     with refuses(rank), pytest.raises(WindowError) as caught:
-        make(ODCFabricStrategy(communication="on_demand")).setup(*new_model())
+        make(ODCFabricStrategy(communication="on_demand", sharding_strategy="FULL_SHARD")).setup(*new_model())
     assert says in str(caught.value)
 
 

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_odc import _compat
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.comm import RootUnit, reset_units, set_comms
-from lightning_odc.engine.late_gradients import LateHooks, Scalars
+from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.engine.peers import Signals
 from lightning_odc.engine.records import Ledger, SettleRecord
+from lightning_odc.engine.scalars import Scalars
 from lightning_odc.engine.tracing import Traced
 from lightning_odc.engine.unit_calls import UnitCalls
 from lightning_odc.engine.unit_window import Traffic
@@ -39,6 +40,7 @@ class Engine(Traced, ABC):
         self.settled = False  # gradients are complete in ``.grad``; what comes next is the optimizer step
         self.backward_done = False  # the backward pass of a microbatch has ended, and what calls it has not
         self._ran_outside = False
+        self._runs_minibatch = False  # passes of this optimizer step are not the user's
         self._units: list[Unit] = []
         self._late_hooks = LateHooks()
         self._scalars = Scalars()
@@ -88,7 +90,6 @@ class Engine(Traced, ABC):
 
     def drop_emptied(self) -> None:
         """Forget the gradients of parameters whose ``.grad`` was set to ``None``. All ranks together."""
-        self._scalars.drop_emptied()
 
     def drop_emptied_anywhere(self) -> None:
         """`drop_emptied` where some ranks may have nothing that could be emptied. All ranks together."""
@@ -96,6 +97,11 @@ class Engine(Traced, ABC):
     def begin_minibatch(self, microbatches: int, plan: str | None) -> None:
         """A rank begins its part of a minibatch. Refused where all ranks need equal numbers of microbatches."""
         self.ledger.begin_minibatch(plan)
+        self._runs_minibatch = True
+
+    def _apart(self, manual: bool) -> bool:
+        """See Note [Apart or in place]."""
+        return self._runs_minibatch or not manual
 
     def begin_microbatch(self, index: int) -> None:
         """Record the microbatch, for reports."""
@@ -229,6 +235,7 @@ class Engine(Traced, ABC):
     def _take_ledger(self) -> Ledger:
         ledger, self.ledger = self.ledger, Ledger()
         self._ran_outside = False
+        self._runs_minibatch = False
         self._batches = 0
         return ledger
 

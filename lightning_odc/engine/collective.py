@@ -84,7 +84,6 @@ class CollectiveEngine(Engine):
         self.backward_done = False
         self.settled = False  # an optimizer may run its closure again
         if manual:
-            self._scalars.drop_emptied()
             self._root.gather()
         for unit in self._units:
             unit.match_frozen()
@@ -101,7 +100,7 @@ class CollectiveEngine(Engine):
                 self._late_hooks.hold(shard)
                 shard.grad = None
         try:
-            with self._scalars.backward(counts):
+            with self._scalars.backward(self._apart(manual), counts):
                 yield
                 self._calls.end_backward()
         except BaseException:
@@ -153,7 +152,7 @@ class CollectiveEngine(Engine):
         self._late_hooks.check_outside()
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
-            scalars = self._scalars.take()
+            scalars = self._scalars.take(ledger.is_weighted, not self.drops_outside)
             record = ledger.record(logs=logs, measured=measured, scalars=scalars)
             self.settled = True
             records = [record] * self._world_size

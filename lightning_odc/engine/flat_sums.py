@@ -112,10 +112,6 @@ class FlatSums:
             copies[parameter] = total
         return copies
 
-    def drop(self, parameter: nn.Parameter) -> None:
-        """Forget what a parameter has received."""
-        self.known.pop(parameter, None)
-
     def clear(self) -> None:
         """Forget what all have received."""
         self.known.clear()

@@ -190,12 +190,10 @@ class OnDemandEngine(OverWindows):
 
     def drop_emptied(self) -> None:
         self._placeholders.drop_emptied()
-        super().drop_emptied()
 
     def drop_emptied_anywhere(self) -> None:
         if self._batches:  # of this step
             self._placeholders.drop_emptied_anywhere()
-            self._scalars.drop_emptied()
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
@@ -214,7 +212,7 @@ class OnDemandEngine(OverWindows):
         for one in self._sums:
             one.forget_arrived()
         try:
-            with self._scalars.backward(counts):
+            with self._scalars.backward(self._apart(manual), counts):
                 yield
                 self._calls.end_backward()
                 for one in self._sums:
@@ -271,7 +269,7 @@ class OnDemandEngine(OverWindows):
             for unit in self._units:
                 unit.reduced_in_step.clear()
             ledger = self._take_ledger()
-            scalars = self._scalars.take()
+            scalars = self._scalars.take(ledger.is_weighted, not self.drops_outside)
             own = ledger.record(logs=logs, measured=measured, used=used, scalars=scalars)
             heard = self.protocol.end_version("optimizer step", own)
             records = [SettleRecord(*fields) for fields in heard]

@@ -50,7 +50,7 @@ class SettleRecord(NamedTuple):
     measured: Any = None  # what the strategy measured: seconds of microbatches, and which ran out of memory
     used: str = "0x0"  # parameters that received a gradient here, as `flags_to_hex` writes them
     scalars: Sequence[float | None] = ()  # the rank's sums of gradients of its `Scalars`
-    buffers: str = "0x0"  # of a whole model, those that changed here
+    edits_buffers: bool = False  # some of a whole model have changed here
 
 
 def flags_to_hex(flags: Sequence[bool]) -> str:

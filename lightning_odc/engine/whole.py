@@ -16,9 +16,6 @@ step settles, each rank owns a row of the sums. Two ranks, a row of two numbers 
 All ranks read the same bytes and make the same optimizer step, so they stay equal bit for bit. What is published is a
 gradient here, and a parameter in `OnDemandEngine`. Note [Versions instead of barriers] holds for both: a row of the
 next step is added only by a rank that has read this one, and its owner has zeroed its accumulator before it published.
-
-With loops of the user's own, ``.grad`` shows the sums between two passes, so that emptying it drops them. Under
-automatic optimization it does not: Lightning empties ``.grad`` before the last pass of a step.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import compress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +33,7 @@ from lightning_odc._version import __version__
 from lightning_odc.engine.additions import Added
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.comm import forget_pass
-from lightning_odc.engine.flat_sums import FlatSums, as_real
-from lightning_odc.engine.late_gradients import LateHooks
+from lightning_odc.engine.flat_sums import FlatSums
 from lightning_odc.engine.over_windows import OverWindows
 from lightning_odc.engine.records import (
     SettleRecord,
@@ -49,14 +44,7 @@ from lightning_odc.engine.records import (
 )
 from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec
 from lightning_odc.engine.units import compare_lines
-
-
-class _Shown(NamedTuple):
-    """A sum that ``.grad`` shows."""
-
-    gradient: Tensor
-    version: int  # of the gradient, which every change raises
-    before: Tensor | None  # what was there
+from lightning_odc.engine.whole_gradients import WholeGradients
 
 
 class WholeEngine(Engine):
@@ -67,12 +55,10 @@ class WholeEngine(Engine):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._late_hooks = LateHooks(of_tensors=True)
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._gradients = True
         self._sums = FlatSums([], 1, None)
-        self._shown: dict[nn.Parameter, _Shown] = {}
-        self._complete: dict[nn.Parameter, Tensor | None] = {}  # what is in ``.grad`` since the last step
+        self._whole = WholeGradients((), self._sums.add)
         self._versions: dict[Tensor, int] = {}  # of the buffers, when all ranks had those of rank 0
 
     @abstractmethod
@@ -93,6 +79,7 @@ class WholeEngine(Engine):
         compare_lines(self._rendezvous, lines)
         self.give_values()
         self._sums = FlatSums(self._trained(), self._ranks, self._accumulator_dtype)
+        self._whole = WholeGradients(self._sums.parameters, self._sums.add)
         self._open_sums(self._sums.specs(self._ranks))
 
     def _trained(self) -> list[nn.Parameter]:
@@ -100,7 +87,11 @@ class WholeEngine(Engine):
 
     def give_values(self) -> None:
         self._send([*self._model.parameters(), *self._model.buffers()])
-        self._versions = {buffer: buffer._version for buffer in self._model.buffers()}
+        self._versions = self._versions_now()
+
+    def _versions_now(self) -> dict[Tensor, int]:
+        # Not of each buffer by itself: batch norm counts a batch, and raises no version of its averages.
+        return {buffer: buffer._version for buffer in self._model.buffers()}
 
     @torch.no_grad()
     def _send(self, tensors: Iterable[Tensor]) -> None:
@@ -121,8 +112,7 @@ class WholeEngine(Engine):
                 tensor.copy_(own.view(tensor.shape))
 
     def close(self) -> None:
-        self._late_hooks.release(self._sums.parameters)
-        self._shown.clear()
+        self._whole.release()
         super().close()
 
     # -- a pass -------------------------------------------------------------------------------------------
@@ -145,71 +135,15 @@ class WholeEngine(Engine):
 
     @contextmanager
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
-        """Take the gradients of the pass out of ``.grad``, and put back what was there before."""
         self.backward_done = False
         self.settled = False  # an optimizer may run its closure again
-        if manual:
-            self.drop_emptied()
-        before = {parameter: parameter.grad for parameter in self._sums.parameters}
-        for parameter in before:
-            self._late_hooks.hold(parameter)
-            parameter.grad = None
-        gradients = {}
-        try:
+        with self._whole.backward(self._apart(manual), counts):
             yield
-            for parameter in before:
-                if parameter.grad is not None:
-                    gradients[parameter] = parameter.grad
-        finally:
-            for parameter, kept in before.items():
-                parameter.grad = kept
-        if not counts:
-            gradients = {parameter: torch.zeros_like(gradient) for parameter, gradient in gradients.items()}
-        self._sums.add(gradients)
-        if manual:
-            self._show(gradients)
         self.backward_done = True
-
-    def _show(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Let ``.grad`` be the sums, so that users can empty them."""
-        for parameter in parameters:
-            before = parameter.grad
-            if parameter in self._shown:
-                before = self._shown[parameter].before
-            total = self._sums.known[parameter]
-            if parameter.is_complex():
-                total = torch.view_as_complex(total)
-            gradient = total.to(parameter.dtype)  # the sum itself, if it has this dtype
-            parameter.grad = gradient
-            self._shown[parameter] = _Shown(gradient, gradient._version, before)
-
-    def drop_emptied(self) -> None:
-        for parameter, shown in [*self._shown.items()]:
-            if parameter.grad is not shown.gradient:
-                self._sums.drop(parameter)
-                del self._shown[parameter]
-            elif (
-                shown.version != shown.gradient._version
-            ):  # zeroed or scaled, and maybe a copy in another dtype
-                self._sums.known[parameter].copy_(as_real(shown.gradient))
-
-    def _outside(self) -> dict[nn.Parameter, Tensor]:
-        """The gradients of backward passes that did not run within `backward`."""
-        found = {}
-        for parameter in self._sums.parameters:
-            gradient = parameter.grad
-            if gradient is None or parameter in self._shown or gradient is self._complete.get(parameter):
-                continue
-            found[parameter] = gradient
-        return found
-
-    def has_run_outside(self) -> bool:
-        return bool(self._outside())
 
     def discard(self) -> None:
         super().discard()
         self._sums.clear()
-        self._shown.clear()
 
     def undo(self) -> Added | None:
         """Nothing that was added stays: `backward` has put back what was there before."""
@@ -223,60 +157,33 @@ class WholeEngine(Engine):
 
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
-        self._late_hooks.check_outside()
+        self._whole.check_outside()
         with self._timed(), self.traced("settle"):
-            self.drop_emptied()
             self._follow_parameters()
-            if not self.drops_outside:
-                outside = self._outside()
-                for parameter in outside:
-                    parameter.grad = None
-                self._sums.add(outside)
-            parameters = self._sums.parameters
             ledger = self._take_ledger()
+            if not self.drops_outside:
+                self._whole.take_visible(ledger.is_weighted)
+            parameters = self._sums.parameters
             own = ledger.record(
                 logs=logs,
                 measured=measured,
                 used=flags_to_hex([parameter in self._sums.known for parameter in parameters]),
-                buffers=flags_to_hex(
-                    [self._versions.get(one) != one._version for one in self._model.buffers()]
-                ),
+                edits_buffers=self._versions != self._versions_now(),
             )
             self._sums.finish()
             records = self._exchange_sums(own)
             received = any_flags([record.used for record in records], len(parameters))
-            self._give(self._sums.totals(received))
-            self._send_buffers(records[0].buffers)
+            self._whole.give(self._sums.totals(received))
+            self._sums.clear()
+            if records[0].edits_buffers:  # as under DDP, buffers are those of rank 0
+                self._send(self._model.buffers())
+                self._versions = self._versions_now()
             self.settled = True
         return records
 
     def _scale(self, records: list[SettleRecord]) -> float:
         check_records(records)
         return 1.0 / total_weight(records, self.weight_unit)
-
-    def _give(self, totals: dict[nn.Parameter, Tensor]) -> None:
-        """Put complete gradients into ``.grad``, and call the hooks that waited for them."""
-        for parameter, total in totals.items():
-            if parameter in self._shown:
-                parameter.grad = self._shown[parameter].before
-            total = self._late_hooks.changed(parameter, total)
-            if parameter.grad is None:
-                parameter.grad = total
-            else:
-                parameter.grad.add_(total)
-        self._shown.clear()
-        self._sums.clear()
-        self._complete = {parameter: parameter.grad for parameter in self._sums.parameters}
-        for parameter in totals:
-            self._late_hooks.call(parameter)
-
-    def _send_buffers(self, edited: str) -> None:
-        """Let all ranks have the buffers that a step has changed on rank 0, as under DDP."""
-        buffers = [*self._model.buffers()]
-        flags = any_flags([edited], len(buffers))
-        if any(flags):
-            self._send(compress(buffers, flags))
-        self._versions = {buffer: buffer._version for buffer in buffers}
 
     def publish(self) -> None:
         """Every rank has stepped by itself."""

@@ -36,11 +36,11 @@ _Trainer: Any = object
 class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not type-checked
     """Lets a ``Trainer`` class of Hugging Face's run any number of microbatches on each rank.
 
-    Write it first: ``class Trainer(ODCTrainerMixin, transformers.Trainer): pass``. The arguments need ``fsdp=True``;
-    here that works on CPU ranks, too. An optimizer step has ``per_device_train_batch_size *
-    gradient_accumulation_steps`` samples per rank on average. They are shared out over all ranks by length, in
-    microbatches that are at most as large as the largest batch would be. The loss is tested on a few samples first. If
-    it cannot be computed in parts, batches stay as they are under ``Trainer``.
+    Write it first: ``class Trainer(ODCTrainerMixin, transformers.Trainer): pass``. The model stays whole on every rank,
+    as under DDP; with ``fsdp=True`` it is sharded, on CPU ranks, too. An optimizer step has
+    ``per_device_train_batch_size * gradient_accumulation_steps`` samples per rank on average. They are shared out over
+    all ranks by length, in microbatches that are at most as large as the largest batch would be. The loss is tested on
+    a few samples first. If it cannot be computed in parts, batches stay as they are under ``Trainer``.
 
     Args:
         balance: Options of `BalancedDataLoader`, for example ``{"max_tokens": 8192}``.
@@ -73,7 +73,7 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         self.add_callback(_Steps(self))
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As before; on CPU ranks, the model is sharded, too."""
+        """As before; on CPU ranks, the model is sharded, too, and a whole one gets no wrapper of DDP's."""
         super().create_accelerator_and_postprocess()
         if self.args.fsdp_plugin_args is not None and sharding.shards_on_cpu(self.accelerator, self.args):
             self.is_fsdp_enabled = True
@@ -81,6 +81,8 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             self.accelerator.prepare = partial(
                 sharding.prepare, self.accelerator, self.accelerator.prepare, self.args
             )
+        else:
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
 
     @property
     def _wording(self) -> Wording:
@@ -201,8 +203,8 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         return loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As before, when the model is sharded."""
-        if not isinstance(self.model, FSDPModule):
+        """As before; of a model that is to be sharded, when it is."""
+        if self.is_fsdp_enabled and not isinstance(self.model, FSDPModule):
             raise ValueError(
                 "The model is sharded by `train`. To evaluate before the first step, write "
                 f"{type(self.args).__name__}(..., eval_on_start=True)."
@@ -217,11 +219,11 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         return int(count(inputs))
 
     def _begin(self) -> None:
-        """Accelerate has sharded the model, and loaded the checkpoint."""
+        """The model is set up, and the checkpoint is loaded."""
         self._until_trained.callback(setattr, self, "odc", None)
         # TRL's reference model is sharded, too, and runs in every microbatch.
         sharded: list[Any] = [value for value in vars(self).values() if isinstance(value, FSDPModule)]
-        for model in dict.fromkeys(sharded):
+        for model in dict.fromkeys(sharded) or [self.model]:
             attached = self._until_trained.enter_context(attach(model, **self._engine, wording=self._wording))
             self._engine["communication"] = attached.communication
             if model is self.model:

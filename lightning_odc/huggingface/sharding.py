@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from lightning_odc import _compat
-from lightning_odc.sharding.wrapping import default_units
+from lightning_odc.sharding.wrapping import repeated_blocks
 
 
 def shards_on_cpu(accelerator: Any, args: Any) -> bool:
@@ -41,7 +41,7 @@ def prepare(accelerator: Any, shard: Callable[..., Any], args: Any, *objects: An
     [model] = models
     plugin = accelerator.state.fsdp_plugin
     plugin.auto_wrap_policy = transformer_auto_wrap_policy
-    plugin.transformer_cls_names_to_wrap = [*{type(unit).__name__: None for unit in default_units(model)}]
+    plugin.transformer_cls_names_to_wrap = [*{type(unit).__name__: None for unit in repeated_blocks(model)}]
     scalars = [parameter for parameter in model.parameters() if not parameter.dim()]
     if plugin.ignored_modules is None and scalars:
         plugin.ignored_modules = [nn.ParameterList(scalars)]
@@ -64,11 +64,15 @@ def generates(args: Any) -> bool:
 def check(trainer: Any) -> None:
     """Refuse arguments that do not work with the mix-in, when the trainer is made."""
     args = trainer.args
-    if not (trainer.accelerator.is_fsdp2 or isinstance(trainer.model, FSDPModule)):
+    if args.fp16:
+        raise ValueError("fp16=True has no room for sums of losses: write bf16=True.")
+    if trainer.is_deepspeed_enabled or (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2):
         raise ValueError(
-            f"{type(trainer).__name__} trains a model that Accelerate shards with `fully_shard`. Write "
-            f"{type(args).__name__}(..., fsdp=True), and start it with torchrun."
+            f"{type(trainer).__name__} trains models that are whole, or that Accelerate shards with `fully_shard`. "
+            f"Write {type(args).__name__}(..., fsdp=True), or leave the model whole, without fsdp and deepspeed."
         )
+    if not (trainer.is_fsdp_enabled or isinstance(trainer.model, FSDPModule)):
+        return
     if args.torch_compile:
         raise ValueError(
             "torch_compile=True compiles what moves parameters, too. Compile the layers: "
@@ -76,8 +80,6 @@ def check(trainer: Any) -> None:
         )
     if getattr(args, "sync_ref_model", False):
         raise ValueError("sync_ref_model=True changes a model that other ranks read: leave it at False.")
-    if args.fp16:
-        raise ValueError("fp16=True has no room for sums of losses: write bf16=True.")
     if any(hasattr(one, "SCB") for one in trainer.model.parameters()):
         raise ValueError(
             "`fully_shard` cuts weights of 8 bits off from their scales: write BitsAndBytesConfig(load_in_4bit=True)."

@@ -2,8 +2,8 @@
 
 Note [What fits stays whole]
 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-Training a whole model takes, for each trained parameter in fp32, 4 bytes for its value, 4 for its gradient, 4 for the sum
-of its gradients, and 8 for the two states of Adam; for a frozen one its value alone. If that is at most half of the
+Training a whole model takes, for each trained parameter in fp32, 4 bytes for its value, 4 for its gradient, 4 for the
+sum of its gradients, and 8 for the two states of Adam; for a frozen one its value alone. If that is at most half of the
 memory of a rank, the model stays whole: the other half is for activations. Memory is what there is, not what happens to
 be free, so that the answer is the same in every run. The rank with the least memory decides for all::
 

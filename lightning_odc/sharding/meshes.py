@@ -48,14 +48,20 @@ def meshes_of(model: nn.Module) -> tuple[DeviceMesh, DeviceMesh | None]:
     return mesh, of_groups
 
 
-def place_on(mesh: DeviceMesh, sample_group: SampleGroup | None, communication: str) -> Place:
-    """Where this rank is, as ``torchrun`` and the mesh say it."""
-    world_size = dist.get_world_size()
+def place_on(
+    device_type: str, mesh: DeviceMesh | None, sample_group: SampleGroup | None, communication: str
+) -> Place:
+    """Where this rank is, as ``torchrun`` and the mesh of a sharded model say it."""
+    world_size = 1
+    rank = 0
+    if dist.is_initialized():  # else a whole model trains in one process
+        world_size = dist.get_world_size()
+        rank = dist.get_rank()
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     device = torch.device("cpu")
-    if mesh.device_type != "cpu":
-        device = torch.device(mesh.device_type, torch.cuda.current_device())
-    place = Place(device=device, rank=dist.get_rank(), world_size=world_size, on_node=on_node)
+    if device_type != "cpu":
+        device = torch.device(device_type, torch.cuda.current_device())
+    place = Place(device=device, rank=rank, world_size=world_size, on_node=on_node)
     if sample_group is not None:
         if on_node < world_size:
             raise ValueError(

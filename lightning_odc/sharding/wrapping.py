@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, enable_w
 
 from lightning_odc import _compat
 from lightning_odc.arguments import Like
-from lightning_odc.engine.late_gradients import scalars_of
+from lightning_odc.engine.scalars import scalars_of
 from lightning_odc.engine.units import class_names
 from lightning_odc.sharding.stepping import take_parts
 
@@ -141,7 +141,7 @@ def _shard_unit(module: nn.Module, options: _UnitOptions) -> None:
 def wrap_targets(model: nn.Module, policy: WrapPolicy | None = None) -> list[nn.Module]:
     """The modules that become units of their own, innermost first."""
     if policy is None:
-        targets = default_units(model)
+        targets = repeated_blocks(model)
     else:
         targets = _compat.selected_by(policy, model)
     # Of activation checkpointing the wrapper is the unit, not the module inside it, so that recomputation is inside.
@@ -156,42 +156,6 @@ def _innermost_first(model: nn.Module, chosen: Container[nn.Module]) -> list[nn.
     modules = [module for module in model.modules() if module in chosen]
     modules.reverse()
     return modules
-
-
-def default_units(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks; with manual optimization also the layers of networks that have none."""
-    # Under manual optimization every loss must depend on a unit besides the root unit, and there may be a loss for each
-    # network: the parts of a ``LightningModule``, such as a generator and a discriminator. A part that is a single
-    # layer stays in the root unit if there are blocks elsewhere.
-    blocks = repeated_blocks(model)
-    if getattr(model, "automatic_optimization", True):
-        return blocks
-    inside = {module for block in blocks for module in block.modules()}
-    networks = [part for part in model.children() if inside.isdisjoint(part.modules())]
-    if blocks:
-        networks = [part for part in networks if next(part.children(), None) is not None]
-    holders: Counter[nn.Parameter] = Counter()
-    for module in model.modules():
-        holders.update(module.parameters(recurse=False))
-    tied = {parameter for parameter, count in holders.items() if count > 1}
-    units = [*blocks]
-    for network in networks:
-        units += _layers(network, tied)
-    return units
-
-
-def _layers(module: nn.Module, tied: set[nn.Parameter]) -> Iterator[nn.Module]:
-    """The outermost modules that hold a matrix themselves and can be called, without those that are tied."""
-    is_callable = type(module).forward is not nn.Module.forward
-    # Norms and the like are not worth reading by themselves.
-    own = module.parameters(recurse=False)
-    has_matrix = any(parameter.dim() > 1 for parameter in own)
-    if is_callable and has_matrix:
-        if tied.isdisjoint(module.parameters()):
-            yield module
-        return
-    for child in module.children():
-        yield from _layers(child, tied)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -131,7 +131,7 @@ def test_who_insists_gets_an_error_on_every_rank(rank, case):
 
 @on_ranks(2)
 def test_the_next_fit_decides_anew_and_on_demand_is_said_too(rank, tmp_path):
-    strategy = ODCStrategy(balance=None)
+    strategy = ODCStrategy(balance=None, sharding_strategy="FULL_SHARD")
     assert repr(strategy) == "ODCStrategy(communication='auto') for lightning.pytorch.Trainer"
     module = TokenModule()
     t = trainer(2, strategy=strategy, max_epochs=1)

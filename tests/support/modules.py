@@ -111,7 +111,7 @@ _TRAINERS = signature(Trainer.__init__).parameters.keys() - {"deterministic"}
 
 
 def trainer(world_size: int, **options: Any) -> Trainer:
-    """A quiet CPU trainer, without balancing. What `Trainer` does not know goes to `ODCStrategy`."""
+    """A quiet CPU trainer that shards, without balancing. What `Trainer` does not know goes to `ODCStrategy`."""
     strategy = {name: options.pop(name) for name in [*options] if name not in _TRAINERS}
     assert not (strategy and "strategy" in options), strategy
     if "default_root_dir" not in options:  # reports would go to the working directory
@@ -127,7 +127,8 @@ def trainer(world_size: int, **options: Any) -> Trainer:
         "use_distributed_sampler": False,
     }
     if "strategy" not in options:
-        options["strategy"] = lightning_odc.ODCStrategy(**{"balance": None, **strategy})
+        defaults_of_strategy = {"balance": None, "sharding_strategy": "FULL_SHARD"}
+        options["strategy"] = lightning_odc.ODCStrategy(**{**defaults_of_strategy, **strategy})
     return Trainer(**{**defaults, **options})
 
 

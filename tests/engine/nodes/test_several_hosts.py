@@ -181,7 +181,12 @@ def _cut_off(rank: int, hosts: Hosts, stalls: bool) -> list[tuple[str, str, floa
             else:
                 hosts.cut_off(1)
 
-    strategy = ODCStrategy(balance=None, timeout=timedelta(seconds=4 * SILENCE), hang_report_after=None)
+    strategy = ODCStrategy(
+        balance=None,
+        sharding_strategy="FULL_SHARD",
+        timeout=timedelta(seconds=4 * SILENCE),
+        hang_report_after=None,
+    )
     t = trainer(2, num_nodes=2, strategy=strategy)
     own = doing(TokenModule(), on_train_start=lambda _: column.open(), on_train_batch_start=cut)
     ends = [_end_of(lambda: t.fit(own, loader([Minibatch(token_batches([5, 6]))] * 1000)))]
