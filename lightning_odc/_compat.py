@@ -201,25 +201,11 @@ def reshards_after_forward(module: FSDPModule) -> bool | None:
     return True
 
 
-def reshards_after_backward(module: FSDPModule) -> bool:
-    """Whether a module is freed after its backward pass. Why: ``set_reshard_after_backward`` can be set, not asked."""
-    return all(group.reshard_after_backward for group in _groups_of(module))
-
-
 def before_backward(module: FSDPModule) -> None:
     """What ``fully_shard`` does when a backward pass reaches an output of a module."""
     # Why: it hangs it on the outputs themselves, and autograd loses it from a view that is changed in place. Torch 2.13
     # warns of that. Calling it twice does no harm (torch 2.9 to 2.13).
     module._get_fsdp_state()._pre_backward(torch.empty(0))
-
-
-def reduce_gradients(module: FSDPModule) -> None:
-    """What ``fully_shard`` does when a backward pass has left a module, if the gradients were kept until now."""
-    # Why: with second derivatives it would reduce in the inner pass, and lose what the outer one adds to gradients. No
-    # public method reduces later (torch 2.9 to 2.13).
-    for group in _groups_of(module):
-        group.post_backward()
-        group.finalize_backward()
 
 
 def keeps_gradients(module: FSDPModule) -> bool:

@@ -78,9 +78,9 @@ def attach(
 ) -> Attached:
     """Let ranks run any number of microbatches in an optimizer step, even zero, in a loop of your own.
 
-    All ranks call it together, before the first forward pass. A model that is not sharded stays whole on every rank, as
-    under DDP: all ranks get the weights of rank 0, and exchange sums of gradients once per optimizer step. A model that
-    was sharded with ``fully_shard`` before communicates on demand.
+    All ranks call it together, before the first forward pass. A model that is not sharded is kept whole on every rank,
+    as under DDP: all ranks get the weights of rank 0, and exchange sums of gradients once per optimizer step. A model
+    that was sharded with ``fully_shard`` before communicates on demand.
 
     On several nodes under ``torchrun``, a model sharded over all ranks gets a copy of its published shards per node.
 

@@ -354,10 +354,12 @@ def test_what_cannot_be_attached_is_refused_with_the_line_to_write(rank):
     two_meshes = new_model()
     fully_shard(two_meshes.blocks[0], mesh=halves["shard"])
     fully_shard(two_meshes)
+    in_a_part = new_model()
+    fully_shard(in_a_part.blocks[0])
     attached = sharded(new_model())
     with attach(attached) as odc:
         for words, model in {
-            "fully_shard(model)": new_model(),
+            "fully_shard(model)": in_a_part,
             "FSDP1": FullyShardedDataParallel(new_model(), device_id=torch.device("cpu")),
             "same `mesh=`": two_meshes,
             "over the ranks [[0], [1]], and there are 2. For `attach`": sharded(new_model(), mesh=halves),

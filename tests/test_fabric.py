@@ -26,7 +26,10 @@ from tests.support.modules import TokenModule, warned
 from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
 
 
-def make(strategy: Any = "odc", world_size: int = 2, **options: Any) -> Fabric:
+def make(strategy: Any = None, world_size: int = 2, **options: Any) -> Fabric:
+    """By default, models are sharded."""
+    if strategy is None:
+        strategy = ODCFabricStrategy(sharding_strategy="FULL_SHARD")
     fabric = Fabric(strategy=strategy, accelerator="cpu", devices=world_size, **options)
     fabric.launch()
     return fabric
@@ -74,18 +77,21 @@ def run_step(fabric: Fabric, model: Any, optimizer: Any, batches: list[Tensor], 
         ((3, 3), None, {"communication": "collective"}),
         ((4, 2), None, {"precision": "bf16-mixed"}),
         ((1, 5), 0.1, {"deterministic": True}),
+        ((5, 1), None, {"sharding_strategy": "NO_SHARD"}),
+        ((0, 6), 0.1, {"sharding_strategy": "auto", "deterministic": True}),
+        ((4, 2), None, {"sharding_strategy": "NO_SHARD", "precision": "bf16-mixed"}),
+        ((2, 4), None, {"sharding_strategy": "NO_SHARD", "communication": "collective"}),
     ],
 )
 def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip, options):
     options = dict(options)
     precision = options.pop("precision", "32-true")
-    strategy = "odc"
-    if options:
-        strategy = ODCFabricStrategy(**{"sharding_strategy": "FULL_SHARD", **options})
+    strategy = ODCFabricStrategy(**{"sharding_strategy": "FULL_SHARD", **options})
     fabric = make(strategy, len(counts), precision=precision)
     model, optimizer = fabric.setup(*new_model())
     norms = [run_step(fabric, model, optimizer, own(rank, counts, step), clip) for step in range(3)]
     reads = fabric.strategy.engine.traffic.reads
+    is_whole = fabric.strategy.is_whole
     fabric.strategy.teardown()
     fabric.strategy.teardown()
     found = {name.removeprefix("module."): p for name, p in full_parameters(model.module).items()}
@@ -95,7 +101,8 @@ def test_the_gradient_does_not_depend_on_who_ran_what(rank, counts, clip, option
         assert {p.dtype for p in found.values()} == {torch.float32}
         differences = torch.cat([(found[name] - p).flatten() for name, p in reference().items()]).abs()
         assert 0 < differences.mean() < 0.2 * 3 * LR
-    expected = len(counts) > 1 and "communication" not in options and counts[rank] > 0
+    assert is_whole == ("sharding_strategy" in options)
+    expected = "communication" not in options and (is_whole or counts[rank] > 0)
     assert (reads > 0) == expected
     assert norms == of_all_ranks(norms)[0]
     assert clip is None or min(norms) > clip
@@ -126,9 +133,12 @@ def test_without_counts_it_is_the_mean_over_ranks(rank):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("kind", ["full", "sharded", "whole"])
 def test_checkpoints_continue_as_if_nothing_had_happened(rank, kind, tmp_path):
-    fabric = make(ODCFabricStrategy(state_dict_type=kind))
+    options = {"sharding_strategy": "FULL_SHARD", "state_dict_type": kind}
+    if kind == "whole":
+        options = {"sharding_strategy": "NO_SHARD"}
+    fabric = make(ODCFabricStrategy(**options))
     model, optimizer = fabric.setup(*new_model())
     run_step(fabric, model, optimizer, own(rank, (4, 2), 0))
     fabric.save(tmp_path / kind, {"model": model, "optimizer": optimizer, "step": 1})
@@ -140,7 +150,7 @@ def test_checkpoints_continue_as_if_nothing_had_happened(rank, kind, tmp_path):
         run_step(fabric, model, optimizer, own(rank, (4, 2), step))
     fabric.strategy.teardown()
     assert_same(full_parameters(model.module), reference())
-    if kind == "full":
+    if kind != "sharded":
         alone, _ = new_model()
         alone.load_state_dict(torch.load(tmp_path / kind, weights_only=True)["model"])
         assert_same(full_parameters(alone), reference(steps=1))

@@ -371,7 +371,6 @@ class Stream(IterableDataset[Any]):
 @on_ranks(2)
 def test_what_does_not_work_is_refused_with_the_line_to_write(rank, tmp_path):
     for words, options in {
-        "fsdp=True": {"fsdp": None},
         "bf16=True": {"fp16": True},
         "layer.compile": {"torch_compile": True},
     }.items():

@@ -20,8 +20,8 @@ PENALTY = """\
 _MIXED = f"""parameters are whole only inside `forward` of their unit.
   A penalty in the loss: use the optimizer's `weight_decay`, or add its gradient to the others:
 {PENALTY}
-  A weight of a unit that is read outside of it, `F.linear(x, self.block.up.weight)`: call the layer,
-    x = self.block.up(x)
+  A weight of a unit that is read outside of it, or a layer or another method of it that is called by itself: call the
+  unit, `self.block(x)`. If the model fits on every rank, ODCStrategy(sharding_strategy="NO_SHARD") runs any code.
   An average of the weights: update it in `on_train_batch_end`, or use Lightning's EMAWeightAveraging callback."""
 _UNALLOCATED = """their values are not in one place. For the norm of the gradients, after clipping:
     self.log("grad_norm", self.trainer.precision_plugin.gradient_norm)"""

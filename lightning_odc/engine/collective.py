@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from lightning_odc.engine.comm import (
 )
 from lightning_odc.engine.records import SettleRecord, check_records, total_weight
 from lightning_odc.engine.transports.base import Rendezvous
+from lightning_odc.engine.whole_gradients import WholeGradients
 
 
 class CollectiveEngine(Engine):
@@ -34,8 +35,9 @@ class CollectiveEngine(Engine):
         super().__init__()
         self._world_size = world_size
         self._rendezvous = rendezvous
-        self._shards: list[nn.Parameter] = []
         self._sums: dict[nn.Parameter, Tensor] = {}
+        # Shards are parameters like others, of which gradients arrive summed over ranks.
+        self._whole = WholeGradients((), self._add, of_tensors=False)
         self._reduce_scatter = StockComm(reduce_scatter, partial(self.traced, "reduce_scatter"))
         self._is_retry = False  # the next backward pass is of a part of a microbatch
         self._in_place = False  # a backward pass adds to gradients of earlier batches
@@ -87,42 +89,21 @@ class CollectiveEngine(Engine):
             self._root.gather()
         for unit in self._units:
             unit.match_frozen()
+        # Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones.
         apart = self.ledger.is_weighted or self._is_retry
         self._is_retry = False
-        self._late_hooks.holding = apart
         self._reduce_scatter.sends_zeros = not counts
-        before = [shard.grad for shard in self._shards]
-        self._in_place = not apart and any(grad is not None for grad in before)
-        # Lightning zeroes ``.grad`` before the last backward pass of a step, which must not lose the earlier ones.
-        # Hooks wait for the division, too.
-        if apart:
-            for shard in self._shards:
-                self._late_hooks.hold(shard)
-                shard.grad = None
-        try:
-            with self._scalars.backward(self._apart(manual), counts):
-                yield
-                self._calls.end_backward()
-        except BaseException:
-            for shard, kept in zip(self._shards, before, strict=True):
-                shard.grad = kept
-            raise
+        self._in_place = not apart and any(shard.grad is not None for shard in self._whole.parameters)
+        counts_here = counts or self._world_size > 1  # else fully_shard may reduce nothing
+        with self._whole.backward(apart, counts_here), self._scalars.backward(self._apart(manual), counts):
+            yield
         self._in_place = False
         self.backward_done = True
         self._root.check_reduced()
-        if apart:
-            self._add(before, counts)
 
     @torch.no_grad()
-    def _add(self, before: list[Tensor | None], counts: bool) -> None:
-        """Add the gradients of a pass to the sums, and put back what was there before."""
-        for parameter, kept in zip(self._shards, before, strict=True):
-            new = parameter.grad
-            parameter.grad = kept
-            if new is None:
-                continue
-            if not counts and self._world_size == 1:
-                new.zero_()  # fully_shard may reduce nothing on a single rank
+    def _add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
+        for parameter, new in gradients.items():
             if parameter in self._sums:
                 self._sums[parameter].add_(new)
             else:
@@ -139,7 +120,6 @@ class CollectiveEngine(Engine):
 
     def undo(self) -> Added | None:
         """Nothing that was added stays: `backward` has put back what was there before."""
-        self._calls.forget()
         units = [unit for unit in self._units if unit.is_gathered]
         forget_pass(self._model, [slot.registered_param for unit in units for slot in unit.slots])
         return None
@@ -149,7 +129,7 @@ class CollectiveEngine(Engine):
 
     @torch.no_grad()
     def settle(self, logs: Any, measured: Any = ()) -> list[SettleRecord]:
-        self._late_hooks.check_outside()
+        self._whole.check_outside()
         with self._timed(), self.traced("settle"):
             ledger = self._take_ledger()
             scalars = self._scalars.take(ledger.is_weighted, not self.drops_outside)
@@ -169,13 +149,7 @@ class CollectiveEngine(Engine):
                 by_rank = self.exchange("gradients of scalars", scalars)
             else:
                 by_rank = []
-            for parameter, total in self._sums.items():
-                total.mul_(scale)
-                if parameter.grad is None:
-                    parameter.grad = total
-                else:
-                    parameter.grad.add_(total)
-                self._late_hooks.call(parameter)
+            self._whole.give({parameter: total.mul_(scale) for parameter, total in self._sums.items()})
             self._sums.clear()
             self._scalars.give(by_rank, scale / self._world_size)
         return records
@@ -190,7 +164,6 @@ class CollectiveEngine(Engine):
         self.publish()
 
     def reshard(self) -> None:
-        self._calls.forget()
         reset_units(self._model)
         self._root.shard()  # after a forward pass that broke off, too
 
@@ -199,16 +172,16 @@ class CollectiveEngine(Engine):
             return self._rendezvous(item)
 
     def close(self) -> None:
+        self._whole.release()
         super().close()
         self._sums.clear()
-        self._shards.clear()
         self._model = None
 
     def _find_shards(self) -> None:
         """Between forward and backward a module holds full parameters, so look for the shards at rest."""
         self.reshard()
         scalars = {*self._scalars.parameters}
-        self._shards = [parameter for parameter in self._model.parameters() if parameter not in scalars]
+        self._whole.parameters = [one for one in self._model.parameters() if one not in scalars]
 
 
 def single_process(item: Any) -> list[Any]:

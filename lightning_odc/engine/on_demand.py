@@ -214,7 +214,6 @@ class OnDemandEngine(OverWindows):
         try:
             with self._scalars.backward(self._apart(manual), counts):
                 yield
-                self._calls.end_backward()
                 for one in self._sums:
                     one.take_in()  # not all of its parameters had a gradient
         finally:
@@ -240,7 +239,6 @@ class OnDemandEngine(OverWindows):
 
     def undo(self) -> Added | None:
         added = self._additions.undo()
-        self._calls.forget()
         whole = [parameter for unit in self._units for parameter in unit.reduced_now.values()]
         whole += [slot.registered_param for unit in self._units if unit.is_gathered for slot in unit.slots]
         for unit in self._units:
@@ -331,7 +329,6 @@ class OnDemandEngine(OverWindows):
         self._staleness.published()
 
     def reshard(self) -> None:
-        self._calls.forget()
         self._free(self._units)
         self._root.shard()
 

@@ -10,12 +10,10 @@ under DDP misses the hook on the outputs:
   three dimensions. Autograd then puts a new node in the place of the one with the hook. The node behind the base of the
   view stays, so it gets a hook of its own.
 - **It returns an object**, into which ``fully_shard`` does not look. What its attributes hold gets a hook of its own.
-- **It differentiates twice**: ``torch.autograd.grad(energy, positions, create_graph=True)`` in ``forward`` or in
-  ``training_step``. The outer backward pass begins with nodes that the inner one has made, before any hook of the
-  units. So an inner pass that makes a graph frees nothing, and ``fully_shard`` reduces when the outer one has ended.
 
-Other code stops with an error of torch's, and runs where the model is whole: a unit that changes an input in place or
-returns it, a layer or another method of a unit that is called by itself.
+Other code needs a whole model. A unit that changes an input in place, or a layer or another method of a unit that is
+called by itself, stops with an error of torch's. Of second derivatives, the outer backward pass would begin with nodes
+that the inner one has made, before any hook of the units: they are refused.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_odc import _compat
 from lightning_odc.engine.staleness import compared, lost
 from lightning_odc.engine.units import ROOT, Unit
+from lightning_odc.errors import ODCError
 
 
 class UnitCalls:
@@ -41,11 +40,8 @@ class UnitCalls:
         # Of torch 2.13: units may return views here.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         self.compare = compared
-        self._units = units
         self._compared: dict[str, Tensor] = {}  # whether parameters differ from their shards, in this step
         self._hooks: list[RemovableHandle] = []
-        # By unit, while second derivatives are under way: was it to be freed, and its gradients reduced?
-        self._kept: list[tuple[bool, bool]] = []
         for unit in units:
             for module in cast(list[nn.Module], unit.modules):
                 # A hook is a part of what is compiled, and compiled again when it goes.
@@ -86,36 +82,13 @@ class UnitCalls:
     def _before_backward(self, unit: Unit, _: Any) -> None:
         """A backward pass reaches an output of a unit, which may be none that ``fully_shard`` sees."""
         if torch.is_grad_enabled():
-            self._keep()
+            raise ODCError(
+                "Second derivatives (`create_graph=True`) need a model that every rank has whole, and this one is "
+                'sharded. Write ODCStrategy(sharding_strategy="NO_SHARD").'
+            )
         if unit.name == ROOT:
             self._compared |= self.compare(unit)
         _compat.before_backward(unit.modules[0])
-
-    def _keep(self) -> None:
-        """Free and reduce nothing until the outer backward pass has ended."""
-        if self._kept:
-            return
-        for unit in self._units:
-            module = unit.modules[0]
-            reduces = not _compat.keeps_gradients(module)
-            self._kept.append((_compat.reshards_after_backward(module), reduces))
-            module.set_reshard_after_backward(False, recurse=False)
-            module.set_requires_gradient_sync(False, recurse=False)
-
-    def end_backward(self) -> None:
-        """The outer backward pass has ended: reduce now, if an inner one has made a graph."""
-        if not self._kept:
-            return
-        self.forget()
-        for unit in reversed(self._units):
-            _compat.reduce_gradients(unit.modules[0])
-
-    def forget(self) -> None:
-        """Nothing is under way any more: free and reduce as before."""
-        for unit, (frees, reduces) in zip(self._units, self._kept, strict=False):
-            unit.modules[0].set_reshard_after_backward(frees, recurse=False)
-            unit.modules[0].set_requires_gradient_sync(reduces, recurse=False)
-        self._kept = []
 
 
 def tensors_in(value: Any, depth: int = 2) -> Iterator[Tensor]:

@@ -45,6 +45,7 @@ from lightning_odc.engine.records import (
 from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec
 from lightning_odc.engine.units import compare_lines
 from lightning_odc.engine.whole_gradients import WholeGradients
+from lightning_odc.errors import DisagreementError
 
 
 class WholeEngine(Engine):
@@ -57,6 +58,7 @@ class WholeEngine(Engine):
         super().__init__(*args, **options)
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._gradients = True
+        self._steps = 0  # of optimizers
         self._sums = FlatSums([], 1, None)
         self._whole = WholeGradients((), self._sums.add)
         self._versions: dict[Tensor, int] = {}  # of the buffers, when all ranks had those of rank 0
@@ -168,6 +170,7 @@ class WholeEngine(Engine):
                 logs=logs,
                 measured=measured,
                 used=flags_to_hex([parameter in self._sums.known for parameter in parameters]),
+                steps=self._steps,
                 edits_buffers=self._versions != self._versions_now(),
             )
             self._sums.finish()
@@ -183,10 +186,17 @@ class WholeEngine(Engine):
 
     def _scale(self, records: list[SettleRecord]) -> float:
         check_records(records)
+        steps = [record.steps for record in records]
+        if len({*steps}) > 1:
+            raise DisagreementError(
+                f"The ranks have made {steps} optimizer steps (by rank), so their weights are no longer the same. "
+                "Every rank must make every step."
+            )
         return 1.0 / total_weight(records, self.weight_unit)
 
     def publish(self) -> None:
         """Every rank has stepped by itself."""
+        self._steps += 1
         self.settled = False
 
     def refresh(self) -> None:

@@ -28,37 +28,42 @@ class WholeGradients:
     Args:
         parameters: Those that are trained.
         take: Gets the gradients of each pass, or of all passes of a step, to add them to sums.
+        of_tensors: Whether hooks of `register_hook` wait, too, and not only those of complete gradients.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], take: Callable[[Mapping[nn.Parameter, Tensor]], None]
+        self,
+        parameters: Sequence[nn.Parameter],
+        take: Callable[[Mapping[nn.Parameter, Tensor]], None],
+        of_tensors: bool = True,
     ) -> None:
         self.parameters = parameters
         self._take = take
-        self._hooks = LateHooks(of_tensors=True)
+        self._hooks = LateHooks(of_tensors)
         self._complete: dict[nn.Parameter, tuple[Tensor, int]] = {}  # of the last step, and their versions
 
     @contextmanager
     def backward(self, apart: bool, counts: bool) -> Iterator[None]:
         """Around a backward pass; if it does not ``count``, its gradients are zeros, even if they are not finite."""
         self._hooks.holding = apart
-        if not apart:
-            yield
-            return
-        before = {}
-        for parameter in self.parameters:
-            self._hooks.hold(parameter)
-            before[parameter] = parameter.grad
-            parameter.grad = None
+        before = {parameter: parameter.grad for parameter in self.parameters}
+        if apart:
+            for parameter in before:
+                self._hooks.hold(parameter)
+                parameter.grad = None
         gradients = {}
         try:
             yield
             for parameter in before:
-                if parameter.grad is not None:
+                if apart and parameter.grad is not None:
                     gradients[parameter] = parameter.grad
+        except BaseException:
+            apart = True  # what was there before comes back
+            raise
         finally:
-            for parameter, kept in before.items():
-                parameter.grad = kept
+            if apart:
+                for parameter, kept in before.items():
+                    parameter.grad = kept
         if not counts:
             gradients = {parameter: torch.zeros_like(gradient) for parameter, gradient in gradients.items()}
         self._take(gradients)

@@ -36,8 +36,8 @@ _Trainer: Any = object
 class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not type-checked
     """Lets a ``Trainer`` class of Hugging Face's run any number of microbatches on each rank.
 
-    Write it first: ``class Trainer(ODCTrainerMixin, transformers.Trainer): pass``. The model stays whole on every rank,
-    as under DDP; with ``fsdp=True`` it is sharded, on CPU ranks, too. An optimizer step has
+    Write it first: ``class Trainer(ODCTrainerMixin, transformers.Trainer): pass``. The model is kept whole on every
+    rank, as under DDP; with ``fsdp=True`` it is sharded, on CPU ranks, too. An optimizer step has
     ``per_device_train_batch_size * gradient_accumulation_steps`` samples per rank on average. They are shared out over
     all ranks by length, in microbatches that are at most as large as the largest batch would be. The loss is tested on
     a few samples first. If it cannot be computed in parts, batches stay as they are under ``Trainer``.

@@ -1,11 +1,11 @@
-"""Whether a model stays whole on every rank, as under DDP, or is sharded.
+"""Whether a model is kept whole on every rank, as under DDP, or is sharded.
 
-Note [What fits stays whole]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+Note [What fits is kept whole]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 Training a whole model takes, for each trained parameter in fp32, 4 bytes for its value, 4 for its gradient, 4 for the
 sum of its gradients, and 8 for the two states of Adam; for a frozen one its value alone. If that is at most half of the
-memory of a rank, the model stays whole: the other half is for activations. Memory is what there is, not what happens to
-be free, so that the answer is the same in every run. The rank with the least memory decides for all::
+memory of a rank, the model is kept whole: the other half is for activations. Memory is what there is, not what happens
+to be free, so that the answer is the same in every run. The rank with the least memory decides for all::
 
     3.2 million parameters        3.2 M x 20 = 64 MB      whole
     7 billion in bf16             7 G x 16 = 112 GB       sharded on GPUs of 80 GB
@@ -48,7 +48,7 @@ def bytes_of(model: nn.Module) -> int:
 def fits_whole(
     model: nn.Module, device: torch.device, on_node: int, rendezvous: Rendezvous
 ) -> tuple[bool, str]:
-    """Whether a model stays whole on all ranks, and how large it is in words. All ranks together."""
+    """Whether a model is kept whole on all ranks, and how large it is in words. All ranks together."""
     memory = host_memory.total(on_node)
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory

@@ -79,7 +79,7 @@ class AttachingStrategy:
         self._roll_call = RollCall()
 
     def _decide_whole(self, model: nn.Module, asked: str, says: bool = True) -> None:
-        """Keep a model whole if it fits; see Note [What fits stays whole]. All ranks together.
+        """Keep a model whole if it fits; see Note [What fits is kept whole]. All ranks together.
 
         Args:
             model: It has its final dtypes.

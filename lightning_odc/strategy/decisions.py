@@ -23,7 +23,7 @@ from lightning_odc.engine.base import Engine
 from lightning_odc.strategy.options import Options
 
 _COMPARED = 8  # samples of a stream
-_EQUAL = "all samples are equally long."
+EQUAL = "all samples are equally long."
 
 
 def prepares_workers(dataloader: object) -> bool:
@@ -74,7 +74,7 @@ def reason_of_lengths(options: Options, balanced: BalancedDataLoader) -> str:
         return ""
     lengths = balanced.lengths.values
     if len(lengths) and (lengths == lengths[0]).all():
-        return _EQUAL
+        return EQUAL
     return ""
 
 
@@ -102,4 +102,4 @@ def _reason_against_stream(
             "balancing needs an IterableDataset that can be read twice and yields the same samples on every rank. "
             'Take the division over ranks out of it, and write ODCStrategy(balance="lb_mini").'
         )
-    return _EQUAL if length_of == EQUALLY_LONG else ""
+    return EQUAL if length_of == EQUALLY_LONG else ""

@@ -182,7 +182,7 @@ def check_sharding(
         of_shards: What else the user has written that only a sharded model has.
 
     Returns:
-        ``"AUTO"`` if the size of the model decides, and ``"NO_SHARD"`` if it stays whole.
+        ``"AUTO"`` if the size of the model decides, and ``"NO_SHARD"`` if it is kept whole.
     """
     name = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
     if name not in _SHARDING_STRATEGIES:

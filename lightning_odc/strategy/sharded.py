@@ -194,7 +194,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         return torch.inference_mode(any(tensor.is_inference() for tensor in tensors))
 
     def _set_up_in_place(self, model: nn.Module) -> nn.Module:
-        """Shard the model unless it stays whole, and give values to what was made on the meta device."""
+        """Shard the model unless it is kept whole, and give values to what was made on the meta device."""
         with self._names.recorded(model):
             if not isinstance(model, FSDPModule):
                 _compat_lightning.wrap_checkpointed(model, self)

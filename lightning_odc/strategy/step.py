@@ -276,14 +276,15 @@ class Training(Door):
         """The context of every backward pass, without Lightning's hooks before and after it."""
         self._has_gradients = True
         batch = self._runner.batch
+        settles = self._settles_at_once and not self.blocks_sync and batch.state is not State.BACKWARD
         context = self.engine.backward(
-            manual=not self._module.automatic_optimization,
+            manual=not (self._module.automatic_optimization or settles),
             more=batch.state is State.BACKWARD,
             counts=batch.attempt is None or not batch.attempt.weight.is_weightless,
         )
         with context, self.engine.traced("backward"), self._runner.measurements.running():
             yield
-        if self._settles_at_once and not self.blocks_sync and batch.state is not State.BACKWARD:
+        if settles:
             self.settle()
 
     def loss_divisor(self) -> float:

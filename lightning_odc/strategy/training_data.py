@@ -144,10 +144,10 @@ class TrainingData:
                 reason = f"{error.reason} Write\n    ODCStrategy(length_fn={EXAMPLE})"
             if not is_auto:
                 raise type(error)(reason) from None
-        rank_zero_warn(
-            f'strategy="odc" leaves the training data as it is: {reason}\n'
-            'Trainer(strategy="odc_plain") does so without this message.'
-        )
+        instead = 'Trainer(strategy="odc_plain") does so without this message.'
+        if reason == decisions.EQUAL and self._strategy.is_whole:
+            instead = 'Nothing is gained: Trainer(strategy="ddp") does the same.'
+        rank_zero_warn(f'strategy="odc" leaves the training data as it is: {reason}\n{instead}')
         return dataloader
 
     def _why_not(self, dataloader: object) -> str:

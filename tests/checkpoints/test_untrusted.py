@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 
+from lightning_odc.fabric import ODCFabricStrategy
 from lightning_odc.sharding.untrusted import refuse_code
 from tests.support.fits import fit
 from tests.support.modules import TokenModule, loader, token_batches, trainer
@@ -127,7 +128,8 @@ def test_fabric_refuses_code(rank, place, tmp_path):
     path = tmp_path / "saved.ckpt"
     mark = Mark(tmp_path / "mark")
     save(place, path, mark)
-    fabric = Fabric(strategy="odc", accelerator="cpu", devices=2)
+    strategy = ODCFabricStrategy(sharding_strategy="FULL_SHARD")
+    fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
     fabric.launch()
     module = fabric.setup_module(Grouped())
     assert not runs_code(lambda: fabric.load(path, {"model": module}), mark)

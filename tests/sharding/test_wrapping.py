@@ -106,44 +106,15 @@ class Gan(LightningModule):
         return [torch.optim.Adam(network.parameters(), lr=0.01) for network in networks]
 
 
-class WithBlocks(Gan):
-    """One network has blocks, another has none, and a single layer belongs to neither."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = Net()
-        self.head = nn.Linear(3, 3)
-
-
-class Tied(Gan):
-    def __init__(self) -> None:
-        super().__init__()
-        self.discriminator.layers[0].weight = self.generator.layers[3].weight = nn.Parameter(torch.ones(8, 8))
-
-
-def test_with_manual_optimization_networks_without_blocks_get_their_layers():
-    layers = ["discriminator.layers.0", "discriminator.layers.3"]
-    generators = ["generator.layers.0", "generator.layers.3"]
-    gan = Gan()
-    mixed = WithBlocks()
-    tied = Tied()
-    assert names(gan, wrap_targets(gan)) == layers + generators
-    expected = layers + [f"generator.{name}" for name in BLOCKS]
-    assert names(mixed, wrap_targets(mixed)) == expected
-    expected = [layers[1], generators[0]]
-    assert names(tied, wrap_targets(tied)) == expected
-    gan.automatic_optimization = True
-    assert wrap_targets(gan) == []
-
-
 @on_ranks(2)
-def test_adversarial_networks_of_plain_layers_are_trained_as_under_ddp(rank):
+@pytest.mark.parametrize("options", [{"sharding_strategy": "auto"}, {"auto_wrap_policy": {nn.Linear}}])
+def test_adversarial_networks_of_plain_layers_are_trained_as_under_ddp(rank, options):
     """Two ranks sum two fp32 gradients, and a sum of two numbers has no order: equal bit for bit."""
     generator = torch.Generator().manual_seed(rank)
     batches = list(torch.randn(3, 4, 5, generator=generator))
     begin = full_parameters(Gan())
     watch = Watch()
-    ours = fitted(Gan(), batches, callbacks=[watch])
+    ours = fitted(Gan(), batches, callbacks=[watch], **options)
     assert are_equal(ours, fitted(Gan(), batches, strategy="ddp_find_unused_parameters_true"))
     for name, value in begin.items():
         largest = (ours[name] - value).abs().max()

@@ -51,6 +51,8 @@ def test_ways_to_name_a_sharding_strategy_and_to_offload():
 
 #: Signatures that differ, and why.
 DELIBERATE = {
+    "ODCStrategy.__init__": "by default, a model is kept whole where it fits",
+    "ODCFabricStrategy.save_checkpoint": "hands on what it gets",
     "ODCFabricStrategy.__init__": "it shards by itself: there is no function to pass, and no tensor parallelism",
     "ODCFabricStrategy.load_checkpoint": "hands on what it gets: Lightning 2.5 has no `weights_only`",
     "ODCFabricStrategy.setup_module_and_optimizers": "hands on what it gets: Lightning 2.5 has no `scheduler`",
@@ -168,7 +170,7 @@ CONTEXTS = [("32-true", None), ("16-true", "meta"), ("bf16-true", "meta"), ("bf1
 @on_ranks(2)
 @pytest.mark.parametrize(("precision", "device"), fast(CONTEXTS, *CONTEXTS[:2]))
 def test_modules_made_in_the_trainers_context(rank, precision, device):
-    own = {"strategy": ODCStrategy(balance=None), "precision": precision}
+    own = {"strategy": ODCStrategy(balance=None, sharding_strategy="FULL_SHARD"), "precision": precision}
     t = Trainer(accelerator="cpu", devices=2, max_steps=1, barebones=True, **own)
     with t.init_module(empty_init=device == "meta"):
         module = Placed()

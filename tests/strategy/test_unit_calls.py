@@ -1,4 +1,4 @@
-"""Code that is right under DDP and calls units in other ways than `fully_shard` expects: same gradients.
+"""Code that is right under DDP and calls units in other ways than `fully_shard` expects: same gradients, or an error.
 
 Each module trains two plain batches on each of two ranks, and is compared with one process. Tolerances: see
 `tests.support.fits`. Steps are plain SGD's, so a difference of parameters is one of gradients.
@@ -267,23 +267,26 @@ class Penalty(Kind):
         return torch.tanh(block(x)) + nn.functional.softplus(x)
 
 
-KINDS: Any = [
+#: Those that units take, and those that need a whole model: torch stops with an error.
+OF_UNITS: Any = [
     Kind,
     Multiplied,
     Added,
     Assigned,
     Filled,
-    ChangesInput,
     InATuple,
     InADict,
     InADataclass,
     InAnOutput,
     InAnObject,
-    WithAnEmptyParameter,
-    OneByOne,
-    AnotherMethod,
-    Forces,
-    Penalty,
+]
+OF_UNITS += [WithAnEmptyParameter]
+REFUSED: Any = [ChangesInput, OneByOne, AnotherMethod, Forces, Penalty]
+SHARDED: Any = [
+    (kind, manual, communication)
+    for kind in OF_UNITS
+    for manual in (False, True)
+    for communication in ("on_demand", "collective")
 ]
 
 
@@ -292,29 +295,47 @@ def batches_of(rank: int, count: int) -> list[Tensor]:
     return [torch.randn(2, 3, WIDTH, generator=generator) for _ in range(count)]
 
 
-@pytest.mark.parametrize("communication", ["on_demand", "collective"])
-@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks(2)
-def test_same_parameters_as_one_process(rank: int, kind: Any, manual: bool, communication: str) -> None:
+def assert_as_in_one_process(rank: int, kind: Any, manual: bool, **options: Any) -> Watch:
     watch = Watch()
     module = kind(manual)
     batches = batches_of(rank, 3)
-    fit(module, batches, communication=communication, callbacks=[watch], balance=None)
-    assert (watch.reads > 0) == (communication == "on_demand")
+    fit(module, batches, callbacks=[watch], balance=None, **options)
     alone = kind()
     one_process(alone, zip(batches_of(0, 3), batches_of(1, 3), strict=True))
     assert_same(full_parameters(module), full_parameters(alone))
+    return watch
 
 
-@pytest.mark.parametrize("kind", [Kind, Forces])
+@pytest.mark.parametrize(("kind", "manual", "communication"), SHARDED)
 @on_ranks(2)
-def test_second_derivatives_train_in_balanced_batches(rank: int, kind: Any) -> None:
+def test_same_parameters_as_one_process(rank: int, kind: Any, manual: bool, communication: str) -> None:
+    watch = assert_as_in_one_process(rank, kind, manual, communication=communication)
+    assert (watch.reads > 0) == (communication == "on_demand")
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("kind", [*OF_UNITS, *REFUSED])
+@on_ranks(2)
+def test_whole_models_run_any_code(rank: int, kind: Any, manual: bool) -> None:
+    watch = assert_as_in_one_process(rank, kind, manual, sharding_strategy="NO_SHARD")
+    assert watch.reads > 0
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@on_ranks(2)
+def test_what_units_do_not_take_is_an_error(rank: int, kind: Any) -> None:
+    with pytest.raises((RuntimeError, ODCError)):
+        fit(kind(), batches_of(rank, 1), balance=None)
+
+
+@pytest.mark.parametrize(("kind", "sharding"), [(Kind, "FULL_SHARD"), (Forces, "NO_SHARD")])
+@on_ranks(2)
+def test_second_derivatives_train_in_balanced_batches(rank: int, kind: Any, sharding: str) -> None:
     """The trial of the loss runs without gradients, so batches stay whole, and the gradient is that of one process."""
     samples = torch.cat(batches_of(0, 4))
     module = kind()
     data = DataLoader(list(samples), batch_size=4)  # a step has all of them
-    fit(module, data, balance="auto", use_distributed_sampler=True)
+    fit(module, data, balance="auto", use_distributed_sampler=True, sharding_strategy=sharding)
     alone = kind()
     one_process(alone, [[samples]])
     assert_same(full_parameters(module), full_parameters(alone))
@@ -341,12 +362,16 @@ class Adversarial(Kind):
             self.disturbed(batch)
 
 
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "NO_SHARD"])
 @pytest.mark.parametrize("communication", ["on_demand", "collective"])
 @on_ranks(2)
-def test_a_backward_pass_of_the_users_own_has_no_part_in_the_step(rank: int, communication: str) -> None:
+def test_a_backward_pass_of_the_users_own_has_no_part_in_the_step(
+    rank: int, communication: str, sharding: str
+) -> None:
     module = Adversarial()
     batches = batches_of(rank, 3)
     options: dict[str, Any] = {"val_check_interval": 1, "inference_mode": False, "balance": None}
+    options["sharding_strategy"] = sharding
     fit(module, batches, validation=batches[:1], communication=communication, **options)
     alone = Adversarial()
     one_process(alone, zip(batches_of(0, 3), batches_of(1, 3), strict=True))
@@ -370,19 +395,3 @@ def test_replaced_parameters_of_a_unit_are_refused_and_train_where_the_model_is_
     alone = Replaces()
     one_process(alone, zip(batches_of(0, 3), batches_of(1, 3), strict=True))
     assert_same(full_parameters(module), full_parameters(alone))
-
-
-@on_ranks(2)
-def test_inputs_are_watched_until_a_step_has_ended_unless_a_block_needs_it(rank: int) -> None:
-    watching = {}
-    for kind in (Kind, ChangesInput, OneByOne):
-        module = kind()
-        seen: list[int] = []
-
-        def count(trainer: Any, seen: list[int] = seen) -> None:
-            seen.append(len(trainer.strategy.engine._calls._watching))
-
-        module.on_train_batch_end = lambda *_, count=count, module=module: count(module.trainer)
-        fit(module, batches_of(rank, 1), balance=None)
-        watching[kind] = seen
-    assert watching == {Kind: [0], ChangesInput: [3], OneByOne: [3]}

@@ -1,4 +1,4 @@
-"""A model that fits stays whole on every rank, as under DDP: the user's own objects, and the parameters of one process.
+"""A model that fits is kept whole on every rank, as under DDP: the user's objects, and the parameters of one process.
 
 The tolerance of parity is derived in ``tests/support/fits.py``. Under plain SGD, no step is larger than its gradient.
 """
@@ -28,6 +28,7 @@ from tests.support.fits import (
     Watch,
     are_equal,
     assert_same,
+    doing,
     fit,
     fitted,
     largest_difference,
@@ -37,9 +38,9 @@ from tests.support.fits import (
     two_optimizers,
 )
 from tests.support.models import WIDTH, Block, full_parameters, summed_loss, token_batches
-from tests.support.modules import TokenModule, loader, said
+from tests.support.modules import TokenModule, loader, said, warned
 from tests.support.out_of_memory import TOLERANCE, Short, batches, differences, one_step
-from tests.support.ranks import of_all_ranks, on_ranks
+from tests.support.ranks import of_all_ranks, on_ranks, try_ranks
 
 WHOLE = {"sharding_strategy": "NO_SHARD"}
 STEPS = 3
@@ -510,6 +511,37 @@ def test_what_programs_do_with_a_module_after_fit(rank):
         alone.validate(module, loader(BATCHES[0]), verbose=False)
 
 
+def _misses_a_step(rank: int) -> None:
+    def act(module: Any, optimizer: Any, batch: Tensor, batch_idx: int) -> None:
+        module.manual_backward(module.mean_loss(batch))
+        if rank == 0 or batch_idx == 0:
+            optimizer.step()
+
+    fit(Manual(act=act), BATCHES[rank], **WHOLE)
+
+
+def test_a_rank_that_misses_a_step_is_told_to_all():
+    for outcome in try_ranks(_misses_a_step):
+        assert "The ranks have made [2, 1] optimizer steps (by rank)" in outcome.error
+        assert outcome.exitcode == 1
+
+
+def _fails(rank: int) -> None:
+    def fail(module: Any) -> None:
+        if rank == 1 and module.trainer.global_step == 1:
+            raise RuntimeError("the data are gone")
+
+    fit(doing(Sgd(), on_train_batch_start=fail), BATCHES[rank], **WHOLE)
+
+
+def test_the_failure_of_a_rank_is_told_to_its_peers():
+    peer, failed = try_ranks(_fails)
+    assert "Rank 1 failed" in peer.error
+    assert "the data are gone" in peer.error
+    assert "the data are gone" in failed.error
+    assert peer.exitcode == failed.exitcode == 1
+
+
 # -- the rule ----------------------------------------------------------------------------------------------
 
 
@@ -589,3 +621,11 @@ def test_the_size_decides_unless_the_module_is_sharded_already(rank, monkeypatch
     assert not t.strategy.is_whole
     if rank == 0:
         assert "which is more than half of the 30 kB of a rank: sharded." in text.getvalue()
+
+
+@on_ranks(2)
+def test_where_nothing_is_gained_a_line_says_that_ddp_does_the_same(rank):
+    with warned() as caught:
+        fit(Padded(), torch.utils.data.DataLoader(list(torch.ones(16, 5).long()), 4), balance="auto", **WHOLE)
+    line = 'all samples are equally long.\nNothing is gained: Trainer(strategy="ddp") does the same.'
+    assert any(line in one for one in caught) == (rank == 0)
