@@ -1,10 +1,12 @@
-"""The engine under a model that its user has sharded with ``fully_shard`` and trains in a loop of his own.
+"""The engine under a model that its user trains in a loop of his own, whole or sharded with ``fully_shard``.
 
 The strategies for Lightning's ``Trainer`` and ``Fabric`` are callers of it.
 """
 
 from __future__ import annotations
 
+import atexit
+import gc
 import time
 import traceback
 import warnings
@@ -43,6 +45,7 @@ from lightning_odc.sharding.engines import (
     HANG_REPORT_AFTER,
     FloatDtype,
     MemorySize,
+    Place,
     Timeout,
     make_engine,
 )
@@ -123,19 +126,19 @@ def attach(
 
     def make() -> Attached:
         place = place_on(device_type, mesh, sample_group, how)
-        report = HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank)
-        mover = make_engine(
+        return Attached(
             place,
+            model,
+            on_out_of_memory,
+            wording,
             whole=whole,
             communication=how,
             keep_gathered=keep_gathered,
             deterministic=deterministic,
             accumulator_dtype=accumulator_dtype,
             timeout=timeout,
-            hang_report=report,
+            hang_report=HangReport(HANG_REPORT_AFTER.total_seconds(), None, place.rank),
         )
-        retry = Retry(on_out_of_memory, mover, place.device, model.buffers(), wording)
-        return Attached(model, mover, sample_group, how, retry)
 
     def go_without(error: WindowError) -> None:
         nonlocal how
@@ -208,18 +211,22 @@ class Attached:
 
     def __init__(
         self,
+        place: Place,
         model: nn.Module,
-        engine: Engine,
-        sample_group: SampleGroup | None = None,
-        communication: str = "on_demand",
-        retry: Retry | None = None,  # what becomes of microbatches that run out of memory in `run`
+        on_out_of_memory: OnOutOfMemory,
+        wording: Wording,
+        communication: str,
+        **options: Any,
     ) -> None:
+        """A model with an engine for this place, which is not attached yet; ``options`` are those of `make_engine`."""
+        destroy_groups_at_exit()
         self.model = model
         self.communication = communication
-        self.engine = engine
-        self.sample_group = sample_group  # the ranks that compute the samples of this rank together with it
-        self._retry = retry
-        self._loop = Loop(engine, model)  # of `run`
+        self.engine = make_engine(place, communication=communication, **options)
+        self.sample_group = place.sample_group  # ranks that compute the samples of this rank together with it
+        # What becomes of microbatches that run out of memory in `run`.
+        self._retry = Retry(on_out_of_memory, self.engine, place.device, model.buffers(), wording)
+        self._loop = Loop(self.engine, model)  # of `run`
         self._runner: Runner | None = None  # of a `Minibatch`
         self._ran = 0  # backward passes since the last optimizer step
         self._divisor = 1.0  # of the gradients that were settled last
@@ -289,11 +296,11 @@ class Attached:
 
     def run_through(self, door: Door, **options: Any) -> Runner:
         """What runs microbatches from now on, with options of `Runner`."""
-        retry = self._retry
-        assert retry is not None
-        measurements = Measurements(lambda: sum(self.engine.waits.values()), retry.device, warn_on_rank_0)
+        measurements = Measurements(
+            lambda: sum(self.engine.waits.values()), self._retry.device, warn_on_rank_0
+        )
         self._runner = Runner(
-            door, self.engine, retry, measurements, sample_group=self.sample_group, **options
+            door, self.engine, self._retry, measurements, sample_group=self.sample_group, **options
         )
         return self._runner
 
@@ -320,13 +327,7 @@ class Attached:
             )
         if self._counts is not None:
             self._counts.settle()
-        if self._runner is not None:
-            records = self._runner.settle()
-        else:
-            if self.sample_group is not None:
-                weight = float(self.engine.ledger.weight)
-                self.sample_group.check_same("microbatches", f"{self._ran} with the weight {weight:g}")
-            records = self.engine.settle(None)
+        records = (self._runner or self.run_through(self._loop)).settle()
         self._divisor = total_weight(records)
         self._ran = 0
         return self._divisor
@@ -447,6 +448,20 @@ class Loop(Door):
     def try_loss(self, batch_of: BatchOf, tokens: Sequence[int], rule: Rule | None = None) -> Verdict:
         device = next(self._model.parameters()).device
         return try_loss(self.step, batch_of, tokens, self._model.modules(), device, rule=rule)
+
+
+def destroy_groups_at_exit() -> None:
+    """Destroy the process groups of this process before the interpreter ends."""
+    # A thread of gloo may drop the last reference of a tensor then. It asks for the interpreter's lock, and is ended
+    # in a place that ends the process: "terminate called without an active exception".
+    atexit.unregister(_destroy_groups)  # once, and before what was registered until now
+    atexit.register(_destroy_groups)
+
+
+def _destroy_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        gc.collect()  # a group ends with its last reference, which a trainer may hold that nobody needs any more
 
 
 def warn_on_rank_0(text: str) -> None:

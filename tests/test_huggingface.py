@@ -157,12 +157,16 @@ def balanced(folder: str, callbacks: Any = (), engine: Any = None, **options: An
     return made
 
 
+BOTH = pytest.mark.parametrize("fsdp", [True, None], ids=["sharded", "whole"])
+
+
+@BOTH
 @on_ranks(2)
-def test_uneven_microbatches_end_in_the_parameters_of_one_process(rank, tmp_path):
+def test_uneven_microbatches_end_in_the_parameters_of_one_process(rank, tmp_path, fsdp):
     """One rank evaluates and streams while the others go on."""
     alone = OnRank0()
     parameters, norms, losses = one_process()
-    made = balanced(str(tmp_path), [alone], train_sampling_strategy="sequential")
+    made = balanced(str(tmp_path), [alone], train_sampling_strategy="sequential", fsdp=fsdp)
     alone.trainer = made
     made.train()
     assert made.odc is None
@@ -183,12 +187,15 @@ def test_uneven_microbatches_end_in_the_parameters_of_one_process(rank, tmp_path
     assert first != second
 
 
+@BOTH
 @on_ranks(2)
-def test_what_cannot_run_on_demand_trains_by_collectives_to_the_parameters_of_one_process(rank, tmp_path):
+def test_what_cannot_run_on_demand_trains_by_collectives_to_the_parameters_of_one_process(
+    rank, tmp_path, fsdp
+):
     """Of nine samples, the last step has one: the other rank goes along with a microbatch that counts nothing."""
     parameters, norms, losses = one_process(9)
     refuses, says = REFUSED["proof"]
-    made = balanced(str(tmp_path), train_sampling_strategy="sequential")
+    made = balanced(str(tmp_path), train_sampling_strategy="sequential", fsdp=fsdp)
     made.train_dataset = samples()[:9]
     said = io.StringIO()
     with refuses(rank), warned() as messages, contextlib.redirect_stdout(said):
@@ -221,9 +228,16 @@ def test_who_insists_on_demand_gets_an_error_on_every_rank(rank, tmp_path):
         made.train()
 
 
+@BOTH
 @on_ranks(2)
-def test_saving_resuming_and_evaluating_go_on_working(rank, tmp_path):
-    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+def test_saving_resuming_and_evaluating_go_on_working(rank, tmp_path, fsdp):
+    options = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "fsdp": fsdp,
+    }
     # By default, a rank of these tests starts its workers from a server of their own, which imports everything.
     workers = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
     folder = str(tmp_path / "straight")
@@ -235,8 +249,9 @@ def test_saving_resuming_and_evaluating_go_on_working(rank, tmp_path):
     resumed.train(resume_from_checkpoint=resume_from_checkpoint)
     assert rank == resumed.args.process_index
     resumed.save_model(str(tmp_path / "saved"))
-    with pytest.raises(ValueError, match="Make a new trainer"):
-        resumed.train()
+    if fsdp:
+        with pytest.raises(ValueError, match="Make a new trainer"):
+            resumed.train()
     found = full_parameters(resumed.model)
     assert_same(found, full_parameters(straight.model))
     assert resumed.state.best_model_checkpoint.endswith("checkpoint-4")
@@ -440,3 +455,54 @@ def test_the_others_hear_of_a_rank_that_dies(tmp_path):
     # It may have been in a collective of Trainer's: that error has a note.
     assert re.search(r"rank 1 \(process \d+\) ended without an error message .*SIGKILL", survivor.error)
     assert killed.exitcode == -signal.SIGKILL
+
+
+class SavesItself(Balanced):
+    """Leaves the state dict aside that ``Trainer`` has put together, as the trainers of sentence-transformers do."""
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        self.model.save_pretrained(output_dir)
+
+
+@on_ranks(2)
+def test_a_whole_model_is_the_users_own_before_between_and_after_two_trainings(rank, tmp_path):
+    model = new_model()
+    parameters = [*model.parameters()]
+    options = {"save_strategy": "steps", "save_steps": 2, "fsdp": None, "torch_compile": True}
+    options["torch_compile_backend"] = "eager"
+    made = SavesItself(model, arguments(str(tmp_path), **options), padded, train_dataset=samples())
+    made.counts = []
+    before = made.evaluate(samples()[:5])["eval_loss"]
+    made.train()
+    assert made.evaluate(samples()[:5])["eval_loss"] < before
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
+    assert_same(full_parameters(saved), full_parameters(model))
+    made.train()
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    by_rank = of_all_ranks(full_parameters(model))
+    assert_same(by_rank[0], by_rank[1], 0)
+
+
+class WithALayerOfItsLoss(Balanced):
+    """Has a layer that is no part of the model, as the ``SoftmaxLoss`` of sentence-transformers."""
+
+    def create_optimizer(self, *args: Any) -> Any:
+        torch.manual_seed(torch.distributed.get_rank())
+        self.scale = nn.Linear(1, 1)
+        self.optimizer = torch.optim.SGD([*self.model.parameters(), *self.scale.parameters()], lr=0.1)
+        return self.optimizer
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        return loss + self.scale(loss.detach().view(1, 1)).square().mean()
+
+
+@on_ranks(2)
+def test_layers_beside_the_model_that_the_optimizer_steps_on_are_equal_on_all_ranks(rank, tmp_path):
+    made = WithALayerOfItsLoss(
+        new_model(), arguments(str(tmp_path), fsdp=None), padded, train_dataset=samples()
+    )
+    made.counts = []
+    made.train()
+    first, second = of_all_ranks(full_parameters(made.scale))
+    assert_same(first, second, 0)

@@ -485,8 +485,12 @@ def from_trl(case: Case, folder: str, options: dict[str, Any], named: dict[str, 
     return getattr(module, f"{case.trainer}Trainer"), args, Dataset.from_dict(columns)
 
 
+#: With the mix-in.
+MIXED_IN = ("whole", "sharded")
+
+
 def train(rank: int, name: str, how: str, folder: str) -> Trained:
-    """Train one case: ``"alone"`` in one process, ``"stock"`` or ``"odc"`` on two ranks."""
+    """Train one case: ``"alone"`` in one process, or on two ranks ``"stock"``, ``"whole"`` or ``"sharded"``."""
     case = CASES[name]
     torch.manual_seed(0)
     model = case.model()
@@ -495,7 +499,7 @@ def train(rank: int, name: str, how: str, folder: str) -> Trained:
     if how == "alone":
         batches = {"per_device_train_batch_size": 8}
     options = {**case.options, **batches}
-    if how == "odc":
+    if how == "sharded":
         options["fsdp"] = True
     named: dict[str, Any] = {**case.named}
     data: Any
@@ -523,28 +527,33 @@ def train(rank: int, name: str, how: str, folder: str) -> Trained:
             return super().training_step(model, inputs, *args)
 
     trainer_class = kind
-    if how == "odc":
+    if how in MIXED_IN:
         trainer_class = Balanced
     made = trainer_class(model=model, args=args, train_dataset=data, **named)
     return trained(made, start, counts)
 
 
-def compare(run: Callable[..., list[Trained]], name: str, folder: str) -> tuple[list[Trained], Trained]:
+def compare(
+    run: Callable[..., list[Trained]], name: str, ours: str, folder: str
+) -> tuple[list[Trained], Trained]:
     """What both ranks have trained, and the reference; ``run`` calls a function on ranks."""
     how = "alone"
     if CASES[name].whole:
         how = "stock"
     world_size = 1 + CASES[name].whole
     [reference, *_] = run(train, name, how, folder, world_size=world_size)
-    return run(train, name, "odc", folder), reference
+    return run(train, name, ours, folder), reference
 
 
+@pytest.mark.parametrize("ours", [pytest.param("whole", marks=pytest.mark.slow), "sharded"])
 @pytest.mark.parametrize("name", fast(CASES, *FAST))
-def test_a_trainer_ends_in_the_parameters_and_losses_that_it_has_without_the_mix_in(teams, name, tmp_path):
+def test_a_trainer_ends_in_the_parameters_and_losses_that_it_has_without_the_mix_in(
+    teams, name, ours, tmp_path
+):
     run = teams.run
     if "QLoRA" in name:  # which saves its model, and with a process group only rank 0 does
         run = run_ranks
-    found, reference = compare(run, name, str(tmp_path))
+    found, reference = compare(run, name, ours, str(tmp_path))
     bound = BOUND
     if CASES[name].rounded:
         bound = BOUND_OF_16_BITS
@@ -603,7 +612,7 @@ def test_grpo_resumes_where_it_was(teams, tmp_path):
 def main() -> None:
     for name in sys.argv[1:] or CASES:
         with tempfile.TemporaryDirectory() as folder:
-            found, reference = compare(run_ranks, name, folder)
+            found, reference = compare(run_ranks, name, "sharded", folder)
         distance = max(one.distance(reference) for one in found)
         how = "one process"
         if CASES[name].whole:

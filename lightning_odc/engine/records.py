@@ -89,6 +89,7 @@ class Ledger:
                 f"{_hint(self.weight_kind, weight_kind)}"
             )
         self.weight_kind = weight_kind
+        self.microbatches += 1
         if weight_kind is WeightKind.MEAN:
             return
         self.is_weighted = True
@@ -96,7 +97,6 @@ class Ledger:
         if isinstance(weight, Tensor):
             weight = weight.detach()
         self.weight = self.weight + weight
-        self.microbatches += 1
 
     def begin_minibatch(self, plan: str | None) -> None:
         self.is_weighted = True

@@ -223,10 +223,16 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
         self._until_trained.callback(setattr, self, "odc", None)
         # TRL's reference model is sharded, too, and runs in every microbatch.
         sharded: list[Any] = [value for value in vars(self).values() if isinstance(value, FSDPModule)]
-        for model in dict.fromkeys(sharded) or [self.model]:
+        whole = self.model
+        own = {*self.model.parameters()}
+        stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        others = [parameter for parameter in stepped if parameter not in own]
+        if others and not sharded:  # layers of a loss, say
+            whole = nn.ModuleList([self.model, nn.ParameterList(others)])
+        for model in dict.fromkeys(sharded) or [whole]:
             attached = self._until_trained.enter_context(attach(model, **self._engine, wording=self._wording))
             self._engine["communication"] = attached.communication
-            if model is self.model:
+            if model in (self.model, whole):
                 self.odc = attached
         odc = self.odc
         session = self._session

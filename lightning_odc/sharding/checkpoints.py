@@ -83,7 +83,7 @@ def model_state(model: nn.Module, full: bool) -> dict[str, Any]:
 def load_model_state(model: nn.Module, saved: Mapping[str, Any], strict: bool) -> None:
     """Load what `model_state` has returned, whole or in shards, through ``model.load_state_dict``."""
     names = {_compat.checkpoint_name(name): name for name in model.state_dict()}
-    state = {names.get(name, name): value for name, value in saved.items()}
+    state = {names.get(_compat.checkpoint_name(name), name): value for name, value in saved.items()}
     by_own_rules = type(model).load_state_dict is not nn.Module.load_state_dict
     found = model.load_state_dict(state, strict=strict and by_own_rules)
     if strict and not by_own_rules:

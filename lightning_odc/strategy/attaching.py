@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_odc import _compat
-from lightning_odc.attached import Attached, attach_or_go_without
+from lightning_odc.attached import Attached, attach_or_go_without, destroy_groups_at_exit
 from lightning_odc.engine.base import Engine
 from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.engine.comm import fsdp_modules
@@ -20,9 +20,7 @@ from lightning_odc.engine.roll_call import RollCall
 from lightning_odc.engine.transports import check_device
 from lightning_odc.engine.waiting import HangReport
 from lightning_odc.errors import WindowError
-from lightning_odc.run.attempt import Retry
 from lightning_odc.sharding import fitting
-from lightning_odc.sharding.engines import make_engine
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import end_scripts_at_exit
 from lightning_odc.strategy.options import WORDING, Options
@@ -71,6 +69,7 @@ class AttachingStrategy:
         let_nodes_reach_gloo(strategy)
         with store_on_loopback(strategy):
             yield
+        destroy_groups_at_exit()
         try:
             self._groups.layout()  # refuses nodes on which there is nothing to read on demand
         except ValueError as error:
@@ -121,9 +120,12 @@ class AttachingStrategy:
         return attached
 
     def _make_engine(self, model: nn.Module, hang_report: HangReport | None) -> Attached:
-        place = self._groups.place(self.timeout)
-        engine = make_engine(
-            place,
+        # Before it is attached, so that a failure releases it.
+        self._attached = Attached(
+            self._groups.place(self.timeout),
+            model,
+            self.options.on_out_of_memory,
+            self._wording,
             whole=self.is_whole,
             communication=self.communication,
             keep_gathered=self.options.keep_gathered,
@@ -132,9 +134,6 @@ class AttachingStrategy:
             timeout=self.timeout,
             hang_report=hang_report,
         )
-        retry = Retry(self.options.on_out_of_memory, engine, place.device, model.buffers(), self._wording)
-        # Before it is attached, so that a failure releases it.
-        self._attached = Attached(model, engine, place.sample_group, retry=retry)
         return self._attached
 
     def _go_without(self, error: Exception) -> None:

@@ -251,6 +251,12 @@ def end_scripts(children: list[subprocess.Popen[bytes]], seconds: float) -> None
         child.kill()
     codes = [child.wait() for child in children]
     if any(codes) and not has_failed:
-        sys.stderr.write(f"The job has failed: the other ranks of this node ended with exit codes {codes}.\n")
+        code = codes[0]
+        # An error makes 1. Another code is that of a `sys.exit` on all ranks.
+        if code <= 1 or len({*codes}) > 1:
+            sys.stderr.write(
+                f"The job has failed: the other ranks of this node ended with exit codes {codes}.\n"
+            )
+            code = 1
         sys.stdout.flush()
-        os._exit(1)  # nothing else changes the exit code here
+        os._exit(code)  # nothing else changes the exit code here

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial, partialmethod
 from typing import Any, Literal
@@ -60,12 +59,13 @@ from lightning_odc.strategy.training_data import TrainingData
 
 @checked
 class ODCStrategy(ReducingStrategy):
-    r"""Fully sharded training with on-demand communication instead of collectives.
+    r"""Training in which ranks synchronize once per optimizer step, and share its work evenly.
 
-    A drop-in for Lightning's ``FSDPStrategy``: the same constructor, the same checkpoints, the same place in the
-    ``Trainer``. It shards with ``torch.distributed.fsdp.fully_shard``. Ranks read each other's parameter shards when
-    they need them, add gradients into their owners' accumulators, and synchronize once per optimizer step. So ranks may
-    run different numbers of microbatches: let the loader yield `Minibatch`\ es.
+    A drop-in for Lightning's ``"ddp"`` and ``FSDPStrategy``: the constructor of the latter, the same checkpoints, the
+    same place in the ``Trainer``. Ranks may run different numbers of microbatches: let the loader yield
+    `Minibatch`\ es. A model that fits is kept whole on every rank, and ranks exchange sums of gradients once per step.
+    A larger one is sharded with ``torch.distributed.fsdp.fully_shard``. Then ranks read each other's parameter shards
+    when they need them, and add gradients into their owners' accumulators.
 
     Source: *Revisiting Parameter Server in LLM Post-Training*, arXiv 2601.19362.
 
@@ -83,9 +83,12 @@ class ODCStrategy(ReducingStrategy):
             optimization the layers of networks that have none.
         activation_checkpointing: The same as in ``FSDPStrategy``.
         activation_checkpointing_policy: The same as in ``FSDPStrategy``.
-        sharding_strategy: ``"FULL_SHARD"``, or ``"SHARD_GRAD_OP"`` to keep full parameters from forward to backward.
-            On several nodes they shard over all ranks, and every node keeps a copy of all published shards. So do
-            ``"HYBRID_SHARD"`` and ``"_HYBRID_SHARD_ZERO2"``; with collectives, each node then holds the whole model.
+        sharding_strategy: ``"auto"`` keeps the model whole if its parameters, gradients, sums and optimizer states take
+            at most half of the memory of each rank. It shards a larger one, and where another argument asks for shards.
+            ``"NO_SHARD"`` keeps it whole. ``"FULL_SHARD"`` shards it, and ``"SHARD_GRAD_OP"`` keeps full parameters
+            from forward to backward. On several nodes they shard over all ranks, and every node keeps a copy of all
+            published shards. So do ``"HYBRID_SHARD"`` and ``"_HYBRID_SHARD_ZERO2"``; with collectives, each node then
+            holds the whole model.
         state_dict_type: ``"full"`` or ``"sharded"`` checkpoints.
         device_mesh: Nodes and ranks per node, with hybrid sharding: two numbers, or a 2-D ``DeviceMesh``; by default
             ``(num_nodes, devices per node)``.
@@ -345,17 +348,6 @@ class ODCStrategy(ReducingStrategy):
         if self._training is None:
             return run(closure_loss, optimizer, *args, **kwargs)
         return self._training.run_backward(closure_loss, lambda loss: run(loss, optimizer, *args, **kwargs))
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """As under DDP: gradients of backward passes in this context wait for the next one outside of it."""
-        training = self._training
-        assert training is not None, "there is a backward pass only in `fit`"
-        training.blocks_sync = True
-        try:
-            yield
-        finally:
-            training.blocks_sync = False
 
     def settle_gradients(self) -> None:
         """Complete the gradients of this step in ``.grad`` now; the next thing to do is the optimizer step.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,17 @@ class ReducingStrategy(ShardedStrategy):
     _evaluation: Evaluation | None = None
     _training: Training | None = None
     _failed = False
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """As under DDP: gradients of backward passes in this context wait for the next one outside of it."""
+        training = self._training
+        assert training is not None, "there is a backward pass only in `fit`"
+        training.blocks_sync = True
+        try:
+            yield
+        finally:
+            training.blocks_sync = False
 
     def reduce(
         self,

@@ -72,6 +72,9 @@ class ShardedByHand(OneGroup):
 
 #: Ways to train that write a checkpoint after the first of two epochs.
 WRITERS = {
+    "whole": {"sharding_strategy": "NO_SHARD"},
+    "whole one group": {"sharding_strategy": "NO_SHARD", "make": OneGroup},
+    "whole compiled": {"sharding_strategy": "NO_SHARD", "make": Compiled},
     "odc full": {"state_dict_type": "full"},
     "odc full one group": {"state_dict_type": "full", "make": OneGroup},
     "odc full every layer a unit": {
@@ -91,6 +94,18 @@ WRITERS = {
 }
 #: Who reads what. (Consolidated is what Lightning's tool makes of the sharded one.)
 ROUTES = [
+    ("whole", "whole"),
+    ("whole", "ddp"),
+    ("whole", "odc full"),
+    ("whole", "odc sharded"),
+    ("whole", "consolidated"),
+    ("odc", "whole"),
+    ("ddp", "whole"),
+    ("compiled", "whole"),
+    ("collective", "whole"),
+    ("whole", "odc full compiled"),
+    ("odc", "whole compiled"),
+    ("model_parallel", "whole one group"),
     ("odc", "odc full"),
     ("odc", "odc sharded"),
     ("odc", "collective full"),
@@ -117,7 +132,15 @@ ROUTES = [
     ("one group", "model_parallel sharded"),
 ]
 #: With other numbers of ranks, of which one has all the data.
-ALONE = [("odc", "odc full"), ("odc", "odc sharded"), ("auto", "odc full"), ("auto", "consolidated")]
+ALONE = [
+    ("whole", "whole"),
+    ("whole", "odc sharded"),
+    ("auto", "whole"),
+    ("odc", "odc full"),
+    ("odc", "odc sharded"),
+    ("auto", "odc full"),
+    ("auto", "consolidated"),
+]
 
 
 def _make(world_size: int, epochs: int, **options: Any) -> tuple[OnRows, Trainer]:
@@ -142,6 +165,7 @@ def _fit(rank: int, world_size: int, epochs: int, checkpoint: str | None = None,
 #: Ways to train that read one and go on.
 READERS: dict[str, dict[str, Any]] = {
     "odc": {},
+    "whole": {"sharding_strategy": "auto"},
     "one group": {"make": OneGroup},
     "compiled": {"make": Compiled},
     "every layer a unit": WRITERS["odc full every layer a unit"],

@@ -63,8 +63,13 @@ def _plain_batches(rank: int, optimizer: Any = None, **options: Any) -> Any:
 
 def _balanced(rank: int, **options: Any) -> Any:
     kind = options.pop("state_dict_type")
+    sharding = options.pop("sharding_strategy", "FULL_SHARD")
     strategy = ODCStrategy(
-        balance="lb_mini", deterministic=True, state_dict_type=kind, hang_report_after=None
+        balance="lb_mini",
+        deterministic=True,
+        sharding_strategy=sharding,
+        state_dict_type=kind,
+        hang_report_after=None,
     )
     del options["deterministic"]
     generator = torch.Generator().manual_seed(3)
@@ -95,6 +100,9 @@ RUNS: dict[str, Any] = {
     "plain": (_plain_batches, "full", (4, 6, 8), 12),
     "groups, full": (partial(_plain_batches, optimizer=in_groups), "full", (6,), 12),
     "groups, sharded": (partial(_plain_batches, optimizer=in_groups), "sharded", (4, 6), 12),
+    "whole": (partial(_plain_batches, optimizer=in_groups), "whole", (4, 6), 12),
+    "whole, balance": (_balanced, "whole", (2, 4), 6),
+    "whole, unfrozen between": (partial(_finetuned, epoch=1), "whole", (4, 6, 8), 12),
     "no state": (partial(_plain_batches, optimizer=without_state), "sharded", (6,), 12),
     "checkpointed": (partial(_plain_batches, activation_checkpointing_policy={Block}), "sharded", (4, 8), 12),
     "balance": (_balanced, "sharded", (2, 4), 6),
@@ -104,10 +112,14 @@ RUNS: dict[str, Any] = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", fast(RUNS, "plain", "groups, sharded", "balance", "unfrozen between"))
+@pytest.mark.parametrize(
+    "name", fast(RUNS, "plain", "whole, balance", "groups, sharded", "balance", "unfrozen between")
+)
 def test_bit_equal(rank, name, tmp_path):
     make, kind, steps, last = RUNS[name]
     options = {"deterministic": True, "state_dict_type": kind, "max_epochs": 2}
+    if kind == "whole":
+        options |= {"state_dict_type": "full", "sharding_strategy": "NO_SHARD"}
     save = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
     straight, loader, t = make(rank, callbacks=[save], enable_checkpointing=True, **options)
     t.fit(straight, loader)

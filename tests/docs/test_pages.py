@@ -115,7 +115,7 @@ def test_programs_run_as_files(block: Block, tmp_path: Path) -> None:
 
 def told(page: str) -> list[str]:
     """What a page shows of the example's output, a line each, without times."""
-    shown = [block.text for block in blocks(ROOT / page) if block.text.startswith("Found: ")]
+    shown = [block.text for block in blocks(ROOT / page) if block.text.startswith("Model: ")]
     assert len(shown) == 1
     return without_times(shown[0])
 
@@ -140,7 +140,7 @@ def test_the_example_prints_what_the_pages_show(tmp_path: Path) -> None:
     arguments = [str(ROOT / "examples" / "compare.py")]
     output = run(arguments, tmp_path, {})
     lines = without_times(output)
-    assert len(told("README.md")) == 11
+    assert len(told("README.md")) == 12
     assert not [line for line in told("README.md") if line not in lines]
     # How large the gain is, `benchmarks.first_screen` measures: beside other tests a clock says nothing.
     found = len(re.findall(r"[\d.]+ times as fast as ddp", output))

@@ -265,16 +265,16 @@ def test_a_stopped_rank_ends_with_the_job(tmp_path):
         os.kill(stopped, 0)
 
 
-def test_scripts_that_end_by_themselves_have_the_time_and_other_launchers_are_left_alone(capsys):
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.2); raise SystemExit(3)"])
+@pytest.mark.parametrize(("code", "ours"), [(1, 1), (-9, 1), (3, 3)])
+def test_scripts_that_end_by_themselves_have_the_time_and_other_launchers_are_left_alone(capsys, code, ours):
+    end = f"sys.exit({code})" if code > 0 else "os.kill(os.getpid(), 9)"
+    child = subprocess.Popen([sys.executable, "-c", f"import os, sys, time; time.sleep(0.2); {end}"])
     with patch.object(os, "_exit") as ended:
         launcher.end_scripts([child], 60.0)
-    assert child.returncode == 3
-    ended.assert_called_once_with(1)
-    assert (
-        "The job has failed: the other ranks of this node ended with exit codes [3]"
-        in capsys.readouterr().err
-    )
+    assert child.returncode == code
+    ended.assert_called_once_with(ours)
+    told = f"The job has failed: the other ranks of this node ended with exit codes [{code}]"
+    assert (told in capsys.readouterr().err) == (ours == 1)
     launcher.end_scripts_at_exit(SimpleNamespace(procs=[object()]), 1.0)
     launcher.end_scripts_at_exit(None, 1.0)
 
@@ -390,3 +390,26 @@ def test_a_process_group_of_the_session_is_refused(monkeypatch):
             Trainer(strategy="odc", accelerator="cpu", devices=2, logger=False).fit(BoringModel())
     finally:
         torch.distributed.destroy_process_group()
+
+
+ENDING = """
+import sys
+import torch.distributed as dist
+from tests.support.modules import TokenModule, loader, token_batches, trainer
+
+trainer(2, sharding_strategy="auto").fit(TokenModule("items"), loader(token_batches([5, 3])))
+tensors = [torch.ones(4096) for _ in range(30)]
+works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]  # nobody waits for them
+del tensors, works
+sys.exit(3)
+"""
+
+
+def test_a_script_ends_with_its_own_exit_code(tmp_path):
+    """Operations of gloo are still under way when the interpreter ends."""
+    script = tmp_path / "train.py"
+    script.write_text(f"import torch\n{ENDING}")
+    done = run(script, check=False)
+    assert done.returncode == 3, done.stderr
+    assert "The job has failed" not in done.stderr
+    assert "terminate called" not in done.stderr

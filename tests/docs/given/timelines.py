@@ -12,7 +12,9 @@ runs = {
     "balanced": ("on_demand", "steal"),
 }
 for name, (communication, balance) in runs.items():
-    strategy = lightning_odc.ODCStrategy(communication=communication, balance=balance)
+    strategy = lightning_odc.ODCStrategy(
+        sharding_strategy="FULL_SHARD", communication=communication, balance=balance
+    )
     recorder = TimelineRecorder(f"timelines/{name}")
     Trainer(
         strategy=strategy, accelerator="cpu", devices=1, max_steps=2, callbacks=[recorder], logger=False
