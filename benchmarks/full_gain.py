@@ -32,7 +32,7 @@ PLANNED = "plan"
 """No steps: collectives and one text at a time, for comparison; and DDP with planned batches, instead of the switch."""
 WRITTEN = {
     "measure": '`strategy="ddp"`',
-    SHARDED: 'FSDP: `ODCStrategy(communication="collective", balance=None)`',
+    SHARDED: 'FSDP: `ODCStrategy(sharding_strategy="FULL_SHARD", communication="collective", balance=None)`',
     SINGLE: '`"ddp"`, one text at a time: `batch_size=1`, `accumulate_grad_batches=8`',
     "switch": '`strategy="odc"`',
     "pack": '`"odc"` with `packing=True`',
@@ -46,7 +46,7 @@ _SHARDED = """\
  from lightning_odc.callbacks import DeviceIdleMonitor
 @@
 -        strategy="ddp",
-+        strategy=ODCStrategy(communication="collective", balance=None),
++        strategy=ODCStrategy(sharding_strategy="FULL_SHARD", communication="collective", balance=None),
 """
 _SINGLE = """\
 -    loader = DataLoader(Functions(), batch_size=4, shuffle=True, collate_fn=pad)

@@ -95,8 +95,9 @@ class Project:
     rows: tuple[Row, ...] = field(default=())
 
 
-COLLECTIVE = Row('`communication="collective"`, batch 8', {"communication": "collective", "balance": None})
-LEVEL = Row('`communication="collective"`, balanced', {"communication": "collective"})
+SHARDED = {"communication": "collective", "sharding_strategy": "FULL_SHARD"}
+COLLECTIVE = Row('`communication="collective"`, batch 8', {**SHARDED, "balance": None})
+LEVEL = Row('`communication="collective"`, balanced', SHARDED)
 PLAIN = Row('`"odc_plain"`, batch 8', {"balance": None})
 ODC = Row('`"odc"`, batch 8', {})
 DDP = Row('`"ddp"`, batch 8', "ddp")

@@ -124,7 +124,7 @@ class Job:
             communication = "collective"
         self.variant = variant
         self._most_tokens = _most_tokens(options)
-        self.strategy = ODCFabricStrategy(communication=communication)
+        self.strategy = ODCFabricStrategy(communication=communication, sharding_strategy="FULL_SHARD")
         self.fabric = Fabric(
             strategy=self.strategy, accelerator="cpu", devices=world_size, plugins=[LightningEnvironment()]
         )

@@ -63,6 +63,10 @@ class Balanced(ODCTrainerMixin, Trainer):  # type: ignore[misc]
 
 LAYERS = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
 MIXED_IN = "`ODCTrainerMixin`"
+#: Balancing of its own, since transformers 5.23.
+REBALANCED = {"train_sampling_strategy": "batch_rebalance"}
+BATCHES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
 #: What the user writes, by row: the class, and the arguments that differ.
 ROWS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
     "`Trainer` (DDP)": (Counts, {}),
@@ -70,8 +74,12 @@ ROWS: dict[str, tuple[type[Trainer], dict[str, Any]]] = {
         Counts,
         {"train_sampling_strategy": "group_by_length"},
     ),
+    "`Trainer` (DDP), one text at a time": (Counts, ONE_BY_ONE),
+    '`Trainer` (DDP), `train_sampling_strategy="batch_rebalance"`': (Counts, REBALANCED),
+    "the same, one text at a time": (Counts, {**REBALANCED, **ONE_BY_ONE}),
     "`Trainer`, `fsdp=True` (FSDP2)": (Sharded, {"fsdp": True, "fsdp_config": LAYERS}),
-    MIXED_IN: (Balanced, {"fsdp": True}),
+    MIXED_IN: (Balanced, {}),
+    "`ODCTrainerMixin`, `fsdp=True`": (Balanced, {"fsdp": True}),
 }
 
 
@@ -131,8 +139,6 @@ def train(rank: int, _: int, row: str, options: SftOptions) -> Trained:
         args = TrainingArguments(
             folder,
             use_cpu=True,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
             num_train_epochs=1 + options.epochs,
             learning_rate=1e-3,
             logging_strategy="no",
@@ -141,7 +147,7 @@ def train(rank: int, _: int, row: str, options: SftOptions) -> Trained:
             disable_tqdm=True,
             report_to=[],
             dataloader_pin_memory=False,
-            **given,
+            **{**BATCHES, **given},
         )
         model = LlamaForCausalLM(byte_llama(options.layers, options.width, LONGEST))
         trainer = kind(model, args, pad, data, callbacks=[watch])

@@ -86,7 +86,7 @@ def fit(
     phases = Phases()
     module = Large(width, layers)
     trainer = pl.Trainer(
-        strategy=ODCStrategy(),
+        strategy=ODCStrategy(sharding_strategy="FULL_SHARD"),
         accelerator="cpu",
         devices=world_size,
         max_steps=2,

@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer`, with balanced batches and on-demand communication: one mix-in."""
+"""Hugging Face's `Trainer`, with balanced batches and no waits inside a step: one mix-in."""
 
 import inspect
 import shutil
@@ -41,7 +41,6 @@ config = LlamaConfig(
 )
 args = TrainingArguments(
     "trained",
-    fsdp=True,  # shards the model with `fully_shard`
     use_cpu=True,
     per_device_train_batch_size=8,
     num_train_epochs=2,

@@ -461,7 +461,7 @@ def destroy_groups_at_exit() -> None:
 def _destroy_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-        gc.collect()  # a group ends with its last reference, which a trainer may hold that nobody needs any more
+        gc.collect()  # a group ends with its last reference, which a trainer that is gone may hold
 
 
 def warn_on_rank_0(text: str) -> None:

@@ -1,9 +1,9 @@
 """``lightning-odc demo``: one small language model, trained on the same minibatches of real text in three modes.
 
 ``collective`` is stock sharding. ``on_demand`` has the same plan and one-sided communication: one sample per
-microbatch, the longest first, which is the order that is fairest to collectives. ``balanced`` is
-``Trainer(strategy="odc")`` as it stands. Modes take turns. Every optimizer step has the same samples in all of them, so
-their losses agree.
+microbatch, the longest first, which is the order that is fairest to collectives. ``balanced`` plans and steals, as
+``Trainer(strategy="odc")`` does. All three shard the model. Modes take turns. Every optimizer step has the same samples
+in all of them, so their losses agree.
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ from lightning_odc.files import write_json
 from lightning_odc.strategy.odc import ODCStrategy
 
 MODES: dict[str, dict[str, Any]] = {
-    "collective": {"communication": "collective", "balance": "local_sort"},
-    "on_demand": {"communication": "on_demand", "balance": "local_sort"},
-    "balanced": {},
+    "collective": {
+        "sharding_strategy": "FULL_SHARD",
+        "communication": "collective",
+        "balance": "local_sort",
+    },
+    "on_demand": {"sharding_strategy": "FULL_SHARD", "communication": "on_demand", "balance": "local_sort"},
+    "balanced": {"sharding_strategy": "FULL_SHARD"},
 }
 """Arguments of the strategy in every mode."""
 LOSS_TOLERANCE = 1e-5

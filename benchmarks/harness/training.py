@@ -215,6 +215,7 @@ def make_trainer(
     strategy = make_strategy(
         parallel_devices=placement.devices,
         auto_wrap_policy=units,
+        sharding_strategy="FULL_SHARD",
         hang_report_after=None,
         **balancing,
     )

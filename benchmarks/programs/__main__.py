@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.programs`` gives each program an environment of its own, below ``--folder``: torch and Lightning
 as in ``constraints.txt``, and whatever else the program asks for. There it trains the program's own module, data set
-and ``collate_fn`` in one process, under ``"ddp"`` and under ``"odc"``. It prints a Markdown table. ``--write`` keeps
-the rows in ``docs/data/programs.json``, and puts the table of all that is there into ``docs/data/programs.md``.
+and ``collate_fn`` in one process, under ``"ddp"`` and under ``"odc"``. Some programs predict and save after training.
+It prints a Markdown table. ``--write`` keeps the rows in ``docs/data/programs.json``, and puts the table of all that is
+there into ``docs/data/programs.md``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from benchmarks import command
 from benchmarks.command import option
-from benchmarks.programs.training import DDP, ODC, ONE, START
+from benchmarks.programs.training import DDP, ODC, ONE, PREDICTED, RANKS, START
 from benchmarks.tables import Column, Table, write_into
 from lightning_odc.files import write_json
 
@@ -30,6 +31,8 @@ DATA = ROOT / "docs" / "data" / "programs.json"
 PAGE = ROOT / "docs" / "data" / "programs.md"
 SECONDS = 300
 NOTHING = "nothing"
+NOT_RUN = "not run"
+ALIAS = "`import lightning_odc.pytorch_lightning` first"
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,13 @@ class Program:
         package: What pip installs.
         trains: What is trained.
         write: What a user writes beside the strategy's name.
+        torchrun: Whether its ranks start by ``torchrun``.
     """
 
     package: str
     trains: str
     write: str = NOTHING
+    torchrun: bool = False
 
 
 PROGRAMS = {
@@ -54,19 +59,31 @@ PROGRAMS = {
     "rectools": Program(
         "rectools[torch]==0.19.*",
         "`SASRecModel`",
-        "`import lightning_odc.pytorch_lightning` first; weights before `fit`",
+        f"{ALIAS}; weights before `fit`",
     ),
     "litgpt": Program("litgpt==0.5.*", "`GPT` in its `LLM` module, masked prompts"),
     "matgl": Program("matgl==4.1.*", "`TensorNet`, energies"),
     "matgl_forces": Program("matgl==4.1.*", "`TensorNet`, energies and forces"),
     "rl4co": Program("rl4co==0.7.*", "`AttentionModel`, greedy"),
     "forecasting": Program("pytorch-forecasting==1.8.*", "`TemporalFusionTransformer`"),
+    "neuralforecast": Program("neuralforecast==3.3.*", "`NHITS` by its own `fit`", ALIAS),
+    "tabular": Program("pytorch-tabular==1.2.*", "`FTTransformer` by its own `fit`", ALIAS),
+    "pykeen": Program("pykeen==1.11.*", "`LCWALitModule`, DistMult", ALIAS),
+    "pyg": Program("torch-geometric==2.8.*", "`GIN`, its own `DataLoader`"),
+    "sentences": Program(
+        "sentence-transformers[train]==6.2.*",
+        "BERT, `CosineSimilarityLoss`, checkpoints",
+        "`class T(ODCTrainerMixin, SentenceTransformerTrainer)`",
+        torchrun=True,
+    ),
+    "lightly": Program("lightly==1.5.*", "DINO, its teacher in `training_step`"),
 }
 COLUMNS = (
     Column("program"),
     Column("trains"),
     Column('D of `"ddp"`'),
     Column('D of `"odc"`'),
+    Column('predict and save: `"ddp"`, `"odc"`'),
     Column("batches"),
     Column("to write"),
 )
@@ -92,6 +109,7 @@ class Row:
     trains: str
     ddp: str
     odc: str
+    predicts: str
     batches: str
     write: str
 
@@ -116,11 +134,13 @@ def environment(folder: Path, package: str) -> Path:
 
 def train(python: Path, name: str, strategy: str, folder: Path) -> str:
     """Train a program; what it prints, which is kept in a file, too."""
-    words = [str(python), "-m", "benchmarks.programs.training", name, strategy, str(folder)]
+    words = ["-m", "benchmarks.programs.training", name, strategy, str(folder)]
+    if PROGRAMS[name].torchrun and strategy != ONE:
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), *words]
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as work:
         done = subprocess.run(
-            ["timeout", str(SECONDS), *words],
+            ["timeout", str(SECONDS), str(python), *words],
             cwd=work,
             env=variables,
             stdout=subprocess.PIPE,
@@ -144,6 +164,13 @@ def distance(name: str, strategy: str, folder: Path) -> str:
     return f"{far**0.5:.0e}"
 
 
+def predicts(name: str, strategy: str, folder: Path) -> str:
+    """Whether the program predicts and saves after training."""
+    if (folder / f"{name}.{strategy}.{PREDICTED}.pt").exists():
+        return "work"
+    return "stop"
+
+
 def batches_of(output: str) -> str:
     """What ``"odc"`` said about batches."""
     if "Plan: policy" in output:
@@ -162,14 +189,19 @@ def measure(name: str, folder: Path) -> Row:
     version = subprocess.check_output([str(python), "-c", ask], text=True).strip()
     outputs = {}
     for strategy in (ONE, DDP, ODC):
-        (folder / f"{name}.{strategy}.pt").unlink(missing_ok=True)
+        for old in folder.glob(f"{name}.{strategy}.*pt"):
+            old.unlink()
         outputs[strategy] = train(python, name, strategy, folder)
     assert (folder / f"{name}.{ONE}.pt").exists(), "one process does not train it: see the log"
+    uses = NOT_RUN
+    if predicts(name, ONE, folder) == "work":
+        uses = f"{predicts(name, DDP, folder)}, {predicts(name, ODC, folder)}"
     return Row(
         f"{place} {version}",
         program.trains,
         distance(name, DDP, folder),
         distance(name, ODC, folder),
+        uses,
         batches_of(outputs[ODC]),
         program.write,
     )
@@ -187,8 +219,8 @@ def work(options: ProgramOptions) -> int:
         if DATA.exists():
             found = json.loads(DATA.read_text()) | found
         write_json(DATA, found)
-    ordered = [found[name] for name in PROGRAMS if name in found]
-    table = Table("programs", "Programs", COLUMNS, [list(row.values()) for row in ordered])
+    ordered = [Row(**found[name]) for name in PROGRAMS if name in found]
+    table = Table("programs", "Programs", COLUMNS, [list(asdict(row).values()) for row in ordered])
     print(table.markdown())
     if options.write:
         write_into([PAGE], [table])

@@ -2,11 +2,15 @@
 
 `benchmarks.programs` runs it in the environment of that program. It writes the floating-point part of the last
 checkpoint to ``FOLDER/NAME.STRATEGY.pt``. One process takes samples in the order that Lightning gives to several, so
-a step has the same samples everywhere.
+a step has the same samples everywhere. Then the program predicts and saves, if it is known how. The predictions are in
+``FOLDER/NAME.STRATEGY.predicted.pt``.
+
+A module of this folder has ``project()``, or ``train(run)`` if the program has a ``fit`` of its own.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +33,47 @@ ONE = "one"
 DDP = "ddp"
 ODC = "odc"
 START = "start"
+PREDICTED = "predicted"
+#: Arguments of each ``Trainer``.
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training of a program."""
+
+    name: str
+    strategy: str
+    folder: Path
+
+    @property
+    def devices(self) -> int:
+        """Number of ranks."""
+        return {ONE: 1}.get(self.strategy, RANKS)
+
+    @property
+    def trainer(self) -> dict[str, Any]:
+        """Arguments of a ``Trainer``."""
+        return {"strategy": self.strategy.replace(ONE, "auto"), "devices": self.devices, **QUIET}
+
+    def path(self, *which: str) -> Path:
+        """A file of this training."""
+        return self.folder / ".".join([self.name, *which, "pt"])
+
+    def keep(self, state: dict[str, Any], *which: str) -> None:
+        """Write the tensors of a state that training can move. Rank 0 does."""
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            torch.save(floats(state), self.path(*which or [self.strategy]))
+
+    def keep_predicted(self, predicted: Any) -> None:
+        """Write predictions, which says that the program predicts and saves."""
+        self.keep({PREDICTED: torch.as_tensor(predicted)}, self.strategy, PREDICTED)
 
 
 @dataclass(frozen=True)
@@ -41,23 +86,28 @@ class Project:
         collate: The program's ``collate_fn``.
         rate: Learning rate of SGD, which takes the place of the program's optimizer: Adam makes steps of a fixed
             size from gradients that are zero but for rounding.
+        loader: The program's ``DataLoader``.
+        predict: What the program computes with its trained module, and how it saves it.
     """
 
     module: pl.LightningModule
     samples: Dataset[Any] | Sequence[Any]
     collate: Callable[[list[Any]], Any] | None = None
     rate: float = 0.01
+    loader: Callable[..., Any] = DataLoader
+    predict: Callable[[Path], Any] | None = None
 
 
 class SaveStart(pl.Callback):
     """Keeps the weights before the first step."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write them."""
-        torch.save(floats(pl_module.state_dict()), self.path)
+        if self.run.strategy == ONE:
+            self.run.keep(pl_module.state_dict(), START)
 
 
 def floats(state: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -66,46 +116,43 @@ def floats(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in tensors.items() if value.is_floating_point()}
 
 
-def fit(name: str, strategy: str, folder: Path) -> None:
+def fit(run: Run, project: Project) -> None:
     """Train, and keep the last checkpoint."""
-    torch.manual_seed(0)
-    project: Project = import_module(f"benchmarks.programs.{name}").project()
     module: Any = project.module
     module.configure_optimizers = lambda: torch.optim.SGD(module.parameters(), project.rate)
-    callbacks: list[pl.Callback] = []
     sampler: Any = None
-    devices = RANKS
-    used = strategy
-    if strategy == ONE:
-        callbacks.append(SaveStart(folder / f"{name}.{START}.pt"))
+    if run.strategy == ONE:
         sampler = DistributedSampler(project.samples, 1, 0)  # type: ignore[arg-type]
-        devices = 1
-        used = "auto"
-    trainer = pl.Trainer(
-        strategy=used,
-        accelerator="cpu",
-        devices=devices,
-        max_epochs=1,
-        callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    batch = SAMPLES // STEPS // devices
-    loader: DataLoader[Any] = DataLoader(
-        project.samples,  # type: ignore[arg-type]
-        batch,
-        sampler=sampler,
-        collate_fn=project.collate,
-    )
-    trainer.fit(project.module, loader)
-    path = folder / f"{name}.{strategy}.pt"
+    trainer = pl.Trainer(max_epochs=1, callbacks=[SaveStart(run)], **run.trainer)
+    batch = SAMPLES // STEPS // run.devices
+    loader = project.loader(project.samples, batch, sampler=sampler, collate_fn=project.collate)
+    trainer.fit(module, loader)
+    path = run.path(run.strategy)
     trainer.save_checkpoint(path)
     if trainer.is_global_zero:
         checkpoint = torch.load(path, weights_only=False)
-        torch.save(floats(checkpoint["state_dict"]), path)
+        run.keep(checkpoint["state_dict"])
+    if project.predict is not None:
+        del module.configure_optimizers
+        run.keep_predicted(project.predict(path.with_suffix(".model")))
+
+
+def predict_alone(module: pl.LightningModule, loader: Any, path: Path) -> Any:
+    """Predict on one device, and save the module."""
+    predicted: Any = pl.Trainer(devices=1, **QUIET).predict(module, loader)
+    torch.save(module, path)
+    return torch.cat(predicted)
+
+
+def main(run: Run) -> None:
+    """Train, predict and save."""
+    torch.manual_seed(0)
+    program = import_module(f"benchmarks.programs.{run.name}")
+    if hasattr(program, "train"):
+        program.train(run)
+    else:
+        fit(run, program.project())
 
 
 if __name__ == "__main__":
-    fit(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
+    main(Run(sys.argv[1], sys.argv[2], Path(sys.argv[3])))

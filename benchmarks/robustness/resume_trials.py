@@ -132,6 +132,7 @@ def run(rank: int, folder: str, kind: Kind, kill: tuple[int, int, bool] | None) 
         max_tokens=LONGEST,  # few samples in a microbatch, and so many moments to be killed in
         length_fn=length_of,
         deterministic=True,
+        sharding_strategy="FULL_SHARD",
         state_dict_type=kind,
         hang_report_after=None,
     )

@@ -46,6 +46,9 @@ class FlatSums:
         self.pieces: list[Tensor] = []
         self.known: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, Tensor] = {}
+        self._spare: dict[
+            nn.Parameter, Tensor
+        ] = {}  # gradients of the last pass, whose memory `totals` uses again
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             own = parameter.dtype.to_real()
@@ -81,6 +84,7 @@ class FlatSums:
     @torch.no_grad()
     def add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Add the gradients of a pass."""
+        self._spare = dict(gradients)
         first: dict[Tensor, Tensor] = {}
         more: dict[Tensor, Tensor] = {}
         for parameter, gradient in gradients.items():
@@ -103,18 +107,25 @@ class FlatSums:
 
     def totals(self, received: Sequence[bool]) -> dict[nn.Parameter, Tensor]:
         """What lies in the pieces now, copied, of `parameters` that have ``received`` a gradient on any rank."""
-        chosen = [item for item, flag in zip(self._places.items(), received, strict=True) if flag]
         copies = {}
-        for parameter, place in chosen:
-            total = place.to(parameter.dtype.to_real(), copy=True)
-            if parameter.is_complex():
-                total = torch.view_as_complex(total)
+        for (parameter, place), flag in zip(self._places.items(), received, strict=True):
+            if not flag:
+                continue
+            total = self._spare.get(parameter)
+            if total is None or total.is_sparse or total.is_conj() or total.requires_grad:
+                total = torch.empty_like(parameter)
+            as_real(total).copy_(place)
             copies[parameter] = total
         return copies
+
+    def begin_pass(self) -> None:
+        """Another backward pass begins, which takes memory for its gradients."""
+        self._spare = {}
 
     def clear(self) -> None:
         """Forget what all have received."""
         self.known.clear()
+        self._spare = {}
 
 
 def as_real(tensor: Tensor) -> Tensor:

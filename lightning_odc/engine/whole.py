@@ -139,6 +139,7 @@ class WholeEngine(Engine):
     def backward(self, *, manual: bool = False, more: bool = False, counts: bool = True) -> Iterator[None]:
         self.backward_done = False
         self.settled = False  # an optimizer may run its closure again
+        self._sums.begin_pass()
         with self._whole.backward(self._apart(manual), counts):
             yield
         self.backward_done = True

@@ -181,10 +181,10 @@ show(
 # %% [markdown]
 # ## Now measure it
 #
-# Let us train a small Llama with random weights on the minibatches from above, sharded over two processes. The first
-# run uses PyTorch's collectives (`communication="collective"` is stock `fully_shard`), the second one
-# on-demand communication. `DeviceIdleMonitor` logs how long the ranks wait. `TimelineRecorder` records what
-# every rank does, and when.
+# Let us train a small Llama with random weights on the minibatches from above, sharded over two processes. It would fit
+# on each of them, so we ask for shards: `sharding_strategy="FULL_SHARD"`. The first run uses PyTorch's collectives
+# (`communication="collective"` is stock `fully_shard`), the second one on-demand communication. `DeviceIdleMonitor`
+# logs how long the ranks wait. `TimelineRecorder` records what every rank does, and when.
 
 
 # %%
@@ -211,7 +211,7 @@ WAYS = {"collectives": "collective", "on demand": "on_demand"}
 for communication in WAYS.values():
     train(
         communication,
-        ODCStrategy(communication=communication),
+        ODCStrategy(sharding_strategy="FULL_SHARD", communication=communication),
         CausalModel(byte_llama(4, 256, corpus.max_length), seed=0),
         DealtTexts(corpus, few),
     )
@@ -397,7 +397,9 @@ for skew in PLACES:
     for communication in WAYS.values():
         train(
             f"llama-{skew}-{communication}",
-            ODCStrategy(communication=communication),
+            ODCStrategy(
+                sharding_strategy="FULL_SHARD", communication=communication
+            ),
             CausalModel(byte_llama(4, 256, corpus.max_length), seed=0),
             data_at(skew),
         )
@@ -426,7 +428,9 @@ for skew in PLACES:
         train(
             f"asleep-{skew}-{communication}",
             ODCStrategy(
-                communication=communication, auto_wrap_policy={SleepingLayer}
+                sharding_strategy="FULL_SHARD",
+                communication=communication,
+                auto_wrap_policy={SleepingLayer},
             ),
             AsleepModel(),
             data_at(skew),

@@ -138,7 +138,8 @@ def fit(name, strategy, batch_size=1, accumulate=4, collate_fn=pack_samples):
 #
 # `"odc"` changes two things: how ranks communicate, and which of them trains on which texts. We look at the first one
 # alone, with `"odc_plain"`. It leaves the batches as they are, so we can compare the losses step by step. We use it
-# only for this comparison. In your own training, use `"odc"`, which also balances, and comes below.
+# only for this comparison. In your own training, use `"odc"`, which also balances. This model is small, so each rank
+# keeps the whole of it, as under DDP. A line at the start says so.
 
 # %%
 fit("ddp", strategy="ddp_notebook")
@@ -176,10 +177,12 @@ with torch.no_grad():
 # |---|---|---|
 # | **DDP** | the whole model | once per optimizer step, to sum gradients |
 # | **FSDP** | one slice of every layer | at every layer of every microbatch |
-# | **ODC** | one slice of every layer | once per optimizer step |
+# | **ODC** | the whole model if it fits, else one slice of every layer | once per optimizer step |
 #
 # DDP needs all parameters, gradients and optimizer states on every device, so large models cannot use it. FSDP
-# divides them among the ranks, and the price is barriers. ODC divides them as well, and has as few barriers as DDP.
+# divides them among the ranks, and the price is barriers. ODC divides the models that do not fit, and always has as
+# few barriers as DDP. Our model fits. To see what happens to a large one, we ask for slices with
+# `sharding_strategy="FULL_SHARD"`.
 #
 # One thing first. Lightning itself synchronizes ranks: before *every batch*, rank 0 sends the others a small message
 # (whether the job should stop). To avoid that inside a step, give Lightning the whole step as *one* batch. `balance=`
@@ -191,16 +194,23 @@ with torch.no_grad():
 # 1. `communication="collective"`: the same sharding over PyTorch's own collectives, as under FSDP. (FSDP itself
 #    refuses to run in notebooks.) `balance="local_sort"` gives each rank four texts, the longest first.
 # 2. On demand, with the same texts on the same ranks.
-# 3. `"odc"`: on demand, and balanced. Each rank gets as many texts as make its work equal to that of the other. It
-#    chooses the policy, the cost of a text and the weights by itself.
+# 3. As `"odc"` does it for a large model: on demand, and balanced. Each rank gets as many texts as make its work equal
+#    to that of the other. The strategy chooses the policy, the cost of a text and the weights by itself.
 
 # %%
 runs = {
     "collectives, as in FSDP": ODCStrategy(
-        communication="collective", balance="local_sort", weighting="next_token"
+        sharding_strategy="FULL_SHARD",
+        communication="collective",
+        balance="local_sort",
+        weighting="next_token",
     ),
-    "on demand": ODCStrategy(balance="local_sort", weighting="next_token"),
-    "odc: on demand, balanced": "odc",
+    "on demand": ODCStrategy(
+        sharding_strategy="FULL_SHARD",
+        balance="local_sort",
+        weighting="next_token",
+    ),
+    "odc: on demand, balanced": ODCStrategy(sharding_strategy="FULL_SHARD"),
 }
 models = {
     name: fit(name, strategy, batch_size=4, accumulate=1)
@@ -306,9 +316,8 @@ print_table(
 # they vary, the seconds more than the idle part. Run it again before you believe them.
 #
 # The last three rows had the same texts in every step. DDP came from another loader, so its steps may hold other texts:
-# compare its idle part, not its seconds. It has no plan, so a rank with long texts makes the other one wait. A model as
-# small as this one fits on every device and needs no sharding. Then DDP can be planned, too: [Plain DDP,
-# balanced](../docs/full-gain.md#plain-ddp-balanced) has the edits and the measured time.
+# compare its idle part, not its seconds. It has no plan, so a rank with long texts makes the other one wait. DDP can be
+# planned, too: [Plain DDP, balanced](../docs/full-gain.md#plain-ddp-balanced) has the edits and the measured time.
 #
 # What does `"odc"` choose? The *cost* of a text is the number of operations that follows from the model's
 # configuration. The *weighting* says what a microbatch counts in the gradient. `"odc"` tests the loss on a few texts
@@ -332,13 +341,13 @@ with torch.no_grad():
 # trainer = Trainer(strategy="odc", accelerator="cpu", devices=2)
 # ```
 #
-# It communicates on demand, and balances. Everything else stays the same. [Get started](../docs/get-started.md) has a
-# complete one, and how to switch a project that uses DDP or FSDP.
+# It keeps the model whole where it fits, else it communicates on demand. It balances. Everything else stays the same.
+# [Get started](../docs/get-started.md) has a complete one, and how to switch a project that uses DDP or FSDP.
 #
 # ## What you have seen
 #
 # - One line switches a training. The losses stay the same.
-# - ODC keeps slices like FSDP, and synchronizes as rarely as DDP.
+# - ODC keeps the whole model like DDP, or slices like FSDP. It always synchronizes as rarely as DDP.
 # - The waiting that is left comes from uneven work. Balancing levels the work. `"odc"` does both.
 #
 # ## Exercises

@@ -5,8 +5,8 @@
 #
 # - how to pack texts into rows without padding, and how to make sure that they do not see each other;
 # - why the loss must be weighted by tokens, and how to do that exactly;
-# - how to train LoRA adapters with sharded, frozen base weights;
-# - how to move checkpoints between a sharded training and a single process, and how to resume to the last bit.
+# - how to train LoRA adapters over frozen base weights, on two processes;
+# - how to move checkpoints between two processes and a single one, and how to resume to the last bit.
 #
 # **It needs** Linux, two CPU cores and one to two minutes. No GPU, no network: the model begins with random weights and
 # is trained here. For a model from the Hub, replace one line. In a clone of the repository, `make lab` installs
@@ -244,8 +244,8 @@ print(
 )
 
 # %% [markdown]
-# Nothing else changes. Each layer is still one unit, with base weights and adapters together. The frozen base
-# weights are sharded and read on demand like all others. Only the adapters have gradients, so only those are sent.
+# Nothing else changes. The model is small, so each rank keeps the whole of it. Only the adapters have gradients, so
+# only those are sent. The base weights of a model that does not fit are sharded and read on demand.
 
 # %%
 checkpoints = ModelCheckpoint(
@@ -307,8 +307,8 @@ print_table(["loss", "prose", "code"], rows)
 # %% [markdown]
 # ## Checkpoints without shards
 #
-# Each rank holds half of every parameter, but a checkpoint holds whole ones. It is the same file that a single
-# process would have written. So plain PyTorch can read it, without a process group and without this package.
+# A checkpoint holds whole parameters, even if the model is sharded. It is the same file that a single process would
+# have written. So plain PyTorch can read it, without a process group and without this package.
 
 # %%
 torch.manual_seed(1)
@@ -326,13 +326,13 @@ single = Trainer(accelerator="cpu", devices=1, max_steps=2, **QUIET)
 single.fit(fresh, loader(prose[:16]))
 single.save_checkpoint("runs/single.ckpt")
 
-sharded = make_trainer(-1)
+two_ranks = make_trainer(-1)
 empty = Language(get_peft_model(LlamaForCausalLM(config), adapters))
-sharded.validate(
+two_ranks.validate(
     empty, loader(held_out), ckpt_path="runs/single.ckpt", verbose=False
 )
 print(
-    f"validated on two ranks:      {float(sharded.callback_metrics['val_loss']):.4f}"
+    f"validated on two ranks:      {float(two_ranks.callback_metrics['val_loss']):.4f}"
 )
 print(f"in this process, on one:      {loss_on(fresh.model, held_out):.4f}")
 

@@ -327,7 +327,11 @@ def fit(name, steps, communication="on_demand", callbacks=()):
     model.load_state_dict(base.state_dict())
     module = GRPO(model)
     trainer = Trainer(
-        strategy=ODCStrategy(communication=communication, balance=None),
+        strategy=ODCStrategy(
+            sharding_strategy="FULL_SHARD",
+            communication=communication,
+            balance=None,
+        ),
         accelerator="cpu",
         devices=2,
         max_steps=2 * steps,  # optimizer steps

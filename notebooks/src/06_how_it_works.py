@@ -74,7 +74,8 @@ torch.set_printoptions(precision=3, sci_mode=False)
 # | an **accumulator** for the shard's gradient | all ranks add, under a lock | its owner |
 #
 # With processes the window is shared memory. Here both ranks live in this notebook's process, so that you can
-# drive them by hand. The protocol code is the real one: the same class that `strategy="odc"` uses.
+# drive them by hand. The protocol code is the real one: the same class that `strategy="odc"` uses. (A model that fits
+# on each rank is not sharded. There, ranks publish gradients in place of parameters, by the same protocol.)
 
 # %%
 vector = UnitSpec(
@@ -467,8 +468,8 @@ except ODCError as error:
     print(f"{type(error).__name__}: {error}")
 
 # %% [markdown]
-# **Your code has changed a parameter by hand.** Peers would read the old value. Here it is in a real training with
-# two processes:
+# **Your code has changed a parameter by hand.** If the model is sharded, peers would read the old value. Here it is in
+# a real training with two processes:
 
 
 # %%
@@ -480,7 +481,7 @@ class EditsByHand(Callback):
 
 
 trainer = Trainer(
-    strategy=ODCStrategy(balance=None),
+    strategy=ODCStrategy(sharding_strategy="FULL_SHARD", balance=None),
     accelerator="cpu",
     devices=2,
     max_steps=3,

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 
-from benchmarks import first_screen, rl, second_derivatives, traffic
+from benchmarks import first_screen, rl, traffic, whole
 from benchmarks.command import OptionError
 from benchmarks.hosts import why_no_limit, why_not
 from benchmarks.idle.truth import expected
@@ -97,11 +97,11 @@ def test_grpo_runs_fewer_layers_on_demand_than_by_collectives(capsys: Any) -> No
 
 
 @pytest.mark.slow
-def test_second_derivatives_are_timed_beside_ddp(capsys: Any) -> None:
-    options = ["--rounds", "1", "--width", "32", "--depth", "2"]
-    assert second_derivatives.main(options) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| energies")]
-    assert len(rows) == 4
+def test_whole_models_are_timed_beside_ddp_and_shards(capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(whole, "MODELS", {"small": whole.Encoder})
+    assert whole.main(["--rounds", "1", "--steps", "3"]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| small")]
+    assert len(rows) == 3
 
 
 TABLE = Table("speed", "How fast", [Column("name"), Column("share", "percent"), Column("ms", ".1f")])
