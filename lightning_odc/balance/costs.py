@@ -46,8 +46,9 @@ class MinibatchCosts:
     scale: float = 1.0  # these numbers per unit of the caller's costs
 
     @classmethod
-    def of(cls, cost: Cost, lengths: Ints, num_ranks: int, collation: Collation = PACKED) -> MinibatchCosts:
+    def of(cls, cost: Any, lengths: Ints, num_ranks: int, collation: Collation = PACKED) -> MinibatchCosts:
         """The costs of samples of these lengths, each alone in its microbatch, checked."""
+        cost = resolve_cost(cost)
         speeds = np.ones(1)
         if isinstance(cost, SpeedCost):
             speeds = np.array(cost.speeds)
@@ -61,26 +62,18 @@ class MinibatchCosts:
         by_rank = np.broadcast_to(speeds, (num_ranks,))
         return cls(samples / speeds[:, None], overhead / by_rank, pair / by_rank)
 
-    @property
-    def of_equal_ranks(self) -> bool:
-        """Whether they are those of any rank."""
-        return all((values == values[:1]).all() for values in (self.samples, self.overhead, self.pair))
-
     def whole(self) -> MinibatchCosts:
         """The costs times a power of two, rounded, in one row if ranks are equal: Note [The same plan everywhere]."""
-        _, count = self.samples.shape
-        kinds = len(self.overhead)
-        if len(self.samples) == 1 and self.of_equal_ranks:
-            kinds = 1
+        kinds, count = self.samples.shape
         largest_sum = float(self.samples.max() + 2 * self.overhead.max()) * (count + 1)
         scale = 2.0 ** (_LARGEST_SUM_BITS - math.frexp(largest_sum)[1])
 
-        def rounded(values: Floats, *shape: int) -> Ints:
-            return np.broadcast_to(np.rint(values * scale).astype(np.int64), shape)
+        def rounded(values: Floats) -> Ints:
+            return np.rint(values * scale).astype(np.int64)
 
         return MinibatchCosts(
-            samples=rounded(self.samples, kinds, count),
-            overhead=rounded(self.overhead[:kinds], kinds),
+            samples=rounded(self.samples),
+            overhead=rounded(self.overhead[:kinds]),
             pair=self.pair[:kinds] * scale,  # of which a product with whole numbers is rounded
             scale=scale,
         )

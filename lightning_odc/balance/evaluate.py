@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_odc.balance.arrays import Cap, Ints, Plan, as_lengths
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens, resolve_cost
+from lightning_odc.balance.costs import MinibatchCosts, pairs_of_tokens
 from lightning_odc.balance.planner import microbatches_of
 
 
@@ -27,7 +27,7 @@ def microbatch_costs(
         collation: See `plan_minibatch`.
     """
     array = as_lengths(lengths)
-    costs = MinibatchCosts.of(resolve_cost(cost), array, len(plan), collation)
+    costs = MinibatchCosts.of(cost, array, len(plan), collation)
     found = []
     for rank, own in enumerate(plan):
         found.append([_together(costs, rank, members, array, collation) for members in own])
@@ -101,5 +101,5 @@ def least_cost(
         max_tokens: most tokens of a microbatch, see `plan_minibatch`; by default the longest row.
         collation: See `plan_minibatch`.
     """
-    work = microbatches_of(as_lengths(lengths), max_tokens, resolve_cost(cost), num_ranks, collation)
+    work = microbatches_of(as_lengths(lengths), max_tokens, cost, num_ranks, collation)
     return work.bound() / work.scale

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from dataclasses import replace
 
 import numpy as np
 
+from lightning_odc.balance.arrays import Floats
 from lightning_odc.balance.collation import PACKED, Collation
 from lightning_odc.balance.costs import Cost, PolynomialCost, with_speeds
 from lightning_odc.balance.evaluate import relative_costs
@@ -39,15 +39,6 @@ _SHARES = [2.0**power for power in range(-5, 9) if power]  # of the quadratic pa
 
 Sums = list[float]
 """Of some microbatches: how many; then, for each cost in question, the sums of speeds and of squared speeds."""
-
-
-@dataclass(frozen=True)
-class _Speed:
-    """The speed of a rank by some cost."""
-
-    count: float  # of its microbatches, of which old ones count less
-    mean: float
-    variance: float
 
 
 class MeasuredCost:
@@ -65,7 +56,7 @@ class MeasuredCost:
         self._tried = [prior]
         if isinstance(prior, PolynomialCost) and prior.quadratic:
             self._tried += [replace(prior, quadratic=prior.quadratic * share) for share in _SHARES]
-        self._sums: list[Sums] = [[0.0]] * num_ranks
+        self._sums: Floats = np.zeros((num_ranks, 1 + 2 * len(self._tried)))
 
     def separate_samples(self) -> None:
         """The samples of a microbatch do not attend to each other, as in the rows of a padded one."""
@@ -86,47 +77,32 @@ class MeasuredCost:
     def observe(self, by_rank: Sequence[Sums]) -> None:
         """Take in the sums of all ranks for a minibatch."""
         for rank, fresh in enumerate(by_rank):
-            kept = _MEMORY / (_MEMORY + fresh[0])
-            together = zip_longest(self._sums[rank], fresh, fillvalue=0.0)
-            self._sums[rank] = [kept * before + value for before, value in together]
+            self._sums[rank] *= _MEMORY / (_MEMORY + fresh[0])
+            self._sums[rank, : len(fresh)] += fresh
 
     @property
     def found(self) -> Cost | None:
         """The cost that times show; ``None`` if it is the given one, or too few were measured."""
-        if min(sums[0] for sums in self._sums) < _ENOUGH:
+        counts = self._sums[:, :1]  # microbatches of each rank, of which old ones count less
+        if counts.min() < _ENOUGH:
             return None
-        by_cost = [self._speeds(place) for place in range(len(self._tried))]
-        errors = list(map(_error, by_cost))
+        totals = self._sums[:, 1::2]  # [num_ranks, costs in question]
+        squares = self._sums[:, 2::2]
+        speeds = squares / totals
+        variances = np.maximum(squares / counts - (totals / counts) ** 2, 0.0)
+        # How much the speeds of the same rank usually differ, relative to their mean.
+        squared_errors = map(math.fsum, (counts * variances / speeds**2).T)
+        errors = [math.sqrt(squared / math.fsum(counts.flat)) for squared in squared_errors]
         best = errors.index(min(errors))
         if errors[best] > errors[0] - _GAIN:
             best = 0
-        if _differ(by_cost[best]):
-            fastest = max(speed.mean for speed in by_cost[best])
-            return with_speeds(self._tried[best], [speed.mean / fastest for speed in by_cost[best]])
+        by_rank = speeds[:, best]
+        uncertain = (variances / counts)[:, best]  # squared standard errors
+        slow = by_rank.argmin()
+        fast = by_rank.argmax()
+        chance = math.sqrt(uncertain[slow] + uncertain[fast])
+        if by_rank[fast] > _SLOW * by_rank[slow] and by_rank[fast] - by_rank[slow] > _SURE * chance:
+            return with_speeds(self._tried[best], (by_rank / by_rank[fast]).tolist())
         if best:
             return self._tried[best]
         return None
-
-    def _speeds(self, place: int) -> list[_Speed]:
-        """The speed of every rank by one of the costs in question."""
-        speeds = []
-        for count, *sums in self._sums:
-            total = sums[2 * place]
-            squares = sums[2 * place + 1]
-            variance = squares / count - (total / count) ** 2
-            speeds.append(_Speed(count, squares / total, max(variance, 0.0)))
-        return speeds
-
-
-def _error(speeds: Sequence[_Speed]) -> float:
-    """How much the speeds of the same rank usually differ, relative to their mean."""
-    squared = math.fsum(speed.count * speed.variance / speed.mean**2 for speed in speeds)
-    return math.sqrt(squared / math.fsum(speed.count for speed in speeds))
-
-
-def _differ(speeds: Sequence[_Speed]) -> bool:
-    """Whether the slowest rank is slower than the fastest one, by more than chance."""
-    slowest = min(speeds, key=lambda speed: speed.mean)
-    fastest = max(speeds, key=lambda speed: speed.mean)
-    chance = math.sqrt(slowest.variance / slowest.count + fastest.variance / fastest.count)
-    return fastest.mean > _SLOW * slowest.mean and fastest.mean - slowest.mean > _SURE * chance

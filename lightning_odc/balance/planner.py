@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from lightning_odc.arguments import Count, Index, checked
 from lightning_odc.balance.arrays import Cap, Ints, Plan, as_cap, as_lengths, floats
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.costs import Cost, MinibatchCosts, resolve_cost
+from lightning_odc.balance.costs import MinibatchCosts, resolve_cost
 from lightning_odc.balance.in_step import in_step
 from lightning_odc.balance.microbatches import Microbatches
 from lightning_odc.balance.packed import Packed
@@ -25,7 +25,7 @@ COLLECTIVE_SAFE = ("local_sort", "lb_micro")
 
 
 def microbatches_of(
-    lengths: Ints, max_tokens: int | None, cost: Cost, num_ranks: int, collation: Collation
+    lengths: Ints, max_tokens: int | None, cost: Any, num_ranks: int, collation: Collation
 ) -> Microbatches:
     """The samples of a minibatch, after all checks of the cap and of costs."""
     rows = collation.row_lengths(lengths)
@@ -69,10 +69,9 @@ class Planner:
     cost: Any = "quadratic"
     _: KW_ONLY
     collation: Collation = PACKED
-    _cost: Cost = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_cost", resolve_cost(self.cost))
+        resolve_cost(self.cost)  # refuses what it cannot plan with
 
     def plan(self, lengths: Any) -> Plan:
         """The plan of one minibatch.
@@ -90,7 +89,7 @@ class Planner:
                 not positive and finite.
         """
         array = as_lengths(lengths)
-        work = microbatches_of(array, self.max_tokens, self._cost, self.num_ranks, self.collation)
+        work = microbatches_of(array, self.max_tokens, self.cost, self.num_ranks, self.collation)
         if self.policy == "local_sort":
             everything = sorted(range(len(array)), key=array.tolist().__getitem__, reverse=True)
             dealt: Plan = [[] for _ in range(self.num_ranks)]

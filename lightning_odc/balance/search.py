@@ -28,7 +28,6 @@ still rank 0, with 10. No exchange with rank 1 or 2 makes it lighter, so the sea
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import combinations
@@ -106,17 +105,6 @@ def longest_first(
     limits = limits or [costs.shape[1]] * len(groups)
     sums = costs.sum(0).tolist()
     falling = sorted(pieces, key=sums.__getitem__, reverse=True)
-    if len(costs) == 1:
-        heap = [(load, rank) for rank, load in enumerate(loads)]
-        heapq.heapify(heap)
-        for piece in falling:
-            end, rank = heap[0]
-            groups[rank].append(piece)
-            end += sums[piece]
-            if len(groups[rank]) == limits[rank]:
-                end = _NEVER
-            heapq.heapreplace(heap, (end, rank))
-        return
     by_rank = np.array(loads)
     for piece, own in zip(falling, costs.T[falling], strict=True):
         after = by_rank + own

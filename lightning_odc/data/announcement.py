@@ -8,17 +8,34 @@ from lightning_odc.data.plan import BatchOptions
 from lightning_odc.data.weighting import Rule
 
 
-def brief(
-    loader: BalancedDataLoader, model: ModelCost, rule: Rule | None = None, communication: str = "on_demand"
-) -> str:
+def brief(loader: BalancedDataLoader, model: ModelCost, rule: Rule | None, communication: str) -> str:
     """What was found, chosen, and is expected, by lengths; ``rule`` is what a trial of the loss has found."""
-    loss = "" if rule is None else f"Loss: {str(rule).partition(', less')[0]} (checked).\n"
+    loss = ""
+    if rule is not None:
+        loss = f"Loss: {str(rule).partition(', less')[0]} (checked).\n"
+    options = loader.options
+    step = f"{options.minibatch_size} samples per rank"
+    if options.batches > 1:
+        step += f" ({options.batches} accumulated batches of {options.samples_per_batch})"
+    if loader.info.whole:
+        plan = "your batches are left as they are"
+        if options.batches > 1 and loader.info.whole == "movable":
+            plan += "; ranks exchange some of them, to have equal work"
+        expected = "Expected: the padding of your batches, and fewer waits; DeviceIdleMonitor measures them."
+    else:
+        if loader.max_tokens is not None:
+            step += f"; at most {loader.max_tokens:,} tokens in a microbatch"
+        plan = f'policy "{loader.recipe.policy}"; {_cost(options, loader.learns)}'
+        gain = loader.planned_gain()
+        expected = "Expected: not known before the stream is read; DeviceIdleMonitor measures it."
+        if gain is not None:
+            expected = gain.described(options.minibatch_size)
     return (
         f"Found: {_data(loader)}; {model.source}.\n"
         f"{loss}"
-        f"Step: {_step(loader)}.\n"
-        f'Plan: {_plan(loader)}; communication="{communication}".\n'
-        f"{_expectation(loader)}"
+        f"Step: {step}.\n"
+        f'Plan: {plan}; communication="{communication}".\n'
+        f"{expected}"
     )
 
 
@@ -35,26 +52,6 @@ def _data(loader: BalancedDataLoader) -> str:
     return f"{found}; the collate_fn {loader.collation.describe()}"
 
 
-def _step(loader: BalancedDataLoader) -> str:
-    options = loader.options
-    samples = f"{options.minibatch_size} samples per rank"
-    if options.batches > 1:
-        samples += f" ({options.batches} accumulated batches of {options.minibatch_size // options.batches})"
-    if loader.info.whole or loader.max_tokens is None:
-        return samples
-    return f"{samples}; at most {loader.max_tokens:,} tokens in a microbatch"
-
-
-def _plan(loader: BalancedDataLoader) -> str:
-    recipe = loader.recipe
-    if loader.info.whole:
-        can_level = loader.options.batches > 1 and loader.info.whole == "movable"
-        return "your batches are left as they are" + (
-            "; ranks exchange some of them, to have equal work" if can_level else ""
-        )
-    return f'policy "{recipe.policy}"; {_cost(loader.options, loader.learns)}'
-
-
 def _cost(options: BatchOptions, learns: bool) -> str:
     if not isinstance(options.cost, str):
         return f"cost={type(options.cost).__name__}"
@@ -64,12 +61,3 @@ def _cost(options: BatchOptions, learns: bool) -> str:
         if learns:
             cost += ", then from measured times"
     return cost
-
-
-def _expectation(loader: BalancedDataLoader) -> str:
-    if loader.info.whole:
-        return "Expected: the padding of your batches, and fewer waits; DeviceIdleMonitor measures them."
-    gain = loader.planned_gain()
-    if gain is None:
-        return "Expected: not known before the stream is read; DeviceIdleMonitor measures it."
-    return gain.described(loader.options.minibatch_size)

@@ -176,8 +176,12 @@ def short_to_long(sizes: Sequence[int], most: float, room: float = math.inf) -> 
     by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
     short = by_size[: max(sum(size <= most for size in sizes), 2)]
     count = int(min(2 * most, room) // max(sizes[short[-1]], 1))
-    places = np.linspace(0, len(short) - 1, min(max(count, 2), 8, len(short))).astype(int)
-    return [short[place] for place in places]
+    return [short[place] for place in spread(len(short), min(max(count, 2), 8))]
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Up to ``most`` of ``count`` places, from the first to the last."""
+    return np.linspace(0, count - 1, min(count, most)).astype(int).tolist()
 
 
 # -- equal or not -----------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ class Gain:
     balanced_idle: float  # the same for balanced minibatches
     padding: float  # the part of the computed tokens that is padding, as batches come
     balanced_padding: float  # the same for balanced minibatches
-    balanced: float  # the time of balanced minibatches, in the unit of the cost
     factor: float  # the time as batches come, over the time of balanced minibatches
     shortest: int  # tokens of the shortest sample that was looked at
     longest: int  # tokens of the longest one
@@ -102,7 +101,6 @@ def planned_gain(
         balanced_idle=balanced.idle,
         padding=as_they_come.padding,
         balanced_padding=balanced.padding,
-        balanced=balanced.time,
         factor=as_they_come.time / balanced.time,
         shortest=int(lengths.min()),
         longest=int(lengths.max()),

@@ -107,9 +107,8 @@ class Learning:
                 self.max_tokens = max(lower, self._least)
         self.known.append((number, Known(cost, self.max_tokens)))
         # What no plan will ask for again is dropped.
-        old = [index for index, (last, _) in enumerate(self.known) if last <= self.begun - self.lag]
-        if old:
-            del self.known[: old[-1]]
+        while len(self.known) > 1 and self.known[1][0] <= self.begun - self.lag:
+            del self.known[0]
 
     def values(self) -> dict[str, float]:
         """What to log, by name: see `DeviceIdleMonitor`."""

@@ -16,7 +16,8 @@ from torch.utils.data import Subset
 
 from lightning_odc.arguments import Like
 from lightning_odc.balance.arrays import Ints, as_lengths
-from lightning_odc.data.probe import seen, shapes_of
+from lightning_odc.data.content import spread
+from lightning_odc.data.probe import Collate, seen, shapes_of
 from lightning_odc.data.rng import isolated_rng
 from lightning_odc.data.shapes import ShownLength, sequences_in
 from lightning_odc.progress import progress
@@ -68,7 +69,7 @@ def find_lengths(
     dataset: Any,
     lengths: Any = None,
     length_fn: LengthFunction | None = None,
-    collate_fn: Callable[[list[Any]], Any] = list,
+    collate_fn: Collate = list,
 ) -> Lengths:
     """The length of every sample: as given, by ``length_fn``, as the data set knows it, or of every sample itself.
 
@@ -94,9 +95,7 @@ def find_lengths(
     return Lengths(_scan(dataset, length_of), length_of)
 
 
-def length_function(
-    read: Callable[[int], Any], count: int, collate_fn: Callable[[list[Any]], Any]
-) -> LengthFunction:
+def length_function(read: Callable[[int], Any], count: int, collate_fn: Collate) -> LengthFunction:
     """What measures samples: their own form; else the one of a batch of each, in the dimensions that differ.
 
     Args:
@@ -107,7 +106,7 @@ def length_function(
     Returns:
         `measure`, or a `ShownLength`. Several sequences of unequal sizes are added.
     """
-    samples = [read(place) for place in _looked_at(count)]
+    samples = [read(place) for place in spread(count, _LOOKED_AT)]
     with suppress(LengthsUnknownError):
         for sample in samples:
             measure(sample)
@@ -123,10 +122,6 @@ def length_function(
     if batches[0].shows_all:
         return EQUALLY_LONG
     return measure
-
-
-def _looked_at(count: int) -> list[int]:
-    return np.linspace(0, count - 1, min(count, _LOOKED_AT)).astype(int).tolist()
 
 
 def measure(sample: Any) -> int:
@@ -207,7 +202,7 @@ def _scan_collated(dataset: Any, collated: ShownLength) -> Ints:
         return any(own(dataset[place]) != collated(dataset[place]) for place in places)
 
     with isolated_rng():
-        looked_at = _looked_at(len(dataset))
+        looked_at = spread(len(dataset), _LOOKED_AT)
         own = ShownLength(sequences_in([shapes_of(dataset[place]) for place in looked_at]), None)
         if not own.sequences or differs(looked_at):
             return _scan(dataset, collated)

@@ -302,7 +302,8 @@ class BalancedDataLoader:
         schedule = self._prepare()
         if isinstance(schedule, StreamSchedule):
             raise TypeError("An IterableDataset is planned as it is read: no plan can be asked for.")
-        return schedule.plan_now(epoch, step)
+        _, known = schedule.learning.known[-1]
+        return schedule.epochs.plan(epoch, step, *known)
 
     # -- what it yields -----------------------------------------------------------------------------------
 

@@ -18,11 +18,12 @@ from lightning_odc.balance import Cost
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import Minibatch, Rereader, StealableWork, Task
-from lightning_odc.data.plan import EpochPlan, MinibatchPlan, Recipe, World, facts_of
+from lightning_odc.data.plan import EpochPlan, MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
 from lightning_odc.data.ran import Ran
 from lightning_odc.data.reader import Assignment, SampleReader, WorkerOptions, torch_loader
 from lightning_odc.data.rng import isolated_rng
+from lightning_odc.data.weighting import planned_counts
 
 
 class MapSchedule:
@@ -70,11 +71,6 @@ class MapSchedule:
         """The most tokens in a microbatch, by what is known now."""
         return self.learning.max_tokens or self.epochs.planner.max_tokens
 
-    def plan_now(self, epoch: int, step: int) -> MinibatchPlan:
-        """The plan of a minibatch by what has been learnt until now."""
-        _, known = self.learning.known[-1]
-        return self.epochs.plan(epoch, step, *known)
-
     def loader(
         self, epoch: int, first: int, options: WorkerOptions, reuse_workers: bool
     ) -> DataLoader[Minibatch]:
@@ -118,13 +114,13 @@ class MapSchedule:
     def _task(self, epoch: int, indices: list[int], batch: Any, weight: float) -> Task:
         """A microbatch that was read, and what it counts: Note [What ran counts]."""
         recipe = self._recipe
-        samples = None
+        again = None
         if not recipe.counts_alike:  # else nothing may cut it
-            samples = Rereader(indices, partial(self._read_again, epoch), partial(self._others, indices[0]))
+            again = Rereader(indices, partial(self._read_again, epoch), partial(self._others, indices[0]))
         lengths = self._lengths.values[indices]
         seed = (recipe.options.seed, epoch, indices[0], 1)
-        task = Task(batch, weight, facts_of(self.epochs.planner.collation, lengths, seed, samples))
-        return self._ran.counted(task, indices, lengths, recipe, partial(self._read, epoch))
+        read = partial(self._read, epoch)
+        return self._ran.task(batch, weight, indices, lengths, seed, recipe, read, again)
 
     def _others(self, index: int) -> tuple[list[int], list[int]]:
         """Some 16 samples and their lengths; other ones for another index."""
@@ -135,7 +131,7 @@ class MapSchedule:
 
     def _read_again(self, epoch: int, indices: list[int]) -> Task:
         """A microbatch of any samples, which counts what they do."""
-        weight = float(self._recipe.sample_weights(self._lengths.values[indices]).sum())
+        weight = float(planned_counts(self._recipe.weighting, self._lengths.values[indices]).sum())
         return self._task(epoch, indices, self._read(epoch, indices), weight)
 
     def _read(self, epoch: int, indices: list[int]) -> Any:

@@ -32,11 +32,7 @@ def is_causal(part: nn.Module) -> bool:
 
 def hugging_face_config(module: nn.Module) -> object | None:
     """The first configuration of Hugging Face's in a module, outermost first: a ``config`` with a ``model_type``."""
-    parts = list(module.modules())
-    model = causal_model(module)
-    if model is not None:
-        parts.insert(0, model)
-    configs = (getattr(part, "config", None) for part in parts)
+    configs = [getattr(part, "config", None) for part in (causal_model(module), *module.modules())]
     return next(filter(_is_configuration, configs), None)
 
 
@@ -59,14 +55,14 @@ def cost_of_model(module: nn.Module, device_type: str) -> ModelCost:
         guess = quadratic(constant=MICROBATCH, dense=True)
         return ModelCost(guess, "a model without a Hugging Face config")
     attention = _compat.attention_of(config)
-    dense = None
+    dense = True
     if attention is not None:
         is_varlen = any(word in attention for word in ("flash", "flex", "varlen"))
         dense = device_type == "cpu" or not is_varlen
     source = f"{type(config).__name__.removesuffix('Config')} with {attention or 'unknown'} attention"
     try:
-        known = transformer(config, dense=dense is not False)
+        known = transformer(config, dense=dense)
     except (ValueError, TypeError):  # experts, an encoder, lists of sizes, or unknown layers
-        guess = quadratic(constant=MICROBATCH, dense=dense is not False)
+        guess = quadratic(constant=MICROBATCH, dense=dense)
         return ModelCost(guess, source)
     return ModelCost(replace(known, constant=MICROBATCH * known.per_token), source)

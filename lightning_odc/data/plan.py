@@ -41,15 +41,15 @@ from lightning_odc.balance import (
     regroup,
     resolve_cost,
 )
-from lightning_odc.balance.arrays import Cap, Floats, Ints, floats
+from lightning_odc.balance.arrays import Cap, Ints, floats
 from lightning_odc.balance.collation import PACKED, Collation
-from lightning_odc.balance.costs import MinibatchCosts
+from lightning_odc.balance.costs import SpeedCost
 from lightning_odc.balance.evaluate import relative_costs
 from lightning_odc.balance.learnt import MeasuredCost
 from lightning_odc.balance.search import longest_first
 from lightning_odc.data.lengths import Lengths
-from lightning_odc.data.minibatch import LoaderFacts, MicrobatchFacts, Minibatch, Rereader, Task
-from lightning_odc.data.weighting import LabelCounter
+from lightning_odc.data.minibatch import LoaderFacts, Minibatch, Task
+from lightning_odc.data.weighting import LabelCounter, planned_counts
 
 Weighting = Literal["auto", "label", "token", "next_token", "sample", "sum"]
 
@@ -161,8 +161,7 @@ class BatchOptions:
         """Positions of the samples of each minibatch of a window; see `lightning_odc.balance.regroup`."""
         size = self.minibatch_size * num_replicas
         if not self.regroup:
-            everything = np.arange(len(lengths))
-            return [everything[first : first + size] for first in range(0, len(lengths), size)]
+            return np.split(np.arange(len(lengths)), range(size, len(lengths), size))
         # Always by the quadratic cost: one that is learnt while training would regroup otherwise after a resume.
         return regroup(quadratic().samples(floats(lengths)), num_replicas, size)
 
@@ -246,15 +245,6 @@ class Recipe:
             cost.separate_samples()
         return cost
 
-    def sample_weights(self, lengths: Ints) -> Floats:
-        """What each sample counts in the gradient."""
-        if self.weighting in ("sample", "sum"):
-            return np.ones(len(lengths))
-        tokens = floats(lengths)
-        if self.weighting == "next_token":
-            tokens -= 1
-        return tokens
-
 
 class EpochPlan:
     """The minibatches of all epochs: a pure function of lengths, options, number of ranks and what was learnt."""
@@ -327,15 +317,14 @@ class EpochPlan:
         indices = self.samples(epoch, step)
         lengths = self.lengths.values[indices]
         name = self.recipe.name(epoch, step, self.lengths)
-        planner = self.planner
-        if cap is not None:
-            planner = replace(planner, max_tokens=cap)
-        return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, learnt, turn=epoch + step)
+        known = self.planner
+        planner = replace(known, cost=learnt or known.cost, max_tokens=cap or known.max_tokens)
+        return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: Cost | None = None) -> list[list[float]]:
         """Every microbatch's cost by rank, in tokens of this minibatch: comparable even after the cost has learnt."""
         lengths = [self.lengths.values[indices] for of_rank in plan.microbatches for indices in of_rank]
-        cost = self.planner.cost if learnt is None else learnt
+        cost = learnt or self.planner.cost
         costs = relative_costs(lengths, cost, self.num_replicas, collation=self.planner.collation)
         tokens = sum(sizes.sum() for sizes in lengths)
         scale = float(tokens) / sum(costs)
@@ -360,21 +349,18 @@ class MinibatchPlan:
         indices: Ints,
         lengths: Ints,
         name: str,
-        learnt: Cost | None = None,
-        turn: int = 0,
+        turn: int,
     ) -> MinibatchPlan:
         """Distribute the samples ``indices`` of one minibatch; ``name`` begins the plan's text."""
-        if learnt is not None:
-            planner = replace(planner, cost=learnt)
         if recipe.info.whole:
             positions = whole_batches(recipe, planner, lengths)
         else:
             positions = planner.plan(lengths)
-            costs = MinibatchCosts.of(resolve_cost(planner.cost), lengths, planner.num_ranks)
-            if costs.of_equal_ranks:
+            cost = planner.cost
+            if not isinstance(cost, SpeedCost) or len({*cost.speeds}) == 1:
                 first = turn % planner.num_ranks  # see Note [Ranks take turns]
                 positions = positions[first:] + positions[:first]
-        counts = recipe.sample_weights(lengths)
+        counts = planned_counts(recipe.weighting, lengths)
         if recipe.weighting == "sum":  # as many as Lightning divides by: ranks, and accumulated batches
             counts *= planner.num_ranks * recipe.options.batches / len(lengths)
         # A rank that has too few samples for equal counts gets a microbatch of weight 0, of the shortest sample.
@@ -386,16 +372,6 @@ class MinibatchPlan:
         content = repr((microbatches, weights)).encode()
         digest = hashlib.sha256(content).hexdigest()[:12]
         return cls(microbatches, weights, f"{name}, plan {digest}")
-
-
-def facts_of(
-    collation: Collation, lengths: Ints, seed: tuple[int, ...], samples: Rereader | None = None
-) -> MicrobatchFacts:
-    """What is known of a microbatch of samples of these lengths."""
-    tokens = None  # where rows are equally long anyway, nothing shows that lengths count tokens
-    if collation.fixed is None:
-        tokens = int(lengths.sum())
-    return MicrobatchFacts(collation.rows(lengths), seed, samples, tokens=tokens)
 
 
 def dealt_out(samples: list[int], num_ranks: int, size: int) -> Plan:

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from lightning_odc.balance.arrays import Ints
-from lightning_odc.data.content import Path, given_bounds, parts_in
+from lightning_odc.data.content import Path, given_bounds, parts_in, spread
 from lightning_odc.data.rng import isolated_rng, seed_rng
 
 Collate = Callable[[list[Any]], Any]
@@ -76,12 +76,12 @@ class Probe:
 def look(read: Callable[[int], Any], lengths: Ints, collate_fn: Collate) -> Probe:
     """Read a few samples of a data set, from the shortest to the longest, and collate them."""
     order = lengths.argsort(kind="stable")
-    indices: list[int] = order[_spread(len(order), _MOST_READ)].tolist()
+    indices: list[int] = order[spread(len(order), _MOST_READ)].tolist()
     with isolated_rng():
         samples = [read(index) for index in indices]
     alone = [seen(collate_fn, [sample]) for sample in samples]
     kept = [place for place, own in enumerate(alone) if own.holds_something]
-    pairs = list(pairwise(_spread(len(samples), _IN_PAIRS)))
+    pairs = list(pairwise(spread(len(samples), _IN_PAIRS)))
     if kept:
         pairs += [(kept[0], kept[-1]), (kept[0], kept[0])]
     together = {pair: seen(collate_fn, [samples[place] for place in pair]) for pair in pairs}
@@ -90,15 +90,16 @@ def look(read: Callable[[int], Any], lengths: Ints, collate_fn: Collate) -> Prob
 
 def seen(collate_fn: Collate, samples: Sequence[Any]) -> Seen:
     """What is seen of a batch of some samples, which stay as they are. The batch is the same on all ranks."""
-    with suppress(Exception), isolated_rng():  # whatever it is, training will meet it, too
-        seed_rng(0)
-        return Seen.of(collate_fn([deepcopy(sample) for sample in samples]))
+    with suppress(Exception):  # whatever it is, training will meet it, too
+        return Seen.of(collated(collate_fn, samples))
     return NOTHING
 
 
-def _spread(count: int, most: int) -> list[int]:
-    """Up to ``most`` places from the first to the last."""
-    return np.linspace(0, count - 1, min(count, most)).astype(int).tolist()
+def collated(collate_fn: Collate, samples: Sequence[Any], seed: int = 0) -> Any:
+    """A batch of some samples, which stay as they are, and so do random numbers."""
+    with isolated_rng():
+        seed_rng(seed)
+        return collate_fn([deepcopy(sample) for sample in samples])
 
 
 # -- what a batch shows -----------------------------------------------------------------------------------

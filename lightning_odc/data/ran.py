@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_odc.balance.arrays import Floats, Ints
-from lightning_odc.data.minibatch import LoaderFacts, Task
+from lightning_odc.data.minibatch import LoaderFacts, MicrobatchFacts, Rereader, Task
 from lightning_odc.data.plan import Recipe
 from lightning_odc.data.probe import Probe, counts_in
+from lightning_odc.data.weighting import planned_counts
 
 Read = Callable[[list[int]], Any]
 """Makes a batch of the samples at some positions."""
@@ -40,26 +41,41 @@ class Ran:
     rows: Hashable = None  # the name of a size, see `counts_in`
     stand_in: int | None = None  # the position of a short sample that is not left out
 
-    def counted(self, task: Task, indices: Sequence[int], lengths: Ints, recipe: Recipe, read: Read) -> Task:
+    def task(
+        self,
+        batch: Any,
+        weight: float,
+        indices: Sequence[int],
+        lengths: Ints,
+        seed: tuple[int, ...],
+        recipe: Recipe,
+        read: Read,
+        again: Rereader | None = None,
+    ) -> Task:
         """A microbatch that was read, and what it counts; or the stand-in if nothing is left of it.
 
         Args:
-            task: The microbatch, with what is planned.
+            batch: The microbatch.
+            weight: What it is planned to count.
             indices: The positions of its samples.
             lengths: Their lengths.
-            recipe: What they are planned to count.
+            seed: That of its random numbers.
+            recipe: How samples become minibatches.
             read: Makes a batch of the samples at some positions.
+            again: Its samples, where they can be read again.
         """
-        assert task.detail is not None
-        samples = self.samples(task.microbatch)
-        detail = task.detail._replace(ran=samples)
+        samples = self.samples(batch)
+        collation = recipe.info.collation
+        tokens = None  # where rows are equally long anyway, nothing shows that lengths count tokens
+        if collation.fixed is None:
+            tokens = int(lengths.sum())
+        detail = MicrobatchFacts(collation.rows(lengths), seed, again, samples, tokens)
         if samples == 0 and self.stand_in is not None:
             return Task(read([self.stand_in]), 0.0, detail)
-        weight = task.weight
         # Weights are what was planned: not of sums, and not where tensors of the batch are counted.
         if recipe.info.counter is None and recipe.weighting != "sum" and samples not in (None, len(indices)):
-            weight *= self._part(samples or 0, indices, recipe.sample_weights(lengths), read)
-        return Task(task.microbatch, weight, detail)
+            weight *= self._part(samples or 0, indices, planned_counts(recipe.weighting, lengths), read)
+        return Task(batch, weight, detail)
 
     def samples(self, batch: Any) -> int | None:
         """The number of samples; ``None`` where the batch does not show it. It waits for no device."""

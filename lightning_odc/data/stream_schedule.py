@@ -27,8 +27,8 @@ from lightning_odc.balance.collation import PACKED
 from lightning_odc.data.collation import collation_of
 from lightning_odc.data.learning import Learning
 from lightning_odc.data.lengths import LengthFunction, Lengths, length_function
-from lightning_odc.data.minibatch import Minibatch, Task
-from lightning_odc.data.plan import MinibatchPlan, Recipe, World, facts_of
+from lightning_odc.data.minibatch import Minibatch
+from lightning_odc.data.plan import MinibatchPlan, Recipe, World
 from lightning_odc.data.position import Order
 from lightning_odc.data.probe import Collate, look
 from lightning_odc.data.ran import Ran, ran_of
@@ -147,13 +147,13 @@ class StreamSchedule(IterableDataset[Minibatch]):
         """This rank's part of a minibatch of these samples."""
         options = self._options
         learnt = self.learning.at(self.learning.begun).cost
+        planner = recipe.planner(self._num_replicas, lengths)
         plan = MinibatchPlan.of(
             recipe,
-            recipe.planner(self._num_replicas, lengths),
+            replace(planner, cost=learnt or planner.cost),
             np.arange(len(lengths)),
             lengths,
             recipe.name(self._epoch, step, Lengths(lengths)),
-            learnt,
             turn=self._epoch + step,
         )
         tasks = []
@@ -167,9 +167,9 @@ class StreamSchedule(IterableDataset[Minibatch]):
             for number, indices in enumerate(plan.microbatches[self._rank]):
                 seed = options.seed, self._epoch, step, indices[0]
                 seed_rng(*seed)
-                own = lengths[indices]
-                task = Task(read(indices), weights[number], facts_of(recipe.info.collation, own, (*seed, 1)))
-                task = self._ran.counted(task, indices, own, recipe, read)
+                task = self._ran.task(
+                    read(indices), weights[number], indices, lengths[indices], (*seed, 1), recipe, read
+                )
                 if task.microbatch is not None or recipe.counts_alike:  # else nothing is left on any rank
                     tasks.append(task)
         return recipe.minibatch(tasks, plan.text)

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_odc.balance.arrays import Floats, Ints, floats
 from lightning_odc.data.content import named, tensors_of
 from lightning_odc.data.packing import IGNORE_INDEX
 
@@ -89,11 +91,16 @@ _PLANNED = {
 }
 
 
+def planned_counts(weighting: str, tokens: Sequence[float] | Ints) -> Floats:
+    """What plans count for each sample of so many tokens: these, where only a microbatch or the step tells."""
+    counts = floats(tokens)
+    if weighting in ("sample", "sum"):
+        return np.ones(len(counts))
+    if weighting == "next_token":
+        return counts - 1
+    return counts
+
+
 def planned_count(rule: Rule, tokens: Sequence[float]) -> float:
-    """What plans count for samples of so many tokens. Of ``"num_items"``, which only the step knows, the tokens."""
-    if rule.weighting in ("sample", "sum"):
-        return float(len(tokens))
-    count = sum(tokens)
-    if rule.weighting == "next_token":
-        count -= len(tokens)
-    return float(count)
+    """What plans count for all of these samples."""
+    return float(planned_counts(rule.weighting, tokens).sum())

@@ -144,7 +144,6 @@ class Engine(Traced, ABC):
         """Free all of a microbatch that broke off; returns what it has added, which stays: see Note [Added once]."""
         # ``None`` if it broke off before its backward pass.
 
-    @abstractmethod
     def retry(self, added: Added) -> None:
         """The next backward pass is that of a part of a microbatch that broke off; ``added``: what `undo` returned."""
 
@@ -157,16 +156,14 @@ class Engine(Traced, ABC):
     def publish(self) -> None:
         """Make the parameters as they are now readable for the next step."""
 
-    @abstractmethod
     def refresh(self) -> None:
-        """Publish parameters that changed outside an optimizer step. All ranks together."""
+        """Publish parameters that changed outside an optimizer step, if others read them. All ranks together."""
 
     def give_values(self) -> None:
         """Let all ranks have the parameters and buffers of rank 0, where every rank has them whole."""
 
-    @abstractmethod
     def reshard(self) -> None:
-        """Free what is gathered, so that modules hold their shards, which can be changed."""
+        """Free what is gathered, if anything is, so that modules hold their shards, which can be changed."""
 
     def gathered(self) -> AbstractContextManager[None]:
         """A context in which units stay gathered, as far as memory allows. Does nothing where ranks gather together."""

@@ -63,9 +63,8 @@ class WholeEngine(Engine):
         self._whole = WholeGradients((), self._sums.add)
         self._versions: dict[Tensor, int] = {}  # of the buffers, when all ranks had those of rank 0
 
-    @abstractmethod
     def _open_sums(self, specs: list[UnitSpec]) -> None:
-        """The pieces of the sums are laid out. All ranks together."""
+        """The pieces of the sums are laid out: make what exchanges them. All ranks together."""
 
     @abstractmethod
     def _exchange_sums(self, own: SettleRecord) -> list[SettleRecord]:
@@ -153,9 +152,6 @@ class WholeEngine(Engine):
         forget_pass(self._model, ())
         return None
 
-    def retry(self, added: Added) -> None:
-        """A part of a microbatch runs as a whole one does."""
-
     # -- the end of a step --------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -199,12 +195,6 @@ class WholeEngine(Engine):
         """Every rank has stepped by itself."""
         self._steps += 1
         self.settled = False
-
-    def refresh(self) -> None:
-        """Every rank has its own parameters, and the others do not read them."""
-
-    def reshard(self) -> None:
-        """Parameters are whole at every time."""
 
     def parameters(self, module: nn.Module | None = None) -> Iterator[tuple[str, Tensor]]:
         for parameter, name in self._names_in(module).items():
@@ -251,9 +241,6 @@ class WholeCollectiveEngine(WholeEngine):
     def world_size(self) -> int:
         return self._ranks
 
-    def _open_sums(self, specs: list[UnitSpec]) -> None:
-        """Collectives need no memory of their own."""
-
     def exchange(self, kind: str, item: Any) -> list[Any]:
         with self.traced("exchange"):
             return self._rendezvous(item)
@@ -263,11 +250,11 @@ class WholeCollectiveEngine(WholeEngine):
         self.signals.agreed.update(*(signals for _, signals in heard))
         records = [SettleRecord(*fields) for fields, _ in heard]
         scale = self._scale(records)
-        works = []
         if self._ranks > 1:
-            works = [dist.all_reduce(piece, async_op=True) for piece in self._sums.pieces]
-        for work in works:
-            assert work is not None
-            work.wait()
+            with self.traced("all_reduce"):
+                works = [dist.all_reduce(piece, async_op=True) for piece in self._sums.pieces]
+                for work in works:
+                    assert work is not None
+                    work.wait()
         torch._foreach_mul_(self._sums.pieces, scale)
         return records

@@ -88,7 +88,6 @@ class Session:
         self._host: Host | None = None  # from `begin` on
         self._known = NOTHING_KNOWN  # without what the rule decides
         self._verdict = Verdict(None)
-        self._communicates = False  # whether the tested step communicates with other ranks
         self._finds_rule = False  # whether the loss is tested: the user does not say what counts
         self._must_gain = False  # else batches are left as they are
         self._is_converted = False  # whether the loader was the user's own
@@ -117,7 +116,7 @@ class Session:
         if not self._verdict.reason or self.loader.options.batch_size is None:
             return self._known
         whole: Whole = "movable"
-        if self._communicates or self._known.meets or not self.host.levels_whole:
+        if self._verdict.communicates or self._known.meets or not self.host.levels_whole:
             whole = "fixed"
         return replace(self._known, packs=False, whole=whole)
 
@@ -225,10 +224,10 @@ class Session:
 
     def _try_samples(self, samples: TrialSamples) -> Verdict:
         verdict = self.host.try_samples(samples)
-        self._communicates = verdict.communicates
         if verdict.communicates:
             step = self.host.wording.step
-            return Verdict(None, f"{step} talks to other ranks, so all must run equally many batches")
+            reason = f"{step} talks to other ranks, so all must run equally many batches"
+            return Verdict(None, reason, communicates=True)
         return verdict
 
     def _announce(self) -> None:

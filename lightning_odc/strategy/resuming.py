@@ -20,6 +20,23 @@ from lightning.pytorch import Trainer
 
 from lightning_odc.data.position import Position
 
+#: Where a checkpoint has the place of a balanced loader: Lightning's own place for it ends other strategies.
+_PLACE = "odc_loader"
+
+
+def keep_place_apart(checkpoint: dict[str, Any]) -> None:
+    """Let other strategies load a checkpoint of the middle of an epoch, too: their loaders have no such state."""
+    loop = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    places = loop.get("combined_loader", [])
+    if len(places) == 1 and "minibatches" in places[0]:
+        checkpoint[_PLACE] = loop.pop("combined_loader")
+
+
+def put_place_back(checkpoint: dict[str, Any]) -> None:
+    """Let Lightning load the place of a balanced loader."""
+    if _PLACE in checkpoint:
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = checkpoint.pop(_PLACE)
+
 
 def agree_with_loader(checkpoint: Mapping[str, Any]) -> bool:
     """Let the loops of a checkpoint be where its loader is; returns whether schedulers have a step to make up for."""

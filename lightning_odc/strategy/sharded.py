@@ -42,7 +42,7 @@ from lightning_odc.strategy.attaching import AttachingStrategy
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import fork_launcher
 from lightning_odc.strategy.precision import ODCPrecision
-from lightning_odc.strategy.resuming import agree_with_loader
+from lightning_odc.strategy.resuming import agree_with_loader, keep_place_apart, put_place_back
 
 #: Of the process group where GPUs compute and shards are in host memory.
 OFFLOADING_BACKEND = "cpu:gloo,cuda:nccl"
@@ -290,6 +290,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             raise TypeError("ODCStrategy(state_dict_type='sharded') does not use `storage_options`.")
         path = checkpoints.location(self.broadcast(filepath))
         checkpoints.keep_savable(checkpoint, self._owners)
+        keep_place_apart(checkpoint)
         if self._full:
             checkpoint = checkpoints.assembled(checkpoint)
         checkpoints.make_room(path, self._full, self.is_global_zero, self.barrier)
@@ -339,6 +340,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             if self._is_training:  # else Lightning does it, when hooks and callbacks have seen it
                 self.load_model_state_dict(rest, strict)
                 self.load_optimizer_state_dict(rest)
+            if self.options.balance is not None:
+                put_place_back(rest)
             self._owes_schedulers = agree_with_loader(rest)
             self.publish_parameters()
         return rest

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lightning_odc.data.content import digest_of, some_rows
-from lightning_odc.data.probe import Probe
-from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.data.probe import Probe, collated
 from lightning_odc.data.weighting import Rule
 from lightning_odc.trial.decide import Counts
 
@@ -42,9 +41,7 @@ class TrialSamples:
         return copy.deepcopy(some_rows(self._whole, len(self._samples), group))
 
     def _collated(self, group: Sequence[int], seed: int) -> Any:
-        with isolated_rng():
-            seed_rng(seed)
-            return self._collate_fn([copy.deepcopy(self._samples[position]) for position in group])
+        return collated(self._collate_fn, [self._samples[position] for position in group], seed)
 
 
 def distinguishing(counts: Sequence[Counts]) -> list[int]:

@@ -97,6 +97,8 @@ def fit(rank: int, kind: str, world_size: int, scale: int) -> tuple[DeviceIdleMo
     memory = Memory()
     module = Sleeper("items")
     options: dict[str, Any] = {"callbacks": [monitor], "logger": memory, "communication": kind}
+    if kind.startswith("whole"):
+        options |= {"sharding_strategy": "NO_SHARD", "communication": kind.removeprefix("whole, ")}
     batches: list[Any] = [Minibatch(map(microbatch, step)) for step in sleeps(rank, scale)]
     if kind in ("plain batches", "ddp", "model_parallel"):
         module_class = Sleeper
@@ -128,11 +130,13 @@ def _rows(rank: int, kind: str, world_size: int, scale: int) -> Any:
 
 KINDS = [
     ("on_demand", 4),
+    ("whole, on_demand", 2),
+    ("whole, collective", 2),
     *((kind, 2) for kind in ("collective", "plain batches", "ddp", "model_parallel")),
 ]
 
 
-@pytest.mark.parametrize(("kind", "world_size"), fast(KINDS, ("on_demand", 4), ("collective", 2), ("ddp", 2)))
+@pytest.mark.parametrize(("kind", "world_size"), fast(KINDS, *KINDS[:4], ("ddp", 2)))
 def test_reported_idle_is_what_the_arithmetic_says(kind: str, world_size: int, teams: Teams) -> None:
     for scale in SCALES:
         (rows, last_step, last_epoch, complete), *others = teams.run(
@@ -177,6 +181,8 @@ def errors_of(rows: list[dict[str, float]], kind: str, world_size: int, scale: i
         way = kind
         if kind == "plain batches":
             way = "collective"
+        elif kind.startswith("whole"):
+            way = "on_demand"  # all wait at the end of a step alone
         truth = expected(way, slept)
         largest = max(abs(a - b) for a, b in zip(idle, truth, strict=True))
         errors.append(largest)

@@ -192,3 +192,44 @@ def test_a_fit_stopped_in_mid_epoch_goes_on_as_under_stock_lightning_or_at_its_p
         found = sorted(n for own in of_all_ranks(seen) for n in own)
         expected = sorted([*range(2, 26)] * 3)
         assert found == expected
+
+
+#: Who takes up a checkpoint of the middle of an epoch. "odc" has the samples that are left; others begin where
+#: Lightning begins with a loader that does not know its place.
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {"balance": "auto", "sharding_strategy": "NO_SHARD"},
+    "sharded": {"balance": "auto"},
+    "plain": {"balance": None},
+    "ddp": {"strategy": "ddp", "use_distributed_sampler": True},
+    "one device": {"strategy": SingleDeviceStrategy(), "devices": 1},
+}
+PAIRS = [("whole", to) for to in WAYS] + [("sharded", to) for to in ("whole", "ddp", "one device")]
+PAIRS += [("ddp", to) for to in ("whole", "sharded")]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("before", "after"), PAIRS)
+def test_a_checkpoint_of_the_middle_of_an_epoch_is_taken_up_by_everybody(rank, before, after, tmp_path):
+    seen = []
+    for way, at in ((before, 2), (after, -1)):
+        module = Padded()
+        t = fit(
+            module,
+            plain(),
+            ckpt_path=tmp_path / "mid.ckpt" if seen else None,
+            max_epochs=2,
+            max_steps=at,
+            **WAYS[way],
+        )
+        if not seen:
+            begun = module.state_dict()
+            t.save_checkpoint(tmp_path / "mid.ckpt")
+        seen.append([length for microbatch in module.sizes for length in microbatch])
+    assert t.global_step > 2
+    assert t.current_epoch == 2
+    loaded = torch.load(tmp_path / "mid.ckpt", weights_only=True)
+    assert "combined_loader" not in loaded["loops"]["fit_loop"]["state_dict"]
+    assert begun.keys() == loaded["state_dict"].keys()
+    if "odc_loader" in loaded and after in ("whole", "sharded"):
+        found = sorted(n for own in of_all_ranks(seen[0] + seen[1]) for n in own)
+        assert found == sorted([*range(2, 26)] * 2), "each sample once in an epoch"

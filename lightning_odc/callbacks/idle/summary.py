@@ -215,17 +215,13 @@ class IdleSummary:
             for index in range(count):
                 own = _of_ranks(whole, seen, slice(index, index + 1), complete)
                 values |= {f"{name}_rank{index}": value for name, value in own.items()}
-        return _known(values.items())
+        return {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 def add_seconds(total: dict[_Name, float], more: Mapping[_Name, float]) -> None:
     """Add seconds to those of the same name."""
     for name, seconds in more.items():
         total[name] = total.get(name, 0.0) + seconds
-
-
-def _known(pairs: Iterable[tuple[_Name, float]]) -> dict[_Name, float]:
-    return {name: value for name, value in pairs if not math.isnan(value)}
 
 
 def _of_ranks(

@@ -74,14 +74,10 @@ class Timeline:
         return min((span.begin for rank in self.ranks for span in rank.spans), default=0)
 
     @property
-    def end_ns(self) -> int:
-        """When the last span ended."""
-        return max((span.end for rank in self.ranks for span in rank.spans), default=0)
-
-    @property
     def seconds(self) -> float:
         """Seconds from the first begin to the last end."""
-        return (self.end_ns - self.begin_ns) / 1e9
+        end = max((span.end for rank in self.ranks for span in rank.spans), default=0)
+        return (end - self.begin_ns) / 1e9
 
     @property
     def idle_fraction(self) -> float:
