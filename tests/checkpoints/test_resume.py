@@ -201,7 +201,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "sharded": {"balance": "auto"},
     "plain": {"balance": None},
     "ddp": {"strategy": "ddp", "use_distributed_sampler": True},
-    "one device": {"strategy": SingleDeviceStrategy(), "devices": 1},
+    "one device": {"strategy": "auto", "devices": 1},
 }
 PAIRS = [("whole", to) for to in WAYS] + [("sharded", to) for to in ("whole", "ddp", "one device")]
 PAIRS += [("ddp", to) for to in ("whole", "sharded")]
@@ -211,23 +211,17 @@ PAIRS += [("ddp", to) for to in ("whole", "sharded")]
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_a_checkpoint_of_the_middle_of_an_epoch_is_taken_up_by_everybody(rank, before, after, tmp_path):
     seen = []
-    for way, at in ((before, 2), (after, -1)):
+    path = tmp_path / "mid.ckpt"
+    for way, at, ckpt in ((before, 2, None), (after, -1, path)):
         module = Padded()
-        t = fit(
-            module,
-            plain(),
-            ckpt_path=tmp_path / "mid.ckpt" if seen else None,
-            max_epochs=2,
-            max_steps=at,
-            **WAYS[way],
-        )
-        if not seen:
+        t = fit(module, plain(), ckpt_path=ckpt, max_epochs=2, max_steps=at, **WAYS[way])
+        if ckpt is None:
             begun = module.state_dict()
-            t.save_checkpoint(tmp_path / "mid.ckpt")
+            t.save_checkpoint(path)
         seen.append([length for microbatch in module.sizes for length in microbatch])
     assert t.global_step > 2
     assert t.current_epoch == 2
-    loaded = torch.load(tmp_path / "mid.ckpt", weights_only=True)
+    loaded = torch.load(path, weights_only=True)
     assert "combined_loader" not in loaded["loops"]["fit_loop"]["state_dict"]
     assert begun.keys() == loaded["state_dict"].keys()
     if "odc_loader" in loaded and after in ("whole", "sharded"):
