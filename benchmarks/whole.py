@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from notebooks.support.models import byte_llama
 
 PAGE = Path(__file__).parents[1] / "docs" / "data" / "whole.md"
 TOKENS = 64
-STRATEGIES = {
+STRATEGIES: dict[str, Callable[[], Any]] = {
     "`ddp`": lambda: "ddp",
     '`"odc"`, whole': partial(ODCStrategy, sharding_strategy="NO_SHARD", hang_report_after=None),
     '`"odc"`, `FULL_SHARD`': partial(ODCStrategy, sharding_strategy="FULL_SHARD", hang_report_after=None),
@@ -73,7 +73,7 @@ class Llama(Encoder):
         return loss
 
 
-MODELS = {
+MODELS: dict[str, Callable[[], pl.LightningModule]] = {
     "4 encoder layers, 32 wide": Encoder,
     "Llama of 100 M": partial(Llama, 960, 9, False),
     "LoRA over a frozen bf16 Llama of 300 M": partial(Llama, 1536, 10, True),
@@ -128,7 +128,8 @@ def fit(_: int, world_size: int, model: str, strategy: str, steps: int) -> Fit:
     )
     begin = time.monotonic()
     data = torch.randint(256, (2 * world_size * steps, TOKENS))
-    trainer.fit(module, DataLoader(list(data), 2))
+    samples: Any = list(data)
+    trainer.fit(module, DataLoader(samples, 2))
     later = [after - before for before, after in zip(watch.times, watch.times[1:], strict=False)]
     return Fit(count, watch.times[0] - begin, statistics.median(later), watch.peak)
 

@@ -110,8 +110,7 @@ class Advice:
                 f"{gain.idle:.0%}.\nA step would be shorter by a factor of {gain.factor:.2f}, counted in FLOPs, "
                 "without communication.",
                 indent(self.line, "    "),
-                "If the model fits on each device, DDP with planned batches is as fast, and takes about twenty lines:\n"
-                '"Plain DDP, balanced" in docs/full-gain.md.',
+                "A model that fits on each device is kept whole there, as under DDP. A larger one is sharded.",
             ]
             if self.device != "cpu":
                 parts.append("Lightning-ODC's code for GPUs has not run on a GPU yet.")

@@ -59,7 +59,7 @@ class Ran:
             weight: What it is planned to count.
             indices: The positions of its samples.
             lengths: Their lengths.
-            seed: That of its random numbers.
+            seed: The seed of its random numbers.
             recipe: How samples become minibatches.
             read: Makes a batch of the samples at some positions.
             again: Its samples, where they can be read again.
