@@ -100,15 +100,16 @@ COLLECTIVE = Row('`communication="collective"`, batch 8', {**SHARDED, "balance":
 LEVEL = Row('`communication="collective"`, balanced', SHARDED)
 PLAIN = Row('`"odc_plain"`, batch 8', {"balance": None})
 ODC = Row('`"odc"`, batch 8', {})
+SHARDS = Row('`"odc"`, `FULL_SHARD`', {"sharding_strategy": "FULL_SHARD"})
 DDP = Row('`"ddp"`, batch 8', "ddp")
 SINGLE = Row('`"ddp"`, batch 1, accumulate 8', "ddp", 1)
 PLANNED = Row('`"ddp"`, batches planned', "ddp", 1, "planned")
 SILENT = Row("processes that do not talk", "alone", 1)
-USUAL = (DDP, SINGLE, COLLECTIVE, PLAIN, ODC, Row('`"odc"`, batch 1, accumulate 8', {}, 1))
+USUAL = (DDP, SINGLE, COLLECTIVE, PLAIN, ODC, SHARDS, Row('`"odc"`, batch 1, accumulate 8', {}, 1))
 TEXTS = (
     COLLECTIVE,
     Row('`communication="collective"`, grouped by length', COLLECTIVE.strategy, EACH, "grouped"),
-    *(LEVEL, PLAIN, ODC, USUAL[-1], DDP),
+    *(LEVEL, PLAIN, ODC, SHARDS, USUAL[-1], DDP),
     Row('`"ddp"`, grouped by length', "ddp", EACH, "grouped"),
     *(SINGLE, PLANNED, SILENT),
 )
@@ -152,8 +153,10 @@ PROJECTS = {
         LanguageModel,
         TEXTS,
     ),
-    "classes": Project("Text classification", Texts, pad, Classifier, (DDP, SINGLE, COLLECTIVE, ODC)),
-    "toy": Project("A model of 17 thousand parameters", Texts, pad, Toy, (DDP, SINGLE, COLLECTIVE, ODC)),
+    "classes": Project("Text classification", Texts, pad, Classifier, (DDP, SINGLE, COLLECTIVE, ODC, SHARDS)),
+    "toy": Project(
+        "A model of 17 thousand parameters", Texts, pad, Toy, (DDP, SINGLE, COLLECTIVE, ODC, SHARDS)
+    ),
 }
 
 
@@ -347,8 +350,8 @@ def fit(
 
 
 def print_split(name: str, options: argparse.Namespace) -> None:
-    """Where the time of a step of the row `ODC` goes, as a table."""
-    number = PROJECTS[name].rows.index(ODC)
+    """Where the time of a step of the row `SHARDS` goes, as a table."""
+    number = PROJECTS[name].rows.index(SHARDS)
     found: dict[str, list[float]] = {part: [] for part in ("a step", *PARTS)}
     with RankProcesses(options.ranks, preload=["benchmarks.harness.models"]) as ranks:
         for _ in range(options.rounds):
@@ -433,7 +436,7 @@ def _measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.usual:
         rows = [row for row in rows if not row.text.startswith("by hand")]
     if options.bound:
-        rows = [row for row in rows if row in (ODC, SINGLE, LEVEL, PLANNED, SILENT)]
+        rows = [row for row in rows if row in (ODC, SHARDS, SINGLE, LEVEL, PLANNED, SILENT)]
     measured: list[dict[str, Any]] = []
     for row in rows:
         one: dict[str, Any] = {"row": row.text, "seconds": [], "start": [], "tokens": 0, "largest": 0}

@@ -378,8 +378,10 @@ class ODCStrategy(ReducingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         check_single(trainer.train_dataloader, self.options.balance)
-        if isinstance(only(trainer.train_dataloader), BalancedDataLoader):
-            _compat_lightning.load_loader_states(trainer)
+        loader = only(trainer.train_dataloader)
+        if isinstance(loader, BalancedDataLoader) and self._place is not None:
+            loader.load_state_dict(self._place)
+        self._place = None
         self._hold_signals(meeting=self._groups.on_demand)
         if self.attached.sample_group is not None:
             self._on_teardown.enter_context(meeting_before_batches(trainer, self.attached.sample_group))

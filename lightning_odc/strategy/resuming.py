@@ -32,19 +32,16 @@ def keep_place_apart(checkpoint: dict[str, Any]) -> None:
         checkpoint[_PLACE] = loop.pop("combined_loader")
 
 
-def put_place_back(checkpoint: dict[str, Any]) -> None:
-    """Let Lightning load the place of a balanced loader."""
-    if _PLACE in checkpoint:
-        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = checkpoint.pop(_PLACE)
+def take_place(checkpoint: dict[str, Any]) -> Mapping[str, Any] | None:
+    """The place of a balanced loader, if it has one. Lightning would end where the loader is another one."""
+    keep_place_apart(checkpoint)
+    places = checkpoint.pop(_PLACE, [None])
+    return places[0]
 
 
-def agree_with_loader(checkpoint: Mapping[str, Any]) -> bool:
+def agree_with_loader(checkpoint: Mapping[str, Any], place: Mapping[str, Any]) -> bool:
     """Let the loops of a checkpoint be where its loader is; returns whether schedulers have a step to make up for."""
-    loops = checkpoint.get("loops", {}).get("fit_loop", {})
-    places = loops.get("state_dict", {}).get("combined_loader", [])
-    if len(places) != 1 or "minibatches" not in places[0]:
-        return False
-    (place,) = places
+    loops = checkpoint["loops"]["fit_loop"]
     epochs = loops["epoch_progress"]
     batches = loops["epoch_loop.batch_progress"]
     processed = epochs["current"]["processed"]

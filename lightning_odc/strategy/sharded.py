@@ -42,7 +42,7 @@ from lightning_odc.strategy.attaching import AttachingStrategy
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import fork_launcher
 from lightning_odc.strategy.precision import ODCPrecision
-from lightning_odc.strategy.resuming import agree_with_loader, keep_place_apart, put_place_back
+from lightning_odc.strategy.resuming import agree_with_loader, keep_place_apart, take_place
 
 #: Of the process group where GPUs compute and shards are in host memory.
 OFFLOADING_BACKEND = "cpu:gloo,cuda:nccl"
@@ -94,6 +94,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self._names = ParameterNames()
         self._is_training = False
         self._owes_schedulers = False  # a step that came before a checkpoint
+        self._place: Mapping[str, Any] | None = None  # of a balanced loader, in the checkpoint that was read
 
     @property
     def precision_plugin(self) -> ODCPrecision:
@@ -219,6 +220,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self._names.follow(self.model, self.optimizers)
         self._is_training = False
         self._owes_schedulers = False
+        self._place = None
 
     @torch.no_grad()
     def _setup_averages(self, trainer: pl.Trainer) -> None:
@@ -340,9 +342,9 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             if self._is_training:  # else Lightning does it, when hooks and callbacks have seen it
                 self.load_model_state_dict(rest, strict)
                 self.load_optimizer_state_dict(rest)
-            if self.options.balance is not None:
-                put_place_back(rest)
-            self._owes_schedulers = agree_with_loader(rest)
+            self._place = take_place(rest)
+            if self._place is not None:
+                self._owes_schedulers = agree_with_loader(rest, self._place)
             self.publish_parameters()
         return rest
 

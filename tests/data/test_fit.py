@@ -117,25 +117,35 @@ class Spy(Callback):
         self.plans.append(batch.plan)
 
 
+class MadeEarly(RowsModule):
+    """Has the training loader made before Lightning reads the checkpoint."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches == STEPS * EPOCHS
+        return super().configure_optimizers()
+
+
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("kind", "workers"),
+    ("make", "kind", "workers"),
     [
         pytest.param(
+            RowsModule,
             "full",
             {"num_workers": 1, "prefetch_factor": 4, "persistent_workers": True},
             marks=pytest.mark.slow,  # every worker of three fits imports torch anew
             id="workers",
         ),
-        pytest.param("sharded", {}, id="sharded"),
+        pytest.param(RowsModule, "sharded", {}, id="sharded"),
+        pytest.param(MadeEarly, "full", {}, id="made early"),
     ],
 )
-def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit(rank, kind, workers, tmp_path):
+def test_a_checkpoint_in_the_middle_of_an_epoch_goes_on_bit_by_bit(rank, make, kind, workers, tmp_path):
     """A whole fit, and those that go on from its checkpoints."""
     outcomes = []
     for step in (None, 4, 8):
         spy = Spy()
-        module = RowsModule()
+        module = make()
         save = ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=4)
         if step:
             callbacks = [spy]

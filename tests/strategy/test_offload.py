@@ -66,9 +66,9 @@ def _started_with(monkeypatch: pytest.MonkeyPatch, **options: Any) -> str | None
     register = "lightning_odc._compat_lightning.atexit.register"
     monkeypatch.setattr(FSDPStrategy, start, lambda self: found.append(self.process_group_backend))
     monkeypatch.setattr(register, lambda function: found.append("ended"))
-    monkeypatch.setattr(
-        "lightning_odc.strategy.attaching.RollCall", lambda: None
-    )  # there is no group to call
+    attaching = "lightning_odc.strategy.attaching"
+    monkeypatch.setattr(f"{attaching}.RollCall", lambda: None)  # there is no group to call
+    monkeypatch.setattr(f"{attaching}.destroy_groups_at_exit", lambda: None)
     ODCStrategy(**options).setup_environment()
     expected = []
     if "nccl" in (found[-1] or "") and options.get("cpu_offload"):
