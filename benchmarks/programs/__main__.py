@@ -40,7 +40,7 @@ class Program:
     """A program of the table.
 
     Attributes:
-        package: What pip installs.
+        package: What pip installs; the first word is the program.
         trains: What is trained.
         write: What a user writes beside the strategy's name.
         torchrun: Whether its ranks start by ``torchrun``.
@@ -56,18 +56,14 @@ PROGRAMS = {
     "chemprop": Program("chemprop==2.3.*", "`MPNN`, one property of molecules"),
     "chemprop_tasks": Program("chemprop==2.3.*", "`MPNN`, three tasks, 40 % of their targets NaN"),
     "scvi": Program("scvi-tools==1.4.*", "`SCVI` without its noise"),
-    "rectools": Program(
-        "rectools[torch]==0.19.*",
-        "`SASRecModel`",
-        f"{ALIAS}; weights before `fit`",
-    ),
+    "rectools": Program("rectools[torch]==0.19.*", "`SASRecModel`", ALIAS),
     "litgpt": Program("litgpt==0.5.*", "`GPT` in its `LLM` module, masked prompts"),
     "matgl": Program("matgl==4.1.*", "`TensorNet`, energies"),
     "matgl_forces": Program("matgl==4.1.*", "`TensorNet`, energies and forces"),
     "rl4co": Program("rl4co==0.7.*", "`AttentionModel`, greedy"),
     "forecasting": Program("pytorch-forecasting==1.8.*", "`TemporalFusionTransformer`"),
     "neuralforecast": Program("neuralforecast==3.3.*", "`NHITS` by its own `fit`", ALIAS),
-    "tabular": Program("pytorch-tabular==1.2.*", "`FTTransformer` by its own `fit`", ALIAS),
+    "tabular": Program("pytorch-tabular==1.2.* requests", "`FTTransformer` by its own `fit`", ALIAS),
     "pykeen": Program("pykeen==1.11.*", "`LCWALitModule`, DistMult", ALIAS),
     "pyg": Program("torch-geometric==2.8.*", "`GIN`, its own `DataLoader`"),
     "sentences": Program(
@@ -115,9 +111,9 @@ class Row:
 
 
 def pins() -> list[str]:
-    """The versions that every environment shares: the first paragraph of ``constraints.txt``."""
-    first = (ROOT / "constraints.txt").read_text().split("\n\n")[0]
-    return [line for line in first.splitlines() if not line.startswith("#")]
+    """The versions that every environment shares: torch and Lightning of ``constraints.txt``."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [line for line in lines if line.startswith(("torch==", "lightning=="))]
 
 
 def environment(folder: Path, package: str) -> Path:
@@ -127,7 +123,7 @@ def environment(folder: Path, package: str) -> Path:
     if not stamp.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--quiet"]
-        subprocess.run([*pip, *pins(), package], check=True)
+        subprocess.run([*pip, *pins(), *package.split()], check=True)
         stamp.touch()
     return python
 

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from functools import partial
 from typing import Any
 
-import torch
-
-if torch.version.cuda is None:
-    # PyPI's torchvision, which lightly imports, cannot load its operators without CUDA, and asks for these two.
-    for name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{name}", "(Tensor boxes, Tensor scores, float iou) -> Tensor")
-
 import lightning.pytorch as pl
+import torch
 from lightly.loss import DINOLoss
 from lightly.models.modules import DINOProjectionHead
 from lightly.models.utils import deactivate_requires_grad, update_momentum
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from benchmarks.programs.training import SAMPLES, Project, predict_alone
 
@@ -28,8 +20,7 @@ class DINO(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Conv2d(3, 16, 3), nn.GELU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-        self.student_backbone = nn.Sequential(*layers)
+        self.student_backbone = nn.Sequential(nn.Flatten(), nn.Linear(768, 16), nn.GELU(), nn.Linear(16, 16))
         self.student_head = DINOProjectionHead(16, 32, 16, 32, freeze_last_layer=0)
         self.teacher_backbone = deepcopy(self.student_backbone)
         self.teacher_head = DINOProjectionHead(16, 32, 16, 32)
@@ -39,7 +30,7 @@ class DINO(pl.LightningModule):
 
     def forward(self, views: list[Tensor]) -> Tensor:
         """The student's features."""
-        return self.student_backbone(views[0])  
+        return self.student_backbone(views[0])
 
     def training_step(self, views: list[Tensor], index: int) -> Any:
         """The average first."""
@@ -56,8 +47,5 @@ class DINO(pl.LightningModule):
 
 def project() -> Project:
     """Two views of each image."""
-    samples = list(torch.randn(SAMPLES, 2, 3, 16, 16).unbind())
-    views = [list(sample) for sample in samples]
-    module = DINO()
-    predict = partial(predict_alone, module, DataLoader(views, 8))  # type: ignore[arg-type]
-    return Project(module, views, rate=0.1, predict=predict)
+    views = [list(sample) for sample in torch.randn(SAMPLES, 2, 3, 16, 16)]
+    return Project(DINO(), views, rate=0.1, predict=predict_alone)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
@@ -38,6 +36,4 @@ def project() -> Project:
         nodes = 4 + i * 37 % 116
         edges = torch.randint(nodes, (2, 2 * nodes))
         samples.append(Data(torch.randn(nodes, 4), edges, y=torch.randn(1)))
-    module = Graphs()
-    predict = partial(predict_alone, module, DataLoader(samples, 8))
-    return Project(module, samples, loader=DataLoader, predict=predict)
+    return Project(Graphs(), samples, loader=DataLoader, predict=predict_alone)

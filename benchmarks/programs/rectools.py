@@ -1,4 +1,7 @@
-"""RecTools: SASRec over the purchases of users, some of whom have many. It imports ``pytorch_lightning``."""
+"""RecTools: SASRec over the purchases of users, some of whom have many. It imports ``pytorch_lightning``.
+
+It draws its weights in ``on_train_start``.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,5 @@ def project() -> Project:
     data = Dataset.construct(pd.DataFrame(rows, columns=["user_id", "item_id", "weight", "datetime"]))
     model = SASRecModel(n_factors=32, n_blocks=2, n_heads=2, dropout_rate=0.0, session_max_len=64)
     model._build_model_from_dataset(data)
-    module = model.lightning_model
-    module._xavier_normal_init()
-    module.is_fitted = True  # so that ``on_train_start`` does not draw the weights again
     loader = model.data_preparator.get_dataloader_train()
-    return Project(module, loader.dataset, loader.collate_fn, 0.1)
+    return Project(model.lightning_model, loader.dataset, loader.collate_fn, 0.1)

@@ -32,15 +32,13 @@ class OdcTrainer(ODCTrainerMixin, SentenceTransformerTrainer):  # type: ignore[m
 def network() -> Any:
     """A small BERT without dropout. It comes from files, since its library makes models of names only."""
     folder = mkdtemp()
-    words = {"[PAD]": 0, "[UNK]": 1} | {f"w{i}": 2 + i for i in range(WORDS)}
-    tokenizer = Tokenizer(WordLevel(words, "[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
-        folder
-    )
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(WORDS)}, "w1"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0").save_pretrained(folder)
     sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
     calm = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    BertModel(BertConfig(vocab_size=2 + WORDS, **sizes, **calm)).save_pretrained(folder)
+    config = BertConfig(vocab_size=WORDS, **sizes, **calm)
+    BertModel(config).save_pretrained(folder)
     return SentenceTransformer(modules=[Transformer(folder), Pooling(32)], device="cpu")
 
 
@@ -55,7 +53,7 @@ def train(run: Run) -> None:
     data = Dataset.from_dict({"first": sentences(), "second": sentences(), "score": random.random(SAMPLES)})
     model = network()
     run.keep(model.state_dict(), START)
-    folder = str(run.path(run.strategy).with_suffix(".saved"))
+    folder = str(run.path("saved"))
     arguments = SentenceTransformerTrainingArguments(
         folder,
         per_device_train_batch_size=RANKS * EACH // run.devices,
@@ -69,8 +67,7 @@ def train(run: Run) -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    kinds = {ODC: OdcTrainer}
-    kind = kinds.get(run.strategy, SentenceTransformerTrainer)
+    kind = {ODC: OdcTrainer}.get(run.strategy, SentenceTransformerTrainer)
     kind(model=model, args=arguments, train_dataset=data, loss=CosineSimilarityLoss(model)).train()
     run.keep(model.state_dict())
     again = SentenceTransformer(f"{folder}/checkpoint-{STEPS}", device="cpu")

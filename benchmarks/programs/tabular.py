@@ -23,12 +23,17 @@ def train(run: Run) -> None:
     rows["kind"] = random.choice(["x", "y", "z"], ROWS)
     sizes = {"input_embed_dim": 16, "num_heads": 2, "num_attn_blocks": 3}
     table = TabularModel(
-        DataConfig(target=["y"], continuous_cols=NUMBERS, categorical_cols=["kind"]),
-        FTTransformerConfig(
-            task="regression", attn_dropout=0.0, ff_dropout=0.0, add_norm_dropout=0.0, **sizes
+        data_config=DataConfig(target=["y"], continuous_cols=NUMBERS, categorical_cols=["kind"]),
+        model_config=FTTransformerConfig(
+            batch_norm_continuous_input=False,
+            task="regression",
+            attn_dropout=0.0,
+            ff_dropout=0.0,
+            add_norm_dropout=0.0,
+            **sizes,
         ),
-        OptimizerConfig(optimizer="SGD"),
-        TrainerConfig(
+        optimizer_config=OptimizerConfig(optimizer="SGD"),
+        trainer_config=TrainerConfig(
             batch_size=ROWS // run.devices,
             max_epochs=STEPS,
             accelerator="cpu",

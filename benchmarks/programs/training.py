@@ -10,6 +10,8 @@ A module of this folder has ``project()``, or ``train(run)`` if the program has 
 
 from __future__ import annotations
 
+import benchmarks.programs.operators  # noqa: F401  # isort: skip
+
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -95,18 +97,22 @@ class Project:
     collate: Callable[[list[Any]], Any] | None = None
     rate: float = 0.01
     loader: Callable[..., Any] = DataLoader
-    predict: Callable[[Path], Any] | None = None
+    predict: Callable[..., Any] | None = None
 
 
 class SaveStart(pl.Callback):
-    """Keeps the weights before the first step."""
+    """Keeps the weights before the first step. A module may draw them in ``on_train_start``: the same everywhere."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_train_start(self, *_: Any) -> None:
+        """Loaders of PyTorch have taken numbers from the generator."""
+        torch.manual_seed(0)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Write them."""
-        if self.run.strategy == ONE:
+        if trainer.global_step == 0:
             self.run.keep(pl_module.state_dict(), START)
 
 
@@ -127,14 +133,12 @@ def fit(run: Run, project: Project) -> None:
     batch = SAMPLES // STEPS // run.devices
     loader = project.loader(project.samples, batch, sampler=sampler, collate_fn=project.collate)
     trainer.fit(module, loader)
-    path = run.path(run.strategy)
-    trainer.save_checkpoint(path)
-    if trainer.is_global_zero:
-        checkpoint = torch.load(path, weights_only=False)
-        run.keep(checkpoint["state_dict"])
+    checkpoint = run.path("checkpoint")
+    trainer.save_checkpoint(checkpoint)
+    run.keep(torch.load(checkpoint, weights_only=False)["state_dict"])
     if project.predict is not None:
         del module.configure_optimizers
-        run.keep_predicted(project.predict(path.with_suffix(".model")))
+        run.keep_predicted(project.predict(module, loader, run.path("saved")))
 
 
 def predict_alone(module: pl.LightningModule, loader: Any, path: Path) -> Any:
