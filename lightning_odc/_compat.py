@@ -11,7 +11,7 @@ import importlib
 import importlib.util
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -33,6 +33,17 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 #: A mode that sees every operator, collectives too (torch 2.9 to 2.13).
 #: Why: nothing public tells that a user's step calls ``torch.distributed``.
 TorchDispatchMode: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+
+
+def written_by(operator: Any, arguments: Sequence[Any]) -> list[Any]:
+    """The arguments that an operator writes to; of one of a higher order, such as flex attention, none."""
+    # Why: the schema, which says it, has no public name (torch 2.9 to 2.13).
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        return []
+    named = zip(schema.arguments, arguments, strict=False)
+    return [value for argument, value in named if argument.is_write]
+
 
 #: The process group that has a name (torch 2.9 to 2.15). Why: functional collectives have the name alone.
 group_named: Any = importlib.import_module("torch.distributed.distributed_c10d")._resolve_process_group

@@ -42,8 +42,8 @@ class ODCFabricStrategy(AttachingStrategy, ModelParallelStrategy):
 
     Args:
         communication: ``"auto"`` communicates on demand where that can run and has proven itself, otherwise by
-            collectives, with a warning that says why. With ``"on_demand"`` that is an error. ``"collective"`` is
-            the same sharding over stock collectives, where every rank must run equally many microbatches.
+            collectives, with a warning that says why. With ``"on_demand"`` that is an error. ``"collective"``
+            moves the same bytes by stock collectives, where every rank must run equally many microbatches.
         sharding_strategy: ``"auto"`` keeps a model whole where it fits, as in
             [`ODCStrategy`][lightning_odc.ODCStrategy]; ``"FULL_SHARD"`` shards it, ``"NO_SHARD"`` does not.
         auto_wrap_policy: The modules that become units; by default the model's repeated blocks. It asks for shards.

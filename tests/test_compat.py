@@ -155,6 +155,13 @@ def test_comms_of_a_module_are_those_that_were_set():
     assert _compat.comms_of(Module(_fsdp_param_groups=[group, group])) is None
 
 
+def test_operators_say_what_they_write_to():
+    assert _compat.written_by(torch.ops.aten.mul_.Tensor, (1, 2)) == [1]
+    assert _compat.written_by(torch.ops.aten._foreach_add_.List, ([1], [2])) == [[1]]
+    assert _compat.written_by(torch.ops.aten.mul.Tensor, (1, 2)) == []
+    assert _compat.written_by(object(), (1, 2)) == []
+
+
 def test_symmetric_memory_has_the_names_and_arguments_that_are_used():
     memory = _compat._symmetric_memory()
     assert list(inspect.signature(memory.get_backend).parameters) == ["device"]

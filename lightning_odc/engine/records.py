@@ -50,9 +50,9 @@ class SettleRecord(NamedTuple):
     measured: Any = None  # what the strategy measured: seconds of microbatches, and which ran out of memory
     used: str = "0x0"  # parameters that received a gradient here, as `flags_to_hex` writes them
     scalars: Sequence[float | None] = ()  # the rank's sums of gradients of its `Scalars`
-    # Of a whole model: optimizer steps so far, and whether its buffers have changed here.
+    # Of a whole model: optimizer steps so far, and which of its buffers and frozen parameters have changed here.
     steps: int = 0
-    edits_buffers: bool = False
+    edited: str = "0x0"
 
 
 def flags_to_hex(flags: Sequence[bool]) -> str:

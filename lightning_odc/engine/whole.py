@@ -23,6 +23,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ class WholeEngine(Engine):
         self._steps = 0  # of optimizers
         self._sums = FlatSums([], 1, None)
         self._whole = WholeGradients((), self._sums.add)
-        self._versions: dict[Tensor, int] = {}  # of the buffers, when all ranks had those of rank 0
+        self._versions: dict[
+            Tensor, int
+        ] = {}  # of what no optimizer steps, when all ranks had that of rank 0
 
     def _open_sums(self, specs: list[UnitSpec]) -> None:
         """The pieces of the sums are laid out: make what exchanges them. All ranks together."""
@@ -88,11 +91,19 @@ class WholeEngine(Engine):
 
     def give_values(self) -> None:
         self._send([*self._model.parameters(), *self._model.buffers()])
-        self._versions = self._versions_now()
+        self._versions = {tensor: tensor._version for tensor in self._not_trained()}
 
-    def _versions_now(self) -> dict[Tensor, int]:
-        # Not of each buffer by itself: batch norm counts a batch, and raises no version of its averages.
-        return {buffer: buffer._version for buffer in self._model.buffers()}
+    def _not_trained(self) -> list[Tensor]:
+        frozen = (one for one in self._model.parameters() if not one.requires_grad)
+        return [*self._model.buffers(), *frozen]
+
+    def _edited(self) -> str:
+        """Which of them have changed on this rank, as flags."""
+        edited = [self._versions.get(tensor) != tensor._version for tensor in self._not_trained()]
+        # Batch norm counts a batch, and raises no version of its averages.
+        buffers = len([*self._model.buffers()])
+        edited[:buffers] = [any(edited[:buffers])] * buffers
+        return flags_to_hex(edited)
 
     @torch.no_grad()
     def _send(self, tensors: Iterable[Tensor]) -> None:
@@ -168,16 +179,17 @@ class WholeEngine(Engine):
                 measured=measured,
                 used=flags_to_hex([parameter in self._sums.known for parameter in parameters]),
                 steps=self._steps,
-                edits_buffers=self._versions != self._versions_now(),
+                edited=self._edited(),
             )
             self._sums.finish()
             records = self._exchange_sums(own)
             received = any_flags([record.used for record in records], len(parameters))
             self._whole.give(self._sums.totals(received))
             self._sums.clear()
-            if records[0].edits_buffers:  # as under DDP, buffers are those of rank 0
-                self._send(self._model.buffers())
-                self._versions = self._versions_now()
+            others = self._not_trained()
+            edited = any_flags([record.edited for record in records], len(others))
+            self._send(compress(others, edited))  # as under DDP, buffers are those of rank 0
+            self._versions = {tensor: tensor._version for tensor in others}
             self.settled = True
         return records
 

@@ -7,7 +7,7 @@ pass. So a pass that breaks off leaves nothing, and Lightning's ``zero_grad()`` 
 nothing. Hooks of parameters wait until the gradient of the whole minibatch is complete, as in one process.
 
 Where users go backward themselves, gradients accumulate in ``.grad`` as always: users may empty it, or change it. They
-are taken from there when the step settles.
+are taken from there when the step settles. Hooks wait there, too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from lightning_odc.engine.late_gradients import LateHooks
 from lightning_odc.errors import ODCError
@@ -40,16 +41,15 @@ class WholeGradients:
         self.parameters = parameters
         self._take = take
         self._hooks = LateHooks(of_tensors)
-        self._complete: dict[nn.Parameter, tuple[Tensor, int]] = {}  # of the last step, and their versions
+        self._complete: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}  # what was given, and its version
 
     @contextmanager
     def backward(self, apart: bool, counts: bool) -> Iterator[None]:
         """Around a backward pass; if it does not ``count``, its gradients are zeros, even if they are not finite."""
-        self._hooks.holding = apart
         before = {parameter: parameter.grad for parameter in self.parameters}
-        if apart:
-            for parameter in before:
-                self._hooks.hold(parameter)
+        for parameter in before:
+            self._hooks.hold(parameter)
+            if apart:
                 parameter.grad = None
         gradients = {}
         try:
@@ -75,10 +75,12 @@ class WholeGradients:
             gradient = parameter.grad
             if gradient is None:
                 continue
-            complete, version = self._complete.get(parameter, (None, 0))
-            is_left = gradient is complete
-            if is_left and gradient._version == version:
-                continue
+            is_left = False
+            if parameter in self._complete:
+                complete, version = self._complete[parameter]
+                is_left = complete() is gradient
+                if is_left and gradient._version == version:
+                    continue
             if is_left and is_weighted:
                 raise ODCError(
                     "Gradients of the step before are still in `.grad`, and those of this step were added to them, "
@@ -91,16 +93,14 @@ class WholeGradients:
     def give(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
         """Put complete gradients into ``.grad``, and call the hooks that waited for them."""
         for parameter, total in totals.items():
-            gradient = total
-            if self._hooks.holding:
-                gradient = self._hooks.changed(parameter, total)
+            gradient = self._hooks.changed(parameter, total)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-            if self._hooks.holding:
-                self._hooks.call(parameter)
-        self._complete = {one: (one.grad, one.grad._version) for one in totals if one.grad is not None}
+            self._hooks.call(parameter)
+            if parameter.grad is not None:
+                self._complete[parameter] = (TensorWeakRef(parameter.grad), parameter.grad._version)
 
     def check_outside(self) -> None:
         """Refuse to end a step inside a hook."""

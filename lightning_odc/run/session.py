@@ -224,9 +224,11 @@ class Session:
 
     def _try_samples(self, samples: TrialSamples) -> Verdict:
         verdict = self.host.try_samples(samples)
-        if verdict.communicates:
-            step = self.host.wording.step
-            reason = f"{step} talks to other ranks, so all must run equally many batches"
+        if verdict.communicates or verdict.edits:
+            does = "changes parameters"
+            if verdict.communicates:
+                does = "talks to other ranks"
+            reason = f"{self.host.wording.step} {does}, so all must run equally many batches"
             return Verdict(None, reason, communicates=True)
         return verdict
 

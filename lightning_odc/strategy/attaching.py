@@ -85,8 +85,14 @@ class AttachingStrategy:
             asked: The sharding strategy that the user asks for: ``"AUTO"``, ``"NO_SHARD"`` or another one.
             says: Whether to say what is decided by size.
         """
+        is_sharded = fitting.is_sharded(model)
         self.is_whole = asked == "NO_SHARD"
-        if asked != "AUTO" or fitting.is_sharded(model):
+        if self.is_whole and is_sharded:
+            raise ValueError(
+                'sharding_strategy="NO_SHARD" keeps a model whole, and `configure_model` has sharded this one. Leave '
+                '`fully_shard` out, or write sharding_strategy="FULL_SHARD".'
+            )
+        if asked != "AUTO" or is_sharded:
             return
         strategy = self._groups.strategy
         rendezvous = process_group_rendezvous(dist.group.WORLD)
@@ -103,7 +109,7 @@ class AttachingStrategy:
         hang_report: HangReport | None = None,
         gradients: bool = True,
     ) -> Attached:
-        """Make the engine of a sharded model. All ranks together."""
+        """Make the engine of a model. All ranks together."""
         given = self.mixed_precision_policy
 
         def make() -> Attached:

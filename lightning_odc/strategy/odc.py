@@ -93,8 +93,8 @@ class ODCStrategy(ReducingStrategy):
         device_mesh: Nodes and ranks per node, with hybrid sharding: two numbers, or a 2-D ``DeviceMesh``; by default
             ``(num_nodes, devices per node)``.
         communication: ``"auto"`` communicates on demand where that can run and has proven itself, otherwise by
-            collectives, with a warning that says why. With ``"on_demand"`` that is an error. ``"collective"`` is
-            the same sharding over stock collectives.
+            collectives, with a warning that says why. With ``"on_demand"`` that is an error. ``"collective"``
+            moves the same bytes by stock collectives.
         deterministic: Sum gradients in rank order, so that runs are bit-equal. Takes ``world_size`` accumulators.
         accumulator_dtype: The dtype of the gradient accumulators; by default fp32, or wider if the parameters are.
         keep_gathered: The memory per rank for what then moves once per minibatch, parameters that stay gathered and
@@ -219,7 +219,7 @@ class ODCStrategy(ReducingStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        describe = "Fully sharded training with on-demand communication"
+        describe = "Whole or sharded models with on-demand communication"
         strategy_registry.register("odc", cls, description=f"{describe} and balanced minibatches")
         strategy_registry.register("odc_plain", cls, description=describe, balance=None)
         cls._registered_strategies += ["odc", "odc_plain"]
@@ -234,9 +234,13 @@ class ODCStrategy(ReducingStrategy):
         )
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        precision = self.precision_plugin
+        precision.widens = False
         with self._ordinary_tensors():
-            self.model = self.precision_plugin.convert_module(self.model)
-        self._decide_whole(self.model, self._asked, says=fitting)
+            self.model = precision.convert_module(self.model)
+            self._decide_whole(self.model, self._asked, says=fitting)
+            precision.widens = not self.is_whole
+            self.model = precision.convert_module(self.model)
         reads_shards = self._groups.on_demand and not self.is_whole
         if fitting and reads_shards:
             refuse_layers(self.model, sync_batchnorm=self._layer_sync is not None)
@@ -378,10 +382,6 @@ class ODCStrategy(ReducingStrategy):
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         check_single(trainer.train_dataloader, self.options.balance)
-        loader = only(trainer.train_dataloader)
-        if isinstance(loader, BalancedDataLoader) and self._place is not None:
-            loader.load_state_dict(self._place)
-        self._place = None
         self._hold_signals(meeting=self._groups.on_demand)
         if self.attached.sample_group is not None:
             self._on_teardown.enter_context(meeting_before_batches(trainer, self.attached.sample_group))

@@ -122,6 +122,7 @@ class ODCPrecision(FSDPPrecision):
         if precision == "16-mixed":
             self.scaler = LossScaler(device_type)
         self.device_type = device_type
+        self.widens = True  # "32-true" widens what is sharded; as under DDP, it leaves a whole model as it is
         self.training: TrainingSteps | None = None  # while a fit runs
         self.weight_unit: float | None = None  # Note [Weights under fp16]; `None`: not agreed
         self.gradient_norm: Tensor | None = None  # over all ranks, before they were clipped last
@@ -149,7 +150,8 @@ class ODCPrecision(FSDPPrecision):
         if not dtype.is_floating_point or hasattr(tensor, "quant_state"):
             return False
         if self._half is None:
-            return dtype.itemsize < torch.float32.itemsize
+            is_widened = self.widens or "mixed" in self.precision
+            return is_widened and dtype.itemsize < torch.float32.itemsize
         return dtype != self._half
 
     def _converted(self, tensor: Tensor) -> Tensor:

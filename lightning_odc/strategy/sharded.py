@@ -25,6 +25,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, ShardingStr
 from torch.optim import Optimizer
 
 from lightning_odc import _compat_lightning
+from lightning_odc.data.convert import only
+from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.sharding import checkpoints, nodes
 from lightning_odc.sharding.checkpoints import WholeCheckpointIO
 from lightning_odc.sharding.engines import DEFAULT_TIMEOUT
@@ -370,6 +372,10 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
     def on_train_start(self) -> None:
         self._is_training = True
         assert self.lightning_module is not None
+        loader = only(self.lightning_module.trainer.train_dataloader)
+        if isinstance(loader, BalancedDataLoader) and self._place is not None:
+            loader.load_state_dict(self._place)
+        self._place = None
         owners = self._owners
         hyperparameters = {owner.CHECKPOINT_HYPER_PARAMS_KEY: dict(owner.hparams) for owner in owners}
         left_out = checkpoints.keep_savable(hyperparameters, owners)

@@ -92,13 +92,17 @@ class WithoutChance(TorchFunctionMode):
         if func in _WIDENS:
             return self._widened(args[0])
         is_in_place = name in _WRITES or (name.endswith("_") and not name.endswith("__"))
+        is_in_place |= func == Tensor.data.__set__  # type: ignore[attr-defined]
         if not is_in_place and "out" not in kwargs:
             args, kwargs = apply_to_collection((args, kwargs), (Tensor, torch.dtype), self._widened)
             return func(*args, **kwargs)
         # What is written to keeps its dtype, and the rest takes it.
         written, *others = args
-        if written.dtype in _FLOATS:
-            others = apply_to_collection(others, Tensor, partial(_like, written.dtype))
+        first = written
+        if isinstance(written, list | tuple):  # of `torch._foreach_mul_`, say
+            first = written[0]
+        if first.dtype in _FLOATS:
+            others = apply_to_collection(others, Tensor, partial(_like, first.dtype))
         return func(written, *others, **kwargs)
 
     def _widened(self, value: Any) -> Any:

@@ -1,21 +1,35 @@
-"""Whether code talks to other ranks."""
+"""Whether code talks to other ranks, or changes parameters."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from typing import Any
 
+from torch import Tensor, nn
+
 from lightning_odc import _compat
+from lightning_odc.data.content import tensors_of
 
 
 class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
-    """Notes whether code in this context calls a collective, beside those of the engine and of ``fully_shard``."""
+    """Notes whether code in this context calls a collective, beside those of the engine and of ``fully_shard``.
+
+    It notes, too, whether the code writes into parameters that this rank has whole, and keeps what they were.
+
+    Args:
+        parameters: Those that are watched.
+    """
 
     supports_higher_order_operators = True  # passes them on
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.heard = False
+        self.kept: dict[Tensor, Tensor] = {}  # what parameters were before they were written to
+        whole = [one for one in parameters if type(one.data) is Tensor and one.numel()]
+        self._watched = {one.untyped_storage().data_ptr(): one for one in whole}
+        self._before = [(one, one.data) for one in whole]  # the same memory
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.heard and func.namespace in ("c10d", "_c10d_functional"):
@@ -23,7 +37,25 @@ class CollectiveListener(_compat.TorchDispatchMode):  # type: ignore[misc]
             while frame is not None and not str(frame.f_globals.get("__name__")).startswith(_MOVERS):
                 frame = frame.f_back
             self.heard = frame is None
+        self._keep(_compat.written_by(func, args))
         return func(*args, **(kwargs or {}))
+
+    def _keep(self, written: list[Any]) -> None:
+        for _, tensor in tensors_of(written):
+            if type(tensor) not in (Tensor, nn.Parameter):
+                continue
+            parameter = self._watched.get(tensor.untyped_storage().data_ptr())
+            if parameter is not None and parameter not in self.kept:
+                self.kept[parameter] = parameter.detach().clone()
+
+    def put_back(self) -> bool:
+        """Let parameters be what they were; returns whether they had changed."""
+        replaced = [(one, data) for one, data in self._before if one.data_ptr() != data.data_ptr()]
+        for parameter, data in replaced:
+            parameter.data = data
+        for parameter, value in self.kept.items():
+            parameter.data.copy_(value)
+        return bool(replaced or self.kept)
 
 
 _MOVERS = ("torch.distributed.fsdp.", "torch.distributed.tensor.", "lightning_odc.engine.")

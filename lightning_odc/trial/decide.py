@@ -68,6 +68,7 @@ class Verdict:
     reason: str = ""  # why there is none
     has_failed: bool = False  # an exception has ended it
     communicates: bool = False  # the step talks to other ranks
+    edits: bool = False  # the step changes parameters by itself
     is_wide: bool = False  # the arithmetic of training was too coarse, and float64 has decided
     # what may help where there is none: a weighting, or `"num_items"`, which the step would have to return
     remedy: str = ""

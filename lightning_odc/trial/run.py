@@ -62,8 +62,8 @@ def try_loss(
         rule: The only rule to try, with all samples; see Note [The proof continues].
         engine: The engine through which ranks share the passes out. All of them try the same samples.
     """
-    listener = CollectiveListener()
     touched = [*modules]
+    listener = CollectiveListener(parameter for module in touched for parameter in module.parameters(False))
     with untouched(touched, device) as restore_random_numbers:
         dequantise(touched)
         losses = Losses(step, batch_of, tokens, restore_random_numbers, listener, engine)
@@ -78,13 +78,15 @@ def try_loss(
             text = next(iter(str(error).splitlines()), "")
             reason = f"a trial of training_step failed ({type(error).__name__}: {text})"
             return Verdict(None, reason, has_failed=True, communicates=listener.heard)
+        finally:
+            edits = listener.put_back()
     if verdict.rule is None and losses.draw_elsewhere:
         reason = (
             f"{verdict.reason}, and training_step draws random numbers with numpy or random: the trial holds "
             "torch's constant, so draw with torch"
         )
         verdict = replace(verdict, reason=reason)
-    return replace(verdict, communicates=listener.heard)
+    return replace(verdict, communicates=listener.heard, edits=edits)
 
 
 @dataclass

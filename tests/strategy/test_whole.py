@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -325,6 +326,103 @@ def test_manual_optimization_finds_complete_gradients_behind_a_backward_pass(ran
     assert equal_on_all_ranks(found)
 
 
+def in_three_passes(module: Any, optimizer: Any, batch: Tensor, _: int) -> None:
+    """Each pass is synchronised, and leaves what the ones before it have given."""
+    optimizer.zero_grad()
+    for _ in range(3):
+        module.manual_backward(module.mean_loss(batch) / 3)
+    nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+    optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("act", [in_two_passes, in_three_passes])
+def test_hooks_see_a_gradient_once_where_a_step_has_several_passes(rank, act):
+    module = Manual(act=act)
+    alone = Sgd()
+    for each in (module, alone):
+        each.net.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    found = fitted(module, BATCHES[rank], **WHOLE)
+    assert largest_difference(found, reference(alone, clip=0.5)) < CLOSE
+
+
+def in_place(teachers: list[Any], students: list[Any]) -> None:
+    torch._foreach_lerp_(teachers, students, 0.1)
+
+
+def by_data(teachers: list[Any], students: list[Any]) -> None:
+    for teacher, student in zip(teachers, students, strict=True):
+        teacher.data = teacher.data * 0.9 + student.data * 0.1
+
+
+class Teaches(Padded):
+    """A copy of the model follows it in every step, as in BYOL and DINO."""
+
+    def __init__(self, follow: Callable[[Any, Any], None]) -> None:
+        super().__init__(lr=0.1)
+        self.follow = follow
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            self.follow([*self.teacher.parameters()], [*self.net.parameters()])
+            aim = self.teacher(batch)
+        return super().training_step(batch, batch_idx) + (self.net(batch) - aim).square().mean()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("follow", [in_place, by_data])
+def test_a_teacher_that_follows_in_training_step_is_that_of_ddp(rank, follow):
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    found = {}
+    for strategy in ("odc", "ddp"):
+        torch.manual_seed(0)
+        data = torch.utils.data.DataLoader(texts()[:48], batch_size=4, collate_fn=pad)
+        module = Teaches(follow)
+        options: dict[str, Any] = {"strategy": "ddp"}
+        if strategy == "odc":
+            options = {"balance": "auto", **WHOLE}
+        with warned() as caught:
+            fit(module, data, max_epochs=1, use_distributed_sampler=True, **options)
+        if strategy == "odc" and rank == 0:
+            assert any("training_step changes parameters" in one for one in caught), caught
+        found[strategy] = full_parameters(module)
+    assert largest_difference(found["odc"], found["ddp"]) < CLOSE
+    assert equal_on_all_ranks(found["odc"])
+
+
+@on_ranks(2)
+def test_what_a_step_writes_into_frozen_weights_is_that_of_rank_0(rank):
+    class Counts(Sgd):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                self.net.blocks[0].norm.bias.add_(1)
+            return super().training_step(batch, batch_idx)
+
+    module = Counts()
+    module.net.blocks[0].norm.bias.requires_grad_(False)
+    fit(module, shares(rank, (5, 1)), **WHOLE)
+    assert equal_on_all_ranks(full_parameters(module))
+
+
+@on_ranks(2)
+def test_gradients_of_the_step_before_take_no_memory(rank):
+    alive = []
+
+    class Watches(Sgd):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen = [weakref.ref(parameter.grad) for parameter in self.parameters()]
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.zero_grad()
+            if batch_idx:
+                alive.extend(one() for one in self.seen)
+
+    fit(Watches(), BATCHES[rank], **WHOLE)
+    assert alive
+    assert not any(one is not None for one in alive)
+
+
 @on_ranks(2)
 def test_two_optimizers_take_turns(rank):
     found = fitted(TwoOptimizers(), BATCHES[rank], **WHOLE)
@@ -404,6 +502,23 @@ def test_precisions_are_those_of_ddp(rank, precision):
     tolerance = {"bf16-true": 2**-9, "16-mixed": 2**-11}.get(precision, CLOSE)
     assert largest_difference(found, expected) < tolerance
     assert equal_on_all_ranks(found)
+
+
+class HalfOfIt(Sgd):
+    """One layer is narrower than the others, and the module casts what that one takes."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1)
+        self.net.head.to(torch.bfloat16)
+        self.net.head.register_forward_pre_hook(lambda _, args: args[0].bfloat16())
+
+
+@on_ranks(2)
+def test_32_true_leaves_a_narrow_layer_as_it_is(rank):
+    found = fitted(HalfOfIt(), BATCHES[rank], **WHOLE)
+    expected = fitted(HalfOfIt(), BATCHES[rank], strategy="ddp")
+    assert {p.dtype for p in found.values()} == {torch.bfloat16, torch.float32}
+    assert largest_difference(found, expected) < 2**-9  # DDP sums in bf16
 
 
 # -- running out of memory ---------------------------------------------------------------------------------
@@ -615,6 +730,8 @@ def test_the_size_decides_unless_the_module_is_sharded_already(rank, monkeypatch
         )
     t = fit(ShardsItself(), BATCHES[rank], sharding_strategy="auto")
     assert not t.strategy.is_whole
+    with pytest.raises(ValueError, match="Leave `fully_shard` out"):
+        fit(ShardsItself(), BATCHES[rank], **WHOLE)
     monkeypatch.setattr(host_memory, "total", lambda _: 30_000 if rank else 2**40)
     with said() as text:
         t = fit(Sgd(), BATCHES[rank], sharding_strategy="auto")

@@ -112,8 +112,8 @@ def test_ranks_that_divide_samples_run_equally_often_whatever_their_losses_are(s
     """They wait for each other inside of a step, and the loss of one may look like any of these."""
 
     class Heard(CollectiveListener):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
             self.heard = True
 
     monkeypatch.setattr(run, "CollectiveListener", Heard)
