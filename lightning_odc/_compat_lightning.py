@@ -116,6 +116,19 @@ def call_and_clean_up(trainer: Trainer, function: Callable[[], Any]) -> Any:
     return _lightning_call._call_and_handle_interrupt(trainer, function)
 
 
+def load_loader_states(trainer: Trainer) -> None:
+    """Load the saved states of training loaders that were made before the checkpoint was read; else nothing."""
+    # Why: ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` makes the loaders early, and Lightning
+    # (2.5.0 to 2.6.6) loads their states only while it makes them. The epoch would begin again.
+    cast(Any, trainer.fit_loop)._load_combined_loader_states()
+
+
+def forget_loader_states(trainer: Trainer) -> None:
+    """Do not load the saved state of a training loader into another kind of loader."""
+    # Why: Lightning (2.5.0 to 2.6.6) ends with an error where the loader has no state.
+    cast(Any, trainer.fit_loop)._combined_loader_states_to_load = []
+
+
 def step_schedulers(trainer: Trainer) -> None:
     """Let the schedulers make the step that follows the optimizer's at the batch where the loops are."""
     # Why: a checkpoint may come between the two, and Lightning makes both in one method, with the batch.

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,8 @@ import pytest
 import torch
 from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.strategies.launchers.launcher import _Launcher
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -24,6 +26,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer.connectors.logger_connector.logger_connector import _LoggerConnector
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_odc import _compat, _compat_lightning
 
@@ -153,6 +156,52 @@ def test_comms_of_a_module_are_those_that_were_set():
     assert _compat.comms_of(Module(_fsdp_param_group=group)) == ("gather", "reduce")
     assert _compat.comms_of(Module(_fsdp_param_group=None)) is None
     assert _compat.comms_of(Module(_fsdp_param_groups=[group, group])) is None
+
+
+class MadeEarly(BoringModel):
+    """Has the training loader made before Lightning reads the checkpoint."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+class Stateful(DataLoader[Any]):
+    """Says when its state is loaded."""
+
+    loaded: list[str]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded.append("state")
+
+
+def test_states_of_loaders_that_were_made_early_can_be_loaded(tmp_path):
+    def fit(checkpoint: Path | None, forgets: bool = False) -> tuple[list[str], list[str]]:
+        loader = Stateful(RandomDataset(32, 8))
+        seen = list[str]()
+        loader.loaded = []
+
+        class Late(callbacks.Callback):
+            def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+                seen.extend(loader.loaded)
+                if forgets:
+                    _compat_lightning.forget_loader_states(trainer)
+                _compat_lightning.load_loader_states(trainer)
+                _compat_lightning.load_loader_states(trainer)
+
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        save = callbacks.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=4)
+        trainer = Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[Late(), save], **options)
+        trainer.fit(MadeEarly(), loader, ckpt_path=checkpoint)
+        return seen, loader.loaded
+
+    assert fit(None) == ([], [])
+    found = fit(tmp_path / "step=4.ckpt")
+    assert found == ([], ["state"]), "Lightning has not loaded it; then it is, once"
+    assert fit(tmp_path / "step=4.ckpt", forgets=True) == ([], [])
 
 
 def test_operators_say_what_they_write_to():

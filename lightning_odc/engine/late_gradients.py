@@ -199,6 +199,7 @@ class LateHooks:
     """The hooks of one model's parameters, which are shards, or whole."""
 
     def __init__(self, of_tensors: bool = False) -> None:
+        self.holding = True  # held hooks wait; else they are called when ``fully_shard`` calls them
         self._calling = False
         # Those of `register_hook`, too, which may return another gradient.
         self._kinds = [_compat.gradient_hooks_of]
@@ -211,7 +212,7 @@ class LateHooks:
             hooks = hooks_of(parameter)
             for key, hook in hooks.items():
                 if not isinstance(hook, DeferredHook):
-                    hooks[key] = DeferredHook(hook)  # under the same key, so the user's handle removes it
+                    hooks[key] = DeferredHook(hook, self)  # under its key, so the user's handle removes it
 
     def changed(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """What hooks of the tensor make of its gradient, which is complete."""
@@ -254,9 +255,12 @@ class LateHooks:
 
 @dataclass(frozen=True)
 class DeferredHook:
-    """Stands where a hook was registered, and waits."""
+    """Stands where a hook was registered."""
 
     hook: Callable[[Tensor], Any]
+    hooks: LateHooks
 
-    def __call__(self, _: Tensor) -> None:
-        """The gradient is not complete."""
+    def __call__(self, gradient: Tensor) -> Any:
+        if self.hooks.holding:
+            return None
+        return self.hook(gradient)

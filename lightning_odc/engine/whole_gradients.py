@@ -29,7 +29,8 @@ class WholeGradients:
     Args:
         parameters: Those that are trained.
         take: Gets the gradients of each pass, or of all passes of a step, to add them to sums.
-        of_tensors: Whether hooks of `register_hook` wait, too, and not only those of complete gradients.
+        of_tensors: Whether hooks of `register_hook` wait, too, and not only those of complete gradients. Without it,
+            none waits for a pass in place: `fully_shard` calls them with a complete gradient.
     """
 
     def __init__(
@@ -40,12 +41,14 @@ class WholeGradients:
     ) -> None:
         self.parameters = parameters
         self._take = take
+        self._of_tensors = of_tensors
         self._hooks = LateHooks(of_tensors)
         self._complete: dict[nn.Parameter, tuple[TensorWeakRef, int]] = {}  # what was given, and its version
 
     @contextmanager
     def backward(self, apart: bool, counts: bool) -> Iterator[None]:
         """Around a backward pass; if it does not ``count``, its gradients are zeros, even if they are not finite."""
+        self._hooks.holding = apart or self._of_tensors
         before = {parameter: parameter.grad for parameter in self.parameters}
         for parameter in before:
             self._hooks.hold(parameter)
@@ -93,12 +96,15 @@ class WholeGradients:
     def give(self, totals: Mapping[nn.Parameter, Tensor]) -> None:
         """Put complete gradients into ``.grad``, and call the hooks that waited for them."""
         for parameter, total in totals.items():
-            gradient = self._hooks.changed(parameter, total)
+            gradient = total
+            if self._hooks.holding:
+                gradient = self._hooks.changed(parameter, total)
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)
-            self._hooks.call(parameter)
+            if self._hooks.holding:
+                self._hooks.call(parameter)
             if parameter.grad is not None:
                 self._complete[parameter] = (TensorWeakRef(parameter.grad), parameter.grad._version)
 

@@ -79,8 +79,7 @@ class ODCStrategy(ReducingStrategy):
         timeout: The longest wait for another rank. After it, an error says where every rank is.
         cpu_offload: The same as in ``FSDPStrategy``.
         mixed_precision: The same as in ``FSDPStrategy``; by default, it follows ``Trainer(precision=...)``.
-        auto_wrap_policy: The modules that become units; by default the model's repeated blocks, and with manual
-            optimization the layers of networks that have none.
+        auto_wrap_policy: The modules that become units; by default the model's repeated blocks.
         activation_checkpointing: The same as in ``FSDPStrategy``.
         activation_checkpointing_policy: The same as in ``FSDPStrategy``.
         sharding_strategy: ``"auto"`` keeps the model whole if its parameters, gradients, sums and optimizer states take
@@ -466,7 +465,7 @@ class ODCStrategy(ReducingStrategy):
         module = self.lightning_module
         if module is None or not module.trainer.training:
             return dataloader
-        return self._data.process(dataloader)
+        return self._with_its_place(self._data.process(dataloader))
 
     def batch_to_device(
         self, batch: object, device: torch.device | None = None, dataloader_idx: int = 0

@@ -32,16 +32,22 @@ def keep_place_apart(checkpoint: dict[str, Any]) -> None:
         checkpoint[_PLACE] = loop.pop("combined_loader")
 
 
-def take_place(checkpoint: dict[str, Any]) -> Mapping[str, Any] | None:
-    """The place of a balanced loader, if it has one. Lightning would end where the loader is another one."""
+def put_place_back(checkpoint: dict[str, Any]) -> bool:
+    """Let Lightning load the place of a balanced loader; returns whether there is one."""
     keep_place_apart(checkpoint)
-    places = checkpoint.pop(_PLACE, [None])
-    return places[0]
+    places = checkpoint.pop(_PLACE, [])
+    if places:
+        checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = places
+    return bool(places)
 
 
-def agree_with_loader(checkpoint: Mapping[str, Any], place: Mapping[str, Any]) -> bool:
+def agree_with_loader(checkpoint: Mapping[str, Any]) -> bool:
     """Let the loops of a checkpoint be where its loader is; returns whether schedulers have a step to make up for."""
-    loops = checkpoint["loops"]["fit_loop"]
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    places = loops.get("state_dict", {}).get("combined_loader", [])
+    if len(places) != 1 or "minibatches" not in places[0]:
+        return False
+    (place,) = places
     epochs = loops["epoch_progress"]
     batches = loops["epoch_loop.batch_progress"]
     processed = epochs["current"]["processed"]

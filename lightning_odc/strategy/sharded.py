@@ -44,7 +44,7 @@ from lightning_odc.strategy.attaching import AttachingStrategy
 from lightning_odc.strategy.groups import Groups
 from lightning_odc.strategy.launcher import fork_launcher
 from lightning_odc.strategy.precision import ODCPrecision
-from lightning_odc.strategy.resuming import agree_with_loader, keep_place_apart, take_place
+from lightning_odc.strategy.resuming import agree_with_loader, keep_place_apart, put_place_back
 
 #: Of the process group where GPUs compute and shards are in host memory.
 OFFLOADING_BACKEND = "cpu:gloo,cuda:nccl"
@@ -96,7 +96,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self._names = ParameterNames()
         self._is_training = False
         self._owes_schedulers = False  # a step that came before a checkpoint
-        self._place: Mapping[str, Any] | None = None  # of a balanced loader, in the checkpoint that was read
+        self._has_place = False  # the checkpoint that was read: that of a balanced loader
 
     @property
     def precision_plugin(self) -> ODCPrecision:
@@ -222,7 +222,7 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         self._names.follow(self.model, self.optimizers)
         self._is_training = False
         self._owes_schedulers = False
-        self._place = None
+        self._has_place = False
 
     @torch.no_grad()
     def _setup_averages(self, trainer: pl.Trainer) -> None:
@@ -344,9 +344,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             if self._is_training:  # else Lightning does it, when hooks and callbacks have seen it
                 self.load_model_state_dict(rest, strict)
                 self.load_optimizer_state_dict(rest)
-            self._place = take_place(rest)
-            if self._place is not None:
-                self._owes_schedulers = agree_with_loader(rest, self._place)
+            self._has_place = put_place_back(rest)
+            self._owes_schedulers = agree_with_loader(rest)
             self.publish_parameters()
         return rest
 
@@ -369,13 +368,19 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         """The optimizers, without Lightning's stand-in if ``configure_optimizers`` made none."""
         return [optimizer for optimizer in self.optimizers if optimizer.param_groups]
 
+    def _with_its_place(self, loader: object) -> object:
+        """A training loader, into which Lightning loads no place of a balanced loader if it is none."""
+        assert self.lightning_module is not None
+        if self._has_place and not isinstance(loader, BalancedDataLoader):
+            _compat_lightning.forget_loader_states(self.lightning_module.trainer)
+        return loader
+
     def on_train_start(self) -> None:
         self._is_training = True
         assert self.lightning_module is not None
-        loader = only(self.lightning_module.trainer.train_dataloader)
-        if isinstance(loader, BalancedDataLoader) and self._place is not None:
-            loader.load_state_dict(self._place)
-        self._place = None
+        trainer = self.lightning_module.trainer
+        if isinstance(only(trainer.train_dataloader), BalancedDataLoader):
+            _compat_lightning.load_loader_states(trainer)
         owners = self._owners
         hyperparameters = {owner.CHECKPOINT_HYPER_PARAMS_KEY: dict(owner.hparams) for owner in owners}
         left_out = checkpoints.keep_savable(hyperparameters, owners)
