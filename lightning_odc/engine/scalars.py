@@ -6,8 +6,8 @@ Every rank has them whole, and sums their gradients until the step settles. Then
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ class Scalars:
     def __init__(self) -> None:
         self.parameters: list[nn.Parameter] = []  # in the order of the model
         self._sums: dict[nn.Parameter, Tensor] = {}
+        self._zeros: dict[nn.Parameter, tuple[Tensor, int]] = {}  # what users see in `.grad` meanwhile
         self._gradients = WholeGradients((), self._add)
 
     @torch.no_grad()
@@ -49,13 +50,25 @@ class Scalars:
                 new = self._sums[parameter] + new
             self._sums[parameter] = new
 
-    def backward(self, apart: bool, counts: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def backward(self, apart: bool, counts: bool) -> Iterator[None]:
         """Around a backward pass, see `WholeGradients.backward`."""
-        return self._gradients.backward(apart, counts)
+        self._zeros.clear()  # it is Lightning that empties them, before the last backward pass of a minibatch
+        with self._gradients.backward(apart, counts):
+            yield
+        if apart:  # zeros stand for the sums, and users drop these by `zero_grad()`
+            for parameter in self._sums:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                self._zeros[parameter] = (parameter.grad, parameter.grad._version)
 
     def take(self, is_weighted: bool, has_visible: bool) -> list[float | None]:
         """This rank's sums, for its record; `None` where there was no gradient."""
         self._gradients.check_outside()
+        for parameter, (zeros, version) in self._zeros.items():
+            if parameter.grad is not zeros or zeros._version != version:
+                self._sums.pop(parameter, None)
+        self._zeros.clear()
         if has_visible:
             self._gradients.take_visible(is_weighted)
         values = []
@@ -78,6 +91,7 @@ class Scalars:
     def clear(self) -> None:
         """Forget all gradients of the step."""
         self._sums.clear()
+        self._zeros.clear()
 
     def close(self) -> None:
         """Give the parameters back to autograd. What was summed stays, for a new layout. Idempotent."""
