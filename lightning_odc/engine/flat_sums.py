@@ -46,9 +46,8 @@ class FlatSums:
         self.pieces: list[Tensor] = []
         self.known: dict[nn.Parameter, Tensor] = {}
         self._places: dict[nn.Parameter, Tensor] = {}
-        self._spare: dict[
-            nn.Parameter, Tensor
-        ] = {}  # gradients of the last pass, whose memory `totals` uses again
+        # Gradients of the last pass, whose memory `totals` uses again.
+        self._spare: dict[nn.Parameter, Tensor] = {}
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             own = parameter.dtype.to_real()

@@ -64,7 +64,7 @@ def trial_of(trainer: Any, loss_of: LossOf, samples: TrialSamples) -> Verdict:
         trial = try_loss(step, samples.batch_of, samples.tokens, modules, trainer.args.device)
     if not scales or max(scales) - min(scales) > _SCALES_DIFFER * abs(scales[0]):
         reason = trial.reason or "it depends on the number of items, or on other ranks"
-        return Verdict(None, reason, communicates=trial.communicates)
+        return Verdict(None, reason, communicates=trial.communicates, edits=trial.edits)
     if trial.rule is not None and scales[0] > 1 + _SCALES_DIFFER and trainer.is_world_process_zero():
         warnings.warn(
             f"Trainer alone does not divide this loss by the {copies} batches that it accumulates, so its gradients "
