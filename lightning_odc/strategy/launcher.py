@@ -251,12 +251,10 @@ def end_scripts(children: list[subprocess.Popen[bytes]], seconds: float) -> None
         child.kill()
     codes = [child.wait() for child in children]
     if any(codes) and not has_failed:
-        code = codes[0]
-        # An error makes 1. Another code is that of a `sys.exit` on all ranks.
-        if code <= 1 or len({*codes}) > 1:
-            sys.stderr.write(
-                f"The job has failed: the other ranks of this node ended with exit codes {codes}.\n"
-            )
-            code = 1
+        # An error makes 1. Another code that all have is that of a `sys.exit`, here too.
+        code = codes[0] if codes[0] > 1 and len({*codes}) == 1 else 1
+        sys.stderr.write(
+            f"Other ranks of this node ended with exit codes {codes}, so this process ends with {code}.\n"
+        )
         sys.stdout.flush()
         os._exit(code)  # nothing else changes the exit code here
