@@ -42,11 +42,13 @@ def brief(loader: BalancedDataLoader, model: ModelCost, rule: Rule | None, commu
 def _data(loader: BalancedDataLoader) -> str:
     if loader.is_stream:
         return "a stream of samples; the collate_fn is tested on the first samples"
-    lengths = loader.lengths.values
-    found = (
-        f"{len(lengths):,} samples from {lengths.min():,} to {lengths.max():,} long, "
-        f"{lengths.mean():,.0f} on average"
-    )
+    lengths = loader.lengths.known
+    found = f"{len(lengths):,} samples"
+    if len(lengths) < len(loader.lengths):
+        found += f" of {len(loader.lengths):,}"
+    found += f" from {lengths.min():,} to {lengths.max():,} long, {lengths.mean():,.0f} on average"
+    if len(lengths) < len(loader.lengths):
+        found += "; the others are measured as they are read"
     if loader.collation is None:
         return f"{found}; the collate_fn could not be recognized, and its microbatches are planned as packed ones"
     return f"{found}; the collate_fn {loader.collation.describe()}"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,11 +21,13 @@ from lightning_odc.data.content import spread
 from lightning_odc.data.probe import Collate, seen, shapes_of
 from lightning_odc.data.rng import isolated_rng
 from lightning_odc.data.shapes import ShownLength, sequences_in
+from lightning_odc.data.sharing import ALONE, Sharing
 from lightning_odc.progress import progress
 
 LengthFunction = Annotated[Callable[[Any], int], Like('lambda sample: len(sample["input_ids"])')]
 """The length of a sample."""
 
+_LOOKS_FOR = 5.0  # seconds, where all samples would take longer
 _LOOKED_AT = 16  # samples that show in which dimensions others may differ
 _ROWS_AT_ONCE = 1000
 EQUALLY_LONG = ShownLength((), None)
@@ -51,18 +54,32 @@ class LengthsUnknownError(ValueError):
 class Lengths:
     """One length per sample of a data set."""
 
-    values: Ints  # at least 1 each
-    # what has measured the samples, if it may be done again at any time
-    length_of: LengthFunction | None = field(default=None, compare=False)
+    values: Ints  # at least 1 each; 0 while it is not known, see Note [Read first, planned then]
+    length_of: LengthFunction | None = field(default=None, compare=False)  # what has measured the samples
+    # whether samples are compared with it whenever they are read
+    is_checked: bool = field(default=False, compare=False)
 
     def __len__(self) -> int:
         return len(self.values)
 
+    @property
+    def known(self) -> Ints:
+        """Those that are known."""
+        return self.values[self.values > 0]
+
     @cached_property
     def digest(self) -> str:
-        """Short text that differs when a length does."""
-        content = self.values.astype("<i8").tobytes()
-        return hashlib.sha256(content).hexdigest()[:12]
+        """Short text that differs when a length does that was known at the first call."""
+        return _digest(self.values)
+
+    @cached_property
+    def sketch(self) -> str:
+        """Short text of how many there are, and of a few that are always known."""
+        return _digest(np.array([len(self.values), *self.values[spread(len(self.values), _LOOKED_AT)]]))
+
+
+def _digest(values: Ints) -> str:
+    return hashlib.sha256(values.astype("<i8").tobytes()).hexdigest()[:12]
 
 
 def find_lengths(
@@ -70,10 +87,12 @@ def find_lengths(
     lengths: Any = None,
     length_fn: LengthFunction | None = None,
     collate_fn: Collate = list,
+    sharing: Sharing | None = None,
 ) -> Lengths:
     """The length of every sample: as given, by ``length_fn``, as the data set knows it, or of every sample itself.
 
-    See `length_function` for the last of these.
+    See `length_function` for the last of these. With ``sharing``, ranks together look at samples for some seconds. What
+    they do not come to is not known, see Note [Read first, planned then].
     """
     count = len(dataset)
     if lengths is not None:
@@ -84,15 +103,24 @@ def find_lengths(
             return Lengths(known)
     if count == 0:
         return Lengths(np.empty(0, dtype=np.int64))
-    if length_fn is not None:
-        return Lengths(_scan(dataset, length_fn))
+    found: list[LengthFunction] = []
+
+    def look() -> list[int]:
+        found.append(length_fn or length_function(dataset.__getitem__, count, collate_fn))
+        places = [] if sharing is None else spread(count, _LOOKED_AT)
+        return [count, *(found[0](dataset[place]) for place in places)]
+
     with isolated_rng():
-        length_of = length_function(dataset.__getitem__, count, collate_fn)
-    if length_of == EQUALLY_LONG:
-        return Lengths(np.ones(count, dtype=np.int64))
-    if isinstance(length_of, ShownLength) and length_of.collate_fn is not None:
-        return Lengths(_scan_collated(dataset, length_of))
-    return Lengths(_scan(dataset, length_of), length_of)
+        by_rank = (sharing or ALONE).together(look)
+        if any(theirs != by_rank[0] for theirs in by_rank):
+            sharing = None  # they have other samples, as a comparison will say
+        [length_of] = found
+        if length_of == EQUALLY_LONG:
+            return Lengths(np.ones(count, dtype=np.int64))
+        if isinstance(length_of, ShownLength) and length_of.collate_fn is not None:
+            values, length_of = _scan_collated(dataset, length_of, sharing)
+            return Lengths(values, length_of)
+        return Lengths(_scan(dataset, length_of, sharing), length_of, is_checked=length_fn is None)
 
 
 def length_function(read: Callable[[int], Any], count: int, collate_fn: Collate) -> LengthFunction:
@@ -104,7 +132,8 @@ def length_function(read: Callable[[int], Any], count: int, collate_fn: Collate)
         collate_fn: Makes a batch of a list of samples.
 
     Returns:
-        `measure`, or a `ShownLength`. Several sequences of unequal sizes are added.
+        `measure`, or a `ShownLength`. Several sequences of unequal sizes are added. Where nothing else tells, what
+        counts the characters of texts.
     """
     samples = [read(place) for place in spread(count, _LOOKED_AT)]
     with suppress(LengthsUnknownError):
@@ -121,6 +150,10 @@ def length_function(read: Callable[[int], Any], count: int, collate_fn: Collate)
         return ShownLength(sequences, collate_fn)
     if batches[0].shows_all:
         return EQUALLY_LONG
+    with suppress(LengthsUnknownError):
+        for sample in samples:
+            text_length(sample)
+        return text_length
     return measure
 
 
@@ -151,6 +184,9 @@ def _length(sample: Any) -> int | None:
         # A table of numbers that are no tokens is a series: steps, each with some numbers.
         is_series = sample.ndim == 2 and "float" in str(sample.dtype)
         return len(sample) if sample.ndim == 1 or is_series else None
+    nodes = getattr(sample, "num_nodes", None)  # of a graph of torch_geometric's
+    if isinstance(nodes, int):
+        return nodes
     if not isinstance(sample, Sequence) or isinstance(sample, str | bytes):
         return None
     ends = (*sample[:1], *sample[-1:])
@@ -159,6 +195,26 @@ def _length(sample: Any) -> int | None:
     if isinstance(sample, tuple):
         return _length(sample[0])
     return None
+
+
+def text_length(sample: Any) -> int:
+    """The characters of a text, or of all texts in a sample that holds nothing else but numbers."""
+    texts = [*_texts_in(sample)]
+    if not texts:
+        raise LengthsUnknownError(f"A sample that is a {type(sample).__name__} shows no text. {_TEACH}")
+    return max(sum(map(len, texts)), 1)
+
+
+def _texts_in(sample: Any) -> Iterator[str]:
+    if isinstance(sample, str):
+        yield sample
+    elif isinstance(sample, Mapping | list | tuple):
+        parts = sample.values() if isinstance(sample, Mapping) else sample
+        for part in parts:
+            yield from _texts_in(part)
+    elif not (sample is None or isinstance(sample, Number)):
+        # Of an image and its name, say, the name does not tell how large the sample is.
+        raise LengthsUnknownError(f"A sample holds a {type(sample).__name__} beside texts. {_TEACH}")
 
 
 def _known(dataset: Any) -> Ints | None:
@@ -195,26 +251,45 @@ def _column(dataset: Any) -> Ints | None:
     return None
 
 
-def _scan_collated(dataset: Any, collated: ShownLength) -> Ints:
+def _scan_collated(dataset: Any, collated: ShownLength, sharing: Sharing | None) -> tuple[Ints, ShownLength]:
     """What ``collated`` measures: by the samples' own shapes if these say the same, since batches take much longer."""
 
     def differs(places: Iterable[int]) -> bool:
         return any(own(dataset[place]) != collated(dataset[place]) for place in places)
 
-    with isolated_rng():
-        looked_at = spread(len(dataset), _LOOKED_AT)
-        own = ShownLength(sequences_in([shapes_of(dataset[place]) for place in looked_at]), None)
-        if not own.sequences or differs(looked_at):
-            return _scan(dataset, collated)
-        values = _scan(dataset, own)
-        if differs(values.argsort(kind="stable")[-_LOOKED_AT:].tolist()):  # the longest ones may be cut off
-            return _scan(dataset, collated)
-    return values
+    looked_at = spread(len(dataset), _LOOKED_AT)
+    own = ShownLength(sequences_in([shapes_of(dataset[place]) for place in looked_at]), None)
+    if own.sequences and not differs(looked_at):
+        values = _scan(dataset, own, sharing)
+        # The longest ones may be cut off.
+        if not differs(values.argsort(kind="stable")[-_LOOKED_AT:].tolist()):
+            return values, own
+    return _scan(dataset, collated, sharing), collated
 
 
-def _scan(dataset: Any, length_of: LengthFunction) -> Ints:
-    """Look at every sample, with a progress bar if it takes more than a moment."""
-    with isolated_rng():
-        places = progress(range(len(dataset)), "Lengths of samples", "sample")
-        found = [length_of(dataset[place]) for place in places]
-    return as_lengths(found, "the samples")
+def _scan(dataset: Any, length_of: LengthFunction, sharing: Sharing | None) -> Ints:
+    """Look at every sample; with ``sharing`` at those to which ranks come. A progress bar shows if that takes long."""
+    count = len(dataset)
+    places: list[int] = list(range(count))
+    if sharing is not None:
+        # Any part of them is like all, and each rank takes another one.
+        mixed = np.random.default_rng(0).permutation(count)[sharing.rank :: sharing.ranks]
+        places = [*spread(count, _LOOKED_AT), *mixed.tolist()]
+
+    def look() -> dict[int, Any]:
+        found = {}
+        until = time.monotonic() + _LOOKS_FOR
+        for place in progress(places, "Lengths of samples", "sample"):
+            found[place] = length_of(dataset[place])
+            if sharing is not None and len(found) > _LOOKED_AT and time.monotonic() > until:
+                break
+        return found
+
+    by_rank = (sharing or ALONE).together(look)
+    values = [1] * count
+    for heard in by_rank:
+        for place, length in heard.items():
+            values[place] = length
+    lengths = as_lengths(values, "the samples")
+    lengths[np.setdiff1d(np.arange(count), [place for heard in by_rank for place in heard])] = 0
+    return lengths

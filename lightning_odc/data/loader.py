@@ -51,6 +51,7 @@ from lightning_odc.data.reader import (
     named_deaths,
 )
 from lightning_odc.data.rng import isolated_rng, seed_rng, with_own_rng
+from lightning_odc.data.sharing import ALONE, Sharing
 from lightning_odc.data.stream_schedule import StreamSchedule
 
 Schedule = MapSchedule | StreamSchedule
@@ -162,6 +163,8 @@ class BalancedDataLoader:
         self._instead: Any = None  # another loader, whose batches are yielded
         self._has_warned = False  # of microbatches that hold other numbers of samples than planned
         self._before_pass: Callable[[], None] | None = None  # what a strategy then finds out
+        #: How ranks share what they read, if they do; see Note [Read first, planned then].
+        self.sharing: Sharing | None = None
         check_world(num_replicas, rank)
         if self.is_stream:
             check_stream(window, lengths, self.options)
@@ -201,6 +204,7 @@ class BalancedDataLoader:
             return None
         size = self.options.samples_per_batch
         in_order = self.lengths.values[schedule.epochs.order(0)]
+        in_order = in_order[in_order > 0]
         as_they_come = self._find_collation(packs=False) or PACKED
         return planned_gain(in_order, size, self.options.batches, schedule.epochs.planner, as_they_come)
 
@@ -290,7 +294,10 @@ class BalancedDataLoader:
     def lengths(self) -> Lengths:
         """The length of every sample of a map-style data set; found out at the first use."""
         dataset = with_own_rng(self.dataset)
-        return find_lengths(dataset, self._given, self._length_fn, self._unpacked)
+        sharing = self.sharing
+        if self.options.regroup:  # which samples are in a minibatch depends on their lengths
+            sharing = None
+        return find_lengths(dataset, self._given, self._length_fn, self._unpacked, sharing)
 
     def plan(self, step: int, epoch: int | None = None) -> MinibatchPlan:
         """Who does what in minibatch number ``step`` of a map-style data set, by default in the epoch under way.
@@ -389,7 +396,7 @@ class BalancedDataLoader:
         if not recipe.counts_alike:
             with suppress(Exception):  # as above
                 ran = ran_of(self._probe(self._packs))
-        return MapSchedule(reader, ran, self.lengths, recipe, world)
+        return MapSchedule(reader, ran, self.lengths, recipe, world, self.sharing or ALONE)
 
     def find_place(self) -> Position:
         """Where the next pass begins after `load_state_dict`, in minibatches of the size there is now."""

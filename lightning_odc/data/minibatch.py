@@ -184,8 +184,10 @@ class Minibatch:
     def __iter__(self) -> Iterator[Any]:
         return iter(self.microbatches)
 
-    def __getitem__(self, index: int) -> Any:
-        """A microbatch by its number."""
+    def __getitem__(self, index: Any) -> Any:
+        """A microbatch by its number; of a single one, what it holds by any other key."""
+        if not isinstance(index, int) and len(self) == 1:
+            return self.microbatches[0][index]
         if not isinstance(index, int):
             raise TypeError(f"{self!r} has no single value for {index!r}. {_WHOLE}")
         return self.microbatches[index]
@@ -193,6 +195,9 @@ class Minibatch:
     if not TYPE_CHECKING:  # else no name would be wrong
 
         def __getattr__(self, name: str) -> Any:
+            microbatches = vars(self).get("microbatches", ())  # none while it is copied
+            if len(microbatches) == 1 and not name.startswith("_") and hasattr(microbatches[0], name):
+                return getattr(microbatches[0], name)
             raise AttributeError(f"A Minibatch has no attribute {name!r}. {_WHOLE}")
 
     def __repr__(self) -> str:

@@ -273,8 +273,10 @@ class EpochPlan:
         self._order = np.arange(len(lengths))
         self._window: tuple[int, int] | None = None
         self._minibatches: list[Ints] = []
-        planner = recipe.planner(num_replicas, lengths.values[self.order(0)])
-        self.planner = planner.capped_for(lengths.values)
+        self._is_complete = bool(lengths.values.all())
+        in_order = lengths.values[self.order(0)]
+        planner = recipe.planner(num_replicas, in_order[in_order > 0])
+        self.planner = planner.capped_for(lengths.known)
 
     def __len__(self) -> int:
         """Minibatches per epoch."""
@@ -319,6 +321,11 @@ class EpochPlan:
         name = self.recipe.name(epoch, step, self.lengths)
         known = self.planner
         planner = replace(known, cost=learnt or known.cost, max_tokens=cap or known.max_tokens)
+        if not self._is_complete:  # see Note [Read first, planned then]
+            own = self.recipe.planner(self.num_replicas, lengths).capped_for(lengths).max_tokens
+            has_fallen = cap not in (None, known.max_tokens)
+            if own is not None and not (has_fallen and cap is not None and cap < own):
+                planner = replace(planner, max_tokens=own)
         return MinibatchPlan.of(self.recipe, planner, indices, lengths, name, turn=epoch + step)
 
     def costs(self, plan: MinibatchPlan, learnt: Cost | None = None) -> list[list[float]]:

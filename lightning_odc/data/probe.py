@@ -74,8 +74,9 @@ class Probe:
 
 
 def look(read: Callable[[int], Any], lengths: Ints, collate_fn: Collate) -> Probe:
-    """Read a few samples of a data set, from the shortest to the longest, and collate them."""
-    order = lengths.argsort(kind="stable")
+    """Read a few samples of a data set, from the shortest to the longest known one, and collate them."""
+    known = lengths.nonzero()[0]
+    order = known[lengths[known].argsort(kind="stable")]
     indices: list[int] = order[spread(len(order), _MOST_READ)].tolist()
     with isolated_rng():
         samples = [read(index) for index in indices]

@@ -30,7 +30,7 @@ from lightning_odc.data.plan import Recipe
 from lightning_odc.data.probe import Probe, counts_in
 from lightning_odc.data.weighting import planned_counts
 
-Read = Callable[[list[int]], Any]
+ReadBatch = Callable[[list[int]], Any]
 """Makes a batch of the samples at some positions."""
 
 
@@ -49,7 +49,7 @@ class Ran:
         lengths: Ints,
         seed: tuple[int, ...],
         recipe: Recipe,
-        read: Read,
+        read: ReadBatch,
         again: Rereader | None = None,
     ) -> Task:
         """A microbatch that was read, and what it counts; or the stand-in if nothing is left of it.
@@ -83,7 +83,7 @@ class Ran:
             return 0
         return dict(counts_in(batch)).get(self.rows)
 
-    def _part(self, samples: int, indices: Sequence[int], planned: Floats, read: Read) -> float:
+    def _part(self, samples: int, indices: Sequence[int], planned: Floats, read: ReadBatch) -> float:
         """What so many samples count, as a part of what those at the positions were planned to count."""
         if len(set(planned.tolist())) > 1:
             alone = [self.samples_alone(index, read) or 0 for index in indices]
@@ -91,7 +91,7 @@ class Ran:
                 return float((planned * alone).sum() / planned.sum())
         return samples / len(planned)
 
-    def samples_alone(self, position: int, read: Read) -> int | None:
+    def samples_alone(self, position: int, read: ReadBatch) -> int | None:
         """How many samples are made of one; ``None`` where its batch does not show it."""
         with suppress(Exception):  # of a sample that is left out, it may fail
             return self.samples(read([position]))
@@ -104,6 +104,28 @@ def ran_of(probe: Probe) -> Ran:
     if probe.kept:
         stand_in = probe.indices[probe.kept[0]]
     return Ran(_rows(probe), stand_in)
+
+
+def coupling_of(probe: Probe) -> str:
+    """How a ``collate_fn`` makes something else of two samples than of each; empty if it is not seen to do so.
+
+    It may leave out samples, or make several of one, as long as that does not depend on the others.
+    """
+    name = _rows(probe)
+    for (first, second), both in probe.together.items():
+        alone = sum(probe.alone[place].counts.get(name, 0) for place in (first, second))
+        together = both.counts.get(name, alone)  # samples of unequal length may not fit into one batch
+        if together != alone:
+            return coupled(together, alone)
+    return ""
+
+
+def coupled(together: int, alone: int) -> str:
+    """In words: a ``collate_fn`` makes so many samples of some together, and so many of each by itself."""
+    return (
+        f"collate_fn makes {together} samples of a batch, and {alone} of its samples one by one: what it makes of a "
+        "sample depends on the others"
+    )
 
 
 def _rows(probe: Probe) -> Hashable:

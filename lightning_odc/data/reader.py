@@ -15,7 +15,8 @@ got on rank 0, seed, epoch, index of the first sample, 1), so that another seed 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import pickle
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 import torch
@@ -23,10 +24,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from lightning_odc import host_memory
 from lightning_odc.arguments import Count, Index, Like
+from lightning_odc.balance.arrays import as_lengths
 from lightning_odc.data.lengths import Lengths
 from lightning_odc.data.minibatch import Minibatch
 from lightning_odc.data.probe import Collate
 from lightning_odc.data.rng import isolated_rng, seed_rng
+from lightning_odc.data.sharing import Read, content_of
 
 Seconds = Annotated[float, Like("0 (a number of seconds)", lambda value: value >= 0)]
 
@@ -41,6 +44,7 @@ class Assignment(NamedTuple):
 
     epoch: int  # the epoch it belongs to
     microbatches: list[list[int]]  # lists of sample indices
+    is_planned: bool = True  # else its samples are read to be planned
 
 
 class SampleReader:
@@ -54,19 +58,37 @@ class SampleReader:
         self._seed = seed
         self._lengths = lengths  # with which samples are compared
 
-    def __getitem__(self, assignment: Assignment) -> Minibatch:
+    def __getitem__(self, assignment: Assignment) -> Minibatch | list[Read]:
         """Read an assignment."""
         with isolated_rng():
-            return Minibatch([self.read(assignment.epoch, indices) for indices in assignment.microbatches])
+            if not assignment.is_planned:
+                return [
+                    read for own in assignment.microbatches for read in self._measured(assignment.epoch, own)
+                ]
+            return Minibatch(
+                [self.read(assignment.epoch, indices, {}) for indices in assignment.microbatches]
+            )
 
-    def read(self, epoch: int, indices: list[int]) -> Any:
-        """Read one microbatch; it seeds the global generators."""
+    def _measured(self, epoch: int, indices: list[int]) -> list[Read]:
+        """Samples that are to be planned; see Note [Read first, planned then]."""
+        assert self._lengths is not None
+        assert self._lengths.length_of is not None
         samples = self.samples(epoch, indices)
-        if self._lengths is not None and self._lengths.length_of is not None:
+        lengths = as_lengths([self._lengths.length_of(sample) for sample in samples], "the samples").tolist()
+        return list(map(Read, indices, lengths, map(content_of, samples)))
+
+    def read(self, epoch: int, indices: list[int], held: Mapping[int, bytes]) -> Any:
+        """Read one microbatch, or take it from samples that are held; it seeds the global generators."""
+        if held.keys() >= {*indices}:
+            samples = [pickle.loads(held[index]) for index in indices]  # noqa: S301 - from ranks of this job
+        else:
+            samples = self.samples(epoch, indices)
+        if self._lengths is not None and self._lengths.is_checked:
+            assert self._lengths.length_of is not None
             for index, sample in zip(indices, samples, strict=True):
                 found = self._lengths.length_of(sample)
                 length = self._lengths.values[index]
-                if found != length:
+                if length and found != length:  # a kept worker does not know all of them
                     raise ValueError(
                         f"Sample {index} has length {found}, but had {length} when the lengths were looked up. If "
                         "samples differ in length from epoch to epoch, say what to plan with: "

@@ -21,7 +21,7 @@ next step is added only by a rank that has read this one, and its owner has zero
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import compress
 from typing import Any
@@ -45,6 +45,7 @@ from lightning_odc.engine.records import (
 )
 from lightning_odc.engine.transports.base import Rendezvous, Segment, UnitSpec
 from lightning_odc.engine.units import compare_lines
+from lightning_odc.engine.values import send_values
 from lightning_odc.engine.whole_gradients import WholeGradients
 from lightning_odc.errors import DisagreementError
 
@@ -90,7 +91,7 @@ class WholeEngine(Engine):
         return [one for one in self._model.parameters() if one.requires_grad and self._gradients]
 
     def give_values(self) -> None:
-        self._send([*self._model.parameters(), *self._model.buffers()])
+        send_values([*self._model.parameters(), *self._model.buffers()])
         self._versions = {tensor: tensor._version for tensor in self._not_trained()}
 
     def _not_trained(self) -> list[Tensor]:
@@ -104,24 +105,6 @@ class WholeEngine(Engine):
         buffers = len([*self._model.buffers()])
         edited[:buffers] = [any(edited[:buffers])] * buffers
         return flags_to_hex(edited)
-
-    @torch.no_grad()
-    def _send(self, tensors: Iterable[Tensor]) -> None:
-        """Let all ranks have these values of rank 0."""
-        if self._ranks == 1:
-            return
-        sent = []
-        for tensor in tensors:
-            # As bytes, which every backend can send. A view that repeats its numbers cannot be written to.
-            own = tensor.detach().contiguous().view(-1)
-            if own.numel() and type(tensor.data) is Tensor:
-                heard = own.view(torch.uint8)
-                sent.append((tensor, own, dist.broadcast(heard, 0, async_op=True)))
-        for tensor, own, work in sent:
-            assert work is not None
-            work.wait()
-            if own.data_ptr() != tensor.data_ptr() and not torch.equal(own, tensor.reshape(-1)):
-                tensor.copy_(own.view(tensor.shape))
 
     def close(self) -> None:
         self._whole.release()
@@ -188,7 +171,7 @@ class WholeEngine(Engine):
             self._sums.clear()
             others = self._not_trained()
             edited = any_flags([record.edited for record in records], len(others))
-            self._send(compress(others, edited))  # as under DDP, buffers are those of rank 0
+            send_values(compress(others, edited))  # as under DDP, buffers are those of rank 0
             self._versions = {tensor: tensor._version for tensor in others}
             self.settled = True
         return records

@@ -25,7 +25,7 @@ from lightning_odc.huggingface import sharding
 from lightning_odc.huggingface.batches import Batches
 from lightning_odc.huggingface.steps import TrainerSteps
 from lightning_odc.run.minibatch import Runner
-from lightning_odc.run.session import Session, choose_policy
+from lightning_odc.run.session import Session, choose_policy, sharing_of_all
 from lightning_odc.run.wording import Wording
 
 # What `super()` reaches is the class that stands beside the mix-in.
@@ -146,6 +146,8 @@ class ODCTrainerMixin(_Trainer):  # type: ignore[misc]  # transformers is not ty
             **workers,
             **{"balance": policy, **self._balance},
         )
+        if not self._engine.get("deterministic"):
+            balanced.sharing = sharing_of_all()
         balanced.lengths  # noqa: B018 - looked up now
         return balanced
 

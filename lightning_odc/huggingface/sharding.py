@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from lightning_odc import _compat
+from lightning_odc.engine.values import send_values
 from lightning_odc.sharding.wrapping import repeated_blocks
 
 
@@ -36,6 +37,9 @@ def prepare(accelerator: Any, shard: Callable[..., Any], args: Any, *objects: An
     # such as CLIP. If they are not found, they belong to the root unit. `fully_shard` takes no scalars, such as CLIP's.
     chosen = {"transformer_layer_cls_to_wrap", "min_num_params", "auto_wrap_policy"} & {*args.fsdp_config}
     models = [one for one in objects if isinstance(one, nn.Module)]
+    if not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # else Accelerate does it
+        for model in models:
+            send_values([*model.parameters(), *model.buffers()], accelerator.device)
     if not models or any(args.fsdp_config[name] for name in chosen):
         return shard(*objects, **options)
     [model] = models

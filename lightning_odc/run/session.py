@@ -20,13 +20,17 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, Protocol
 
+import torch.distributed as dist
+
 from lightning_odc.balance.planner import Policy
 from lightning_odc.data.announcement import brief
 from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import ModelCost
 from lightning_odc.data.plan import NOTHING_KNOWN, RunInfo, Whole
+from lightning_odc.data.sharing import ALONE, Sharing
 from lightning_odc.data.weighting import Rule
 from lightning_odc.engine.base import Engine
+from lightning_odc.engine.collective import process_group_rendezvous
 from lightning_odc.errors import DisagreementError
 from lightning_odc.run.wording import Wording
 from lightning_odc.trial.audit import Audit
@@ -188,7 +192,7 @@ class Session:
             self._known = replace(self._known, packs=loader.packing or None)
             loader.adapt(self.decided)
             if not loader.is_stream:  # streams are compared as they are read
-                facts = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest}"
+                facts = f"{len(loader.lengths)} samples with lengths {loader.lengths.digest} ({loader.lengths.sketch})"
                 compare(host.engine, f"{facts}; the collate_fn {loader.collation}")
             self._decide_cutting(loader)
             loader.adapt(self.decided)
@@ -344,6 +348,14 @@ def compare(engine: Engine, facts: str) -> None:
             "rank plans alone and must know all samples: make them from a fixed seed, as "
             "lightning.seed_everything(0) does, and leave the division over ranks out of the data set."
         )
+
+
+def sharing_of_all() -> Sharing:
+    """How all ranks of the job share what they read of the training data."""
+    if not dist.is_initialized():
+        return ALONE
+    exchange = process_group_rendezvous(dist.group.WORLD)
+    return Sharing(exchange, dist.get_rank(), dist.get_world_size())
 
 
 def choose_policy(

@@ -2,9 +2,9 @@
 
 An initialiser must see whole parameters: fans are computed from full shapes, and if every rank drew numbers for its
 shard from an equal seed, shards would be copies of each other. So the parameters of one unit at a time are made whole,
-initialised as the constructors would have done it (children before the modules around them), and cut into shards. With
-one seed on all ranks the values are those of a model made on the CPU, for any number of ranks. Tensors are filled
-with a mark beforehand, so a tensor that no initialiser has written is found.
+initialised as the constructors would have done it (children before the modules around them), sent by rank 0, and cut
+into shards. The values are those of a model made on the CPU with the seed of rank 0, for any number of ranks. Tensors
+are filled with a mark beforehand, so a tensor that no initialiser has written is found.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_odc import _compat
 from lightning_odc.engine.units import post_order
+from lightning_odc.engine.values import send_values
 from lightning_odc.progress import progress
 
 InitWeights = Callable[[nn.Module], object]
@@ -82,6 +83,7 @@ class _Materializer:
     def run(self) -> list[Unfilled]:
         with self._bar:
             self._unit(self._model, None)
+        send_values(self._model.buffers())
         kept = [item for item in self._unfilled if item.name in item.module.state_dict()]
         check_filled([item for item in self._unfilled if item not in kept])
         return kept
@@ -133,7 +135,8 @@ class _Materializer:
     def _cut(self, full: Tensor, meta: Tensor) -> nn.Parameter:
         value = full.detach()
         if isinstance(meta, DTensor):
-            # No rank sends: each one cuts its part out of what it has made itself.
+            send_values([value])
+            # No rank sends shards: each one cuts its own out of the whole.
             value = distribute_tensor(value, meta.device_mesh, meta.placements, src_data_rank=None)
             if self._offload:
                 value = value.cpu()

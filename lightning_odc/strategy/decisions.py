@@ -72,7 +72,7 @@ def reason_of_lengths(options: Options, balanced: BalancedDataLoader) -> str:
     """Why ``"auto"`` leaves a loader alone, by the lengths of its samples; empty if it does not."""
     if options.balance != "auto" or options.length_fn or balanced.is_stream:
         return ""
-    lengths = balanced.lengths.values
+    lengths = balanced.lengths.known
     if len(lengths) and (lengths == lengths[0]).all():
         return EQUAL
     return ""

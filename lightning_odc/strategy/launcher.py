@@ -239,6 +239,12 @@ def end_scripts_at_exit(launcher: object, seconds: float) -> None:
         atexit.register(end_scripts, children, seconds)
 
 
+def end_interrupted_scripts() -> None:
+    """The user has interrupted: Lightning ends the other processes, so that nothing is told of how they end."""
+    atexit.unregister(end_scripts)
+    atexit.register(print, "Interrupted", file=sys.stderr)
+
+
 def end_scripts(children: list[subprocess.Popen[bytes]], seconds: float) -> None:
     """Wait so long for processes to end, then kill those that did not. If one has failed, so does this process."""
     has_failed = hasattr(sys, "last_value")  # the error with which a script ends

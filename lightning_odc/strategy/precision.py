@@ -15,7 +15,7 @@ if it had none. The unit is saved with the loss scale, which depends on it. bf16
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar, cast
 
@@ -23,7 +23,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
-from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -236,3 +236,14 @@ class ODCPrecision(FSDPPrecision):
         self.weight_unit = scaling.pop(_WEIGHT_UNIT, None)
         if scaling:  # not after `16-true`, which scales nothing
             super().load_state_dict(scaling)
+
+
+def warn_of_eps(optimizers: Sequence[Optimizer]) -> None:
+    """Say that an optimizer in float16 would divide 0 by 0."""
+    for eps in [group.get("eps") for optimizer in optimizers for group in optimizer.param_groups]:
+        if eps and not torch.tensor(eps, dtype=torch.float16):
+            rank_zero_warn(
+                f"eps={eps:g} of the optimizer is 0 in float16, so weights become NaN in the first steps. Write "
+                'AdamW(..., eps=1e-4), or Trainer(precision="bf16-true").'
+            )
+            return

@@ -42,8 +42,8 @@ from lightning_odc.sharding.wrapping import (
 from lightning_odc.strategy import options
 from lightning_odc.strategy.attaching import AttachingStrategy
 from lightning_odc.strategy.groups import Groups
-from lightning_odc.strategy.launcher import fork_launcher
-from lightning_odc.strategy.precision import ODCPrecision
+from lightning_odc.strategy.launcher import end_interrupted_scripts, fork_launcher
+from lightning_odc.strategy.precision import ODCPrecision, warn_of_eps
 from lightning_odc.strategy.resuming import agree_with_loader, keep_place_apart, put_place_back
 
 #: Of the process group where GPUs compute and shards are in host memory.
@@ -220,6 +220,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         super().setup_optimizers(trainer)
         # Optimizers may have been made before the model was sharded, as in `__init__`.
         self._names.follow(self.model, self.optimizers)
+        if self.precision_plugin.precision == "16-true":
+            warn_of_eps(self.optimizers)
         self._is_training = False
         self._owes_schedulers = False
         self._has_place = False
@@ -263,6 +265,11 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             if module is not None:  # `configure_model` may shard it
                 shards.enter_context(self._names.recorded(module))
             yield
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if isinstance(exception, KeyboardInterrupt) and self.is_global_zero:
+            end_interrupted_scripts()
 
     def teardown(self) -> None:
         self._on_teardown.close()

@@ -15,7 +15,7 @@ from lightning_odc.data.loader import BalancedDataLoader
 from lightning_odc.data.model_cost import causal_model
 from lightning_odc.data.reader import is_stream
 from lightning_odc.engine.base import Engine
-from lightning_odc.run.session import Session, choose_policy, compare
+from lightning_odc.run.session import Session, choose_policy, compare, sharing_of_all
 from lightning_odc.strategy import decisions, model_facts
 from lightning_odc.strategy.accumulation import Accumulation
 from lightning_odc.strategy.options import OF_LOADER
@@ -72,6 +72,7 @@ class TrainingData:
             loader = self._balanced(dataloader)
         if not isinstance(loader, BalancedDataLoader):
             return loader
+        self._share(loader)
         if self._world_size > 1:
             self._options.check_policy(loader.options.policy)
         is_converted = loader is not dataloader
@@ -92,6 +93,12 @@ class TrainingData:
             world=loader.info.world,
             hears=True,
         )
+        return loader
+
+    def _share(self, loader: BalancedDataLoader) -> BalancedDataLoader:
+        """Let ranks share what they read, unless runs must repeat: how much they read depends on time."""
+        if not self._options.deterministic:
+            loader.sharing = sharing_of_all()
         return loader
 
     def _before_pass(self) -> None:
@@ -133,7 +140,7 @@ class TrainingData:
         try:
             reason = self._why_not(dataloader) if is_auto else ""
             if not reason:
-                balanced = self._convert(dataloader)
+                balanced = self._share(self._convert(dataloader))
                 reason = decisions.reason_of_lengths(self._options, balanced)
             if not reason:
                 self._fold(balanced, getattr(dataloader, "dataset", ()))

@@ -34,6 +34,7 @@ from typing import Any
 
 from lightning_odc.data.content import short_to_long, some_of
 from lightning_odc.data.minibatch import Task
+from lightning_odc.data.ran import coupled
 from lightning_odc.data.weighting import Rule, planned_count
 from lightning_odc.trial.decide import Verdict
 from lightning_odc.trial.run import BatchOf
@@ -73,6 +74,9 @@ class Audit:
             # Without gradients, there is room for more than a microbatch.
             mixed = _mixed(candidates, most, room=4 * max(map(sum, lengths)))
             if mixed is not None:
+                reason = _coupling_in(mixed)
+                if reason:
+                    return reason
                 candidates = [mixed._replace(microbatch=move(mixed.microbatch))]
         if not candidates:
             return ""
@@ -107,3 +111,17 @@ def _mixed(tasks: Iterable[Task], most: float, room: float) -> Task | None:
             indices, tokens = detail.samples.others()
             return detail.samples.read([indices[position] for position in short_to_long(tokens, most, room)])
     return None
+
+
+def _coupling_in(mixed: Task) -> str:
+    """How a ``collate_fn`` makes something else of the samples of a batch than of each; empty if it does not."""
+    assert mixed.detail is not None
+    samples = mixed.detail.samples
+    together = mixed.detail.ran
+    if samples is None or together is None:
+        return ""
+    details = [samples.read([index]).detail for index in samples.indices]
+    made = [detail.ran for detail in details if detail is not None and detail.ran is not None]
+    if len(made) < len(details) or sum(made) == together:
+        return ""
+    return coupled(together, sum(made))

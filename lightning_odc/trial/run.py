@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -182,11 +183,19 @@ class Losses:
 
     def _of_either(self, groups: Sequence[Group]) -> list[Tried]:
         """As `of`; in the step's own arithmetic where float64 fails."""
-        try:
-            return self.of(groups)
-        except Exception:
-            self.arithmetic = WithoutChance(wide=False)
-        return self.of(groups)
+        wide = self.arithmetic
+        tried = []
+        with suppress(Exception):
+            tried = self.of(groups)
+        if tried and _are_finite(tried):
+            return tried
+        # A kernel that does not know float64 raises, or makes NaN of it.
+        self.arithmetic = WithoutChance(wide=False)
+        own = self.of(groups)
+        if tried and not _are_finite(own):
+            self.arithmetic = wide
+            return tried
+        return own
 
     def of(self, groups: Sequence[Group]) -> list[Tried]:
         """The loss of every group, and what it counts, also of those that other ranks run."""
@@ -249,6 +258,10 @@ class Losses:
 
     def _counts(self, group: Sequence[int], batch: Any) -> dict[Rule, float]:
         return counts_of(self.rules, batch, [self.tokens[sample] for sample in group])
+
+
+def _are_finite(tried: Sequence[Tried]) -> bool:
+    return all(math.isfinite(one.loss) for one in tried)
 
 
 def _chance_elsewhere() -> object:

@@ -239,13 +239,27 @@ def test_batches_are_made_of_a_few_samples_unless_they_cut_off_the_longest(most)
     assert (len(made) < 60) == (most is None)
 
 
+def test_texts_that_the_step_makes_tokens_of_are_measured_by_their_characters():
+    for sample, collate_fn, length in (
+        ({"text": "some", "label": 3}, default_collate, 4),
+        (("some", 3), default_collate, 4),
+        ({"q": "some", "p": ["more", ""], "none": None}, list, 8),
+        ("", list, 1),
+    ):
+        found = find_lengths(Samples([sample] * 3), collate_fn=collate_fn)
+        assert found.values.tolist() == [length] * 3
+
+
+def test_a_graph_has_the_length_of_its_nodes():
+    graphs = [SimpleNamespace(num_nodes=nodes) for nodes in (3, 1, 7)]
+    assert find_lengths(Samples(graphs), collate_fn=list).values.tolist() == [3, 1, 7]
+
+
 def test_what_a_batch_does_not_show_stays_unknown():
-    """Texts that the step makes tokens of have lengths, although nothing of their batch differs."""
+    """A name beside an image says nothing of its size."""
     for sample, collate_fn in (
-        ({"text": "some", "label": 3}, default_collate),
-        (("some", 3), default_collate),
-        ({"text": "some"}, list),
-        ({"text": "some"}, lambda samples: 1 / 0),
+        ({"name": "some", "image": object()}, list),
+        ({"name": "some", "image": torch.ones(2, 2)}, lambda samples: samples[0]["name"]),
         (object(), lambda samples: samples[0]),
     ):
         with pytest.raises(LengthsUnknownError, match="length_fn=lambda sample"):

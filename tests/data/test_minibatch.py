@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -72,12 +74,27 @@ def shares(*sizes: tuple[int, ...], lengths: list[int] | None = None) -> Minibat
     return share
 
 
+def test_a_single_microbatch_is_the_batch_that_hooks_see():
+    share = shares((2, 3))
+    assert share["name"] == "a"
+    assert [*share.keys()] == ["x", "name"]
+    assert Minibatch([torch.ones(2, 3)]).shape == (2, 3)
+    with pytest.raises(TypeError, match=r'Trainer\(strategy="odc"'):
+        share.to("cpu")
+    again = copy.deepcopy(share)
+    assert again["name"] == "a"
+    with pytest.raises(KeyError):
+        share["y"]
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
+        _ = share.colour
+
+
 def test_a_key_is_refused_with_the_loop_to_write():
-    microbatches = [torch.ones(2)]
-    for share in (shares((2, 3)), Minibatch(microbatches), Minibatch([])):
+    microbatches = [torch.ones(2), torch.ones(3)]
+    for share in (shares((2, 3), (1, 3)), Minibatch(microbatches), Minibatch([])):
         with pytest.raises(TypeError, match=r"(?s)get the whole Minibatch.*for microbatch in batch:"):
             share["x"]
     with pytest.raises(AttributeError, match=r"(?s)no attribute 'items'.*get the whole Minibatch"):
-        shares((2, 3)).items()
+        shares((2, 3), (1, 3)).items()
     with pytest.raises(TypeError, match=r'Trainer\(strategy="odc"'):  # moved by another strategy
         shares((2, 3)).to("cpu")

@@ -183,7 +183,8 @@ def train(fabric):
     run_step(fabric, model, optimizer, own(fabric.global_rank, (5, 1), 0))
     return fabric.world_size, fabric.strategy.engine.traffic.reads
 
-print("RESULT", Fabric(strategy=ODCFabricStrategy(sharding_strategy="FULL_SHARD"), accelerator="cpu", devices=2).launch(train))
+strategy = ODCFabricStrategy(sharding_strategy="FULL_SHARD")
+print("RESULT", Fabric(strategy=strategy, accelerator="cpu", devices=2).launch(train))
 """
 
 

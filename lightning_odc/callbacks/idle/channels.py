@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from queue import SimpleQueue
-from threading import Thread
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+from lightning_odc.engine.background import Background
 
 _Item = TypeVar("_Item")
 
@@ -31,9 +32,7 @@ class Channel:
             if not (dist.is_available() and dist.is_initialized() and dist.is_gloo_available()):
                 raise RuntimeError("its ranks have no process group with gloo to compare their times through")
             self._group = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-        self._orders: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, name="lightning-odc idle monitor", daemon=True)
-        self._thread.start()
+        self._thread = Background("idle monitor", self.close, end=self._leave)
 
     def send(self, make: Callable[[], _Item]) -> Future[list[_Item]]:
         """Every rank's item, in rank order, once all have sent one. All ranks send equally often, in the same order.
@@ -42,7 +41,7 @@ class Channel:
             make: Returns the item. It is called in the thread, and may wait.
         """
         answer: Future[list[_Item]] = Future()
-        self._orders.put((make, answer))
+        self._thread.do(partial(self._send, make, answer))
         return answer
 
     def agree(self, item: _Item) -> list[_Item]:
@@ -51,21 +50,20 @@ class Channel:
 
     def close(self) -> None:
         """End the thread and release the group. Idempotent."""
-        self._orders.put(None)
         # Where a message is under way, a rank has failed. The group then lives on, shortly before the end.
-        self._thread.join(timeout=1.0)
+        self._thread.stop(1.0)
 
-    def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            make, answer = order
-            try:
-                item = make()
-                items = [item] * self._world_size
-                if self._group is not None:
-                    dist.all_gather_object(items, item, group=self._group)
-            except Exception as error:
-                answer.set_exception(error)
-            else:
-                answer.set_result(items)
+    def _send(self, make: Callable[[], Any], answer: Future[Any]) -> None:
+        try:
+            item = make()
+            items = [item] * self._world_size
+            if self._group is not None:
+                dist.all_gather_object(items, item, group=self._group)
+        except Exception as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result(items)
+
+    def _leave(self) -> None:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)

@@ -24,18 +24,16 @@ request never comes back. So no request is made in the thread that trains.
 
 from __future__ import annotations
 
-import queue
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed
 
+from lightning_odc.engine.background import Background
 from lightning_odc.engine.nodes.column import Layout
 from lightning_odc.engine.transports.base import Rendezvous
 from lightning_odc.errors import PeerFailedError
@@ -87,9 +85,8 @@ class Leaders:
         self._looked = 0.0  # when
         self._meetings = 0
         self._missing = 0  # the first node that has not come to this one
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._has_ended = False
+        self._thread: Background | None = None
 
     def open(self) -> None:
         """Begin. All ranks of the job together."""
@@ -99,12 +96,14 @@ class Leaders:
         # A connection of its own: another thread may wait at the one of the process group.
         self._store = PrefixStore(f"odc/nodes/{token}", self._store.clone())
         self._looked = time.monotonic()
-        self._thread = threading.Thread(target=self._run, name="lightning-odc nodes", daemon=True)
-        self._thread.start()
+        self._thread = Background(
+            "nodes", self.close, idle=self._hear, every=self.look_every, end=self._leave
+        )
 
     def begin(self, job: Callable[[], None]) -> None:
         """Let the thread do something, behind what it was given before."""
-        self._jobs.put(job)
+        assert self._thread is not None
+        self._thread.do(job)
 
     def meet(self, message: bytes) -> list[bytes]:
         """Begin to meet the leaders of all nodes; their messages come into the list, all at once."""
@@ -128,6 +127,12 @@ class Leaders:
     def trouble(self) -> str:
         """Who failed on other nodes, or cannot be reached, and why; empty if all is well."""
         looked = self._looked
+        error = None if self._thread is None else self._thread.error
+        if error is not None and not isinstance(error, PeerFailedError):
+            self._trouble = self._trouble or (
+                f"The store by which ranks find each other, on {self._main_address}, has ended: rank 0, or the agent "
+                f"of its launcher, was killed or has crashed.\n{error}"
+            )
         if self._thread is not None and time.monotonic() - looked > self._silence:
             time.sleep(self.look_every)  # it may be this process that was asleep
             if self._looked == looked:
@@ -139,11 +144,11 @@ class Leaders:
 
     def close(self) -> None:
         """End what was begun, and leave for good. Idempotent."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
         if thread is not None:
-            self.begin(self._ended.set)
-            thread.join(_FAREWELL if self._trouble else _LAST_WORK)
-            self._ended.set()
+            thread.stop(_FAREWELL if self.trouble() else _LAST_WORK)
+            self._thread = None
+            self._has_ended = True
             self.of_node = str
 
     def _ranks_of(self, node: int) -> str:
@@ -152,22 +157,10 @@ class Leaders:
 
     # -- in the thread ------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            while not self._ended.is_set():
-                self._hear()
-                with suppress(queue.Empty):
-                    self._jobs.get(timeout=self.look_every)()
-            self._look()  # others of the node may have failed just now
-            if self._layout.leads and not self._trouble:
-                self._come(b"")
-        except PeerFailedError:
-            pass  # the thread that trains raises it
-        except Exception as error:
-            self._trouble = (
-                f"The store by which ranks find each other, on {self._main_address}, has ended: rank 0, or the agent "
-                f"of its launcher, was killed or has crashed.\n{error}"
-            )
+    def _leave(self) -> None:
+        self._look()  # others of the node may have failed just now
+        if self._layout.leads and not self._trouble:
+            self._come(b"")
 
     def until(self, ready: Callable[[], bool]) -> None:
         """Wait for something to be true, and look for news."""
@@ -219,7 +212,7 @@ class Leaders:
 
     def _hear(self) -> None:
         """Look for news, if it is time."""
-        if self._trouble or self._ended.is_set():
+        if self._trouble or self._has_ended:
             raise PeerFailedError(self._trouble)
         if time.monotonic() - self._looked >= self.look_every:
             self._look()

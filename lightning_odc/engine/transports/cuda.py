@@ -14,12 +14,11 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
-import queue
 import tempfile
-import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lightning_odc import _compat
+from lightning_odc.engine.background import Background
 from lightning_odc.engine.transports import preflight
 from lightning_odc.engine.transports.base import Rendezvous, UnitSpec, WindowSpec
 from lightning_odc.engine.transports.preflight import DeviceFacts
@@ -145,36 +145,25 @@ class Announcer:
 
     def __init__(self, store: Callable[[int, int], None], enter_thread: Callable[[], None]) -> None:
         self._store = store
-        self._enter_thread = enter_thread
-        self._waiting: queue.SimpleQueue[tuple[torch.cuda.Event, int, int] | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="lightning-odc announcer", daemon=True)
-        self._thread.start()
+        self._thread = Background("announcer", self.stop, begin=enter_thread)
 
     def announce(self, mark: torch.cuda.Event, word: int, value: int) -> None:
         """Write a word when ``mark`` has been passed."""
         self.check()
-        self._waiting.put((mark, word, value))
+        self._thread.do(partial(self._write, mark, word, value))
 
     def check(self) -> None:
-        """Raise what ended the thread, if anything did."""
-        if self._error is not None:
-            raise RuntimeError("The device failed while parameters were published.") from self._error
+        """Raise what ended the thread, if anything did: an error of the device or of the driver."""
+        if self._thread.error is not None:
+            raise RuntimeError("The device failed while parameters were published.") from self._thread.error
 
     def stop(self) -> None:
         """Write what is left, and end. A device that hangs is not waited for any longer than 10 s. Idempotent."""
-        self._waiting.put(None)
-        self._thread.join(_PATIENCE)
+        self._thread.stop(_PATIENCE)
 
-    def _run(self) -> None:
-        try:
-            self._enter_thread()
-            while (item := self._waiting.get()) is not None:
-                mark, word, value = item
-                mark.synchronize()  # without the interpreter's lock
-                self._store(word, value)
-        except BaseException as error:  # of the device or of the driver: raised at the next call
-            self._error = error
+    def _write(self, mark: torch.cuda.Event, word: int, value: int) -> None:
+        mark.synchronize()  # without the interpreter's lock
+        self._store(word, value)
 
 
 # -- the device, which only a machine with GPUs has --------------------------------------------------------

@@ -173,9 +173,10 @@ def test_what_happened_just_before_a_rank_leaves_is_told(three):
 
 def test_a_silent_host_is_named_with_its_address(three):
     begin = time.monotonic()
-    three[1]._thread, silent = None, three[1]._thread
     # It is not looking. Of the ranks of the node that looks for it, every other one is not there.
     three[1].begin(partial(time.sleep, 5 * SILENCE))
+    silent = three[1]._thread
+    three[1]._thread = None
     eventually(lambda: bool(three[2]._trouble))
     assert "no sign of ranks 2 to 3 (127.0.0.1) for 1 s: their host is down or cut off" in three[2].trouble()
     assert 2 * SILENCE <= time.monotonic() - begin < 5 * SILENCE
