@@ -150,6 +150,44 @@ def test_a_loss_is_tried_as_ever(rank):
             assert error < 1e-6, text
 
 
+#: What a `collate_fn` makes of a sample depends on the others, by name.
+COUPLED: dict[str, Callable[[list[Any]], list[Any]]] = {
+    "never none": lambda batch: [one for one in batch if len(one["input_ids"]) < LONG] or batch[:1],
+    "at most four": lambda batch: batch[:4],
+    "an even number": lambda batch: batch[: len(batch) // 2 * 2] or batch,
+    "never none, and most are long": lambda batch: (
+        [one for one in batch if len(one["input_ids"]) < 5] or batch[:1]
+    ),
+    "no two of a length": lambda batch: [*{len(one["input_ids"]): one for one in batch}.values()],
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", fast(COUPLED, "never none"))
+def test_batches_stay_as_they_are_if_what_is_made_of_a_sample_depends_on_the_others(rank, name):
+    """Two batches of eight, one for each rank, as under DDP."""
+    choose = COUPLED[name]
+    batches = [choose(samples()[first::2]) for first in (0, 1)]
+    expected = as_under_ddp(batches)
+    module = Losses("classes").double()
+    loader = DataLoader(Sized(samples()), 8, collate_fn=lambda batch: collate(choose(batch)))
+    with warned() as caught:
+        fit(module, loader, max_steps=1, balance="auto")
+    trained = full_parameters(module)
+    found = largest_difference({n: trained[n] for n in expected}, expected)
+    assert found < 1e-6, caught
+    assert rank or "Your batches are left as they are" in "".join(caught)
+
+
+def as_under_ddp(batches: list[list[Any]]) -> dict[str, Tensor]:
+    """Parameters after a step on the mean of the batches' losses."""
+    module = Losses("classes").double()
+    optimizer = module.configure_optimizers()
+    torch.stack([KINDS["classes"](module, collate(batch)) for batch in batches]).mean().backward()
+    optimizer.step()
+    return full_parameters(module)
+
+
 class Small(Losses):
     """Memory for three samples."""
 
