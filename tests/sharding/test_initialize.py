@@ -32,7 +32,7 @@ class OnMeta(TokenModule):
     def configure_model(self) -> None:
         if not self.is_made:
             self.is_made = True
-            torch.manual_seed(0)
+            torch.manual_seed(self.global_rank)  # rank 0's values are those of all
             with torch.device("meta"):
                 self.net = Net(**self.options)
                 if self.extra is not None:

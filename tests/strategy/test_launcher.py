@@ -414,3 +414,27 @@ def test_a_script_ends_with_its_own_exit_code(tmp_path):
     done = run(script, check=False)
     assert done.returncode == 3, done.stderr
     assert "terminate called" not in done.stderr
+
+
+INTERRUPTED = """
+import os, signal
+from tests.support.modules import TokenModule, loader, token_batches, trainer
+
+class Interrupts(TokenModule):
+    def training_step(self, batch, batch_idx):
+        if self.trainer.is_global_zero and batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch, batch_idx)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+trainer(2).fit(Interrupts(), loader(token_batches([5, 3, 4])))
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupt_is_told_as_one(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(INTERRUPTED)
+    done = run(script, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "Interrupted", done.stderr

@@ -16,7 +16,7 @@ from lightning_odc import Minibatch
 from lightning_odc.strategy.precision import LossScaler, ODCPrecision
 from tests.support.fits import Sgd, are_equal, doing, fit, fitted, one_process
 from tests.support.models import WIDTH, Block, full_parameters, token_batches
-from tests.support.modules import loader, trainer
+from tests.support.modules import TokenModule, loader, trainer, warned
 from tests.support.ranks import on_ranks
 from tests.support.tiers import fast
 
@@ -478,3 +478,13 @@ def test_a_batch_is_the_same_object_where_nothing_is_cast(precision, dtype, is_s
     assert (found is box) == is_same
     if not is_same:
         assert found["x"].dtype is torch.bfloat16
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(("eps", "warns"), [(1e-8, True), (1e-4, False)])
+def test_an_eps_that_is_0_in_float16_is_told_before_training(rank, eps, warns):
+    module = TokenModule()
+    module.configure_optimizers = lambda: torch.optim.AdamW(module.parameters(), eps=eps)  # type: ignore[method-assign]
+    with warned() as caught:
+        fit(module, token_batches([5]), world_size=1, precision="16-true")
+    assert ("eps=1e-08 of the optimizer is 0 in float16" in "".join(caught)) == warns
