@@ -34,7 +34,7 @@ NODES = {
     "trial": 5271,
 }
 #: Of the package, and of the benchmarks. The aims were 104,000 and 54,000; whole models took more.
-MOST_NODES = 106586
+MOST_NODES = 106592
 MOST_NODES_OF_BENCHMARKS = 55878
 #: Nodes per statement, by folder.
 DENSITY = {"lightning_odc": 7.7, "tests": 9.0, "benchmarks": 8.5}

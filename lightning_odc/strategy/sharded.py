@@ -154,10 +154,6 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             _compat_lightning.set_process_group_backend(self, OFFLOADING_BACKEND)
         with self._starting(self._device_type()):
             super().setup_environment()
-        if self._world() is not dist.group.WORLD:
-            self._world = weakref.ref(dist.group.WORLD)
-            self._mesh = None
-            self._named_mesh = None
         module = self.lightning_module
         if module is not None:
             self._set_device_mesh(module)
@@ -173,11 +169,11 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         if whole is None:
             if not is_overridden("configure_model", module):
                 return
+            mesh = self.shard_mesh
             whole = self._named_mesh
         if whole is None:
             # Modules for ``ModelParallelStrategy`` ask for these: "data_parallel" is the mesh, or under hybrid sharding
             # its last dimension, and "tensor_parallel" is one rank.
-            mesh = self.shard_mesh
             names = ("replicate", "data_parallel", "tensor_parallel")[-mesh.ndim - 1 :]
             whole = init_device_mesh(mesh.device_type, (*mesh.shape, 1), mesh_dim_names=names)
             self._named_mesh = whole
@@ -192,6 +188,10 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
         One dimension: all ranks, or with tensor parallelism those that have the same part of the model. Two,
         ``(replicate, shard)``, where collectives shard in the hybrid way. Needs the process group.
         """
+        if self._world() is not dist.group.WORLD:
+            self._world = weakref.ref(dist.group.WORLD)
+            self._mesh = None
+            self._named_mesh = None
         if self._mesh is None:
             groups = self._groups
             layout = groups.layout()
@@ -241,8 +241,8 @@ class ShardedStrategy(AttachingStrategy, FSDPStrategy):
             if not fits:
                 rank_zero_info(
                     f"{found} after this run, too. In a run, one rank reads whole weights by "
-                    "`self.trainer.strategy.stream_parameters()`, and units stay whole in "
-                    "`with self.trainer.strategy.gathered():`."
+                    "`self.trainer.strategy.stream_parameters()`, and `with self.trainer.strategy.gathered():` keeps "
+                    "units whole."
                 )
                 return
             with self._ordinary_tensors():
