@@ -29,7 +29,7 @@ NODES = {
     "huggingface": 2433,
     "rl": 1969,
     "run": 5340,
-    "sharding": 7041,
+    "sharding": 7047,
     "strategy": 15200,
     "trial": 5271,
 }
